@@ -1,0 +1,380 @@
+"""What can't be true together, found on the login node: every contradiction at once, each with its mend."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hpc_parallel.config.layout import AXES, Layout, divisors, plan_batch
+from hpc_parallel.config.problems import Problem, nearest
+from hpc_parallel.config.schema import RunConfig, StrategyConfig, TransformerConfig
+
+CHOICES = {
+    "device": ("auto", "cpu", "cuda"),
+    "strategy.schedule": ("gpipe", "1f1b", "interleaved"),
+    "optimizer.name": ("adamw",),
+    "optimizer.schedule": ("cosine", "constant"),
+    "training.precision": ("float32", "bfloat16", "float64"),
+    "launcher.kind": ("auto", "local", "slurm", "script"),
+    "cluster.gpu_flag": ("gpus-per-node", "gres"),
+}
+TECHNIQUES = ("pipeline", "replicate")  # axes that `strategies/` can apply so far
+INTERLEAVED = ("interleaved",)
+
+Found = Iterator[Problem | str]
+
+
+def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> list[Problem | str]:
+    """All that is wrong with `config`, in the order of the command line's `overrides`."""
+    checks = (
+        _counts, _choices, _ranges, _layout, _model, _data, _names, _launcher, _cluster, _switches
+    )  # fmt: skip
+    return in_order([problem for check in checks for problem in check(config)], overrides)
+
+
+def in_order(problems: Sequence[Problem | str], overrides: Sequence[str]) -> list[Problem | str]:
+    """Sorted as the command line names the keys; problems of keys that it doesn't name come last."""
+    keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
+
+    def place(problem: Problem | str) -> int:
+        text = problem.key if isinstance(problem, Problem) else problem.lstrip("+~")
+        key = re.split(r"[\s=:]", text, maxsplit=1)[0]
+        named = [i for i, name in enumerate(keys) if key == name or key.startswith(f"{name}.")]
+        return named[-1] if named else len(keys)
+
+    return sorted(problems, key=place)
+
+
+def value_at(config: RunConfig, key: str) -> Any:
+    """The value of a dotted key; None where a free-form table doesn't have it."""
+    node: Any = config
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, dict) else getattr(node, part)
+    return node
+
+
+def _counts(config: RunConfig) -> Found:
+    """What is counted is at least one."""
+    keys = [
+        "nodes", "gpus_per_node", "training.steps", "training.global_batch_size",
+        "training.microbatch_size", "training.log_every", "training.validate_every",
+        "training.validation_samples", "strategy.microbatches", "strategy.stages_per_rank",
+        "launcher.time_minutes", "launcher.cpus_per_device", "data.sequence_length", "data.max_bytes",
+    ]  # fmt: skip
+    if _is_transformer(config):
+        sizes = ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab_size")
+        keys += [f"model.{name}" for name in sizes]
+    for key in keys:
+        count = value_at(config, key)
+        if isinstance(count, int) and count < 1:
+            yield Problem(key, count, "must be at least 1", (1,))
+
+
+def _choices(config: RunConfig) -> Found:
+    for key, choices in CHOICES.items():
+        value = value_at(config, key)
+        if value not in choices:
+            close = nearest(str(value), choices) or choices[:1]
+            yield Problem(key, value, f"is not one of {', '.join(choices)}", tuple(close))
+
+
+def _ranges(config: RunConfig) -> Found:
+    """Numbers inside their interval: key, its least, its most, whether the ends count, a legal value."""
+    table: list[tuple[str, float, float, bool, Any]] = [
+        ("seed", 0, 2**63 - 1, True, 0),
+        ("optimizer.learning_rate", 0, math.inf, False, 0.001),
+        ("optimizer.eps", 0, math.inf, False, 1e-8),
+        ("optimizer.weight_decay", 0, math.inf, True, 0.1),
+        ("optimizer.final_share", 0, 1, True, 0.1),
+        ("optimizer.warmup_steps", 0, config.training.steps, True, max(1, config.training.steps // 10)),
+        ("training.clip_norm", 0, math.inf, False, 1.0),
+        ("strategy.bucket_mb", 0, math.inf, False, 25),
+        ("launcher.memory_gb", 0, math.inf, False, 16),
+        ("cluster.port", 1024, 65535, True, 29500),
+        ("cluster.start_timeout_s", 0, math.inf, False, 300),
+        ("cluster.collective_timeout_s", 0, math.inf, False, 600),
+        ("data.validation_share", 0, 0.5, False, 0.05),
+    ]
+    for key, least, most, closed, legal in table:
+        value = value_at(config, key)
+        if value is None:
+            continue
+        inside = least <= value <= most if closed else least < value < most
+        if not inside or not math.isfinite(value):
+            bounds = f"{least:g}" if most == math.inf else f"{least:g} and {most:g}"
+            word = "must be above" if most == math.inf and not closed else "must be at least"
+            word = word if most == math.inf else "must lie between"
+            yield Problem(key, value, f"{word} {bounds}", (legal,))
+    betas = config.optimizer.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        yield Problem(
+            "optimizer.betas", betas, "must be two numbers from 0 up to, not with, 1", ("[0.9,0.95]",)
+        )
+
+
+def _layout(config: RunConfig) -> Found:
+    """Degrees against devices, stages against blocks, batch against both."""
+    strategy = config.strategy
+    if config.nodes < 1 or config.gpus_per_node < 1:
+        return
+    devices = config.nodes * config.gpus_per_node
+    broken = False
+    for axis in AXES:
+        degree = getattr(strategy, axis)
+        if degree < 1 and degree != -1:
+            broken = True
+            yield Problem(f"strategy.{axis}", degree, "must be at least 1, or -1 for what is left", (1, -1))
+        elif degree != 1 and axis not in TECHNIQUES:
+            broken = True
+            yield Problem(f"strategy.{axis}", degree, "asks for an axis that has no technique yet", (1,))
+    free = [axis for axis in AXES if getattr(strategy, axis) == -1]
+    if len(free) > 1:
+        for axis in free[1:]:
+            rule = f"leaves two axes open, as strategy.{free[0]} is -1 too"
+            yield Problem(f"strategy.{axis}", -1, rule, (1,))
+    if broken or len(free) > 1:
+        return
+    try:
+        layout = Layout.resolve(strategy, devices=devices)
+    except ValueError:
+        yield _degrees_problem(config, strategy, devices, free)
+        return
+    yield from _stages(config, layout)
+    yield from _batch(config, layout)
+
+
+def _degrees_problem(config: RunConfig, strategy: StrategyConfig, devices: int, free: list[str]) -> Problem:
+    set_axes = {axis: getattr(strategy, axis) for axis in AXES if getattr(strategy, axis) > 1}
+    product = math.prod(set_axes.values())
+    where = f"nodes={config.nodes} x gpus_per_node={config.gpus_per_node} = {devices} devices"
+    if not set_axes:
+        rule = f"uses one device, but there are {where}"
+        return Problem("strategy", strategy.name, rule, ("data", "pipeline"))
+    axis, degree = max(set_axes.items(), key=lambda item: item[1])
+    rest = product // degree
+    if free:
+        legal = [d for d in divisors(devices) if d * rest <= devices and devices % (d * rest) == 0]
+        rule = f"does not divide {where}" if rest == 1 else f"times {rest} does not divide {where}"
+    else:
+        legal = [devices // rest] if devices % rest == 0 else []
+        rule = f"makes {product} of the axes together, but there are {where}"
+    legal.sort(key=lambda d: abs(d - degree))
+    return Problem(f"strategy.{axis}", degree, rule, tuple(sorted(legal[:2])))
+
+
+def _stages(config: RunConfig, layout: Layout) -> Found:
+    """Every stage needs a block, and the schedule as many stages a rank as it is made for."""
+    strategy = config.strategy
+    interleaved = strategy.schedule in INTERLEAVED
+    if layout.pipeline == 1:
+        return
+    per_rank = stages_per_rank(strategy)
+    if interleaved != (per_rank > 1):
+        rule = f"does not fit strategy.schedule = {strategy.schedule}"
+        yield Problem("strategy.stages_per_rank", per_rank, rule, (2 if interleaved else 1,))
+    stages = layout.pipeline * per_rank
+    layers = config.model.get("layers") if isinstance(config.model, dict) else None
+    if isinstance(layers, int) and stages > layers >= 1:
+        most = max((d for d in divisors(layout.devices) if d * per_rank <= layers), default=1)
+        detail = f" ({layout.pipeline} ranks x {per_rank})" if per_rank > 1 else ""
+        rule = f"gives {stages} stages{detail}, more than model.layers = {layers}: each needs a block"
+        yield Problem("strategy.pipeline", layout.pipeline, rule, (most,))
+
+
+def stages_per_rank(strategy: StrategyConfig) -> int:
+    return strategy.stages_per_rank or (2 if strategy.schedule in INTERLEAVED else 1)
+
+
+def _batch(config: RunConfig, layout: Layout) -> Found:
+    """The global batch splits over replicas and microbatches without remainder."""
+    training, strategy = config.training, config.strategy
+    batch, size, count = training.global_batch_size, training.microbatch_size, strategy.microbatches
+    if batch < 1 or (size or 1) < 1 or (count or 1) < 1:
+        return
+    if batch % layout.data:
+        rule = f"does not divide by the {layout.data} replicas: each needs as many samples"
+        yield Problem("training.global_batch_size", batch, rule, _multiples_near(batch, layout.data))
+        return
+    samples = batch // layout.data
+    key, value = ("strategy.microbatches", count) if count else ("training.microbatch_size", size)
+    try:
+        plan = plan_batch(batch, layout=layout, microbatch_size=size, microbatches=count)
+    except ValueError:
+        assert value is not None
+        if count and size and samples % count == 0:
+            rule = f"contradicts strategy.microbatches = {count}, with {samples} samples a replica"
+            yield Problem("training.microbatch_size", size, rule, (samples // count, None))
+        else:
+            rule = f"does not divide the {samples} samples that each of {layout.data} replicas has a step"
+            near = sorted(divisors(samples), key=lambda d: abs(d - value))[:2]
+            yield Problem(key, value, rule, tuple(sorted(near)))
+        return
+    stages = layout.pipeline * stages_per_rank(strategy)
+    if layout.pipeline == 1:
+        return
+    if strategy.schedule == "1f1b" and plan.microbatches < stages:
+        rule = f"leaves stages without work: 1f1b wants at least as many as its {stages} stages"
+        legal = tuple(d for d in divisors(samples) if d >= stages)[:2]
+        if legal:
+            yield Problem("strategy.microbatches", plan.microbatches, rule, legal)
+        else:
+            rule = f"gives a replica {samples} samples, too few for {stages} microbatches of 1f1b"
+            yield Problem("training.global_batch_size", batch, rule, (stages * layout.data,))
+    elif strategy.schedule in INTERLEAVED:
+        rounds = max(1, plan.microbatches // layout.pipeline)
+        if plan.microbatches % rounds:
+            fitting = [d for d in divisors(samples) if d % max(1, d // layout.pipeline) == 0]
+            near = sorted(fitting, key=lambda d: abs(d - plan.microbatches))[:2]
+            rule = f"does not split into {rounds} equal rounds of {layout.pipeline} stages"
+            yield Problem("strategy.microbatches", plan.microbatches, rule, tuple(sorted(near)))
+
+
+def _multiples_near(value: int, unit: int) -> tuple[int, ...]:
+    below = value // unit * unit
+    return (below, below + unit) if below else (unit,)
+
+
+def _is_transformer(config: RunConfig) -> bool:
+    return isinstance(config.model, dict) and config.model.get("_target_") == TransformerConfig._target_
+
+
+def _model(config: RunConfig) -> Found:
+    if not isinstance(config.model, dict) or not config.model.get("_target_"):
+        yield "model._target_ is missing: name the class of your model. Try model=tiny."
+        return
+    yield from _importable("model._target_", config.model["_target_"])
+    if not _is_transformer(config):
+        return
+    dim, heads, kv_heads = (config.model[name] for name in ("dim", "heads", "kv_heads"))
+    if min(dim, heads, kv_heads) < 1:
+        return
+    if dim % heads or (dim // heads) % 2:
+        legal = [d for d in divisors(dim) if (dim // d) % 2 == 0]
+        near = sorted(legal, key=lambda d: abs(d - heads))[:2]
+        rule = f"does not split model.dim = {dim} into heads of an even width (rotary positions turn pairs)"
+        yield Problem("model.heads", heads, rule, tuple(sorted(near)))
+    if heads % kv_heads:
+        near = sorted(divisors(heads), key=lambda d: abs(d - kv_heads))[:2]
+        rule = f"does not divide model.heads = {heads}: each key-value head serves as many heads"
+        yield Problem("model.kv_heads", kv_heads, rule, tuple(sorted(near)))
+    for key in ("model.rope_theta", "model.norm_eps"):
+        if value_at(config, key) <= 0:
+            yield Problem(key, value_at(config, key), "must be above 0")
+
+
+def _data(config: RunConfig) -> Found:
+    """The data is where the configuration says, and its tokens fit the model's vocabulary."""
+    if not isinstance(config.data, dict) or not config.data.get("_target_"):
+        yield "data._target_ is missing: name the class of your data. Try data=text."
+        return
+    yield from _importable("data._target_", config.data["_target_"])
+    vocab_size: int | None = 256 if config.data["_target_"].endswith("TextData") else None
+    if (path := config.data.get("path")) is not None:
+        if not Path(path).expanduser().exists():
+            parent = Path(path).expanduser().parent
+            near = nearest(Path(path).name, [p.name for p in parent.iterdir()]) if parent.is_dir() else []
+            yield Problem("data.path", path, "does not exist here", tuple(parent / name for name in near))
+        elif config.data["_target_"].endswith("TokensData"):
+            from hpc_parallel.data.tokens import read_description  # no torch in it
+
+            try:
+                vocab_size = read_description(Path(path).expanduser())["vocab_size"]
+            except (ValueError, OSError) as error:
+                yield f"data.path = {path} can't be used: {error}"
+    room = config.model.get("vocab_size") if isinstance(config.model, dict) else None
+    if vocab_size and isinstance(room, int) and 1 <= room < vocab_size:
+        rule = f"is too small for the data, whose tokens run from 0 to {vocab_size - 1}"
+        yield Problem("model.vocab_size", room, rule, (vocab_size,))
+
+
+def _importable(key: str, target: str) -> Found:
+    module = target.partition(".")[0]
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it; a console script does not
+    try:
+        if "." not in target or find_spec(module) is None:
+            yield Problem(key, target, f"names no class: there is no module {module} here")
+    finally:
+        sys.path.pop(0)
+
+
+def _names(config: RunConfig) -> Found:
+    """Names that become part of a path or of a shell's line."""
+    name = config.name
+    if (
+        not name
+        or name in (".", "..")
+        or "/" in name
+        or "%" in name
+        or not name.isprintable()
+        or len(name) > 100
+    ):
+        mend = re.sub(r"[^\w.-]+", "-", name).strip("-.")[:100] or "run"
+        rule = "can't name a folder: up to 100 printable characters without / and % (Slurm reads it as a pattern)"
+        yield Problem("name", name, rule, (mend,))
+    if config.run_dir is not None:
+        folder = Path(config.run_dir).expanduser()
+        if not config.run_dir or "%" in config.run_dir or not config.run_dir.isprintable():
+            yield Problem("run_dir", config.run_dir, "must be a printable path without %", ("runs/mine",))
+        elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            legal = (folder.with_name(folder.name + "-2"),)
+            yield Problem(
+                "run_dir", config.run_dir, "holds something already; a run is never overwritten", legal
+            )
+    if config.resume is not None:
+        yield Problem("resume", config.resume, "can't be done yet: runs keep no checkpoints so far", (None,))
+
+
+def _launcher(config: RunConfig) -> Found:
+    launcher = config.launcher
+    for key in ("partition", "account", "qos", "constraint", "exclude", "wckey"):
+        value = getattr(launcher, key)
+        if value is not None and (not value.isprintable() or not value.strip()):
+            yield Problem(f"launcher.{key}", value, "must be one printable line", (None,))
+    for flag, value in launcher.extra.items():
+        key = f"launcher.extra.{flag}"
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", str(flag)):
+            mend = re.sub(r"[^a-z0-9-]", "-", str(flag).lower().lstrip("-"))
+            yield f"{key} is not a flag of sbatch. Try +launcher.extra.{mend}={value}."
+        elif flag in OWN_FLAGS:
+            yield f"{key}: this flag is set by {OWN_FLAGS[flag]}. Try {OWN_FLAGS[flag]}={value}."
+        elif isinstance(value, dict | list) or not str(value).isprintable():
+            yield Problem(key, value, "must be one printable value, or true for a flag without one")
+    if launcher.venv is not None and not (Path(launcher.venv).expanduser() / "bin" / "activate").exists():
+        here = Path(sys.prefix)
+        legal = (here,) if (here / "bin" / "activate").exists() else ()
+        yield Problem(
+            "launcher.venv", launcher.venv, "is no virtual environment (no bin/activate in it)", legal
+        )
+    for index, module in enumerate(launcher.modules):
+        if not module.strip() or not module.isprintable():
+            yield Problem(f"launcher.modules[{index}]", module, "must be a module's name", ("cuda/12.4",))
+
+
+OWN_FLAGS = {
+    "nodes": "nodes", "ntasks-per-node": "gpus_per_node", "gpus-per-node": "gpus_per_node",
+    "gres": "gpus_per_node", "job-name": "name", "partition": "launcher.partition",
+    "account": "launcher.account", "qos": "launcher.qos", "constraint": "launcher.constraint",
+    "exclude": "launcher.exclude", "time": "launcher.time_minutes", "mem": "launcher.memory_gb",
+    "cpus-per-task": "launcher.cpus_per_device", "wckey": "launcher.wckey",
+}  # fmt: skip
+
+
+def _cluster(config: RunConfig) -> Found:
+    for variable in config.cluster.environment:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
+            mend = re.sub(r"\W", "_", variable)
+            yield f"cluster.environment.{variable} is no name of a variable. Try cluster.environment.{mend}."
+    if not re.fullmatch(r"[A-Za-z0-9.-]*", config.cluster.master_suffix):
+        yield Problem("cluster.master_suffix", config.cluster.master_suffix, "can't end a host name", ("i",))
+
+
+def _switches(config: RunConfig) -> Found:
+    for switch, package in (("tensorboard", "tensorboard"), ("wandb", "wandb")):
+        if getattr(config.training, switch) and find_spec(package) is None:
+            rule = f"needs the package {package}, which is not installed here (pip install {package})"
+            yield Problem(f"training.{switch}", True, rule, (False,))

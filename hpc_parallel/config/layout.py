@@ -1,0 +1,103 @@
+"""Every axis a number: a strategy's degrees resolved against the devices, and the batch against both."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hpc_parallel.config.schema import StrategyConfig
+
+AXES = ("pipeline", "replicate", "shard", "context", "tensor", "tile")  # outermost first
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The degree of each axis of the device mesh; their product is the number of devices."""
+
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    tile: int = 1
+
+    @classmethod
+    def resolve(cls, strategy: StrategyConfig, *, devices: int) -> Layout:
+        """Give the axis marked -1 what the others leave of `devices`.
+
+        Raises ValueError where more than one is -1 or the product is not `devices`.
+        """
+        degrees = {axis: int(getattr(strategy, axis)) for axis in AXES}
+        free = [axis for axis, degree in degrees.items() if degree == -1]
+        if len(free) > 1:
+            raise ValueError(f"{' and '.join(free)} are both -1")
+        fixed = math.prod(degree for degree in degrees.values() if degree != -1)
+        if free and devices % fixed == 0:
+            degrees[free[0]] = devices // fixed
+        layout = cls(**degrees)
+        if layout.devices != devices:
+            raise ValueError(f"the degrees don't multiply to {devices}")
+        return layout
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.degrees.values())
+
+    @property
+    def data(self) -> int:
+        """How many parts the global batch is split into."""
+        return self.replicate * self.shard
+
+    def __str__(self) -> str:
+        used = [f"{axis} {degree}" for axis, degree in self.degrees.items() if degree > 1]
+        return " x ".join(used) or "one device"
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How the global batch reaches the devices: `data` parts of `microbatches` of `microbatch_size`."""
+
+    data: int
+    microbatches: int
+    microbatch_size: int
+
+    @property
+    def samples_per_replica(self) -> int:
+        return self.microbatches * self.microbatch_size
+
+
+def plan_batch(
+    global_batch_size: int, *, layout: Layout, microbatch_size: int | None, microbatches: int | None
+) -> BatchPlan:
+    """Split the global batch without remainder.
+
+    Where neither is given: one microbatch, or in a pipeline up to four a stage, since the idle share
+    of a pipeline of P stages and M microbatches is (P-1)/(M+P-1) (Huang et al. 2019, GPipe).
+
+    Raises ValueError where the split leaves a remainder or the two contradict each other.
+    """
+    samples, remainder = divmod(global_batch_size, layout.data)
+    if remainder:
+        raise ValueError(f"{global_batch_size} samples over {layout.data} replicas")
+    if microbatches is None:
+        if microbatch_size is not None:
+            microbatches = max(1, samples // microbatch_size)
+        elif layout.pipeline > 1:
+            most = min(samples, 4 * layout.pipeline)
+            microbatches = max(count for count in divisors(samples) if count <= most)
+        else:
+            microbatches = 1
+    size = microbatch_size or max(1, samples // microbatches)
+    if microbatches * size != samples:
+        raise ValueError(f"{samples} samples in {microbatches} microbatches of {size}")
+    return BatchPlan(data=layout.data, microbatches=microbatches, microbatch_size=size)
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, rising."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]

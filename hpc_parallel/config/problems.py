@@ -1,0 +1,54 @@
+"""What is wrong with a configuration, said so that the reader can mend it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One wrong value: which key, what it is, which rule it breaks, legal values near it."""
+
+    key: str
+    value: Any
+    rule: str
+    legal: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        text = f"{self.key} = {spell(self.value)} {self.rule}."
+        if self.legal:
+            text += f" Try {alternatives([f'{self.key}={spell(value)}' for value in self.legal])}."
+        return text
+
+
+class ConfigError(ValueError):
+    """A configuration that can't run, with all its problems."""
+
+    def __init__(self, problems: Sequence[Problem | str]) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(map(str, problems)))
+
+
+def spell(value: Any) -> str:
+    """The value as a command line says it; what would need quoting there is shown quoted."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    text = str(value)
+    return text if text and text.isprintable() and not set(text) & set(" '\"$`\\") else repr(text)
+
+
+def alternatives(texts: Sequence[str]) -> str:
+    """`a`, `a or b`, `a, b or c`."""
+    return " or ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
+
+
+def nearest(word: str, known: Iterable[str], *, most: int = 1) -> list[str]:
+    """The known words that `word` was probably meant to be, best first."""
+    return difflib.get_close_matches(word, sorted(known), n=most, cutoff=0.5)

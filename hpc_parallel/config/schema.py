@@ -1,0 +1,181 @@
+"""The typed configuration: every key a user may set, with its default and its meaning.
+
+The groups of `conf/` fill these dataclasses; Hydra refuses a key that is not here and a value of
+another type. What can't be seen from one value alone is in `checks.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, OmegaConf
+
+
+@dataclass
+class StrategyConfig:
+    """How the devices are used: one degree an axis (-1: what is left), then the techniques' options."""
+
+    name: str = MISSING
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    tile: int = 1
+    # pipeline
+    schedule: str = "1f1b"  # gpipe, 1f1b, interleaved
+    microbatches: int | None = None  # of one pipeline in one step; null: four a stage where that divides
+    stages_per_rank: int | None = None  # null: 2 for interleaved, else 1
+    # replicate (DistributedDataParallel)
+    bucket_mb: float = 25.0
+    static_graph: bool = True
+
+
+@dataclass
+class TransformerConfig:
+    """Shape of the reference decoder (`models/transformer.py`)."""
+
+    _target_: str = "hpc_parallel.models.transformer.Transformer"
+    layers: int = MISSING
+    dim: int = MISSING
+    heads: int = MISSING
+    kv_heads: int = MISSING  # grouped-query attention: divides heads
+    ffn_dim: int = MISSING
+    vocab_size: int = MISSING
+    tied_head: bool = True  # the head's weight is the embedding's
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+
+
+@dataclass
+class TextDataConfig:
+    """Bytes of source files; the installed Python's standard library unless `path` names another folder."""
+
+    _target_: str = "hpc_parallel.data.text.TextData"
+    path: str | None = None  # a folder of text files, or one file
+    pattern: str = "*.py"
+    sequence_length: int = 128  # tokens a sample
+    max_bytes: int = 6_000_000
+    validation_share: float = 0.05  # of the files
+
+
+@dataclass
+class TokensDataConfig:
+    """A file of token ids made by `python -m hpc_parallel tokenize`."""
+
+    _target_: str = "hpc_parallel.data.tokens.TokensData"
+    path: str = MISSING
+    sequence_length: int = 1024  # tokens a sample
+    validation_share: float = 0.05  # of the tokens, taken from the end
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW and its learning rate over the steps."""
+
+    name: str = "adamw"
+    learning_rate: float = 1e-3
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # matrices only; norms and biases are left alone
+    schedule: str = "cosine"  # cosine, constant
+    warmup_steps: int = 0
+    final_share: float = 0.1  # of the learning rate, at the last step of a cosine
+
+
+@dataclass
+class TrainingConfig:
+    """How long, how much at once, how exact, how often measured."""
+
+    steps: int = 100
+    global_batch_size: int = 16  # samples of one optimizer step, whatever the layout
+    microbatch_size: int | None = None  # samples of one forward pass; null: what the layout leaves
+    precision: str = "float32"  # float32, bfloat16 (autocast, float32 weights), float64
+    clip_norm: float | None = 1.0
+    log_every: int = 10
+    validate_every: int | None = 100  # steps; null: never
+    validation_samples: int = 256
+    tensorboard: bool = False
+    wandb: bool = False
+
+
+@dataclass
+class LauncherConfig:
+    """Where the job runs and what is asked of Slurm."""
+
+    kind: str = "auto"  # auto, local, slurm, script
+    wait: bool = False  # follow a submitted job and exit with its outcome
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    exclude: str | None = None
+    wckey: str | None = None
+    time_minutes: int = 60
+    memory_gb: float | None = None  # a node; null: the partition's default
+    cpus_per_device: int = 1
+    modules: list[str] = field(default_factory=list)  # `module load`, in this order
+    venv: str | None = None  # a virtual environment to activate in the job
+    setup: list[str] = field(default_factory=list)  # shell commands before the job; a failing one stops it
+    extra: dict[str, Any] = field(default_factory=dict)  # any other sbatch flag, without its dashes
+
+
+@dataclass
+class ClusterConfig:
+    """What is particular to a site: how GPUs are asked for, names, ports, fabric variables, patience."""
+
+    name: str = MISSING
+    gpus: bool = True  # false: a cluster of CPUs, nothing is asked for
+    gpu_flag: str = "gpus-per-node"  # or gres
+    gpu_type: str | None = None  # a100 in --gres=gpu:a100:4
+    master_suffix: str = ""  # appended to the master's host name (some sites name the fast network so)
+    port: int | None = None  # a fixed port for closed networks; null: one that is free
+    start_timeout_s: float = 300.0  # for all ranks to arrive
+    collective_timeout_s: float = 600.0
+    environment: dict[str, str] = field(default_factory=dict)  # NCCL_*, GLOO_*, FI_*, OMP_*: set where unset
+
+
+@dataclass
+class TaskConfig:
+    name: str = MISSING
+
+
+@dataclass
+class RunConfig:
+    """One run, whole. `model` and `data` take the schema of the group file chosen, or any class path."""
+
+    nodes: int = 1
+    gpus_per_node: int = 1  # devices a node; CPU processes where there are no GPUs
+    name: str = "${strategy.name}"
+    run_dir: str | None = None  # the run folder itself; null: runs/<name>/<run id>
+    seed: int = 0
+    device: str = "auto"  # auto, cpu, cuda
+    dry_run: bool = False
+    resume: str | None = None
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    model: Any = MISSING
+    data: Any = MISSING
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+
+
+def register() -> None:
+    """Put the schemas where the files of `conf/` name them in their defaults lists."""
+    store = ConfigStore.instance()
+    store.store(name="run_schema", node=RunConfig)
+    store.store(group="model", name="transformer_schema", node=TransformerConfig)
+    store.store(group="data", name="text_schema", node=TextDataConfig)
+    store.store(group="data", name="tokens_schema", node=TokensDataConfig)
+
+
+def typed(config: Any) -> RunConfig:
+    """The dataclass tree of a resolved configuration (a mapping or an OmegaConf node)."""
+    merged = OmegaConf.merge(OmegaConf.structured(RunConfig), config)
+    run = OmegaConf.to_object(merged)
+    assert isinstance(run, RunConfig)
+    return run

@@ -1,0 +1,124 @@
+"""What a run asks of Slurm, and the whole batch script where submitit is not wanted."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from hpc_parallel.config.compose import find_folder
+from hpc_parallel.launch.prepare import PreparedRun
+from hpc_parallel.launch.run_folder import write_text
+
+Flags = dict[str, str | int | bool]
+
+
+def sbatch_flags(run: PreparedRun) -> Flags:
+    """The resources and the queue of a run, as long flags of sbatch; true stands for a flag without value."""
+    config, launcher = run.config, run.config.launcher
+    flags: Flags = {
+        "job-name": config.name,
+        "nodes": config.nodes,
+        "ntasks-per-node": config.gpus_per_node,
+        "cpus-per-task": launcher.cpus_per_device,
+        "time": launcher.time_minutes,
+        **gpu_flags(run),
+    }
+    if launcher.memory_gb is not None:
+        flags["mem"] = f"{round(launcher.memory_gb * 1024)}M"
+    for key in ("partition", "account", "qos", "constraint", "exclude", "wckey"):
+        if (value := getattr(launcher, key)) is not None:
+            flags[key] = value
+    return flags | {flag: value for flag, value in launcher.extra.items() if value is not False}
+
+
+def gpu_flags(run: PreparedRun) -> Flags:
+    """`--gpus-per-node` or `--gres` by the site's profile; nothing on a cluster of CPUs.
+
+    Never `--gpus-per-task`: it hides the GPUs of a node from each other (CUDA IPC, NCCL P2P).
+    """
+    cluster, count = run.config.cluster, run.config.gpus_per_node
+    if not cluster.gpus:
+        return {}
+    amount = f"{cluster.gpu_type}:{count}" if cluster.gpu_type else str(count)
+    return {"gres": f"gpu:{amount}"} if cluster.gpu_flag == "gres" else {"gpus-per-node": amount}
+
+
+def srun_arguments(run: PreparedRun) -> list[str]:
+    """One task a device, in the order of the ranks; the first task that fails ends the others.
+
+    The cpus are restated because srun no longer takes them from sbatch (Slurm 22.05).
+    """
+    return [
+        f"--cpus-per-task={run.config.launcher.cpus_per_device}",
+        "--distribution=block",
+        "--kill-on-bad-exit=1",
+        "--wait=60",
+    ]
+
+
+def environment_block(run: PreparedRun, *, log_suffix: str) -> str:
+    """The lines before the first process; `log_suffix` follows the job id in the name of the job's output."""
+    return _templates().get_template("environment.sh.j2").render(_values(run, log_suffix))
+
+
+def render(run: PreparedRun) -> str:
+    """A whole batch script that starts one worker a device without submitit."""
+    output = {"output": f"{run.folder.slurm}/%j.out", "open-mode": "append"}
+    values = {
+        "flags": sbatch_flags(run) | output,
+        "srun_arguments": srun_arguments(run),
+        **_values(run, ".out"),
+    }
+    return _templates().get_template("srun.sh.j2").render(values)
+
+
+def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
+    launcher = run.config.launcher
+    return {
+        "python": job_python(run),
+        "run_folder": str(run.folder.path),
+        "log_folder": str(run.folder.slurm),
+        "log_suffix": log_suffix,
+        "modules": launcher.modules,
+        "venv": launcher.venv and str(Path(launcher.venv).expanduser().absolute()),
+        "setup": launcher.setup,
+    }
+
+
+def job_python(run: PreparedRun) -> str:
+    """The interpreter of `launcher.venv`, or the one that runs now."""
+    if run.config.launcher.venv is None:
+        return sys.executable
+    return str(Path(run.config.launcher.venv).expanduser().absolute() / "bin" / "python")
+
+
+def _templates() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(find_folder("sbatch_templates")),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # shell, not HTML: every value goes through `quote`
+    )
+    environment.filters["quote"] = lambda value: shlex.quote(str(value))
+    return environment
+
+
+class ScriptLauncher:
+    """Writes the batch script into the run folder and leaves the submission to the user."""
+
+    def preview(self, run: PreparedRun) -> str:
+        return render(run)
+
+    def launch(self, run: PreparedRun) -> int:
+        run.write()
+        run.folder.slurm.mkdir(mode=0o700)
+        write_text(run.folder.batch_script, render(run))
+        print(f"run folder  {run.folder.path}")
+        print(f"submit      sbatch {shlex.quote(str(run.folder.batch_script))}")
+        return 0

@@ -1,0 +1,85 @@
+"""A checked run before it starts: its configuration, layout and folder; nothing is written until it launches."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig
+
+from hpc_parallel.config.checks import find_problems
+from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.layout import BatchPlan, Layout, plan_batch
+from hpc_parallel.config.problems import ConfigError
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.launch.run_folder import RunFolder, new_run_id, write_json, write_text
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """One run that passed every check."""
+
+    config: RunConfig
+    values: dict[str, Any]  # the same as plain values, as `config.yaml` keeps them
+    layout: Layout
+    batch: BatchPlan
+    folder: RunFolder
+
+    @property
+    def devices(self) -> int:
+        return self.config.nodes * self.config.gpus_per_node
+
+    def __str__(self) -> str:
+        nodes, devices = self.config.nodes, self.config.gpus_per_node
+        batch = f"{self.batch.data} x {self.batch.microbatches} x {self.batch.microbatch_size}"
+        return (
+            f"{self.config.strategy.name}: {nodes} node{'s' * (nodes > 1)} x {devices} "
+            f"device{'s' * (devices > 1)} = {self.layout}; batch {self.config.training.global_batch_size} = "
+            f"{batch} (replicas x microbatches x samples)"
+        )
+
+    def write(self) -> None:
+        """Make the run folder with `config.yaml` and what only this machine knows of `environment.json`."""
+        self.folder.create()
+        write_text(self.folder.config, yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True))
+        write_json(self.folder.environment, {"command": sys.argv, **source_state(Path.cwd())})
+
+
+def prepare(composed: DictConfig, *, overrides: Sequence[str]) -> PreparedRun:
+    """Resolve and check. Raises ConfigError with every problem."""
+    config, values = resolve(composed)
+    if problems := find_problems(config, overrides):
+        raise ConfigError(problems)
+    path = Path(config.run_dir).expanduser() if config.run_dir else Path("runs", config.name, new_run_id())
+    layout = Layout.resolve(config.strategy, devices=config.nodes * config.gpus_per_node)
+    batch = plan_batch(
+        config.training.global_batch_size,
+        layout=layout,
+        microbatch_size=config.training.microbatch_size,
+        microbatches=config.strategy.microbatches,
+    )
+    folder = RunFolder(path.absolute())
+    values["run_dir"] = str(folder.path)
+    return PreparedRun(config=config, values=values, layout=layout, batch=batch, folder=folder)
+
+
+def source_state(directory: Path) -> dict[str, Any]:
+    """The git commit and uncommitted diff of `directory`; nulls where it is no checkout."""
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *words], cwd=directory, capture_output=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return None
+        return done.stdout.decode(errors="replace")
+
+    commit = git("rev-parse", "HEAD")
+    return {
+        "git_commit": commit and commit.strip(),
+        "git_diff": None if commit is None else git("diff", "--no-ext-diff", "HEAD"),
+    }

@@ -1,0 +1,106 @@
+"""The run folder: the one place where the login half and the worker half meet."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Names and reads what a run keeps; writes beside and renames, so nothing half-written is read."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def environment(self) -> Path:
+        return self.path / "environment.json"
+
+    @property
+    def batch_script(self) -> Path:
+        return self.path / "batch_script.sh"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def failure(self) -> Path:
+        return self.path / "failure.json"
+
+    @property
+    def rendezvous(self) -> Path:
+        """Where rank 0 publishes its address, one file an attempt."""
+        return self.path / "rendezvous"
+
+    @property
+    def slurm(self) -> Path:
+        """Slurm's and submitit's own files: the job's output, the pickled payload."""
+        return self.path / "slurm"
+
+    def log(self, rank: int, stream: str) -> Path:
+        """`stream`: out or err."""
+        return self.logs / f"rank-{rank}.{stream}"
+
+    def create(self) -> None:
+        """Make the folder and its sub-folders for this user alone (mode 0700).
+
+        Raises FileExistsError where a run lives already: a run folder is never overwritten.
+        """
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if any(self.path.iterdir()):
+            raise FileExistsError(f"{self.path} is not empty")
+        self.path.chmod(0o700)  # an existing empty folder may be wider
+        for folder in (self.logs, self.rendezvous):
+            folder.mkdir(mode=0o700)
+
+
+def new_run_id(now: datetime | None = None) -> str:
+    """Sorts by time; the random end keeps runs of one second apart."""
+    return f"{(now or datetime.now(UTC)):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` in one move: a reader sees the old text or the new, never a part."""
+    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        Path(beside).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """None where the file is not there (yet)."""
+    try:
+        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return value

@@ -1,0 +1,106 @@
+"""Submission through submitit: one srun task a device, the run folder's path as the only payload."""
+
+from __future__ import annotations
+
+import io
+import shlex
+import shutil
+import subprocess
+from contextlib import redirect_stderr
+from typing import Any
+
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+from submitit.slurm.slurm import SlurmExecutor
+
+from hpc_parallel.launch.batch_script import environment_block, job_python, sbatch_flags, srun_arguments
+from hpc_parallel.launch.launchers import SiteRefused
+from hpc_parallel.launch.prepare import PreparedRun
+from hpc_parallel.launch.run_folder import write_text
+from hpc_parallel.worker import supervise
+
+
+class Executor(SlurmExecutor):
+    """submitit's, which also previews on a machine without Slurm and tells the script it would hand over."""
+
+    @classmethod
+    def affinity(cls) -> int:
+        return 2
+
+    @property
+    def script(self) -> str:
+        return self._make_submission_file_text(self._submitit_command_str, "")
+
+
+class SlurmLauncher:
+    """Submits and returns, or follows the job with `launcher.wait`."""
+
+    def preview(self, run: PreparedRun) -> str:
+        return executor(run).script
+
+    def launch(self, run: PreparedRun) -> int:
+        run.write()
+        try:
+            job_id = submit(run)
+        except SiteRefused:
+            shutil.rmtree(run.folder.path)  # no job ever lived in it
+            raise
+        path = run.folder.path
+        print(f"job         {job_id}")
+        print(f"run folder  {path}")
+        print(f"follow      tail -F {shlex.quote(str(run.folder.log(0, 'out')))}")
+        print(f"cancel      scancel {job_id}", flush=True)
+        if not run.config.launcher.wait:
+            return 0
+        from hpc_parallel.launch.wait import wait_for_job
+
+        return wait_for_job(run, job_id)
+
+
+def executor(run: PreparedRun) -> Executor:
+    """submitit's executor with everything that the run asks of Slurm."""
+    flags = sbatch_flags(run)
+    named = {"job-name": "job_name", "ntasks-per-node": "ntasks_per_node", "cpus-per-task": "cpus_per_task"}
+    own = ("nodes", "time", *named)  # the rest are submitit's extra flags, sorted in with these
+    parameters: dict[str, Any] = {named.get(flag, flag): flags.pop(flag) for flag in own}
+    submitter = Executor(folder=run.folder.slurm, python=shlex.quote(job_python(run)))
+    submitter.update_parameters(
+        **parameters,
+        wckey=None,  # submitit's own is refused by some sites
+        additional_parameters=flags,
+        setup=environment_block(run, log_suffix="_0_log.out").splitlines(),
+        srun_args=srun_arguments(run),
+        stderr_to_stdout=True,
+    )
+    return submitter
+
+
+def submit(run: PreparedRun) -> str:
+    """Hand the run to Slurm; returns the job id. Raises SiteRefused with Slurm's words."""
+    run.folder.slurm.mkdir(mode=0o700)
+    try:
+        with redirect_stderr(io.StringIO()):  # submitit prints a refusal; we say it once, below
+            job = executor(run).submit(supervise.run, str(run.folder.path))
+    except FileNotFoundError as error:
+        raise SiteRefused("there is no sbatch on this machine; launcher=local runs here") from error
+    except (FailedJobError, FailedSubmissionError) as error:
+        raise SiteRefused(in_slurms_words(str(error))) from error
+    write_text(run.folder.batch_script, job.paths.submission_file.read_text(encoding="utf-8"))
+    return str(job.job_id)
+
+
+def in_slurms_words(text: str) -> str:
+    """sbatch's error lines, with this site's partitions where a partition was the matter."""
+    lines = [line for line in text.splitlines() if line.startswith("sbatch:")] or text.splitlines()
+    message = "Slurm refused the job; nothing was submitted.\n  " + "\n  ".join(lines)
+    if "partition" in text.lower() and (names := partitions()):
+        message += f"\n  Partitions here: {', '.join(names)}."
+    return message
+
+
+def partitions() -> list[str]:
+    """Names of this site's partitions; empty where sinfo does not answer."""
+    try:
+        listed = subprocess.run(["sinfo", "-h", "-o", "%R"], capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return sorted(set(listed.stdout.split()))
