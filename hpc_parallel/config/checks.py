@@ -23,7 +23,8 @@ CHOICES = {
     "launcher.kind": ("auto", "local", "slurm", "script"),
     "cluster.gpu_flag": ("gpus-per-node", "gres"),
 }
-TECHNIQUES = ("pipeline", "replicate")  # axes that `strategies/` can apply so far
+# An axis can be used once the file of its technique is there: strategies/<axis>.py.
+TECHNIQUES = {file.stem for file in (Path(__file__).parents[1] / "strategies").glob("*.py")}
 INTERLEAVED = ("interleaved",)
 
 Found = Iterator[Problem | str]
@@ -173,6 +174,9 @@ def _stages(config: RunConfig, layout: Layout) -> Found:
     interleaved = strategy.schedule in INTERLEAVED
     if layout.pipeline == 1:
         return
+    if strategy.static_graph:
+        rule = "can't be in a pipeline, which accumulates gradients from its first step on"
+        yield Problem("strategy.static_graph", True, rule, (False,))
     per_rank = stages_per_rank(strategy)
     if interleaved != (per_rank > 1):
         rule = f"does not fit strategy.schedule = {strategy.schedule}"

@@ -52,6 +52,18 @@ class Layout:
         """How many parts the global batch is split into."""
         return self.replicate * self.shard
 
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank stands on each axis; neighbours in rank are neighbours on the innermost axis."""
+        places: dict[str, int] = {}
+        for axis, degree in reversed(self.degrees.items()):
+            rank, places[axis] = divmod(rank, degree)
+        return places
+
+    def replica(self, rank: int) -> int:
+        """Which part of the global batch a rank works on."""
+        places = self.coordinates(rank)
+        return places["replicate"] * self.shard + places["shard"]
+
     def __str__(self) -> str:
         used = [f"{axis} {degree}" for axis, degree in self.degrees.items() if degree > 1]
         return " x ".join(used) or "one device"

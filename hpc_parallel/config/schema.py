@@ -30,7 +30,7 @@ class StrategyConfig:
     stages_per_rank: int | None = None  # null: 2 for interleaved, else 1
     # replicate (DistributedDataParallel)
     bucket_mb: float = 25.0
-    static_graph: bool = True
+    static_graph: bool = False  # every step uses the same weights in the same order
 
 
 @dataclass

@@ -1,0 +1,42 @@
+# Every target does the set-up that it needs; the second time is quick.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.PHONY: train test lint benchmarks cluster cluster-down clean
+
+train: $(STAMP)  ## the reference transformer over two simulated nodes
+	$(RUN) -m hpc_parallel.run strategy=pipeline nodes=2 launcher=local
+
+test: $(STAMP)  ## the whole suite, with a real Slurm where this machine can have one
+	$(RUN) tests/slurm/cluster.py install
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+	$(RUN) -m pytest
+
+lint: $(STAMP)
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+	$(RUN) -m mypy
+
+benchmarks: $(STAMP)  ## figures for docs/performance.md; needs an otherwise idle machine
+	for script in tests/benchmarks/*.py; do $(RUN) $$script || exit 1; done
+
+cluster: $(STAMP)  ## the four-host Slurm of the tests, to try things by hand
+	$(RUN) tests/slurm/cluster.py install
+	$(RUN) tests/slurm/cluster.py up
+
+cluster-down:
+	$(RUN) tests/slurm/cluster.py down
+
+# torch first and by its exact version: a range would fetch gigabytes of CUDA that tests don't need.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --constraint constraints.txt torch setuptools
+	$(RUN) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]"
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,127 @@
+"""Which samples a step sees: a pure function of (seed, global sample index), with nothing to store.
+
+What data must offer is written here too, for those who bring their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+ROUNDS = 8
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+class Samples(Protocol):
+    """A population of samples that can be asked for by position."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of these samples, stacked along the first dim."""
+        ...
+
+
+class Data(Protocol):
+    """Two populations, and what a model or another rank needs to know of them."""
+
+    @property
+    def train(self) -> Samples: ...
+    @property
+    def validation(self) -> Samples: ...
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """Shape of one input, without the batch."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Hash of the content: ranks that differ here read different files."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """One data replica's part of each global batch; all ranks of a replica make the same one.
+
+    Replica r of R sees the global sample indices step x B + [r B/R, (r+1) B/R), so the replicas'
+    parts one after the other are the global batch. Without a seed, samples come as they lie.
+    """
+
+    samples: Samples
+    global_batch_size: int
+    seed: int | None
+    replica: int = 0
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        if self.global_batch_size % self.replicas:
+            raise ValueError(f"{self.global_batch_size} samples don't divide over {self.replicas} replicas")
+
+    def at(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of the step after `step` others, [global_batch_size / replicas, ...]."""
+        return self.samples.batch(self.positions(step))
+
+    def positions(self, step: int) -> NDArray[np.int64]:
+        size = self.global_batch_size // self.replicas
+        first = step * self.global_batch_size + self.replica * size
+        indices = np.arange(first, first + size, dtype=np.int64)
+        population = len(self.samples)
+        if self.seed is None:
+            return indices % population
+        return sample_order(indices, seed=self.seed, population=population)
+
+
+def validation_steps(samples: Samples, *, count: int, global_batch_size: int) -> int:
+    """How many whole global batches the first `count` samples make, at least one.
+
+    Whole batches, so that every layout measures the same samples, in the shapes it trains with.
+    """
+    return max(1, min(count, len(samples)) // global_batch_size)
+
+
+def sample_order(
+    indices: Sequence[int] | NDArray[np.integer[Any]], *, seed: int, population: int
+) -> NDArray[np.int64]:
+    """Position in [0, population) of each global sample index.
+
+    Epoch e = index // population shuffles by a keyed bijection: a Feistel network on two digits of
+    base ceil(sqrt(population)), walked on until it lands inside (Black & Rogaway 2002, "Ciphers with
+    Arbitrary Finite Domains", generalised Feistel and cycle walking). So an epoch shows every sample
+    exactly once, in an order of its own, and any index costs O(1).
+
+    Raises ValueError for an empty population or a negative index.
+    """
+    numbers = np.asarray(indices, dtype=np.int64)
+    if population < 1 or (numbers < 0).any():
+        raise ValueError(f"sample indices must not be negative, nor the population of {population} empty")
+    epochs, places = (part.astype(np.uint64) for part in np.divmod(numbers, population))
+    base = np.uint64(math.isqrt(population - 1) + 1)
+    keys = _mix(_mix(np.full_like(epochs, seed)) + epochs * np.uint64(GOLDEN))
+    positions = _permute(places, keys=keys, base=base)
+    while (outside := positions >= np.uint64(population)).any():
+        positions[outside] = _permute(positions[outside], keys=keys[outside], base=base)
+    return positions.astype(np.int64)
+
+
+def _permute(places: NDArray[np.uint64], *, keys: NDArray[np.uint64], base: np.uint64) -> NDArray[np.uint64]:
+    """A bijection of [0, base^2): each round adds a hash of one digit to the other."""
+    left, right = np.divmod(places, base)
+    for number in range(1, ROUNDS + 1):
+        noise = _mix((keys + np.uint64(number * GOLDEN % 2**64)) ^ _mix(right))
+        left, right = right, (left + noise % base) % base
+    return left * base + right
+
+
+def _mix(values: ArrayLike) -> NDArray[np.uint64]:
+    """SplitMix64's finaliser (Steele, Lea & Flood 2014); arithmetic is modulo 2^64."""
+    x = np.asarray(values, dtype=np.uint64) + np.uint64(GOLDEN)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,109 @@
+"""Token ids of a file made by `python -m hpc_parallel tokenize`, read without loading it.
+
+`NAME.npy` holds the ids (uint16 or uint32, one dim), `NAME.json` beside it says what they are. The
+login node reads the latter, so neither torch nor numpy is imported before the tokens are opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from hpc_parallel.data.windows import Windows
+
+MAKE_IT = "Make both with `python -m hpc_parallel tokenize SOURCE --output tokens.npy`."
+
+
+class Description(TypedDict):
+    """What stands in `NAME.json`."""
+
+    vocab_size: int
+    tokenizer: str  # "bytes", or the tokenizer file's name and hash
+    count: int
+
+
+class TokensData:
+    """Windows of `sequence_length` over the tokens; the last `validation_share` of them is held out.
+
+    Raises ValueError where the file and its description are missing, malformed or don't belong together,
+    or hold too few tokens.
+    """
+
+    train: Windows
+    validation: Windows
+
+    def __init__(self, *, path: str, sequence_length: int = 1024, validation_share: float = 0.05) -> None:
+        from hpc_parallel.data.windows import Windows
+
+        file = Path(path).expanduser()
+        description = read_description(file)
+        tokens = open_tokens(file, count=description["count"])
+        cut = round(len(tokens) * (1 - validation_share))
+        self.vocab_size = description["vocab_size"]
+        self.sequence_length = sequence_length
+        self.sample_shape = (sequence_length,)
+        self.digest = sampled_digest(tokens, description=description)
+        self.train = Windows(tokens[:cut], sequence_length, self.vocab_size, "training")
+        self.validation = Windows(tokens[cut:], sequence_length, self.vocab_size, "validation")
+
+
+def description_file(tokens_file: Path) -> Path:
+    return tokens_file.with_suffix(".json")
+
+
+def read_description(tokens_file: Path) -> Description:
+    """What is known of the tokens without opening them.
+
+    Raises ValueError where either file is missing or the description isn't one.
+    """
+    beside = description_file(tokens_file)
+    if tokens_file.suffix != ".npy":
+        raise ValueError(f"{tokens_file.name} is no .npy file of token ids. {MAKE_IT}")
+    for file in (tokens_file, beside):
+        if not file.is_file():
+            raise ValueError(f"{file} is missing. {MAKE_IT}")
+    try:
+        found = json.loads(beside.read_text(encoding="utf-8"))
+        description = Description(
+            vocab_size=found["vocab_size"], tokenizer=found["tokenizer"], count=found["count"]
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{beside} does not describe tokens ({error!r}). {MAKE_IT}") from error
+    for key in ("vocab_size", "count"):
+        value = found[key]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{beside}: {key} = {value!r} must be a whole number above 0. {MAKE_IT}")
+    return description
+
+
+def open_tokens(file: Path, *, count: int) -> NDArray[Any]:
+    """The ids [count], mapped into memory page by page as they are used."""
+    import numpy as np
+
+    try:
+        tokens: NDArray[Any] = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(f"{file} can't be read as an array ({error}). {MAKE_IT}") from error
+    if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32):
+        shape = f"{tokens.ndim} dims of {tokens.dtype}"
+        raise ValueError(f"{file} has {shape}, not one dim of uint16 or uint32. {MAKE_IT}")
+    if len(tokens) != count:
+        raise ValueError(
+            f"{file} has {len(tokens)} tokens, but {description_file(file).name} says {count}. {MAKE_IT}"
+        )
+    return tokens
+
+
+def sampled_digest(tokens: NDArray[Any], *, description: Description, places: int = 64) -> str:
+    """Hash of the description and of 1,024 tokens at `places` places: as quick for a file of any size."""
+    import numpy as np
+
+    digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode())
+    for start in np.linspace(0, max(0, len(tokens) - 1024), places).astype(np.int64):
+        digest.update(np.ascontiguousarray(tokens[start : start + 1024], dtype="<u4").tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,148 @@
+"""Following a run from outside: what `metrics.jsonl` says, as a progress bar or plain lines, and the end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from hpc_parallel.launch.run_folder import RunFolder, read_json
+
+_TAIL_LINES = 12
+
+
+class MetricsReader:
+    """Reads the lines added to `metrics.jsonl` since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset_bytes = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """The new whole lines; what has no line end yet is left for the next look."""
+        try:
+            with self._path.open("rb") as file:  # opened anew, since NFS keeps what an open file had
+                file.seek(self._offset_bytes)
+                added = file.read()
+        except FileNotFoundError:
+            return []
+        whole = added[: added.rfind(b"\n") + 1]
+        self._offset_bytes += len(whole)
+        values = [_parse(line) for line in whole.splitlines()]
+        return [line for line in values if line is not None]
+
+
+class Follower:
+    """Shows how a run goes on, step by step, and how it ended.
+
+    The launcher calls `poll` now and then while the run lives and `finish` once it has ended.
+    """
+
+    def __init__(self, folder: RunFolder, *, steps: int, console: Console | None = None) -> None:
+        self._folder = folder
+        self._steps = steps
+        self._console = console or Console()
+        self._reader = MetricsReader(folder.metrics)
+        self._last: dict[str, Any] = {}
+        self._validation: list[float] = []
+        self._note = ""
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    def note(self, text: str) -> None:
+        """Show what the run waits for (its place in a queue, its start), once for each change."""
+        if text == self._note:
+            return
+        self._note = text
+        if self._console.is_terminal:
+            self._show_bar(text)
+        else:
+            self._say(text)
+
+    def poll(self) -> None:
+        """Show the steps logged since the last call."""
+        for metrics in self._reader.read():
+            self._last = metrics
+            if metrics.get("validation_loss") is not None:
+                self._validation.append(float(metrics["validation_loss"]))
+            if not self._console.is_terminal:
+                self._say(describe(metrics, steps=self._steps))
+            else:
+                self._show_bar(describe(metrics, steps=self._steps), validation=self._validation[-1:])
+
+    def finish(self) -> int:
+        """Tell the end; after a failure its cause comes last. Returns the exit code: 0 if completed."""
+        self.poll()
+        if self._bar is not None:
+            self._bar.stop()
+        summary = read_json(self._folder.summary) or {"outcome": "failed"}
+        failure = read_json(self._folder.failure) if summary["outcome"] == "failed" else None
+        if failure is not None:
+            for line in self._last_words(failure):
+                self._say(line)
+        self._say(self._outcome(summary))
+        self._say(f"results: {self._folder.path}")
+        if failure is not None:
+            self._say(failure["line"])
+        return int(summary["outcome"] != "completed")
+
+    def _outcome(self, summary: dict[str, Any]) -> str:
+        step = self._last.get("step", 0)
+        parts = [f"{summary['outcome']}: step {step} of {self._steps}"]
+        if self._last.get("loss") is not None:
+            parts.append(f"loss {self._last['loss']:.4g}")
+        if self._validation:
+            first, last = self._validation[0], self._validation[-1]
+            parts.append(f"validation loss {first:.4g}" + (f" -> {last:.4g}" if last != first else ""))
+        return ", ".join(parts)
+
+    def _last_words(self, failure: dict[str, Any]) -> list[str]:
+        """The end of the traceback (or of the job's log), else of what the failing rank wrote to `.err`."""
+        lines: list[str] = failure["traceback"]
+        if not lines and failure["rank"] is not None and failure["signal"] != "SIGKILL":  # it comes unseen
+            log = self._folder.log(failure["rank"], "err")
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+        return lines[-_TAIL_LINES:]
+
+    def _show_bar(self, text: str, *, validation: list[float] | None = None) -> None:
+        if self._bar is None:
+            self._bar = Progress(
+                BarColumn(),
+                TextColumn("{task.description}", markup=False),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._task = self._bar.add_task("", total=self._steps)
+            self._bar.start()
+        assert self._task is not None
+        if validation and self._last.get("validation_loss") is None:
+            text += f"  validation loss {validation[-1]:.4g}"  # the last measured stays in sight
+        self._bar.update(self._task, description=text, completed=self._last.get("step", 0), refresh=True)
+
+    def _say(self, text: str) -> None:
+        """A line as it is: paths and tracebacks hold brackets, and are longer than the screen is wide."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def describe(metrics: dict[str, Any], *, steps: int) -> str:
+    """One line of metrics for people: `step 120/600  loss 2.413  512 samples/s`."""
+    parts = [f"step {metrics['step']}/{steps}"]
+    if metrics.get("loss") is not None:
+        parts.append(f"loss {metrics['loss']:.4g}")
+    if metrics.get("validation_loss") is not None:
+        parts.append(f"validation loss {metrics['validation_loss']:.4g}")
+    if (rate := metrics.get("samples_per_s")) is not None:
+        parts.append(f"{rate:.0f} samples/s" if rate >= 100 else f"{rate:.3g} samples/s")
+    return "  ".join(parts)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """None for what is no metrics line: a torn write after a crash, say."""
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) and "step" in values else None

@@ -1,0 +1,122 @@
+"""The local launcher: starts the agent of the run (`worker/local.py`), follows it, and ends with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from hpc_parallel.launch.prepare import PreparedRun
+from hpc_parallel.launch.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+AGENT = ("-m", "hpc_parallel.worker.local")
+_PERIOD_S = 0.1
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class LocalLauncher:
+    """Every rank a process of this machine; nodes are simulated."""
+
+    def preview(self, run: PreparedRun) -> str:
+        return f"{run.devices} processes on this machine, by {' '.join(_command(run.folder, AGENT))}"
+
+    def launch(self, run: PreparedRun) -> int:
+        run.write()
+        return follow_agent(run.folder, steps=run.config.training.steps)
+
+
+def follow_agent(
+    folder: RunFolder, *, steps: int, console: Console | None = None, agent: Sequence[str] = AGENT
+) -> int:
+    """Start the agent, show the run until it ends, and return the exit code: 0 if it completed.
+
+    The first Ctrl-C lets the agent end the ranks in order, the second kills all at once. If this
+    process dies, the agent ends too, and the ranks with it.
+    """
+    log = folder.logs / "agent.err"
+    with log.open("ab") as output, _counting_signals() as asked:
+        # A session of its own: the terminal's Ctrl-C reaches this process alone.
+        process = subprocess.Popen(
+            [*_command(folder, agent), "--parent", str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        try:
+            from hpc_parallel.launch.follow import Follower  # rich loads while the agent loads torch
+
+            follower = Follower(folder, steps=steps, console=console)
+            follower.note("starting")
+            forwarded = 0
+            while not _has_ended(process.pid):
+                if len(asked) > forwarded:
+                    follower.note("stopping; Ctrl-C again kills at once")
+                    _signal(process, asked)
+                    forwarded = len(asked)
+                follower.poll()
+                time.sleep(_PERIOD_S)
+        finally:
+            returncode = _end(process)
+    if returncode != 0:
+        _conclude(folder, returncode=returncode, log=str(log), cancelled=bool(asked))
+    return follower.finish()
+
+
+def _command(folder: RunFolder, agent: Sequence[str]) -> list[str]:
+    return [sys.executable, *agent, str(folder.path)]
+
+
+def _signal(process: subprocess.Popen[bytes], asked: list[int]) -> None:
+    if len(asked) == 1:
+        process.send_signal(signal.SIGINT)
+    else:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _has_ended(process: int) -> bool:
+    """Look without reaping, so that the process group's number can't be another's yet."""
+    return os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """Kill what is left of the agent's session; returns the agent's exit code."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
+
+
+def _conclude(folder: RunFolder, *, returncode: int, log: str, cancelled: bool) -> None:
+    """Let the worker half say what happened where the agent could not: it was killed, or never started."""
+    if folder.summary.exists():
+        return
+    command = [sys.executable, "-m", "hpc_parallel.worker.conclude", str(folder.path), str(returncode)]
+    flags = ["--log", log] + (["--cancelled"] if cancelled else [])
+    subprocess.run([*command, *flags], stderr=subprocess.DEVNULL, check=False)
+
+
+@contextlib.contextmanager
+def _counting_signals() -> Iterator[list[int]]:
+    """Collect the signals that ask this process to end, in place of ending it."""
+    asked: list[int] = []
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+
+    # What is ignored stays so: nohup's SIGHUP, SIGINT of a script's background job.
+    heard = [number for number in _STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, ask) for number in heard}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,175 @@
+"""The reference decoder: pre-norm blocks of grouped-query attention and SwiGLU, as in Llama.
+
+Touvron et al. 2023 (the whole), Zhang & Sennrich 2019 (RMSNorm), Su et al. 2021 (rotary positions),
+Ainslie et al. 2023 (grouped-query attention), Shazeer 2020 (SwiGLU). No biases, no dropout.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hpc_parallel.models.layered import LayeredModel, PartFlops
+
+
+class Transformer(LayeredModel):
+    """Tokens [batch, seq] -> logits [batch, seq, vocab]; between blocks [batch, seq, dim].
+
+    Raises ValueError where heads don't divide the width, or key-value heads the heads.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        dim: int,
+        heads: int,
+        kv_heads: int,
+        ffn_dim: int,
+        vocab_size: int,
+        tied_head: bool = True,
+        rope_theta: float = 10000.0,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        if dim % heads or (dim // heads) % 2 or heads % kv_heads:
+            raise ValueError(
+                f"model.heads = {heads} must split model.dim = {dim} into heads of an even width, "
+                f"and model.kv_heads = {kv_heads} must divide it"
+            )
+        embedding = nn.Embedding(vocab_size, dim)
+        head = Head(dim, vocab_size=vocab_size, norm_eps=norm_eps)
+        super().__init__(
+            stem=embedding,
+            blocks=(
+                Block(
+                    attention=Attention(dim, heads=heads, kv_heads=kv_heads, rope_theta=rope_theta),
+                    feed_forward=FeedForward(dim, hidden=ffn_dim),
+                    norms=(nn.RMSNorm(dim, eps=norm_eps), nn.RMSNorm(dim, eps=norm_eps)),
+                )
+                for _ in range(layers)
+            ),
+            head=head,
+        )
+        self.layers = layers
+        self.dim = dim
+        if tied_head:  # Press & Wolf 2017
+            head.output.weight = embedding.weight
+            self.tied = {"head.output.weight": "stem.weight"}
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Cross-entropy in nats, summed over the tokens [batch, seq], in float32 (float64 stays)."""
+        logits = output if output.dtype == torch.float64 else output.float()
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
+
+    def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Normal 0.02; what writes into the residual stream is scaled by 1/sqrt(2 layers) (GPT-2).
+
+        Each of the 2 layers' writes adds its variance to the stream, which so stays of one size.
+        """
+        if name.endswith((".attention.output.weight", ".feed_forward.down.weight")):
+            tensor.normal_(std=0.02 / math.sqrt(2 * self.layers), generator=generator)
+        else:
+            super().initialise(name, tensor, generator)
+
+    def forward_flops(self, sample_shape: tuple[int, ...]) -> PartFlops:
+        """2 a weight and token, and 4 seq^2 dim for the two attention products of a block.
+
+        The masked half is counted, as is usual for utilisation (PaLM, Chowdhery et al. 2022, app. B).
+        """
+        (seq,) = sample_shape
+        weights = super().forward_flops(sample_shape)
+        blocks = tuple(flops + 4 * seq * seq * self.dim for flops in weights.blocks)
+        return PartFlops(stem=weights.stem, blocks=blocks, head=weights.head)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x)); [batch, seq, dim].
+
+    Under autocast the products come back in bfloat16 and the sum, the residual stream, stays float32.
+    """
+
+    def __init__(
+        self, *, attention: Attention, feed_forward: FeedForward, norms: tuple[nn.RMSNorm, nn.RMSNorm]
+    ) -> None:
+        super().__init__()
+        self.attention_norm, self.feed_forward_norm = norms
+        self.attention = attention
+        self.feed_forward = feed_forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.feed_forward_norm(x))  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions; heads / kv_heads query heads share a key-value head."""
+
+    def __init__(self, dim: int, *, heads: int, kv_heads: int, rope_theta: float) -> None:
+        super().__init__()
+        self.head_dim = dim // heads
+        self.rope_theta = rope_theta
+        self.query = nn.Linear(dim, heads * self.head_dim, bias=False)
+        self.key = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
+        self.value = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
+        self.output = nn.Linear(heads * self.head_dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Heads are counted from the weights' output, so a device may hold some of them only.
+        query, key, value = (
+            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [batch, head, seq, head_dim]
+            for projection in (self.query, self.key, self.value)
+        )
+        turn = rotation(x.shape[1], head_dim=self.head_dim, theta=self.rope_theta, like=x)
+        query, key = rotate(query, turn), rotate(key, turn)
+        grouped = query.shape[1] != key.shape[1]  # said only where true: not every kernel takes it
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        return self.output(mixed.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, dim: int, *, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(dim, hidden, bias=False)
+        self.up = nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+class Head(nn.Module):
+    """The last norm and the projection to logits."""
+
+    def __init__(self, dim: int, *, vocab_size: int, norm_eps: float) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.output = nn.Linear(dim, vocab_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output(self.norm(x))  # type: ignore[no-any-return]
+
+
+def rotation(length: int, *, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [seq, head_dim / 2] of position x theta^(-2i / head_dim), on the device of `like`.
+
+    Made anew for each call: a table kept as a buffer would have to survive meta construction, casts
+    and cuts. Angles are exact to float64, since a float32 angle of position 100,000 is off by 0.004.
+    """
+    device = like.device
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
+    positions = torch.arange(length, dtype=torch.float64, device=device)
+    angles = positions[:, None] * torch.pow(theta, -exponents)
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each pair (i, i + head_dim / 2) of `x` [batch, head, seq, head_dim] by its angle."""
+    cos, sin = turn
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -1,0 +1,96 @@
+"""From a configuration to a model on this rank: the techniques, applied top to bottom in a fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from hydra.utils import instantiate
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
+
+from hpc_parallel.config.checks import stages_per_rank
+from hpc_parallel.config.layout import BatchPlan
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.models.layered import LayeredModel, materialise
+from hpc_parallel.strategies import pipeline, precision, replicate
+from hpc_parallel.strategies.accumulate import Accumulate
+from hpc_parallel.strategies.mesh import axis_of
+
+
+class ForwardBackward(Protocol):
+    """A strategy's way through the layers."""
+
+    copies: Sequence[Parameter]
+    """Weights of this rank that are a peer's too, who counts them in the gradient's norm."""
+
+    def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Gradients of the replica's mean loss into `.grad`; that loss, or zero where a peer has it."""
+
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The replica's mean loss without gradients; zero where a peer has it."""
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """What this rank holds of the model, and how a batch goes through all of it."""
+
+    parts: Sequence[LayeredModel]
+    forward_backward: ForwardBackward
+    mesh: DeviceMesh
+    forward_flops: float  # of the whole model, a sample
+
+    def named_parameters(self) -> dict[str, Parameter]:
+        """Full names; a tied weight that another rank holds too goes by its canonical name."""
+        canonical = {alias: name for part in self.parts for alias, name in part.tied.items()}
+        named = [item for part in self.parts for item in part.named_parameters()]
+        return {canonical.get(name, name): parameter for name, parameter in named}
+
+
+def assemble(
+    config: RunConfig,
+    *,
+    batch: BatchPlan,
+    sample_shape: tuple[int, ...],
+    mesh: DeviceMesh,
+    device: torch.device,
+) -> Assembled:
+    """Build on meta, cut, set the precision, materialise, replicate.
+
+    Weights are materialised before replication, which wants real ones, and after everything that
+    decides which of them this rank needs. Each is drawn from (seed, its name), so no rank tells
+    another its weights.
+    """
+    strategy = config.strategy
+    with torch.device("meta"):
+        parts: list[LayeredModel] = [instantiate(config.model)]
+    flops = parts[0].forward_flops(sample_shape)
+    stages = axis_of(mesh, "pipeline")
+    if stages is not None:
+        per_rank = stages_per_rank(strategy)
+        count = stages.size() * per_rank
+        cuts = pipeline.balance(flops, stages=count)
+        indices = pipeline.stages_of(stages.get_local_rank(), degree=stages.size(), per_rank=per_rank)
+        parts = [
+            pipeline.cut(deepcopy(parts[0]), blocks=cuts[i], first=i == 0, last=i == count - 1)
+            for i in indices
+        ]
+    for part in parts:
+        precision.apply(part, precision=config.training.precision, device_type=device.type)
+        materialise(part, seed=config.seed, device=device, dtype=precision.WEIGHTS[config.training.precision])
+    runners: list[torch.nn.Module] = list(parts)
+    if (axis := axis_of(mesh, "replicate")) is not None:
+        runners = [replicate.apply(part, axis=axis, options=strategy) for part in parts]
+    forward_backward: ForwardBackward
+    if stages is None:
+        forward_backward = Accumulate(runners[0], model=parts[0], microbatches=batch.microbatches)
+    else:
+        forward_backward = pipeline.Pipeline(
+            runners, stages=parts, indices=indices, axis=stages, schedule=strategy.schedule,
+            microbatches=batch.microbatches, device=device,
+        )  # fmt: skip
+    return Assembled(parts=parts, forward_backward=forward_backward, mesh=mesh, forward_flops=flops.total)

@@ -1,0 +1,127 @@
+"""What a run measures: device tensors noted every step, read once a logged line, written by rank 0."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpc_parallel.training.step import StepResult
+
+# Dense bf16 peaks by the vendors' data sheets, FLOP/s; mfu is null on a device that is not here.
+PEAK_FLOPS = {"A100": 312e12, "H100 80GB HBM3": 989e12, "H200": 989e12}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What turns seconds into rates: constants of the run."""
+
+    global_batch_size: int
+    tokens_per_sample: int | None
+    flops_per_sample: float  # forward and backward
+    world_size: int
+    replicas: int
+    peak_flops: float | None  # of one device
+
+
+class Metrics:
+    """Collects a step's tensors on every rank and turns them into the keys of `metrics.jsonl`."""
+
+    def __init__(self, scale: Scale, *, device: torch.device) -> None:
+        self._scale = scale
+        self._device = device
+        self._steps = 0
+        self._pause_s = 0.0
+        self._since = time.perf_counter()
+        self._result: StepResult | None = None
+
+    def note(self, result: StepResult) -> None:
+        self._result = result
+        self._steps += 1
+
+    def leave_out(self, seconds: float) -> None:
+        """Time that was not spent on steps (validation)."""
+        self._pause_s += seconds
+
+    def line(self, *, step: int, learning_rate: float) -> dict[str, Any]:
+        """The record of this step, the same on all ranks; the one point where the host waits for the device."""
+        assert self._result is not None
+        here = torch.stack([self._result.loss.double(), self._result.gradient_norm.double()]).to(self._device)
+        loss_share, gradient_norm = here.tolist()
+        now = time.perf_counter()
+        elapsed = (now - self._since - self._pause_s) / self._steps
+        losses, peaks, times = gathered(
+            [loss_share, float(peak_memory_bytes(self._device)), elapsed], device=self._device
+        )
+        scale = self._scale
+        step_time_s = max(times)
+        samples_per_s = scale.global_batch_size / step_time_s
+        flops = samples_per_s * scale.flops_per_sample / scale.world_size
+        self._since, self._steps, self._pause_s = time.perf_counter(), 0, 0.0
+        line: dict[str, Any] = {
+            "step": step,
+            "samples": step * scale.global_batch_size,
+            "loss": finite(sum(losses) / scale.replicas),
+            "grad_norm": finite(gradient_norm),
+            "learning_rate": learning_rate,
+            "step_time_s": step_time_s,
+            "samples_per_s": samples_per_s,
+        }
+        if scale.tokens_per_sample is not None:
+            line["tokens_per_s"] = samples_per_s * scale.tokens_per_sample
+        return line | {
+            "tflops_per_device": flops / 1e12,
+            "mfu": None if scale.peak_flops is None else flops / scale.peak_flops,
+            "peak_memory_bytes": int(max(peaks)),
+            "time": datetime.now(UTC).isoformat(),
+        }
+
+
+def gathered(values: list[float], *, device: torch.device) -> list[list[float]]:
+    """For each value, that of every rank, by one collective."""
+    here = torch.tensor(values, dtype=torch.float64, device=device)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [[value] for value in here.tolist()]
+    everywhere = [torch.empty_like(here) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, here)
+    table: Tensor = torch.stack(everywhere, dim=1)
+    return table.tolist()  # type: ignore[no-any-return]
+
+
+def finite(value: float) -> float | None:
+    """JSON has no NaN and no infinity: null stands for both."""
+    return value if math.isfinite(value) else None
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most this rank held at once: of the GPU's memory, or resident where it runs on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """FLOP/s of one device in dense bf16; None where the data sheet is not known here."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+def append_line(path: Path, line: dict[str, Any]) -> None:
+    """One JSON object in one write, so that a reader never sees half of it with a whole line behind."""
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        os.write(handle, (json.dumps(line) + "\n").encode())
+    finally:
+        os.close(handle)

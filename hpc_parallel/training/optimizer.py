@@ -1,0 +1,80 @@
+"""AdamW, its learning rate as a pure function of the step, and the gradient's global norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import AdamW, Optimizer
+
+from hpc_parallel.config.schema import OptimizerConfig
+
+
+def build_optimizer(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> Optimizer:
+    """AdamW (Loshchilov and Hutter 2019); weight decay on matrices only.
+
+    The fused kernel reads each weight once; on CPUs too it was the fastest (docs/performance.md).
+    """
+    matrices = [parameter for parameter in parameters.values() if parameter.ndim > 1]
+    vectors = [parameter for parameter in parameters.values() if parameter.ndim <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    beta1, beta2 = config.betas
+    return AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.learning_rate,
+        betas=(beta1, beta2),
+        eps=config.eps,
+        fused=True,
+    )
+
+
+def learning_rate(step: int, *, steps: int, config: OptimizerConfig) -> float:
+    """Rate of the 1-based `step`: linear warm-up, then constant or half a cosine down to `final_share`."""
+    if step <= config.warmup_steps:
+        return config.learning_rate * step / config.warmup_steps
+    if config.schedule == "constant":
+        return config.learning_rate
+    progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    share = config.final_share + (1 - config.final_share) * (1 + math.cos(math.pi * progress)) / 2
+    return config.learning_rate * share
+
+
+class GradientNorm:
+    """The 2-norm of the whole model's gradient, whichever ranks hold its parts."""
+
+    def __init__(self, counted: Iterable[Parameter], *, axes: Sequence[DeviceMesh]) -> None:
+        """`counted`: this rank's weights, a weight that several ranks hold counted on one of them only;
+        `axes`: the mesh axes over which the weights are split."""
+        self._counted = list(counted)
+        self._groups = [axis.get_group() for axis in axes]
+
+    def __call__(self) -> Tensor:
+        """A scalar on the device; nothing waits for it."""
+        gradients = [p.grad for p in self._counted if p.grad is not None]
+        norm = get_total_norm(gradients, foreach=True)
+        if self._groups:
+            squared = norm.square()
+            for group in self._groups:
+                dist.all_reduce(squared, group=group)
+            norm = squared.sqrt()
+        return norm
+
+
+def clip(parameters: Iterable[Parameter], *, norm: Tensor, most: float) -> None:
+    """Scale all gradients so that their global `norm` is at most `most`, without reading it back."""
+    clip_grads_with_norm_(parameters, most, norm, foreach=True)
+
+
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+

@@ -1,0 +1,58 @@
+"""One optimizer step, as the trainer sees it: a batch in, device tensors out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from hpc_parallel.strategies.assemble import Assembled, ForwardBackward
+from hpc_parallel.strategies.mesh import axis_of
+from hpc_parallel.training.optimizer import GradientNorm, clip
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Scalars on the device, read by whoever needs them, late."""
+
+    loss: Tensor  # mean loss of this replica's batch; zero where a peer has it
+    gradient_norm: Tensor  # of the whole model, before clipping
+
+
+class Step(Protocol):
+    def run(self, inputs: Tensor, targets: Tensor) -> StepResult:
+        """Take this replica's batch `[batch, ...]` and update the weights."""
+
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean loss of this replica's batch; zero where a peer has it."""
+
+
+class GradientStep:
+    """Forward and backward by the strategy, then clipping and the optimizer on this rank's weights."""
+
+    def __init__(self, assembled: Assembled, *, optimizer: Optimizer, clip_norm: float | None) -> None:
+        self._forward_backward: ForwardBackward = assembled.forward_backward
+        self._parameters: list[Parameter] = [p for part in assembled.parts for p in part.parameters()]
+        self._optimizer = optimizer
+        self._clip_norm = clip_norm
+        pipeline = axis_of(assembled.mesh, "pipeline")
+        copies = {id(copy) for copy in self._forward_backward.copies}
+        self._norm = GradientNorm(
+            [parameter for parameter in self._parameters if id(parameter) not in copies],
+            axes=[pipeline] if pipeline is not None else [],
+        )
+
+    def run(self, inputs: Tensor, targets: Tensor) -> StepResult:
+        loss = self._forward_backward.train(inputs, targets)
+        norm = self._norm()
+        if self._clip_norm is not None:
+            clip(self._parameters, norm=norm, most=self._clip_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return StepResult(loss=loss, gradient_norm=norm)
+
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return self._forward_backward.evaluate(inputs, targets)

@@ -1,0 +1,86 @@
+"""The loop: batches in, steps, a metrics line when one is due. It knows no strategy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from hpc_parallel.config.schema import OptimizerConfig, TrainingConfig
+from hpc_parallel.data.sampler import Batches
+from hpc_parallel.training.metrics import Metrics, finite, gathered
+from hpc_parallel.training.optimizer import learning_rate, set_learning_rate
+from hpc_parallel.training.step import Step
+from hpc_parallel.training.writers import Writer
+
+
+class Trainer:
+    """Trains for `training.steps` optimizer steps."""
+
+    def __init__(
+        self,
+        step: Step,
+        *,
+        optimizer: Optimizer,
+        batches: Batches,
+        validation: Batches,
+        validation_steps: int,
+        metrics: Metrics,
+        writers: Sequence[Writer],
+        training: TrainingConfig,
+        schedule: OptimizerConfig,
+        device: torch.device,
+    ) -> None:
+        """`writers` is empty on every rank but the one that writes."""
+        self._step = step
+        self._optimizer = optimizer
+        self._batches = batches
+        self._validation = validation
+        self._validation_steps = validation_steps
+        self._metrics = metrics
+        self._writers = writers
+        self._training = training
+        self._schedule = schedule
+        self._device = device
+
+    def fit(self) -> list[dict[str, Any]]:
+        """Train to the last step; returns the metrics lines (equal on all ranks)."""
+        steps = self._training.steps
+        lines: list[dict[str, Any]] = []
+        for step in range(1, steps + 1):
+            rate = learning_rate(step, steps=steps, config=self._schedule)
+            set_learning_rate(self._optimizer, rate)
+            self._metrics.note(self._step.run(*self._to_device(self._batches.at(step - 1))))
+            validate = self._due(step, self._training.validate_every)
+            if validate or self._due(step, self._training.log_every):
+                line = self._metrics.line(step=step, learning_rate=rate)
+                if validate:
+                    line["validation_loss"] = self.validate()
+                for writer in self._writers:
+                    writer.write(line)
+                lines.append(line)
+        return lines
+
+    def validate(self) -> float | None:
+        """Mean loss over the held-out samples; None where it is not finite."""
+        started = time.perf_counter()
+        losses = [
+            self._step.evaluate(*self._to_device(self._validation.at(step)))
+            for step in range(self._validation_steps)
+        ]
+        (shares,) = gathered([torch.stack(losses).double().mean().item()], device=self._device)
+        self._metrics.leave_out(time.perf_counter() - started)
+        return finite(sum(shares) / self._validation.replicas)
+
+    def _due(self, step: int, every: int | None) -> bool:
+        """The first and the last step always are: what a run starts from and ends with is never left out."""
+        return every is not None and (step % every == 0 or step in (1, self._training.steps))
+
+    def _to_device(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets = batch
+        if self._device.type == "cuda":  # from pinned memory the copy does not stop the host
+            inputs, targets = inputs.pin_memory(), targets.pin_memory()
+        return inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)

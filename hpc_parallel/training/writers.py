@@ -1,0 +1,75 @@
+"""Where a metrics line goes besides `metrics.jsonl`; a writer that is off imports nothing."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.training.metrics import append_line
+
+
+class Writer(Protocol):
+    def write(self, line: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class FileWriter:
+    """`metrics.jsonl`, and one plain line of the log for who reads along."""
+
+    def __init__(self, folder: RunFolder, *, steps: int) -> None:
+        self._path = folder.metrics
+        self._steps = steps
+
+    def write(self, line: dict[str, Any]) -> None:
+        append_line(self._path, line)
+        validation = f"  validation {line['validation_loss']:.4f}" if "validation_loss" in line else ""
+        loss = "not finite" if line["loss"] is None else f"{line['loss']:.4f}"
+        rate = f"{line['samples_per_s']:.1f} samples/s"
+        print(f"step {line['step']}/{self._steps}  loss {loss}{validation}  {rate}", flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class TensorBoardWriter:
+    """Every number of a line as a scalar of its name, under `tensorboard/` in the run folder."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder.path / "tensorboard"))
+
+    def write(self, line: dict[str, Any]) -> None:
+        for key, value in line.items():
+            if isinstance(value, int | float) and key != "step":
+                self._writer.add_scalar(key, value, global_step=line["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbWriter:
+    """A Weights & Biases run; project, entity and mode come from wandb's own variables."""
+
+    def __init__(self, folder: RunFolder, *, config: dict[str, Any]) -> None:
+        import wandb
+
+        self._run = wandb.init(dir=folder.path, name=folder.path.name, config=config)
+
+    def write(self, line: dict[str, Any]) -> None:
+        self._run.log({k: v for k, v in line.items() if isinstance(v, int | float)}, step=line["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def open_writers(config: RunConfig, *, folder: RunFolder, values: dict[str, Any]) -> list[Writer]:
+    """The writers of rank 0."""
+    writers: list[Writer] = [FileWriter(folder, steps=config.training.steps)]
+    if config.training.tensorboard:
+        writers.append(TensorBoardWriter(folder))
+    if config.training.wandb:
+        writers.append(WandbWriter(folder, config=values))
+    return writers

@@ -1,0 +1,202 @@
+"""After a job has ended badly: one cause out of all records, in `failure.json` and one line.
+
+Run as `python -m hpc_parallel.worker.conclude RUN_FOLDER RETURNCODE [--log FILE]` at the end of a
+batch script, so it starts fast: neither torch nor Hydra is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
+from hpc_parallel.worker import failure
+from hpc_parallel.worker.failure import Record
+
+_AXES = ("pipeline", "replicate", "shard", "context", "tensor", "tile")
+_ASKED = ("SIGTERM", "SIGINT")  # how Slurm and people ask a job to end
+# A peer may notice a death this much before the record of the death itself is made.
+_NOTICE_NS = 100_000_000
+_LOG_LINES = 40
+
+
+def conclude(
+    folder: RunFolder, *, returncode: int, text: str = "", cancelled: bool | None = None
+) -> str | None:
+    """Name the cause, write `failure.json` and, where rank 0 left none, `summary.json`.
+
+    `returncode` and `text` (the end of the job's log) speak where no rank left a record.
+    `cancelled`: whether someone asked the run to end; None: the signals of the records tell.
+    Returns the one line, or None where nothing failed.
+    """
+    summary = read_json(folder.summary)
+    if summary is not None and summary["outcome"] in ("completed", "preempted"):
+        return None
+    found = failure.records(folder)
+    if returncode == 0 and not found and not cancelled:
+        return None
+    cause = first_cause(found)
+    if cancelled is None:
+        cancelled = cause.signal in _ASKED if cause else _signal_of_code(returncode) in _ASKED
+    if cancelled:
+        by = f" by {cause.signal}, first rank {cause.rank} on {cause.host}" if cause and cause.signal else ""
+        line = f"cancelled{by}"
+    else:
+        if cause is not None:
+            ended = _failed(cause, followers=[record for record in found if record is not cause])
+        else:
+            ended = _without_record(folder, returncode=returncode, text=text)
+        write_json(folder.failure, ended)  # before the summary, which says that all is told
+        line = str(ended["line"])
+    if summary is None:
+        write_json(folder.summary, _summary(folder, outcome="cancelled" if cancelled else "failed"))
+    return line
+
+
+def first_cause(found: Sequence[Record]) -> Record | None:
+    """The first in time of those that failed by themselves.
+
+    Hosts' clocks differ a little, so a rank that lost a peer never comes before one that failed by
+    itself. Nor does one that was asked to end: what asked it may have been the clean-up.
+    """
+    own = [record for record in found if record.kind not in _FOLLOWERS and record.signal not in _ASKED]
+    others = [record for record in found if record.kind != failure.STOPPED]
+    return min(own or others or found, key=_noticed_ns, default=None)
+
+
+_FOLLOWERS = (failure.LOST_PEER, failure.STOPPED)
+
+
+def _noticed_ns(record: Record) -> int:
+    return record.time_ns + (_NOTICE_NS if record.kind == failure.LOST_PEER else 0)
+
+
+def _failed(cause: Record, *, followers: Sequence[Record]) -> dict[str, Any]:
+    """The content of `failure.json`."""
+    line = f"rank {cause.rank} on {cause.host} failed first: {cause.message}"
+    if followers:
+        line += f"; {len(followers)} follower{'s' * (len(followers) > 1)}"
+    return {
+        "rank": cause.rank,
+        "host": cause.host,
+        "node": cause.node,
+        "kind": cause.kind,
+        "message": cause.message,
+        "signal": cause.signal,
+        "time": cause.time,
+        "traceback": cause.traceback,
+        "followers": [{"rank": other.rank, "host": other.host, "kind": other.kind} for other in followers],
+        "line": line,
+    }
+
+
+def _without_record(folder: RunFolder, *, returncode: int, text: str) -> dict[str, Any]:
+    """A job that died before any rank could speak: a failing set-up line, a lost node."""
+    when = "and no rank said why" if any(folder.logs.glob("rank-*.out")) else "before any rank started"
+    lines = [line for line in text.splitlines() if line.strip()][-_LOG_LINES:]
+    name = _signal_of_code(returncode)
+    how = f"killed by {name}" if name else f"exit code {returncode}"
+    message = f"{how}: {lines[-1].strip()}" if lines else how
+    return {
+        "rank": None,
+        "host": None,
+        "node": None,
+        "kind": failure.KILLED if name else failure.START,
+        "message": message,
+        "signal": name,
+        "time": datetime.now(UTC).isoformat(timespec="microseconds"),
+        "traceback": lines,
+        "followers": [],
+        "line": f"the job failed {when}: {message}",
+    }
+
+
+def _signal_of_code(returncode: int) -> str | None:
+    """The signal's name, from a code of subprocess (negative) or of a shell (128 and more)."""
+    if returncode < 0:
+        return failure.signal_name(-returncode)
+    return failure.signal_name(returncode - 128) if 128 < returncode < 128 + 65 else None
+
+
+def _summary(folder: RunFolder, *, outcome: str) -> dict[str, Any]:
+    """Every key of the contract, null where a run that ended like this can't know it."""
+    config = yaml.safe_load(folder.config.read_text(encoding="utf-8")) if folder.config.exists() else {}
+    strategy = config.get("strategy", {})
+    nodes, devices = config.get("nodes"), config.get("gpus_per_node")
+    world_size = nodes * devices if nodes and devices else None
+    last = _last_metrics(folder)
+    job = os.environ.get("SLURM_JOB_ID")
+    return {
+        "outcome": outcome,
+        "strategy": strategy.get("name"),
+        "layout": _degrees(strategy, world_size=world_size),
+        "nodes": nodes,
+        "gpus_per_node": devices,
+        "world_size": world_size,
+        "steps": last.get("step", 0),
+        "samples": last.get("samples", 0),
+        "final_loss": last.get("loss"),
+        "samples_per_s": last.get("samples_per_s"),
+        "step_time_s": last.get("step_time_s"),
+        "latency_s": None,
+        "peak_memory_bytes": last.get("peak_memory_bytes"),
+        "exposed_communication_share": None,
+        "bubble_share": None,
+        "predicted": None,
+        "restarts": int(os.environ.get("SLURM_RESTART_COUNT", 0)),
+        "lost_steps": None,
+        "started": None,
+        "ended": datetime.now(UTC).isoformat(timespec="microseconds"),
+        "job_ids": [job] if job else [],
+    }
+
+
+def _degrees(strategy: dict[str, Any], *, world_size: int | None) -> dict[str, int] | None:
+    """`strategy` was checked before the run: at most one degree is -1, and it takes what is left."""
+    if world_size is None:
+        return None
+    degrees = {axis: int(strategy.get(axis, 1)) for axis in _AXES}
+    left = world_size // math.prod(degree for degree in degrees.values() if degree != -1)
+    return {axis: left if degree == -1 else degree for axis, degree in degrees.items()}
+
+
+def _last_metrics(folder: RunFolder) -> dict[str, Any]:
+    """The last whole line of `metrics.jsonl`; a rank may have died while it wrote the next one."""
+    if not folder.metrics.exists():
+        return {}
+    for line in reversed(folder.metrics.read_bytes().splitlines()):
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(values, dict):
+            return values
+    return {}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m hpc_parallel.worker.conclude", description=__doc__)
+    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("returncode", type=int, help="of the job: srun's or the agent's")
+    parser.add_argument("--log", type=Path, help="its end is told where no rank left a record")
+    parser.add_argument("--cancelled", action="store_true", default=None, help="someone asked it to end")
+    given = parser.parse_args()
+    text = given.log.read_text(errors="replace") if given.log and given.log.exists() else ""
+    line = conclude(
+        RunFolder(given.run_folder), returncode=given.returncode, text=text, cancelled=given.cancelled
+    )
+    if line:
+        print(line, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

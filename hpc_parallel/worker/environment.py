@@ -1,0 +1,33 @@
+"""`environment.json`: what a run ran with, so that another can be compared with it or repeat it."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import distributions
+from typing import Any
+
+import torch
+
+SLURM_KEYS = (
+    "SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_PARTITION", "SLURM_JOB_ACCOUNT", "SLURM_JOB_NODELIST",
+    "SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "SLURM_CPUS_PER_TASK", "SLURM_RESTART_COUNT", "SLURM_CLUSTER_NAME",
+)  # fmt: skip
+
+
+def describe(
+    *, places: Sequence[str], variables: Mapping[str, str], environment: Mapping[str, str], device: torch.device
+) -> dict[str, Any]:
+    """Packages, versions, places (host and address of every rank), the Slurm job, the fabric's variables."""
+    cuda = device.type == "cuda"
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if cuda else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "device": torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
+        "ranks": list(places),
+        "slurm": {key: environment[key] for key in SLURM_KEYS if key in environment},
+        "fabric": dict(variables),
+        "packages": dict(sorted((d.metadata["Name"], d.version) for d in distributions())),
+    }

@@ -1,0 +1,126 @@
+"""What a process uses of its machine: the site's network variables, an interface, a device, threads."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Iterable, Mapping, MutableMapping
+
+import psutil
+
+from hpc_parallel.worker.world import World
+
+RECORDED = ("NCCL_", "GLOO_", "FI_", "OMP_", "TORCH_NCCL_", "UCX_", "CUDA_VISIBLE_DEVICES")
+
+
+class DeviceError(RuntimeError):
+    """The device that was asked for is not here."""
+
+
+def site_variables(settings: Mapping[str, str], environment: MutableMapping[str, str]) -> dict[str, str]:
+    """Set the site's variables where they are unset, and return all that bear on the network.
+
+    settings: `cluster.environment`. To be called before the first collective and before the first
+    use of a GPU, since the libraries read them once.
+    """
+    for name, value in settings.items():
+        environment.setdefault(name, str(value))
+    return recorded(environment, also=settings)
+
+
+def recorded(environment: Mapping[str, str], *, also: Iterable[str] = ()) -> dict[str, str]:
+    """The effective network variables, sorted, for environment.json."""
+    extra = set(also)
+    names = sorted(name for name in environment if name.startswith(RECORDED) or name in extra)
+    return {name: environment[name] for name in names}
+
+
+def set_gloo_interface(
+    environment: MutableMapping[str, str], *, world: World, hosts: Iterable[str], suffix: str = ""
+) -> str | None:
+    """Set GLOO_SOCKET_IFNAME where it is unset to the interface that reaches the run's other hosts.
+
+    Gloo takes the address of this host's own name, which on Debian is 127.0.1.1 and elsewhere may be
+    a management network: other hosts can't connect to it. hosts: names of the run's hosts
+    (`World.hosts` or `rendezvous.hosts`); suffix: `cluster.master_suffix`. Returns the effective
+    value; None where none was found and gloo keeps its own choice. NCCL is left alone: it looks
+    at all interfaces itself.
+    """
+    if "GLOO_SOCKET_IFNAME" not in environment:
+        interface = _interface_of("127.0.0.1") if world.one_machine else None
+        for host in dict.fromkeys(hosts):  # many ranks, few hosts
+            if interface is not None:
+                break
+            if host != world.host:
+                interface = interface_towards(host + suffix)
+        if interface is not None:
+            environment["GLOO_SOCKET_IFNAME"] = interface
+    return environment.get("GLOO_SOCKET_IFNAME")
+
+
+def interface_towards(host: str) -> str | None:
+    """The interface by which this machine reaches `host`; None where there is no such name or way."""
+    try:
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.connect(address)  # UDP: the kernel chooses a route, nothing is sent
+            except OSError:
+                continue
+            own = probe.getsockname()[0]
+        if not ipaddress.ip_address(own.partition("%")[0]).is_loopback:
+            return _interface_of(own)
+    return None
+
+
+def choose_device(setting: str, *, local_rank: int, visible: int, available: bool) -> str:
+    """The device of this process: `cpu` or `cuda:<index>`.
+
+    setting: `device` of the configuration (auto, cpu, cuda); visible: torch.cuda.device_count();
+    available: torch.cuda.is_available(). A task that sees a single GPU was given it by Slurm, as its
+    index 0. CUDA_VISIBLE_DEVICES is Slurm's and stays as it is. Raises DeviceError.
+    """
+    if setting == "cpu" or (setting == "auto" and not available):
+        return "cpu"
+    host = socket.gethostname()
+    if not available or visible == 0:
+        raise DeviceError(
+            f"device=cuda, but torch finds no GPU on {host}. Try device=cpu, or ask for GPUs: gpus_per_node "
+            "and a cluster profile with cluster.gpus=true."
+        )
+    if visible == 1:
+        return "cuda:0"
+    if local_rank >= visible:
+        raise DeviceError(
+            f"local rank {local_rank} on {host} has no GPU of its own: {visible} are visible there. "
+            f"Try gpus_per_node={visible}, or device=cpu."
+        )
+    return f"cuda:{local_rank}"
+
+
+def backend(device: str) -> str:
+    """The backend of init_process_group: NCCL for tensors on GPUs and gloo for the rest."""
+    return "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+
+
+def cpu_threads(world: World, environment: Mapping[str, str]) -> int:
+    """Threads for torch's operators in this process: as told, else its share of the cores, at least 1."""
+    told = ["OMP_NUM_THREADS"]
+    if world.launcher == "slurm":  # else it speaks of an outer task, which several ranks share
+        told.append("SLURM_CPUS_PER_TASK")
+    for name in told:
+        first = environment.get(name, "").partition(",")[0]  # OMP_NUM_THREADS=4,2: one a nesting level
+        if first.isdigit() and int(first) > 0:
+            return int(first)
+    return max(1, len(os.sched_getaffinity(0)) // world.local_world_size)
+
+
+def _interface_of(address: str) -> str | None:
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in addresses):
+            return interface
+    return None

@@ -1,0 +1,232 @@
+"""The agent of a local run: all ranks on this machine, forked from one process that has imported torch.
+
+`python -m hpc_parallel.worker.local RUN_FOLDER`. The nodes are simulated; to a rank it looks as if
+torchrun had started it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import secrets
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.worker import failure
+from hpc_parallel.worker.conclude import conclude
+from hpc_parallel.worker.supervise import die_with_parent
+from hpc_parallel.worker.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import PContext
+
+Entry = Callable[[str], int]
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_PERIOD_S = 0.02
+_GRACE_S = 2.0  # after the first failure, for the others to write down what they saw
+_PATIENCE_S = 1.5  # from SIGTERM to SIGKILL
+_GIVE_UP_S = 10.0  # after SIGKILL: a process may hang in the kernel, on a GPU or a file server
+
+
+def run(run_folder: str, *, entry: Entry | None = None) -> int:
+    """Run every rank to its end; 0 where all ended well, else 1 with the failure concluded.
+
+    `entry` is what each rank runs: `worker.main.main` unless a test brings its own.
+    """
+    folder = RunFolder(Path(run_folder).absolute())
+    config = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
+    environments = rank_environments(nodes=config["nodes"], gpus_per_node=config["gpus_per_node"])
+    for rank in environments:
+        failure.forget(folder, rank=rank)
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        conclude(folder, returncode=-number, cancelled=True)
+        os._exit(1)
+
+    for number in STOP_SIGNALS:  # there is nothing to end yet
+        signal.signal(number, leave)
+    _share_cores(config, ranks=len(environments))
+    try:
+        entry = entry or _worker_entry()
+        watch = _start(folder, environments=environments, entry=entry)
+    except Exception:
+        text = traceback.format_exc()
+        sys.stderr.write(text)
+        conclude(folder, returncode=1, text=text, cancelled=False)
+        return 1
+    cancelled = watch.to_the_end()
+    failed = any(watch.returncodes.values()) or len(watch.returncodes) < len(environments)
+    if failed or cancelled:
+        conclude(folder, returncode=1, cancelled=cancelled)
+    return int(failed or cancelled)
+
+
+def rank_environments(*, nodes: int, gpus_per_node: int) -> dict[int, dict[str, str]]:
+    """What torchrun would tell each rank. The local rank is the rank: one machine has all devices."""
+    ranks = nodes * gpus_per_node
+    shared = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_WORLD_SIZE": str(nodes),
+        "TORCHELASTIC_RUN_ID": secrets.token_hex(8),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    return {
+        rank: {
+            **shared,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "GROUP_RANK": str(rank // gpus_per_node),
+        }
+        for rank in range(ranks)
+    }
+
+
+class Watch:
+    """The ranks of one run: who lives, who has ended and how."""
+
+    def __init__(self, folder: RunFolder, *, worlds: dict[int, World], context: PContext) -> None:
+        self.folder = folder
+        self.worlds = worlds
+        self.context = context  # owns the processes and their queues
+        self.living = dict(context.pids())  # rank -> process
+        self.returncodes: dict[int, int] = {}  # as of subprocess: negative for a signal
+        self.asked: list[int] = []  # signals that asked the whole run to end
+
+    def ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked.append(number)
+
+    def to_the_end(self) -> bool:
+        """Wait for all ranks; after a failure or a signal, end those that remain.
+
+        Returns whether a signal, and no failure before it, ended the run.
+        """
+        cancelled = False
+        terminate_at = kill_at = math.inf
+        while self.living:
+            now = time.monotonic()
+            if self.asked:  # before any look at deaths, which the same signal may have caused
+                cancelled = cancelled or terminate_at == math.inf
+                terminate_at = min(terminate_at, now)
+            for rank, returncode in self._newly_ended():
+                if returncode == 0 or cancelled:
+                    continue
+                stopped = kill_at < math.inf and -returncode in (signal.SIGTERM, signal.SIGKILL)
+                failure.record_death(
+                    self.folder, world=self.worlds[rank], returncode=returncode, stopped=stopped
+                )
+                terminate_at = min(terminate_at, now + _GRACE_S)
+            if now >= terminate_at and kill_at == math.inf:
+                self._send(signal.SIGTERM)
+                kill_at = now + _PATIENCE_S
+            if now >= kill_at:
+                self._send(signal.SIGKILL)
+            if now >= kill_at + _GIVE_UP_S:
+                break
+            time.sleep(_PERIOD_S)
+        return cancelled
+
+    def _newly_ended(self) -> list[tuple[int, int]]:
+        ended = []
+        for rank, process in self.living.items():
+            # Look without reaping: the processes belong to torch's context.
+            seen = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if seen is not None:
+                by_signal = seen.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+                ended.append((rank, -seen.si_status if by_signal else seen.si_status))
+        for rank, returncode in ended:
+            del self.living[rank]
+            self.returncodes[rank] = returncode
+        return ended
+
+    def _send(self, number: int) -> None:
+        for process in self.living.values():
+            os.kill(process, number)  # unreaped, so the number is still its own
+
+
+def _worker_entry() -> Entry:
+    """Import all that a rank needs, once, before the fork.
+
+    No rank may inherit a CUDA context or a pool of OpenMP threads: nothing is computed here.
+    """
+    from hpc_parallel.worker.main import main
+
+    return main
+
+
+def _start(folder: RunFolder, *, environments: dict[int, dict[str, str]], entry: Entry) -> Watch:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+
+    worlds = {rank: World.discover({**os.environ, **own}) for rank, own in environments.items()}
+    # A signal between the fork and our handlers would go to torch's, which raise: it waits instead.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    context = start_processes(
+        name="hpc_parallel",
+        entrypoint=_be_rank,
+        args={rank: (str(folder.path), worlds[rank], os.getpid(), entry) for rank in environments},
+        envs=environments,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # each rank opens its own files
+        start_method="fork",
+    )
+    # Watch does not use context.wait(): at the first failure that ends the others at once, before they
+    # can say what they saw, and then waits 30 s for those that don't listen.
+    watch = Watch(folder, worlds=worlds, context=context)
+    for number in STOP_SIGNALS:
+        signal.signal(number, watch.ask)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    return watch
+
+
+def _be_rank(run_folder: str, world: World, agent: int, entry: Entry) -> None:
+    """What a forked process does; ends it."""
+    die_with_parent(agent)
+    for number in (*STOP_SIGNALS, signal.SIGQUIT):  # torch's handlers raise, which C code does not notice
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    try:
+        code = entry(run_folder)
+    except Exception as error:
+        failure.record_exception(RunFolder(Path(run_folder)), world=world, error=error)
+        traceback.print_exc()
+        code = 1
+    # torch keeps a rank that returns (or exits with 0) alive until all have; one that exits with None
+    # ends now, and with success all the same.
+    sys.exit(code or None)
+
+
+def _share_cores(config: dict[str, Any], *, ranks: int) -> None:
+    """Give OpenMP its share of the cores, as torchrun does, before torch reads it; the site's word wins."""
+    share = str(max(1, len(os.sched_getaffinity(0)) // ranks))
+    of_site = (config.get("cluster") or {}).get("environment") or {}
+    os.environ.setdefault("OMP_NUM_THREADS", str(of_site.get("OMP_NUM_THREADS", share)))
+
+
+def main(entry: Entry | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m hpc_parallel.worker.local", description=__doc__)
+    parser.add_argument("run_folder")
+    parser.add_argument("--parent", type=int, help="the process to end with")
+    given = parser.parse_args()
+    if given.parent:
+        die_with_parent(given.parent, by=signal.SIGTERM)  # which ends the ranks in order
+    code = run(given.run_folder, entry=entry)
+    if os.getpgrp() == os.getpid():  # what the ranks started and left behind is in our group
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGTERM)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # no clean-up of torch's can hang any more
+
+
+if __name__ == "__main__":
+    main()

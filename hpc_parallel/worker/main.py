@@ -1,0 +1,100 @@
+"""What every rank runs, whoever started it: find the others, train, leave a record.
+
+    python -m hpc_parallel.worker.main RUN_FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
+from hpc_parallel.worker import fabric, failure
+from hpc_parallel.worker.environment import describe
+from hpc_parallel.worker.logs import redirect
+from hpc_parallel.worker.rendezvous import hosts, meet
+from hpc_parallel.worker.session import read_config, train
+from hpc_parallel.worker.world import World
+
+
+def main(run_folder: str) -> int:
+    """Train as this rank of the run; returns the exit code. A failure is recorded in the run folder."""
+    folder = RunFolder(Path(run_folder))
+    world = World.discover(os.environ)
+    redirect(folder, rank=world.rank)
+    # submitit has Slurm send this before the time limit; its default would end the process at once.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    try:
+        config, values = read_config(folder.config)
+        require_devices(config, world)
+        variables = fabric.site_variables(config.cluster.environment, os.environ)
+        device = prepare_device(config, world)
+        join(folder, config=config, world=world, device=device, variables=variables)
+        job = os.environ.get("SLURM_JOB_ID")
+        train(config, values=values, folder=folder, device=device, job_ids=[job] if job else [])
+        dist.destroy_process_group()
+    except BaseException as error:
+        failure.record_exception(folder, world=world, error=error)
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def require_devices(config: RunConfig, world: World) -> None:
+    """As many ranks as the layout was made for. Raises RuntimeError."""
+    wanted = config.nodes * config.gpus_per_node
+    if world.world_size != wanted:
+        raise RuntimeError(
+            f"{world.launcher} started {world.world_size} ranks, but nodes={config.nodes} x "
+            f"gpus_per_node={config.gpus_per_node} needs {wanted}"
+        )
+
+
+def prepare_device(config: RunConfig, world: World) -> torch.device:
+    """This rank's device, made current, and the threads that it may use on the CPU."""
+    name = fabric.choose_device(
+        config.device,
+        local_rank=world.local_rank,
+        visible=torch.cuda.device_count(),
+        available=torch.cuda.is_available(),
+    )
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(fabric.cpu_threads(world, os.environ))
+    return device
+
+
+def join(
+    folder: RunFolder, *, config: RunConfig, world: World, device: torch.device, variables: dict[str, str]
+) -> None:
+    """Meet the other ranks and open the default process group; rank 0 completes `environment.json`."""
+    store = meet(folder, world=world, cluster=config.cluster)
+    places = hosts(store)
+    fabric.set_gloo_interface(os.environ, world=world, hosts=places, suffix=config.cluster.master_suffix)
+    dist.init_process_group(
+        fabric.backend(str(device)),
+        store=dist.PrefixStore("group", store),
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=timedelta(seconds=config.cluster.collective_timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    print(f"rank {world.rank} of {world.world_size} on {world.host}, {device}", flush=True)
+    if world.rank == 0:
+        known = read_json(folder.environment) or {}
+        variables = fabric.recorded(os.environ, also=variables)
+        found = describe(places=places, variables=variables, environment=os.environ, device=device)
+        write_json(folder.environment, known | found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

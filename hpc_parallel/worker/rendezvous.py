@@ -1,0 +1,251 @@
+"""How the ranks of one start find each other: rank 0 opens a store and publishes where it is.
+
+Rank 0 takes a port that the system gives it (nothing is guessed, so nothing collides), writes its
+address to `rendezvous/<attempt>.json`, and waits until every rank has announced itself. Whatever
+goes wrong, all ranks end with the same words, within the time-out and a few seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import DistError, Store, TCPStore
+
+from hpc_parallel.config.schema import ClusterConfig
+from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
+from hpc_parallel.worker.world import World
+
+LOOPBACK = "127.0.0.1"
+BACKLOG = 4096  # ranks that connect in the same instant
+PROBE_S = 5.0  # one attempt to connect, before the address is read again
+GRACE_S = 3.0  # beyond the time-out: rank 0's words come first
+NAMED = 8  # missing ranks in one message
+
+_VERDICT, _HEARD = "start/verdict", "start/heard"
+
+
+class StartError(RuntimeError):
+    """The ranks could not all meet; the message says which and where, and what to look at."""
+
+
+def meet(folder: RunFolder, *, world: World, cluster: ClusterConfig) -> Store:
+    """A store that all ranks of this start share, once every rank has arrived.
+
+    Keep it as long as the process lives: rank 0's is also the server. Its own keys begin with
+    `start/`; use a PrefixStore. Raises StartError at the latest `cluster.start_timeout_s` seconds
+    (and GRACE_S) from now.
+    """
+    start = _Start(folder, world=world, cluster=cluster)
+    return start.host() if world.rank == 0 else start.join()
+
+
+def hosts(store: Store) -> tuple[str, ...]:
+    """The host of every rank, as the ranks themselves announced it, by rank."""
+    return tuple(json.loads(store.get(_VERDICT))["hosts"])
+
+
+class _Start:
+    """One rank's part in one start, and the time that it has."""
+
+    def __init__(self, folder: RunFolder, *, world: World, cluster: ClusterConfig) -> None:
+        self.folder, self.world, self.cluster = folder, world, cluster
+        self.began = time.monotonic()
+        self.deadline = self.began + cluster.start_timeout_s
+        self.file = folder.rendezvous / f"{world.attempt}.json"
+        self.arrivals = [_arrival(rank) for rank in range(world.world_size)]
+
+    def host(self) -> Store:
+        self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            store = self._open()
+            _announce(store, self.world)
+            if not self._until(lambda: store.check(self.arrivals), self.deadline):
+                self._give_up(store)
+        except StartError as error:
+            write_json(self.file, {"error": str(error)})  # for those who come when this process is gone
+            raise
+        announcements = [json.loads(text) for text in store.multi_get(self.arrivals)]
+        store.set(_VERDICT, json.dumps({"hosts": [announcement["host"] for announcement in announcements]}))
+        return store
+
+    def join(self) -> Store:
+        store = self._find()
+        try:
+            _announce(store, self.world)
+            heard = self._until(lambda: store.check([_VERDICT]), self.deadline + GRACE_S)
+            verdict = json.loads(store.get(_VERDICT)) if heard else {"error": self._missing(store)[1]}
+            if "error" in verdict:
+                store.add(_HEARD, 1)
+        except DistError:
+            raise StartError(
+                f"rank 0 on {self.world.where(0)} went away while the ranks were arriving. "
+                f"Look at {self.folder.log(0, 'err')}."
+            ) from None
+        if "error" in verdict:
+            raise StartError(verdict["error"])
+        return store
+
+    def _open(self) -> TCPStore:
+        """Rank 0's store: bound, listening and published."""
+        listener = self._listen()
+        port = listener.getsockname()[1]
+        token = secrets.token_hex(8)
+        # The store is given a socket that listens already: a port that is taken is an OSError here,
+        # with its reason, and on one machine it can be kept from the network.
+        store = TCPStore(
+            LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=self.cluster.collective_timeout_s),
+            master_listen_fd=listener.detach(),
+        )
+        store.set(_token(token), "")
+        host = LOOPBACK if self.world.one_machine else self.world.host + self.cluster.master_suffix
+        write_json(self.file, {"host": host, "port": port, "token": token, "pid": os.getpid()})
+        return store
+
+    def _listen(self) -> socket.socket:
+        port = self.cluster.port or 0
+        try:
+            if self.world.one_machine:
+                return socket.create_server((LOOPBACK, port), backlog=BACKLOG)
+            if socket.has_dualstack_ipv6():
+                return socket.create_server(
+                    ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG
+                )
+            return socket.create_server(("", port), backlog=BACKLOG)
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            raise StartError(
+                f"rank 0 can't listen on port {port} of {self.world.host}: {reason}. cluster.port = {port} "
+                f"comes from cluster={self.cluster.name} or the command line; another run or service of that "
+                "host may have it. Choose another with cluster.port=..., or cluster.port=null for any that "
+                "is free; on a closed network the site's administrators know which ports are open."
+            ) from None
+
+    def _find(self) -> TCPStore:
+        """Another rank's store, connected to the rank 0 of this very start."""
+        rank_0 = f"rank 0 on {self.world.where(0)}"
+        problem = f"{rank_0} never published its address in {self.file.parent}. Look at {self._log(0)}."
+        store: TCPStore | None = None
+
+        def connected() -> bool:
+            nonlocal problem, store
+            published = _published(self.file)
+            if published is None:
+                return False
+            if "error" in published:
+                # Not the end yet: where a launcher has no unique name for a start, these may be the
+                # last words of an earlier one, which this start's rank 0 is about to replace.
+                problem = published["error"]
+                return False
+            host, port = published["host"], published["port"]
+            try:
+                store = _connect(host, port, timeout_s=min(PROBE_S, max(0.1, self._left_s())))
+                # A launcher without a unique name for a start may show an earlier one's file,
+                # and its port may be another run's by now.
+                if store.check([_token(published["token"])]):
+                    return True
+                reason = "another program answers there"
+            except (OSError, DistError) as error:
+                reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+            store = None
+            problem = (
+                f"can't reach rank 0 at {host}:{port} from {self.world.host}: {reason}. Where a fast network "
+                "has names of its own, try cluster.master_suffix; where a firewall stands, cluster.port."
+            )
+            return False
+
+        self._until(connected, self.deadline)
+        if store is None:
+            raise StartError(problem)
+        store.set_timeout(timedelta(seconds=self.cluster.collective_timeout_s))
+        return store
+
+    def _give_up(self, store: Store) -> None:
+        """Rank 0, out of time: tell those who are there, let them read it, and end."""
+        missing, text = self._missing(store)
+        if not missing:  # the last one came just now
+            return
+        store.set(_VERDICT, json.dumps({"error": text}))
+        others = self.world.world_size - len(missing) - 1
+        self._until(lambda: store.add(_HEARD, 0) >= others, time.monotonic() + GRACE_S)
+        raise StartError(text)
+
+    def _missing(self, store: Store) -> tuple[list[int], str]:
+        """The ranks that have not arrived, and what to say of them."""
+        missing = [rank for rank, arrival in enumerate(self.arrivals) if not store.check([arrival])]
+        if not missing:
+            rank_0 = f"rank 0 on {self.world.where(0)}"
+            return [], f"{rank_0} never gave the sign to begin. Look at {self._log(0)}."
+        named = [f"rank {rank} on {self.world.where(rank)}" for rank in missing[:NAMED]]
+        if len(missing) > NAMED:
+            named.append(f"{len(missing) - NAMED} more")
+        size = self.world.world_size
+        return missing, (
+            f"{size - len(missing)} of {size} ranks arrived within {self.cluster.start_timeout_s:g} s; "
+            f"missing: {', '.join(named)}. Look at {self._log(missing[0])}."
+        )
+
+    def _log(self, rank: int) -> str:
+        return f"{self.folder.log(rank, 'err')}, or at the launcher's own output where that is empty"
+
+    def _left_s(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def _until(self, done: Callable[[], bool], deadline: float) -> bool:
+        """Ask until it is so; false when the time is out.
+
+        Not Store.wait: it keeps signals from Python for as long as it waits, and writes stack traces
+        into the log when time is out. The pause is 2 % of the time waited so far: little is lost
+        when all are quick, and thousands of ranks do not storm the file system when one is slow.
+        """
+        while not done():
+            now = time.monotonic()
+            if now >= deadline:
+                return False
+            pause_s = min(0.25, max(0.001, (now - self.began) / 50))
+            time.sleep(min(pause_s, deadline - now))
+        return True
+
+
+def _published(file: Path) -> dict[str, Any] | None:
+    try:
+        # Opening the folder makes an NFS client ask its server again; a look-up of the one name
+        # may be answered "not there" from its cache for a minute.
+        if file.name in os.listdir(file.parent):
+            return read_json(file)
+    except OSError:  # the folder is not there yet, or the handle is stale
+        pass
+    return None
+
+
+def _connect(host: str, port: int, *, timeout_s: float) -> TCPStore:
+    # First a plain connection: its error has a reason, torch's is a stack trace that says "timed out".
+    # It also finds the one address of several that answers.
+    with socket.create_connection((host, port), timeout=timeout_s) as probe:
+        address = probe.getpeername()[0]
+    return TCPStore(
+        address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
+
+
+def _announce(store: Store, world: World) -> None:
+    store.set(_arrival(world.rank), json.dumps({"host": world.host, "pid": os.getpid()}))
+
+
+def _arrival(rank: int) -> str:
+    return f"start/arrived/{rank}"
+
+
+def _token(token: str) -> str:
+    return f"start/token/{token}"

@@ -1,0 +1,114 @@
+"""One training session inside a process group: assemble, train, say how it went."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from hydra.utils import instantiate
+
+from hpc_parallel.config.layout import BatchPlan, Layout, plan_batch
+from hpc_parallel.config.schema import RunConfig, typed
+from hpc_parallel.data.sampler import Batches, validation_steps
+from hpc_parallel.launch.run_folder import RunFolder, write_json
+from hpc_parallel.strategies.assemble import Assembled, assemble
+from hpc_parallel.strategies.mesh import build_mesh
+from hpc_parallel.training.metrics import Metrics, Scale, peak_flops
+from hpc_parallel.training.optimizer import build_optimizer
+from hpc_parallel.training.step import GradientStep
+from hpc_parallel.training.summary import summarise
+from hpc_parallel.training.trainer import Trainer
+from hpc_parallel.training.writers import open_writers
+
+
+def read_config(path: Path) -> tuple[RunConfig, dict[str, Any]]:
+    """`config.yaml` of a run folder, typed and as plain values."""
+    values: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return typed(values), values
+
+
+def train(
+    config: RunConfig,
+    *,
+    values: dict[str, Any],
+    folder: RunFolder,
+    device: torch.device,
+    job_ids: list[str] | None = None,
+) -> Assembled:
+    """Train as `config` says, on all ranks of the default process group; returns this rank's trained parts.
+
+    Rank 0 writes `metrics.jsonl` and `summary.json`. Raises ConfigError where the model or the data
+    turn out not to fit the layout, which only a look at them can show.
+    """
+    started = datetime.now(UTC)
+    torch.manual_seed(config.seed)  # for code of the user's; ours draws from named seeds only
+    rank = dist.get_rank()
+    layout = Layout.resolve(config.strategy, devices=dist.get_world_size())
+    batch = plan_batch(
+        config.training.global_batch_size,
+        layout=layout,
+        microbatch_size=config.training.microbatch_size,
+        microbatches=config.strategy.microbatches,
+    )
+    data = instantiate(config.data)
+    require_equal_data(data.digest)
+    mesh = build_mesh(layout, device_type=device.type)
+    assembled = assemble(config, batch=batch, sample_shape=data.sample_shape, mesh=mesh, device=device)
+    optimizer = build_optimizer(assembled.named_parameters(), config.optimizer)
+    writers = open_writers(config, folder=folder, values=values) if rank == 0 else []
+    batch_size = config.training.global_batch_size
+    part = {"global_batch_size": batch_size, "replica": layout.replica(rank), "replicas": layout.data}
+    trainer = Trainer(
+        GradientStep(assembled, optimizer=optimizer, clip_norm=config.training.clip_norm),
+        optimizer=optimizer,
+        batches=Batches(samples=data.train, seed=config.seed, **part),
+        validation=Batches(samples=data.validation, seed=None, **part),
+        validation_steps=validation_steps(
+            data.validation, count=config.training.validation_samples, global_batch_size=batch_size
+        ),
+        metrics=Metrics(scale_of(config, layout, batch, data, assembled, device), device=device),
+        writers=writers,
+        training=config.training,
+        schedule=config.optimizer,
+        device=device,
+    )
+    lines = trainer.fit()
+    for writer in writers:
+        writer.close()
+    if rank == 0:
+        summary = summarise(
+            config, layout=layout, lines=lines, started=started, ended=datetime.now(UTC), job_ids=job_ids or []
+        )
+        write_json(folder.summary, summary)
+    return assembled
+
+
+def scale_of(
+    config: RunConfig, layout: Layout, batch: BatchPlan, data: Any, assembled: Assembled, device: torch.device
+) -> Scale:
+    return Scale(
+        global_batch_size=config.training.global_batch_size,
+        tokens_per_sample=getattr(data, "sequence_length", None),
+        flops_per_sample=3 * assembled.forward_flops,  # a backward pass costs two forward passes
+        world_size=layout.devices,
+        replicas=batch.data,
+        peak_flops=peak_flops(device),
+    )
+
+
+def require_equal_data(digest: str) -> None:
+    """All ranks must read the same data, or their gradients would be of different things.
+
+    Raises RuntimeError on every rank, naming those that differ from rank 0.
+    """
+    digests: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, digest)
+    if others := [str(rank) for rank, found in enumerate(digests) if found != digests[0]]:
+        raise RuntimeError(
+            f"rank {', '.join(others)} read other data than rank 0: the files differ between hosts "
+            "(another Python version for data=text?). Point data.path at a folder that all hosts share."
+        )

@@ -1,0 +1,313 @@
+"""Where a process stands among the ranks of its run, as its launcher's variables tell it.
+
+The table below is the whole knowledge of launchers. Its variables were captured from real starts
+(Slurm 22.05, Open MPI 4.1, MPICH 4.0, torchrun 2.13) or, for MVAPICH and Cray's PALS, read in
+their manuals.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate, product
+
+
+class WorldError(RuntimeError):
+    """The launcher's variables are incomplete or contradict each other."""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Which variable says what; of several names the first that is set is taken.
+
+    `marks`: any of them set means that this launcher started the process. `node` and `nodes` are
+    empty where a launcher does not tell them. `attempt`: what is different at every start and the
+    same on all ranks, as far as the launcher has such a thing.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    rank: tuple[str, ...]
+    world_size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_world_size: tuple[str, ...]
+    node: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+    attempt: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+
+
+def _torchrun(*marks: str) -> Launcher:
+    return Launcher(
+        name="torchrun",
+        marks=marks,
+        rank=("RANK",),
+        world_size=("WORLD_SIZE",),
+        local_rank=("LOCAL_RANK",),
+        local_world_size=("LOCAL_WORLD_SIZE",),
+        node=("GROUP_RANK",),
+        nodes=("GROUP_WORLD_SIZE",),
+        attempt=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+        required=("TORCHELASTIC_RUN_ID",),
+    )
+
+
+def _pmi(*marks: str) -> Launcher:
+    return Launcher(
+        name="mpi",
+        marks=marks,
+        rank=("PMI_RANK",),
+        world_size=("PMI_SIZE",),
+        local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),  # Hydra (MPICH, Intel MPI); Cray PALS
+        local_world_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+        attempt=("PMI_JOBID",),
+    )
+
+
+# Innermost first: torchrun may run inside srun and mpirun inside an allocation, never the reverse,
+# and what is inherited from the outer one describes the outer one's processes.
+LAUNCHERS = (
+    _torchrun("TORCHELASTIC_RUN_ID"),
+    Launcher(
+        name="openmpi",
+        marks=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        rank=("OMPI_COMM_WORLD_RANK",),
+        world_size=("OMPI_COMM_WORLD_SIZE",),
+        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+        local_world_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        # OMPI_COMM_WORLD_NODE_RANK is a rank among the node's processes, not the node's index.
+        attempt=("PMIX_NAMESPACE",),
+    ),
+    Launcher(
+        name="mpi",
+        marks=("MV2_COMM_WORLD_RANK",),
+        rank=("MV2_COMM_WORLD_RANK",),
+        world_size=("MV2_COMM_WORLD_SIZE",),
+        local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
+        local_world_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    _pmi("MPI_LOCALRANKID"),  # only Hydra sets it; its proxies are tasks of an srun themselves
+    Launcher(
+        name="slurm",
+        marks=("SLURM_STEP_ID",),  # a batch shell has SLURM_PROCID=0 too, but is no step
+        rank=("SLURM_PROCID",),
+        world_size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        local_rank=("SLURM_LOCALID",),
+        local_world_size=("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),  # of all nodes: 2(x2),1
+        node=("SLURM_NODEID",),
+        nodes=("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+        attempt=("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+        required=("SLURM_JOB_ID",),
+    ),
+    _pmi("PMI_RANK", "PMI_SIZE"),  # after Slurm, whose PMI plugins set these and mean the same
+    _torchrun("RANK", "WORLD_SIZE", "LOCAL_RANK"),  # set by hand: named as incomplete, not ignored
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process stands: rank of world_size, local_rank on host, node of nodes.
+
+    launcher: slurm, torchrun, openmpi, mpi or alone. attempt: names this start, safe as a file name,
+    the same on all ranks; MPICH and MVAPICH tell nothing unique, so a file of that name may be an
+    earlier start's. hosts, tasks: names of the nodes and ranks on each, by node index; () if unknown.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: int
+    nodes: int
+    host: str
+    launcher: str
+    attempt: str
+    hosts: tuple[str, ...] = ()
+    tasks: tuple[int, ...] = ()
+
+    @classmethod
+    def discover(cls, environment: Mapping[str, str]) -> World:
+        """Read the innermost launcher's variables; alone (rank 0 of 1) where there is none.
+
+        Raises WorldError, naming every variable that is missing or can't be.
+        """
+        launcher = next((row for row in LAUNCHERS if any(mark in environment for mark in row.marks)), None)
+        if launcher is None:
+            return cls(0, 1, 0, 1, 0, 1, host=socket.gethostname(), launcher="alone", attempt="alone")
+        values = _values(launcher, environment)
+        if launcher.name == "slurm":
+            world = _slurm_world(launcher, values, environment)
+        else:
+            world = _counted_world(launcher, values, environment)
+        _check(world)
+        return world
+
+    @property
+    def one_machine(self) -> bool:
+        """All ranks share this machine, whatever number of nodes it simulates."""
+        return self.local_world_size == self.world_size
+
+    def where(self, rank: int) -> str:
+        """The host of a rank, or what is known of it."""
+        if rank == self.rank or self.one_machine:
+            return self.host
+        if self.hosts and self.tasks:
+            ends = accumulate(self.tasks)
+            return self.hosts[next(node for node, end in enumerate(ends) if rank < end)]
+        if self.launcher == "slurm":  # not placed in blocks
+            return f"one of {', '.join(self.hosts)}" if self.hosts else "an unknown host"
+        node = rank // self.local_world_size
+        return self.host if node == self.node else f"node {node}"
+
+
+def expand_hosts(text: str) -> tuple[str, ...]:
+    """Names of Slurm's node list in its order: n[1-2,07]-ib,login -> n1-ib n2-ib n07-ib login.
+
+    Raises ValueError. Source: scontrol(1), "show hostnames"; several brackets count like an odometer.
+    (PyPI's python-hostlist would do it too, but is GPL.)
+    """
+    hosts: list[str] = []
+    for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
+        literals_and_ranges = re.split(r"\[([^\]]*)\]", item)
+        choices = [
+            _expand_ranges(part) if index % 2 else [part] for index, part in enumerate(literals_and_ranges)
+        ]
+        hosts.extend(map("".join, product(*choices)))
+    return tuple(hosts)
+
+
+def expand_tasks(text: str) -> tuple[int, ...]:
+    """Ranks on each node by Slurm's short form: 2(x2),1 -> 2 2 1. Raises ValueError."""
+    tasks: list[int] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
+        if match is None:
+            raise ValueError(item)
+        tasks.extend([int(match[1])] * int(match[2] or 1))
+    return tuple(tasks)
+
+
+def _expand_ranges(text: str) -> list[str]:
+    numbers: list[str] = []
+    for item in text.split(","):
+        first, _, last = item.partition("-")
+        numbers.extend(f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1))
+    return numbers
+
+
+def _values(launcher: Launcher, environment: Mapping[str, str]) -> dict[str, str]:
+    """The row's fields that the launcher set, by field name."""
+    values: dict[str, str] = {}
+    missing = [name for name in launcher.required if not environment.get(name)]
+    for field in ("rank", "world_size", "local_rank", "local_world_size", "node", "nodes"):
+        names: tuple[str, ...] = getattr(launcher, field)
+        found = next((environment[name] for name in names if environment.get(name)), None)
+        if found is not None:
+            values[field] = found
+        elif names:
+            missing.append(" or ".join(names))
+    if missing:
+        seen = ", ".join(name for name in launcher.marks if name in environment)
+        raise WorldError(
+            f"{seen} is set, so {launcher.name} should have started this process, but there is no "
+            f"{', no '.join(missing)}. Start all ranks with one launcher, or unset {seen}."
+        )
+    return values
+
+
+def _integer(launcher: Launcher, field: str, text: str) -> int:
+    if not re.fullmatch(r"\d+", text, re.ASCII):
+        names: tuple[str, ...] = getattr(launcher, field)
+        raise WorldError(f"{launcher.name} says {' or '.join(names)}={text!r}, which is no number.")
+    return int(text)
+
+
+def _slurm_world(launcher: Launcher, values: dict[str, str], environment: Mapping[str, str]) -> World:
+    try:
+        tasks = expand_tasks(values["local_world_size"])
+    except ValueError:
+        name = " or ".join(launcher.local_world_size)
+        raise WorldError(f"slurm says {name}={values['local_world_size']!r}; 2(x2),1 was expected.") from None
+    node, nodes, rank, world_size, local_rank = (
+        _integer(launcher, field, values[field])
+        for field in ("node", "nodes", "rank", "world_size", "local_rank")
+    )
+    if len(tasks) != nodes or sum(tasks) != world_size or node >= nodes:
+        raise WorldError(
+            f"slurm says SLURM_NODEID={node} of {nodes} nodes with {values['local_world_size']} tasks on "
+            f"them, {world_size} in all, which contradicts itself."
+        )
+    try:
+        hosts = expand_hosts(environment.get("SLURM_STEP_NODELIST", ""))
+    except ValueError:
+        hosts = ()
+    if len(hosts) != nodes:
+        hosts = ()  # names serve messages only: a list of another form is no reason to stop
+    in_blocks = (
+        environment.get("SLURM_DISTRIBUTION", "block").startswith("block")
+        and rank == sum(tasks[:node]) + local_rank
+    )
+    host = environment.get("SLURMD_NODENAME") or (hosts[node] if hosts else socket.gethostname())
+    return World(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=tasks[node],
+        node=node,
+        nodes=nodes,
+        host=host,
+        launcher="slurm",
+        attempt=_attempt(launcher, environment),
+        hosts=hosts,
+        tasks=tasks if in_blocks else (),
+    )
+
+
+def _counted_world(launcher: Launcher, values: dict[str, str], environment: Mapping[str, str]) -> World:
+    """Torchrun's nodes are told; MPI's follow from the rank where every node has as many."""
+    numbers = {field: _integer(launcher, field, text) for field, text in values.items()}
+    if not launcher.node:
+        rank, world_size = numbers["rank"], numbers["world_size"]
+        local_rank, local_world_size = numbers["local_rank"], numbers["local_world_size"]
+        if not local_world_size or world_size % local_world_size or rank % local_world_size != local_rank:
+            raise WorldError(
+                f"{launcher.name} says rank {rank} of {world_size} is local rank {local_rank} of "
+                f"{local_world_size}: every node must have as many ranks, in blocks. Try mpirun with "
+                "--map-by slot (Open MPI) or -ppn (MPICH, Intel MPI)."
+            )
+        numbers["node"] = rank // local_world_size
+        numbers["nodes"] = world_size // local_world_size
+    return World(
+        rank=numbers["rank"],
+        world_size=numbers["world_size"],
+        local_rank=numbers["local_rank"],
+        local_world_size=numbers["local_world_size"],
+        node=numbers["node"],
+        nodes=numbers["nodes"],
+        host=socket.gethostname(),
+        launcher=launcher.name,
+        attempt=_attempt(launcher, environment),
+    )
+
+
+def _attempt(launcher: Launcher, environment: Mapping[str, str]) -> str:
+    parts = [launcher.name]
+    for name in launcher.attempt:
+        default = "0" if name.endswith("RESTART_COUNT") else ""  # Slurm sets it from the first requeue on
+        parts.append(environment.get(name, default))
+    return re.sub(r"[^A-Za-z0-9._-]", "_", "-".join(filter(None, parts)))[:120]
+
+
+def _check(world: World) -> None:
+    bounds = (
+        ("rank", world.rank, world.world_size),
+        ("local rank", world.local_rank, world.local_world_size),
+        ("node", world.node, world.nodes),
+    )
+    problems = [f"{what} {value} of {size}" for what, value, size in bounds if not 0 <= value < size]
+    if world.local_world_size > world.world_size:
+        problems.append(f"{world.local_world_size} ranks on a node of {world.world_size} in all")
+    if problems:
+        raise WorldError(f"{world.launcher} says {', '.join(problems)}, which can't be.")

@@ -1,0 +1,23 @@
+"""Fixtures that more than one folder of tests uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from hpc_parallel.config.schema import register
+from tests.workers import Workers
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _schemas() -> None:
+    register()
+
+
+@pytest.fixture(scope="session")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    """Processes that have imported torch once and train whatever a test asks for."""
+    pool = Workers(tmp_path_factory.mktemp("workers"))
+    yield pool
+    pool.close()

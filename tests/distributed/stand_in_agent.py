@@ -1,0 +1,85 @@
+"""The real agent and login process around ranks that play a scenario instead of training.
+
+stand_in_agent.py RUN --parent PID    the agent, as the launcher starts it
+stand_in_agent.py --login RUN         the login process
+stand_in_agent.py --serve             run folders on stdin; forks an agent for each, so that torch is
+                                      imported once; answers with its process number, then its exit code
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from hpc_parallel.launch.run_folder import RunFolder, write_json, write_text
+from hpc_parallel.worker import local, logs
+from hpc_parallel.worker.world import World
+
+VICTIM = 2
+
+
+def play(run_folder: str) -> int:
+    import torch
+    import torch.distributed as dist
+
+    from hpc_parallel.config.schema import ClusterConfig
+    from hpc_parallel.worker.rendezvous import meet
+
+    folder = RunFolder(Path(run_folder))
+    world = World.discover(os.environ)
+    rank = world.rank
+    logs.redirect(folder, rank=rank)
+    scenario = (folder.path / "scenario").read_text()
+    store = meet(folder, world=world, cluster=ClusterConfig(name="here", start_timeout_s=30))
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=world.world_size
+    )
+    # Together once, so that all know all others: gloo connects at the first collective.
+    dist.all_reduce(torch.ones(1))
+    write_text(folder.path / f"ready-{rank}", str(os.getpid()))
+    if scenario == "complete":
+        if rank == 0:
+            folder.metrics.write_text('{"step": 5, "samples": 80, "loss": 2.5, "samples_per_s": 512.0}\n')
+            write_json(folder.summary, {"outcome": "completed"})
+        dist.destroy_process_group()
+        return 0
+    if scenario == "deaf" and rank != VICTIM:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(60)
+    if rank == VICTIM:
+        if scenario == "raise":
+            raise ValueError("sample 7\nhas no label")
+        if scenario in ("exit", "deaf"):
+            os._exit(3)
+        time.sleep(60)  # to be killed, while the others wait for it
+    dist.all_reduce(torch.ones(1))
+    return 0
+
+
+def serve() -> None:
+    import torch.distributed.elastic.multiprocessing  # noqa: F401
+
+    import hpc_parallel.config.schema
+    import hpc_parallel.worker.rendezvous  # noqa: F401
+
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            os._exit(local.run(line.strip(), entry=play))
+        print(child, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--serve":
+        serve()
+    elif sys.argv[1] == "--login":
+        from hpc_parallel.launch.local import follow_agent
+
+        sys.exit(follow_agent(RunFolder(Path(sys.argv[2])), steps=5, agent=(__file__,)))
+    else:
+        local.main(entry=play)

@@ -1,0 +1,120 @@
+"""The first law: the result does not depend on the layout. One device is the reference."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from tests.workers import Trained, Workers
+
+STEPS = 20
+COMMON = (
+    f"training.steps={STEPS}",
+    "training.log_every=1",
+    "training.validate_every=10",
+    "training.validation_samples=32",
+    "training.global_batch_size=16",
+    "data.sequence_length=32",
+    "data.max_bytes=400000",
+    "model.layers=8",
+    "model.dim=64",
+    "model.ffn_dim=160",
+    "optimizer.warmup_steps=3",
+)
+PIPELINES = [
+    *((stages, "gpipe", 1) for stages in (2, 4)),
+    *((stages, "1f1b", 1) for stages in (2, 4)),
+    *((ranks, "interleaved", 2) for ranks in (2, 4)),
+]
+LAYOUTS = {
+    "data over 2": ("strategy=data", "nodes=2"),
+    "data over 4": ("strategy=data", "nodes=2", "gpus_per_node=2"),
+    "data over 2, accumulating 4": ("strategy=data", "nodes=2", "training.microbatch_size=2"),
+    "data over 2, small buckets": ("strategy=data", "nodes=2", "strategy.bucket_mb=0.05"),
+    "data over 2, accumulating 4, static graph": (
+        "strategy=data", "nodes=2", "training.microbatch_size=2", "strategy.static_graph=true",
+    ),
+    "single, accumulating 4": ("strategy=single", "training.microbatch_size=4"),
+    **{
+        f"pipeline of {ranks} ranks, {schedule}": (
+            "strategy=pipeline", f"nodes={ranks}", f"strategy.schedule={schedule}",
+            "strategy.microbatches=8",
+        )
+        for ranks, schedule, _ in PIPELINES
+    },
+    "pipeline 2 x replicate 2": (
+        "strategy=pipeline", "nodes=2", "gpus_per_node=2", "strategy.pipeline=2", "strategy.replicate=-1",
+    ),
+    "interleaved 2 x replicate 2": (
+        "strategy=pipeline", "nodes=2", "gpus_per_node=2", "strategy.pipeline=2", "strategy.replicate=-1",
+        "strategy.schedule=interleaved",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(workers: Workers):
+    """One device, trained once for each set of options."""
+    return functools.cache(lambda *options: workers.train("strategy=single", *COMMON, *options))
+
+
+def largest_difference(found: list[float], wanted: list[float]) -> float:
+    """Relative, over the steps."""
+    return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
+
+
+def weight_difference(found: Trained, wanted: Trained) -> float:
+    """The largest over the tensors of |a - b| / |b|, by tensor norm."""
+    assert found.weights.keys() == wanted.weights.keys()
+    return max(
+        float(torch.linalg.vector_norm(found.weights[name] - weight) / torch.linalg.vector_norm(weight))
+        for name, weight in wanted.weights.items()
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("precision", "losses", "weights"), [("float32", 1e-5, 1e-4), ("float64", 1e-10, 1e-10)]
+)
+@pytest.mark.parametrize("head", ["tied", "untied"])
+def test_layout_follows_one_device(
+    workers: Workers, alone, layout: str, precision: str, losses: float, weights: float, head: str
+) -> None:
+    options = (f"training.precision={precision}", f"model.tied_head={str(head == 'tied').lower()}")
+    reference = alone(*options)
+    split = workers.train(*COMMON, *options, *LAYOUTS[layout])
+    assert len(split.losses) == STEPS
+    assert largest_difference(split.losses, reference.losses) < losses
+    assert weight_difference(split, reference) < weights
+    norms = [[line["grad_norm"] for line in run.lines] for run in (split, reference)]
+    assert largest_difference(*norms) < weights
+    validation = [
+        [line["validation_loss"] for line in run.lines if "validation_loss" in line]
+        for run in (split, reference)
+    ]
+    assert len(validation[1]) == 3
+    assert largest_difference(*validation) < losses
+
+
+def test_clipping_is_active(alone) -> None:
+    """The comparisons above prove clipping only if the norm is above its bound."""
+    lines = alone("training.precision=float32", "model.tied_head=true").lines
+    assert max(line["grad_norm"] for line in lines) > 1.0
+
+
+def test_the_comparison_can_fail(workers: Workers, alone) -> None:
+    """Another seed is another model: the differences must show it."""
+    options = ("training.precision=float64", "model.tied_head=true")
+    other = workers.train(*COMMON, *options, "strategy=single", "seed=1")
+    assert largest_difference(other.losses, alone(*options).losses) > 1e-3
+    assert weight_difference(other, alone(*options)) > 1e-3
+
+
+def test_bfloat16_follows_float32_loosely(workers: Workers, alone) -> None:
+    """Autocast rounds products to 8 bits: the curve stays near, and not equal."""
+    coarse = workers.train(*COMMON, "strategy=pipeline", "nodes=2", "training.precision=bfloat16")
+    difference = largest_difference(coarse.losses, alone("training.precision=float32", "model.tied_head=true").losses)
+    assert 1e-6 < difference < 2e-2
+    assert {weight.dtype for weight in coarse.weights.values()} == {torch.float32}

@@ -1,0 +1,99 @@
+import os
+
+import pytest
+
+from hpc_parallel.worker import fabric
+from hpc_parallel.worker.world import World
+
+
+def world(*, local_world_size: int = 2, launcher: str = "slurm") -> World:
+    return World(0, 4, 0, local_world_size, 0, 2, host="here", launcher=launcher, attempt="x")
+
+
+def test_the_site_sets_only_what_is_unset() -> None:
+    environment = {"NCCL_DEBUG": "INFO", "HOME": "/root", "FI_PROVIDER": "cxi", "TORCH_NCCL_TRACE": "1"}
+    used = fabric.site_variables({"NCCL_DEBUG": "WARN", "NCCL_IB_HCA": "mlx5", "MY_SITE": "a"}, environment)
+    assert environment["NCCL_DEBUG"] == "INFO"
+    assert environment["NCCL_IB_HCA"] == "mlx5"
+    assert used == {
+        "FI_PROVIDER": "cxi",
+        "MY_SITE": "a",
+        "NCCL_DEBUG": "INFO",
+        "NCCL_IB_HCA": "mlx5",
+        "TORCH_NCCL_TRACE": "1",
+    }
+
+
+def test_gloo_stays_on_one_machine() -> None:
+    environment: dict[str, str] = {}
+    assert fabric.set_gloo_interface(environment, world=world(local_world_size=4), hosts=()) == "lo"
+    assert environment == {"GLOO_SOCKET_IFNAME": "lo"}
+
+
+def test_gloo_keeps_what_is_set() -> None:
+    environment = {"GLOO_SOCKET_IFNAME": "ib0"}
+    assert fabric.set_gloo_interface(environment, world=world(local_world_size=4), hosts=()) == "ib0"
+
+
+def test_gloo_takes_the_interface_towards_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def towards(host: str) -> str | None:
+        asked.append(host)
+        return "ib0" if host == "n3-ib" else None
+
+    monkeypatch.setattr(fabric, "interface_towards", towards)
+    environment: dict[str, str] = {}
+    hosts = ("here", "here", "n2", "n2", "n3", "n4")
+    assert fabric.set_gloo_interface(environment, world=world(), hosts=hosts, suffix="-ib") == "ib0"
+    assert asked == ["n2-ib", "n3-ib"]
+
+
+def test_gloo_chooses_itself_where_nothing_is_known() -> None:
+    environment: dict[str, str] = {}
+    assert (
+        fabric.set_gloo_interface(environment, world=world(), hosts=("here", "no-such-host.invalid")) is None
+    )
+    assert environment == {}
+
+
+def test_loopback_reaches_no_other_host() -> None:
+    assert fabric.interface_towards("localhost") is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "local_rank", "visible", "available", "device"),
+    [
+        ("auto", 0, 0, False, "cpu"),
+        ("cpu", 3, 4, True, "cpu"),
+        ("auto", 3, 4, True, "cuda:3"),
+        ("cuda", 1, 4, True, "cuda:1"),
+        ("cuda", 3, 1, True, "cuda:0"),  # bound by Slurm: sees its own GPU alone
+    ],
+)
+def test_device(setting: str, local_rank: int, visible: int, available: bool, device: str) -> None:
+    assert (
+        fabric.choose_device(setting, local_rank=local_rank, visible=visible, available=available) == device
+    )
+
+
+def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fabric.socket, "gethostname", lambda: "n7")
+    with pytest.raises(fabric.DeviceError, match=r"no GPU on n7.*device=cpu"):
+        fabric.choose_device("cuda", local_rank=0, visible=0, available=False)
+    with pytest.raises(fabric.DeviceError, match=r"local rank 2 on n7.*gpus_per_node=2"):
+        fabric.choose_device("auto", local_rank=2, visible=2, available=True)
+
+
+def test_backend() -> None:
+    assert fabric.backend("cuda:3") == "cpu:gloo,cuda:nccl"
+    assert fabric.backend("cpu") == "gloo"
+
+
+def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert fabric.cpu_threads(world(), {"OMP_NUM_THREADS": "3,1", "SLURM_CPUS_PER_TASK": "5"}) == 3
+    assert fabric.cpu_threads(world(), {"SLURM_CPUS_PER_TASK": "5"}) == 5
+    assert fabric.cpu_threads(world(launcher="torchrun"), {"SLURM_CPUS_PER_TASK": "5"}) == 4
+    assert fabric.cpu_threads(world(), {}) == 4
+    assert fabric.cpu_threads(world(local_world_size=16), {}) == 1

@@ -1,0 +1,144 @@
+"""What a follower shows of a run: its steps as they come, its end, and the cause as the last line."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from hpc_parallel.launch.follow import Follower, MetricsReader, describe
+from hpc_parallel.launch.run_folder import RunFolder, write_json
+
+LINE = {"step": 120, "samples": 1920, "loss": 2.41318, "samples_per_s": 512.4}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    made = RunFolder(tmp_path / "run [1]")  # brackets are no markup
+    made.create()
+    return made
+
+
+def add(folder: RunFolder, text: str) -> None:
+    with folder.metrics.open("a") as file:
+        file.write(text)
+
+
+def follower(folder: RunFolder, *, terminal: bool = False) -> tuple[Follower, io.StringIO]:
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=terminal, width=100)
+    return Follower(folder, steps=600, console=console), shown
+
+
+def test_half_a_line_waits_for_its_end(folder: RunFolder) -> None:
+    reader = MetricsReader(folder.metrics)
+    assert reader.read() == []  # not even a file
+    text = json.dumps(LINE) + "\n"
+    for cut in range(1, len(text)):
+        add(folder, text[:cut])
+        assert reader.read() == []
+        add(folder, text[cut:])
+        assert reader.read() == [LINE]
+
+
+def test_a_torn_line_is_passed_over(folder: RunFolder) -> None:
+    reader = MetricsReader(folder.metrics)
+    add(folder, '{"step": 1\n' + json.dumps(LINE) + "\n[]\n\n\xff\n")
+    assert reader.read() == [LINE]
+
+
+@pytest.mark.parametrize(
+    ("extra", "line"),
+    [
+        ({}, "step 120/600  loss 2.413  512 samples/s"),
+        ({"validation_loss": 2.5}, "step 120/600  loss 2.413  validation loss 2.5  512 samples/s"),
+        ({"samples_per_s": 1.2345}, "step 120/600  loss 2.413  1.23 samples/s"),
+        ({"samples_per_s": None, "loss": None}, "step 120/600"),
+    ],
+)
+def test_a_line_of_metrics(extra: dict[str, Any], line: str) -> None:
+    assert describe({**LINE, **extra}, steps=600) == line
+
+
+def test_plain_lines_of_a_completed_run(folder: RunFolder) -> None:
+    following, shown = follower(folder)
+    following.note("starting")
+    following.note("starting")
+    add(folder, json.dumps({**LINE, "validation_loss": 5.5}) + "\n")
+    following.poll()
+    add(folder, json.dumps({**LINE, "step": 600, "loss": 2.0, "validation_loss": 2.05}) + "\n")
+    write_json(folder.summary, {"outcome": "completed"})
+    assert following.finish() == 0
+    assert shown.getvalue().splitlines() == [
+        "starting",
+        "step 120/600  loss 2.413  validation loss 5.5  512 samples/s",
+        "step 600/600  loss 2  validation loss 2.05  512 samples/s",
+        "completed: step 600 of 600, loss 2, validation loss 5.5 -> 2.05",
+        f"results: {folder.path}",
+    ]
+
+
+def test_a_bar_in_a_terminal(folder: RunFolder) -> None:
+    following, shown = follower(folder, terminal=True)
+    following.note("PENDING (Resources)")
+    add(
+        folder, json.dumps({**LINE, "validation_loss": 2.5}) + "\n" + json.dumps({**LINE, "step": 130}) + "\n"
+    )
+    following.poll()
+    write_json(folder.summary, {"outcome": "completed"})
+    assert following.finish() == 0
+    assert "PENDING (Resources)" in shown.getvalue()
+    assert "step 130/600  loss 2.413  512 samples/s  validation loss 2.5" in shown.getvalue()
+    assert "━" in shown.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_after_a_failure_the_cause_is_the_last_line(folder: RunFolder, terminal: bool) -> None:
+    line = "rank 5 on n2 failed first: ValueError: no label; 3 followers"
+    words = [f"noise {count}" for count in range(30)] + ["Traceback:", "  [a] = b", "ValueError: no label"]
+    write_json(folder.failure, {"rank": 5, "signal": None, "traceback": words, "line": line})
+    write_json(folder.summary, {"outcome": "failed"})
+    following, shown = follower(folder, terminal=terminal)
+    assert following.finish() == 1
+    lines = shown.getvalue().splitlines()
+    assert lines[:3] == ["noise 21", "noise 22", "noise 23"]
+    assert lines[-6:] == [
+        "Traceback:",
+        "  [a] = b",
+        "ValueError: no label",
+        "failed: step 0 of 600",
+        f"results: {folder.path}",
+        line,
+    ]
+
+
+@pytest.mark.parametrize(("signal", "shown_lines"), [("SIGSEGV", 1), ("SIGKILL", 0)])
+def test_a_crash_shows_what_the_rank_wrote(folder: RunFolder, signal: str, shown_lines: int) -> None:
+    write_json(folder.failure, {"rank": 5, "signal": signal, "traceback": [], "line": "rank 5"})
+    write_json(folder.summary, {"outcome": "failed"})
+    folder.log(5, "err").write_text("Fatal Python error: Segmentation fault\n")
+    following, shown = follower(folder)
+    assert following.finish() == 1
+    assert shown.getvalue().count("Segmentation fault") == shown_lines
+
+
+def test_a_failure_before_any_rank_shows_its_log(folder: RunFolder) -> None:
+    write_json(folder.failure, {"rank": None, "traceback": ["module: not found"], "line": "the job failed"})
+    write_json(folder.summary, {"outcome": "failed"})
+    following, shown = follower(folder)
+    assert following.finish() == 1
+    assert shown.getvalue().splitlines()[0] == "module: not found"
+    assert shown.getvalue().splitlines()[-1] == "the job failed"
+
+
+@pytest.mark.parametrize("outcome", ["cancelled", "preempted"])
+def test_other_ends(folder: RunFolder, outcome: str) -> None:
+    write_json(folder.summary, {"outcome": outcome})
+    add(folder, json.dumps(LINE) + "\n")
+    following, shown = follower(folder)
+    assert following.finish() == 1
+    assert f"{outcome}: step 120 of 600, loss 2.413" in shown.getvalue()

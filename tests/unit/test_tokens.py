@@ -1,0 +1,187 @@
+"""From text files to token ids and back: the converter, the file, the windows over it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpc_parallel.data import tokenize
+from hpc_parallel.data.tokenize import main
+from hpc_parallel.data.tokens import TokensData, read_description
+
+TEXT = "the quick brown fox jumps over the lazy dog; été, 東京, \U0001f40d\n" * 40
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "b.txt").write_text(TEXT, encoding="utf-8", newline="")
+    (folder / "deep" / "a.txt").write_text("second file\r\nno line end", encoding="utf-8", newline="")
+    (folder / "other.md").write_text("not asked for")
+    return folder
+
+
+def train_tokenizer(file: Path) -> Path:
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|end|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.enable_truncation(max_length=4)  # must not cut our text
+    tokenizer.save(str(file))
+    return file
+
+
+def test_bytes_are_the_files_one_after_the_other(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenize, "PIECE", 7)
+    output = tmp_path / "tokens.npy"
+    assert main([str(source), str(source / "other.md"), "--output", str(output)]) == 0
+    expected = b"".join((source / name).read_bytes() for name in ("b.txt", "deep/a.txt", "other.md"))
+    tokens = np.load(output)
+    assert tokens.dtype == np.uint16
+    assert tokens.astype(np.uint8).tobytes() == expected
+    assert json.loads((tmp_path / "tokens.json").read_text()) == {
+        "vocab_size": 256, "tokenizer": "bytes", "count": len(expected),
+    }  # fmt: skip
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text", "tokens.json", "tokens.npy"]
+
+
+@pytest.mark.parametrize("piece", [5, 100, 1 << 18])
+def test_a_tokenizer_gives_text_back(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    tokenizer_file = train_tokenizer(tmp_path / "tokenizer.json")
+    monkeypatch.setattr(tokenize, "PIECE", piece)
+    output = tmp_path / "tokens.npy"
+    words = [str(source), "--output", str(output), "--tokenizer", str(tokenizer_file)]
+    assert main([*words, "--end-of-text", "<|end|>"]) == 0
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    tokenizer.no_truncation()
+    tokens = np.load(output)
+    description = read_description(output)
+    texts = [(source / name).read_bytes().decode() for name in ("b.txt", "deep/a.txt")]
+    assert tokenizer.decode(tokens.tolist(), skip_special_tokens=False) == "".join(
+        t + "<|end|>" for t in texts
+    )
+    assert description["vocab_size"] == 300
+    assert description["count"] == len(tokens) < len(TEXT.encode())
+    assert description["tokenizer"].startswith("tokenizer.json ")
+    if piece > len(TEXT):
+        assert tokens[:-1].tolist()[: len(tokenizer.encode(texts[0]).ids)] == tokenizer.encode(texts[0]).ids
+
+
+def test_all_that_is_wrong_is_told_and_nothing_written(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    words = ["nowhere.txt", str(source), "--pattern", "*.rst", "--tokenizer", str(tmp_path / "no.json")]
+    assert main([*words, "--output", str(tmp_path / "missing" / "tokens.bin")]) == 2
+    told = capsys.readouterr().err
+    for part in ("nowhere.txt does not exist", "matches *.rst", "no.json does not exist", "end in .npy",
+                 "there is no folder"):  # fmt: skip
+        assert part in told
+    assert len(told.splitlines()) == 5
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_failure_halfway_leaves_nothing(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer_file = train_tokenizer(tmp_path / "tokenizer.json")
+    for name in ("x.txt", "y.txt"):
+        (source / name).write_bytes(b"good line\nbad \xff byte\n")
+    before = sorted(tmp_path.rglob("*"))
+    words = [str(source), "--output", str(tmp_path / "tokens.npy"), "--tokenizer", str(tokenizer_file)]
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert "x.txt is not UTF-8" in told
+    assert "y.txt is not UTF-8" in told
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_exists_is_not_overwritten(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(source), "--output", str(tmp_path / "tokens.npy")]
+    assert main(words) == 0
+    assert main(words) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_neither_command_nor_description_imports_torch(source: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys; import hpc_parallel.data.tokens; assert 'numpy' not in sys.modules;"
+        "from hpc_parallel.data.tokenize import main; code = main(sys.argv[1:]);"
+        "assert 'torch' not in sys.modules and 'tokenizers' not in sys.modules; sys.exit(code)"
+    )
+    command = [sys.executable, "-c", program, str(source), "--output", str(tmp_path / "tokens.npy")]
+    assert subprocess.run(command, check=False).returncode == 0
+
+
+def store(folder: Path, tokens: np.ndarray, **description: object) -> str:
+    np.save(folder / "t.npy", tokens)
+    described = {"vocab_size": 500, "tokenizer": "mine", "count": len(tokens)} | description
+    (folder / "t.json").write_text(json.dumps(described))
+    return str(folder / "t.npy")
+
+
+def test_the_end_of_the_tokens_is_held_out(tmp_path: Path) -> None:
+    tokens = (np.arange(1000) * 7 % 500).astype(np.uint16)
+    data = TokensData(path=store(tmp_path, tokens), sequence_length=10, validation_share=0.1)
+    assert (len(data.train), len(data.validation)) == (89, 9)
+    inputs, targets = data.validation.batch(np.arange(9))
+    assert inputs.flatten().tolist() == tokens[900:990].tolist()
+    assert targets.flatten().tolist() == tokens[901:991].tolist()
+    assert (data.vocab_size, data.sample_shape) == (500, (10,))
+    assert isinstance(data.train.tokens, np.memmap)
+    again = TokensData(path=store(tmp_path, tokens), sequence_length=10, validation_share=0.1)
+    assert again.digest == data.digest
+    tokens[345] += 1
+    assert TokensData(path=store(tmp_path, tokens), sequence_length=10).digest != data.digest
+
+
+def test_ids_beyond_uint16_fit(tmp_path: Path) -> None:
+    path = store(tmp_path, np.arange(70_000, 71_000, dtype=np.uint32), vocab_size=128_256)
+    inputs, _ = TokensData(path=path, sequence_length=10).train.batch(np.array([2]))
+    assert inputs.tolist() == [list(range(70_020, 70_030))]
+
+
+def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    tokens = np.full(1000, 7, dtype=np.uint16)
+    with pytest.raises(ValueError, match=r"has 1000 tokens, but t\.json says 999"):
+        TokensData(path=store(tmp_path, tokens, count=999), sequence_length=10)
+    with pytest.raises(ValueError, match="token 7 in the training part is beyond vocab_size = 7"):
+        TokensData(path=store(tmp_path, tokens, vocab_size=7), sequence_length=10).train.batch(np.array([0]))
+    with pytest.raises(ValueError, match="vocab_size = 'many' must be a whole number"):
+        TokensData(path=store(tmp_path, tokens, vocab_size="many"))
+    with pytest.raises(ValueError, match="needs 10001 tokens"):
+        TokensData(path=store(tmp_path, tokens), sequence_length=10_000)
+    with pytest.raises(ValueError, match="1 dims of float32"):
+        TokensData(path=store(tmp_path, tokens.astype(np.float32)))
+    (tmp_path / "t.npy").write_bytes(b"not an array")
+    with pytest.raises(ValueError, match="can't be read as an array"):
+        TokensData(path=str(tmp_path / "t.npy"))
+    (tmp_path / "t.json").write_text("{}")
+    with pytest.raises(ValueError, match="does not describe tokens"):
+        read_description(tmp_path / "t.npy")
+    (tmp_path / "t.json").unlink()
+    with pytest.raises(ValueError, match=r"t\.json is missing\. Make both with"):
+        read_description(tmp_path / "t.npy")
+    with pytest.raises(ValueError, match=r"no \.npy file"):
+        read_description(tmp_path / "t.bin")

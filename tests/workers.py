@@ -1,0 +1,122 @@
+"""A pool of rank processes for the tests: torch is imported once, by the server they are forked from."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.composed import prepared
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MOST_RANKS = 8
+PATIENCE_S = 300
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run left: its metrics lines and its weights by full name."""
+
+    lines: list[dict[str, Any]]
+    weights: dict[str, Tensor]
+    folder: Path
+
+    @property
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in self.lines]
+
+
+class Workers:
+    """Ranks that live as long as the tests and join a new process group for every job."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["hpc_parallel.worker.session", "tests.workers"])
+        self._ranks: list[tuple[Connection, Any]] = []
+        self._jobs = 0
+
+    def train(self, *overrides: str) -> Trained:
+        """Train a configuration through the worker half's own session, all on this machine's CPUs."""
+        run = prepared("launcher=local", f"run_dir={self._next_folder() / 'run'}", "device=cpu", *overrides)
+        run.write()
+        parts = self.run(run.devices, _train, str(run.folder.path))
+        weights: dict[str, Tensor] = {}
+        for part in parts:
+            for name, weight in part.items():
+                assert name not in weights or (weights[name] == weight).all(), f"ranks disagree on {name}"
+                weights[name] = weight
+        lines = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+        return Trained(lines=lines, weights=weights, folder=run.folder.path)
+
+    def run(self, count: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """`job(*arguments)` on `count` ranks inside a fresh gloo process group; their results by rank."""
+        while len(self._ranks) < count:
+            here, there = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(there,), daemon=True)
+            process.start()
+            self._ranks.append((here, process))
+        store = str(self._next_folder() / "store")
+        for rank, (pipe, _) in enumerate(self._ranks[:count]):
+            pipe.send((job, arguments, rank, count, store))
+        results = []
+        for rank, (pipe, _) in enumerate(self._ranks[:count]):
+            if not pipe.poll(PATIENCE_S):
+                self.close()
+                raise TimeoutError(f"rank {rank} did not answer within {PATIENCE_S} s")
+            results.append(pipe.recv())
+        if errors := [text for kind, text in results if kind == "error"]:
+            self.close()  # a rank may still wait for one that failed
+            raise AssertionError("\n".join(errors))
+        return [value for _, value in results]
+
+    def close(self) -> None:
+        for pipe, process in self._ranks:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._ranks = []
+
+    def _next_folder(self) -> Path:
+        self._jobs += 1
+        folder = self._folder / str(self._jobs)
+        folder.mkdir()
+        return folder
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            job, arguments, rank, world_size, store = pipe.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+            answer = ("done", job(*arguments))
+            dist.destroy_process_group()
+        except BaseException:
+            answer = ("error", f"rank {rank}:\n{traceback.format_exc()}")
+        pipe.send(answer)
+
+
+def _train(run_folder: str) -> dict[str, Tensor]:
+    import torch
+
+    from hpc_parallel.launch.run_folder import RunFolder
+    from hpc_parallel.worker.session import read_config, train
+
+    folder = RunFolder(Path(run_folder))
+    config, values = read_config(folder.config)
+    trained = train(config, values=values, folder=folder, device=torch.device("cpu"))
+    return {name: parameter.detach().clone() for name, parameter in trained.named_parameters().items()}
