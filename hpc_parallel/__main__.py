@@ -1,4 +1,4 @@
-"""`python -m hpc_parallel COMMAND ...` and the console script `hpc-parallel`; `run` where no command is named."""
+"""`python -m hpc_parallel COMMAND ...` and the script `hpc-parallel`; `run` where no command is named."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from hpc_parallel.config.compose import find_folder
 from hpc_parallel.config.problems import ConfigError, Problem
 from hpc_parallel.config.schema import register
-from hpc_parallel.launch.launchers import SiteRefused, choose
+from hpc_parallel.launch.launchers import SiteRefusedError, choose
 from hpc_parallel.launch.prepare import prepare
 
 DONE, FAILED, WRONG_CONFIGURATION, REFUSED = range(4)
@@ -65,7 +65,7 @@ def launch(composed: DictConfig) -> int:
         return launcher.launch(run)
     except ConfigError as error:
         return _report(error.problems)
-    except SiteRefused as refusal:
+    except SiteRefusedError as refusal:
         print(refusal, file=sys.stderr)
         return REFUSED
 

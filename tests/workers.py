@@ -118,5 +118,5 @@ def _train(run_folder: str) -> dict[str, Tensor]:
 
     folder = RunFolder(Path(run_folder))
     config, values = read_config(folder.config)
-    trained = train(config, values=values, folder=folder, device=torch.device("cpu"))
+    trained = train(config, values=values, folder=folder, device=torch.device("cpu"), environment={})
     return {name: parameter.detach().clone() for name, parameter in trained.named_parameters().items()}

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-from hpc_parallel.config.schema import StrategyConfig
+from typing import Protocol
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor", "tile")  # outermost first
+
+
+class Degrees(Protocol):
+    """What a strategy says of each axis; -1 stands for what the others leave."""
+
+    pipeline: int
+    replicate: int
+    shard: int
+    context: int
+    tensor: int
+    tile: int
 
 
 @dataclass(frozen=True)
@@ -22,7 +32,7 @@ class Layout:
     tile: int = 1
 
     @classmethod
-    def resolve(cls, strategy: StrategyConfig, *, devices: int) -> Layout:
+    def resolve(cls, strategy: Degrees, *, devices: int) -> Layout:
         """Give the axis marked -1 what the others leave of `devices`.
 
         Raises ValueError where more than one is -1 or the product is not `devices`.

@@ -11,7 +11,7 @@ from typing import Protocol
 from hpc_parallel.launch.prepare import PreparedRun
 
 
-class SiteRefused(RuntimeError):
+class SiteRefusedError(RuntimeError):
     """Slurm said no; the message holds its own words."""
 
 
@@ -20,7 +20,7 @@ class Launcher(Protocol):
         """What would be started, without starting or writing anything."""
 
     def launch(self, run: PreparedRun) -> int:
-        """Write the run folder, start or submit the run; returns the exit code. Raises SiteRefused."""
+        """Write the run folder, start or submit the run; returns the exit code. Raises SiteRefusedError."""
 
 
 def choose(kind: str, *, environment: Mapping[str, str] = os.environ) -> tuple[Launcher, str]:

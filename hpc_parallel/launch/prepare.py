@@ -1,4 +1,4 @@
-"""A checked run before it starts: its configuration, layout and folder; nothing is written until it launches."""
+"""A checked run before it starts: configuration, layout, folder. Nothing is written until it launches."""
 
 from __future__ import annotations
 

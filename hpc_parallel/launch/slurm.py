@@ -13,7 +13,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor
 
 from hpc_parallel.launch.batch_script import environment_block, job_python, sbatch_flags, srun_arguments
-from hpc_parallel.launch.launchers import SiteRefused
+from hpc_parallel.launch.launchers import SiteRefusedError
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.launch.run_folder import write_text
 from hpc_parallel.worker import supervise
@@ -41,7 +41,7 @@ class SlurmLauncher:
         run.write()
         try:
             job_id = submit(run)
-        except SiteRefused:
+        except SiteRefusedError:
             shutil.rmtree(run.folder.path)  # no job ever lived in it
             raise
         path = run.folder.path
@@ -75,15 +75,15 @@ def executor(run: PreparedRun) -> Executor:
 
 
 def submit(run: PreparedRun) -> str:
-    """Hand the run to Slurm; returns the job id. Raises SiteRefused with Slurm's words."""
+    """Hand the run to Slurm; returns the job id. Raises SiteRefusedError with Slurm's words."""
     run.folder.slurm.mkdir(mode=0o700)
     try:
         with redirect_stderr(io.StringIO()):  # submitit prints a refusal; we say it once, below
             job = executor(run).submit(supervise.run, str(run.folder.path))
     except FileNotFoundError as error:
-        raise SiteRefused("there is no sbatch on this machine; launcher=local runs here") from error
+        raise SiteRefusedError("there is no sbatch on this machine; launcher=local runs here") from error
     except (FailedJobError, FailedSubmissionError) as error:
-        raise SiteRefused(in_slurms_words(str(error))) from error
+        raise SiteRefusedError(in_slurms_words(str(error))) from error
     write_text(run.folder.batch_script, job.paths.submission_file.read_text(encoding="utf-8"))
     return str(job.job_id)
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from hpc_parallel.models.layered import LayeredModel
@@ -18,9 +18,7 @@ class Accumulate:
 
     copies: Sequence[Parameter] = ()
 
-    def __init__(
-        self, runner: LayeredModel | DistributedDataParallel, *, model: LayeredModel, microbatches: int
-    ) -> None:
+    def __init__(self, runner: Module, *, model: LayeredModel, microbatches: int) -> None:
         self._runner = runner
         self._model = model
         self._microbatches = microbatches
@@ -32,9 +30,7 @@ class Accumulate:
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean loss of this replica's batch `[batch, ...]`; its gradients are added to the weights'."""
         terms = self._model.loss_terms(targets)
-        pieces = list(
-            zip(inputs.chunk(self._microbatches), targets.chunk(self._microbatches), strict=True)
-        )
+        pieces = list(zip(inputs.chunk(self._microbatches), targets.chunk(self._microbatches), strict=True))
         losses = []
         for index, (microbatch, expected) in enumerate(pieces):
             last = index == len(pieces) - 1
@@ -51,7 +47,7 @@ class Accumulate:
         Averaging the sum so far with every microbatch is needless, and right: what has been averaged
         already is the same on all ranks.
         """
-        return nullcontext() if self._first else self._runner.no_sync()  # type: ignore[operator, no-any-return]
+        return nullcontext() if self._first else self._runner.no_sync()  # type: ignore[operator]
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from hpc_parallel.config.problems import ConfigError, Problem
 from hpc_parallel.models.layered import LayeredModel, PartFlops, keep
@@ -89,7 +89,7 @@ class Pipeline:
         self._last = indices[-1] == count - 1
         self._device = device
         self._tied = TiedEnds(stages, axis=axis)
-        self.copies = self._tied.copies
+        self.copies: Sequence[Parameter] = self._tied.copies
         kind = SCHEDULES[schedule]
         wanted = inspect.signature(kind).parameters  # the arguments move between releases of torch
         given = {

@@ -12,8 +12,8 @@ from hpc_parallel.models.layered import LayeredModel
 def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> DistributedDataParallel:
     """Average gradients over `axis` while the backward pass still runs, a bucket at a time.
 
-    Weights are equal already, since they come from (seed, name); the broadcast at the start is left
-    out, and so is that of buffers before every forward pass.
+    Weights are equal already, since they come from (seed, name): torch's broadcast at the start, which
+    would only hide it if they were not, is left out.
     """
     return DistributedDataParallel(
         model,
@@ -21,6 +21,5 @@ def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> 
         bucket_cap_mb=options.bucket_mb,
         static_graph=options.static_graph,
         gradient_as_bucket_view=True,
-        broadcast_buffers=False,
         init_sync=False,
     )

@@ -54,7 +54,7 @@ class Metrics:
         self._pause_s += seconds
 
     def line(self, *, step: int, learning_rate: float) -> dict[str, Any]:
-        """The record of this step, the same on all ranks; the one point where the host waits for the device."""
+        """The record of this step, the same on all ranks. Here alone the host waits for the device."""
         assert self._result is not None
         here = torch.stack([self._result.loss.double(), self._result.gradient_norm.double()]).to(self._device)
         loss_share, gradient_norm = here.tolist()
@@ -95,7 +95,7 @@ def gathered(values: list[float], *, device: torch.device) -> list[list[float]]:
     everywhere = [torch.empty_like(here) for _ in range(dist.get_world_size())]
     dist.all_gather(everywhere, here)
     table: Tensor = torch.stack(everywhere, dim=1)
-    return table.tolist()  # type: ignore[no-any-return]
+    return table.tolist()
 
 
 def finite(value: float) -> float | None:

@@ -76,5 +76,3 @@ def clip(parameters: Iterable[Parameter], *, norm: Tensor, most: float) -> None:
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate
-
-

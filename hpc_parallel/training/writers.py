@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.launch.metrics_file import describe
 from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.training.metrics import append_line
 
@@ -24,10 +25,7 @@ class FileWriter:
 
     def write(self, line: dict[str, Any]) -> None:
         append_line(self._path, line)
-        validation = f"  validation {line['validation_loss']:.4f}" if "validation_loss" in line else ""
-        loss = "not finite" if line["loss"] is None else f"{line['loss']:.4f}"
-        rate = f"{line['samples_per_s']:.1f} samples/s"
-        print(f"step {line['step']}/{self._steps}  loss {loss}{validation}  {rate}", flush=True)
+        print(describe(line, steps=self._steps), flush=True)
 
     def close(self) -> None:
         pass

@@ -7,8 +7,6 @@ batch script, so it starts fast: neither torch nor Hydra is imported.
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -18,11 +16,12 @@ from typing import Any
 
 import yaml
 
+from hpc_parallel.launch.metrics_file import MetricsReader
 from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
 from hpc_parallel.worker import failure
 from hpc_parallel.worker.failure import Record
+from hpc_parallel.worker.summary import summarise
 
-_AXES = ("pipeline", "replicate", "shard", "context", "tensor", "tile")
 _ASKED = ("SIGTERM", "SIGINT")  # how Slurm and people ask a job to end
 # A peer may notice a death this much before the record of the death itself is made.
 _NOTICE_NS = 100_000_000
@@ -128,59 +127,9 @@ def _signal_of_code(returncode: int) -> str | None:
 
 
 def _summary(folder: RunFolder, *, outcome: str) -> dict[str, Any]:
-    """Every key of the contract, null where a run that ended like this can't know it."""
-    config = yaml.safe_load(folder.config.read_text(encoding="utf-8")) if folder.config.exists() else {}
-    strategy = config.get("strategy", {})
-    nodes, devices = config.get("nodes"), config.get("gpus_per_node")
-    world_size = nodes * devices if nodes and devices else None
-    last = _last_metrics(folder)
-    job = os.environ.get("SLURM_JOB_ID")
-    return {
-        "outcome": outcome,
-        "strategy": strategy.get("name"),
-        "layout": _degrees(strategy, world_size=world_size),
-        "nodes": nodes,
-        "gpus_per_node": devices,
-        "world_size": world_size,
-        "steps": last.get("step", 0),
-        "samples": last.get("samples", 0),
-        "final_loss": last.get("loss"),
-        "samples_per_s": last.get("samples_per_s"),
-        "step_time_s": last.get("step_time_s"),
-        "latency_s": None,
-        "peak_memory_bytes": last.get("peak_memory_bytes"),
-        "exposed_communication_share": None,
-        "bubble_share": None,
-        "predicted": None,
-        "restarts": int(os.environ.get("SLURM_RESTART_COUNT", 0)),
-        "lost_steps": None,
-        "started": None,
-        "ended": datetime.now(UTC).isoformat(timespec="microseconds"),
-        "job_ids": [job] if job else [],
-    }
-
-
-def _degrees(strategy: dict[str, Any], *, world_size: int | None) -> dict[str, int] | None:
-    """`strategy` was checked before the run: at most one degree is -1, and it takes what is left."""
-    if world_size is None:
-        return None
-    degrees = {axis: int(strategy.get(axis, 1)) for axis in _AXES}
-    left = world_size // math.prod(degree for degree in degrees.values() if degree != -1)
-    return {axis: left if degree == -1 else degree for axis, degree in degrees.items()}
-
-
-def _last_metrics(folder: RunFolder) -> dict[str, Any]:
-    """The last whole line of `metrics.jsonl`; a rank may have died while it wrote the next one."""
-    if not folder.metrics.exists():
-        return {}
-    for line in reversed(folder.metrics.read_bytes().splitlines()):
-        try:
-            values = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(values, dict):
-            return values
-    return {}
+    config = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
+    lines = MetricsReader(folder.metrics).read()
+    return summarise(config, outcome=outcome, lines=lines, started=None, environment=os.environ)
 
 
 def main() -> None:

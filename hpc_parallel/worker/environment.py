@@ -16,9 +16,13 @@ SLURM_KEYS = (
 
 
 def describe(
-    *, places: Sequence[str], variables: Mapping[str, str], environment: Mapping[str, str], device: torch.device
+    *,
+    ranks: Sequence[Any],
+    variables: Mapping[str, str],
+    environment: Mapping[str, str],
+    device: torch.device,
 ) -> dict[str, Any]:
-    """Packages, versions, places (host and address of every rank), the Slurm job, the fabric's variables."""
+    """Packages, versions, where every rank is, the Slurm job, the fabric's variables."""
     cuda = device.type == "cuda"
     return {
         "python": platform.python_version(),
@@ -26,7 +30,7 @@ def describe(
         "cuda": torch.version.cuda if cuda else None,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         "device": torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
-        "ranks": list(places),
+        "ranks": list(ranks),
         "slurm": {key: environment[key] for key in SLURM_KEYS if key in environment},
         "fabric": dict(variables),
         "packages": dict(sorted((d.metadata["Name"], d.version) for d in distributions())),

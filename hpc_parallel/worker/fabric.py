@@ -77,6 +77,13 @@ def interface_towards(host: str) -> str | None:
     return None
 
 
+def own_address(environment: Mapping[str, str]) -> str:
+    """This process's address on the interface that gloo uses; its host's name where that is not known."""
+    entries = psutil.net_if_addrs().get(environment.get("GLOO_SOCKET_IFNAME", ""), [])
+    found = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
+    return found[0] if found else socket.gethostname()
+
+
 def choose_device(setting: str, *, local_rank: int, visible: int, available: bool) -> str:
     """The device of this process: `cpu` or `cuda:<index>`.
 

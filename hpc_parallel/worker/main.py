@@ -1,6 +1,6 @@
 """What every rank runs, whoever started it: find the others, train, leave a record.
 
-    python -m hpc_parallel.worker.main RUN_FOLDER
+python -m hpc_parallel.worker.main RUN_FOLDER
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ def main(run_folder: str) -> int:
         variables = fabric.site_variables(config.cluster.environment, os.environ)
         device = prepare_device(config, world)
         join(folder, config=config, world=world, device=device, variables=variables)
-        job = os.environ.get("SLURM_JOB_ID")
-        train(config, values=values, folder=folder, device=device, job_ids=[job] if job else [])
+        train(config, values=values, folder=folder, device=device, environment=os.environ)
         dist.destroy_process_group()
     except BaseException as error:
         failure.record_exception(folder, world=world, error=error)
@@ -78,8 +77,8 @@ def join(
 ) -> None:
     """Meet the other ranks and open the default process group; rank 0 completes `environment.json`."""
     store = meet(folder, world=world, cluster=config.cluster)
-    places = hosts(store)
-    fabric.set_gloo_interface(os.environ, world=world, hosts=places, suffix=config.cluster.master_suffix)
+    suffix = config.cluster.master_suffix
+    fabric.set_gloo_interface(os.environ, world=world, hosts=hosts(store), suffix=suffix)
     dist.init_process_group(
         fabric.backend(str(device)),
         store=dist.PrefixStore("group", store),
@@ -88,11 +87,16 @@ def join(
         timeout=timedelta(seconds=config.cluster.collective_timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
-    print(f"rank {world.rank} of {world.world_size} on {world.host}, {device}", flush=True)
+    place = {"host": world.host, "address": fabric.own_address(os.environ), "device": str(device)}
+    print(
+        f"rank {world.rank} of {world.world_size} on {world.host} ({place['address']}), {device}", flush=True
+    )
+    ranks: list[dict[str, str] | None] = [None] * world.world_size
+    dist.all_gather_object(ranks, place)
     if world.rank == 0:
         known = read_json(folder.environment) or {}
         variables = fabric.recorded(os.environ, also=variables)
-        found = describe(places=places, variables=variables, environment=os.environ, device=device)
+        found = describe(ranks=ranks, variables=variables, environment=os.environ, device=device)
         write_json(folder.environment, known | found)
 
 

@@ -150,7 +150,7 @@ class _Start:
                 return False
             host, port = published["host"], published["port"]
             try:
-                store = _connect(host, port, timeout_s=min(PROBE_S, max(0.1, self._left_s())))
+                store = _connect(host, port, timeout_s=max(PROBE_S, self._left_s()))
                 # A launcher without a unique name for a start may show an earlier one's file,
                 # and its port may be another run's by now.
                 if store.check([_token(published["token"])]):
@@ -232,8 +232,10 @@ def _published(file: Path) -> dict[str, Any] | None:
 def _connect(host: str, port: int, *, timeout_s: float) -> TCPStore:
     # First a plain connection: its error has a reason, torch's is a stack trace that says "timed out".
     # It also finds the one address of several that answers.
-    with socket.create_connection((host, port), timeout=timeout_s) as probe:
+    with socket.create_connection((host, port), timeout=PROBE_S) as probe:
         address = probe.getpeername()[0]
+    # The store's constructor looks the other side's name up, for its log; where the name server does
+    # not answer that takes the resolver's 5 s, so this waits as long as there is time.
     return TCPStore(
         address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )

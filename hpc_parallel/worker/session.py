@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ from hpc_parallel.strategies.mesh import build_mesh
 from hpc_parallel.training.metrics import Metrics, Scale, peak_flops
 from hpc_parallel.training.optimizer import build_optimizer
 from hpc_parallel.training.step import GradientStep
-from hpc_parallel.training.summary import summarise
 from hpc_parallel.training.trainer import Trainer
 from hpc_parallel.training.writers import open_writers
+from hpc_parallel.worker.summary import summarise
 
 
 def read_config(path: Path) -> tuple[RunConfig, dict[str, Any]]:
@@ -37,14 +38,14 @@ def train(
     values: dict[str, Any],
     folder: RunFolder,
     device: torch.device,
-    job_ids: list[str] | None = None,
+    environment: Mapping[str, str],
 ) -> Assembled:
     """Train as `config` says, on all ranks of the default process group; returns this rank's trained parts.
 
     Rank 0 writes `metrics.jsonl` and `summary.json`. Raises ConfigError where the model or the data
     turn out not to fit the layout, which only a look at them can show.
     """
-    started = datetime.now(UTC)
+    started = datetime.now(UTC).isoformat()
     torch.manual_seed(config.seed)  # for code of the user's; ours draws from named seeds only
     rank = dist.get_rank()
     layout = Layout.resolve(config.strategy, devices=dist.get_world_size())
@@ -81,7 +82,7 @@ def train(
         writer.close()
     if rank == 0:
         summary = summarise(
-            config, layout=layout, lines=lines, started=started, ended=datetime.now(UTC), job_ids=job_ids or []
+            values, outcome="completed", lines=lines, started=started, environment=environment
         )
         write_json(folder.summary, summary)
     return assembled

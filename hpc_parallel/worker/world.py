@@ -1,8 +1,7 @@
 """Where a process stands among the ranks of its run, as its launcher's variables tell it.
 
-The table below is the whole knowledge of launchers. Its variables were captured from real starts
-(Slurm 22.05, Open MPI 4.1, MPICH 4.0, torchrun 2.13) or, for MVAPICH and Cray's PALS, read in
-their manuals.
+The table below is the whole knowledge of launchers. Its variables were captured from real starts of
+Slurm 22.05, Open MPI, MPICH and torchrun; the names of MVAPICH and of Cray's PALS were not tried.
 """
 
 from __future__ import annotations

@@ -115,6 +115,8 @@ def test_the_comparison_can_fail(workers: Workers, alone) -> None:
 def test_bfloat16_follows_float32_loosely(workers: Workers, alone) -> None:
     """Autocast rounds products to 8 bits: the curve stays near, and not equal."""
     coarse = workers.train(*COMMON, "strategy=pipeline", "nodes=2", "training.precision=bfloat16")
-    difference = largest_difference(coarse.losses, alone("training.precision=float32", "model.tied_head=true").losses)
+    difference = largest_difference(
+        coarse.losses, alone("training.precision=float32", "model.tied_head=true").losses
+    )
     assert 1e-6 < difference < 2e-2
     assert {weight.dtype for weight in coarse.weights.values()} == {torch.float32}

@@ -14,6 +14,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpc_parallel.config.layout import Layout
 from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
 from hpc_parallel.worker import failure
 from hpc_parallel.worker.conclude import conclude, first_cause
@@ -22,7 +23,7 @@ from hpc_parallel.worker.world import World
 
 SUMMARY_KEYS = {
     "outcome", "strategy", "layout", "nodes", "gpus_per_node", "world_size", "steps", "samples",
-    "final_loss", "samples_per_s", "step_time_s", "latency_s", "peak_memory_bytes",
+    "final_loss", "validation_loss", "samples_per_s", "step_time_s", "latency_s", "peak_memory_bytes",
     "exposed_communication_share", "bubble_share", "predicted", "restarts", "lost_steps", "started", "ended",
     "job_ids",
 }  # fmt: skip
@@ -46,8 +47,10 @@ def record(rank: int, kind: str, *, time_ns: int, signal: str | None = None) -> 
 def folder(tmp_path: Path) -> RunFolder:
     made = RunFolder(tmp_path / "run")
     made.create()
-    strategy = {"name": "hybrid", "pipeline": 2, "replicate": -1, "tensor": 2}
-    made.config.write_text(yaml.safe_dump({"nodes": 4, "gpus_per_node": 2, "strategy": strategy}))
+    strategy = {"name": "hybrid", **Layout().degrees, "pipeline": 2, "replicate": -1, "tensor": 2}
+    made.config.write_text(
+        yaml.safe_dump({"nodes": 4, "gpus_per_node": 2, "strategy": strategy, "training": {"steps": 20}})
+    )
     return made
 
 
@@ -179,7 +182,9 @@ def test_a_clean_up_after_a_lost_peer_is_not_a_cancellation() -> None:
 
 def test_summary_of_a_failed_run(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-    folder.metrics.write_text('{"step": 10, "samples": 160, "loss": 3.5}\n{"step": 20, "sam')
+    line = {"step": 10, "samples": 160, "loss": 3.5, "samples_per_s": 32.0, "step_time_s": 0.5}
+    line |= {"peak_memory_bytes": 7}
+    folder.metrics.write_text(json.dumps(line) + '\n{"step": 20, "sam')
     failure.record_death(folder, world=world(0), returncode=-9)
     conclude(folder, returncode=137)
     summary = read_json(folder.summary)

@@ -57,7 +57,7 @@ def test_a_torn_line_is_passed_over(folder: RunFolder) -> None:
         ({}, "step 120/600  loss 2.413  512 samples/s"),
         ({"validation_loss": 2.5}, "step 120/600  loss 2.413  validation loss 2.5  512 samples/s"),
         ({"samples_per_s": 1.2345}, "step 120/600  loss 2.413  1.23 samples/s"),
-        ({"samples_per_s": None, "loss": None}, "step 120/600"),
+        ({"samples_per_s": None, "loss": None}, "step 120/600  loss is not finite"),
     ],
 )
 def test_a_line_of_metrics(extra: dict[str, Any], line: str) -> None:

@@ -1,0 +1,48 @@
+"""Reading `metrics.jsonl`, also while a run writes it, and saying one of its lines to people."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+class MetricsReader:
+    """Reads the lines added since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset_bytes = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """The new whole lines; what has no line end yet is left for the next look."""
+        try:
+            with self._path.open("rb") as file:  # opened anew, since NFS keeps what an open file had
+                file.seek(self._offset_bytes)
+                added = file.read()
+        except FileNotFoundError:
+            return []
+        whole = added[: added.rfind(b"\n") + 1]
+        self._offset_bytes += len(whole)
+        values = [_parse(line) for line in whole.splitlines()]
+        return [line for line in values if line is not None]
+
+
+def describe(metrics: dict[str, Any], *, steps: int) -> str:
+    """One line of metrics: `step 120/600  loss 2.413  512 samples/s`."""
+    loss = metrics.get("loss")
+    parts = [f"step {metrics['step']}/{steps}", "loss is not finite" if loss is None else f"loss {loss:.4g}"]
+    if metrics.get("validation_loss") is not None:
+        parts.append(f"validation loss {metrics['validation_loss']:.4g}")
+    if (rate := metrics.get("samples_per_s")) is not None:
+        parts.append(f"{rate:.0f} samples/s" if rate >= 100 else f"{rate:.3g} samples/s")
+    return "  ".join(parts)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """None for what is no metrics line: a torn write after a crash, say."""
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) and "step" in values else None

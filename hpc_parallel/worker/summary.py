@@ -1,0 +1,61 @@
+"""`summary.json`: what a run was, how far it came, how fast, and how it ended.
+
+Torch-free: after a failure it is written by a process that must start fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+from hpc_parallel.config.layout import Layout
+
+
+def summarise(
+    config: Mapping[str, Any],
+    *,
+    outcome: str,
+    lines: Sequence[Mapping[str, Any]],
+    started: str | None,
+    environment: Mapping[str, str],
+) -> dict[str, Any]:
+    """All keys of the contract, null where a figure is not measured.
+
+    config: the content of `config.yaml`; lines: of `metrics.jsonl`; environment: Slurm's variables.
+    """
+    devices = config["nodes"] * config["gpus_per_node"]
+    last = lines[-1] if lines else {}
+    steady = lines[1:] or lines  # the first line holds the warm-up
+    validation = [line["validation_loss"] for line in lines if "validation_loss" in line]
+    job = environment.get("SLURM_JOB_ID")
+
+    def typical(key: str) -> float | None:
+        return median(line[key] for line in steady) if steady else None
+
+    return {
+        "outcome": outcome,
+        "strategy": config["strategy"]["name"],
+        "layout": Layout.resolve(SimpleNamespace(**config["strategy"]), devices=devices).degrees,
+        "nodes": config["nodes"],
+        "gpus_per_node": config["gpus_per_node"],
+        "world_size": devices,
+        "steps": last.get("step", 0),
+        "samples": last.get("samples", 0),
+        "final_loss": last.get("loss"),
+        "validation_loss": validation[-1] if validation else None,
+        "samples_per_s": typical("samples_per_s"),
+        "step_time_s": typical("step_time_s"),
+        "latency_s": None,
+        "peak_memory_bytes": max((line["peak_memory_bytes"] for line in lines), default=None),
+        "exposed_communication_share": None,
+        "bubble_share": None,
+        "predicted": None,
+        "restarts": int(environment.get("SLURM_RESTART_COUNT", 0)),
+        "lost_steps": None if last.get("step", 0) < config["training"]["steps"] else 0,
+        "started": started,
+        "ended": datetime.now(UTC).isoformat(),
+        "job_ids": [job] if job else [],
+    }
