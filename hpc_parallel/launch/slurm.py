@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import re
 import shlex
 import shutil
 import subprocess
+import time
 from contextlib import redirect_stderr
 from typing import Any
 
@@ -13,10 +15,18 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor
 
 from hpc_parallel.launch.batch_script import environment_block, job_python, sbatch_flags, srun_arguments
+from hpc_parallel.launch.job_state import job_state
 from hpc_parallel.launch.launchers import SiteRefusedError
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.launch.run_folder import write_text
 from hpc_parallel.worker import supervise
+
+
+REASON_S = 5.0  # for the scheduler to look at a job that it doubts
+NEVER = {
+    "BadConstraints", "InvalidAccount", "InvalidQOS", "PartitionConfig", "PartitionNodeLimit",
+    "PartitionTimeLimit",
+}  # fmt: skip
 
 
 class Executor(SlurmExecutor):
@@ -77,30 +87,60 @@ def executor(run: PreparedRun) -> Executor:
 def submit(run: PreparedRun) -> str:
     """Hand the run to Slurm; returns the job id. Raises SiteRefusedError with Slurm's words."""
     run.folder.slurm.mkdir(mode=0o700)
+    submitter = executor(run)
     try:
+        doubt = doubted(submitter.script)
         with redirect_stderr(io.StringIO()):  # submitit prints a refusal; we say it once, below
-            job = executor(run).submit(supervise.run, str(run.folder.path))
+            job = submitter.submit(supervise.run, str(run.folder.path))
     except FileNotFoundError as error:
         raise SiteRefusedError("there is no sbatch on this machine; launcher=local runs here") from error
     except (FailedJobError, FailedSubmissionError) as error:
         raise SiteRefusedError(in_slurms_words(str(error))) from error
+    if doubt and (reason := why_never(job.job_id)):
+        subprocess.run(["scancel", job.job_id], check=False)
+        raise SiteRefusedError(in_slurms_words(f"{doubt} ({reason})"))
     write_text(run.folder.batch_script, job.paths.submission_file.read_text(encoding="utf-8"))
     return str(job.job_id)
 
 
+def doubted(script: str) -> str | None:
+    """What Slurm says against starting this script at all; None where it could start, sooner or later."""
+    tried = subprocess.run(["sbatch", "--test-only"], input=script, capture_output=True, text=True)
+    return tried.stderr.strip() if tried.returncode != 0 else None
+
+
+def why_never(job_id: str) -> str | None:
+    """The reason for which a waiting job can never start; None where it is a matter of time.
+
+    Many sites queue a job that asks for more than there is (EnforcePartLimits=NO), and doubts alone
+    don't tell: Slurm has the same ones where hosts are only down.
+    """
+    deadline = time.monotonic() + REASON_S
+    while time.monotonic() < deadline:
+        state = job_state(job_id)
+        if state is None or state.state != "PENDING":
+            return None
+        if state.reason not in ("", "None"):  # the scheduler has looked at it
+            return state.reason if state.reason in NEVER else None
+        time.sleep(0.1)
+    return None
+
+
 def in_slurms_words(text: str) -> str:
-    """sbatch's error lines, with this site's partitions where a partition was the matter."""
+    """Slurm's error lines, with this site's partitions where a partition or its size was the matter."""
     lines = [line for line in text.splitlines() if line.startswith("sbatch:")] or text.splitlines()
     message = "Slurm refused the job; nothing was submitted.\n  " + "\n  ".join(lines)
-    if "partition" in text.lower() and (names := partitions()):
+    if re.search("partition|node", text, re.IGNORECASE) and (names := partitions()):
         message += f"\n  Partitions here: {', '.join(names)}."
     return message
 
 
 def partitions() -> list[str]:
-    """Names of this site's partitions; empty where sinfo does not answer."""
+    """This site's partitions with their size; empty where sinfo does not answer."""
     try:
-        listed = subprocess.run(["sinfo", "-h", "-o", "%R"], capture_output=True, text=True, timeout=5)
+        listed = subprocess.run(
+            ["sinfo", "-h", "-o", "%R (%D nodes)"], capture_output=True, text=True, timeout=5
+        )
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return sorted(set(listed.stdout.split()))
+    return sorted(set(listed.stdout.splitlines()))

@@ -1,0 +1,305 @@
+"""`python -m hpc_parallel.run` on a real Slurm: jobs complete, equal the local curve, and fail clearly."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickletools
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster import Cluster
+
+from tests.workers import Workers
+
+pytestmark = pytest.mark.slurm
+
+SMALL = (
+    "training.steps=10",
+    "training.log_every=1",
+    "data.max_bytes=300000",
+    "data.sequence_length=32",
+    "model.layers=4",
+    "model.dim=64",
+    "model.ffn_dim=160",
+    "optimizer.warmup_steps=2",
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A user's shell on the login node, in a folder of its own."""
+
+    cluster: Cluster
+    home: Path
+
+    def run(self, *words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+        """The command of the project, with stdout and stderr apart."""
+        return subprocess.run(
+            [sys.executable, "-m", "hpc_parallel.run", *words],
+            cwd=self.home,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, **self.cluster.environment}
+
+    def record(self, job_id: str) -> dict[str, str]:
+        """Slurm's own words on a job."""
+        words = self.cluster.run("scontrol", "--oneliner", "show", "job", job_id).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def ended(self, job_id: str, *, within_s: float = 60) -> dict[str, str]:
+        deadline = time.monotonic() + within_s
+        while (record := self.record(job_id))["JobState"] in ("PENDING", "RUNNING", "COMPLETING"):
+            assert time.monotonic() < deadline, record
+            time.sleep(0.2)
+        return record
+
+
+@pytest.fixture
+def site(cluster: Cluster, tmp_path: Path) -> Site:
+    return Site(cluster, tmp_path)
+
+
+def read(folder: Path, name: str) -> dict[str, object]:
+    return json.loads((folder / name).read_text())
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def only_run(site: Site) -> Path:
+    (folder,) = site.home.glob("runs/*/*")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "hosts", "ranks"),
+    [
+        (("strategy=data", "nodes=2", "gpus_per_node=2"), 2, 4),
+        (("strategy=pipeline", "nodes=4"), 4, 4),
+    ],
+)
+def test_a_job_completes_and_equals_the_local_curve(
+    site: Site, workers: Workers, words: tuple[str, ...], hosts: int, ranks: int
+) -> None:
+    done = site.run(*words, *SMALL, "launcher=slurm", "launcher.wait=true")
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = only_run(site)
+    summary = read(folder, "summary.json")
+    (job_id,) = summary["job_ids"]
+    record = site.record(job_id)
+    assert (record["JobState"], record["NumNodes"], record["NumTasks"]) == (
+        "COMPLETED",
+        str(hosts),
+        str(ranks),
+    )
+    assert record["TresPerNode"] == f"gres:gpu:{ranks // hosts}"
+    assert summary["outcome"] == "completed"
+    assert summary["world_size"] == ranks
+    # Every rank says where it is; by the network's own addresses there are as many hosts as asked for.
+    first_lines = [(folder / "logs" / f"rank-{rank}.out").read_text().split("\n")[0] for rank in range(ranks)]
+    places = {line.split(" on ")[1].split(",")[0] for line in first_lines}
+    addresses = set(site.cluster.hosts.items())
+    assert places <= {f"{host} ({address})" for host, address in addresses}
+    assert len(places) == hosts
+    environment = read(folder, "environment.json")
+    assert {(rank["host"], rank["address"]) for rank in environment["ranks"]} <= addresses
+    assert environment["fabric"]["GLOO_SOCKET_IFNAME"] == "fabric0"
+    assert environment["slurm"]["SLURM_JOB_ID"] == job_id
+    alone = workers.train("strategy=single", *SMALL).losses
+    assert losses(folder) == pytest.approx(alone, rel=1e-5)
+
+
+def test_submission_returns_with_what_a_user_needs(site: Site) -> None:
+    done = site.run("strategy=data", "nodes=2", *SMALL, "training.steps=2")  # launcher=auto
+    assert done.returncode == 0, done.stderr
+    assert "launcher slurm: sbatch is here and Slurm's controller answers" in done.stdout
+    folder = only_run(site)
+    lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line[:6].strip())
+    job_id = lines["job"]
+    assert lines["cancel"] == f"scancel {job_id}"
+    assert lines["follow"].startswith("tail -F ")
+    assert str(folder) in done.stdout
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert site.ended(job_id)["JobState"] == "COMPLETED"
+    # what Slurm was given is what is kept, and what the payload holds is a name and a path
+    kept = site.cluster.run("scontrol", "write", "batch_script", job_id, "-")
+    assert (folder / "batch_script.sh").read_text().strip() == kept.strip()
+    payload = (folder / "slurm" / f"{job_id}_submitted.pkl").read_bytes()
+    names = [argument for _, argument, _ in pickletools.genops(payload) if isinstance(argument, str)]
+    assert "hpc_parallel.worker.supervise" in names
+    assert str(folder) in names
+    assert not any("cloudpickle" in name for name in names)  # nothing pickled by value
+
+
+def test_dry_run_shows_what_is_submitted(site: Site) -> None:
+    words = ("strategy=pipeline", "nodes=2", *SMALL, "run_dir=runs/same/one", "training.steps=2")
+    shown = site.run(*words, "launcher=slurm", "dry_run=true")
+    assert shown.returncode == 0
+    assert not (site.home / "runs").exists()
+    assert not site.cluster.run("squeue", "-h", "--states=PD,R", "--name=pipeline")
+    done = site.run(*words, "launcher=slurm", "launcher.wait=true")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (site.home / "runs/same/one/batch_script.sh").read_text().strip() == shown.stdout.strip()
+
+
+def test_a_written_script_runs_by_sbatch(site: Site, workers: Workers) -> None:
+    awkward = 'runs/a "quoted" $(touch pwned) name'
+    done = site.run("strategy=data", "nodes=2", *SMALL, "launcher=script", f"run_dir='{awkward}'")
+    assert done.returncode == 0, done.stderr
+    line = next(line for line in done.stdout.splitlines() if line.startswith("submit"))
+    sbatch, script = shlex.split(line.removeprefix("submit"))
+    job_id = site.cluster.run(sbatch, "--parsable", script).strip()
+    assert site.ended(job_id)["JobState"] == "COMPLETED"
+    folder = site.home / awkward
+    assert read(folder, "summary.json")["outcome"] == "completed"
+    assert losses(folder) == pytest.approx(workers.train("strategy=single", *SMALL).losses, rel=1e-5)
+    assert not list(site.home.rglob("pwned"))
+
+
+def test_a_wrong_partition_is_refused_in_slurms_words(site: Site) -> None:
+    done = site.run("strategy=data", "nodes=2", *SMALL, "launcher=slurm", "launcher.partition=gpux")
+    assert done.returncode == 3
+    assert "invalid partition specified: gpux" in done.stderr
+    assert "Partitions here: main (4 nodes), urgent (4 nodes)." in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(site.home.glob("runs/*/*"))  # no run ever lived
+
+
+def test_too_many_nodes_are_refused_in_slurms_words(site: Site) -> None:
+    done = site.run("strategy=data", "nodes=8", *SMALL, "launcher=slurm")
+    assert done.returncode == 3
+    assert re.search(r"Requested node configuration is not available \(Partition\w+\)", done.stderr)
+    assert "main (4 nodes)" in done.stderr
+    assert not list(site.home.glob("runs/*/*"))
+    assert not site.cluster.run("squeue", "-h", "--states=PD,R", "--name=data")
+
+
+def test_hosts_that_are_down_only_delay_a_job(site: Site) -> None:
+    """Slurm's doubts are the same as above, but a host comes back: the job must stay in the queue."""
+    site.cluster.run("scontrol", "update", "NodeName=n4", "State=DRAIN", "Reason=test")
+    try:
+        done = site.run("strategy=data", "nodes=4", *SMALL, "launcher=slurm", "name=waits")
+        assert done.returncode == 0, done.stderr
+        assert site.cluster.run("squeue", "-h", "-o", "%T", "--name=waits").strip() == "PENDING"
+    finally:
+        site.cluster.run("scontrol", "update", "NodeName=n4", "State=RESUME")
+        site.cluster.run("scancel", "--name=waits")
+
+
+def test_a_failing_setup_line_ends_the_job_with_its_text(site: Site) -> None:
+    setup = "launcher.setup=['export FINE=1','echo here; ls /no/such/place','touch never']"
+    done = site.run("strategy=data", "nodes=2", *SMALL, "launcher=slurm", setup, "launcher.wait=true")
+    assert done.returncode == 1
+    assert "/no/such/place': No such file or directory" in done.stdout
+    assert (
+        done.stdout.strip()
+        .splitlines()[-1]
+        .endswith("setup line failed with exit code 2: echo here; ls /no/such/place")
+    )
+    folder = only_run(site)
+    assert read(folder, "summary.json")["outcome"] == "failed"
+    assert read(folder, "failure.json")["kind"] == "start"
+    assert not list(site.home.rglob("never"))
+
+
+def worker_of(folder: Path, rank: int) -> psutil.Process | None:
+    """The worker process of a rank on this machine, by its run folder and Slurm's own variable."""
+    for process in psutil.process_iter():
+        try:
+            words = process.cmdline()
+            if "hpc_parallel.worker.main" in words and str(folder) in words:
+                if process.environ().get("SLURM_PROCID") == str(rank):
+                    return process
+        except psutil.Error:
+            continue
+    return None
+
+
+def wait_for(what: Callable[[], object], *, within_s: float = 60) -> None:
+    deadline = time.monotonic() + within_s
+    while not what():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.1)
+
+
+def test_a_killed_rank_ends_the_job_and_is_named(site: Site) -> None:
+    words = ("strategy=pipeline", "nodes=4", *SMALL, "training.steps=100000", "run_dir=killed")
+    following = subprocess.Popen(
+        [sys.executable, "-m", "hpc_parallel.run", *words, "launcher=slurm", "launcher.wait=true"],
+        cwd=site.home, env=site.environment, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    folder = site.home / "killed"
+    wait_for((folder / "metrics.jsonl").exists)
+    worker = worker_of(folder, rank=2)
+    assert worker is not None
+    killed_at = time.monotonic()
+    worker.send_signal(signal.SIGKILL)
+    output, _ = following.communicate(timeout=60)
+    assert following.returncode == 1
+    assert time.monotonic() - killed_at < 30
+    failure = read(folder, "failure.json")
+    assert (failure["rank"], failure["host"], failure["signal"]) == (2, "n3", "SIGKILL")
+    assert len(failure["followers"]) == 3
+    assert output.strip().splitlines()[-1] == "rank 2 on n3 failed first: killed by SIGKILL; 3 followers"
+    assert read(folder, "summary.json")["outcome"] == "failed"
+    wait_for(lambda: worker_of(folder, rank=0) is None, within_s=20)
+
+
+def test_a_cancelled_job_says_so(site: Site) -> None:
+    words = ("strategy=data", "nodes=2", *SMALL, "training.steps=100000", "run_dir=cancelled")
+    following = subprocess.Popen(
+        [sys.executable, "-m", "hpc_parallel.run", *words, "launcher=slurm", "launcher.wait=true"],
+        cwd=site.home, env=site.environment, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    folder = site.home / "cancelled"
+    wait_for((folder / "metrics.jsonl").exists)
+    job_id = site.cluster.run("squeue", "-h", "-o", "%i", "--name=data", "--states=R").strip()
+    site.cluster.run("scancel", job_id)
+    following.communicate(timeout=60)
+    assert following.returncode == 1
+    assert read(folder, "summary.json")["outcome"] == "cancelled"
+    assert not (folder / "failure.json").exists()
+
+
+def test_a_rank_that_never_arrives_is_named_with_its_host(site: Site) -> None:
+    words = ("strategy=data", "nodes=4", *SMALL, "cluster.start_timeout_s=6", "run_dir=absent")
+    following = subprocess.Popen(
+        [sys.executable, "-m", "hpc_parallel.run", *words, "launcher=slurm", "launcher.wait=true"],
+        cwd=site.home, env=site.environment, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    folder = site.home / "absent"
+    wait_for(lambda: worker_of(folder, rank=3))
+    worker = worker_of(folder, rank=3)
+    assert worker is not None
+    worker.suspend()  # it is importing torch: the others will wait for it in vain
+    output, _ = following.communicate(timeout=60)
+    assert following.returncode == 1
+    assert "3 of 4 ranks arrived within 6 s; missing: rank 3 on n4." in output.splitlines()[-1]
+    assert read(folder, "failure.json")["kind"] == "start"
+
+
+def test_inside_an_allocation_local_is_chosen(site: Site) -> None:
+    script = (
+        f"cd {shlex.quote(str(site.home))} && {sys.executable} -m hpc_parallel.run strategy=data "
+        f"gpus_per_node=2 {' '.join(SMALL)} run_dir=inside"
+    )
+    output = site.cluster.run("salloc", "--quiet", "--nodes=1", "--gpus-per-node=2", "bash", "-c", script)
+    assert "launcher local: already inside the allocation of job" in output
+    assert read(site.home / "inside", "summary.json")["outcome"] == "completed"
