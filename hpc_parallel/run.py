@@ -11,18 +11,19 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import hydra
 from hydra._internal.utils import get_args
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from hpc_parallel.config.compose import find_folder
+from hpc_parallel.config.compose import UnresolvedError, find_folder
 from hpc_parallel.config.problems import ConfigError, Problem
 from hpc_parallel.config.schema import register
 from hpc_parallel.launch.launchers import SiteRefusedError, choose
-from hpc_parallel.launch.prepare import prepare
+from hpc_parallel.launch.prepare import PreparedRun, prepare
 
 DONE, FAILED, WRONG_CONFIGURATION, REFUSED = range(4)
 
@@ -32,42 +33,95 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is not None:
         sys.argv[1:] = arguments
     register()
-    configs = str(find_folder("conf"))
-    codes: list[int] = []
-
-    @hydra.main(version_base="1.3", config_path=configs, config_name="config")
-    def compose_and_launch(config: DictConfig) -> None:
-        codes.append(launch(config))
-
     try:
-        with _hydra_raises():
-            compose_and_launch()
-    except Exception as error:
-        from hpc_parallel.config.diagnose import COMPOSE_ERRORS, diagnose
-
-        if not isinstance(error, COMPOSE_ERRORS):
-            raise
-        words = get_args()
-        found = diagnose(words.overrides, config_dir=configs, config_name=words.config_name or "config")
-        return _report(found or [" ".join(str(error).split())])
-    return max(codes, default=DONE)
-
-
-def launch(composed: DictConfig) -> int:
-    """One composed configuration, from its checks to its end (or its submission)."""
-    try:
-        run = prepare(composed, overrides=HydraConfig.get().overrides.task)
-        launcher, choice = choose(run.config.launcher.kind)
-        if run.config.dry_run:
-            print(launcher.preview(run))
-            return DONE
-        print(f"{run}\n{choice}")
-        return launcher.launch(run)
+        runs = compose()
     except ConfigError as error:
         return _report(error.problems)
+    return max([launch(run) for run in runs], default=DONE)
+
+
+def compose() -> list[PreparedRun]:
+    """The checked runs of this process's command line, several of a sweep; none where it asks for help.
+
+    Nothing starts before all are right. Raises ConfigError with the problems of all.
+    """
+    configs = str(find_folder("conf"))
+    runs: list[PreparedRun] = []
+    errors: list[ConfigError] = []
+
+    @hydra.main(version_base="1.3", config_path=configs, config_name="config")
+    def compose_one(config: DictConfig) -> None:
+        try:
+            runs.append(prepare(config, overrides=HydraConfig.get().overrides.task))
+        except ConfigError as error:
+            errors.append(error)
+
+    with _leaving_nothing():
+        try:
+            with _hydra_raises():
+                compose_one()
+        except Exception as error:
+            raise ConfigError(_diagnose(error, configs)) from error
+        for unresolved in errors:
+            if isinstance(unresolved, UnresolvedError):
+                raise ConfigError(_diagnose(unresolved, configs))
+        if errors:
+            problems = {str(problem): problem for each in errors for problem in each.problems}
+            raise ConfigError(list(problems.values()))
+    return runs
+
+
+def launch(run: PreparedRun) -> int:
+    """One run, from its folder to its end (or its submission); returns the exit code."""
+    launcher, choice = choose(run.config.launcher.kind)
+    if run.config.dry_run:
+        print(launcher.preview(run))
+        return DONE
+    print(f"{run}\n{choice}")
+    try:
+        return launcher.launch(run)
     except SiteRefusedError as refusal:
         print(refusal, file=sys.stderr)
         return REFUSED
+
+
+def _diagnose(error: Exception, configs: str) -> list[Problem | str]:
+    """All that is wrong with the command line that Hydra (or the schema) refused with `error`."""
+    from hpc_parallel.config.diagnose import COMPOSE_ERRORS, diagnose
+
+    if not isinstance(error, COMPOSE_ERRORS):
+        raise error
+    words = get_args()
+    try:
+        found = diagnose(
+            words.overrides,
+            config_dir=str(Path(words.config_path).absolute()) if words.config_path else configs,
+            config_name=words.config_name or "config",
+            extra_dir=words.config_dir,
+            sweep=words.multirun,
+        )
+    except COMPOSE_ERRORS:  # the primary configuration itself can't be composed
+        found = []
+    if not found and isinstance(error, ConfigError):
+        return error.problems
+    return found or [str(error).strip().partition("\n")[0]]
+
+
+@contextmanager
+def _leaving_nothing() -> Iterator[None]:
+    """Take away the folder of a refused sweep, which Hydra makes before it composes the first run."""
+    sweeps = Path("runs", "sweeps")
+    before = set(sweeps.glob("*"))
+    try:
+        yield
+    except ConfigError:
+        for folder in set(sweeps.glob("*")) - before:
+            if [file.name for file in folder.iterdir()] == ["multirun.yaml"]:
+                (folder / "multirun.yaml").unlink()
+                with suppress(OSError):  # one that holds something stays
+                    for empty in (folder, sweeps, sweeps.parent):
+                        empty.rmdir()
+        raise
 
 
 @contextmanager

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,17 +38,21 @@ class Workers:
     """Ranks that live as long as the tests and join a new process group for every job."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        folder.mkdir(exist_ok=True)
+        self.folder = folder
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["hpc_parallel.worker.session", "tests.workers"])
         self._ranks: list[tuple[Connection, Any]] = []
         self._jobs = 0
 
-    def train(self, *overrides: str) -> Trained:
-        """Train a configuration through the worker half's own session, all on this machine's CPUs."""
+    def train(self, *overrides: str, variables: Mapping[str, str] | None = None) -> Trained:
+        """Train a configuration through the worker half's own session, all on this machine's CPUs.
+
+        variables: of the environment, set on the ranks for good.
+        """
         run = prepared("launcher=local", f"run_dir={self._next_folder() / 'run'}", "device=cpu", *overrides)
         run.write()
-        parts = self.run(run.devices, _train, str(run.folder.path))
+        parts = self.run(run.devices, _train, str(run.folder.path), dict(variables or {}))
         weights: dict[str, Tensor] = {}
         for part in parts:
             for name, weight in part.items():
@@ -86,7 +91,7 @@ class Workers:
 
     def _next_folder(self) -> Path:
         self._jobs += 1
-        folder = self._folder / str(self._jobs)
+        folder = self.folder / str(self._jobs)
         folder.mkdir()
         return folder
 
@@ -110,12 +115,13 @@ def _serve(pipe: Connection) -> None:
         pipe.send(answer)
 
 
-def _train(run_folder: str) -> dict[str, Tensor]:
+def _train(run_folder: str, variables: Mapping[str, str]) -> dict[str, Tensor]:
     import torch
 
     from hpc_parallel.launch.run_folder import RunFolder
     from hpc_parallel.worker.session import read_config, train
 
+    os.environ.update(variables)
     folder = RunFolder(Path(run_folder))
     config, values = read_config(folder.config)
     trained = train(config, values=values, folder=folder, device=torch.device("cpu"), environment={})

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.config.layout import AXES, Layout, divisors, plan_batch
-from hpc_parallel.config.problems import Problem, nearest
+from hpc_parallel.config import site_checks
+from hpc_parallel.config.layout import AXES, BatchPlan, Layout, divisors, plan_batch
+from hpc_parallel.config.problems import Found, Problem, nearest
 from hpc_parallel.config.schema import RunConfig, StrategyConfig, TransformerConfig
+from hpc_parallel.config.targets import missing_part
 
 CHOICES = {
     "device": ("auto", "cpu", "cuda"),
@@ -27,14 +28,10 @@ CHOICES = {
 TECHNIQUES = {file.stem for file in (Path(__file__).parents[1] / "strategies").glob("*.py")}
 INTERLEAVED = ("interleaved",)
 
-Found = Iterator[Problem | str]
-
 
 def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> list[Problem | str]:
     """All that is wrong with `config`, in the order of the command line's `overrides`."""
-    checks = (
-        _counts, _choices, _ranges, _layout, _model, _data, _names, _launcher, _cluster, _switches
-    )  # fmt: skip
+    checks = (_counts, _choices, _ranges, _layout, _model, _data, site_checks.find_problems, _switches)
     return in_order([problem for check in checks for problem in check(config)], overrides)
 
 
@@ -86,13 +83,14 @@ def _choices(config: RunConfig) -> Found:
 
 def _ranges(config: RunConfig) -> Found:
     """Numbers inside their interval: key, its least, its most, whether the ends count, a legal value."""
+    steps = max(1, config.training.steps)  # of a count that is wrong, _counts speaks
     table: list[tuple[str, float, float, bool, Any]] = [
         ("seed", 0, 2**63 - 1, True, 0),
         ("optimizer.learning_rate", 0, math.inf, False, 0.001),
         ("optimizer.eps", 0, math.inf, False, 1e-8),
         ("optimizer.weight_decay", 0, math.inf, True, 0.1),
         ("optimizer.final_share", 0, 1, True, 0.1),
-        ("optimizer.warmup_steps", 0, config.training.steps, True, max(1, config.training.steps // 10)),
+        ("optimizer.warmup_steps", 0, steps, True, steps // 10),
         ("training.clip_norm", 0, math.inf, False, 1.0),
         ("strategy.bucket_mb", 0, math.inf, False, 25),
         ("launcher.memory_gb", 0, math.inf, False, 16),
@@ -114,7 +112,7 @@ def _ranges(config: RunConfig) -> Found:
     betas = config.optimizer.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         yield Problem(
-            "optimizer.betas", betas, "must be two numbers from 0 up to, not with, 1", ("[0.9,0.95]",)
+            "optimizer.betas", betas, "must be two numbers from 0 up to, not with, 1", ([0.9, 0.95],)
         )
 
 
@@ -185,9 +183,11 @@ def _stages(config: RunConfig, layout: Layout) -> Found:
     layers = config.model.get("layers") if isinstance(config.model, dict) else None
     if isinstance(layers, int) and stages > layers >= 1:
         most = max((d for d in divisors(layout.devices) if d * per_rank <= layers), default=1)
+        others_fixed = -1 not in (getattr(strategy, axis) for axis in AXES if axis != "pipeline")
+        along = ("strategy.replicate=-1",) if others_fixed and most < layout.pipeline else ()
         detail = f" ({layout.pipeline} ranks x {per_rank})" if per_rank > 1 else ""
         rule = f"gives {stages} stages{detail}, more than model.layers = {layers}: each needs a block"
-        yield Problem("strategy.pipeline", layout.pipeline, rule, (most,))
+        yield Problem("strategy.pipeline", layout.pipeline, rule, (most,), along)
 
 
 def stages_per_rank(strategy: StrategyConfig) -> int:
@@ -198,11 +198,12 @@ def _batch(config: RunConfig, layout: Layout) -> Found:
     """The global batch splits over replicas and microbatches without remainder."""
     training, strategy = config.training, config.strategy
     batch, size, count = training.global_batch_size, training.microbatch_size, strategy.microbatches
-    if batch < 1 or (size or 1) < 1 or (count or 1) < 1:
+    if any(number is not None and number < 1 for number in (batch, size, count)):
         return
     if batch % layout.data:
         rule = f"does not divide by the {layout.data} replicas: each needs as many samples"
-        yield Problem("training.global_batch_size", batch, rule, _multiples_near(batch, layout.data))
+        unit = layout.data * (size or 1) * (count or 1)
+        yield Problem("training.global_batch_size", batch, rule, _multiples_near(batch, unit))
         return
     samples = batch // layout.data
     key, value = ("strategy.microbatches", count) if count else ("training.microbatch_size", size)
@@ -223,9 +224,9 @@ def _batch(config: RunConfig, layout: Layout) -> Found:
         return
     if strategy.schedule == "1f1b" and plan.microbatches < stages:
         rule = f"leaves stages without work: 1f1b wants at least as many as its {stages} stages"
-        legal = tuple(d for d in divisors(samples) if d >= stages)[:2]
+        legal = [d for d in divisors(samples) if d >= stages][:2]
         if legal:
-            yield Problem("strategy.microbatches", plan.microbatches, rule, legal)
+            yield _microbatches_problem(config, plan, rule, legal)
         else:
             rule = f"gives a replica {samples} samples, too few for {stages} microbatches of 1f1b"
             yield Problem("training.global_batch_size", batch, rule, (stages * layout.data,))
@@ -235,7 +236,23 @@ def _batch(config: RunConfig, layout: Layout) -> Found:
             fitting = [d for d in divisors(samples) if d % max(1, d // layout.pipeline) == 0]
             near = sorted(fitting, key=lambda d: abs(d - plan.microbatches))[:2]
             rule = f"does not split into {rounds} equal rounds of {layout.pipeline} stages"
-            yield Problem("strategy.microbatches", plan.microbatches, rule, tuple(sorted(near)))
+            yield _microbatches_problem(config, plan, rule, sorted(near))
+
+
+def _microbatches_problem(config: RunConfig, plan: BatchPlan, rule: str, legal: Sequence[int]) -> Problem:
+    """Said of the key that decides the count: the size of a microbatch where the user set that."""
+    size = config.training.microbatch_size
+    if size is None:
+        return Problem("strategy.microbatches", plan.microbatches, rule, tuple(legal))
+    sizes = tuple(plan.samples_per_replica // count for count in legal)
+    along = () if config.strategy.microbatches is None else ("strategy.microbatches=null",)
+    return Problem(
+        "training.microbatch_size",
+        size,
+        f"makes {plan.microbatches} microbatches, which {rule}",
+        sizes,
+        along,
+    )
 
 
 def _multiples_near(value: int, unit: int) -> tuple[int, ...]:
@@ -251,7 +268,7 @@ def _model(config: RunConfig) -> Found:
     if not isinstance(config.model, dict) or not config.model.get("_target_"):
         yield "model._target_ is missing: name the class of your model. Try model=tiny."
         return
-    yield from _importable("model._target_", config.model["_target_"])
+    yield from _target("model._target_", config.model["_target_"])
     if not _is_transformer(config):
         return
     dim, heads, kv_heads = (config.model[name] for name in ("dim", "heads", "kv_heads"))
@@ -267,8 +284,16 @@ def _model(config: RunConfig) -> Found:
         rule = f"does not divide model.heads = {heads}: each key-value head serves as many heads"
         yield Problem("model.kv_heads", kv_heads, rule, tuple(sorted(near)))
     for key in ("model.rope_theta", "model.norm_eps"):
-        if value_at(config, key) <= 0:
-            yield Problem(key, value_at(config, key), "must be above 0")
+        if not 0 < value_at(config, key) < math.inf:
+            legal = getattr(TransformerConfig, key.removeprefix("model."))
+            yield Problem(key, value_at(config, key), "must be above 0", (legal,))
+
+
+def _target(key: str, target: Any) -> Found:
+    missing = missing_part(str(target))
+    if missing is not None:
+        rule, near = missing
+        yield Problem(key, target, rule, near)
 
 
 def _data(config: RunConfig) -> Found:
@@ -276,12 +301,13 @@ def _data(config: RunConfig) -> Found:
     if not isinstance(config.data, dict) or not config.data.get("_target_"):
         yield "data._target_ is missing: name the class of your data. Try data=text."
         return
-    yield from _importable("data._target_", config.data["_target_"])
+    yield from _target("data._target_", config.data["_target_"])
     vocab_size: int | None = 256 if config.data["_target_"].endswith("TextData") else None
     if (path := config.data.get("path")) is not None:
-        if not Path(path).expanduser().exists():
+        if not path or not Path(path).expanduser().exists():
             parent = Path(path).expanduser().parent
-            near = nearest(Path(path).name, [p.name for p in parent.iterdir()]) if parent.is_dir() else []
+            names = [p.name for p in parent.iterdir()] if path and parent.is_dir() else []
+            near = nearest(Path(path).name, names)
             yield Problem("data.path", path, "does not exist here", tuple(parent / name for name in near))
         elif config.data["_target_"].endswith("TokensData"):
             from hpc_parallel.data.tokens import read_description  # no torch in it
@@ -294,87 +320,6 @@ def _data(config: RunConfig) -> Found:
     if vocab_size and isinstance(room, int) and 1 <= room < vocab_size:
         rule = f"is too small for the data, whose tokens run from 0 to {vocab_size - 1}"
         yield Problem("model.vocab_size", room, rule, (vocab_size,))
-
-
-def _importable(key: str, target: str) -> Found:
-    module = target.partition(".")[0]
-    sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it; a console script does not
-    try:
-        if "." not in target or find_spec(module) is None:
-            yield Problem(key, target, f"names no class: there is no module {module} here")
-    finally:
-        sys.path.pop(0)
-
-
-def _names(config: RunConfig) -> Found:
-    """Names that become part of a path or of a shell's line."""
-    name = config.name
-    if (
-        not name
-        or name in (".", "..")
-        or "/" in name
-        or "%" in name
-        or not name.isprintable()
-        or len(name) > 100
-    ):
-        mend = re.sub(r"[^\w.-]+", "-", name).strip("-.")[:100] or "run"
-        rule = "can't name a folder: up to 100 printable characters without / and % (Slurm reads it as a pattern)"
-        yield Problem("name", name, rule, (mend,))
-    if config.run_dir is not None:
-        folder = Path(config.run_dir).expanduser()
-        if not config.run_dir or "%" in config.run_dir or not config.run_dir.isprintable():
-            yield Problem("run_dir", config.run_dir, "must be a printable path without %", ("runs/mine",))
-        elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            legal = (folder.with_name(folder.name + "-2"),)
-            yield Problem(
-                "run_dir", config.run_dir, "holds something already; a run is never overwritten", legal
-            )
-    if config.resume is not None:
-        yield Problem("resume", config.resume, "can't be done yet: runs keep no checkpoints so far", (None,))
-
-
-def _launcher(config: RunConfig) -> Found:
-    launcher = config.launcher
-    for key in ("partition", "account", "qos", "constraint", "exclude", "wckey"):
-        value = getattr(launcher, key)
-        if value is not None and (not value.isprintable() or not value.strip()):
-            yield Problem(f"launcher.{key}", value, "must be one printable line", (None,))
-    for flag, value in launcher.extra.items():
-        key = f"launcher.extra.{flag}"
-        if not re.fullmatch(r"[a-z][a-z0-9-]*", str(flag)):
-            mend = re.sub(r"[^a-z0-9-]", "-", str(flag).lower().lstrip("-"))
-            yield f"{key} is not a flag of sbatch. Try +launcher.extra.{mend}={value}."
-        elif flag in OWN_FLAGS:
-            yield f"{key}: this flag is set by {OWN_FLAGS[flag]}. Try {OWN_FLAGS[flag]}={value}."
-        elif isinstance(value, dict | list) or not str(value).isprintable():
-            yield Problem(key, value, "must be one printable value, or true for a flag without one")
-    if launcher.venv is not None and not (Path(launcher.venv).expanduser() / "bin" / "activate").exists():
-        here = Path(sys.prefix)
-        legal = (here,) if (here / "bin" / "activate").exists() else ()
-        yield Problem(
-            "launcher.venv", launcher.venv, "is no virtual environment (no bin/activate in it)", legal
-        )
-    for index, module in enumerate(launcher.modules):
-        if not module.strip() or not module.isprintable():
-            yield Problem(f"launcher.modules[{index}]", module, "must be a module's name", ("cuda/12.4",))
-
-
-OWN_FLAGS = {
-    "nodes": "nodes", "ntasks-per-node": "gpus_per_node", "gpus-per-node": "gpus_per_node",
-    "gres": "gpus_per_node", "job-name": "name", "partition": "launcher.partition",
-    "account": "launcher.account", "qos": "launcher.qos", "constraint": "launcher.constraint",
-    "exclude": "launcher.exclude", "time": "launcher.time_minutes", "mem": "launcher.memory_gb",
-    "cpus-per-task": "launcher.cpus_per_device", "wckey": "launcher.wckey",
-}  # fmt: skip
-
-
-def _cluster(config: RunConfig) -> Found:
-    for variable in config.cluster.environment:
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
-            mend = re.sub(r"\W", "_", variable)
-            yield f"cluster.environment.{variable} is no name of a variable. Try cluster.environment.{mend}."
-    if not re.fullmatch(r"[A-Za-z0-9.-]*", config.cluster.master_suffix):
-        yield Problem("cluster.master_suffix", config.cluster.master_suffix, "can't end a host name", ("i",))
 
 
 def _switches(config: RunConfig) -> Found:

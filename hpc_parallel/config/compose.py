@@ -9,10 +9,14 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hpc_parallel.config.problems import ConfigError, Problem
+from hpc_parallel.config.problems import ConfigError, Problem, nearest
 from hpc_parallel.config.schema import RunConfig, TransformerConfig, typed
 
 REQUIRED = {"data.path": "tokens.npy"}  # keys without a default, with an example
+
+
+class UnresolvedError(ConfigError):
+    """Keys are missing or unknown, so the other checks did not run: `diagnose` finds what they find."""
 
 
 def find_folder(name: str) -> Path:
@@ -25,20 +29,31 @@ def find_folder(name: str) -> Path:
 def resolve(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
     """The typed configuration, and the same as plain values for `config.yaml`.
 
-    Raises ConfigError with every key that is missing or that no schema has.
+    Raises UnresolvedError with every key that is missing or that no schema has.
     """
     problems: list[Problem | str] = [
         f"{key} has no value and no default. Try {key}={REQUIRED.get(key, 'VALUE')}."
-        for key in sorted(OmegaConf.missing_keys(config))
+        for key in missing_keys(config)
     ]
-    problems += [f"+{key}: there is no key {key}." for key in unknown_keys(config)]
+    for key in unknown_keys(config):
+        close = nearest(key, flat(config))
+        problems.append(f"+{key}: there is no key {key}." + (f" Did you mean {close[0]}?" if close else ""))
     if problems:
-        raise ConfigError(problems)
+        raise UnresolvedError(problems)
     try:
         values: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
         return typed(values), values
     except OmegaConfBaseException as error:
-        raise ConfigError([f"{error.full_key}: {str(error).splitlines()[0]}."]) from error
+        raise UnresolvedError([f"{error.full_key}: {str(error).splitlines()[0].rstrip('.')}."]) from error
+
+
+def missing_keys(config: DictConfig, prefix: str = "") -> list[str]:
+    """Dotted names of keys without a value. (OmegaConf's own resolves interpolations, which may fail.)"""
+    found = [f"{prefix}{key!s}" for key in config if OmegaConf.is_missing(config, key)]
+    for key, child in children(config):
+        if isinstance(child, DictConfig):
+            found += missing_keys(child, f"{prefix}{key}.")
+    return sorted(found)
 
 
 def unknown_keys(config: DictConfig, prefix: str = "") -> list[str]:
@@ -56,10 +71,20 @@ def unknown_keys(config: DictConfig, prefix: str = "") -> list[str]:
     return found
 
 
+def flat(config: DictConfig, prefix: str = "") -> list[str]:
+    """All dotted names: tables, and the keys in them."""
+    names: list[str] = []
+    for key, child in children(config):
+        names.append(f"{prefix}{key}")
+        if isinstance(child, DictConfig):
+            names += flat(child, f"{prefix}{key}.")
+    return names
+
+
 def children(config: DictConfig) -> list[tuple[str, Any]]:
     """Keys and values without resolving interpolations; a value that is missing or null reads None."""
     pairs: list[tuple[str, Any]] = []
-    for key in config:
+    for key in config:  # of text, and in a user's own table also numbers
         node = config._get_node(key)
         empty = node is None or node._is_none() or node._is_missing() or node._is_interpolation()
         pairs.append((str(key), None if empty else node))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -15,46 +16,78 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hpc_parallel.config.checks import find_problems, in_order
-from hpc_parallel.config.compose import children, resolve, unknown_keys
+from hpc_parallel.config.compose import REQUIRED, flat, missing_keys, resolve, unknown_keys
 from hpc_parallel.config.problems import ConfigError, Problem, nearest
+from hpc_parallel.config.site_checks import minutes_of
 
-COMPOSE_ERRORS = (HydraException, OmegaConfBaseException)
+# ValueError: Hydra's answer to `strategy=null`
+COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError)
 
 
-def diagnose(overrides: Sequence[str], *, config_dir: str, config_name: str) -> list[Problem | str]:
-    """The problems of the overrides that Hydra refuses, then those of the configuration without them."""
+def diagnose(
+    overrides: Sequence[str],
+    *,
+    config_dir: str,
+    config_name: str,
+    extra_dir: str | None = None,
+    sweep: bool = False,
+) -> list[Problem | str]:
+    """The problems of the overrides that Hydra refuses, then those of the configuration without them.
+
+    `extra_dir`: a folder of the user's own (`--config-dir`); `sweep`: whether `nodes=1,2` is two runs.
+    """
     GlobalHydra.instance().clear()
+    places = [f"hydra.searchpath=[file://{Path(extra_dir).absolute()}]"] if extra_dir else []
     with initialize_config_dir(config_dir=config_dir, version_base="1.3"):
-        plain = compose(config_name)
-        verdicts: dict[str, Problem | str] = {}
-        accepted: list[str] = []
+        plain = compose(config_name, overrides=places)
+        verdicts: dict[str, list[Problem | str]] = {}
+        accepted = list(places)
         # a group's choice decides which keys there are, so groups are tried, and kept, before values
-        for override in sorted(overrides, key=lambda text: not _names_group(text, config_dir)):
-            try:
-                singles = _expand(override)
-                for single in singles:
-                    composed = compose(config_name, overrides=[*accepted, single])
-                    if unknown := unknown_keys(composed):
-                        raise HydraException(f"Could not override '{unknown[0]}'")
+        for override in sorted(overrides, key=lambda text: not _choices(text.partition("=")[0])):
+            singles, refusals = [override], []
+            with suppress(*COMPOSE_ERRORS):  # raised again, and caught, below
+                singles = _expand(override) if sweep else singles
+            for single in singles:
+                try:
+                    if unknown_keys(compose(config_name, overrides=[*accepted, single])):
+                        raise HydraException("Could not override")
+                except COMPOSE_ERRORS as error:
+                    refusals.append(_explain(single, error=error, plain=plain))
+            if refusals:
+                verdicts[override] = refusals
+            else:
                 accepted.append(singles[0])
-            except COMPOSE_ERRORS as error:
-                verdicts[override] = _explain(override, error=error, plain=plain)
-        problems = [verdicts[override] for override in overrides if override in verdicts]
-        try:
-            config, _ = resolve(compose(config_name, overrides=accepted))
-            return in_order(problems + find_problems(config), overrides)
-        except ConfigError as error:
-            return in_order(problems + error.problems, overrides)
+        problems = [problem for override in overrides for problem in verdicts.pop(override, [])]
+        problems += _rest(config_name, accepted)
+        return in_order(problems, overrides)
 
 
-def _names_group(override: str, config_dir: str) -> bool:
-    key = override.partition("=")[0].lstrip("+~").partition("@")[0]
-    return (Path(config_dir) / key).is_dir() or key.startswith("hydra/")
+def _rest(config_name: str, accepted: list[str]) -> list[Problem | str]:
+    """What the other checks find, also where a value is missing: an example stands for it meanwhile."""
+    try:
+        return find_problems(resolve(compose(config_name, overrides=accepted))[0])
+    except ConfigError as error:
+        problems = error.problems
+        missing = missing_keys(compose(config_name, overrides=accepted))
+        if not missing or not set(missing) <= set(REQUIRED):
+            return problems
+    examples = [f"{key}={REQUIRED[key]}" for key in missing]
+    found = find_problems(resolve(compose(config_name, overrides=[*accepted, *examples]))[0])
+    return problems + [p for p in found if not (isinstance(p, Problem) and p.key in missing)]
+
+
+def _choices(key: str) -> list[str]:
+    """The files of a group, also of the user's own folder; empty where `key` names no group."""
+    group = key.lstrip("+~").partition("@")[0]
+    if not re.fullmatch(r"\w+(/\w+)*", group):
+        return []
+    options = GlobalHydra.instance().config_loader().get_group_options(group)
+    return [option for option in options if not option.endswith("_schema")]
 
 
 def _expand(override: str) -> list[str]:
@@ -68,19 +101,25 @@ def _expand(override: str) -> list[str]:
 def _explain(override: str, *, error: Exception, plain: DictConfig) -> Problem | str:
     """Hydra's refusal in our words: key, value, rule, a legal value near it."""
     key, _, value = override.partition("=")
-    key = key.lstrip("+~")
+    if isinstance(error, OverrideParseException):
+        return (
+            f"{override} can't be read as key=value: quote what is special in the value, and for the shell."
+        )
+    if override.startswith("~"):
+        return f"{override}: {key[1:]} can't be deleted, as it has a default or is not there."
+    key = key.lstrip("+")
     text = str(error.__cause__ or error)
-    if choices := re.findall(r"^\t(\S+)$", text, re.MULTILINE):
-        choices = [choice for choice in choices if not choice.endswith("_schema")]
+    if choices := _choices(key):
         close = nearest(value, choices, most=2) or choices[:2]
         return Problem(key, value, f"is not one of {', '.join(choices)}", tuple(close))
+    if "Ambiguous value" in text:
+        first = value.partition(",")[0]
+        return f"{override}: several values are a sweep. Try -m {override}, or one value: {key}={first}."
     if "Could not override" in str(error) or "not in" in text:
         return _unknown(override, key=key, value=value, plain=plain)
-    if "Ambiguous value" in text:
-        return f"{override}: several values are a sweep. Try -m {override}, or one value."
-    if "alid" in text or "could not be converted" in text or "not Optional" in text:
+    if isinstance(error.__cause__, OmegaConfBaseException):
         return Problem(key, value, f"is not {_kind(plain, key)}", _near(plain, key=key, value=value))
-    return f"{override}: {text.splitlines()[0]}. An override reads key=value; quote what is special in it."
+    return f"{override}: {text.splitlines()[0].rstrip('.')}."
 
 
 def _unknown(override: str, *, key: str, value: str, plain: DictConfig) -> str:
@@ -88,28 +127,51 @@ def _unknown(override: str, *, key: str, value: str, plain: DictConfig) -> str:
     parent = OmegaConf.select(plain, parent_key, default=None) if parent_key else plain
     if OmegaConf.is_dict(parent) and not is_dataclass(OmegaConf.get_type(parent)):
         return f"{override}: {parent_key} has no such key yet, and a new one needs a plus. Try +{override}."
-    known = _flat(plain)
+    known = flat(plain)
     by_last_word = {name.rpartition(".")[2]: name for name in reversed(known)}
     close = nearest(key, known) or [by_last_word[w] for w in nearest(key.rpartition(".")[2], by_last_word)]
-    return f"{override}: there is no key {key}." + (f" Try {close[0]}={value}." if close else "")
+    text = f"{override}: there is no key {key}."
+    if not close:
+        return text
+    if choices := _choices(close[0]):
+        mend = f"{close[0]}={(nearest(value, choices) or choices)[0]}"
+    elif OmegaConf.is_dict(OmegaConf.select(plain, close[0], throw_on_missing=False)):
+        return f"{text} Keys of {close[0]}: {', '.join(flat(plain[close[0]])) or 'any'}."
+    else:
+        mend = _legal_mend(f"{close[0]}={value}", plain=plain)
+    return f"{text} Try {mend}."
 
 
-def _flat(config: DictConfig, prefix: str = "") -> list[str]:
-    names: list[str] = []
-    for key, child in children(config):
-        names.append(f"{prefix}{key}")
-        if isinstance(child, DictConfig):
-            names += _flat(child, f"{prefix}{key}.")
-    return names
+def _legal_mend(override: str, *, plain: DictConfig) -> str:
+    """The override, with the value that the key has now where it does not take the given one."""
+    key = override.partition("=")[0]
+    trial = plain.copy()
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+        OmegaConf.update(trial, key, parsed.value())
+    except COMPOSE_ERRORS:
+        value = OmegaConf.select(plain, key, default="VALUE")
+        return f"{key}={'null' if value is None else value}"
+    return override
+
+
+def _wanted(plain: DictConfig, key: str) -> str:
+    """The type that the schema gives a key, as its source says it; empty where there is none."""
+    parent_key, _, name = key.rpartition(".")
+    schema = OmegaConf.get_type(OmegaConf.select(plain, parent_key) if parent_key else plain)
+    return next((str(f.type) for f in fields(schema) if f.name == name), "") if is_dataclass(schema) else ""
+
+
+_KINDS = {
+    "int": "a whole number", "float": "a number", "bool": "true or false", "str": "one text",
+    "list[float]": "a list of numbers [a,b]", "list": "a list [a,b] of texts", "dict": "a table {key: value}",
+}  # fmt: skip
 
 
 def _kind(plain: DictConfig, key: str) -> str:
     """What the schema wants at `key`, in words."""
-    parent_key, _, name = key.rpartition(".")
-    schema = OmegaConf.get_type(OmegaConf.select(plain, parent_key) if parent_key else plain)
-    wanted = next((str(f.type) for f in fields(schema) if f.name == name), "") if is_dataclass(schema) else ""
-    kinds = {"int": "a whole number", "float": "a number", "bool": "true or false", "list": "a list [a,b]"}
-    return next((words for start, words in kinds.items() if wanted.startswith(start)), "a value of its type")
+    wanted = _wanted(plain, key)
+    return next((words for start, words in _KINDS.items() if wanted.startswith(start)), "a value of its type")
 
 
 def _near(plain: DictConfig, *, key: str, value: str) -> tuple[Any, ...]:
@@ -118,18 +180,8 @@ def _near(plain: DictConfig, *, key: str, value: str) -> tuple[Any, ...]:
     if key.endswith("time_minutes") and (minutes := minutes_of(value)):
         return (minutes,)
     if OmegaConf.is_list(default):
-        return ("[" + (",".join(map(str, default)) or value) + "]",)
-    return () if default is None else (default,)
-
-
-def minutes_of(clock: str) -> int | None:
-    """Minutes, rounded up, of sbatch's time formats (`90:00`, `1:30:00`, `2-12`, `1-06:30:00`)."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", clock)
-    if match is None:
-        return None
-    days, first, second, third = (int(part or 0) for part in match.groups())
-    if match[1] is not None:  # days-hours[:minutes[:seconds]]
-        return days * 1440 + first * 60 + second + (third > 0)
-    if match[4] is not None:  # hours:minutes:seconds
-        return first * 60 + second + (third > 0)
-    return first + (second > 0)  # minutes[:seconds]
+        plain_word = re.fullmatch(r"[\w./-]+", value) and value != "null"
+        return (list(default) or ([value] if plain_word else []),)
+    if OmegaConf.is_dict(default):
+        return (dict(default),)
+    return (default,) if default is not None or "None" in _wanted(plain, key) else ()

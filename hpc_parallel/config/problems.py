@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One wrong value: which key, what it is, which rule it breaks, legal values near it."""
+    """One wrong value: which key, what it is, which rule it breaks, legal values near it.
+
+    `along`: overrides that must change with the value for it to be legal.
+    """
 
     key: str
     value: Any
     rule: str
     legal: tuple[Any, ...] = ()
+    along: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         text = f"{self.key} = {spell(self.value)} {self.rule}."
         if self.legal:
-            text += f" Try {alternatives([f'{self.key}={spell(value)}' for value in self.legal])}."
+            mends = [" ".join([f"{self.key}={spell(value)}", *self.along]) for value in self.legal]
+            text += f" Try {alternatives(mends)}."
         return text
+
+
+Found = Iterator[Problem | str]
 
 
 class ConfigError(ValueError):
@@ -40,6 +48,10 @@ def spell(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, float):
         return f"{value:g}"
+    if isinstance(value, list):
+        return f"[{','.join(map(spell, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{spell(item)}' for key, item in value.items())}}}"
     text = str(value)
     return text if text and text.isprintable() and not set(text) & set(" '\"$`\\") else repr(text)
 

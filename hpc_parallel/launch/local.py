@@ -13,7 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from hpc_parallel.launch.prepare import PreparedRun
-from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.launch.run_folder import RunFolder, read_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,8 +30,13 @@ class LocalLauncher:
         return f"{run.devices} processes on this machine, by {' '.join(_command(run.folder, AGENT))}"
 
     def launch(self, run: PreparedRun) -> int:
+        """Raises KeyboardInterrupt once a run that was asked to end has ended: a sweep must not go on."""
         run.write()
-        return follow_agent(run.folder, steps=run.config.training.steps)
+        code = follow_agent(run.folder, steps=run.config.training.steps)
+        summary = read_json(run.folder.summary)
+        if summary is not None and summary["outcome"] == "cancelled":
+            raise KeyboardInterrupt
+        return code
 
 
 def follow_agent(

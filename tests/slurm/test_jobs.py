@@ -224,9 +224,9 @@ def worker_of(folder: Path, rank: int) -> psutil.Process | None:
     for process in psutil.process_iter():
         try:
             words = process.cmdline()
-            if "hpc_parallel.worker.main" in words and str(folder) in words:
-                if process.environ().get("SLURM_PROCID") == str(rank):
-                    return process
+            mine = "hpc_parallel.worker.main" in words and str(folder) in words
+            if mine and process.environ().get("SLURM_PROCID") == str(rank):
+                return process
         except psutil.Error:
             continue
     return None

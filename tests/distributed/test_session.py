@@ -1,0 +1,189 @@
+"""A whole training session: text is learnt, what the contract names is written, the hot loop is quiet."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.workers import Workers
+
+SMALL = (
+    "training.steps=12",
+    "training.log_every=5",
+    "training.validate_every=10",
+    "training.validation_samples=32",
+    "data.max_bytes=300000",
+    "data.sequence_length=32",
+    "model.dim=64",
+    "model.ffn_dim=160",
+    "optimizer.warmup_steps=2",
+)
+METRICS = {
+    "step", "samples", "loss", "grad_norm", "learning_rate", "step_time_s", "samples_per_s", "tokens_per_s",
+    "tflops_per_device", "mfu", "peak_memory_bytes", "time",
+}  # fmt: skip
+SUMMARY = {
+    "outcome", "strategy", "layout", "nodes", "gpus_per_node", "world_size", "steps", "samples",
+    "final_loss", "samples_per_s", "step_time_s", "latency_s", "peak_memory_bytes",
+    "exposed_communication_share", "bubble_share", "predicted", "restarts", "lost_steps", "started", "ended",
+    "job_ids",
+}  # fmt: skip
+
+
+def test_the_default_run_learns_text(tmp_path: Path) -> None:
+    """The command as a user types it: validation loss from about ln(256) to below 2.1 nats a byte."""
+    done = subprocess.run(
+        [sys.executable, "-m", "hpc_parallel.run", "launcher=local"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder,) = tmp_path.glob("runs/data/*")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    validation = [line["validation_loss"] for line in lines if "validation_loss" in line]
+    assert validation[0] == pytest.approx(math.log(256), rel=0.1)
+    assert validation[-1] < 2.1
+    assert str(folder) in done.stdout
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["outcome"] == "completed"
+    assert summary["validation_loss"] == validation[-1]
+    assert {path.name for path in folder.iterdir()} == {
+        "config.yaml", "environment.json", "logs", "metrics.jsonl", "rendezvous", "summary.json",
+    }  # fmt: skip
+
+
+def test_what_a_run_writes_keeps_the_contract(workers: Workers) -> None:
+    trained = workers.train("strategy=pipeline", "nodes=2", "gpus_per_node=2", "strategy.pipeline=2",
+                            "strategy.replicate=2", *SMALL)  # fmt: skip
+    assert [line["step"] for line in trained.lines] == [1, 5, 10, 12]
+    assert all(set(line) - {"validation_loss"} == METRICS for line in trained.lines)
+    assert [("validation_loss" in line) for line in trained.lines] == [True, False, True, True]
+    last = trained.lines[-1]
+    assert last["samples"] == 12 * 16
+    assert last["samples_per_s"] == pytest.approx(16 / last["step_time_s"])
+    assert last["tokens_per_s"] == pytest.approx(32 * last["samples_per_s"])
+    assert last["mfu"] is None  # a CPU's peak is unknown
+    assert last["learning_rate"] == pytest.approx(0.1 * 0.003)  # the end of the cosine
+    summary = json.loads((trained.folder / "summary.json").read_text())
+    assert set(summary) == SUMMARY | {"validation_loss"}
+    assert summary["outcome"] == "completed"
+    assert summary["layout"] == {
+        "pipeline": 2, "replicate": 2, "shard": 1, "context": 1, "tensor": 1, "tile": 1,
+    }  # fmt: skip
+    assert (summary["steps"], summary["samples"], summary["world_size"]) == (12, 192, 4)
+    assert summary["final_loss"] == last["loss"]
+    assert summary["predicted"] is None
+    assert summary["bubble_share"] is None
+
+
+def test_model_flops_are_those_of_the_closed_form(workers: Workers) -> None:
+    """6 FLOPs a weight and token, and 12 x layers x width x length for attention (PaLM, appendix B)."""
+    trained = workers.train("strategy=single", *SMALL)
+    line = trained.lines[-1]
+    dim, ffn_dim, layers, length = 64, 160, 4, 32
+    weights = layers * (dim * dim * 2 + dim * (dim // 2) * 2 + 3 * dim * ffn_dim) + 256 * dim
+    flops_per_token = 6 * weights + 12 * layers * dim * length
+    expected = flops_per_token * line["tokens_per_s"] / 1e12
+    assert line["tflops_per_device"] == pytest.approx(expected, rel=1e-6)
+
+
+def _reads_from_the_device(strategy: str) -> int:
+    """How often ten steps without a metrics line ask the device for a value."""
+    import torch
+    import torch.distributed as dist
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from hpc_parallel.config.layout import Layout, plan_batch
+    from hpc_parallel.config.schema import typed
+    from hpc_parallel.strategies.assemble import assemble
+    from hpc_parallel.strategies.mesh import build_mesh
+    from hpc_parallel.training.optimizer import build_optimizer
+    from hpc_parallel.training.step import GradientStep
+    from tests.composed import prepared
+
+    class Reads(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += func is torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    devices = dist.get_world_size()
+    config = typed(prepared(f"strategy={strategy}", f"nodes={devices}", *SMALL).values)
+    layout = Layout.resolve(config.strategy, devices=devices)
+    batch = plan_batch(16, layout=layout, microbatch_size=None, microbatches=None)
+    device = torch.device("cpu")
+    mesh = build_mesh(layout, device_type="cpu")
+    assembled = assemble(config, batch=batch, sample_shape=(32,), mesh=mesh, device=device)
+    optimizer = build_optimizer(assembled.named_parameters(), config.optimizer)
+    step = GradientStep(assembled, optimizer=optimizer, clip_norm=1.0)
+    tokens = torch.randint(0, 256, (16 // layout.data, 32))
+    step.run(tokens, tokens)
+    reads = Reads()
+    with reads:
+        torch.zeros(()).item()
+        assert reads.count == 1  # the counter counts
+        for _ in range(10):
+            step.run(tokens, tokens)
+    return reads.count - 1
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("data", 2), ("pipeline", 2)])
+def test_a_step_reads_nothing_back_from_the_device(workers: Workers, strategy: str, devices: int) -> None:
+    assert workers.run(devices, _reads_from_the_device, strategy) == [0] * devices
+
+
+def test_tensorboard_holds_the_same_figures(workers: Workers) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trained = workers.train("strategy=single", *SMALL, "training.tensorboard=true")
+    events = EventAccumulator(str(trained.folder / "tensorboard"))
+    events.Reload()
+    written = {event.step: event.value for event in events.Scalars("loss")}
+    assert written == pytest.approx({line["step"]: line["loss"] for line in trained.lines}, rel=1e-6)
+    assert [event.step for event in events.Scalars("validation_loss")] == [1, 10, 12]
+
+
+@pytest.fixture
+def fresh_workers(tmp_path: Path) -> Iterator[Workers]:
+    """Ranks that no other test has used."""
+    pool = Workers(tmp_path)
+    yield pool
+    pool.close()
+
+
+def test_wandb_runs_offline(fresh_workers: Workers) -> None:
+    """The real library, without a network: its run file is there."""
+    offline = {"WANDB_MODE": "offline"}
+    trained = fresh_workers.train("strategy=single", *SMALL, "training.wandb=true", variables=offline)
+    (file,) = trained.folder.glob("wandb/offline-run-*/*.wandb")
+    assert b"validation_loss" in file.read_bytes()
+
+
+def test_writers_that_are_off_import_nothing(fresh_workers: Workers) -> None:
+    fresh_workers.train("strategy=single", *SMALL)
+    names = ("wandb", "tensorboard", "torch.utils.tensorboard")
+    assert fresh_workers.run(1, _imported, *names) == [[]]
+
+
+def _imported(*names: str) -> list[str]:
+    return [name for name in names if name in sys.modules]
+
+
+def test_ranks_that_read_other_data_are_named(workers: Workers) -> None:
+    with pytest.raises(AssertionError, match="rank 1 read other data than rank 0"):
+        workers.run(2, _compare_digests)
+
+
+def _compare_digests() -> None:
+    import torch.distributed as dist
+
+    from hpc_parallel.worker.session import require_equal_data
+
+    require_equal_data(f"digest {dist.get_rank()}")
