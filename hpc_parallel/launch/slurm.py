@@ -132,6 +132,8 @@ def in_slurms_words(text: str) -> str:
     message = "Slurm refused the job; nothing was submitted.\n  " + "\n  ".join(lines)
     if re.search("partition|node", text, re.IGNORECASE) and (names := partitions()):
         message += f"\n  Partitions here: {', '.join(names)}."
+    if re.search("gres|gpu|generic resource", text, re.IGNORECASE):
+        message += "\n  Where GPUs are asked for by --gres try cluster=gres; where there are none, cluster=cpu."
     return message
 
 
