@@ -37,7 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = compose()
     except ConfigError as error:
         return _report(error.problems)
-    return max([launch(run) for run in runs], default=DONE)
+    try:
+        return max([launch(run) for run in runs], default=DONE)
+    except KeyboardInterrupt:  # the launcher has ended what it had started
+        return FAILED
 
 
 def compose() -> list[PreparedRun]:
@@ -104,7 +107,7 @@ def _diagnose(error: Exception, configs: str) -> list[Problem | str]:
         found = []
     if not found and isinstance(error, ConfigError):
         return error.problems
-    return found or [str(error).strip().partition("\n")[0]]
+    return found or [" ".join(str(error).partition("\n\n")[0].split())]
 
 
 @contextmanager

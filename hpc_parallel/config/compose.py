@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,8 @@ def resolve(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
     if problems:
         raise UnresolvedError(problems)
     try:
-        values: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
-        return typed(values), values
+        run = typed(OmegaConf.to_container(config, resolve=True))
+        return run, asdict(run)
     except OmegaConfBaseException as error:
         raise UnresolvedError([f"{error.full_key}: {str(error).splitlines()[0].rstrip('.')}."]) from error
 

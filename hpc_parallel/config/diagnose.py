@@ -42,7 +42,11 @@ def diagnose(
     `extra_dir`: a folder of the user's own (`--config-dir`); `sweep`: whether `nodes=1,2` is two runs.
     """
     GlobalHydra.instance().clear()
-    places = [f"hydra.searchpath=[file://{Path(extra_dir).absolute()}]"] if extra_dir else []
+    places = (
+        [f"hydra.searchpath=[file://{Path(extra_dir).absolute()}]"]
+        if extra_dir and Path(extra_dir).is_dir()
+        else []
+    )
     with initialize_config_dir(config_dir=config_dir, version_base="1.3"):
         plain = compose(config_name, overrides=places)
         verdicts: dict[str, list[Problem | str]] = {}
@@ -127,7 +131,7 @@ def _unknown(override: str, *, key: str, value: str, plain: DictConfig) -> str:
     parent = OmegaConf.select(plain, parent_key, default=None) if parent_key else plain
     if OmegaConf.is_dict(parent) and not is_dataclass(OmegaConf.get_type(parent)):
         return f"{override}: {parent_key} has no such key yet, and a new one needs a plus. Try +{override}."
-    known = flat(plain)
+    known = [name for name in flat(plain) if "." not in key or not _is_table(plain, name)]
     by_last_word = {name.rpartition(".")[2]: name for name in reversed(known)}
     close = nearest(key, known) or [by_last_word[w] for w in nearest(key.rpartition(".")[2], by_last_word)]
     text = f"{override}: there is no key {key}."
@@ -135,11 +139,15 @@ def _unknown(override: str, *, key: str, value: str, plain: DictConfig) -> str:
         return text
     if choices := _choices(close[0]):
         mend = f"{close[0]}={(nearest(value, choices) or choices)[0]}"
-    elif OmegaConf.is_dict(OmegaConf.select(plain, close[0], throw_on_missing=False)):
+    elif _is_table(plain, close[0]):
         return f"{text} Keys of {close[0]}: {', '.join(flat(plain[close[0]])) or 'any'}."
     else:
         mend = _legal_mend(f"{close[0]}={value}", plain=plain)
     return f"{text} Try {mend}."
+
+
+def _is_table(plain: DictConfig, key: str) -> bool:
+    return OmegaConf.is_dict(OmegaConf.select(plain, key))
 
 
 def _legal_mend(override: str, *, plain: DictConfig) -> str:

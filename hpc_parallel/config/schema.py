@@ -113,6 +113,7 @@ class LauncherConfig:
     constraint: str | None = None
     exclude: str | None = None
     wckey: str | None = None
+    snapshot: bool = True  # keep the source with the run, and run that
     time_minutes: int = 60
     memory_gb: float | None = None  # a node; null: the partition's default
     cpus_per_device: int = 1

@@ -83,6 +83,7 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
         "run_folder": str(run.folder.path),
         "log_folder": str(run.folder.slurm),
         "log_suffix": log_suffix,
+        "variables": run.variables,
         "modules": launcher.modules,
         "venv": launcher.venv and str(Path(launcher.venv).expanduser().absolute()),
         "setup": launcher.setup,

@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from types import FrameType
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING
 
 from hpc_parallel.launch.prepare import PreparedRun
@@ -32,7 +32,7 @@ class LocalLauncher:
     def launch(self, run: PreparedRun) -> int:
         """Raises KeyboardInterrupt once a run that was asked to end has ended: a sweep must not go on."""
         run.write()
-        code = follow_agent(run.folder, steps=run.config.training.steps)
+        code = follow_agent(run.folder, steps=run.config.training.steps, variables=run.variables)
         summary = read_json(run.folder.summary)
         if summary is not None and summary["outcome"] == "cancelled":
             raise KeyboardInterrupt
@@ -40,9 +40,16 @@ class LocalLauncher:
 
 
 def follow_agent(
-    folder: RunFolder, *, steps: int, console: Console | None = None, agent: Sequence[str] = AGENT
+    folder: RunFolder,
+    *,
+    steps: int,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    console: Console | None = None,
+    agent: Sequence[str] = AGENT,
 ) -> int:
     """Start the agent, show the run until it ends, and return the exit code: 0 if it completed.
+
+    variables: what the run's processes have in their environment besides ours.
 
     The first Ctrl-C lets the agent end the ranks in order, the second kills all at once. If this
     process dies, the agent ends too, and the ranks with it.
@@ -55,6 +62,7 @@ def follow_agent(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
+            env={**os.environ, **variables},
             start_new_session=True,
         )
         try:

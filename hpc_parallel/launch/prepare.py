@@ -18,6 +18,7 @@ from hpc_parallel.config.layout import BatchPlan, Layout, plan_batch
 from hpc_parallel.config.problems import ConfigError
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch.run_folder import RunFolder, new_run_id, write_json, write_text
+from hpc_parallel.launch.snapshot import Snapshot, plan_snapshot
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,12 @@ class PreparedRun:
     layout: Layout
     batch: BatchPlan
     folder: RunFolder
+    snapshot: Snapshot | None
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What the run's processes need in their environment to import the source that was kept."""
+        return {} if self.snapshot is None else self.snapshot.variables
 
     @property
     def devices(self) -> int:
@@ -44,8 +51,10 @@ class PreparedRun:
         )
 
     def write(self) -> None:
-        """Make the run folder with `config.yaml` and what only this machine knows of `environment.json`."""
+        """Make the run folder: configuration, source, and what only this machine knows of the environment."""
         self.folder.create()
+        if self.snapshot is not None:
+            self.snapshot.take()
         write_text(self.folder.config, yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True))
         write_json(self.folder.environment, {"command": sys.argv, **source_state(Path.cwd())})
 
@@ -65,7 +74,10 @@ def prepare(composed: DictConfig, *, overrides: Sequence[str]) -> PreparedRun:
     )
     folder = RunFolder(path.absolute())
     values["run_dir"] = str(folder.path)
-    return PreparedRun(config=config, values=values, layout=layout, batch=batch, folder=folder)
+    snapshot = None
+    if config.launcher.snapshot:
+        snapshot = plan_snapshot(folder.code, working_directory=Path.cwd())
+    return PreparedRun(config, values, layout=layout, batch=batch, folder=folder, snapshot=snapshot)
 
 
 def source_state(directory: Path) -> dict[str, Any]:

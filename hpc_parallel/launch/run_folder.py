@@ -32,6 +32,11 @@ class RunFolder:
         return self.path / "batch_script.sh"
 
     @property
+    def code(self) -> Path:
+        """The source that the run imports, one folder a checkout."""
+        return self.path / "code"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 

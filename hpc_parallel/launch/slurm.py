@@ -21,7 +21,6 @@ from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.launch.run_folder import write_text
 from hpc_parallel.worker import supervise
 
-
 REASON_S = 5.0  # for the scheduler to look at a job that it doubts
 NEVER = {
     "BadConstraints", "InvalidAccount", "InvalidQOS", "PartitionConfig", "PartitionNodeLimit",
@@ -133,7 +132,9 @@ def in_slurms_words(text: str) -> str:
     if re.search("partition|node", text, re.IGNORECASE) and (names := partitions()):
         message += f"\n  Partitions here: {', '.join(names)}."
     if re.search("gres|gpu|generic resource", text, re.IGNORECASE):
-        message += "\n  Where GPUs are asked for by --gres try cluster=gres; where there are none, cluster=cpu."
+        message += (
+            "\n  For a site that takes --gres try cluster=gres; for one without GPUs, cluster=cpu."
+        )
     return message
 
 

@@ -1,0 +1,314 @@
+"""Command lines that can't be right: exit code 2, the key and a legal value named, nothing written."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from hpc_parallel.run import main
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """`says`: what the message must hold (a key, a rule); `offers`: an override that it must propose."""
+
+    command: str
+    says: tuple[str, ...]
+    offers: str | None = None
+
+
+def wrong(command: str, *says: str, offers: str | None = None) -> Wrong:
+    return Wrong(command, says, offers)
+
+
+UNKNOWN = [
+    wrong("nodez=2", "nodez", offers="nodes=2"),
+    wrong("nodez=many", "nodez", offers="nodes=1"),
+    wrong("training.step=5", "training.step", offers="training.steps=5"),
+    wrong("steps=5", "steps", offers="training.steps=5"),
+    wrong("stratgy=data", "stratgy", offers="strategy=data"),
+    wrong("+nodez=2", "nodez", offers="nodes=2"),
+    wrong("+foo=1", "no key foo"),
+    wrong("strategy.foo=1", "no key strategy.foo"),
+    wrong("launcher.extra.mail-type=END", "plus", offers="+launcher.extra.mail-type=END"),
+    wrong("strategy=pipelin", "strategy", "data, pipeline, single", offers="strategy=pipeline"),
+    wrong("launcher=slrum", "launcher", offers="launcher=slurm"),
+    wrong("data=imagenet", "data", offers="data=text"),
+    wrong("strategy=null", "strategy", offers="strategy=data"),
+    wrong("hydra/launcher=submitit", "hydra/launcher", offers="hydra/launcher=basic"),
+    wrong("~training.steps", "training.steps", "deleted"),
+    wrong("~foo", "foo", "deleted"),
+    wrong("~strategy", "strategy.name", "no value"),
+    wrong("--config-name nope", "primary config 'nope'"),
+    wrong("--config-dir nowhere", "nowhere", "not found"),
+    wrong("--config-path /nowhere", "/nowhere"),
+]
+TYPES = [
+    wrong("nodes=abc", "nodes = abc", "whole number", offers="nodes=1"),
+    wrong("nodes=1.5", "nodes = 1.5", "whole number", offers="nodes=1"),
+    wrong("nodes=", "nodes = ''", "whole number", offers="nodes=1"),
+    wrong("nodes=null", "nodes = null", offers="nodes=1"),
+    wrong("dry_run=maybe", "dry_run", "true or false", offers="dry_run=false"),
+    wrong("training.steps=1e3", "training.steps", offers="training.steps=500"),
+    wrong("optimizer.learning_rate=fast", "optimizer.learning_rate", "a number"),
+    wrong("cluster.port=x", "cluster.port", offers="cluster.port=null"),
+    wrong("launcher.setup=hello", "launcher.setup", "list", offers="launcher.setup=[hello]"),
+    wrong("optimizer.betas=0.9", "optimizer.betas", "list of numbers", offers="optimizer.betas=[0.9,0.95]"),
+    wrong("optimizer.betas=[a,b]", "optimizer.betas", "list of numbers", offers="optimizer.betas=[0.9,0.95]"),
+    wrong("launcher.extra=foo", "launcher.extra", "table", offers="launcher.extra={}"),
+    wrong("launcher.time_minutes=1:00:00", "launcher.time_minutes", offers="launcher.time_minutes=60"),
+    wrong("launcher.time_minutes=2-12", "launcher.time_minutes", offers="launcher.time_minutes=3600"),
+    wrong("launcher.time_minutes=90m", "launcher.time_minutes", offers="launcher.time_minutes=60"),
+    wrong("nodes==2", "nodes==2", "key=value"),
+    wrong("nodes", "nodes", "key=value"),
+    wrong("launcher.setup=[a,b", "launcher.setup", "key=value"),
+    wrong("'nodes=2 gpus_per_node=3'", "nodes=2", "key=value"),
+    wrong("nodes=1,2", "nodes=1,2", "sweep", offers="nodes=1"),
+    wrong("'name=${nope}'", "name", "nope"),
+    wrong("'nodes=${nope}'", "nodes", "nope"),
+    wrong("'name=${oc.env:HPC_PARALLEL_NOT_SET}'", "name", "HPC_PARALLEL_NOT_SET"),
+]
+COUNTS = [
+    wrong(f"{key}={count}", f"{key} = {count}", "at least 1", offers=f"{key}=1")
+    for count in (0, -3)
+    for key in (
+        "nodes", "gpus_per_node", "training.steps", "training.global_batch_size",
+        "training.microbatch_size", "training.log_every", "training.validate_every",
+        "training.validation_samples", "strategy.microbatches", "strategy.stages_per_rank",
+        "launcher.time_minutes", "launcher.cpus_per_device", "data.sequence_length", "data.max_bytes",
+        "model.layers", "model.dim", "model.heads", "model.kv_heads", "model.ffn_dim", "model.vocab_size",
+    )
+]  # fmt: skip
+LAYOUTS = [
+    wrong("strategy.pipeline=0", "strategy.pipeline = 0", offers="strategy.pipeline=1"),
+    wrong("strategy.replicate=-2", "strategy.replicate = -2", offers="strategy.replicate=-1"),
+    wrong("nodes=4 strategy.pipeline=3", "strategy.pipeline = 3", "4 devices", offers="strategy.pipeline=2"),
+    wrong("strategy=single strategy.pipeline=3 nodes=4", "strategy.pipeline", offers="strategy.pipeline=4"),
+    wrong("strategy=single nodes=2", "strategy = single", "2 devices", offers="strategy=data"),
+    wrong("nodes=2 strategy.pipeline=-1", "strategy.replicate = -1", offers="strategy.replicate=1"),
+    wrong("nodes=2 strategy.tile=2", "strategy.tile", "technique", offers="strategy.tile=1"),
+    wrong("strategy=pipeline nodes=8", "strategy.pipeline", "model.layers = 4",
+          offers="strategy.pipeline=4 strategy.replicate=-1"),
+    wrong("strategy=pipeline nodes=4 strategy.schedule=interleaved", "strategy.pipeline", "8 stages"),
+    wrong("strategy=pipeline nodes=2 strategy.schedule=interleaved strategy.stages_per_rank=1",
+          "strategy.stages_per_rank = 1", offers="strategy.stages_per_rank=2"),
+    wrong("strategy=pipeline nodes=2 strategy.stages_per_rank=2", "strategy.stages_per_rank = 2",
+          offers="strategy.stages_per_rank=1"),
+    wrong("strategy=pipeline nodes=2 strategy.schedule=1F1B", "strategy.schedule",
+          offers="strategy.schedule=1f1b"),
+    wrong("strategy=pipeline nodes=2 strategy.static_graph=true", "strategy.static_graph",
+          offers="strategy.static_graph=false"),
+    wrong("nodes=2 training.global_batch_size=15", "training.global_batch_size = 15", "2 replicas",
+          offers="training.global_batch_size=16"),
+    wrong("nodes=2 training.global_batch_size=15 training.microbatch_size=4", "global_batch_size = 15",
+          offers="training.global_batch_size=16"),
+    wrong("training.microbatch_size=5", "training.microbatch_size = 5", offers="training.microbatch_size=4"),
+    wrong("strategy=pipeline nodes=2 strategy.microbatches=3", "strategy.microbatches = 3",
+          offers="strategy.microbatches=4"),
+    wrong("strategy=pipeline nodes=2 training.microbatch_size=4 strategy.microbatches=8",
+          "training.microbatch_size = 4", "strategy.microbatches = 8", offers="training.microbatch_size=2"),
+    wrong("strategy=pipeline nodes=4 strategy.microbatches=2", "strategy.microbatches = 2", "1f1b",
+          offers="strategy.microbatches=4"),
+    wrong("strategy=pipeline nodes=4 training.microbatch_size=8", "training.microbatch_size = 8", "1f1b",
+          offers="training.microbatch_size=4"),
+    wrong("strategy=pipeline nodes=4 training.global_batch_size=2", "training.global_batch_size = 2",
+          offers="training.global_batch_size=4"),
+    wrong("strategy=pipeline nodes=2 strategy.schedule=interleaved strategy.microbatches=5"
+          " training.global_batch_size=20", "strategy.microbatches = 5", "rounds",
+          offers="strategy.microbatches=4"),
+]  # fmt: skip
+VALUES = [
+    wrong("model.heads=5 model.kv_heads=5", "model.heads = 5", "model.dim = 128", offers="model.heads=4"),
+    wrong("model.heads=128", "model.heads = 128", "even width", offers="model.heads=64"),
+    wrong("model.kv_heads=3", "model.kv_heads = 3", "model.heads = 4", offers="model.kv_heads=2"),
+    wrong("model.rope_theta=0", "model.rope_theta", offers="model.rope_theta=10000"),
+    wrong("model.vocab_size=100", "model.vocab_size = 100", "255", offers="model.vocab_size=256"),
+    wrong("model._target_=nowhere.Model", "model._target_", "no module nowhere"),
+    wrong("model._target_=Model", "model._target_", "package.module.Class"),
+    wrong("model._target_=null", "model._target_"),
+    wrong("model._target_=hpc_parallel.models.transformer.Transfomer", "model._target_", "no Transfomer",
+          offers="model._target_=hpc_parallel.models.transformer.Transformer"),
+    wrong("data._target_=hpc_parallel.data.nothing.Data", "data._target_", "hpc_parallel.data.nothing"),
+    wrong("data.path=/nowhere/x", "data.path", "does not exist"),
+    wrong("data.path=txets", "data.path", "does not exist", offers="data.path=texts"),
+    wrong("data.path=", "data.path", "does not exist"),
+    wrong("data=tokens", "data.path", "no value"),
+    wrong("data=tokens data.path=texts", "data.path", "tokenize"),
+    wrong("data=tokens data.path=bare.npy", "bare.json is missing", "tokenize"),
+    wrong("name=a/b", "name = a/b", offers="name=a-b"),
+    wrong("name=50%", "name = 50%", offers="name=50"),
+    wrong("name=..", "name", offers="name=run"),
+    wrong("'name=\"a\nb\"'", "name", offers="name=a-b"),
+    wrong("run_dir=full", "run_dir", "never overwritten", offers="run_dir=full-3"),
+    wrong("run_dir=log%j", "run_dir", "%", offers="run_dir=runs/mine"),
+    wrong("run_dir=full/file", "run_dir", "never overwritten"),
+    wrong("resume=runs/old", "resume", offers="resume=null"),
+    wrong("training.precision=fp16", "training.precision", "float32, bfloat16, float64"),
+    wrong("training.precision=bf16", "training.precision", offers="training.precision=bfloat16"),
+    wrong("device=gpu", "device = gpu", "auto, cpu, cuda"),
+    wrong("launcher.kind=sbatch", "launcher.kind", "auto, local, slurm, script"),
+    wrong("optimizer.learning_rate=0", "optimizer.learning_rate = 0", "above 0"),
+    wrong("optimizer.learning_rate=-1", "optimizer.learning_rate = -1", "above 0"),
+    wrong("optimizer.learning_rate=nan", "optimizer.learning_rate = nan", "above 0"),
+    wrong("optimizer.learning_rate=inf", "optimizer.learning_rate = inf", "above 0"),
+    wrong("optimizer.betas=[0.9]", "optimizer.betas", offers="optimizer.betas=[0.9,0.95]"),
+    wrong("optimizer.betas=[0.9,1.0]", "optimizer.betas", offers="optimizer.betas=[0.9,0.95]"),
+    wrong("optimizer.warmup_steps=1000", "optimizer.warmup_steps = 1000", "0 and 500"),
+    wrong("cluster.port=80", "cluster.port = 80", "1024 and 65535", offers="cluster.port=29500"),
+    wrong("data.validation_share=0.9", "data.validation_share", "0 and 0.5"),
+    wrong("seed=-1", "seed = -1", offers="seed=0"),
+    wrong("launcher.memory_gb=0", "launcher.memory_gb", "above 0", offers="launcher.memory_gb=16"),
+    wrong("launcher.venv=/nowhere", "launcher.venv", "bin/activate"),
+    wrong("launcher.partition=", "launcher.partition", offers="launcher.partition=null"),
+    wrong("'launcher.modules=[\" \"]'", "launcher.modules[0]"),
+    wrong("+launcher.extra.nodes=3", "launcher.extra.nodes", offers="nodes=3"),
+    wrong("+launcher.extra.time=1:30:00", "launcher.extra.time", offers="launcher.time_minutes=90"),
+    wrong("+launcher.extra.mem=64G", "launcher.extra.mem", offers="launcher.memory_gb=64"),
+    wrong("+launcher.extra.gres=gpu:a100:4", "launcher.extra.gres", offers="gpus_per_node=4"),
+    wrong("+launcher.extra.output=x", "launcher.extra.output", "launcher"),
+    wrong("+launcher.extra.Mail_Type=END", "Mail_Type", offers="+launcher.extra.mail-type=END"),
+    wrong("+launcher.extra.comment=[a]", "launcher.extra.comment", "one printable value"),
+    wrong("+cluster.environment.NCCL-DEBUG=INFO", "NCCL-DEBUG",
+          offers="+cluster.environment.NCCL_DEBUG=INFO"),
+    wrong("cluster.master_suffix=a_b", "cluster.master_suffix", offers="cluster.master_suffix=i"),
+    wrong("cluster.gpu_flag=gpus", "cluster.gpu_flag", offers="cluster.gpu_flag=gres"),
+]  # fmt: skip
+SWEEPS = [
+    wrong("-m nodes=1,x", "nodes = x", offers="nodes=1"),
+    wrong("-m nodes=1,0 strategy=data", "nodes = 0", offers="nodes=1"),
+    wrong("-m nodes=1,2 nodez=3", "nodez", offers="nodes=3"),
+    wrong("-m strategy=data,pipelin", "strategy = pipelin", offers="strategy=pipeline"),
+]
+TABLE = [*UNKNOWN, *TYPES, *COUNTS, *LAYOUTS, *VALUES, *SWEEPS]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a few files of a user's."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "bare.npy").touch()
+    for folder in ("full", "full-2"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["run"])
+    return tmp_path
+
+
+def listing(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*"))
+
+
+def refused(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What is told when `arguments` are refused, all of it on stderr."""
+    code = main(arguments)
+    told = capsys.readouterr()
+    assert code == 2, told
+    assert told.out == ""
+    assert not GlobalHydra.instance().is_initialized()
+    return told.err
+
+
+@pytest.mark.parametrize("case", TABLE, ids=lambda case: case.command)
+def test_a_wrong_command_is_refused(case: Wrong, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = listing(here)
+    told = refused(
+        shlex.split(case.command) + ["launcher=script"] * ("launcher=" not in case.command), capsys
+    )
+    assert re.match(r"\d+ problems? in the configuration; nothing was started\.\n  ", told)
+    assert "Traceback" not in told
+    for words in case.says:
+        assert words in told
+    if case.offers:
+        assert re.search(rf"(Try|or|,|:) {re.escape(case.offers)}( or |, |\.$)", told, re.MULTILINE)
+    assert listing(here) == before
+
+
+OFFERED = re.compile(r"(.*?) Try (?:-m [^ ]+, or one value: )?(.*)\.$")
+
+
+@pytest.mark.parametrize("case", [c for c in TABLE if "-m" not in c.command], ids=lambda case: case.command)
+def test_what_is_offered_is_legal(case: Wrong, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every mend that a message proposes makes that message go, and brings none of the same key."""
+    words = [*shlex.split(case.command), "launcher.kind=script"]
+    if "launcher.kind" in case.command:
+        words.pop()
+    for line in refused(words, capsys).splitlines()[1:]:
+        if not (match := OFFERED.match(line)):
+            continue
+        complaint, offers = match.groups()
+        if offers == "data.path=tokens.npy" or "VALUE" in offers:  # an example, not a value
+            continue
+        for offer in re.split(r", (?=[+\w.]+=)| or (?=[+\w.]+=)", offers):
+            mended = shlex.split(offer)
+            replaced = {mend.partition("=")[0].lstrip("+") for mend in mended}
+            refused_key = re.split(r"[\s=:]", complaint.strip().lstrip("+"), maxsplit=1)[0]
+            kept = [w for w in words if w.partition("=")[0].lstrip("+") not in {*replaced, refused_key}]
+            main([*kept, *mended, "dry_run=true"])
+            problems = capsys.readouterr().err.splitlines()[1:]
+            assert not [p for p in problems if p.strip().startswith((complaint.strip(), f"{refused_key} "))]
+
+
+def test_all_problems_are_told_in_the_order_of_the_command(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "nodes=2 nodez=3 training.precision=fp16 strategy.pipeline=3 launcher.time_minutes=1:00:00 +foo=1"
+    told = refused([*words.split(), "data=tokens", "cluster.port=80"], capsys).splitlines()
+    assert told[0] == "7 problems in the configuration; nothing was started."
+    keys = [re.split(r"[\s=:]", line.strip())[0] for line in told[1:]]
+    assert keys == [
+        "nodez", "training.precision", "strategy.pipeline", "launcher.time_minutes", "+foo", "data.path",
+        "cluster.port",
+    ]  # fmt: skip
+
+
+def test_a_sweep_starts_nothing_unless_all_its_runs_are_right(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = refused(["-m", "nodes=1,0", "seed=1,-1", "launcher=script"], capsys)
+    assert "2 problems" in told
+    assert not (here / "runs").exists()
+
+
+def test_tokens_are_too_many_for_the_vocabulary(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "bare.json").write_text('{"vocab_size": 5000, "tokenizer": "x", "count": 10}')
+    told = refused(["data=tokens", "data.path=bare.npy"], capsys)
+    assert "model.vocab_size = 256 is too small for the data" in told
+    assert "Try model.vocab_size=5000." in told
+
+
+def test_an_unknown_option_ends_as_hydra_ends_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--nope"])
+    assert "--nope" in capsys.readouterr().err
+
+
+def test_a_fault_of_ours_is_not_said_to_be_the_users(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(*words: object, **more: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("hpc_parallel.run.prepare", fault)
+    with pytest.raises(ZeroDivisionError):
+        main(["nodes=1"])
+
+
+def test_a_class_of_the_users_own_is_found_in_the_working_directory(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "mymodel.py").write_text("import torch\nclass Mine: ...\n")
+    assert main(["model._target_=mymodel.Mine", "launcher=script", "dry_run=true"]) == 0
+    capsys.readouterr()
+    told = refused(["model._target_=mymodel.Mien"], capsys)
+    assert "there is no Mien in mymodel. Try model._target_=mymodel.Mine." in told
+    shutil.rmtree(here / "__pycache__", ignore_errors=True)
+
+
+def test_the_table_is_long_enough() -> None:
+    assert len({case.command for case in TABLE}) >= 45
