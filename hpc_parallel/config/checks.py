@@ -70,7 +70,7 @@ def _counts(config: RunConfig) -> Found:
     for key in keys:
         count = value_at(config, key)
         if isinstance(count, int) and count < 1:
-            yield Problem(key, count, "must be at least 1", (1,))
+            yield Problem(key, count, "must be at least 1", (256 if key == "model.vocab_size" else 1,))
 
 
 def _choices(config: RunConfig) -> Found:
@@ -90,7 +90,7 @@ def _ranges(config: RunConfig) -> Found:
         ("optimizer.eps", 0, math.inf, False, 1e-8),
         ("optimizer.weight_decay", 0, math.inf, True, 0.1),
         ("optimizer.final_share", 0, 1, True, 0.1),
-        ("optimizer.warmup_steps", 0, steps, True, steps // 10),
+        ("optimizer.warmup_steps", 0, steps, True, steps // 20),
         ("training.clip_norm", 0, math.inf, False, 1.0),
         ("strategy.bucket_mb", 0, math.inf, False, 25),
         ("launcher.memory_gb", 0, math.inf, False, 16),

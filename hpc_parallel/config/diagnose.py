@@ -13,7 +13,10 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
+from hydra import compose
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathElement
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
@@ -42,33 +45,38 @@ def diagnose(
     `extra_dir`: a folder of the user's own (`--config-dir`); `sweep`: whether `nodes=1,2` is two runs.
     """
     GlobalHydra.instance().clear()
-    places = (
-        [f"hydra.searchpath=[file://{Path(extra_dir).absolute()}]"]
-        if extra_dir and Path(extra_dir).is_dir()
-        else []
-    )
-    with initialize_config_dir(config_dir=config_dir, version_base="1.3"):
-        plain = compose(config_name, overrides=places)
-        verdicts: dict[str, list[Problem | str]] = {}
-        accepted = list(places)
-        # a group's choice decides which keys there are, so groups are tried, and kept, before values
-        for override in sorted(overrides, key=lambda text: not _choices(text.partition("=")[0])):
-            singles, refusals = [override], []
-            with suppress(*COMPOSE_ERRORS):  # raised again, and caught, below
-                singles = _expand(override) if sweep else singles
-            for single in singles:
-                try:
-                    if unknown_keys(compose(config_name, overrides=[*accepted, single])):
-                        raise HydraException("Could not override")
-                except COMPOSE_ERRORS as error:
-                    refusals.append(_explain(single, error=error, plain=plain))
-            if refusals:
-                verdicts[override] = refusals
-            else:
-                accepted.append(singles[0])
-        problems = [problem for override in overrides for problem in verdicts.pop(override, [])]
-        problems += _rest(config_name, accepted)
-        return in_order(problems, overrides)
+    places = create_config_search_path(config_dir)
+    if extra_dir:
+        own = SearchPathElement("command-line", f"file://{Path(extra_dir).absolute()}")
+        places.get_path().insert(-1, own)  # before the schemas
+    Hydra.create_main_hydra2(task_name="diagnose", config_search_path=places)
+    try:
+        return _diagnose(overrides, config_name=config_name, sweep=sweep)
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def _diagnose(overrides: Sequence[str], *, config_name: str, sweep: bool) -> list[Problem | str]:
+    plain = compose(config_name)
+    verdicts: dict[str, list[Problem | str]] = {}
+    accepted: list[str] = []
+    # a group's choice decides which keys there are, so groups are tried, and kept, before values
+    for override in sorted(overrides, key=lambda text: not _choices(text.partition("=")[0])):
+        singles, refusals = [override], []
+        with suppress(*COMPOSE_ERRORS):  # raised again, and caught, below
+            singles = _expand(override) if sweep else singles
+        for single in singles:
+            try:
+                if unknown_keys(compose(config_name, overrides=[*accepted, single])):
+                    raise HydraException("Could not override")
+            except COMPOSE_ERRORS as error:
+                refusals.append(_explain(single, error=error, plain=plain))
+        if refusals:
+            verdicts[override] = refusals
+        else:
+            accepted.append(singles[0])
+    problems = [problem for override in overrides for problem in verdicts.pop(override, [])]
+    return in_order(problems + _rest(config_name, accepted), overrides)
 
 
 def _rest(config_name: str, accepted: list[str]) -> list[Problem | str]:
@@ -133,7 +141,9 @@ def _unknown(override: str, *, key: str, value: str, plain: DictConfig) -> str:
         return f"{override}: {parent_key} has no such key yet, and a new one needs a plus. Try +{override}."
     known = [name for name in flat(plain) if "." not in key or not _is_table(plain, name)]
     by_last_word = {name.rpartition(".")[2]: name for name in reversed(known)}
-    close = nearest(key, known) or [by_last_word[w] for w in nearest(key.rpartition(".")[2], by_last_word)]
+    last = key.rpartition(".")[2]
+    close = [by_last_word[last]] if last in by_last_word else nearest(key, known)
+    close = close or [by_last_word[word] for word in nearest(last, by_last_word)]
     text = f"{override}: there is no key {key}."
     if not close:
         return text

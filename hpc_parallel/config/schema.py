@@ -81,7 +81,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1  # matrices only; norms and biases are left alone
     schedule: str = "cosine"  # cosine, constant
-    warmup_steps: int = 0
+    warmup_steps: int | None = None  # null: a twentieth of the steps
     final_share: float = 0.1  # of the learning rate, at the last step of a cosine
 
 

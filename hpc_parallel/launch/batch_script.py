@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from collections.abc import Mapping
@@ -28,11 +29,11 @@ def sbatch_flags(run: PreparedRun) -> Flags:
         **gpu_flags(run),
     }
     if launcher.memory_gb is not None:
-        flags["mem"] = f"{round(launcher.memory_gb * 1024)}M"
+        flags["mem"] = f"{math.ceil(launcher.memory_gb * 1024)}M"  # never 0M, which asks for all there is
     for key in ("partition", "account", "qos", "constraint", "exclude", "wckey"):
         if (value := getattr(launcher, key)) is not None:
             flags[key] = value
-    return flags | {flag: value for flag, value in launcher.extra.items() if value is not False}
+    return flags | {flag: value for flag, value in launcher.extra.items() if value not in (False, None)}
 
 
 def gpu_flags(run: PreparedRun) -> Flags:

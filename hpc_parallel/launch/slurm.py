@@ -76,7 +76,7 @@ def executor(run: PreparedRun) -> Executor:
         **parameters,
         wckey=None,  # submitit's own is refused by some sites
         additional_parameters=flags,
-        setup=environment_block(run, log_suffix="_0_log.out").splitlines(),
+        setup=environment_block(run, log_suffix="_0_log.out").split("\n"),
         srun_args=srun_arguments(run),
         stderr_to_stdout=True,
     )
@@ -132,9 +132,7 @@ def in_slurms_words(text: str) -> str:
     if re.search("partition|node", text, re.IGNORECASE) and (names := partitions()):
         message += f"\n  Partitions here: {', '.join(names)}."
     if re.search("gres|gpu|generic resource", text, re.IGNORECASE):
-        message += (
-            "\n  For a site that takes --gres try cluster=gres; for one without GPUs, cluster=cpu."
-        )
+        message += "\n  For a site that takes --gres try cluster=gres; for one without GPUs, cluster=cpu."
     return message
 
 

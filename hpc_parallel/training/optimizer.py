@@ -38,11 +38,12 @@ def build_optimizer(parameters: Mapping[str, Parameter], config: OptimizerConfig
 
 def learning_rate(step: int, *, steps: int, config: OptimizerConfig) -> float:
     """Rate of the 1-based `step`: linear warm-up, then constant or half a cosine down to `final_share`."""
-    if step <= config.warmup_steps:
-        return config.learning_rate * step / config.warmup_steps
+    warmup = steps // 20 if config.warmup_steps is None else config.warmup_steps
+    if step <= warmup:
+        return config.learning_rate * step / warmup
     if config.schedule == "constant":
         return config.learning_rate
-    progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    progress = (step - warmup) / max(1, steps - warmup)
     share = config.final_share + (1 - config.final_share) * (1 + math.cos(math.pi * progress)) / 2
     return config.learning_rate * share
 

@@ -1,4 +1,7 @@
-"""AdamW's three kernels on this machine, as ratios to the plain loop: python tests/benchmarks/optimizer_kernels.py"""
+"""AdamW's three kernels on this machine, as ratios to the plain loop.
+
+python tests/benchmarks/optimizer_kernels.py
+"""
 
 from __future__ import annotations
 

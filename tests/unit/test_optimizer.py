@@ -43,7 +43,7 @@ def test_adamw_follows_its_equations() -> None:
     }
     optimizer = build_optimizer(weights, config)
     expected = {name: weight.detach().double() for name, weight in weights.items()}
-    moments = {name: (0.0, 0.0) for name in weights}
+    moments = dict.fromkeys(weights, (0.0, 0.0))
     for step, scale in ((1, 1.0), (2, -0.5)):
         for name, weight in weights.items():
             gradient = torch.full_like(weight, scale)

@@ -1,0 +1,238 @@
+"""What Slurm is given: exact flags, and scripts in which a value is never run by mistake."""
+
+from __future__ import annotations
+
+import os
+import pickletools
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jinja2 import UndefinedError
+
+from hpc_parallel.launch import batch_script
+from hpc_parallel.launch.batch_script import ScriptLauncher, environment_block, render, sbatch_flags
+from hpc_parallel.launch.prepare import PreparedRun
+from hpc_parallel.launch.slurm import SlurmLauncher, executor, submit
+from tests.composed import prepared
+
+NASTY = ["a b", "it's", 'say "x"', "$(touch pwned)", "`touch pwned`", "; touch pwned", "& touch pwned",
+         "Grüße", "#x", "$HOME", "~", "*", "-n", "a\tb"]  # fmt: skip
+TYPEABLE = [text for text in NASTY if text.isprintable()]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def quoted(text: str) -> str:
+    """As Hydra's grammar writes a text."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+BASE = {"job-name": "data", "nodes": 2, "ntasks-per-node": 4, "cpus-per-task": 1, "time": 60}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], {"gpus-per-node": "4"}),
+        (["cluster.gpu_type=a100"], {"gpus-per-node": "a100:4"}),
+        (["cluster=gres"], {"gres": "gpu:4"}),
+        (["cluster=gres", "cluster.gpu_type=h200"], {"gres": "gpu:h200:4"}),
+        (["cluster=cpu"], {}),
+        (["cluster=cpu", "cluster.gpu_type=a100"], {}),
+        (["cluster=cpu", "launcher.memory_gb=1.5"], {"mem": "1536M"}),
+        (["cluster=cpu", "launcher.memory_gb=0.0001"], {"mem": "1M"}),
+        (["cluster=cpu", "launcher.wckey=w"], {"wckey": "w"}),
+        (["cluster=cpu", "+launcher.extra.requeue=true", "+launcher.extra.overcommit=false"],
+         {"requeue": True}),
+        (["cluster=cpu", "+launcher.extra.comment=x y", "+launcher.extra.nice=null"], {"comment": "x y"}),
+        (
+            ["cluster=cpu", "launcher.partition=p", "launcher.account=a", "launcher.qos=q",
+             "launcher.constraint=c", "launcher.exclude='n[1-2]'"],
+            {"partition": "p", "account": "a", "qos": "q", "constraint": "c", "exclude": "n[1-2]"},
+        ),
+    ],
+)  # fmt: skip
+def test_flags_are_exactly_these(overrides: list[str], expected: dict[str, object]) -> None:
+    run = prepared("nodes=2", "gpus_per_node=4", "training.global_batch_size=16", *overrides)
+    assert sbatch_flags(run) == BASE | expected
+
+
+def sbatch_lines(script: str) -> dict[str, str | None]:
+    """The options that a shell, and sbatch, read in the script's `#SBATCH` lines."""
+    options: dict[str, str | None] = {}
+    for line in script.splitlines():
+        if line.startswith("#SBATCH "):
+            (word,) = shlex.split(line.removeprefix("#SBATCH "), comments=True)
+            flag, equals, value = word.removeprefix("--").partition("=")
+            options[flag] = value if equals else None
+    return options
+
+
+@pytest.mark.parametrize("text", TYPEABLE)
+def test_values_reach_sbatch_unchanged(text: str) -> None:
+    run = prepared("nodes=1", f"name={quoted(text)}", f"launcher.partition={quoted(text)}",
+                   f"run_dir={quoted('runs/' + text)}", "+launcher.extra.requeue=true")  # fmt: skip
+    for script in (render(run), executor(run).script):
+        options = sbatch_lines(script)
+        assert (options["job-name"], options["partition"]) == (text, text)
+        assert options["requeue"] is None
+        assert options["output"] is not None
+        assert options["output"].startswith(f"{run.folder.path}/slurm/%")
+    assert run.folder.path == Path.cwd() / "runs" / text
+
+
+@pytest.mark.parametrize("launcher", [ScriptLauncher(), SlurmLauncher()], ids=["script", "slurm"])
+def test_bash_reads_the_scripts(launcher: ScriptLauncher | SlurmLauncher, tmp_path: Path) -> None:
+    lines = ",".join(quoted(text) for text in TYPEABLE)
+    run = prepared(f"launcher.setup=[{lines}]", f"launcher.modules=[{lines}]", f"name={quoted(TYPEABLE[1])}")
+    subprocess.run(["bash", "-n"], input=launcher.preview(run), text=True, check=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+STUB = """#!/bin/sh
+for word in "$@"; do printf '%s\\n' "$word"; done >> "$CALLS"
+"""
+
+
+class Node:
+    """Runs a run's environment block with bash, its python and `module` replaced by recorders."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.calls = folder / "calls"
+        self.venv = folder / "my venv's"
+        (self.venv / "bin").mkdir(parents=True)
+        (self.venv / "bin" / "activate").write_text('echo "activated $#"\n')
+        python = self.venv / "bin" / "python"
+        python.write_text(STUB)
+        python.chmod(0o755)
+
+    def run(self, *overrides: str, then: str = "") -> subprocess.CompletedProcess[str]:
+        run = prepared(f"launcher.venv={quoted(str(self.venv))}", "launcher.snapshot=false", *overrides)
+        module = 'module() { for word; do echo "module <$word>"; done; }\n'
+        script = module + environment_block(run, log_suffix=".out") + "\n" + then
+        environment = {**os.environ, "CALLS": str(self.calls), "SLURM_JOB_ID": "7"}
+        return subprocess.run(
+            ["bash", "-c", script], cwd=self.folder, env=environment, capture_output=True, text=True
+        )
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+def test_names_of_modules_are_only_names(node: Node) -> None:
+    done = node.run(f"launcher.modules=[{','.join(quoted(text) for text in TYPEABLE)}]")
+    assert done.returncode == 0, done.stderr
+    loaded = [
+        line for line in done.stdout.splitlines() if line != "module <load>" and line.startswith("module")
+    ]
+    assert loaded == [f"module <{text}>" for text in TYPEABLE]
+    assert done.stdout.splitlines()[-1] == "activated 0"
+    assert not (node.folder / "pwned").exists()
+    assert not node.calls.exists()  # nothing to conclude
+
+
+@pytest.mark.parametrize("text", TYPEABLE)
+def test_a_failing_line_stops_the_job_with_its_text_and_code(node: Node, text: str) -> None:
+    line = f"sh -c 'exit 7' {shlex.quote(text)}"
+    done = node.run(f"launcher.setup=[{quoted(line)},{quoted('echo on')}]", f"run_dir={quoted('r/' + text)}",
+                    then="echo still on")  # fmt: skip
+    assert done.returncode == 7
+    assert done.stderr == f"setup line failed with exit code 7: {line}\n"
+    assert " on" not in done.stdout
+    folder = node.folder / "r" / text
+    assert node.calls.read_text().splitlines() == [
+        "-m", "hpc_parallel.worker.conclude", str(folder), "7", "--log", f"{folder}/slurm/7.out",
+    ]  # fmt: skip
+    assert not (node.folder / "pwned").exists()
+
+
+def test_setup_lines_run_as_if_typed(node: Node) -> None:
+    lines = ["export SITE='it'\"'\"'s $((1+1))'", "declare -a LIST=(one two)", "true && COUNT=$#", "cd /"]
+    done = node.run(
+        f"launcher.setup=[{','.join(quoted(line) for line in lines)}]",
+        then='printf "%s|" "$SITE" "${LIST[1]}" "$COUNT" "$PWD"',
+    )
+    assert done.stdout.splitlines()[-1] == "it's $((1+1))|two|0|/|"
+
+
+def test_a_line_that_bash_cannot_read_stops_the_job(node: Node) -> None:
+    done = node.run(f"launcher.setup=[{quoted('echo (')}]", then="echo still on")
+    assert done.returncode != 0
+    assert "setup line failed" in done.stderr
+    assert "still on" not in done.stdout
+
+
+@pytest.mark.parametrize("code", [0, 1, 137])
+def test_the_end_is_concluded_and_keeps_its_code(node: Node, code: int) -> None:
+    assert node.run(then=f"(exit {code})").returncode == code
+    assert node.calls.exists() == (code != 0)
+
+
+def test_srun_starts_one_worker_a_device(tmp_path: Path) -> None:
+    run = prepared("nodes=2", "gpus_per_node=2", "launcher.cpus_per_device=3", "run_dir='it is'")
+    last = render(run).splitlines()[-1]
+    assert shlex.split(last) == [
+        "srun", "--cpus-per-task=3", "--distribution=block", "--kill-on-bad-exit=1", "--wait=60",
+        sys.executable, "-m", "hpc_parallel.worker.supervise", str(tmp_path / "it is"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("lost", ["run_folder", "python", "log_folder", "modules", "setup"])
+def test_a_template_without_a_value_is_an_error(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = batch_script._values
+
+    def values(run: PreparedRun, suffix: str) -> dict[str, object]:
+        return {name: value for name, value in whole(run, suffix).items() if name != lost}
+
+    monkeypatch.setattr(batch_script, "_values", values)
+    with pytest.raises(UndefinedError, match=lost):
+        render(prepared("nodes=1"))
+
+
+@pytest.fixture
+def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PreparedRun:
+    """A run that submitit has handed to an `sbatch` that keeps its script in `given`."""
+    stub = tmp_path / "bin" / "sbatch"
+    stub.parent.mkdir()
+    stub.write_text(
+        f'#!/bin/sh\nfor last; do :; done; cp "$last" {tmp_path}/given\necho Submitted batch job 7\n'
+    )
+    stub.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{stub.parent}:{os.environ['PATH']}")
+    run = prepared("nodes=2", "launcher.modules=[cuda]", "launcher.snapshot=false")
+    run.folder.create()
+    assert submit(run) == "7"
+    return run
+
+
+def test_the_preview_is_what_submitit_hands_over(submitted: PreparedRun, tmp_path: Path) -> None:
+    given = (tmp_path / "given").read_text()
+    assert given.splitlines() == SlurmLauncher().preview(submitted).splitlines()
+    assert "wckey" not in given
+
+
+def test_the_payload_is_a_name_and_a_path(submitted: PreparedRun) -> None:
+    """submitit pickles with cloudpickle, which would take a closure by its code."""
+    (pickle,) = submitted.folder.slurm.glob("*.pkl")
+    opcodes = pickletools.genops(pickle.read_bytes())
+    names = {argument for _, argument, _ in opcodes if isinstance(argument, str)}
+    assert {"hpc_parallel.worker.supervise", "run", str(submitted.folder.path)} <= names
+    modules = {name for name in names if "." in name and not name.startswith("/")}
+    assert modules == {"hpc_parallel.worker.supervise", "submitit.core.utils"}
+
+
+def test_script_writes_what_it_previews(capsys: pytest.CaptureFixture[str]) -> None:
+    run: PreparedRun = prepared("nodes=2", "run_dir='my run'")
+    assert ScriptLauncher().launch(run) == 0
+    assert run.folder.batch_script.read_text() == ScriptLauncher().preview(run)
+    assert f"sbatch '{run.folder.batch_script}'" in capsys.readouterr().out
+    assert run.folder.slurm.is_dir()

@@ -1,0 +1,100 @@
+"""The checks by themselves: order, spelling, and that what passes can run."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpc_parallel.config.checks import find_problems, in_order, stages_per_rank
+from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.layout import Layout, plan_batch
+from hpc_parallel.config.problems import Problem, nearest, spell
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.targets import missing_part
+from tests.composed import composed
+
+
+@pytest.fixture(scope="module")
+def config() -> RunConfig:
+    return resolve(composed("strategy=single"))[0]
+
+
+def test_problems_come_in_the_order_of_the_command_line() -> None:
+    problems = [
+        Problem("name", "", "r"),
+        Problem("strategy.pipeline", 3, "r"),
+        "+nodez: r",
+        Problem("seed", -1, "r"),
+    ]
+    ordered = in_order(problems, ["seed=-1", "+nodez=2", "strategy=pipeline", "nodes=1"])
+    assert ordered == [problems[3], problems[2], problems[1], problems[0]]
+
+
+@pytest.mark.parametrize(
+    ("value", "spelt"),
+    [(None, "null"), (True, "true"), (3, "3"), (1e-8, "1e-08"), (0.5, "0.5"), ("", "''"), ("a b", "'a b'"),
+     ("a\nb", r"'a\nb'"), ("Grüße", "Grüße"), ([0.9, 1.0], "[0.9,1]"), ([], "[]"), ({}, "{}"),
+     ({"a": None}, "{a:null}")],
+)  # fmt: skip
+def test_values_are_spelt_as_on_the_command_line(value: object, spelt: str) -> None:
+    assert spell(value) == spelt
+
+
+def test_a_problem_offers_all_that_must_change() -> None:
+    problem = Problem("strategy.pipeline", 8, "is too deep", (4, 2), ("strategy.replicate=-1",))
+    assert str(problem) == (
+        "strategy.pipeline = 8 is too deep. Try strategy.pipeline=4 strategy.replicate=-1"
+        " or strategy.pipeline=2 strategy.replicate=-1."
+    )
+
+
+def test_nearest_words() -> None:
+    assert nearest("pipelin", ["data", "pipeline"]) == ["pipeline"]
+    assert nearest("zzz", ["data", "pipeline"]) == []
+
+
+@pytest.mark.parametrize(
+    ("target", "right"),
+    [("hpc_parallel.models.transformer.Transformer", True), ("argparse.ArgumentParser", True),
+     ("math.Model", True), ("hpc_parallel.models.transformer.Nope", False), ("hpc_parallel.nope.Nope", False),
+     ("nope.Nope", False), ("Nope", False), ("a..b", False), ("a b.c", False), ("", False)],
+)  # fmt: skip
+def test_class_paths_are_checked_without_import(target: str, right: bool) -> None:
+    assert (missing_part(target) is None) == right
+
+
+DEGREE = st.sampled_from([-1, 1, 2, 3, 4])
+SCHEDULE = st.sampled_from(["gpipe", "1f1b", "interleaved"])
+SMALL = st.none() | st.integers(1, 12)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4), DEGREE, DEGREE, SCHEDULE,
+       st.integers(1, 48), SMALL, SMALL)  # fmt: skip
+def test_what_passes_the_checks_can_be_laid_out(
+    config: RunConfig,
+    nodes: int,
+    devices: int,
+    pipeline: int,
+    replicate: int,
+    schedule: str,
+    batch: int,
+    size: int | None,
+    count: int | None,
+) -> None:
+    config.nodes, config.gpus_per_node = nodes, devices
+    strategy = config.strategy
+    strategy.pipeline, strategy.replicate, strategy.schedule = pipeline, replicate, schedule
+    strategy.microbatches = count
+    config.training.global_batch_size, config.training.microbatch_size = batch, size
+    problems = find_problems(config)  # never raises
+    if problems:
+        assert all(str(problem).count(". Try ") <= 1 for problem in problems)
+        return
+    layout = Layout.resolve(strategy, devices=nodes * devices)
+    plan = plan_batch(batch, layout=layout, microbatch_size=size, microbatches=count)
+    assert plan.data * plan.microbatches * plan.microbatch_size == batch
+    if layout.pipeline > 1:
+        assert layout.pipeline * stages_per_rank(strategy) <= config.model["layers"]
+        assert schedule != "1f1b" or plan.microbatches >= layout.pipeline

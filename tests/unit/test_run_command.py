@@ -1,0 +1,227 @@
+"""`python -m hpc_parallel.run` as Hydra's users expect it, without torch and without litter."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra.core.global_hydra import GlobalHydra
+
+from hpc_parallel.run import main
+
+ROOT = Path(__file__).resolve().parents[2]
+LOGIN_HALF = sorted(
+    [ROOT / "hpc_parallel/run.py", ROOT / "hpc_parallel/__main__.py",
+     *(ROOT / "hpc_parallel/config").glob("*.py"), *(ROOT / "hpc_parallel/launch").glob("*.py")]
+)  # fmt: skip
+WORKER_HALF = ("torch", "hpc_parallel.strategies", "hpc_parallel.training", "hpc_parallel.models")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["run"])
+    return tmp_path
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    code = main(arguments)
+    told = capsys.readouterr()
+    assert (code, told.err) == (0, "")
+    assert not GlobalHydra.instance().is_initialized()
+    return told.out
+
+
+def python(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *words], env={**os.environ, **path, **environment}, capture_output=True, text=True
+    )
+
+
+def test_cfg_job_shows_the_whole_configuration(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = yaml.safe_load(printed(capsys, "--cfg", "job", "strategy=pipeline", "nodes=3"))
+    assert (shown["nodes"], shown["strategy"]["pipeline"], shown["model"]["layers"]) == (3, -1, 4)
+    assert set(shown) >= {"strategy", "model", "data", "optimizer", "training", "launcher", "cluster", "task"}
+    assert list(here.iterdir()) == []
+
+
+def test_cfg_shows_one_package(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed(capsys, "--cfg", "job", "--package", "strategy", "strategy=pipeline")
+    assert yaml.safe_load(shown)["name"] == "pipeline"
+    assert "nodes" not in yaml.safe_load(shown)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--help"], ["strategy: data, pipeline, single", "model: 124m", "nodes: 1"]),
+        (["--hydra-help"], ["--multirun", "--config-dir"]),
+        (["--info", "defaults"], ["strategy/data", "model/tiny"]),
+        (["--info", "searchpath"], ["main", "file://"]),
+    ],
+)
+def test_hydra_explains(flags: list[str], words: list[str], here: Path) -> None:
+    done = python("-m", "hpc_parallel.run", *flags)
+    assert (done.returncode, done.stderr) == (0, "")
+    for word in words:
+        assert word in done.stdout
+    assert list(here.iterdir()) == []
+
+
+def test_the_shell_can_complete() -> None:
+    done = python("-m", "hpc_parallel.run", "-sc", "install=bash")
+    assert done.returncode == 0
+    assert "complete" in done.stdout
+    assert "hydra_bash_completion" in done.stdout
+
+
+def test_a_sweep_makes_one_run_for_each_value(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed(
+        capsys, "-m", "nodes=1,2", "strategy=data,pipeline", "dry_run=true", "launcher=script", "cluster=cpu"
+    )
+    asked = [
+        line for line in shown.splitlines() if line.startswith(("#SBATCH --nodes", "#SBATCH --job-name"))
+    ]
+    assert asked == [
+        f"#SBATCH --{flag}" for nodes in (1, 2) for name in ("data", "pipeline")
+        for flag in (f"job-name={name}", f"nodes={nodes}")
+    ]  # fmt: skip
+    files = [path.relative_to(here) for path in here.rglob("*") if path.is_file()]
+    assert [file.name for file in files] == ["multirun.yaml"]
+    assert files[0].parts[:2] == ("runs", "sweeps")
+
+
+def test_a_sweep_of_scripts_writes_every_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed(capsys, "-m", "nodes=1,2", "launcher=script", "launcher.snapshot=false")
+    configs = [yaml.safe_load(file.read_text()) for file in here.glob("runs/data/*/config.yaml")]
+    assert sorted(config["nodes"] for config in configs) == [1, 2]
+
+
+@pytest.fixture
+def own(here: Path) -> str:
+    """A folder of the user's own configurations."""
+    folder = here / "own conf"
+    for group, name, text in (
+        ("strategy", "mine", "name: mine\npipeline: 2\nreplicate: -1\n"),
+        ("model", "mymodel", "_target_: argparse.ArgumentParser\nwidth: 3\n"),
+    ):
+        (folder / group).mkdir(parents=True)
+        (folder / group / f"{name}.yaml").write_text(text)
+    return str(folder)
+
+
+def test_a_folder_of_the_users_own_adds_choices(own: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config-dir", own, "strategy=mine", "model=mymodel", "model.width=5", "nodes=4"]
+    shown = yaml.safe_load(printed(capsys, *words, "--cfg", "job"))
+    assert (shown["strategy"]["pipeline"], shown["model"]) == (
+        2, {"_target_": "argparse.ArgumentParser", "width": 5},
+    )  # fmt: skip
+    printed(capsys, *words, "dry_run=true", "launcher=script")
+
+
+def test_faults_are_explained_with_the_users_own_choices(
+    own: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--config-dir", own, "strategy=mine", "model=mymodel", "nodes=4"]
+    assert main([*words, "model.widht=5", "nodez=4"]) == 2
+    told = capsys.readouterr().err
+    assert "2 problems" in told
+    assert "nodez" in told
+    assert main(["--config-dir", own, "strategy=mien"]) == 2
+    assert "strategy = mien is not one of data, mine, pipeline, single. Try strategy=mine or" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("value", [None, "0", "1"])
+@pytest.mark.parametrize("arguments", [["--cfg", "job"], ["nodez=1"], ["dry_run=true", "launcher=local"]])
+def test_the_users_environment_stays(
+    value: str | None,
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    if value is not None:
+        monkeypatch.setenv("HYDRA_FULL_ERROR", value)
+    before = dict(os.environ)
+    main(arguments)
+    assert dict(os.environ) == before
+
+
+def test_what_runs_does_not_see_our_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    seen: list[bool] = []
+    monkeypatch.setattr(
+        "hpc_parallel.run.launch", lambda run: seen.append("HYDRA_FULL_ERROR" in os.environ) or 0
+    )
+    assert main(["-m", "nodes=1,2"]) == 0
+    assert seen == [False, False]
+
+
+def test_a_sweep_ends_with_its_worst_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = iter([0, 3, 1])
+    monkeypatch.setattr("hpc_parallel.run.launch", lambda run: next(codes))
+    assert main(["-m", "seed=1,2,3"]) == 3
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "script", "local"])
+def test_a_dry_run_writes_nothing(launcher: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed(capsys, "dry_run=true", f"launcher={launcher}", "nodes=2", "strategy=pipeline")
+    assert list(here.iterdir()) == []
+
+
+def test_nothing_of_hydras_lies_beside_a_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed(capsys, "launcher=script", "run_dir=mine", "launcher.snapshot=false")
+    assert [path.name for path in here.iterdir()] == ["mine"]
+    assert sorted(path.name for path in (here / "mine").iterdir()) == [
+        "batch_script.sh", "config.yaml", "environment.json", "logs", "rendezvous", "slurm",
+    ]  # fmt: skip
+
+
+def test_the_configuration_is_kept_whole(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also a key that was deleted from the command line has its default in `config.yaml`."""
+    printed(capsys, "launcher=script", "run_dir=mine", "~nodes", "~training", "launcher.snapshot=false")
+    kept = yaml.safe_load((here / "mine" / "config.yaml").read_text())
+    assert (kept["nodes"], kept["training"]["steps"], kept["name"]) == (1, 100, "data")
+    assert kept["run_dir"] == str(here / "mine")
+    assert "command" in json.loads((here / "mine" / "environment.json").read_text())
+
+
+IMPORTED = """
+import sys
+from hpc_parallel.run import main
+assert "torch" not in sys.modules, "import"
+for words in sys.argv[1:]:
+    code = main(words.split())
+    assert code == 0, (code, words)
+    assert "torch" not in sys.modules, words
+"""
+
+
+def test_torch_is_never_imported(here: Path) -> None:
+    done = python(
+        "-c", IMPORTED,
+        *(f"dry_run=true nodes=2 strategy=pipeline launcher={kind}" for kind in ("slurm", "script", "local")),
+        "launcher=script nodes=2 run_dir=mine", "--cfg job",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (here / "mine" / "batch_script.sh").exists()
+
+
+@pytest.mark.parametrize("file", LOGIN_HALF, ids=lambda file: file.relative_to(ROOT).as_posix())
+def test_the_login_half_knows_nothing_of_the_worker_half(file: Path) -> None:
+    tree = ast.parse(file.read_text())
+    imported = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    imported += [
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
+    ]  # fmt: skip
+    assert not [name for name in imported if name.startswith(WORKER_HALF)]

@@ -1,0 +1,95 @@
+"""The run folder is the user's alone, never overwritten, and never half-written."""
+
+from __future__ import annotations
+
+import json
+import stat
+import threading
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from hpc_parallel.launch.run_folder import RunFolder, new_run_id, read_json, write_json, write_text
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_only_the_user_may_enter(tmp_path: Path, exists: bool) -> None:
+    folder = RunFolder(tmp_path / "deep" / "run")
+    if exists:
+        folder.path.mkdir(parents=True, mode=0o755)
+    folder.create()
+    assert {path.name: mode(path) for path in (folder.path, folder.logs, folder.rendezvous)} == {
+        "run": 0o700, "logs": 0o700, "rendezvous": 0o700,
+    }  # fmt: skip
+
+
+def test_a_run_is_never_overwritten(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    with pytest.raises(FileExistsError, match="not empty"):
+        folder.create()
+
+
+def test_names_are_those_of_the_contract(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    names = {path.relative_to(tmp_path).as_posix() for path in (
+        folder.config, folder.environment, folder.batch_script, folder.metrics, folder.summary,
+        folder.failure, folder.log(3, "err"),
+    )}  # fmt: skip
+    assert names == {
+        "config.yaml", "environment.json", "batch_script.sh", "metrics.jsonl", "summary.json", "failure.json",
+        "logs/rank-3.err",
+    }  # fmt: skip
+
+
+def test_a_reader_sees_the_old_or_the_new(tmp_path: Path) -> None:
+    file = tmp_path / "value.json"
+    texts = [{"value": letter * 100_000} for letter in "ab"]
+    write_json(file, texts[0])
+    done = threading.Event()
+
+    def write() -> None:
+        for turn in range(60):
+            write_json(file, texts[turn % 2])
+        done.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    reads = 0
+    while not done.is_set():
+        assert read_json(file) in texts
+        reads += 1
+    writer.join()
+    assert reads > 1
+    assert [path.name for path in tmp_path.iterdir()] == ["value.json"]
+
+
+def test_a_failed_write_leaves_the_old_and_no_litter(tmp_path: Path) -> None:
+    file = tmp_path / "value.json"
+    write_text(file, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_text(file, "\ud800")
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(file, {"loss": float("nan")})
+    assert file.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["value.json"]
+
+
+def test_nothing_there_is_none_and_half_there_is_an_error(tmp_path: Path) -> None:
+    assert read_json(tmp_path / "none.json") is None
+    (tmp_path / "half.json").write_text('{"a": ')
+    with pytest.raises(json.JSONDecodeError):
+        read_json(tmp_path / "half.json")
+
+
+def test_run_ids_sort_by_time_and_differ_within_a_second() -> None:
+    now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    ids = [new_run_id(now + timedelta(seconds=second)) for second in range(60)]
+    assert ids == sorted(ids)
+    assert ids[0].startswith("20260102-030405-")
+    assert len({new_run_id(now) for _ in range(20)}) > 15
