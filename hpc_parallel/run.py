@@ -71,6 +71,9 @@ def compose() -> list[PreparedRun]:
         if errors:
             problems = {str(problem): problem for each in errors for problem in each.problems}
             raise ConfigError(list(problems.values()))
+    if len({run.folder.path for run in runs}) < len(runs):
+        rule = "is the same for several runs of the sweep, and each needs a folder of its own"
+        raise ConfigError([Problem("run_dir", runs[0].config.run_dir, rule, (None,))])
     return runs
 
 
@@ -83,6 +86,8 @@ def launch(run: PreparedRun) -> int:
     print(f"{run}\n{choice}")
     try:
         return launcher.launch(run)
+    except ConfigError as error:  # the run folder can't be made
+        return _report(error.problems)
     except SiteRefusedError as refusal:
         print(refusal, file=sys.stderr)
         return REFUSED
@@ -112,19 +117,17 @@ def _diagnose(error: Exception, configs: str) -> list[Problem | str]:
 
 @contextmanager
 def _leaving_nothing() -> Iterator[None]:
-    """Take away the folder of a refused sweep, which Hydra makes before it composes the first run."""
+    """Take away what Hydra writes for a sweep: a folder with its own settings, which every run's have too."""
     sweeps = Path("runs", "sweeps")
     before = set(sweeps.glob("*"))
     try:
         yield
-    except ConfigError:
+    finally:
         for folder in set(sweeps.glob("*")) - before:
-            if [file.name for file in folder.iterdir()] == ["multirun.yaml"]:
-                (folder / "multirun.yaml").unlink()
-                with suppress(OSError):  # one that holds something stays
-                    for empty in (folder, sweeps, sweeps.parent):
-                        empty.rmdir()
-        raise
+            (folder / "multirun.yaml").unlink(missing_ok=True)
+            with suppress(OSError):  # one that holds something stays
+                for empty in (folder, sweeps, sweeps.parent):
+                    empty.rmdir()
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpc_parallel.launch.prepare import PreparedRun
 from tests.composed import prepared
 
 if TYPE_CHECKING:
@@ -50,9 +51,8 @@ class Workers:
 
         variables: of the environment, set on the ranks for good.
         """
-        run = prepared("launcher=local", f"run_dir={self._next_folder() / 'run'}", "device=cpu", *overrides)
-        run.write()
-        parts = self.run(run.devices, _train, str(run.folder.path), dict(variables or {}))
+        run = self.prepare(*overrides)
+        parts = self.run(run.devices, train_here, str(run.folder.path), dict(variables or {}))
         weights: dict[str, Tensor] = {}
         for part in parts:
             for name, weight in part.items():
@@ -60,6 +60,13 @@ class Workers:
                 weights[name] = weight
         lines = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
         return Trained(lines=lines, weights=weights, folder=run.folder.path)
+
+    def prepare(self, *overrides: str) -> PreparedRun:
+        """A run folder of this configuration, written and not started."""
+        fixed = ("launcher=local", "launcher.snapshot=false", "device=cpu")
+        run = prepared(f"run_dir={self._next_folder() / 'run'}", *fixed, *overrides)
+        run.write()
+        return run
 
     def run(self, count: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
         """`job(*arguments)` on `count` ranks inside a fresh gloo process group; their results by rank."""
@@ -115,7 +122,8 @@ def _serve(pipe: Connection) -> None:
         pipe.send(answer)
 
 
-def _train(run_folder: str, variables: Mapping[str, str]) -> dict[str, Tensor]:
+def train_here(run_folder: str, variables: Mapping[str, str]) -> dict[str, Tensor]:
+    """This rank's part of the run, inside a process group; its weights by full name."""
     import torch
 
     from hpc_parallel.launch.run_folder import RunFolder

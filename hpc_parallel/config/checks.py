@@ -27,6 +27,13 @@ CHOICES = {
 # An axis can be used once the file of its technique is there: strategies/<axis>.py.
 TECHNIQUES = {file.stem for file in (Path(__file__).parents[1] / "strategies").glob("*.py")}
 INTERLEAVED = ("interleaved",)
+# Keys of the public contract whose work is still to be done, with the one value that they take now.
+NOT_YET: dict[str, tuple[Any, str]] = {
+    "resume": (None, "runs keep no checkpoints so far"),
+    "training.checkpoint_every": (None, "runs keep no checkpoints so far"),
+    "training.activation_checkpointing": ("none", "activations are always kept"),
+    "training.compile": (False, "models run as they are written"),
+}
 
 
 def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> list[Problem | str]:
@@ -162,6 +169,8 @@ def _degrees_problem(config: RunConfig, strategy: StrategyConfig, devices: int, 
     else:
         legal = [devices // rest] if devices % rest == 0 else []
         rule = f"makes {product} of the axes together, but there are {where}"
+    if axis == "pipeline" and isinstance(layers := _layers(config), int):
+        legal = [d for d in legal if d * stages_per_rank(strategy) <= layers]
     legal.sort(key=lambda d: abs(d - degree))
     return Problem(f"strategy.{axis}", degree, rule, tuple(sorted(legal[:2])))
 
@@ -180,7 +189,7 @@ def _stages(config: RunConfig, layout: Layout) -> Found:
         rule = f"does not fit strategy.schedule = {strategy.schedule}"
         yield Problem("strategy.stages_per_rank", per_rank, rule, (2 if interleaved else 1,))
     stages = layout.pipeline * per_rank
-    layers = config.model.get("layers") if isinstance(config.model, dict) else None
+    layers = _layers(config)
     if isinstance(layers, int) and stages > layers >= 1:
         most = max((d for d in divisors(layout.devices) if d * per_rank <= layers), default=1)
         others_fixed = -1 not in (getattr(strategy, axis) for axis in AXES if axis != "pipeline")
@@ -188,6 +197,11 @@ def _stages(config: RunConfig, layout: Layout) -> Found:
         detail = f" ({layout.pipeline} ranks x {per_rank})" if per_rank > 1 else ""
         rule = f"gives {stages} stages{detail}, more than model.layers = {layers}: each needs a block"
         yield Problem("strategy.pipeline", layout.pipeline, rule, (most,), along)
+
+
+def _layers(config: RunConfig) -> Any:
+    """The number of blocks, where the model's configuration tells it."""
+    return config.model.get("layers") if isinstance(config.model, dict) else None
 
 
 def stages_per_rank(strategy: StrategyConfig) -> int:
@@ -309,11 +323,9 @@ def _data(config: RunConfig) -> Found:
             names = [p.name for p in parent.iterdir()] if path and parent.is_dir() else []
             near = nearest(Path(path).name, names)
             yield Problem("data.path", path, "does not exist here", tuple(parent / name for name in near))
-        elif config.data["_target_"].endswith("TokensData"):
-            from hpc_parallel.data.tokens import read_description  # no torch in it
-
+        else:
             try:
-                vocab_size = read_description(Path(path).expanduser())["vocab_size"]
+                vocab_size = _look_into(config.data) or vocab_size
             except (ValueError, OSError) as error:
                 yield f"data.path = {path} can't be used: {error}"
     room = config.model.get("vocab_size") if isinstance(config.model, dict) else None
@@ -322,7 +334,21 @@ def _data(config: RunConfig) -> Found:
         yield Problem("model.vocab_size", room, rule, (vocab_size,))
 
 
+def _look_into(data: dict[str, Any]) -> int | None:
+    """The vocabulary of the tokens at `data.path`. Raises ValueError where the files are no such data."""
+    from hpc_parallel.data import text, tokens  # neither imports torch
+
+    if data["_target_"] == "hpc_parallel.data.tokens.TokensData":
+        return tokens.read_description(Path(data["path"]).expanduser())["vocab_size"]
+    if data["_target_"] == "hpc_parallel.data.text.TextData":
+        text.find_files(data["path"], pattern=data["pattern"])
+    return None
+
+
 def _switches(config: RunConfig) -> Found:
+    for key, (default, what) in NOT_YET.items():
+        if (value := value_at(config, key)) != default:
+            yield Problem(key, value, f"can't be done yet: {what}", (default,))
     for switch, package in (("tensorboard", "tensorboard"), ("wandb", "wandb")):
         if getattr(config.training, switch) and find_spec(package) is None:
             rule = f"needs the package {package}, which is not installed here (pip install {package})"

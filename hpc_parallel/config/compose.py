@@ -22,8 +22,8 @@ class UnresolvedError(ConfigError):
 def find_folder(name: str) -> Path:
     """`conf` or `sbatch_templates`: beside the package in a checkout, inside it when installed."""
     package = Path(__file__).resolve().parents[1]
-    beside = package.parent / name
-    return beside if (package.parent / "pyproject.toml").exists() else package / name
+    inside = package / name
+    return inside if inside.is_dir() else package.parent / name
 
 
 def resolve(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:

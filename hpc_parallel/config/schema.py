@@ -97,6 +97,9 @@ class TrainingConfig:
     log_every: int = 10
     validate_every: int | None = 100  # steps; null: never
     validation_samples: int = 256
+    checkpoint_every: int | None = None  # steps
+    activation_checkpointing: str = "none"
+    compile: bool = False
     tensorboard: bool = False
     wandb: bool = False
 
@@ -135,7 +138,7 @@ class ClusterConfig:
     port: int | None = None  # a fixed port for closed networks; null: one that is free
     start_timeout_s: float = 300.0  # for all ranks to arrive
     collective_timeout_s: float = 600.0
-    environment: dict[str, str] = field(default_factory=dict)  # NCCL_*, GLOO_*, FI_*, OMP_*: set where unset
+    environment: dict[str, Any] = field(default_factory=dict)  # NCCL_*, GLOO_*, FI_*, OMP_*: set where unset
 
 
 @dataclass

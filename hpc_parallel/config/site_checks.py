@@ -32,22 +32,22 @@ def find_problems(config: RunConfig) -> Found:
 def _names(config: RunConfig) -> Found:
     """Names that become part of a path or of a shell's line."""
     name = config.name
-    if name in ("", ".", "..") or set(name) & set("/%\\") or not name.isprintable() or len(name) > 100:
+    if name in ("", ".", "..") or set(name) & set("/%\\:") or not name.isprintable() or len(name) > 100:
         mend = re.sub(r"[^\w.-]+", "-", name).strip("-.")[:100] or "run"
-        rule = "can't name a folder: up to 100 printable characters without / \\ and % (to Slurm, a pattern)"
+        rule = "can't name a folder: up to 100 printable characters without / \\ : and % (a pattern to Slurm)"
         yield Problem("name", name, rule, (mend,))
     if config.run_dir is not None:
         folder = Path(config.run_dir).expanduser().absolute()
-        if not config.run_dir or set(str(folder)) & set("%\\") or not str(folder).isprintable():
-            rule = "must be a printable path without % and backslash, which Slurm reads as a pattern"
+        if not config.run_dir or set(str(folder)) & set("%\\:") or not str(folder).isprintable():
+            rule = (
+                "must be a printable path without % and backslash (patterns to Slurm) and colon (ends a path)"
+            )
             yield Problem("run_dir", config.run_dir, rule, ("runs/mine",))
         elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             numbered = (Path(f"{config.run_dir.rstrip('/')}-{number}") for number in range(2, 1000))
             free = next((path for path in numbered if not path.expanduser().exists()), None)
             rule = "holds something already; a run is never overwritten"
             yield Problem("run_dir", config.run_dir, rule, (free,))
-    if config.resume is not None:
-        yield Problem("resume", config.resume, "can't be done yet: runs keep no checkpoints so far", (None,))
 
 
 def _launcher(config: RunConfig) -> Found:

@@ -7,10 +7,10 @@ import hashlib
 import os
 import sysconfig
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from hpc_parallel.data.windows import Windows
+if TYPE_CHECKING:
+    from hpc_parallel.data.windows import Windows
 
 VOCAB_SIZE = 256
 # Of the standard library: what is no library source, or is a table in a source file's clothes.
@@ -31,6 +31,8 @@ class TextData:
     """
 
     vocab_size = VOCAB_SIZE
+    train: Windows
+    validation: Windows
 
     def __init__(
         self,
@@ -41,6 +43,10 @@ class TextData:
         max_bytes: int = 6_000_000,
         validation_share: float = 0.05,
     ) -> None:
+        import numpy as np  # here, since the login node asks for find_files alone
+
+        from hpc_parallel.data.windows import Windows
+
         files = find_files(path, pattern=pattern)
         texts: dict[str, bytes] = {}
         left = max_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import sys
 from collections.abc import Mapping
@@ -33,7 +34,9 @@ def sbatch_flags(run: PreparedRun) -> Flags:
     for key in ("partition", "account", "qos", "constraint", "exclude", "wckey"):
         if (value := getattr(launcher, key)) is not None:
             flags[key] = value
-    return flags | {flag: value for flag, value in launcher.extra.items() if value not in (False, None)}
+    return flags | {
+        flag: value for flag, value in launcher.extra.items() if value is not None and value is not False
+    }
 
 
 def gpu_flags(run: PreparedRun) -> Flags:
@@ -84,7 +87,7 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
         "run_folder": str(run.folder.path),
         "log_folder": str(run.folder.slurm),
         "log_suffix": log_suffix,
-        "variables": run.variables,
+        "import_path": "" if run.snapshot is None else os.pathsep.join(map(str, run.snapshot.import_path)),
         "modules": launcher.modules,
         "venv": launcher.venv and str(Path(launcher.venv).expanduser().absolute()),
         "setup": launcher.setup,

@@ -9,6 +9,8 @@ ENDED = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
     "REVOKED", "TIMEOUT",
 }  # fmt: skip
+SILENT = "NO ANSWER"  # no state of Slurm's: its controller is away, the job may go on
+FORGOTTEN = "FORGOTTEN"  # nor this: Slurm knows the job no longer
 
 
 @dataclass(frozen=True)
@@ -16,34 +18,36 @@ class JobState:
     """One of Slurm's job states, and its reason (why it waits, or how it ended)."""
 
     state: str
-    reason: str
+    reason: str = ""
 
     @property
     def ended(self) -> bool:
-        return self.state in ENDED
+        return self.state in ENDED or self.state == FORGOTTEN
 
     def __str__(self) -> str:
         return self.state.lower() + (f" ({self.reason})" if self.reason not in ("", "None") else "")
 
 
-def job_state(job_id: str) -> JobState | None:
-    """The controller's word, or after it has forgotten the job that of accounting; None where neither knows.
+def job_state(job_id: str) -> JobState:
+    """The controller's word, or after it has forgotten the job that of accounting.
 
-    A site may run without accounting, and the controller forgets a job some minutes after its end.
+    A site may run without accounting, and the controller forgets a job some minutes after its end; one
+    that does not answer (a restart, a busy hour) says nothing of the job.
     """
     shown = _ask("scontrol", "--oneliner", "show", "job", job_id)
-    if shown is not None:
-        fields = dict(word.split("=", 1) for word in shown.split() if "=" in word)
+    if shown.returncode == 0:
+        fields = dict(word.split("=", 1) for word in shown.stdout.split() if "=" in word)
         return JobState(fields["JobState"], fields.get("Reason", ""))
+    if "Invalid job id" not in shown.stderr:
+        return JobState(SILENT)
     recorded = _ask("sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State")
-    if recorded:
-        return JobState(recorded.split()[0], "")  # "CANCELLED by 1000"
-    return None
+    if recorded.returncode == 0 and (words := recorded.stdout.split()):
+        return JobState(words[0])  # "CANCELLED by 1000"
+    return JobState(FORGOTTEN)
 
 
-def _ask(*command: str) -> str | None:
+def _ask(*command: str) -> subprocess.CompletedProcess[str]:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+        return subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(command, returncode=1, stdout="", stderr=str(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ class MetricsReader:
         """The new whole lines; what has no line end yet is left for the next look."""
         try:
             with self._path.open("rb") as file:  # opened anew, since NFS keeps what an open file had
+                if file.seek(0, os.SEEK_END) < self._offset_bytes:
+                    self._offset_bytes = 0  # another attempt's file
                 file.seek(self._offset_bytes)
                 added = file.read()
         except FileNotFoundError:

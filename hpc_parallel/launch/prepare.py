@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from omegaconf import DictConfig
 from hpc_parallel.config.checks import find_problems
 from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.layout import BatchPlan, Layout, plan_batch
-from hpc_parallel.config.problems import ConfigError
+from hpc_parallel.config.problems import ConfigError, Problem
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch.run_folder import RunFolder, new_run_id, write_json, write_text
 from hpc_parallel.launch.snapshot import Snapshot, plan_snapshot
@@ -35,7 +36,7 @@ class PreparedRun:
     @property
     def variables(self) -> dict[str, str]:
         """What the run's processes need in their environment to import the source that was kept."""
-        return {} if self.snapshot is None else self.snapshot.variables
+        return {} if self.snapshot is None else self.snapshot.variables(os.environ)
 
     @property
     def devices(self) -> int:
@@ -51,8 +52,15 @@ class PreparedRun:
         )
 
     def write(self) -> None:
-        """Make the run folder: configuration, source, and what only this machine knows of the environment."""
-        self.folder.create()
+        """Make the run folder: configuration, source, and what only this machine knows of the environment.
+
+        Raises ConfigError where the folder can't be made.
+        """
+        try:
+            self.folder.create()
+        except OSError as error:
+            rule = f"can't hold the run: {error.strerror or error}"
+            raise ConfigError([Problem("run_dir", self.folder.path, rule)]) from error
         if self.snapshot is not None:
             self.snapshot.take()
         write_text(self.folder.config, yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True))

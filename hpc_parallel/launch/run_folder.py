@@ -78,10 +78,26 @@ class RunFolder:
         for folder in (self.logs, self.rendezvous):
             folder.mkdir(mode=0o700)
 
+    def earlier_metrics(self) -> list[Path]:
+        """The metrics of attempts before this one, oldest first."""
+        return sorted(self.path.glob("metrics-*.jsonl"), key=lambda file: int(file.stem.partition("-")[2]))
+
+    def begin_anew(self) -> None:
+        """Set an earlier attempt's metrics aside and drop its end: a requeued job begins at step 1 again."""
+        if self.metrics.exists():
+            number = len(self.earlier_metrics()) + 1
+            self.metrics.rename(self.path / f"metrics-{number}.jsonl")
+        self.summary.unlink(missing_ok=True)
+        self.failure.unlink(missing_ok=True)
+
+
+def is_run_folder(path: Path) -> bool:
+    return (path / "config.yaml").is_file() and (path / "rendezvous").is_dir()
+
 
 def new_run_id(now: datetime | None = None) -> str:
     """Sorts by time; the random end keeps runs of one second apart."""
-    return f"{(now or datetime.now(UTC)):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    return f"{(now or datetime.now(UTC)):%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"
 
 
 def write_text(path: Path, text: str) -> None:

@@ -95,7 +95,12 @@ def submit(run: PreparedRun) -> str:
         raise SiteRefusedError("there is no sbatch on this machine; launcher=local runs here") from error
     except (FailedJobError, FailedSubmissionError) as error:
         raise SiteRefusedError(in_slurms_words(str(error))) from error
-    if doubt and (reason := why_never(job.job_id)):
+    try:
+        reason = why_never(job.job_id) if doubt else None
+    except KeyboardInterrupt:
+        subprocess.run(["scancel", job.job_id], check=False)
+        raise
+    if reason:
         subprocess.run(["scancel", job.job_id], check=False)
         raise SiteRefusedError(in_slurms_words(f"{doubt} ({reason})"))
     write_text(run.folder.batch_script, job.paths.submission_file.read_text(encoding="utf-8"))
@@ -117,7 +122,7 @@ def why_never(job_id: str) -> str | None:
     deadline = time.monotonic() + REASON_S
     while time.monotonic() < deadline:
         state = job_state(job_id)
-        if state is None or state.state != "PENDING":
+        if state.state != "PENDING":
             return None
         if state.reason not in ("", "None"):  # the scheduler has looked at it
             return state.reason if state.reason in NEVER else None

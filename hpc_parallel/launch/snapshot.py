@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_parallel.config.problems import ConfigError, Problem
+from hpc_parallel.launch.run_folder import is_run_folder
 
 MOST_BYTES = 64 * 2**20
 
@@ -19,14 +20,14 @@ class Snapshot:
     """Which checkouts are copied where, and from where a process imports once they are."""
 
     copies: Mapping[Path, Path]  # checkout -> its copy
-    import_path: tuple[Path, ...]
+    import_path: tuple[Path, ...]  # empty where nothing is copied
 
-    @property
-    def variables(self) -> dict[str, str]:
+    def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
         """What makes Python import from the copies first; no folder of its own choice comes before."""
-        if not self.copies:
+        if not self.import_path:
             return {}
-        return {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(map(str, self.import_path))}
+        given = [environment["PYTHONPATH"]] if environment.get("PYTHONPATH") else []
+        return {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join([*map(str, self.import_path), *given])}
 
     def take(self) -> None:
         for root, copy in self.copies.items():
@@ -56,8 +57,7 @@ def plan_snapshot(destination: Path, *, working_directory: Path) -> Snapshot:
         )
         raise ConfigError([Problem("launcher.snapshot", True, rule, (False,))])
     copied = [copies[root] / place.relative_to(root) for place, root in places.items() if root is not None]
-    before = [Path(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    return Snapshot(copies, tuple(dict.fromkeys([*copied, working_directory, *before])))
+    return Snapshot(copies, tuple(dict.fromkeys([*copied, working_directory])) if copied else ())
 
 
 def checkout_of(place: Path) -> Path | None:
@@ -67,9 +67,20 @@ def checkout_of(place: Path) -> Path | None:
 
 
 def source_files(root: Path) -> list[str]:
-    """Names of the files that git tracks or does not ignore, as they are on the disk now."""
-    listed = _git(root, "ls-files", "--cached", "--others", "--exclude-standard", "-z") or ""
-    return [name for name in listed.split("\0") if name and (root / name).is_file()]
+    """Names of the files that git tracks (submodules' too) or does not ignore, as they are on the disk now.
+
+    Run folders are left out, or each would hold all before it.
+    """
+    tracked = _git(root, "ls-files", "--cached", "--recurse-submodules", "-z") or ""
+    new = _git(root, "ls-files", "--others", "--exclude-standard", "-z") or ""
+    names = [name for name in (tracked + new).split("\0") if name]
+    folders = {folder for name in names for folder in Path(name).parents}
+    runs = {folder for folder in folders if is_run_folder(root / folder)}
+    return [
+        name
+        for name in names
+        if (root / name).is_file() and (not runs or runs.isdisjoint(Path(name).parents))
+    ]
 
 
 def _git(directory: Path, *words: str) -> str | None:

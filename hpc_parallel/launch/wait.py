@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -12,7 +13,8 @@ from hpc_parallel.worker.conclude import conclude
 
 PERIOD_S = 0.3  # between looks at the run folder
 ASK_EVERY_S = 2.0  # a controller serves many users
-WORDS_S = 5.0  # for the files of a job that has ended to show on this host
+WORDS_S = 10.0  # for a failed job's last words to show on this host
+COMPLETED_WORDS_S = 90.0  # for those of one that Slurm calls completed: an NFS client may cache for a minute
 
 
 def wait_for_job(run: PreparedRun, job_id: str) -> int:
@@ -23,38 +25,48 @@ def wait_for_job(run: PreparedRun, job_id: str) -> int:
     follower = Follower(run.folder, steps=run.config.training.steps)
     try:
         state = _follow(follower, job_id)
+        deadline = time.monotonic() + (COMPLETED_WORDS_S if state.state == "COMPLETED" else WORDS_S)
+        while not _has_summary(run) and time.monotonic() < deadline:
+            follower.poll()
+            time.sleep(PERIOD_S)
     except KeyboardInterrupt:
         print(f"\nno longer following; job {job_id} goes on (scancel {job_id} ends it)", file=sys.stderr)
         return 1
-    deadline = time.monotonic() + WORDS_S
-    while not run.folder.summary.exists() and time.monotonic() < deadline:
-        time.sleep(PERIOD_S)
-    if not run.folder.summary.exists():
+    if not _has_summary(run):
+        if state.state == "COMPLETED":
+            print(f"job {job_id} completed; its summary does not show on this host yet: {run.folder.path}")
+            return 0
         _conclude(run, job_id, state)
     return follower.finish()
 
 
-def _follow(follower: Follower, job_id: str) -> JobState | None:
-    """The state in which the job ended; None where Slurm has forgotten it."""
+def _follow(follower: Follower, job_id: str) -> JobState:
+    """The state in which the job ended."""
     asked_s = float("-inf")
-    known = False
     while True:
         if time.monotonic() - asked_s >= ASK_EVERY_S:
             asked_s = time.monotonic()
             state = job_state(job_id)
-            if state is not None:
-                known = True
-                follower.note(f"job {job_id} {state}")
-            if (state is not None and state.ended) or (state is None and known):
+            follower.note(f"job {job_id} {state}")
+            if state.ended:
                 return state
         follower.poll()
         time.sleep(PERIOD_S)
 
 
-def _conclude(run: PreparedRun, job_id: str, state: JobState | None) -> None:
+def _has_summary(run: PreparedRun) -> bool:
+    """By a listing: a look-up of the one name may be answered "not there" from an NFS client's cache."""
+    return run.folder.summary.name in os.listdir(run.folder.path)
+
+
+def _conclude(run: PreparedRun, job_id: str, state: JobState) -> None:
     """Say how a job ended that could not say so itself: cancelled in the queue, its node lost."""
     logs = sorted(run.folder.slurm.glob(f"{job_id}*.out"))
     text = logs[0].read_text(errors="replace") if logs else ""
-    ended = f"Slurm says that job {job_id} {'is gone' if state is None else f'ended as {state}'}"
-    cancelled = state is not None and state.state == "CANCELLED"
-    conclude(run.folder, returncode=1, text=f"{text}\n{ended}", cancelled=cancelled or None)
+    conclude(
+        run.folder,
+        returncode=1,
+        text=f"{text}\nSlurm says of job {job_id}: {state}",
+        cancelled=True if state.state == "CANCELLED" else None,
+        environment={"SLURM_JOB_ID": job_id},
+    )

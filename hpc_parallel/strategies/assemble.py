@@ -90,7 +90,7 @@ def assemble(
         forward_backward = Accumulate(runners[0], model=parts[0], microbatches=batch.microbatches)
     else:
         forward_backward = pipeline.Pipeline(
-            runners, stages=parts, indices=indices, axis=stages, schedule=strategy.schedule,
+            runners, stages=parts, indices=indices, mesh=mesh, schedule=strategy.schedule,
             microbatches=batch.microbatches, device=device,
         )  # fmt: skip
     return Assembled(parts=parts, forward_backward=forward_backward, mesh=mesh, forward_flops=flops.total)

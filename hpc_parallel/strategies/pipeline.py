@@ -72,12 +72,13 @@ class Pipeline:
         *,
         stages: Sequence[LayeredModel],
         indices: Sequence[int],
-        axis: DeviceMesh,
+        mesh: DeviceMesh,
         schedule: str,
         microbatches: int,
         device: torch.device,
     ) -> None:
         """`runners` are the `stages`, wrapped by what else applies to them (DistributedDataParallel)."""
+        axis = mesh["pipeline"]
         count = axis.size() * len(stages)
         self._parts = [
             PipelineStage(runner, index, count, device, group=axis.get_group())
@@ -88,7 +89,7 @@ class Pipeline:
         self._first = indices[0] == 0
         self._last = indices[-1] == count - 1
         self._device = device
-        self._tied = TiedEnds(stages, axis=axis)
+        self._tied = TiedEnds(stages, mesh=mesh)
         self.copies: Sequence[Parameter] = self._tied.copies
         kind = SCHEDULES[schedule]
         wanted = inspect.signature(kind).parameters  # the arguments move between releases of torch
@@ -131,16 +132,30 @@ class Pipeline:
 class TiedEnds:
     """Weights that the first and the last stage share: each has a copy, both get the sum of the gradients."""
 
-    def __init__(self, stages: Sequence[LayeredModel], *, axis: DeviceMesh) -> None:
-        ranks = dist.get_process_group_ranks(axis.get_group())
+    def __init__(self, stages: Sequence[LayeredModel], *, mesh: DeviceMesh) -> None:
         names = dict(pair for stage in stages for pair in stage.tied.items())
         here = dict(pair for stage in stages for pair in stage.named_parameters())
         self.copies = [here[alias] for alias in names if alias in here]  # held by the last stage
         self._shared = self.copies or [here[name] for name in names.values() if name in here]
-        self._group = (
-            dist.new_group([ranks[0], ranks[-1]], use_local_synchronization=True) if self._shared else None
-        )
+        self._group = ends_group(mesh) if names else None
 
     def sum_gradients(self) -> None:
         for parameter in self._shared:
             dist.all_reduce(parameter.grad, group=self._group)
+
+
+def ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The group of this pipeline's first and last rank; None on the ranks between.
+
+    Every rank of the world makes every pipeline's: NCCL splits a communicator only with all its ranks.
+    """
+    assert mesh.mesh_dim_names is not None
+    dim = mesh.mesh_dim_names.index("pipeline")
+    pipelines = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim))  # [pipeline, stage's rank]
+    mine = None
+    for ranks in pipelines.tolist():
+        ends = [ranks[0], ranks[-1]]
+        group = dist.new_group(ends)
+        if dist.get_rank() in ends:
+            mine = group
+    return mine

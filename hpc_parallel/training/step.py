@@ -35,6 +35,7 @@ class GradientStep:
 
     def __init__(self, assembled: Assembled, *, optimizer: Optimizer, clip_norm: float | None) -> None:
         self._forward_backward: ForwardBackward = assembled.forward_backward
+        self._parts = assembled.parts
         self._parameters: list[Parameter] = [p for part in assembled.parts for p in part.parameters()]
         self._optimizer = optimizer
         self._clip_norm = clip_norm
@@ -55,4 +56,9 @@ class GradientStep:
         return StepResult(loss=loss, gradient_norm=norm)
 
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return self._forward_backward.evaluate(inputs, targets)
+        for part in self._parts:
+            part.eval()
+        loss = self._forward_backward.evaluate(inputs, targets)
+        for part in self._parts:
+            part.train()
+        return loss

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,22 +21,28 @@ from hpc_parallel.launch.metrics_file import MetricsReader
 from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
 from hpc_parallel.worker import failure
 from hpc_parallel.worker.failure import Record
-from hpc_parallel.worker.summary import summarise
+from hpc_parallel.worker.summary import steps_lost, summarise
 
 _ASKED = ("SIGTERM", "SIGINT")  # how Slurm and people ask a job to end
 # A peer may notice a death this much before the record of the death itself is made.
 _NOTICE_NS = 100_000_000
 _LOG_LINES = 40
+_TIME_LIMIT = re.compile(r"DUE TO TIME LIMIT|^Slurm says of job \d+: timeout", re.MULTILINE)
 
 
 def conclude(
-    folder: RunFolder, *, returncode: int, text: str = "", cancelled: bool | None = None
+    folder: RunFolder,
+    *,
+    returncode: int,
+    text: str = "",
+    cancelled: bool | None = None,
+    environment: Mapping[str, str] = os.environ,
 ) -> str | None:
     """Name the cause, write `failure.json` and, where rank 0 left none, `summary.json`.
 
     `returncode` and `text` (the end of the job's log) speak where no rank left a record.
     `cancelled`: whether someone asked the run to end; None: the signals of the records tell.
-    Returns the one line, or None where nothing failed.
+    `environment`: Slurm's variables of the job. Returns the one line, or None where nothing failed.
     """
     summary = read_json(folder.summary)
     if summary is not None and summary["outcome"] in ("completed", "preempted"):
@@ -44,20 +51,24 @@ def conclude(
     if returncode == 0 and not found and not cancelled:
         return None
     cause = first_cause(found)
-    if cancelled is None:
+    ended: dict[str, Any] | None = None
+    summarised = _summary(folder, environment)
+    if cancelled is None and _TIME_LIMIT.search("\n".join(text.splitlines()[-_LOG_LINES:])):
+        cancelled, ended = False, _out_of_time(folder, step=summarised["steps"])
+    elif cancelled is None:
         cancelled = cause.signal in _ASKED if cause else _signal_of_code(returncode) in _ASKED
     if cancelled:
         by = f" by {cause.signal}, first rank {cause.rank} on {cause.host}" if cause and cause.signal else ""
         line = f"cancelled{by}"
     else:
-        if cause is not None:
+        if ended is None and cause is not None:
             ended = _failed(cause, followers=[record for record in found if record is not cause])
-        else:
+        elif ended is None:
             ended = _without_record(folder, returncode=returncode, text=text)
         write_json(folder.failure, ended)  # before the summary, which says that all is told
         line = str(ended["line"])
     if summary is None:
-        write_json(folder.summary, _summary(folder, outcome="cancelled" if cancelled else "failed"))
+        write_json(folder.summary, summarised | {"outcome": "cancelled" if cancelled else "failed"})
     return line
 
 
@@ -105,18 +116,13 @@ def _without_record(folder: RunFolder, *, returncode: int, text: str) -> dict[st
     name = _signal_of_code(returncode)
     how = f"killed by {name}" if name else f"exit code {returncode}"
     message = f"{how}: {lines[-1].strip()}" if lines else how
-    return {
-        "rank": None,
-        "host": None,
-        "node": None,
-        "kind": failure.KILLED if name else failure.START,
-        "message": message,
-        "signal": name,
-        "time": datetime.now(UTC).isoformat(timespec="microseconds"),
-        "traceback": lines,
-        "followers": [],
-        "line": f"the job failed {when}: {message}",
-    }
+    return _nobody(
+        kind=failure.KILLED if name else failure.START,
+        message=message,
+        line=f"the job failed {when}: {message}",
+        signal=name,
+        traceback=lines,
+    )
 
 
 def _signal_of_code(returncode: int) -> str | None:
@@ -126,10 +132,46 @@ def _signal_of_code(returncode: int) -> str | None:
     return failure.signal_name(returncode - 128) if 128 < returncode < 128 + 65 else None
 
 
-def _summary(folder: RunFolder, *, outcome: str) -> dict[str, Any]:
+def _out_of_time(folder: RunFolder, *, step: int) -> dict[str, Any]:
+    """Slurm ended the job at its time limit: its signals look like a cancellation, and it is none."""
+    minutes = yaml.safe_load(folder.config.read_text(encoding="utf-8"))["launcher"]["time_minutes"]
+    message = f"the time limit of {minutes} min was reached after step {step}"
+    return _nobody(
+        kind=failure.TIME_LIMIT,
+        message=message,
+        line=f"{message}: raise launcher.time_minutes, or train less",
+    )
+
+
+def _nobody(
+    *, kind: str, message: str, line: str, signal: str | None = None, traceback: Sequence[str] = ()
+) -> dict[str, Any]:
+    """A `failure.json` that blames no rank."""
+    return {
+        "rank": None,
+        "host": None,
+        "node": None,
+        "kind": kind,
+        "message": message,
+        "signal": signal,
+        "time": datetime.now(UTC).isoformat(timespec="microseconds"),
+        "traceback": list(traceback),
+        "followers": [],
+        "line": line,
+    }
+
+
+def _summary(folder: RunFolder, environment: Mapping[str, str]) -> dict[str, Any]:
     config = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
     lines = MetricsReader(folder.metrics).read()
-    return summarise(config, outcome=outcome, lines=lines, started=None, environment=os.environ)
+    return summarise(
+        config,
+        outcome="failed",
+        lines=lines,
+        lost_steps=steps_lost(folder),
+        started=None,
+        environment=environment,
+    )
 
 
 def main() -> None:

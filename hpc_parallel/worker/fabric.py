@@ -6,6 +6,7 @@ import ipaddress
 import os
 import socket
 from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any
 
 import psutil
 
@@ -18,14 +19,14 @@ class DeviceError(RuntimeError):
     """The device that was asked for is not here."""
 
 
-def site_variables(settings: Mapping[str, str], environment: MutableMapping[str, str]) -> dict[str, str]:
+def site_variables(settings: Mapping[str, Any], environment: MutableMapping[str, str]) -> dict[str, str]:
     """Set the site's variables where they are unset, and return all that bear on the network.
 
     settings: `cluster.environment`. To be called before the first collective and before the first
     use of a GPU, since the libraries read them once.
     """
     for name, value in settings.items():
-        environment.setdefault(name, str(value))
+        environment.setdefault(name, str(value).lower() if isinstance(value, bool) else str(value))
     return recorded(environment, also=settings)
 
 
@@ -84,12 +85,13 @@ def own_address(environment: Mapping[str, str]) -> str:
     return found[0] if found else socket.gethostname()
 
 
-def choose_device(setting: str, *, local_rank: int, visible: int, available: bool) -> str:
+def choose_device(setting: str, *, world: World, visible: int, available: bool) -> str:
     """The device of this process: `cpu` or `cuda:<index>`.
 
     setting: `device` of the configuration (auto, cpu, cuda); visible: torch.cuda.device_count();
     available: torch.cuda.is_available(). A task that sees a single GPU was given it by Slurm, as its
-    index 0. CUDA_VISIBLE_DEVICES is Slurm's and stays as it is. Raises DeviceError.
+    index 0. NCCL wants a GPU for each rank: where a simulated cluster has more ranks than there are,
+    auto runs all of them on the CPU. CUDA_VISIBLE_DEVICES is Slurm's and stays as it is. Raises DeviceError.
     """
     if setting == "cpu" or (setting == "auto" and not available):
         return "cpu"
@@ -99,14 +101,16 @@ def choose_device(setting: str, *, local_rank: int, visible: int, available: boo
             f"device=cuda, but torch finds no GPU on {host}. Try device=cpu, or ask for GPUs: gpus_per_node "
             "and a cluster profile with cluster.gpus=true."
         )
-    if visible == 1:
+    if visible == 1 and world.launcher == "slurm":
         return "cuda:0"
-    if local_rank >= visible:
-        raise DeviceError(
-            f"local rank {local_rank} on {host} has no GPU of its own: {visible} are visible there. "
-            f"Try gpus_per_node={visible}, or device=cpu."
-        )
-    return f"cuda:{local_rank}"
+    if visible >= world.local_world_size:
+        return f"cuda:{world.local_rank}"
+    if setting == "auto" and world.launcher != "slurm":
+        return "cpu"
+    raise DeviceError(
+        f"device={setting}, but {world.local_world_size} ranks share the {visible} GPUs of {host}. "
+        "Try fewer nodes or gpus_per_node, or device=cpu."
+    )
 
 
 def backend(device: str) -> str:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 KILLED = "killed"  # by a signal that the clean-up did not send
 LOST_PEER = "lost_peer"  # another rank went away or did not answer: a follower by nature
 STOPPED = "stopped"  # ended by the clean-up after another's failure
+TIME_LIMIT = "time_limit"  # Slurm's
 START = "start"  # the ranks did not find each other
 OUT_OF_MEMORY = "out_of_memory"
 ERROR = "error"  # the user's code, or ours

@@ -17,13 +17,14 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
 from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.worker import failure
 from hpc_parallel.worker.conclude import conclude
+from hpc_parallel.worker.fabric import site_variables
 from hpc_parallel.worker.supervise import die_with_parent
 from hpc_parallel.worker.world import World
 
@@ -56,7 +57,9 @@ def run(run_folder: str, *, entry: Entry | None = None) -> int:
 
     for number in STOP_SIGNALS:  # there is nothing to end yet
         signal.signal(number, leave)
-    _share_cores(config, ranks=len(environments))
+    # Both before torch is imported: OpenMP reads its variables when it is loaded.
+    site_variables(config["cluster"]["environment"], os.environ)
+    _share_cores(ranks=len(environments))
     try:
         entry = entry or _worker_entry()
         watch = _start(folder, environments=environments, entry=entry)
@@ -205,11 +208,9 @@ def _be_rank(run_folder: str, world: World, agent: int, entry: Entry) -> None:
     sys.exit(code or None)
 
 
-def _share_cores(config: dict[str, Any], *, ranks: int) -> None:
-    """Give OpenMP its share of the cores, as torchrun does, before torch reads it; the site's word wins."""
-    share = str(max(1, len(os.sched_getaffinity(0)) // ranks))
-    of_site = (config.get("cluster") or {}).get("environment") or {}
-    os.environ.setdefault("OMP_NUM_THREADS", str(of_site.get("OMP_NUM_THREADS", share)))
+def _share_cores(*, ranks: int) -> None:
+    """Give OpenMP its share of the cores, as torchrun does; the site's word wins."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
 
 
 def main(entry: Entry | None = None) -> None:
@@ -219,7 +220,11 @@ def main(entry: Entry | None = None) -> None:
     given = parser.parse_args()
     if given.parent:
         die_with_parent(given.parent, by=signal.SIGTERM)  # which ends the ranks in order
-    code = run(given.run_folder, entry=entry)
+    code = 1
+    try:
+        code = run(given.run_folder, entry=entry)
+    except Exception:
+        traceback.print_exc()
     if os.getpgrp() == os.getpid():  # what the ranks started and left behind is in our group
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)

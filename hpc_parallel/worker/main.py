@@ -61,7 +61,7 @@ def prepare_device(config: RunConfig, world: World) -> torch.device:
     """This rank's device, made current, and the threads that it may use on the CPU."""
     name = fabric.choose_device(
         config.device,
-        local_rank=world.local_rank,
+        world=world,
         visible=torch.cuda.device_count(),
         available=torch.cuda.is_available(),
     )
@@ -76,7 +76,7 @@ def join(
     folder: RunFolder, *, config: RunConfig, world: World, device: torch.device, variables: dict[str, str]
 ) -> None:
     """Meet the other ranks and open the default process group; rank 0 completes `environment.json`."""
-    store = meet(folder, world=world, cluster=config.cluster)
+    store = meet(folder, world=world, cluster=config.cluster, device=str(device))
     suffix = config.cluster.master_suffix
     fabric.set_gloo_interface(os.environ, world=world, hosts=hosts(store), suffix=suffix)
     dist.init_process_group(
@@ -94,6 +94,7 @@ def join(
     ranks: list[dict[str, str] | None] = [None] * world.world_size
     dist.all_gather_object(ranks, place)
     if world.rank == 0:
+        folder.begin_anew()
         known = read_json(folder.environment) or {}
         variables = fabric.recorded(os.environ, also=variables)
         found = describe(ranks=ranks, variables=variables, environment=os.environ, device=device)
@@ -101,4 +102,7 @@ def join(
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    code = main(sys.argv[1])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # after a failure torch's own clean-up may wait for ranks that are gone

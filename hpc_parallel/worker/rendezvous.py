@@ -36,14 +36,14 @@ class StartError(RuntimeError):
     """The ranks could not all meet; the message says which and where, and what to look at."""
 
 
-def meet(folder: RunFolder, *, world: World, cluster: ClusterConfig) -> Store:
-    """A store that all ranks of this start share, once every rank has arrived.
+def meet(folder: RunFolder, *, world: World, cluster: ClusterConfig, device: str = "cpu") -> Store:
+    """A store that all ranks of this start share, once every rank has arrived with the same kind of device.
 
     Keep it as long as the process lives: rank 0's is also the server. Its own keys begin with
     `start/`; use a PrefixStore. Raises StartError at the latest `cluster.start_timeout_s` seconds
     (and GRACE_S) from now.
     """
-    start = _Start(folder, world=world, cluster=cluster)
+    start = _Start(folder, world=world, cluster=cluster, device=device)
     return start.host() if world.rank == 0 else start.join()
 
 
@@ -55,8 +55,9 @@ def hosts(store: Store) -> tuple[str, ...]:
 class _Start:
     """One rank's part in one start, and the time that it has."""
 
-    def __init__(self, folder: RunFolder, *, world: World, cluster: ClusterConfig) -> None:
+    def __init__(self, folder: RunFolder, *, world: World, cluster: ClusterConfig, device: str) -> None:
         self.folder, self.world, self.cluster = folder, world, cluster
+        self.announcement = {"host": world.host, "pid": os.getpid(), "device": device.partition(":")[0]}
         self.began = time.monotonic()
         self.deadline = self.began + cluster.start_timeout_s
         self.file = folder.rendezvous / f"{world.attempt}.json"
@@ -66,20 +67,21 @@ class _Start:
         self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             store = self._open()
-            _announce(store, self.world)
+            self._announce(store)
             if not self._until(lambda: store.check(self.arrivals), self.deadline):
                 self._give_up(store)
+            announcements = [json.loads(text) for text in store.multi_get(self.arrivals)]
+            self._require_one_kind(store, announcements)
         except StartError as error:
             write_json(self.file, {"error": str(error)})  # for those who come when this process is gone
             raise
-        announcements = [json.loads(text) for text in store.multi_get(self.arrivals)]
         store.set(_VERDICT, json.dumps({"hosts": [announcement["host"] for announcement in announcements]}))
         return store
 
     def join(self) -> Store:
         store = self._find()
         try:
-            _announce(store, self.world)
+            self._announce(store)
             heard = self._until(lambda: store.check([_VERDICT]), self.deadline + GRACE_S)
             verdict = json.loads(store.get(_VERDICT)) if heard else {"error": self._missing(store)[1]}
             if "error" in verdict:
@@ -176,10 +178,28 @@ class _Start:
         missing, text = self._missing(store)
         if not missing:  # the last one came just now
             return
+        self._end_all(store, text, others=self.world.world_size - len(missing) - 1)
+
+    def _require_one_kind(self, store: Store, announcements: list[dict[str, Any]]) -> None:
+        """A host with a broken GPU driver would leave the others waiting in NCCL for a rank on gloo."""
+        odd = [
+            f"rank {rank} on {found['host']} has {found['device']}"
+            for rank, found in enumerate(announcements)
+            if found["device"] != self.announcement["device"]
+        ]
+        if odd:
+            named = ", ".join(odd[:NAMED])
+            text = f"rank 0 on {self.world.host} has {self.announcement['device']}, but {named}"
+            self._end_all(store, text, others=self.world.world_size - 1)
+
+    def _end_all(self, store: Store, text: str, *, others: int) -> None:
+        """Give `others` the reason and a moment to read it. Raises StartError."""
         store.set(_VERDICT, json.dumps({"error": text}))
-        others = self.world.world_size - len(missing) - 1
         self._until(lambda: store.add(_HEARD, 0) >= others, time.monotonic() + GRACE_S)
         raise StartError(text)
+
+    def _announce(self, store: Store) -> None:
+        store.set(_arrival(self.world.rank), json.dumps(self.announcement))
 
     def _missing(self, store: Store) -> tuple[list[int], str]:
         """The ranks that have not arrived, and what to say of them."""
@@ -239,10 +259,6 @@ def _connect(host: str, port: int, *, timeout_s: float) -> TCPStore:
     return TCPStore(
         address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
-
-
-def _announce(store: Store, world: World) -> None:
-    store.set(_arrival(world.rank), json.dumps({"host": world.host, "pid": os.getpid()}))
 
 
 def _arrival(rank: int) -> str:

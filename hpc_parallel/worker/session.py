@@ -23,7 +23,7 @@ from hpc_parallel.training.optimizer import build_optimizer
 from hpc_parallel.training.step import GradientStep
 from hpc_parallel.training.trainer import Trainer
 from hpc_parallel.training.writers import open_writers
-from hpc_parallel.worker.summary import summarise
+from hpc_parallel.worker.summary import steps_lost, summarise
 
 
 def read_config(path: Path) -> tuple[RunConfig, dict[str, Any]]:
@@ -78,13 +78,19 @@ def train(
         device=device,
     )
     lines = trainer.fit()
-    for writer in writers:
-        writer.close()
     if rank == 0:
         summary = summarise(
-            values, outcome="completed", lines=lines, started=started, environment=environment
+            values,
+            outcome="completed",
+            lines=lines,
+            lost_steps=steps_lost(folder),
+            started=started,
+            environment=environment,
         )
         write_json(folder.summary, summary)
+    for writer in writers:
+        writer.close()
+    dist.barrier()  # a rank that ends long before the others looks lost to srun
     return assembled
 
 

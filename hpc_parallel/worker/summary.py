@@ -12,6 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from hpc_parallel.config.layout import Layout
+from hpc_parallel.launch.metrics_file import MetricsReader
+from hpc_parallel.launch.run_folder import RunFolder
 
 
 def summarise(
@@ -19,12 +21,14 @@ def summarise(
     *,
     outcome: str,
     lines: Sequence[Mapping[str, Any]],
+    lost_steps: int,
     started: str | None,
     environment: Mapping[str, str],
 ) -> dict[str, Any]:
     """All keys of the contract, null where a figure is not measured.
 
-    config: the content of `config.yaml`; lines: of `metrics.jsonl`; environment: Slurm's variables.
+    config: the content of `config.yaml`; lines: of `metrics.jsonl`; lost_steps: trained and not kept, by
+    earlier attempts; environment: Slurm's variables.
     """
     devices = config["nodes"] * config["gpus_per_node"]
     last = lines[-1] if lines else {}
@@ -54,8 +58,14 @@ def summarise(
         "bubble_share": None,
         "predicted": None,
         "restarts": int(environment.get("SLURM_RESTART_COUNT", 0)),
-        "lost_steps": None if last.get("step", 0) < config["training"]["steps"] else 0,
+        "lost_steps": lost_steps,
         "started": started,
         "ended": datetime.now(UTC).isoformat(),
         "job_ids": [job] if job else [],
     }
+
+
+def steps_lost(folder: RunFolder) -> int:
+    """Logged steps of earlier attempts, which began anew: nothing is resumed yet."""
+    attempts = [MetricsReader(file).read() for file in folder.earlier_metrics()]
+    return sum(lines[-1]["step"] for lines in attempts if lines)

@@ -15,8 +15,11 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
+import yaml
+
 from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.worker import failure
+from hpc_parallel.worker.fabric import site_variables
 from hpc_parallel.worker.world import World
 
 WORKER = (sys.executable, "-u", "-m", "hpc_parallel.worker.main")
@@ -35,6 +38,8 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER) -> None:
     folder = RunFolder(Path(run_folder))
     world = World.discover(os.environ)
     failure.forget(folder, rank=world.rank)
+    config = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
+    site_variables(config["cluster"]["environment"], os.environ)  # OpenMP reads its own when torch loads it
     for number in _SURVIVED:
         signal.signal(number, _survive)  # not SIG_IGN, which the worker would inherit
     child = subprocess.Popen([*worker, run_folder], preexec_fn=partial(die_with_parent, os.getpid()))

@@ -22,6 +22,7 @@ import pytest
 import yaml
 
 from hpc_parallel.launch.run_folder import RunFolder, read_json
+from tests.composed import prepared
 
 STAND_IN = str(Path(__file__).with_name("stand_in_agent.py"))
 VICTIM = 2
@@ -32,8 +33,8 @@ HOST = os.uname().nodename
 def make_folder(path: Path, scenario: str) -> RunFolder:
     folder = RunFolder(path / "run")
     folder.create()
-    config = {"nodes": 2, "gpus_per_node": 2, "strategy": {"name": "data", "replicate": -1}}
-    folder.config.write_text(yaml.safe_dump(config))
+    values = prepared("nodes=2", "gpus_per_node=2", "launcher.snapshot=false").values
+    folder.config.write_text(yaml.safe_dump(values))
     (folder.path / "scenario").write_text(scenario)
     return folder
 

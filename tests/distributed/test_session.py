@@ -54,7 +54,7 @@ def test_the_default_run_learns_text(tmp_path: Path) -> None:
     assert summary["outcome"] == "completed"
     assert summary["validation_loss"] == validation[-1]
     assert {path.name for path in folder.iterdir()} == {
-        "config.yaml", "environment.json", "logs", "metrics.jsonl", "rendezvous", "summary.json",
+        "code", "config.yaml", "environment.json", "logs", "metrics.jsonl", "rendezvous", "summary.json",
     }  # fmt: skip
 
 
@@ -93,50 +93,44 @@ def test_model_flops_are_those_of_the_closed_form(workers: Workers) -> None:
     assert line["tflops_per_device"] == pytest.approx(expected, rel=1e-6)
 
 
-def _reads_from_the_device(strategy: str) -> int:
-    """How often ten steps without a metrics line ask the device for a value."""
+def _reads_from_the_device(run_folder: str) -> int:
+    """How often a whole session asks a device for values: each would make the host wait for a GPU."""
     import torch
-    import torch.distributed as dist
-    from torch.utils._python_dispatch import TorchDispatchMode
 
-    from hpc_parallel.config.layout import Layout, plan_batch
-    from hpc_parallel.config.schema import typed
-    from hpc_parallel.strategies.assemble import assemble
-    from hpc_parallel.strategies.mesh import build_mesh
-    from hpc_parallel.training.optimizer import build_optimizer
-    from hpc_parallel.training.step import GradientStep
-    from tests.composed import prepared
+    from tests.workers import train_here
 
-    class Reads(TorchDispatchMode):
-        count = 0
+    reads = 0
+    originals = {name: getattr(torch.Tensor, name) for name in ("item", "tolist", "numpy", "cpu", "__bool__")}
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.count += func is torch.ops.aten._local_scalar_dense.default
-            return func(*args, **(kwargs or {}))
+    def counting(original: Any) -> Any:
+        def read(*words: Any) -> Any:
+            nonlocal reads
+            reads += 1
+            return original(*words)
 
-    devices = dist.get_world_size()
-    config = typed(prepared(f"strategy={strategy}", f"nodes={devices}", *SMALL).values)
-    layout = Layout.resolve(config.strategy, devices=devices)
-    batch = plan_batch(16, layout=layout, microbatch_size=None, microbatches=None)
-    device = torch.device("cpu")
-    mesh = build_mesh(layout, device_type="cpu")
-    assembled = assemble(config, batch=batch, sample_shape=(32,), mesh=mesh, device=device)
-    optimizer = build_optimizer(assembled.named_parameters(), config.optimizer)
-    step = GradientStep(assembled, optimizer=optimizer, clip_norm=1.0)
-    tokens = torch.randint(0, 256, (16 // layout.data, 32))
-    step.run(tokens, tokens)
-    reads = Reads()
-    with reads:
-        torch.zeros(()).item()
-        assert reads.count == 1  # the counter counts
-        for _ in range(10):
-            step.run(tokens, tokens)
-    return reads.count - 1
+        return read
+
+    for name, original in originals.items():
+        setattr(torch.Tensor, name, counting(original))
+    try:
+        assert torch.ones(()).item() == 1.0
+        assert reads == 1  # the counter counts
+        train_here(run_folder, {})
+    finally:
+        for name, original in originals.items():
+            setattr(torch.Tensor, name, original)
+    return reads
 
 
 @pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("data", 2), ("pipeline", 2)])
-def test_a_step_reads_nothing_back_from_the_device(workers: Workers, strategy: str, devices: int) -> None:
-    assert workers.run(devices, _reads_from_the_device, strategy) == [0] * devices
+def test_steps_read_nothing_back_from_the_device(workers: Workers, strategy: str, devices: int) -> None:
+    """Four steps and twenty-four, with lines at the first and the last alone: as many reads."""
+    counts = []
+    for steps in (4, 24):
+        quiet = (f"training.steps={steps}", "training.log_every=1000", "training.validate_every=null")
+        folder = workers.prepare(f"strategy={strategy}", f"nodes={devices}", *SMALL, *quiet).folder
+        counts.append(workers.run(devices, _reads_from_the_device, str(folder.path)))
+    assert counts[0] == counts[1]
 
 
 def test_tensorboard_holds_the_same_figures(workers: Workers) -> None:

@@ -1,4 +1,5 @@
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -62,27 +63,33 @@ def test_loopback_reaches_no_other_host() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "local_rank", "visible", "available", "device"),
+    ("setting", "local_rank", "local_world_size", "launcher", "visible", "device"),
     [
-        ("auto", 0, 0, False, "cpu"),
-        ("cpu", 3, 4, True, "cpu"),
-        ("auto", 3, 4, True, "cuda:3"),
-        ("cuda", 1, 4, True, "cuda:1"),
-        ("cuda", 3, 1, True, "cuda:0"),  # bound by Slurm: sees its own GPU alone
+        ("auto", 0, 2, "slurm", 0, "cpu"),
+        ("cpu", 3, 4, "slurm", 4, "cpu"),
+        ("auto", 3, 4, "slurm", 4, "cuda:3"),
+        ("cuda", 1, 2, "torchrun", 4, "cuda:1"),
+        ("cuda", 3, 4, "slurm", 1, "cuda:0"),  # bound by Slurm: sees its own GPU alone
+        ("auto", 0, 2, "torchrun", 1, "cpu"),  # two simulated nodes on a workstation with one GPU
+        ("auto", 0, 1, "torchrun", 1, "cuda:0"),
     ],
 )
-def test_device(setting: str, local_rank: int, visible: int, available: bool, device: str) -> None:
-    assert (
-        fabric.choose_device(setting, local_rank=local_rank, visible=visible, available=available) == device
-    )
+def test_device(
+    setting: str, local_rank: int, local_world_size: int, launcher: str, visible: int, device: str
+) -> None:
+    here = replace(world(local_world_size=local_world_size, launcher=launcher), local_rank=local_rank)
+    assert fabric.choose_device(setting, world=here, visible=visible, available=visible > 0) == device
 
 
 def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fabric.socket, "gethostname", lambda: "n7")
     with pytest.raises(fabric.DeviceError, match=r"no GPU on n7.*device=cpu"):
-        fabric.choose_device("cuda", local_rank=0, visible=0, available=False)
-    with pytest.raises(fabric.DeviceError, match=r"local rank 2 on n7.*gpus_per_node=2"):
-        fabric.choose_device("auto", local_rank=2, visible=2, available=True)
+        fabric.choose_device("cuda", world=world(), visible=0, available=False)
+    crowded = world(local_world_size=4, launcher="torchrun")
+    with pytest.raises(fabric.DeviceError, match=r"4 ranks share the 2 GPUs of n7"):
+        fabric.choose_device("cuda", world=crowded, visible=2, available=True)
+    with pytest.raises(fabric.DeviceError, match=r"4 ranks share the 2 GPUs of n7"):  # asked of Slurm
+        fabric.choose_device("auto", world=world(local_world_size=4), visible=2, available=True)
 
 
 def test_backend() -> None:

@@ -20,7 +20,15 @@ LOGIN_HALF = sorted(
     [ROOT / "hpc_parallel/run.py", ROOT / "hpc_parallel/__main__.py",
      *(ROOT / "hpc_parallel/config").glob("*.py"), *(ROOT / "hpc_parallel/launch").glob("*.py")]
 )  # fmt: skip
-WORKER_HALF = ("torch", "hpc_parallel.strategies", "hpc_parallel.training", "hpc_parallel.models")
+WORKER_HALF = (
+    "torch", "numpy", "hpc_parallel.data", "hpc_parallel.models", "hpc_parallel.strategies",
+    "hpc_parallel.training", "hpc_parallel.worker",
+)  # fmt: skip
+# What both halves need of the worker's: how a job is supervised and concluded, what its data are.
+SHARED = (
+    "hpc_parallel.worker.conclude", "hpc_parallel.worker.supervise", "hpc_parallel.data.text",
+    "hpc_parallel.data.tokens",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -93,9 +101,20 @@ def test_a_sweep_makes_one_run_for_each_value(here: Path, capsys: pytest.Capture
         f"#SBATCH --{flag}" for nodes in (1, 2) for name in ("data", "pipeline")
         for flag in (f"job-name={name}", f"nodes={nodes}")
     ]  # fmt: skip
-    files = [path.relative_to(here) for path in here.rglob("*") if path.is_file()]
-    assert [file.name for file in files] == ["multirun.yaml"]
-    assert files[0].parts[:2] == ("runs", "sweeps")
+    assert not list(here.iterdir())
+
+
+def test_a_sweep_into_one_folder_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", "seed=1,2", "run_dir=same", "launcher=script"]) == 2
+    assert "run_dir = same is the same for several runs" in capsys.readouterr().err
+    assert not list(here.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run_dir=/proc/mine", "launcher=script"]) == 2
+    told = capsys.readouterr().err
+    assert "run_dir = /proc/mine can't hold the run" in told
+    assert "Traceback" not in told
 
 
 def test_a_sweep_of_scripts_writes_every_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,4 +243,4 @@ def test_the_login_half_knows_nothing_of_the_worker_half(file: Path) -> None:
         f"{node.module}.{alias.name}"
         for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
     ]  # fmt: skip
-    assert not [name for name in imported if name.startswith(WORKER_HALF)]
+    assert not [n for n in imported if n.startswith(WORKER_HALF) and not f"{n}.".startswith(SHARED)]

@@ -10,6 +10,7 @@ import pytest
 
 from hpc_parallel.config.problems import ConfigError
 from hpc_parallel.launch import snapshot
+from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.launch.snapshot import plan_snapshot
 
 
@@ -54,7 +55,7 @@ def test_processes_import_the_copy_and_not_what_was_edited_since(checkout: Path,
     (checkout / "sub" / "deep_one.py").write_text("value = 99\n")
     done = subprocess.run(
         [sys.executable, "-c", "import deep_one, hpc_parallel; print(deep_one.value, hpc_parallel.__file__)"],
-        cwd=checkout / "sub", env=dict(kept.variables), capture_output=True, text=True, check=True,
+        cwd=checkout / "sub", env=kept.variables({}), capture_output=True, text=True, check=True,
     )  # fmt: skip
     value, package = done.stdout.split()
     assert value == "1"
@@ -77,3 +78,25 @@ def test_outside_a_checkout_only_the_package_is_kept(tmp_path: Path) -> None:
     (root,) = kept.copies
     assert (root / "hpc_parallel").is_dir()
     assert kept.import_path[1] == tmp_path
+
+
+def test_earlier_runs_are_left_out(checkout: Path, tmp_path: Path) -> None:
+    """A checkout that does not ignore runs/: each run would hold all before it."""
+    for number in (1, 2):
+        run = RunFolder(checkout / "runs" / "mine" / str(number))
+        run.create()
+        run.config.write_text("nodes: 1\n")
+        plan_snapshot(run.code, working_directory=checkout).take()
+    assert (checkout / "runs/mine/2/code/mine/new_one.py").is_file()
+    assert not (checkout / "runs/mine/2/code/mine/runs").exists()
+
+
+def test_submodules_are_source_too(checkout: Path, tmp_path: Path) -> None:
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (inner / "inner_one.py").write_text("value = 5\n")
+    for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "inner")):
+        git(inner, *words)
+    git(checkout, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(inner), "vendored")
+    plan_snapshot(tmp_path / "code", working_directory=checkout).take()
+    assert (tmp_path / "code/mine/vendored/inner_one.py").is_file()
