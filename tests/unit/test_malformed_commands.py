@@ -138,6 +138,9 @@ VALUES = [
     wrong("data._target_=hpc_parallel.data.nothing.Data", "data._target_", "hpc_parallel.data.nothing"),
     wrong("data.path=/nowhere/x", "data.path", "does not exist"),
     wrong("data.path=txets", "data.path", "does not exist", offers="data.path=texts"),
+    wrong("data.path=empty", "data.path = empty", "no file matches"),
+    wrong("training.checkpoint_every=5", "training.checkpoint_every", offers="training.checkpoint_every=null"),
+    wrong("training.compile=true", "training.compile", offers="training.compile=false"),
     wrong("data.path=", "data.path", "does not exist"),
     wrong("data=tokens", "data.path", "no value"),
     wrong("data=tokens data.path=texts", "data.path", "tokenize"),
@@ -193,6 +196,8 @@ TABLE = [*UNKNOWN, *TYPES, *LAYOUTS, *VALUES, *SWEEPS]
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with a few files of a user's."""
     (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "one.py").write_text("text = 1\n")
+    (tmp_path / "empty").mkdir()
     (tmp_path / "bare.npy").touch()
     for folder in ("full", "full-2"):
         (tmp_path / folder).mkdir()

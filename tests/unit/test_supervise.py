@@ -40,6 +40,7 @@ time.sleep(30)
 def folder(tmp_path: Path) -> RunFolder:
     made = RunFolder(tmp_path / "run")
     made.create()
+    made.config.write_text("cluster: {environment: {OF_THE_SITE: 'yes'}}\n")
     return made
 
 
@@ -140,3 +141,8 @@ def _lives(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_the_worker_starts_with_the_sites_variables(folder: RunFolder) -> None:
+    """OpenMP reads its own when torch is loaded, so they must be there before."""
+    assert start(folder, "import os; assert os.environ['OF_THE_SITE'] == 'yes'").wait() == 0
