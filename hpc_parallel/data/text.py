@@ -79,8 +79,8 @@ def find_files(path: str | None, *, pattern: str) -> dict[str, Path]:
         found |= {file.relative_to(root).as_posix(): file for file in files if file.is_file()}
     if not found:
         raise ValueError(
-            f"no file matches data.pattern = {pattern} in {root}. Try data.path=FOLDER with text files, "
-            f"and data.pattern for their names."
+            f"no file matches data.pattern = {pattern} in {root}: data.path names a folder of text files, "
+            "and data.pattern their names"
         )
     return dict(sorted(found.items()))
 

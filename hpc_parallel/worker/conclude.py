@@ -52,9 +52,8 @@ def conclude(
         return None
     cause = first_cause(found)
     ended: dict[str, Any] | None = None
-    summarised = _summary(folder, environment)
     if cancelled is None and _TIME_LIMIT.search("\n".join(text.splitlines()[-_LOG_LINES:])):
-        cancelled, ended = False, _out_of_time(folder, step=summarised["steps"])
+        cancelled, ended = False, _out_of_time(folder)
     elif cancelled is None:
         cancelled = cause.signal in _ASKED if cause else _signal_of_code(returncode) in _ASKED
     if cancelled:
@@ -68,7 +67,8 @@ def conclude(
         write_json(folder.failure, ended)  # before the summary, which says that all is told
         line = str(ended["line"])
     if summary is None:
-        write_json(folder.summary, summarised | {"outcome": "cancelled" if cancelled else "failed"})
+        outcome = "cancelled" if cancelled else "failed"
+        write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
     return line
 
 
@@ -132,8 +132,10 @@ def _signal_of_code(returncode: int) -> str | None:
     return failure.signal_name(returncode - 128) if 128 < returncode < 128 + 65 else None
 
 
-def _out_of_time(folder: RunFolder, *, step: int) -> dict[str, Any]:
+def _out_of_time(folder: RunFolder) -> dict[str, Any]:
     """Slurm ended the job at its time limit: its signals look like a cancellation, and it is none."""
+    lines = MetricsReader(folder.metrics).read()
+    step = lines[-1]["step"] if lines else 0
     minutes = yaml.safe_load(folder.config.read_text(encoding="utf-8"))["launcher"]["time_minutes"]
     message = f"the time limit of {minutes} min was reached after step {step}"
     return _nobody(
@@ -161,12 +163,12 @@ def _nobody(
     }
 
 
-def _summary(folder: RunFolder, environment: Mapping[str, str]) -> dict[str, Any]:
+def _summary(folder: RunFolder, *, outcome: str, environment: Mapping[str, str]) -> dict[str, Any]:
     config = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
     lines = MetricsReader(folder.metrics).read()
     return summarise(
         config,
-        outcome="failed",
+        outcome=outcome,
         lines=lines,
         lost_steps=steps_lost(folder),
         started=None,

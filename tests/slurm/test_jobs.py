@@ -278,6 +278,26 @@ def test_a_cancelled_job_says_so(site: Site) -> None:
     assert not (folder / "failure.json").exists()
 
 
+def test_a_requeued_job_begins_anew_and_doubles_no_step(site: Site) -> None:
+    """What a preemption does: the same folder, a second start. Without checkpoints all steps are lost."""
+    words = ("strategy=data", "nodes=2", *SMALL, "training.steps=100000", "run_dir=again", "name=again")
+    assert site.run(*words, "launcher=slurm").returncode == 0
+    folder = site.home / "again"
+    wait_for((folder / "metrics.jsonl").exists)
+    job_id = site.cluster.run("squeue", "-h", "-o", "%i", "--name=again").strip()
+    site.cluster.run("scontrol", "requeue", job_id)
+    wait_for((folder / "metrics-1.jsonl").exists)
+    wait_for((folder / "metrics.jsonl").exists)
+    site.cluster.run("scancel", job_id)
+    site.ended(job_id)
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, len(steps) + 1))
+    lost = len((folder / "metrics-1.jsonl").read_text().splitlines())
+    wait_for((folder / "summary.json").exists, within_s=20)
+    summary = read(folder, "summary.json")
+    assert (summary["restarts"], summary["lost_steps"]) == (1, lost)
+
+
 def test_a_rank_that_never_arrives_is_named_with_its_host(site: Site) -> None:
     words = ("strategy=data", "nodes=4", *SMALL, "cluster.start_timeout_s=6", "run_dir=absent")
     following = subprocess.Popen(

@@ -19,6 +19,7 @@ from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
 from hpc_parallel.worker import failure
 from hpc_parallel.worker.conclude import conclude, first_cause
 from hpc_parallel.worker.failure import Record
+from hpc_parallel.worker.summary import steps_lost
 from hpc_parallel.worker.world import World
 
 SUMMARY_KEYS = {
@@ -49,7 +50,15 @@ def folder(tmp_path: Path) -> RunFolder:
     made.create()
     strategy = {"name": "hybrid", **Layout().degrees, "pipeline": 2, "replicate": -1, "tensor": 2}
     made.config.write_text(
-        yaml.safe_dump({"nodes": 4, "gpus_per_node": 2, "strategy": strategy, "training": {"steps": 20}})
+        yaml.safe_dump(
+            {
+                "nodes": 4,
+                "gpus_per_node": 2,
+                "strategy": strategy,
+                "training": {"steps": 20},
+                "launcher": {"time_minutes": 60},
+            }
+        )
     )
     return made
 
@@ -234,3 +243,26 @@ def test_the_command_without_any_record(
     assert values is not None
     assert (values["rank"], values["signal"]) == (None, signal)
     assert values["traceback"] == ["loading", "module: command not found"]
+
+
+def test_a_time_limit_is_named_and_no_cancellation(folder: RunFolder) -> None:
+    """Slurm's SIGTERM looks like a person's; its own words in the job's log tell them apart."""
+    failure.record_death(folder, world=world(1), returncode=-15)
+    text = "slurmstepd: error: *** STEP 3.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***"
+    line = conclude(folder, returncode=143, text=f"loading\n{text}\n")
+    assert line == (
+        "the time limit of 60 min was reached after step 0: raise launcher.time_minutes, or train less"
+    )
+    assert read_json(folder.failure)["kind"] == "time_limit"
+    assert read_json(folder.summary)["outcome"] == "failed"
+
+
+def test_an_earlier_attempts_metrics_are_set_aside(folder: RunFolder) -> None:
+    folder.metrics.write_text('{"step": 30}\n')
+    write_json(folder.summary, {"outcome": "failed"})
+    folder.begin_anew()
+    folder.metrics.write_text('{"step": 7}\n')
+    folder.begin_anew()
+    assert [file.name for file in folder.earlier_metrics()] == ["metrics-1.jsonl", "metrics-2.jsonl"]
+    assert not folder.summary.exists()
+    assert steps_lost(folder) == 37

@@ -139,7 +139,7 @@ VALUES = [
     wrong("data.path=/nowhere/x", "data.path", "does not exist"),
     wrong("data.path=txets", "data.path", "does not exist", offers="data.path=texts"),
     wrong("data.path=empty", "data.path = empty", "no file matches"),
-    wrong("training.checkpoint_every=5", "training.checkpoint_every", offers="training.checkpoint_every=null"),
+    wrong("training.checkpoint_every=5", "checkpoint_every", offers="training.checkpoint_every=null"),
     wrong("training.compile=true", "training.compile", offers="training.compile=false"),
     wrong("data.path=", "data.path", "does not exist"),
     wrong("data=tokens", "data.path", "no value"),
