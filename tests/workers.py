@@ -118,6 +118,8 @@ def _serve(pipe: Connection) -> None:
 def _train(run_folder: str, variables: Mapping[str, str]) -> dict[str, Tensor]:
     import torch
 
+    from torch.distributed.tensor import DTensor
+
     from hpc_parallel.launch.run_folder import RunFolder
     from hpc_parallel.worker.session import read_config, train
 
@@ -125,4 +127,5 @@ def _train(run_folder: str, variables: Mapping[str, str]) -> dict[str, Tensor]:
     folder = RunFolder(Path(run_folder))
     config, values = read_config(folder.config)
     trained = train(config, values=values, folder=folder, device=torch.device("cpu"), environment={})
-    return {name: parameter.detach().clone() for name, parameter in trained.named_parameters().items()}
+    weights = {name: parameter.detach() for name, parameter in trained.named_parameters().items()}
+    return {name: w.full_tensor() if isinstance(w, DTensor) else w.clone() for name, w in weights.items()}

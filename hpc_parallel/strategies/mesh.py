@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 
 from hpc_parallel.config.layout import Layout
 
@@ -13,7 +18,32 @@ def build_mesh(layout: Layout, *, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
 
 
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The part of `mesh` over which gradients are averaged: replicate, shard or both, in that order."""
+    assert mesh.mesh_dim_names is not None
+    names = tuple(name for name in mesh.mesh_dim_names if name in ("replicate", "shard"))
+    return mesh[names]
+
+
 def axis_of(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
     """The one-dimensional mesh of `name` that this rank is on; None where the axis has degree 1."""
     assert mesh.mesh_dim_names is not None
     return mesh[name] if name in mesh.mesh_dim_names and mesh.size() > 1 else None
+
+
+def local_gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
+    """What this rank has of their gradients, as plain tensors that share its memory."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+
+
+def holders(parameter: Parameter, *, axes: Iterable[DeviceMesh]) -> int:
+    """How many ranks of the `axes` have the very slice of `parameter` that this one has."""
+    placed = parameter.placements if isinstance(parameter, DTensor) else ()
+    names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
+    split = {name for name, placement in zip(names or (), placed, strict=True) if placement.is_shard()}
+    count = 1
+    for axis in axes:
+        assert axis.mesh_dim_names is not None
+        count *= 1 if axis.mesh_dim_names[0] in {*split, "pipeline"} else axis.size()
+    return count

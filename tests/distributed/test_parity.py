@@ -51,6 +51,13 @@ LAYOUTS = {
         "strategy=pipeline", "nodes=2", "gpus_per_node=2", "strategy.pipeline=2", "strategy.replicate=-1",
         "strategy.schedule=interleaved",
     ),
+    "fsdp over 2": ("strategy=fsdp", "nodes=2"),
+    "fsdp over 4, accumulating 4": ("strategy=fsdp", "nodes=4", "training.microbatch_size=1"),
+    "fsdp over 2, gathered to the end": ("strategy=fsdp", "nodes=2", "strategy.reshard=false"),
+    "hsdp 2 x 2": ("strategy=hsdp", "nodes=2", "gpus_per_node=2"),
+    "hsdp 2 x 2, accumulating 4": (
+        "strategy=hsdp", "nodes=2", "gpus_per_node=2", "training.microbatch_size=1",
+    ),
 }  # fmt: skip
 
 
