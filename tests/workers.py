@@ -117,7 +117,6 @@ def _serve(pipe: Connection) -> None:
 
 def _train(run_folder: str, variables: Mapping[str, str]) -> dict[str, Tensor]:
     import torch
-
     from torch.distributed.tensor import DTensor
 
     from hpc_parallel.launch.run_folder import RunFolder

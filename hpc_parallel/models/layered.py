@@ -41,6 +41,14 @@ class LayeredModel(nn.Module):
     head: nn.Module | None
     tied: Mapping[str, str] = MappingProxyType({})
     """Names of parameters that are another's alias -> the other's (canonical) name."""
+    tensor_roles: Mapping[str, str] = MappingProxyType({})
+    """How single layers split over devices: name of a module (`*`: any block) -> its role.
+
+    `column`, `row`: a linear layer, by its outputs or its inputs (the next is then by the other);
+    `vocabulary`: an embedding, by its rows; `logits`: the last linear layer, by its outputs;
+    `position`: a layer that treats each position alone, never split; `whole`: a module that needs
+    all positions of its input. Every weight needs a role; a model without any is not split.
+    """
 
     def __init__(self, *, stem: nn.Module, blocks: Iterable[nn.Module], head: nn.Module) -> None:
         super().__init__()
@@ -174,9 +182,10 @@ def _slice(whole: Tensor, *, like: DTensor) -> DTensor:
     for axis in reversed(range(mesh.ndim)):
         placement = like.placements[axis]
         if not placement.is_replicate():
-            chunks = part.chunk(mesh.size(axis), dim=placement.dim)
+            dim: int = placement.dim  # type: ignore[attr-defined]  # Shard's, and of a kind that torch keeps private
+            chunks = part.chunk(mesh.size(axis), dim=dim)
             rank = mesh.get_local_rank(axis)
-            part = chunks[rank] if rank < len(chunks) else part.narrow(placement.dim, 0, 0)
+            part = chunks[rank] if rank < len(chunks) else part.narrow(dim, 0, 0)
     return DTensor.from_local(
         part.clone(), mesh, like.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )

@@ -17,7 +17,7 @@ from hpc_parallel.config.checks import stages_per_rank
 from hpc_parallel.config.layout import BatchPlan
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.layered import LayeredModel, materialise
-from hpc_parallel.strategies import pipeline, precision, replicate, shard
+from hpc_parallel.strategies import pipeline, precision, replicate, shard, tensor
 from hpc_parallel.strategies.accumulate import Accumulate
 from hpc_parallel.strategies.mesh import axis_of, data_mesh
 
@@ -61,7 +61,7 @@ def assemble(
     mesh: DeviceMesh,
     device: torch.device,
 ) -> Assembled:
-    """Build on meta, cut, shard, set the precision, materialise, replicate.
+    """Build on meta, cut, split layers, shard, set the precision, materialise, replicate.
 
     Weights are materialised before replication, which wants real ones, and after everything that
     decides which of them this rank needs. Each is drawn from (seed, its name), so no rank tells
@@ -83,7 +83,10 @@ def assemble(
         ]
     sharded = axis_of(mesh, "shard") is not None
     exactness = config.training.precision
+    together = axis_of(mesh, "tensor")
     for part in parts:
+        if together is not None:
+            tensor.apply(part, axis=together, options=strategy)
         if sharded:
             shard.apply(part, mesh=data_mesh(mesh), options=strategy, precision=exactness)
         else:
@@ -100,4 +103,6 @@ def assemble(
             runners, stages=parts, indices=indices, axis=stages, schedule=strategy.schedule,
             microbatches=batch.microbatches, device=device,
         )  # fmt: skip
+    if together is not None:
+        forward_backward = tensor.OneReplica(forward_backward, axis=together, options=strategy)
     return Assembled(parts=parts, forward_backward=forward_backward, mesh=mesh, forward_flops=flops.total)

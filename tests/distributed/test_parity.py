@@ -28,6 +28,7 @@ PIPELINES = [
     *((stages, "1f1b", 1) for stages in (2, 4)),
     *((ranks, "interleaved", 2) for ranks in (2, 4)),
 ]
+SHALLOW = ("model.layers=2",)  # what splits single layers is the same for any number of them
 LAYOUTS = {
     "data over 2": ("strategy=data", "nodes=2"),
     "data over 4": ("strategy=data", "nodes=2", "gpus_per_node=2"),
@@ -50,6 +51,28 @@ LAYOUTS = {
     "interleaved 2 x replicate 2": (
         "strategy=pipeline", "nodes=2", "gpus_per_node=2", "strategy.pipeline=2", "strategy.replicate=-1",
         "strategy.schedule=interleaved",
+    ),
+    "tensor over 2": ("strategy=tensor", "nodes=2", *SHALLOW),
+    "tensor over 4, accumulating 4": (
+        "strategy=tensor", "nodes=4", *SHALLOW, "model.kv_heads=4", "training.microbatch_size=4",
+    ),
+    "tensor over 2, whole sequence": ("strategy=tensor", "nodes=2", *SHALLOW, "strategy.sequence_parallel=false"),
+    "tensor over 2, whole logits": ("strategy=tensor", "nodes=2", *SHALLOW, "strategy.loss_parallel=false"),
+    "replicate 2 x tensor 2, accumulating 4": (
+        "strategy=tensor", "nodes=2", "gpus_per_node=2", "strategy.tensor=2", "strategy.replicate=2",
+        "training.microbatch_size=2", *SHALLOW,
+    ),
+    "shard 2 x tensor 2": (
+        "strategy=tensor", "nodes=2", "gpus_per_node=2", "strategy.tensor=2", "strategy.shard=2", *SHALLOW,
+    ),
+    "pipeline 2 x tensor 2": ("strategy=hybrid", "nodes=2", "gpus_per_node=2", *SHALLOW),
+    "pipeline 2 x shard 2": (
+        "strategy=pipeline", "nodes=2", "gpus_per_node=2", "strategy.pipeline=2", "strategy.shard=2",
+        *SHALLOW,
+    ),
+    "interleaved 2 x shard 2": (
+        "strategy=pipeline", "nodes=2", "gpus_per_node=2", "strategy.pipeline=2", "strategy.shard=2",
+        "strategy.schedule=interleaved", "model.layers=4",
     ),
     "fsdp over 2": ("strategy=fsdp", "nodes=2"),
     "fsdp over 4, accumulating 4": ("strategy=fsdp", "nodes=4", "training.microbatch_size=1"),
@@ -90,7 +113,7 @@ def test_layout_follows_one_device(
     workers: Workers, alone, layout: str, precision: str, losses: float, weights: float, head: str
 ) -> None:
     options = (f"training.precision={precision}", f"model.tied_head={str(head == 'tied').lower()}")
-    reference = alone(*options)
+    reference = alone(*options, *(word for word in LAYOUTS[layout] if word.startswith("model.")))
     split = workers.train(*COMMON, *options, *LAYOUTS[layout])
     assert len(split.losses) == STEPS
     assert largest_difference(split.losses, reference.losses) < losses
