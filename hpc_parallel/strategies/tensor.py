@@ -1,4 +1,4 @@
-"""Tensor parallelism: single layers split over devices by the model's hints (Shoeybi et al. 2019, Megatron-LM).
+"""Tensor parallelism: single layers split over devices by the model's hints (Shoeybi et al. 2019, Megatron).
 
 Between layers each device keeps its slice of the sequence (Korthikanti et al. 2022), and the loss is
 taken of logits that stay split by vocabulary; each is a switch of its own.

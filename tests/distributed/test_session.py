@@ -134,7 +134,9 @@ def _reads_from_the_device(strategy: str) -> int:
     return reads.count - 1
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("data", 2), ("pipeline", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("single", 1), ("data", 2), ("pipeline", 2), ("fsdp", 2), ("tensor", 2)]
+)
 def test_a_step_reads_nothing_back_from_the_device(workers: Workers, strategy: str, devices: int) -> None:
     assert workers.run(devices, _reads_from_the_device, strategy) == [0] * devices
 
