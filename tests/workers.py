@@ -99,6 +99,8 @@ class Workers:
 def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor._redistribute import _gen_transform_infos
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
     while True:
@@ -110,6 +112,9 @@ def _serve(pipe: Connection) -> None:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
             answer = ("done", job(*arguments))
             dist.destroy_process_group()
+            # DTensor remembers meshes by their shape: the next job's would get this one's dead groups.
+            _clear_sharding_prop_cache()
+            _gen_transform_infos.cache_clear()
         except BaseException:
             answer = ("error", f"rank {rank}:\n{traceback.format_exc()}")
         pipe.send(answer)

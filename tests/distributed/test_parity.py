@@ -84,15 +84,15 @@ LAYOUTS = {
         "strategy=pipeline", "nodes=2", "gpus_per_node=2", "strategy.pipeline=2", "strategy.shard=2",
         "strategy.schedule=interleaved", "model.layers=4",
     ),
-    "fsdp over 2": ("strategy=fsdp", "nodes=2"),
-    "fsdp over 4, accumulating 4": ("strategy=fsdp", "nodes=4", "training.microbatch_size=1"),
+    "fsdp over 2": ("strategy=fsdp", "nodes=2", *SHALLOW),
+    "fsdp over 4, accumulating 4": ("strategy=fsdp", "nodes=4", "training.microbatch_size=1", *SHALLOW),
     "fsdp over 3, slices of unequal size": (
         "strategy=fsdp", "nodes=3", "training.global_batch_size=18", "model.ffn_dim=161", *SHALLOW,
     ),
-    "fsdp over 2, gathered to the end": ("strategy=fsdp", "nodes=2", "strategy.reshard=false"),
-    "hsdp 2 x 2": ("strategy=hsdp", "nodes=2", "gpus_per_node=2"),
+    "fsdp over 2, gathered to the end": ("strategy=fsdp", "nodes=2", "strategy.reshard=false", *SHALLOW),
+    "hsdp 2 x 2": ("strategy=hsdp", "nodes=2", "gpus_per_node=2", *SHALLOW),
     "hsdp 2 x 2, accumulating 4": (
-        "strategy=hsdp", "nodes=2", "gpus_per_node=2", "training.microbatch_size=1",
+        "strategy=hsdp", "nodes=2", "gpus_per_node=2", "training.microbatch_size=1", *SHALLOW,
     ),
 }  # fmt: skip
 
