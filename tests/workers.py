@@ -106,6 +106,8 @@ class Workers:
 def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor._redistribute import _gen_transform_infos
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
     while True:
@@ -117,6 +119,9 @@ def _serve(pipe: Connection) -> None:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
             answer = ("done", job(*arguments))
             dist.destroy_process_group()
+            # DTensor remembers meshes by their shape: the next job's would get this one's dead groups.
+            _clear_sharding_prop_cache()
+            _gen_transform_infos.cache_clear()
         except BaseException:
             answer = ("error", f"rank {rank}:\n{traceback.format_exc()}")
         pipe.send(answer)
@@ -125,6 +130,7 @@ def _serve(pipe: Connection) -> None:
 def train_here(run_folder: str, variables: Mapping[str, str]) -> dict[str, Tensor]:
     """This rank's part of the run, inside a process group; its weights by full name."""
     import torch
+    from torch.distributed.tensor import DTensor
 
     from hpc_parallel.launch.run_folder import RunFolder
     from hpc_parallel.worker.session import read_config, train
@@ -133,4 +139,5 @@ def train_here(run_folder: str, variables: Mapping[str, str]) -> dict[str, Tenso
     folder = RunFolder(Path(run_folder))
     config, values = read_config(folder.config)
     trained = train(config, values=values, folder=folder, device=torch.device("cpu"), environment={})
-    return {name: parameter.detach().clone() for name, parameter in trained.named_parameters().items()}
+    weights = {name: parameter.detach() for name, parameter in trained.named_parameters().items()}
+    return {name: w.full_tensor() if isinstance(w, DTensor) else w.clone() for name, w in weights.items()}

@@ -152,6 +152,7 @@ def _layout(config: RunConfig) -> Found:
         return
     yield from _stages(config, layout)
     yield from _batch(config, layout)
+    yield from _splits(config, layout)
 
 
 def _degrees_problem(config: RunConfig, strategy: StrategyConfig, devices: int, free: list[str]) -> Problem:
@@ -251,6 +252,41 @@ def _batch(config: RunConfig, layout: Layout) -> Found:
             near = sorted(fitting, key=lambda d: abs(d - plan.microbatches))[:2]
             rule = f"does not split into {rounds} equal rounds of {layout.pipeline} stages"
             yield _microbatches_problem(config, plan, rule, sorted(near))
+
+
+def _splits(config: RunConfig, layout: Layout) -> Found:
+    """What the tensor axis splits divides by its degree: heads, columns, vocabulary, sequence."""
+    degree = layout.tensor
+    if degree == 1:
+        return
+    if _is_transformer(config):
+        sizes = {name: config.model[name] for name in ("heads", "kv_heads", "ffn_dim", "vocab_size")}
+        if min(sizes.values()) < 1:
+            return
+        if math.gcd(sizes["heads"], sizes["kv_heads"]) % degree:
+            yield _heads_problem(config, layout, heads=sizes["heads"], kv_heads=sizes["kv_heads"])
+            return
+        for name, what in (("ffn_dim", "columns"), ("vocab_size", "rows of the embedding")):
+            if sizes[name] % degree:
+                rule = f"does not divide by strategy.tensor = {degree}: each device has as many {what}"
+                above = -(-sizes[name] // degree) * degree  # below, a vocabulary would lose tokens
+                yield Problem(f"model.{name}", sizes[name], rule, (above,))
+    length = config.data.get("sequence_length") if isinstance(config.data, dict) else None
+    if config.strategy.sequence_parallel and isinstance(length, int) and length >= 1 and length % degree:
+        rule = f"does not divide by strategy.tensor = {degree}: each device keeps as many positions"
+        yield Problem("data.sequence_length", length, rule, _multiples_near(length, degree))
+
+
+def _heads_problem(config: RunConfig, layout: Layout, *, heads: int, kv_heads: int) -> Problem:
+    others = {axis: getattr(config.strategy, axis) for axis in AXES if axis != "tensor"}
+    free = -1 in others.values()  # else replicate takes what a smaller degree leaves
+    fixed = [d for axis, d in others.items() if d > 1 and (free or axis != "replicate")]
+    legal = divisors(math.gcd(heads, kv_heads, layout.devices // math.prod(fixed)))
+    near = sorted(legal, key=lambda d: abs(d - layout.tensor))[:2]
+    along = () if free else ("strategy.replicate=-1",)
+    counts = f"model.heads = {heads} and model.kv_heads = {kv_heads}"
+    rule = f"does not divide {counts}: each device needs whole heads"
+    return Problem("strategy.tensor", layout.tensor, rule, tuple(sorted(near)), along)
 
 
 def _microbatches_problem(config: RunConfig, plan: BatchPlan, rule: str, legal: Sequence[int]) -> Problem:

@@ -31,6 +31,11 @@ class StrategyConfig:
     # replicate (DistributedDataParallel)
     bucket_mb: float = 25.0
     static_graph: bool = False  # every step uses the same weights in the same order
+    # shard (fully_shard)
+    reshard: bool = True  # let a block's weights go after its forward pass; false: ZeRO-2
+    # tensor
+    sequence_parallel: bool = True  # between layers a device keeps a slice of the sequence
+    loss_parallel: bool = True  # logits stay split by vocabulary
 
 
 @dataclass

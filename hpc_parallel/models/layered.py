@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,14 @@ class LayeredModel(nn.Module):
     head: nn.Module | None
     tied: Mapping[str, str] = MappingProxyType({})
     """Names of parameters that are another's alias -> the other's (canonical) name."""
+    tensor_roles: Mapping[str, str] = MappingProxyType({})
+    """How single layers split over devices: name of a module (`*`: any block) -> its role.
+
+    `column`, `row`: a linear layer, by its outputs or its inputs (the next is then by the other);
+    `vocabulary`: an embedding, by its rows; `logits`: the last linear layer, by its outputs;
+    `position`: a layer that treats each position alone, never split; `whole`: a module that needs
+    all positions of its input. Every weight needs a role; a model without any is not split.
+    """
 
     def __init__(self, *, stem: nn.Module, blocks: Iterable[nn.Module], head: nn.Module) -> None:
         super().__init__()
@@ -127,7 +136,8 @@ def materialise(
     Each tensor is filled from a generator of its own, seeded by (seed, canonical name): a stage gets
     the very bits that the whole model has there. Values are drawn in float32 and then cast, so runs
     of different precision start from the same numbers. Parameters that were one object stay one
-    (`nn.Module.to_empty` would part them, since a meta tensor can't change its storage).
+    (`nn.Module.to_empty` would part them, since a meta tensor can't change its storage). Of a weight
+    that is distributed this rank keeps its slice: no more than one weight is ever whole.
     """
     made: dict[int, Tensor] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
@@ -159,7 +169,26 @@ def _filled(
     floating = like.is_floating_point()
     values = torch.empty(like.shape, dtype=torch.float32 if floating else like.dtype, device=device)
     model.initialise(canonical, values, generator)
-    return values.to(dtype) if floating else values
+    values = values.to(dtype) if floating else values
+    return _slice(values, like=like) if isinstance(like, DTensor) else values
+
+
+def _slice(whole: Tensor, *, like: DTensor) -> DTensor:
+    """This rank's part of `whole`, placed as `like`, without asking another rank.
+
+    Inner mesh axes cut first: where two cut the same dim, fully_shard slices what tensor parallelism left.
+    """
+    mesh, part = like.device_mesh, whole
+    for axis in reversed(range(mesh.ndim)):
+        placement = like.placements[axis]
+        if not placement.is_replicate():
+            dim: int = placement.dim  # type: ignore[attr-defined]  # Shard's, and of a kind that torch keeps private
+            chunks = part.chunk(mesh.size(axis), dim=dim)
+            rank = mesh.get_local_rank(axis)
+            part = chunks[rank] if rank < len(chunks) else part.narrow(dim, 0, 0)
+    return DTensor.from_local(
+        part.clone(), mesh, like.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 def _assign(model: nn.Module, name: str, tensor: Any) -> None:

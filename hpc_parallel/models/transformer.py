@@ -7,6 +7,7 @@ Ainslie et al. 2023 (grouped-query attention), Shazeer 2020 (SwiGLU). No biases,
 from __future__ import annotations
 
 import math
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,25 @@ class Transformer(LayeredModel):
 
     Raises ValueError where heads don't divide the width, or key-value heads the heads.
     """
+
+    tensor_roles = MappingProxyType(
+        {
+            "stem": "vocabulary",
+            "blocks.*.attention_norm": "position",
+            "blocks.*.attention": "whole",
+            "blocks.*.attention.query": "column",
+            "blocks.*.attention.key": "column",
+            "blocks.*.attention.value": "column",
+            "blocks.*.attention.output": "row",
+            "blocks.*.feed_forward_norm": "position",
+            "blocks.*.feed_forward": "whole",
+            "blocks.*.feed_forward.gate": "column",
+            "blocks.*.feed_forward.up": "column",
+            "blocks.*.feed_forward.down": "row",
+            "head.norm": "position",
+            "head.output": "logits",
+        }
+    )
 
     def __init__(
         self,

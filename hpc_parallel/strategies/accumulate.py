@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,6 +26,8 @@ class Accumulate:
         self._locally: Callable[[], AbstractContextManager[None]] = nullcontext
         if isinstance(runner, DistributedDataParallel):
             self._locally = self._first_step_in_sync if runner.static_graph else runner.no_sync
+        elif isinstance(runner, FSDPModule):
+            self._locally = self._inside_a_replica
         self._first = True
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -48,6 +51,13 @@ class Accumulate:
         already is the same on all ranks.
         """
         return nullcontext() if self._first else self._runner.no_sync()  # type: ignore[operator]
+
+    @contextmanager
+    def _inside_a_replica(self) -> Iterator[None]:
+        """Slices are summed with every microbatch, or they would not be slices; over replicas once."""
+        self._runner.set_requires_all_reduce(False)  # type: ignore[operator]
+        yield
+        self._runner.set_requires_all_reduce(True)  # type: ignore[operator]
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:

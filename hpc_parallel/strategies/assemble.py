@@ -17,9 +17,9 @@ from hpc_parallel.config.checks import stages_per_rank
 from hpc_parallel.config.layout import BatchPlan
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.layered import LayeredModel, materialise
-from hpc_parallel.strategies import pipeline, precision, replicate
+from hpc_parallel.strategies import pipeline, precision, replicate, shard, tensor
 from hpc_parallel.strategies.accumulate import Accumulate
-from hpc_parallel.strategies.mesh import axis_of
+from hpc_parallel.strategies.mesh import axis_of, data_mesh
 
 
 class ForwardBackward(Protocol):
@@ -47,6 +47,8 @@ class Assembled:
     def named_parameters(self) -> dict[str, Parameter]:
         """Full names; a tied weight that another rank holds too goes by its canonical name."""
         canonical = {alias: name for part in self.parts for alias, name in part.tied.items()}
+        for part in self.parts:
+            shard.release(part)
         named = [item for part in self.parts for item in part.named_parameters()]
         return {canonical.get(name, name): parameter for name, parameter in named}
 
@@ -59,7 +61,7 @@ def assemble(
     mesh: DeviceMesh,
     device: torch.device,
 ) -> Assembled:
-    """Build on meta, cut, set the precision, materialise, replicate.
+    """Build on meta, cut, split layers, shard, set the precision, materialise, replicate.
 
     Weights are materialised before replication, which wants real ones, and after everything that
     decides which of them this rank needs. Each is drawn from (seed, its name), so no rank tells
@@ -79,11 +81,19 @@ def assemble(
             pipeline.cut(deepcopy(parts[0]), blocks=cuts[i], first=i == 0, last=i == count - 1)
             for i in indices
         ]
+    sharded = axis_of(mesh, "shard") is not None
+    exactness = config.training.precision
+    together = axis_of(mesh, "tensor")
     for part in parts:
-        precision.apply(part, precision=config.training.precision, device_type=device.type)
-        materialise(part, seed=config.seed, device=device, dtype=precision.WEIGHTS[config.training.precision])
+        if together is not None:
+            tensor.apply(part, axis=together, options=strategy)
+        if sharded:
+            shard.apply(part, mesh=data_mesh(mesh), options=strategy, precision=exactness)
+        else:
+            precision.apply(part, precision=exactness, device_type=device.type)
+        materialise(part, seed=config.seed, device=device, dtype=precision.WEIGHTS[exactness])
     runners: list[torch.nn.Module] = list(parts)
-    if (axis := axis_of(mesh, "replicate")) is not None:
+    if (axis := axis_of(mesh, "replicate")) is not None and not sharded:
         runners = [replicate.apply(part, axis=axis, options=strategy) for part in parts]
     forward_backward: ForwardBackward
     if stages is None:
@@ -93,4 +103,6 @@ def assemble(
             runners, stages=parts, indices=indices, mesh=mesh, schedule=strategy.schedule,
             microbatches=batch.microbatches, device=device,
         )  # fmt: skip
+    if together is not None:
+        forward_backward = tensor.OneReplica(forward_backward, axis=together, options=strategy)
     return Assembled(parts=parts, forward_backward=forward_backward, mesh=mesh, forward_flops=flops.total)

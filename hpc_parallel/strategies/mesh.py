@@ -2,18 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 
 from hpc_parallel.config.layout import Layout
 
 
 def build_mesh(layout: Layout, *, device_type: str) -> DeviceMesh:
-    """One mesh dimension for each axis of a degree above one; a lone device keeps a replicate axis of 1."""
-    used = {axis: degree for axis, degree in layout.degrees.items() if degree > 1} or {"replicate": 1}
+    """One mesh dimension for each axis of a degree above one; a lone device keeps a replicate axis of 1.
+
+    Replicas of split layers keep a shard axis, of 1 where it must be: fully_shard averages gradients of
+    distributed tensors, DistributedDataParallel does not.
+    """
+    split_replicas = layout.replicate > 1 and layout.tensor > 1
+    used = {
+        axis: degree
+        for axis, degree in layout.degrees.items()
+        if degree > 1 or (axis == "shard" and split_replicas)
+    } or {"replicate": 1}
     return init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The part of `mesh` over which gradients are averaged: replicate, shard or both, in that order."""
+    assert mesh.mesh_dim_names is not None
+    names = tuple(name for name in mesh.mesh_dim_names if name in ("replicate", "shard"))
+    return mesh[names]
 
 
 def axis_of(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
     """The one-dimensional mesh of `name` that this rank is on; None where the axis has degree 1."""
     assert mesh.mesh_dim_names is not None
     return mesh[name] if name in mesh.mesh_dim_names and mesh.size() > 1 else None
+
+
+def local_gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
+    """What this rank has of their gradients, as plain tensors that share its memory.
+
+    A distributed gradient is placed as its weight first: autograd leaves that of a norm's weight as parts
+    of a sum over the tensor axis, and fully_shard alone would sum them.
+    """
+    found: list[Tensor] = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+            if gradient.placements != parameter.placements:
+                gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
+            gradient = gradient.to_local()
+        if gradient is not None:
+            found.append(gradient)
+    return found
+
+
+def holders(parameter: Parameter, *, axes: Iterable[DeviceMesh]) -> int:
+    """How many ranks of the `axes` have the very slice of `parameter` that this one has."""
+    placed = parameter.placements if isinstance(parameter, DTensor) else ()
+    names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
+    split = {
+        name for name, placement in zip(names or (), placed, strict=True) if not placement.is_replicate()
+    }
+    count = 1
+    for axis in axes:
+        assert axis.mesh_dim_names is not None
+        count *= 1 if axis.mesh_dim_names[0] in {*split, "pipeline"} else axis.size()
+    return count

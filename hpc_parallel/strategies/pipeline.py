@@ -19,6 +19,7 @@ from torch.nn import Module, Parameter
 
 from hpc_parallel.config.problems import ConfigError, Problem
 from hpc_parallel.models.layered import LayeredModel, PartFlops, keep
+from hpc_parallel.strategies.mesh import local_gradients
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 
@@ -140,8 +141,8 @@ class TiedEnds:
         self._group = ends_group(mesh) if names else None
 
     def sum_gradients(self) -> None:
-        for parameter in self._shared:
-            dist.all_reduce(parameter.grad, group=self._group)
+        for gradient in local_gradients(self._shared):
+            dist.all_reduce(gradient, group=self._group)
 
 
 def ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:

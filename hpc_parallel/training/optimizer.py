@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 from torch.optim import AdamW, Optimizer
 
 from hpc_parallel.config.schema import OptimizerConfig
+from hpc_parallel.strategies.mesh import holders, local_gradients
 
 
 def build_optimizer(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> Optimizer:
@@ -52,26 +55,29 @@ class GradientNorm:
     """The 2-norm of the whole model's gradient, whichever ranks hold its parts."""
 
     def __init__(self, counted: Iterable[Parameter], *, axes: Sequence[DeviceMesh]) -> None:
-        """`counted`: this rank's weights, a weight that several ranks hold counted on one of them only;
-        `axes`: the mesh axes over which the weights are split."""
-        self._counted = list(counted)
+        """`counted`: this rank's weights, a weight that two stages hold counted on one of them only;
+        `axes`: the mesh axes over which weights are split, some of them maybe not over all."""
+        self._by_holders: dict[int, list[Parameter]] = defaultdict(list)
+        for parameter in counted:
+            self._by_holders[holders(parameter, axes=axes)].append(parameter)
         self._groups = [axis.get_group() for axis in axes]
 
     def __call__(self) -> Tensor:
         """A scalar on the device; nothing waits for it."""
-        gradients = [p.grad for p in self._counted if p.grad is not None]
-        norm = get_total_norm(gradients, foreach=True)
-        if self._groups:
-            squared = norm.square()
-            for group in self._groups:
-                dist.all_reduce(squared, group=group)
-            norm = squared.sqrt()
-        return norm
+        shares = [
+            get_total_norm(local_gradients(parameters), foreach=True).square() / count
+            for count, parameters in self._by_holders.items()
+        ]
+        squared = torch.stack(shares).sum()
+        for group in self._groups:
+            dist.all_reduce(squared, group=group)
+        return squared.sqrt()
 
 
 def clip(parameters: Iterable[Parameter], *, norm: Tensor, most: float) -> None:
     """Scale all gradients so that their global `norm` is at most `most`, without reading it back."""
-    clip_grads_with_norm_(parameters, most, norm, foreach=True)
+    scale = (most / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(local_gradients(parameters), scale)
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:

@@ -39,11 +39,11 @@ class GradientStep:
         self._parameters: list[Parameter] = [p for part in assembled.parts for p in part.parameters()]
         self._optimizer = optimizer
         self._clip_norm = clip_norm
-        pipeline = axis_of(assembled.mesh, "pipeline")
+        axes = [axis_of(assembled.mesh, name) for name in ("pipeline", "shard", "tensor")]
         copies = {id(copy) for copy in self._forward_backward.copies}
         self._norm = GradientNorm(
             [parameter for parameter in self._parameters if id(parameter) not in copies],
-            axes=[pipeline] if pipeline is not None else [],
+            axes=[axis for axis in axes if axis is not None],
         )
 
     def run(self, inputs: Tensor, targets: Tensor) -> StepResult:

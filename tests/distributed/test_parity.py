@@ -28,6 +28,8 @@ PIPELINES = [
     *((stages, "1f1b", 1) for stages in (2, 4)),
     *((ranks, "interleaved", 2) for ranks in (2, 4)),
 ]
+MODEL_AND_BATCH = ("model.", "training.global_batch_size")  # of a layout: the reference has them too
+SHALLOW = ("model.layers=2",)  # what splits single layers is the same for any number of them
 LAYOUTS = {
     "data over 2": ("strategy=data", "nodes=2"),
     "data over 4": ("strategy=data", "nodes=2", "gpus_per_node=2"),
@@ -50,6 +52,47 @@ LAYOUTS = {
     "interleaved 2 x replicate 2": (
         "strategy=pipeline", "nodes=2", "gpus_per_node=2", "strategy.pipeline=2", "strategy.replicate=-1",
         "strategy.schedule=interleaved",
+    ),
+    "tensor over 2": ("strategy=tensor", "nodes=2", *SHALLOW),
+    "tensor over 4, accumulating 4": (
+        "strategy=tensor", "nodes=4", *SHALLOW, "model.kv_heads=4", "training.microbatch_size=4",
+    ),
+    "tensor over 2, whole sequence": (
+        "strategy=tensor", "nodes=2", *SHALLOW, "strategy.sequence_parallel=false",
+    ),
+    "tensor over 2, whole logits": ("strategy=tensor", "nodes=2", *SHALLOW, "strategy.loss_parallel=false"),
+    "replicate 2 x tensor 2, accumulating 4": (
+        "strategy=tensor", "nodes=2", "gpus_per_node=2", "strategy.tensor=2", "strategy.replicate=2",
+        "training.microbatch_size=2", *SHALLOW,
+    ),
+    "shard 2 x tensor 2": (
+        "strategy=tensor", "nodes=2", "gpus_per_node=2", "strategy.tensor=2", "strategy.shard=2", *SHALLOW,
+    ),
+    "pipeline 2 x tensor 2": ("strategy=hybrid", "nodes=2", "gpus_per_node=2", *SHALLOW),
+    "pipeline 2 x shard 2": (
+        "strategy=pipeline", "nodes=2", "gpus_per_node=2", "strategy.pipeline=2", "strategy.shard=2",
+        *SHALLOW,
+    ),
+    "pipeline 2 x shard 2 x tensor 2": (
+        "strategy=hybrid", "nodes=2", "gpus_per_node=4", "strategy.tensor=2", "strategy.replicate=1",
+        "strategy.shard=2", *SHALLOW,
+    ),
+    "pipeline 2 x replicate 2 x tensor 2": (
+        "strategy=hybrid", "nodes=2", "gpus_per_node=4", "strategy.tensor=2", *SHALLOW,
+    ),
+    "interleaved 2 x shard 2": (
+        "strategy=pipeline", "nodes=2", "gpus_per_node=2", "strategy.pipeline=2", "strategy.shard=2",
+        "strategy.schedule=interleaved", "model.layers=4",
+    ),
+    "fsdp over 2": ("strategy=fsdp", "nodes=2", *SHALLOW),
+    "fsdp over 4, accumulating 4": ("strategy=fsdp", "nodes=4", "training.microbatch_size=1", *SHALLOW),
+    "fsdp over 3, slices of unequal size": (
+        "strategy=fsdp", "nodes=3", "training.global_batch_size=18", "model.ffn_dim=161", *SHALLOW,
+    ),
+    "fsdp over 2, gathered to the end": ("strategy=fsdp", "nodes=2", "strategy.reshard=false", *SHALLOW),
+    "hsdp 2 x 2": ("strategy=hsdp", "nodes=2", "gpus_per_node=2", *SHALLOW),
+    "hsdp 2 x 2, accumulating 4": (
+        "strategy=hsdp", "nodes=2", "gpus_per_node=2", "training.microbatch_size=1", *SHALLOW,
     ),
 }  # fmt: skip
 
@@ -83,7 +126,7 @@ def test_layout_follows_one_device(
     workers: Workers, alone, layout: str, precision: str, losses: float, weights: float, head: str
 ) -> None:
     options = (f"training.precision={precision}", f"model.tied_head={str(head == 'tied').lower()}")
-    reference = alone(*options)
+    reference = alone(*options, *(word for word in LAYOUTS[layout] if word.startswith(MODEL_AND_BATCH)))
     split = workers.train(*COMMON, *options, *LAYOUTS[layout])
     assert len(split.losses) == STEPS
     assert largest_difference(split.losses, reference.losses) < losses
@@ -112,9 +155,10 @@ def test_the_comparison_can_fail(workers: Workers, alone) -> None:
     assert weight_difference(other, alone(*options)) > 1e-3
 
 
-def test_bfloat16_follows_float32_loosely(workers: Workers, alone) -> None:
-    """Autocast rounds products to 8 bits: the curve stays near, and not equal."""
-    coarse = workers.train(*COMMON, "strategy=pipeline", "nodes=2", "training.precision=bfloat16")
+@pytest.mark.parametrize("strategy", ["pipeline", "fsdp", "tensor"])
+def test_bfloat16_follows_float32_loosely(workers: Workers, alone, strategy: str) -> None:
+    """Products are rounded to 8 bits: the curve stays near, and not equal."""
+    coarse = workers.train(*COMMON, f"strategy={strategy}", "nodes=2", "training.precision=bfloat16")
     difference = largest_difference(
         coarse.losses, alone("training.precision=float32", "model.tied_head=true").losses
     )

@@ -122,7 +122,9 @@ def _reads_from_the_device(run_folder: str) -> int:
     return reads
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("data", 2), ("pipeline", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("single", 1), ("data", 2), ("pipeline", 2), ("fsdp", 2), ("tensor", 2)]
+)
 def test_steps_read_nothing_back_from_the_device(workers: Workers, strategy: str, devices: int) -> None:
     """Four steps and twenty-four, with lines at the first and the last alone: as many reads."""
     counts = []

@@ -1,0 +1,118 @@
+"""Tensor parallelism: single layers split over devices by the model's hints (Shoeybi et al. 2019, Megatron).
+
+Between layers each device keeps its slice of the sequence (Korthikanti et al. 2022), and the loss is
+taken of logits that stay split by vocabulary; each is a switch of its own.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn import Module
+
+from hpc_parallel.config.problems import ConfigError, Problem
+from hpc_parallel.config.schema import StrategyConfig
+from hpc_parallel.models.layered import LayeredModel
+
+if TYPE_CHECKING:
+    from hpc_parallel.strategies.assemble import ForwardBackward
+
+
+def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> LayeredModel:
+    """Make every weight of `model` a DTensor on `axis`, split as `model.tensor_roles` says.
+
+    Raises ConfigError where the hints leave a weight out: whether its gradient is whole on a device
+    or a part of a sum is then unknown.
+    """
+    styles = _styles(options)
+    for name, module in list(model.named_modules()):
+        for pattern, role in model.tensor_roles.items():
+            if fnmatchcase(name, pattern):
+                parallelize_module(module, axis, styles[role], src_data_rank=None)
+    for alias, name in model.tied.items():  # splitting parted them
+        weights = dict(model.named_parameters())
+        if alias in weights and name in weights:
+            path, _, leaf = alias.rpartition(".")
+            setattr(model.get_submodule(path), leaf, weights[name])
+    if left_out := [name for name, weight in model.named_parameters() if not isinstance(weight, DTensor)]:
+        rule = f"can't be: {type(model).__name__}.tensor_roles says nothing of {', '.join(left_out[:3])}"
+        raise ConfigError([Problem("strategy.tensor", axis.size(), rule, (1,))])
+    if options.loss_parallel:
+        _take_loss_of_slices(model, axis=axis)
+    return model
+
+
+def _styles(options: StrategyConfig) -> dict[str, ParallelStyle]:
+    """What each role of `LayeredModel.tensor_roles` means; activations are `[batch, seq, dim]`."""
+    between: Placement = Shard(1) if options.sequence_parallel else Replicate()
+    logits: Placement = Shard(-1) if options.loss_parallel else Replicate()
+    return {
+        "vocabulary": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        # Handed on as a DTensor, so that the gradients of all layers that read it are summed once.
+        "whole": PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate()),
+        "column": ColwiseParallel(),
+        "row": RowwiseParallel(output_layouts=between),
+        "position": EachPosition(between),
+        "logits": ColwiseParallel(input_layouts=between, output_layouts=logits),
+    }
+
+
+class EachPosition(ParallelStyle):
+    """A layer that treats positions alone, such as a norm: weights whole, its input where it is."""
+
+    def __init__(self, between: Placement) -> None:
+        self._between = between
+
+    def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
+        def enter(_: Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> DTensor:
+            return DTensor.from_local(inputs[0], mesh, [self._between], run_check=False)
+
+        def leave(_: Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+            return output.to_local()
+
+        return distribute_module(module, device_mesh, None, enter, leave)  # type: ignore[arg-type]
+
+
+def _take_loss_of_slices(model: LayeredModel, *, axis: DeviceMesh) -> None:
+    whole_loss = model.loss
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        found = whole_loss(DTensor.from_local(output, axis, [Shard(-1)], run_check=False), target)
+        return found.full_tensor() if isinstance(found, DTensor) else found
+
+    model.loss = loss  # type: ignore[method-assign]
+
+
+class OneReplica:
+    """The ranks of a tensor axis train as one: they take the loss together, and one of them tells it."""
+
+    def __init__(self, inner: ForwardBackward, *, axis: DeviceMesh, options: StrategyConfig) -> None:
+        self._inner = inner
+        self._tells = axis.get_local_rank() == 0
+        self._losses = loss_parallel if options.loss_parallel else nullcontext
+        self.copies = inner.copies
+
+    def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with self._losses():  # the backward pass is in it too, as torch wants
+            return self._told(self._inner.train(inputs, targets))
+
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with self._losses():
+            return self._told(self._inner.evaluate(inputs, targets))
+
+    def _told(self, loss: Tensor) -> Tensor:
+        return loss if self._tells else torch.zeros_like(loss)

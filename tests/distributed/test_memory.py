@@ -1,0 +1,73 @@
+"""What a strategy saves: bytes of weights, gradients and optimizer state that one rank holds."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from tests.workers import Workers
+
+# An uneven width and feed-forward: 4 devices can't have equal slices of every weight.
+MODEL = ("model.dim=132", "model.heads=2", "model.kv_heads=2", "model.ffn_dim=346", "data.max_bytes=300000")
+
+
+def _held_bytes(*overrides: str) -> int:
+    """After a whole step but before gradients go: what of it lives on this rank."""
+    from torch.distributed.tensor import DTensor
+
+    from hpc_parallel.config.layout import Layout, plan_batch
+    from hpc_parallel.config.schema import typed
+    from hpc_parallel.strategies.assemble import assemble
+    from hpc_parallel.strategies.mesh import build_mesh
+    from hpc_parallel.training.optimizer import build_optimizer
+    from tests.composed import prepared
+
+    run = prepared(*overrides)
+    config = typed(run.values)
+    layout = Layout.resolve(config.strategy, devices=run.devices)
+    batch = plan_batch(16, layout=layout, microbatch_size=None, microbatches=None)
+    mesh = build_mesh(layout, device_type="cpu")
+    assembled = assemble(config, batch=batch, sample_shape=(32,), mesh=mesh, device=torch.device("cpu"))
+    optimizer = build_optimizer(assembled.named_parameters(), config.optimizer)
+    tokens = torch.arange(batch.samples_per_replica * 32).reshape(-1, 32) % 256
+    assembled.forward_backward.train(tokens, tokens)
+    optimizer.step()
+    weights = list(assembled.named_parameters().values())
+    held = [
+        *weights,
+        *(weight.grad for weight in weights),
+        *(value for state in optimizer.state.values() for value in state.values()),
+    ]
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in held]
+    storages = {s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in local)}
+    return sum(storages.values())  # gradients of one group are views of one buffer
+
+
+@pytest.fixture(scope="module")
+def alone(workers: Workers):
+    return functools.cache(lambda: workers.run(1, _held_bytes, "strategy=single", *MODEL)[0])
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "share"),
+    [
+        (("strategy=fsdp", "nodes=4"), 4, 1 / 4),
+        (("strategy=fsdp", "nodes=4", "strategy.reshard=false"), 4, 1 / 4),
+        (("strategy=hsdp", "nodes=2", "gpus_per_node=2"), 4, 1 / 2),
+        (("strategy=tensor", "nodes=2"), 2, 1 / 2),
+        (("strategy=fsdp", "nodes=2", "gpus_per_node=2", "strategy.tensor=2"), 4, 1 / 4),
+    ],
+)
+def test_a_rank_holds_its_share(
+    workers: Workers, alone, layout: tuple[str, ...], ranks: int, share: float
+) -> None:
+    held = workers.run(ranks, _held_bytes, *layout, *MODEL)
+    assert [found / alone() for found in held] == pytest.approx([share] * ranks, rel=0.05)
+
+
+def test_data_parallelism_saves_nothing(workers: Workers, alone) -> None:
+    """The measure can fail: replicas are whole."""
+    held = workers.run(2, _held_bytes, "strategy=data", "nodes=2", *MODEL)
+    assert min(held) >= alone()

@@ -1,0 +1,78 @@
+"""Weights that are split: each rank has the very bits of one device's, and none is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.workers import Workers
+
+MODEL = ("model.layers=2", "model.dim=36", "model.heads=2", "model.kv_heads=2", "model.ffn_dim=46")
+
+
+def _first_weights(*overrides: str) -> Mapping[str, Tensor]:
+    """As drawn, before any step."""
+    from torch.distributed.tensor import DTensor
+
+    from hpc_parallel.config.layout import Layout, plan_batch
+    from hpc_parallel.config.schema import typed
+    from hpc_parallel.strategies.assemble import assemble
+    from hpc_parallel.strategies.mesh import build_mesh
+    from tests.composed import prepared
+
+    run = prepared(*overrides, "training.global_batch_size=12")
+    config = typed(run.values)
+    layout = Layout.resolve(config.strategy, devices=run.devices)
+    batch = plan_batch(12, layout=layout, microbatch_size=None, microbatches=None)
+    mesh = build_mesh(layout, device_type="cpu")
+    assembled = assemble(config, batch=batch, sample_shape=(32,), mesh=mesh, device=torch.device("cpu"))
+    weights = {name: weight.detach() for name, weight in assembled.named_parameters().items()}
+    return {name: w.full_tensor() if isinstance(w, DTensor) else w for name, w in weights.items()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        (("strategy=fsdp", "nodes=3"), 3),
+        (("strategy=tensor", "nodes=2"), 2),
+        (("strategy=fsdp", "nodes=3", "gpus_per_node=2", "strategy.tensor=2"), 6),
+        (("strategy=hsdp", "nodes=2", "gpus_per_node=4", "strategy.tensor=2"), 8),
+    ],
+)
+def test_slices_are_of_one_devices_weights(workers: Workers, layout: tuple[str, ...], ranks: int) -> None:
+    (whole,) = workers.run(1, _first_weights, "strategy=single", *MODEL)
+    for found in workers.run(ranks, _first_weights, *layout, *MODEL):
+        assert found.keys() == whole.keys()
+        assert all(torch.equal(found[name], weight) for name, weight in whole.items())
+
+
+def _split_without_a_hint() -> list[str]:
+    from types import MappingProxyType
+
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from hpc_parallel.config.problems import ConfigError
+    from hpc_parallel.config.schema import StrategyConfig
+    from hpc_parallel.models.transformer import Transformer
+    from hpc_parallel.strategies import tensor
+
+    class Forgetful(Transformer):
+        tensor_roles = MappingProxyType({**Transformer.tensor_roles, "head.norm": "whole"})
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+    with torch.device("meta"):
+        model = Forgetful(layers=1, dim=8, heads=2, kv_heads=2, ffn_dim=8, vocab_size=8)
+    with pytest.raises(ConfigError) as caught:
+        tensor.apply(model, axis=mesh["tensor"], options=StrategyConfig(name="tensor"))
+    return list(map(str, caught.value.problems))
+
+
+def test_a_weight_without_a_role_is_refused(workers: Workers) -> None:
+    (told,) = workers.run(2, _split_without_a_hint)[0]
+    assert told == (
+        "strategy.tensor = 2 can't be: Forgetful.tensor_roles says nothing of head.norm.weight. "
+        "Try strategy.tensor=1."
+    )
