@@ -40,6 +40,8 @@ class LayeredModel(nn.Module):
     head: nn.Module | None
     tied: Mapping[str, str] = MappingProxyType({})
     """Names of parameters that are another's alias -> the other's (canonical) name."""
+    pixelwise: bool = False
+    """Of an image model: whether the head gives each place of the image an output and has a target for it."""
 
     def __init__(self, *, stem: nn.Module, blocks: Iterable[nn.Module], head: nn.Module) -> None:
         super().__init__()

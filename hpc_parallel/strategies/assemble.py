@@ -17,9 +17,9 @@ from hpc_parallel.config.checks import stages_per_rank
 from hpc_parallel.config.layout import BatchPlan
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.layered import LayeredModel, materialise
-from hpc_parallel.strategies import pipeline, precision, replicate
+from hpc_parallel.strategies import batch_norm, pipeline, precision, replicate
 from hpc_parallel.strategies.accumulate import Accumulate
-from hpc_parallel.strategies.mesh import axis_of
+from hpc_parallel.strategies.mesh import axis_of, joint
 
 
 class ForwardBackward(Protocol):
@@ -79,7 +79,10 @@ def assemble(
             pipeline.cut(deepcopy(parts[0]), blocks=cuts[i], first=i == 0, last=i == count - 1)
             for i in indices
         ]
+    one_batch = joint(mesh, "replicate", "shard", "tile")  # the ranks that share a microbatch
     for part in parts:
+        if one_batch is not None:
+            batch_norm.apply(part, axis=one_batch)
         precision.apply(part, precision=config.training.precision, device_type=device.type)
         materialise(part, seed=config.seed, device=device, dtype=precision.WEIGHTS[config.training.precision])
     runners: list[torch.nn.Module] = list(parts)

@@ -21,5 +21,6 @@ def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> 
         bucket_cap_mb=options.bucket_mb,
         static_graph=options.static_graph,
         gradient_as_bucket_view=True,
+        broadcast_buffers=False,  # running statistics are of all ranks' samples, so equal already
         init_sync=False,
     )

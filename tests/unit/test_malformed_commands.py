@@ -44,7 +44,7 @@ UNKNOWN = [
     wrong("launcher.extra.mail-type=END", "plus", offers="+launcher.extra.mail-type=END"),
     wrong("strategy=pipelin", "strategy", "data, pipeline, single", offers="strategy=pipeline"),
     wrong("launcher=slrum", "launcher", offers="launcher=slurm"),
-    wrong("data=imagenet", "data", offers="data=text"),
+    wrong("data=imagenet", "data", offers="data=digits"),
     wrong("strategy=null", "strategy", offers="strategy=data"),
     wrong("hydra/launcher=submitit", "hydra/launcher", offers="hydra/launcher=basic"),
     wrong("~training.steps", "training.steps", "deleted"),
