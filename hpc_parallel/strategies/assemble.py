@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from hpc_parallel.config.checks import stages_per_rank
-from hpc_parallel.config.layout import BatchPlan
+from hpc_parallel.config.layout import BatchPlan, tile_grid
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.layered import LayeredModel, materialise
-from hpc_parallel.strategies import batch_norm, pipeline, precision, replicate
+from hpc_parallel.strategies import batch_norm, pipeline, precision, replicate, tile
 from hpc_parallel.strategies.accumulate import Accumulate
 from hpc_parallel.strategies.mesh import axis_of, joint
 
@@ -59,7 +59,7 @@ def assemble(
     mesh: DeviceMesh,
     device: torch.device,
 ) -> Assembled:
-    """Build on meta, cut, set the precision, materialise, replicate.
+    """Build on meta, cut, tile, set the precision, materialise, replicate.
 
     Weights are materialised before replication, which wants real ones, and after everything that
     decides which of them this rank needs. Each is drawn from (seed, its name), so no rank tells
@@ -69,6 +69,10 @@ def assemble(
     with torch.device("meta"):
         parts: list[LayeredModel] = [instantiate(config.model)]
     flops = parts[0].forward_flops(sample_shape)
+    tiles = axis_of(mesh, "tile")
+    if tiles is not None:
+        grid = tile_grid(tiles.size(), strategy.tile_grid)
+        maps = tile.measure(parts[0], sample_shape=sample_shape, grid=grid)
     stages = axis_of(mesh, "pipeline")
     if stages is not None:
         per_rank = stages_per_rank(strategy)
@@ -81,12 +85,14 @@ def assemble(
         ]
     one_batch = joint(mesh, "replicate", "shard", "tile")  # the ranks that share a microbatch
     for part in parts:
+        if tiles is not None:
+            tile.apply(part, axis=tiles, grid=grid, maps=maps)
         if one_batch is not None:
             batch_norm.apply(part, axis=one_batch)
         precision.apply(part, precision=config.training.precision, device_type=device.type)
         materialise(part, seed=config.seed, device=device, dtype=precision.WEIGHTS[config.training.precision])
     runners: list[torch.nn.Module] = list(parts)
-    if (axis := axis_of(mesh, "replicate")) is not None:
+    if (axis := joint(mesh, "replicate", "tile")) is not None:
         runners = [replicate.apply(part, axis=axis, options=strategy) for part in parts]
     forward_backward: ForwardBackward
     if stages is None:

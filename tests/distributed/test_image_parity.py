@@ -19,7 +19,9 @@ COMMON = (
     "optimizer.warmup_steps=3",
 )
 NETS = {
-    "convnet": ("model=convnet", "data=digits", "model.channels=[8,16,16,24]"),
+    # 40 x 56 pixels halve to 5 x 7 places, which no grid divides
+    "convnet": ("model=convnet", "data=digits", "model.channels=[8,16,16,24]",
+                "data.height=40", "data.width=56"),
     "segmenter": ("model=segmenter", "data=cells", "data.samples=64", "model.channels=[8,12,16]",
                   "data.height=32", "data.width=48"),
 }  # fmt: skip
@@ -35,6 +37,18 @@ LAYOUTS = {
     "pipeline 2 x replicate 2": (
         ("strategy=pipeline", "nodes=4", "strategy.pipeline=2", "strategy.replicate=2",
          "strategy.microbatches=4"), 4,
+    ),
+    "tile 1 x 2": (("strategy=tile", "nodes=2"), 1),
+    "tile 2 x 1, accumulating 4": (
+        ("strategy=tile", "nodes=2", "strategy.tile_grid=[2,1]", "training.microbatch_size=4"), 4,
+    ),
+    "tile 2 x 2": (("strategy=tile", "nodes=2", "gpus_per_node=2"), 1),
+    "tile 1 x 2 x replicate 2, accumulating 4": (
+        ("strategy=tile", "nodes=4", "strategy.tile=2", "strategy.replicate=2", "training.microbatch_size=2"),
+        4,
+    ),
+    "pipeline 2 x tile 1 x 2": (
+        ("strategy=tile", "nodes=4", "strategy.pipeline=2", "strategy.microbatches=4"), 4,
     ),
 }  # fmt: skip
 
