@@ -25,6 +25,7 @@ FITTING = {
     ConvNetConfig._target_: {"digits": DigitsDataConfig._target_},
     SegmenterConfig._target_: {"cells": CellsDataConfig._target_},
 }
+SCHEMAS: tuple[type[Any], ...] = (ConvNetConfig, SegmenterConfig, DigitsDataConfig, CellsDataConfig)
 CLASSES = {DigitsDataConfig._target_: 10, CellsDataConfig._target_: 2}
 APART = ("shard", "context", "tensor")  # axes that tiles have not been joined with
 
@@ -32,14 +33,13 @@ APART = ("shard", "context", "tensor")  # axes that tiles have not been joined w
 def find_problems(config: RunConfig) -> Found:
     model, data = (part if isinstance(part, dict) else {} for part in (config.model, config.data))
     yield from _fit(model, data)
-    counts = {"model": ("classes", "in_channels", "kernel_size"), "data": ("height", "width", "samples")}
     broken = False
-    for part, names in counts.items():
-        for name in names:
-            value = getattr(config, part).get(name) if isinstance(getattr(config, part), dict) else None
-            if isinstance(value, int) and value < 1:
+    for group, table in (("model", model), ("data", data)):
+        schema = next((schema for schema in SCHEMAS if schema._target_ == table.get("_target_")), None)
+        for name, value in table.items():
+            if schema is not None and name != "seed" and isinstance(value, int) and value < 1:
                 broken = True
-                yield Problem(f"{part}.{name}", value, "must be at least 1", (1,))
+                yield Problem(f"{group}.{name}", value, "must be at least 1", (getattr(schema, name),))
     channels = model.get("channels") if _is_convnet(model) else None
     if channels is not None and (not channels or min(channels) < 1):
         broken = True

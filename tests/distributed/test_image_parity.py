@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import pytest
 
@@ -80,3 +81,25 @@ def test_layout_follows_one_device(
     ]
     assert len(validation[1]) == 3
     assert largest_difference(*validation) < losses
+
+
+def test_digits_are_learnt(workers: Workers) -> None:
+    """From ln(10) or worse to a quarter of that, on digits of writers that were held out."""
+    run = workers.train(
+        "strategy=data", "nodes=2", "model=convnet", "data=digits", "training.steps=200",
+        "training.global_batch_size=32", "training.validate_every=200", "model.channels=[16,32,64,128]",
+    )  # fmt: skip
+    validation = [line["validation_loss"] for line in run.lines if "validation_loss" in line]
+    assert validation[0] > math.log(10)
+    assert validation[-1] < math.log(10) / 4
+    assert not any("tokens_per_s" in line for line in run.lines)
+
+
+def test_cells_are_learnt_in_tiles(workers: Workers) -> None:
+    """Cross-entropy a pixel; who knows only how much of an image is cell has 0.65."""
+    run = workers.train(
+        "strategy=tile", "nodes=2", "model=segmenter", "data=cells", "training.steps=150",
+        "training.validate_every=150", "model.channels=[16,32]",
+    )  # fmt: skip
+    validation = [line["validation_loss"] for line in run.lines if "validation_loss" in line]
+    assert validation[-1] < 0.2
