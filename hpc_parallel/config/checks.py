@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.config import site_checks
+from hpc_parallel.config import image_checks, site_checks
 from hpc_parallel.config.layout import AXES, BatchPlan, Layout, divisors, plan_batch
 from hpc_parallel.config.problems import Found, Problem, nearest
 from hpc_parallel.config.schema import RunConfig, StrategyConfig, TransformerConfig
@@ -38,7 +38,10 @@ NOT_YET: dict[str, tuple[Any, str]] = {
 
 def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> list[Problem | str]:
     """All that is wrong with `config`, in the order of the command line's `overrides`."""
-    checks = (_counts, _choices, _ranges, _layout, _model, _data, site_checks.find_problems, _switches)
+    checks = (
+        _counts, _choices, _ranges, _layout, _model, _data,
+        image_checks.find_problems, site_checks.find_problems, _switches,
+    )  # fmt: skip
     return in_order([problem for check in checks for problem in check(config)], overrides)
 
 
@@ -170,7 +173,7 @@ def _degrees_problem(config: RunConfig, strategy: StrategyConfig, devices: int, 
     else:
         legal = [devices // rest] if devices % rest == 0 else []
         rule = f"makes {product} of the axes together, but there are {where}"
-    if axis == "pipeline" and isinstance(layers := _layers(config), int):
+    if axis == "pipeline" and (layers := _blocks(config)[1]) is not None:
         legal = [d for d in legal if d * stages_per_rank(strategy) <= layers]
     legal.sort(key=lambda d: abs(d - degree))
     return Problem(f"strategy.{axis}", degree, rule, tuple(sorted(legal[:2])))
@@ -190,19 +193,22 @@ def _stages(config: RunConfig, layout: Layout) -> Found:
         rule = f"does not fit strategy.schedule = {strategy.schedule}"
         yield Problem("strategy.stages_per_rank", per_rank, rule, (2 if interleaved else 1,))
     stages = layout.pipeline * per_rank
-    layers = _layers(config)
-    if isinstance(layers, int) and stages > layers >= 1:
+    key, layers = _blocks(config)
+    if layers is not None and stages > layers >= 1:
         most = max((d for d in divisors(layout.devices) if d * per_rank <= layers), default=1)
         others_fixed = -1 not in (getattr(strategy, axis) for axis in AXES if axis != "pipeline")
         along = ("strategy.replicate=-1",) if others_fixed and most < layout.pipeline else ()
         detail = f" ({layout.pipeline} ranks x {per_rank})" if per_rank > 1 else ""
-        rule = f"gives {stages} stages{detail}, more than model.layers = {layers}: each needs a block"
+        rule = f"gives {stages} stages{detail}, more than {key} = {layers}: each needs a block"
         yield Problem("strategy.pipeline", layout.pipeline, rule, (most,), along)
 
 
-def _layers(config: RunConfig) -> Any:
-    """The number of blocks, where the model's configuration tells it."""
-    return config.model.get("layers") if isinstance(config.model, dict) else None
+def _blocks(config: RunConfig) -> tuple[str, int | None]:
+    """How many blocks the model has, and what says so; None where only its class knows."""
+    known = config.model if isinstance(config.model, dict) else {}
+    if isinstance(known.get("channels"), list):
+        return "the length of model.channels", len(known["channels"])
+    return "model.layers", known["layers"] if isinstance(known.get("layers"), int) else None
 
 
 def stages_per_rank(strategy: StrategyConfig) -> int:

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hpc_parallel.config.problems import ConfigError, Problem, nearest
-from hpc_parallel.config.schema import RunConfig, TransformerConfig, typed
+from hpc_parallel.config.schema import RunConfig, typed
 
 REQUIRED = {"data.path": "tokens.npy"}  # keys without a default, with an example
 
@@ -61,7 +61,7 @@ def unknown_keys(config: DictConfig, prefix: str = "") -> list[str]:
     found: list[str] = []
     schema = OmegaConf.get_type(config)
     known = {field.name for field in fields(schema)} if is_dataclass(schema) else None
-    if schema is TransformerConfig and config.get("_target_") != TransformerConfig._target_:
+    if config.get("_target_") != getattr(schema, "_target_", config.get("_target_")):
         known = None  # a class of the user's own takes what it likes
     for key, child in children(config):
         if known is not None and key not in known:

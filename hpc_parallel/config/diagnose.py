@@ -58,6 +58,7 @@ def diagnose(
 
 def _diagnose(overrides: Sequence[str], *, config_name: str, sweep: bool) -> list[Problem | str]:
     plain = compose(config_name)
+    chosen = compose(config_name, return_hydra_config=True).hydra.runtime.choices
     verdicts: dict[str, list[Problem | str]] = {}
     accepted: list[str] = []
     # a group's choice decides which keys there are, so groups are tried, and kept, before values
@@ -70,7 +71,7 @@ def _diagnose(overrides: Sequence[str], *, config_name: str, sweep: bool) -> lis
                 if unknown_keys(compose(config_name, overrides=[*accepted, single])):
                     raise HydraException("Could not override")
             except COMPOSE_ERRORS as error:
-                refusals.append(_explain(single, error=error, plain=plain))
+                refusals.append(_explain(single, error=error, plain=plain, chosen=chosen))
         if refusals:
             verdicts[override] = refusals
         else:
@@ -110,8 +111,11 @@ def _expand(override: str) -> list[str]:
     return [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
 
 
-def _explain(override: str, *, error: Exception, plain: DictConfig) -> Problem | str:
-    """Hydra's refusal in our words: key, value, rule, a legal value near it."""
+def _explain(override: str, *, error: Exception, plain: DictConfig, chosen: DictConfig) -> Problem | str:
+    """Hydra's refusal in our words: key, value, rule, a legal value near it.
+
+    chosen: the default of each group.
+    """
     key, _, value = override.partition("=")
     if isinstance(error, OverrideParseException):
         return (
@@ -122,7 +126,7 @@ def _explain(override: str, *, error: Exception, plain: DictConfig) -> Problem |
     key = key.lstrip("+")
     text = str(error.__cause__ or error)
     if choices := _choices(key):
-        close = nearest(value, choices, most=2) or choices[:2]
+        close = nearest(value, choices, most=2) or [chosen.get(key) or choices[0]]
         return Problem(key, value, f"is not one of {', '.join(choices)}", tuple(close))
     if "Ambiguous value" in text:
         first = value.partition(",")[0]

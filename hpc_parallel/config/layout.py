@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -117,6 +118,15 @@ def plan_batch(
     if microbatches * size != samples:
         raise ValueError(f"{samples} samples in {microbatches} microbatches of {size}")
     return BatchPlan(data=layout.data, microbatches=microbatches, microbatch_size=size)
+
+
+def tile_grid(tiles: int, chosen: Sequence[int] | None = None) -> tuple[int, int]:
+    """Rows and columns of the tiles of an image: those chosen, or the most square with no more rows."""
+    if chosen is not None:
+        rows, columns = chosen
+        return rows, columns
+    rows = max(rows for rows in divisors(tiles) if rows * rows <= tiles)
+    return rows, tiles // rows
 
 
 def divisors(number: int) -> list[int]:

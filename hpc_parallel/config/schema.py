@@ -36,6 +36,8 @@ class StrategyConfig:
     # tensor
     sequence_parallel: bool = True  # between layers a device keeps a slice of the sequence
     loss_parallel: bool = True  # logits stay split by vocabulary
+    # tile
+    tile_grid: list[int] | None = None  # [rows, columns]; null: the most square
 
 
 @dataclass
@@ -52,6 +54,26 @@ class TransformerConfig:
     tied_head: bool = True  # the head's weight is the embedding's
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
+
+
+@dataclass
+class ConvNetConfig:
+    """Shape of the reference convnet (`models/convnet.py`): a label an image."""
+
+    _target_: str = "hpc_parallel.models.convnet.ConvNet"
+    channels: list[int] = field(default_factory=lambda: [16, 32, 128, 256, 512])  # of each block
+    classes: int = 10
+    in_channels: int = 1
+    kernel_size: int = 3  # odd
+
+
+@dataclass
+class SegmenterConfig(ConvNetConfig):
+    """The same blocks with a label for each pixel."""
+
+    _target_: str = "hpc_parallel.models.convnet.Segmenter"
+    channels: list[int] = field(default_factory=lambda: [16, 32, 128])
+    classes: int = 2
 
 
 @dataclass
@@ -74,6 +96,27 @@ class TokensDataConfig:
     path: str = MISSING
     sequence_length: int = 1024  # tokens a sample
     validation_share: float = 0.05  # of the tokens, taken from the end
+
+
+@dataclass
+class DigitsDataConfig:
+    """The handwritten digits of scikit-learn, 8 x 8 pixels, repeated over a larger canvas."""
+
+    _target_: str = "hpc_parallel.data.images.DigitsData"
+    height: int = 32  # pixels, a multiple of 8
+    width: int = 32
+    validation_share: float = 0.1  # of the images, taken from the end
+
+
+@dataclass
+class CellsDataConfig:
+    """Drawn cells with masks, made where they are needed."""
+
+    _target_: str = "hpc_parallel.data.images.CellsData"
+    height: int = 64  # pixels
+    width: int = 64
+    samples: int = 4096  # to learn from; a tenth as many are held out
+    seed: int = 0
 
 
 @dataclass
@@ -178,8 +221,12 @@ def register() -> None:
     store = ConfigStore.instance()
     store.store(name="run_schema", node=RunConfig)
     store.store(group="model", name="transformer_schema", node=TransformerConfig)
+    store.store(group="model", name="convnet_schema", node=ConvNetConfig)
+    store.store(group="model", name="segmenter_schema", node=SegmenterConfig)
     store.store(group="data", name="text_schema", node=TextDataConfig)
     store.store(group="data", name="tokens_schema", node=TokensDataConfig)
+    store.store(group="data", name="digits_schema", node=DigitsDataConfig)
+    store.store(group="data", name="cells_schema", node=CellsDataConfig)
 
 
 def typed(config: Any) -> RunConfig:

@@ -50,8 +50,10 @@ class Data(Protocol):
 class Batches:
     """One data replica's part of each global batch; all ranks of a replica make the same one.
 
-    Replica r of R sees the global sample indices step x B + [r B/R, (r+1) B/R), so the replicas'
-    parts one after the other are the global batch. Without a seed, samples come as they lie.
+    A global batch of B samples is M microbatches one after the other. Of each, replica r of R has the
+    r-th part, so all replicas together work on the samples that one device would have in its m-th
+    microbatch: what is computed over a microbatch (BatchNorm) is the same on any number of replicas.
+    Without a seed, samples come as they lie.
     """
 
     samples: Samples
@@ -59,19 +61,22 @@ class Batches:
     seed: int | None
     replica: int = 0
     replicas: int = 1
+    microbatches: int = 1
 
     def __post_init__(self) -> None:
-        if self.global_batch_size % self.replicas:
-            raise ValueError(f"{self.global_batch_size} samples don't divide over {self.replicas} replicas")
+        if self.global_batch_size % (self.replicas * self.microbatches):
+            parts = f"{self.replicas} replicas x {self.microbatches} microbatches"
+            raise ValueError(f"{self.global_batch_size} samples don't divide over {parts}")
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of the step after `step` others, [global_batch_size / replicas, ...]."""
         return self.samples.batch(self.positions(step))
 
     def positions(self, step: int) -> NDArray[np.int64]:
-        size = self.global_batch_size // self.replicas
+        size = self.global_batch_size // (self.replicas * self.microbatches)
         first = step * self.global_batch_size + self.replica * size
-        indices = np.arange(first, first + size, dtype=np.int64)
+        starts = first + size * self.replicas * np.arange(self.microbatches, dtype=np.int64)
+        indices = (starts[:, None] + np.arange(size)).ravel()
         population = len(self.samples)
         if self.seed is None:
             return indices % population

@@ -49,6 +49,8 @@ class LayeredModel(nn.Module):
     `position`: a layer that treats each position alone, never split; `whole`: a module that needs
     all positions of its input. Every weight needs a role; a model without any is not split.
     """
+    pixelwise: bool = False
+    """Of an image model: whether the head gives each place of the image an output and has a target for it."""
 
     def __init__(self, *, stem: nn.Module, blocks: Iterable[nn.Module], head: nn.Module) -> None:
         super().__init__()

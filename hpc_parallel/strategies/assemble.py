@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from hpc_parallel.config.checks import stages_per_rank
-from hpc_parallel.config.layout import BatchPlan
+from hpc_parallel.config.layout import BatchPlan, tile_grid
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.layered import LayeredModel, materialise
-from hpc_parallel.strategies import pipeline, precision, replicate, shard, tensor
+from hpc_parallel.strategies import batch_norm, pipeline, precision, replicate, shard, tensor, tile
 from hpc_parallel.strategies.accumulate import Accumulate
-from hpc_parallel.strategies.mesh import axis_of, data_mesh
+from hpc_parallel.strategies.mesh import axis_of, data_mesh, joint
 
 
 class ForwardBackward(Protocol):
@@ -61,7 +61,7 @@ def assemble(
     mesh: DeviceMesh,
     device: torch.device,
 ) -> Assembled:
-    """Build on meta, cut, split layers, shard, set the precision, materialise, replicate.
+    """Build on meta, cut, split into tiles or layers, shard, set the precision, materialise, replicate.
 
     Weights are materialised before replication, which wants real ones, and after everything that
     decides which of them this rank needs. Each is drawn from (seed, its name), so no rank tells
@@ -71,6 +71,10 @@ def assemble(
     with torch.device("meta"):
         parts: list[LayeredModel] = [instantiate(config.model)]
     flops = parts[0].forward_flops(sample_shape)
+    tiles = axis_of(mesh, "tile")
+    if tiles is not None:
+        grid = tile_grid(tiles.size(), strategy.tile_grid)
+        maps = tile.measure(parts[0], sample_shape=sample_shape, grid=grid)
     stages = axis_of(mesh, "pipeline")
     if stages is not None:
         per_rank = stages_per_rank(strategy)
@@ -81,19 +85,24 @@ def assemble(
             pipeline.cut(deepcopy(parts[0]), blocks=cuts[i], first=i == 0, last=i == count - 1)
             for i in indices
         ]
-    sharded = axis_of(mesh, "shard") is not None
     exactness = config.training.precision
     together = axis_of(mesh, "tensor")
+    one_batch = joint(mesh, "replicate", "shard", "tile")  # the ranks that share a microbatch
+    sharded = axis_of(mesh, "shard") is not None
     for part in parts:
+        if tiles is not None:
+            tile.apply(part, axis=tiles, grid=grid, maps=maps)
         if together is not None:
             tensor.apply(part, axis=together, options=strategy)
+        if one_batch is not None:
+            batch_norm.apply(part, axis=one_batch)
         if sharded:
             shard.apply(part, mesh=data_mesh(mesh), options=strategy, precision=exactness)
         else:
             precision.apply(part, precision=exactness, device_type=device.type)
         materialise(part, seed=config.seed, device=device, dtype=precision.WEIGHTS[exactness])
     runners: list[torch.nn.Module] = list(parts)
-    if (axis := axis_of(mesh, "replicate")) is not None and not sharded:
+    if (axis := joint(mesh, "replicate", "tile")) is not None and not sharded:
         runners = [replicate.apply(part, axis=axis, options=strategy) for part in parts]
     forward_backward: ForwardBackward
     if stages is None:

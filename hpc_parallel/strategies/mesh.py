@@ -34,6 +34,12 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[names]
 
 
+def joint(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
+    """One axis made of those of `names` that are used; None where none is."""
+    used = tuple(name for name in names if axis_of(mesh, name) is not None)
+    return None if not used else mesh[used[0]] if len(used) == 1 else mesh[used]._flatten()
+
+
 def axis_of(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
     """The one-dimensional mesh of `name` that this rank is on; None where the axis has degree 1."""
     assert mesh.mesh_dim_names is not None

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,6 +65,19 @@ def cut(model: LayeredModel, *, blocks: range, first: bool, last: bool) -> Layer
     return model
 
 
+class Stage(PipelineStage):
+    """A stage that is in training mode only from its first microbatch on.
+
+    Before, torch runs it to learn its shapes, on memory of any content (again whenever training and
+    evaluation take turns); in evaluation mode that can't reach running statistics.
+    """
+
+    def forward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
+        if self.has_backward and not self.submod.training:
+            self.submod.train()
+        return super().forward_one_chunk(*arguments, **options)
+
+
 class Pipeline:
     """Drives this rank's stages through a schedule of torch.distributed.pipelining."""
 
@@ -82,7 +96,7 @@ class Pipeline:
         axis = mesh["pipeline"]
         count = axis.size() * len(stages)
         self._parts = [
-            PipelineStage(runner, index, count, device, group=axis.get_group())
+            Stage(runner, index, count, device, group=axis.get_group())
             for runner, index in zip(runners, indices, strict=True)
         ]
         self._model = stages[-1]
@@ -118,6 +132,8 @@ class Pipeline:
 
     def _run(self, execute, inputs: Tensor, targets: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
         losses: list[Tensor] = []
+        for part in self._parts:
+            part.submod.eval()
         self._terms = self._model.loss_terms(targets)
         given = (inputs,) if self._first else ()
         if self._last:

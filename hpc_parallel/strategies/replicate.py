@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.layered import LayeredModel
+
+# Running statistics are of all ranks' samples, so equal already; the word for leaving them changed in 2.13.
+_NEWER = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+QUIET: dict[str, Any] = {"forward_sync_buffers" if _NEWER else "broadcast_buffers": False}
 
 
 def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> DistributedDataParallel:
@@ -21,5 +28,6 @@ def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> 
         bucket_cap_mb=options.bucket_mb,
         static_graph=options.static_graph,
         gradient_as_bucket_view=True,
+        **QUIET,
         init_sync=False,
     )

@@ -62,7 +62,10 @@ def train(
     optimizer = build_optimizer(assembled.named_parameters(), config.optimizer)
     writers = open_writers(config, folder=folder, values=values) if rank == 0 else []
     batch_size = config.training.global_batch_size
-    part = {"global_batch_size": batch_size, "replica": layout.replica(rank), "replicas": layout.data}
+    part = {
+        "global_batch_size": batch_size, "microbatches": batch.microbatches,
+        "replica": layout.replica(rank), "replicas": layout.data,
+    }  # fmt: skip
     trainer = Trainer(
         GradientStep(assembled, optimizer=optimizer, clip_norm=config.training.clip_norm),
         optimizer=optimizer,

@@ -93,7 +93,7 @@ LAYOUTS = [
     wrong("strategy=single strategy.pipeline=3 nodes=4", "strategy.pipeline", offers="strategy.pipeline=4"),
     wrong("strategy=single nodes=2", "strategy = single", "2 devices", offers="strategy=data"),
     wrong("nodes=2 strategy.pipeline=-1", "strategy.replicate = -1", offers="strategy.replicate=1"),
-    wrong("nodes=2 strategy.tile=2", "strategy.tile", "technique", offers="strategy.tile=1"),
+    wrong("nodes=2 strategy.tile=2", "strategy.tile", "reads text", offers="strategy.tile=1"),
     wrong("strategy=pipeline nodes=8", "strategy.pipeline", "model.layers = 4",
           offers="strategy.pipeline=4 strategy.replicate=-1"),
     wrong("strategy=pipeline nodes=4 strategy.schedule=interleaved", "strategy.pipeline", "8 stages"),
@@ -197,13 +197,40 @@ VALUES = [
     wrong("cluster.master_suffix=a_b", "cluster.master_suffix", offers="cluster.master_suffix=i"),
     wrong("cluster.gpu_flag=gpus", "cluster.gpu_flag", offers="cluster.gpu_flag=gres"),
 ]  # fmt: skip
+IMAGES = [
+    wrong("model=convnet", "data = text", "ConvNet", offers="data=digits"),
+    wrong("data=cells", "data = cells", "Transformer", offers="data=text"),
+    wrong("model=segmenter data=digits", "data = digits", offers="data=cells"),
+    *(wrong(f"model=convnet data=digits {key}=0", f"{key} = 0", "at least 1", offers=f"{key}={mend}")
+      for key, mend in (("model.classes", 10), ("model.in_channels", 1), ("data.height", 32))),
+    wrong("model=segmenter data=cells data.samples=-1", "data.samples = -1", offers="data.samples=4096"),
+    wrong("model=convnet data=digits model.channels=[]", "model.channels = []", "each block"),
+    wrong("model=convnet data=digits model.channels=[16,0]", "model.channels", "above 0"),
+    wrong("model=convnet data=digits model.kernel_size=4", "model.kernel_size = 4",
+          offers="model.kernel_size=5"),
+    wrong("model=convnet data=digits model.in_channels=3", "model.in_channels", offers="model.in_channels=1"),
+    wrong("model=convnet data=digits model.classes=3", "model.classes", offers="model.classes=10"),
+    wrong("model=convnet data=digits data.width=36", "data.width = 36", "multiple of 8",
+          offers="data.width=40"),
+    wrong("model=convnet data=digits data.height=16", "data.height = 16", "5 blocks",
+          offers="data.height=32"),
+    wrong("model=segmenter data=cells data.height=100", "data.height = 100", offers="data.height=104"),
+    wrong("model=segmenter data=cells strategy=tile nodes=2 data.width=72", "data.width = 72", "2 tiles",
+          offers="data.width=80"),
+    wrong("model=convnet data=digits strategy=tile nodes=2", "data.width = 32", "2 tiles",
+          offers="data.width=64"),
+    wrong("model=segmenter data=cells strategy=tile nodes=4 strategy.tile_grid=[3,1]",
+          "strategy.tile_grid = [3,1]", "4 tiles", offers="strategy.tile_grid=[2,2]"),
+    wrong("model=convnet data=digits strategy=pipeline nodes=8", "strategy.pipeline = 8",
+          "model.channels = 5"),
+]  # fmt: skip
 SWEEPS = [
     wrong("-m nodes=1,x", "nodes = x", offers="nodes=1"),
     wrong("-m nodes=1,0 strategy=data", "nodes = 0", offers="nodes=1"),
     wrong("-m nodes=1,2 nodez=3", "nodez", offers="nodes=3"),
     wrong("-m strategy=data,pipelin", "strategy = pipelin", offers="strategy=pipeline"),
 ]
-TABLE = [*UNKNOWN, *TYPES, *LAYOUTS, *VALUES, *SWEEPS]
+TABLE = [*UNKNOWN, *TYPES, *LAYOUTS, *VALUES, *IMAGES, *SWEEPS]
 
 
 @pytest.fixture

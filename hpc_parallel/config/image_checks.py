@@ -1,0 +1,125 @@
+"""What can't be true together of images: canvas, network, grid of tiles."""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+from typing import Any
+
+from hpc_parallel.config.layout import Layout, divisors, tile_grid
+from hpc_parallel.config.problems import Found, Problem
+from hpc_parallel.config.schema import (
+    CellsDataConfig,
+    ConvNetConfig,
+    DigitsDataConfig,
+    RunConfig,
+    SegmenterConfig,
+    TextDataConfig,
+    TokensDataConfig,
+    TransformerConfig,
+)
+
+# What our own models learn from, by class path; a class of the user's own may take anything.
+FITTING = {
+    TransformerConfig._target_: {"text": TextDataConfig._target_, "tokens": TokensDataConfig._target_},
+    ConvNetConfig._target_: {"digits": DigitsDataConfig._target_},
+    SegmenterConfig._target_: {"cells": CellsDataConfig._target_},
+}
+SCHEMAS: tuple[type[Any], ...] = (ConvNetConfig, SegmenterConfig, DigitsDataConfig, CellsDataConfig)
+CLASSES = {DigitsDataConfig._target_: 10, CellsDataConfig._target_: 2}
+APART = ("shard", "context", "tensor")  # axes that tiles have not been joined with
+
+
+def find_problems(config: RunConfig) -> Found:
+    model, data = (part if isinstance(part, dict) else {} for part in (config.model, config.data))
+    yield from _fit(model, data)
+    broken = False
+    for group, table in (("model", model), ("data", data)):
+        schema = next((schema for schema in SCHEMAS if schema._target_ == table.get("_target_")), None)
+        for name, value in table.items():
+            if schema is not None and name != "seed" and isinstance(value, int) and value < 1:
+                broken = True
+                yield Problem(f"{group}.{name}", value, "must be at least 1", (getattr(schema, name),))
+    channels = model.get("channels") if _is_convnet(model) else None
+    if channels is not None and (not channels or min(channels) < 1):
+        broken = True
+        yield Problem("model.channels", channels, "needs a number above 0 for each block", ([16, 32],))
+    if not broken:
+        yield from _network(model, data)
+        yield from _tiles(config, model, data)
+
+
+def _is_convnet(model: dict[str, Any]) -> bool:
+    return model.get("_target_") in (ConvNetConfig._target_, SegmenterConfig._target_)
+
+
+def _fit(model: dict[str, Any], data: dict[str, Any]) -> Found:
+    known = {target for fitting in FITTING.values() for target in fitting.values()}
+    wanted = FITTING.get(model.get("_target_", ""))
+    target = data.get("_target_")
+    if wanted and target in known and target not in wanted.values():
+        others = [name for fitting in FITTING.values() for name, path in fitting.items() if path == target]
+        kind = model["_target_"].rpartition(".")[2]
+        yield Problem("data", others[0], f"is nothing that a {kind} learns from", tuple(wanted))
+    if target == DigitsDataConfig._target_ and find_spec("sklearn") is None:
+        yield "data = digits needs scikit-learn, which is not installed here (pip install scikit-learn)."
+
+
+def _network(model: dict[str, Any], data: dict[str, Any]) -> Found:
+    if data.get("_target_") == DigitsDataConfig._target_:
+        for side in ("height", "width"):
+            if data[side] % 8:
+                rule = "is no multiple of 8, the side of a digit"
+                yield Problem(f"data.{side}", data[side], rule, _multiples(data[side], 8))
+    if not _is_convnet(model):
+        return
+    if model["kernel_size"] % 2 == 0:
+        rule = "must be odd, or each block would shift the image"
+        legal = (model["kernel_size"] - 1, model["kernel_size"] + 1)
+        yield Problem("model.kernel_size", model["kernel_size"], rule, legal)
+    if data.get("_target_") not in CLASSES:
+        return
+    if model["in_channels"] != 1:
+        yield Problem("model.in_channels", model["in_channels"], "does not fit grey images", (1,))
+    least = CLASSES[data["_target_"]]
+    if model["classes"] < least:
+        yield Problem("model.classes", model["classes"], f"is less than the {least} of the data", (least,))
+
+
+def _tiles(config: RunConfig, model: dict[str, Any], data: dict[str, Any]) -> Found:
+    """Each tile needs a place on every map, and a tile of pixels under each place that has pixels below."""
+    strategy = config.strategy
+    try:
+        degree = Layout.resolve(strategy, devices=config.nodes * config.gpus_per_node).tile
+    except (ValueError, ZeroDivisionError):
+        return
+    if strategy.tile_grid is not None and (
+        len(strategy.tile_grid) != 2 or min(strategy.tile_grid) < 1 or math.prod(strategy.tile_grid) != degree
+    ):
+        rule = f"is no grid [rows,columns] of the {degree} tiles"
+        legal = [[rows, degree // rows] for rows in divisors(degree)]
+        yield Problem("strategy.tile_grid", strategy.tile_grid, rule, tuple(legal[:3]))
+        return
+    if degree > 1 and model.get("_target_") == TransformerConfig._target_:
+        yield Problem("strategy.tile", degree, "splits images, and the model reads text", (1,))
+        return
+    for axis in APART:
+        if degree > 1 and getattr(strategy, axis) not in (1, -1):
+            yield Problem(f"strategy.{axis}", getattr(strategy, axis), "can't be joined with tiles", (1,))
+    if not _is_convnet(model) or "height" not in data:
+        return
+    blocks = len(model["channels"])
+    grid = tile_grid(degree, strategy.tile_grid)
+    for side, parts in zip(("height", "width"), grid, strict=True):
+        size, unit = data[side], parts * 2**blocks
+        if model["_target_"] == SegmenterConfig._target_ and size % unit:
+            rule = f"does not divide by {parts} tiles x 2^{blocks} for the halvings of {blocks} blocks"
+            yield Problem(f"data.{side}", size, rule, _multiples(size, unit))
+        elif size < unit:
+            rule = f"is too small for {parts} tiles and {blocks} blocks, which each halve it"
+            yield Problem(f"data.{side}", size, rule, (unit,))
+
+
+def _multiples(value: int, unit: int) -> tuple[int, ...]:
+    below = value // unit * unit
+    return (below, below + unit) if below else (unit,)

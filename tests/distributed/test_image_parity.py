@@ -1,0 +1,105 @@
+"""The first law for images: convnets on any layout, running statistics included, equal one device."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+
+from tests.distributed.test_parity import largest_difference, weight_difference
+from tests.workers import Workers
+
+STEPS = 12
+COMMON = (
+    f"training.steps={STEPS}",
+    "training.log_every=1",
+    "training.validate_every=6",
+    "training.validation_samples=32",
+    "training.global_batch_size=16",
+    "optimizer.warmup_steps=3",
+)
+NETS = {
+    # 40 x 56 pixels halve to 5 x 7 places, which no grid divides
+    "convnet": ("model=convnet", "data=digits", "model.channels=[8,16,16,24]",
+                "data.height=40", "data.width=56"),
+    "segmenter": ("model=segmenter", "data=cells", "data.samples=64", "model.channels=[8,12,16]",
+                  "data.height=32", "data.width=48"),
+}  # fmt: skip
+# name: (layout, microbatches of one device)
+LAYOUTS = {
+    "data over 2": (("strategy=data", "nodes=2"), 1),
+    "data over 4, accumulating 2": (("strategy=data", "nodes=4", "training.microbatch_size=2"), 2),
+    "data over 2, accumulating 4": (("strategy=data", "nodes=2", "training.microbatch_size=2"), 4),
+    "pipeline of 2": (("strategy=pipeline", "nodes=2", "strategy.microbatches=4"), 4),
+    "pipeline of 2, gpipe, one microbatch": (
+        ("strategy=pipeline", "nodes=2", "strategy.schedule=gpipe", "strategy.microbatches=1"), 1,
+    ),
+    "pipeline 2 x replicate 2": (
+        ("strategy=pipeline", "nodes=4", "strategy.pipeline=2", "strategy.replicate=2",
+         "strategy.microbatches=4"), 4,
+    ),
+    "tile 1 x 2": (("strategy=tile", "nodes=2"), 1),
+    "tile 2 x 1, accumulating 4": (
+        ("strategy=tile", "nodes=2", "strategy.tile_grid=[2,1]", "training.microbatch_size=4"), 4,
+    ),
+    "tile 2 x 2": (("strategy=tile", "nodes=2", "gpus_per_node=2"), 1),
+    "tile 1 x 2 x replicate 2, accumulating 4": (
+        ("strategy=tile", "nodes=4", "strategy.tile=2", "strategy.replicate=2", "training.microbatch_size=2"),
+        4,
+    ),
+    "pipeline 2 x tile 1 x 2": (
+        ("strategy=tile", "nodes=4", "strategy.pipeline=2", "strategy.microbatches=4"), 4,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(workers: Workers):
+    """One device, trained once for each set of options."""
+    return functools.cache(lambda *options: workers.train("strategy=single", *COMMON, *options))
+
+
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("precision", "losses", "weights"), [("float32", 1e-5, 1e-4), ("float64", 1e-10, 1e-9)]
+)
+def test_layout_follows_one_device(
+    workers: Workers, alone, net: str, layout: str, precision: str, losses: float, weights: float
+) -> None:
+    options = (*NETS[net], f"training.precision={precision}")
+    split, microbatches = LAYOUTS[layout]
+    reference = alone(*options, f"training.microbatch_size={16 // microbatches}")
+    found = workers.train(*COMMON, *options, *split)
+    assert len(found.losses) == STEPS
+    assert largest_difference(found.losses, reference.losses) < losses
+    assert weight_difference(found, reference) < weights
+    validation = [
+        [line["validation_loss"] for line in run.lines if "validation_loss" in line]
+        for run in (found, reference)
+    ]
+    assert len(validation[1]) == 3
+    assert largest_difference(*validation) < losses
+
+
+def test_digits_are_learnt(workers: Workers) -> None:
+    """From ln(10) or worse to a quarter of that, on digits of writers that were held out."""
+    run = workers.train(
+        "strategy=data", "nodes=2", "model=convnet", "data=digits", "training.steps=200",
+        "training.global_batch_size=32", "training.validate_every=200", "model.channels=[16,32,64,128]",
+    )  # fmt: skip
+    validation = [line["validation_loss"] for line in run.lines if "validation_loss" in line]
+    assert validation[0] > math.log(10)
+    assert validation[-1] < math.log(10) / 4
+    assert not any("tokens_per_s" in line for line in run.lines)
+
+
+def test_cells_are_learnt_in_tiles(workers: Workers) -> None:
+    """Cross-entropy a pixel; who knows only how much of an image is cell has 0.65."""
+    run = workers.train(
+        "strategy=tile", "nodes=2", "model=segmenter", "data=cells", "training.steps=150",
+        "training.validate_every=150", "model.channels=[16,32]",
+    )  # fmt: skip
+    validation = [line["validation_loss"] for line in run.lines if "validation_loss" in line]
+    assert validation[-1] < 0.2

@@ -1,0 +1,258 @@
+"""Tiles against one device: any network, any size, any grid; outputs and all gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from hpc_parallel.config.problems import ConfigError
+from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.strategies import batch_norm, halo, tile
+from tests.workers import Workers
+
+GRIDS = [(1, 2), (2, 1), (2, 2)]
+
+
+@dataclass(frozen=True)
+class Net:
+    """A network as its layers' options, and the images it gets."""
+
+    layers: tuple[tuple[str, dict[str, Any]], ...]
+    height: int
+    width: int
+    pixelwise: bool
+    seed: int
+
+    def build(self, dtype: torch.dtype) -> LayeredModel:
+        torch.manual_seed(self.seed)
+        kinds = {"conv": nn.Conv2d, "max": nn.MaxPool2d, "mean": nn.AvgPool2d, "norm": nn.BatchNorm2d}
+        blocks = [kinds[kind](**options) for kind, options in self.layers]
+        head = nn.Conv2d(4, 3, 1) if self.pixelwise else nn.Sequential(nn.Flatten(), nn.LazyLinear(3))
+        model = Loss(stem=nn.Identity(), blocks=blocks, head=head)
+        model.pixelwise = self.pixelwise
+        model(torch.zeros(2, 2, self.height, self.width))
+        return model.to(dtype)
+
+
+class Loss(LayeredModel):
+    """A weighted sum of the outputs: every one of them has a gradient of its own.
+
+    With tanh behind each weight, no norm takes out what a weight before it does, which would leave that
+    weight no gradient but rounding.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.stem is not None
+        assert self.head is not None
+        x = self.stem(x)
+        for block in self.blocks.values():
+            x = torch.tanh(block(x)) if any(True for _ in block.parameters()) else block(x)
+        return self.head(x)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output * target).sum()
+
+
+@st.composite
+def nets(draw: st.DrawFn) -> Net:
+    """Networks whose every map has at least 2 x 2 places."""
+    size = [draw(st.integers(9, 30)), draw(st.integers(9, 30))]
+    start, channels = tuple(size), 2
+    layers: list[tuple[str, dict[str, Any]]] = []
+    for _ in range(draw(st.integers(1, 5))):
+        kind = draw(st.sampled_from(["conv", "conv", "max", "mean", "norm"]))
+        if kind == "norm":
+            layers.append((kind, {"num_features": channels}))
+            continue
+        kernel = draw(st.sampled_from([1, 3, 5, 7] if kind == "conv" else [2, 3]))
+        dilation = draw(st.integers(1, 3)) if kind != "mean" else 1
+        reach = dilation * (kernel - 1) + 1
+        stride = draw(st.integers(1, 3))
+        padding = draw(st.integers(0, reach // 2 if kind == "conv" else kernel // 2))
+        ceil = kind == "max" and draw(st.booleans())
+        after = [(math.ceil if ceil else math.floor)((n + 2 * padding - reach) / stride) + 1 for n in size]
+        if ceil:  # no window starts in the padding on the right
+            after = [m - ((m - 1) * stride >= n + padding) for m, n in zip(after, size, strict=True)]
+        if min(after) < 2:
+            continue
+        options = {"kernel_size": kernel, "stride": stride, "padding": padding}
+        if kind != "mean":
+            options["dilation"] = dilation
+        if kind == "max":
+            options["ceil_mode"] = ceil
+        if kind == "conv":
+            options |= {"in_channels": channels, "out_channels": 4, "bias": draw(st.booleans())}
+            channels = 4
+        layers.append((kind, options))
+        size = after
+    if channels == 2:
+        layers.append(("conv", {"in_channels": 2, "out_channels": 4, "kernel_size": 3, "padding": 1}))
+    pixelwise = draw(st.booleans())
+    return Net(tuple(layers), *start, pixelwise=pixelwise, seed=draw(st.integers(0, 99)))
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)], ids=str)
+def test_any_network_in_tiles_is_that_of_one_device(
+    workers: Workers, grid: tuple[int, int], dtype: torch.dtype, tolerance: float
+) -> None:
+    @settings(max_examples=40, deadline=None, derandomize=True, database=None)
+    @given(nets())
+    def check(net: Net) -> None:
+        nonlocal seen
+        seen += 1
+        for differences in workers.run(math.prod(grid), compare, net, grid, dtype):
+            assert max(differences.values()) < tolerance, differences
+
+    seen = 0
+    check()
+    assert seen >= 40
+
+
+PLAIN = Net(
+    (("conv", {"in_channels": 2, "out_channels": 4, "kernel_size": 3, "padding": 1}),
+     ("norm", {"num_features": 4}), ("max", {"kernel_size": 2})),
+    height=16, width=16, pixelwise=True, seed=0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "broken", ["halo", "corner", "gradient of a halo", "statistics", "share of the loss"]
+)
+def test_the_comparison_sees_what_is_broken(workers: Workers, broken: str) -> None:
+    sound = workers.run(4, compare, PLAIN, (2, 2), torch.float64)
+    assert max(max(differences.values()) for differences in sound) < 1e-13
+    wrong = workers.run(4, compare, PLAIN, (2, 2), torch.float64, broken)
+    assert max(max(differences.values()) for differences in wrong) > 1e-3
+
+
+def test_a_model_that_tiles_do_not_know_is_refused() -> None:
+    """Squeeze-and-excitation averages over the image: a tile's own mean would be silently wrong."""
+
+    class Squeeze(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.sigmoid(x.mean(dim=(2, 3), keepdim=True))
+
+    def refused(*blocks: nn.Module, height: int = 16, grid: tuple[int, int] = (2, 2)) -> str:
+        model = Loss(stem=nn.Identity(), blocks=blocks, head=nn.Conv2d(2, 2, 1)).to("meta")
+        with pytest.raises(ConfigError) as error:
+            tile.measure(model, sample_shape=(2, height, 16), grid=grid)
+        return str(error.value)
+
+    assert "model.blocks.1 calls mean" in refused(nn.ReLU(inplace=True), Squeeze())
+    assert "model.blocks.0 calls" in refused(nn.Dropout(0.5))
+    assert "calls native_group_norm" in refused(nn.GroupNorm(1, 2))
+    assert "calls upsample_bilinear2d" in refused(nn.Upsample(scale_factor=2, mode="bilinear"))
+    pools = [nn.MaxPool2d(2) for _ in range(3)]
+    assert "model.head the image is down to 1 x 2 places" in refused(*pools, height=8)
+    again = nn.MaxPool2d(2)
+    assert "maps of two sizes" in refused(again, again)
+    assert "don't divide" in refused(nn.MaxPool2d(2, padding=1), nn.PixelShuffle(1))
+    model = Loss(stem=nn.Identity(), blocks=[nn.Conv2d(2, 2, 3, padding_mode="reflect")], head=nn.Identity())
+    with pytest.raises(ConfigError, match="padding_mode=reflect"):
+        tile.windows_of(model.blocks["0"])
+
+
+def compare(
+    net: Net, grid: tuple[int, int], dtype: torch.dtype, broken: str | None = None
+) -> dict[str, float]:
+    """Relative differences, by tensor norm, of this rank's tile of one device's forward and backward."""
+    with damage(broken):
+        return measured(net, grid, dtype)
+
+
+@contextmanager
+def damage(broken: str | None) -> Iterator[None]:
+    """One thing done wrong, on all ranks alike."""
+    places: dict[str | None, tuple[Any, str, Any]] = {
+        "halo": (halo.Exchange, "trade", zeros),
+        "corner": (halo, "overlap", without_corners(halo.overlap)),
+        "gradient of a halo": (halo.Fetch, "backward", staticmethod(without_halo)),
+        "statistics": (batch_norm, "apply", lambda model, axis: model),
+        "share of the loss": (tile.Grid, "tiles", 1),
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        if broken is not None:
+            patch.setattr(*places[broken])
+        yield
+
+
+def zeros(exchange: halo.Exchange, x: Tensor, pieces: Any, *, expected: Any) -> list[Tensor]:
+    return [torch.zeros_like(x[..., :1, :1]) if halo.area(piece) else x[..., :0, :0] for piece in expected]
+
+
+def without_corners(overlap: Callable[[halo.Box, halo.Box], halo.Box]) -> Callable[..., halo.Box]:
+    def cut(have: halo.Box, want: halo.Box) -> halo.Box:
+        (top, bottom), (left, right) = found = overlap(have, want)
+        return ((0, 0), (0, 0)) if (bottom - top, right - left) == (1, 1) else found
+
+    return cut
+
+
+def without_halo(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    exchange = ctx.exchange
+    total = gradient.new_zeros(ctx.shape)
+    total[..., *exchange.give[exchange.place]] = gradient[..., *exchange.take[exchange.place]]
+    return total, None, None
+
+
+def measured(net: Net, grid: tuple[int, int], dtype: torch.dtype) -> dict[str, float]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (math.prod(grid),), mesh_dim_names=("tile",))
+    alone, tiled = net.build(dtype), net.build(dtype)
+    generator = torch.Generator().manual_seed(net.seed)
+    images = torch.randn(2, 2, net.height, net.width, generator=generator, dtype=dtype)
+    weights = torch.randn(alone(images).shape, generator=generator, dtype=dtype)
+    alone = net.build(dtype)  # with fresh running statistics
+    whole = images.clone().requires_grad_()
+    expected = alone(whole)
+    alone.loss(expected, weights).backward()
+
+    maps = tile.measure(net.build(torch.float32).to("meta"), sample_shape=tuple(images.shape[1:]), grid=grid)
+    tile.apply(tiled, axis=mesh["tile"], grid=grid, maps=maps)
+    batch_norm.apply(tiled, axis=mesh["tile"])
+    part = images.clone().requires_grad_()
+    output = tiled(part)
+    loss = tiled.loss(output, weights)
+    loss.backward()
+    tiles = tile.Grid(*grid, place=mesh.get_local_rank(), group=mesh.get_group())
+    assert part.grad is not None
+    assert whole.grad is not None
+    found = {
+        "output": (output, tiles.crop(expected) if net.pixelwise else expected),
+        # a rank's images stand for all ranks' share of its tile; gradients end as the mean over tiles
+        "images": (tiles.crop(part.grad) / mesh.size(), tiles.crop(whole.grad)),
+    }
+    for name, parameter in tiled.named_parameters():
+        assert parameter.grad is not None
+        found[name] = (summed(parameter.grad) / mesh.size(), alone.get_parameter(name).grad)
+    for name, buffer in tiled.named_buffers():
+        found[name] = (buffer.to(dtype), alone.get_buffer(name).to(dtype))
+    differences = {name: distance(*pair) for name, pair in found.items()}
+    scale = torch.linalg.vector_norm(expected) * torch.linalg.vector_norm(weights)  # the sum may cancel
+    differences["loss"] = float(abs(summed(loss.detach()) - alone.loss(expected, weights)) / scale)
+    return differences
+
+
+def summed(tensor: Tensor) -> Tensor:
+    import torch.distributed as dist
+
+    tensor = tensor.clone()
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    assert found.shape == wanted.shape
+    size = torch.linalg.vector_norm(wanted)
+    return float(torch.linalg.vector_norm(found - wanted) / size.clamp(min=1e-3))
