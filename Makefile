@@ -10,7 +10,7 @@ train: $(STAMP)  ## the reference transformer over two simulated nodes
 	$(RUN) -m hpc_parallel.run strategy=pipeline nodes=2 launcher=local
 
 test: $(STAMP)  ## the whole suite, with a real Slurm where this machine can have one
-	$(RUN) tests/slurm/cluster.py install || echo "make test leaves out the tests that need a real Slurm."
+	@$(RUN) tests/slurm/cluster.py install || echo "make test leaves out the tests that need a real Slurm."
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
