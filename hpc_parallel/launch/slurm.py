@@ -137,9 +137,7 @@ def in_slurms_words(text: str) -> str:
     if re.search("partition|node", text, re.IGNORECASE) and (names := partitions()):
         message += f"\n  Partitions here: {', '.join(names)}."
     if re.search("gres|gpu|generic resource", text, re.IGNORECASE):
-        message += (
-            "\n  For a site that takes --gres try cluster=gres; for one without GPUs, cluster=cpu."
-        )
+        message += "\n  For a site that takes --gres try cluster=gres; for one without GPUs, cluster=cpu."
     return message
 
 

@@ -117,14 +117,23 @@ def weight_difference(found: Trained, wanted: Trained) -> float:
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("precision", "losses", "weights", "head"),
-    [("float32", 1e-5, 1e-4, "tied"), ("float64", 1e-10, 1e-10, "tied"), ("float64", 1e-10, 1e-10, "untied")],
-)
-def test_layout_follows_one_device(
-    workers: Workers, alone, layout: str, precision: str, losses: float, weights: float, head: str
-) -> None:
+EXACTNESS = {
+    # name: (precision, largest difference of losses, of weights, head)
+    "float32": ("float32", 1e-5, 1e-4, "tied"),
+    "float64": ("float64", 1e-10, 1e-10, "tied"),
+    "float64, untied head": ("float64", 1e-10, 1e-10, "untied"),
+}
+CASES = [
+    (layout, exactness)
+    for layout in LAYOUTS
+    for exactness in EXACTNESS
+    if exactness == "float64" or "gpus_per_node=4" not in LAYOUTS[layout]  # eight ranks on two cores are slow
+]
+
+
+@pytest.mark.parametrize(("layout", "exactness"), CASES)
+def test_layout_follows_one_device(workers: Workers, alone, layout: str, exactness: str) -> None:
+    precision, losses, weights, head = EXACTNESS[exactness]
     options = (f"training.precision={precision}", f"model.tied_head={str(head == 'tied').lower()}")
     reference = alone(*options, *(word for word in LAYOUTS[layout] if word.startswith(MODEL_AND_BATCH)))
     split = workers.train(*COMMON, *options, *LAYOUTS[layout])
