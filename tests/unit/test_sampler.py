@@ -93,6 +93,15 @@ def test_replicas_in_a_row_are_the_global_batch(replicas: int, seed: int | None)
             assert torch.equal(torch.cat([part[i] for part in parts]), whole[i])
 
 
+def test_replicas_share_each_microbatch_of_one_device() -> None:
+    """BatchNorm sees the samples of a microbatch: they must not depend on how many replicas share it."""
+    options = {"samples": Numbers(100), "global_batch_size": 16, "seed": 3, "microbatches": 4}
+    whole = Batches(**options).at(1)[0].chunk(4)
+    parts = [Batches(**options, replica=r, replicas=2).at(1)[0].chunk(4) for r in range(2)]
+    for index, microbatch in enumerate(whole):
+        assert torch.cat([part[index] for part in parts]).tolist() == microbatch.tolist()
+
+
 def test_steps_walk_through_the_epoch() -> None:
     batches = Batches(samples=Numbers(48), global_batch_size=16, seed=5)
     seen = torch.cat([batches.at(step)[0] for step in range(3)])
