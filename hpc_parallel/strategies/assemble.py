@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
-from hpc_parallel.config.checks import stages_per_rank
 from hpc_parallel.config.layout import BatchPlan, tile_grid
+from hpc_parallel.config.layout_checks import stages_per_rank
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.layered import LayeredModel, materialise
 from hpc_parallel.strategies import batch_norm, pipeline, precision, replicate, shard, tensor, tile

@@ -69,7 +69,10 @@ def test_cfg_shows_one_package(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--help"], ["strategy: data, pipeline, single", "model: 124m", "nodes: 1"]),
+        (
+            ["--help"],
+            ["strategy: data, fsdp, hsdp, hybrid, pipeline, single, tensor, tile", "model: 124m", "nodes: 1"],
+        ),
         (["--hydra-help"], ["--multirun", "--config-dir"]),
         (["--info", "defaults"], ["strategy/data", "model/tiny"]),
         (["--info", "searchpath"], ["main", "file://"]),
