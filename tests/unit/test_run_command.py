@@ -157,9 +157,10 @@ def test_faults_are_explained_with_the_users_own_choices(
     assert "2 problems" in told
     assert "nodez" in told
     assert main(["--config-dir", own, "strategy=mien"]) == 2
-    assert "strategy = mien is not one of data, mine, pipeline, single. Try strategy=mine or" in (
-        capsys.readouterr().err
-    )
+    told = capsys.readouterr().err
+    assert "strategy = mien is not one of data, " in told
+    assert ", mine, " in told
+    assert "Try strategy=mine or" in told
 
 
 @pytest.mark.parametrize("value", [None, "0", "1"])
