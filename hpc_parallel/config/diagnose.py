@@ -23,7 +23,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hpc_parallel.config.checks import find_problems, in_order
+from hpc_parallel.config.checks import CHOICES, find_problems, in_order
 from hpc_parallel.config.compose import REQUIRED, flat, missing_keys, resolve, unknown_keys
 from hpc_parallel.config.problems import ConfigError, Problem, nearest
 from hpc_parallel.config.site_checks import minutes_of
@@ -165,8 +165,10 @@ def _is_table(plain: DictConfig, key: str) -> bool:
 
 
 def _legal_mend(override: str, *, plain: DictConfig) -> str:
-    """The override, with the value that the key has now where it does not take the given one."""
-    key = override.partition("=")[0]
+    """The override, with a near value or the one that the key has now where it does not take the given one."""
+    key, _, value = override.partition("=")
+    if value not in (choices := CHOICES.get(key, (value,))):
+        return f"{key}={(nearest(value, choices) or [OmegaConf.select(plain, key)])[0]}"
     trial = plain.copy()
     try:
         parsed = OverridesParser.create().parse_override(override)

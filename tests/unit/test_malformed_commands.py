@@ -152,6 +152,7 @@ VALUES = [
     wrong("data._target_=hpc_parallel.data.nothing.Data", "data._target_", "hpc_parallel.data.nothing"),
     wrong("data.path=/nowhere/x", "data.path", "does not exist"),
     wrong("data.path=txets", "data.path", "does not exist", offers="data.path=texts"),
+    wrong("training.precison=bf16", "training.precison", offers="training.precision=bfloat16"),
     wrong("data.path=empty", "data.path = empty", "no file matches"),
     wrong("training.checkpoint_every=5", "checkpoint_every", offers="training.checkpoint_every=null"),
     wrong("training.compile=true", "training.compile", offers="training.compile=false"),
