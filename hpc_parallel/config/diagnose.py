@@ -165,7 +165,7 @@ def _is_table(plain: DictConfig, key: str) -> bool:
 
 
 def _legal_mend(override: str, *, plain: DictConfig) -> str:
-    """The override, with a near value or the one that the key has now where it does not take the given one."""
+    """The override; with a near value, or the one that the key has now, where it does not take the given."""
     key, _, value = override.partition("=")
     if value not in (choices := CHOICES.get(key, (value,))):
         return f"{key}={(nearest(value, choices) or [OmegaConf.select(plain, key)])[0]}"
