@@ -148,6 +148,7 @@ def _unknown(override: str, *, key: str, value: str, plain: DictConfig) -> str:
     last = key.rpartition(".")[2]
     close = [by_last_word[last]] if last in by_last_word else nearest(key, known)
     close = close or [by_last_word[word] for word in nearest(last, by_last_word)]
+    close = [name for name in close if name != key]  # of the default's model, which is not this one
     text = f"{override}: there is no key {key}."
     if not close:
         return text

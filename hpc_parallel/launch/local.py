@@ -27,7 +27,8 @@ class LocalLauncher:
     """Every rank a process of this machine; nodes are simulated."""
 
     def preview(self, run: PreparedRun) -> str:
-        return f"{run.devices} processes on this machine, by {' '.join(_command(run.folder, AGENT))}"
+        count = f"{run.devices} process{'es' * (run.devices > 1)}"
+        return f"{count} on this machine, by {' '.join(_command(run.folder, AGENT))}"
 
     def launch(self, run: PreparedRun) -> int:
         """Raises KeyboardInterrupt once a run that was asked to end has ended: a sweep must not go on."""

@@ -136,7 +136,7 @@ def in_slurms_words(text: str) -> str:
     message = "Slurm refused the job; nothing was submitted.\n  " + "\n  ".join(lines)
     if re.search("partition|node", text, re.IGNORECASE) and (names := partitions()):
         message += f"\n  Partitions here: {', '.join(names)}."
-    if re.search("gres|gpu|generic resource", text, re.IGNORECASE):
+    if re.search("generic resource|gres|--gpus", text, re.IGNORECASE):
         message += "\n  For a site that takes --gres try cluster=gres; for one without GPUs, cluster=cpu."
     return message
 

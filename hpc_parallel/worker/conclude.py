@@ -10,7 +10,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,12 @@ _ASKED = ("SIGTERM", "SIGINT")  # how Slurm and people ask a job to end
 # A peer may notice a death this much before the record of the death itself is made.
 _NOTICE_NS = 100_000_000
 _LOG_LINES = 40
+_ATTEMPT = "hpc_parallel attempt "  # what a batch script says first (sbatch_templates/environment.sh.j2)
+_SRUN_ENDS = {
+    "Killed": "SIGKILL", "Out Of Memory": "SIGKILL", "Segmentation fault": "SIGSEGV", "Aborted": "SIGABRT",
+    "Bus error": "SIGBUS", "Illegal instruction": "SIGILL",
+}  # fmt: skip
+_SRUN_KILLED = re.compile(rf"^srun: error: (\S+): tasks? ([\d,-]+): ({'|'.join(_SRUN_ENDS)})", re.MULTILINE)
 _TIME_LIMIT = re.compile(r"DUE TO TIME LIMIT|^Slurm says of job \d+: timeout", re.MULTILINE)
 
 
@@ -48,6 +54,7 @@ def conclude(
     if summary is not None and summary["outcome"] in ("completed", "preempted"):
         return None
     found = failure.records(folder)
+    found += killed_tasks(folder, text=text, known={record.rank for record in found})
     if returncode == 0 and not found and not cancelled:
         return None
     cause = first_cause(found)
@@ -70,6 +77,34 @@ def conclude(
         outcome = "cancelled" if cancelled else "failed"
         write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
     return line
+
+
+def killed_tasks(folder: RunFolder, *, text: str, known: Container[int]) -> list[Record]:
+    """Ranks that were killed together with their supervisor, by srun's own lines in the job's log.
+
+    What srun says after it has begun to end the step itself is no cause. Lines of earlier attempts stand
+    in the log too: only those since the last start count.
+    """
+    since = text[max(0, text.rfind(_ATTEMPT)) :].partition("Terminating StepId")[0]
+    killed: list[Record] = []
+    for host, tasks, end in _SRUN_KILLED.findall(since):
+        per_node = yaml.safe_load(folder.config.read_text(encoding="utf-8"))["gpus_per_node"]
+        for rank in _numbers(tasks):
+            if rank not in known:
+                # first in time: its peers noticed it and spoke, which it could not
+                record = Record(
+                    rank=rank, host=host, node=rank // per_node, attempt="", kind=failure.KILLED,
+                    message=f"killed by {_SRUN_ENDS[end]}", signal=_SRUN_ENDS[end],
+                    time=datetime.now(UTC).isoformat(timespec="microseconds"), time_ns=0, traceback=[],
+                )  # fmt: skip
+                killed.append(record)
+    return killed
+
+
+def _numbers(text: str) -> list[int]:
+    """`0,2-3` of srun -> 0 2 3."""
+    spans = [item.partition("-") for item in text.split(",")]
+    return [n for first, _, last in spans for n in range(int(first), int(last or first) + 1)]
 
 
 def first_cause(found: Sequence[Record]) -> Record | None:
@@ -115,7 +150,8 @@ def _without_record(folder: RunFolder, *, returncode: int, text: str) -> dict[st
     lines = [line for line in text.splitlines() if line.strip()][-_LOG_LINES:]
     name = _signal_of_code(returncode)
     how = f"killed by {name}" if name else f"exit code {returncode}"
-    message = f"{how}: {lines[-1].strip()}" if lines else how
+    last = lines[-1].strip() if lines else ""
+    message = last if "exit code" in last else f"{how}: {last}" if last else how
     return _nobody(
         kind=failure.KILLED if name else failure.START,
         message=message,

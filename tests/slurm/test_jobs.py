@@ -262,6 +262,25 @@ def test_a_killed_rank_ends_the_job_and_is_named(site: Site) -> None:
     wait_for(lambda: worker_of(folder, rank=0) is None, within_s=20)
 
 
+def test_a_rank_killed_with_its_supervisor_is_named(site: Site) -> None:
+    """As the kernel's out-of-memory killer may do it: the task itself is gone, srun alone tells."""
+    words = ("strategy=data", "nodes=2", *SMALL, "training.steps=100000", "run_dir=task")
+    following = subprocess.Popen(
+        [sys.executable, "-m", "hpc_parallel.run", *words, "launcher=slurm", "launcher.wait=true"],
+        cwd=site.home, env=site.environment, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    folder = site.home / "task"
+    wait_for((folder / "metrics.jsonl").exists)
+    worker = worker_of(folder, rank=1)
+    assert worker is not None
+    worker.parent().send_signal(signal.SIGKILL)
+    output, _ = following.communicate(timeout=60)
+    assert following.returncode == 1
+    assert output.strip().splitlines()[-1] == "rank 1 on n2 failed first: killed by SIGKILL; 1 follower"
+    assert read(folder, "failure.json")["signal"] == "SIGKILL"
+    wait_for(lambda: worker_of(folder, rank=1) is None, within_s=20)
+
+
 def test_a_cancelled_job_says_so(site: Site) -> None:
     words = ("strategy=data", "nodes=2", *SMALL, "training.steps=100000", "run_dir=cancelled")
     following = subprocess.Popen(

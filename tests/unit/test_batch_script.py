@@ -146,7 +146,8 @@ def test_a_failing_line_stops_the_job_with_its_text_and_code(node: Node, text: s
     done = node.run(f"launcher.setup=[{quoted(line)},{quoted('echo on')}]", f"run_dir={quoted('r/' + text)}",
                     then="echo still on")  # fmt: skip
     assert done.returncode == 7
-    assert done.stderr == f"setup line failed with exit code 7: {line}\n"
+    attempt = "hpc_parallel attempt 0 of job 7 on \n"
+    assert done.stderr == f"{attempt}setup line failed with exit code 7: {line}\n"
     assert " on" not in done.stdout
     folder = node.folder / "r" / text
     assert node.calls.read_text().splitlines() == [

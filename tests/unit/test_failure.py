@@ -266,3 +266,28 @@ def test_an_earlier_attempts_metrics_are_set_aside(folder: RunFolder) -> None:
     assert [file.name for file in folder.earlier_metrics()] == ["metrics-1.jsonl", "metrics-2.jsonl"]
     assert not folder.summary.exists()
     assert steps_lost(folder) == 37
+
+
+@pytest.mark.parametrize("peer", ["lost_peer", "killed"])
+def test_a_rank_killed_with_its_supervisor_is_named_from_srun(folder: RunFolder, peer: str) -> None:
+    """The out-of-memory killer may take both; srun alone has seen it, and the others' ends are followers."""
+    if peer == "lost_peer":
+        failure.record_exception(folder, world=world(0), error=RuntimeError("Connection closed by peer"))
+    else:
+        failure.record_death(folder, world=world(0), returncode=-15)
+    log = """srun: error: n9: task 3: Killed
+hpc_parallel attempt 1 of job 27 on n[1-2]
+srun: error: n2: task 1: Killed
+srun: launch/slurm: _step_signal: Terminating StepId=27.0
+srun: error: n1: task 0: Killed
+"""
+    line = conclude(folder, returncode=137, text=log)
+    assert line == "rank 1 on n2 failed first: killed by SIGKILL; 1 follower"
+    assert read_json(folder.failure)["signal"] == "SIGKILL"
+    assert read_json(folder.summary)["outcome"] == "failed"
+
+
+def test_a_rank_that_said_why_is_not_outdone_by_srun(folder: RunFolder) -> None:
+    failure.record_exception(folder, world=world(1), error=ValueError("a bad label"))
+    line = conclude(folder, returncode=1, text="srun: error: n1: task 1: Killed\n")
+    assert line == "rank 1 on n0 failed first: ValueError: a bad label"
