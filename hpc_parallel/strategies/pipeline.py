@@ -6,7 +6,7 @@ Stages are balanced by the FLOPs of their blocks, the stem and the head counted 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -130,7 +130,7 @@ class Pipeline:
         """The same, forward only."""
         return self._run(self._schedule.eval, inputs, targets)
 
-    def _run(self, execute, inputs: Tensor, targets: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    def _run(self, execute: Callable[..., object], inputs: Tensor, targets: Tensor) -> Tensor:
         losses: list[Tensor] = []
         for part in self._parts:
             part.submod.eval()

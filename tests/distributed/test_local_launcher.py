@@ -230,6 +230,7 @@ def test_ctrl_c_in_a_terminal_leaves_no_process(tmp_path: Path) -> None:
 
     def own_terminal() -> None:
         os.setsid()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where the tests run in the background
         fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 
     login = start_login(folder, stdin=terminal, stdout=terminal, stderr=terminal, preexec_fn=own_terminal)
