@@ -53,6 +53,13 @@ class Site:
             timeout=timeout_s,
         )
 
+    def follow(self, *words: str) -> subprocess.Popen[str]:
+        """The command with `launcher.wait`, running; its stdout is to be read."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "hpc_parallel.run", *words, "launcher=slurm", "launcher.wait=true"],
+            cwd=self.home, env=self.environment, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
     @property
     def environment(self) -> dict[str, str]:
         return {**os.environ, **self.cluster.environment}
@@ -241,10 +248,7 @@ def wait_for(what: Callable[[], object], *, within_s: float = 60) -> None:
 
 def test_a_killed_rank_ends_the_job_and_is_named(site: Site) -> None:
     words = ("strategy=pipeline", "nodes=4", *SMALL, "training.steps=100000", "run_dir=killed")
-    following = subprocess.Popen(
-        [sys.executable, "-m", "hpc_parallel.run", *words, "launcher=slurm", "launcher.wait=true"],
-        cwd=site.home, env=site.environment, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    following = site.follow(*words)
     folder = site.home / "killed"
     wait_for((folder / "metrics.jsonl").exists)
     worker = worker_of(folder, rank=2)
@@ -265,10 +269,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(site: Site) -> None:
 def test_a_rank_killed_with_its_supervisor_is_named(site: Site) -> None:
     """As the kernel's out-of-memory killer may do it: the task itself is gone, srun alone tells."""
     words = ("strategy=data", "nodes=2", *SMALL, "training.steps=100000", "run_dir=task")
-    following = subprocess.Popen(
-        [sys.executable, "-m", "hpc_parallel.run", *words, "launcher=slurm", "launcher.wait=true"],
-        cwd=site.home, env=site.environment, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    following = site.follow(*words)
     folder = site.home / "task"
     wait_for((folder / "metrics.jsonl").exists)
     worker = worker_of(folder, rank=1)
@@ -283,10 +284,7 @@ def test_a_rank_killed_with_its_supervisor_is_named(site: Site) -> None:
 
 def test_a_cancelled_job_says_so(site: Site) -> None:
     words = ("strategy=data", "nodes=2", *SMALL, "training.steps=100000", "run_dir=cancelled")
-    following = subprocess.Popen(
-        [sys.executable, "-m", "hpc_parallel.run", *words, "launcher=slurm", "launcher.wait=true"],
-        cwd=site.home, env=site.environment, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    following = site.follow(*words)
     folder = site.home / "cancelled"
     wait_for((folder / "metrics.jsonl").exists)
     job_id = site.cluster.run("squeue", "-h", "-o", "%i", "--name=data", "--states=R").strip()
@@ -319,10 +317,7 @@ def test_a_requeued_job_begins_anew_and_doubles_no_step(site: Site) -> None:
 
 def test_a_rank_that_never_arrives_is_named_with_its_host(site: Site) -> None:
     words = ("strategy=data", "nodes=4", *SMALL, "cluster.start_timeout_s=6", "run_dir=absent")
-    following = subprocess.Popen(
-        [sys.executable, "-m", "hpc_parallel.run", *words, "launcher=slurm", "launcher.wait=true"],
-        cwd=site.home, env=site.environment, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    following = site.follow(*words)
     folder = site.home / "absent"
     wait_for(lambda: worker_of(folder, rank=3))
     worker = worker_of(folder, rank=3)
