@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import pytest
 
 from hpc_parallel.config.schema import register
+from tests.parity import COMMON, Alone
 from tests.workers import Workers
 
 
@@ -21,3 +23,9 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
     pool = Workers(tmp_path_factory.mktemp("workers"))
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def alone(workers: Workers) -> Alone:
+    """The reference of `tests/parity.py`: one device, trained once for each set of options."""
+    return functools.cache(lambda *options: workers.train("strategy=single", *COMMON, *options))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hpc_parallel.models.attention import CausalAttention
 from hpc_parallel.models.layered import LayeredModel, PartFlops
 
 
@@ -134,6 +135,7 @@ class Attention(nn.Module):
         self.query = nn.Linear(dim, heads * self.head_dim, bias=False)
         self.key = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
         self.value = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
+        self.mix = CausalAttention()
         self.output = nn.Linear(heads * self.head_dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -142,10 +144,9 @@ class Attention(nn.Module):
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [batch, head, seq, head_dim]
             for projection in (self.query, self.key, self.value)
         )
-        turn = rotation(x.shape[1], head_dim=self.head_dim, theta=self.rope_theta, like=x)
-        query, key = rotate(query, turn), rotate(key, turn)
-        grouped = query.shape[1] != key.shape[1]  # said only where true: not every kernel takes it
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        positions = self.mix.positions(x.shape[1], device=x.device)
+        turn = rotation(positions, head_dim=self.head_dim, theta=self.rope_theta, like=x)
+        mixed = self.mix(rotate(query, turn), rotate(key, turn), value)
         return self.output(mixed.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
 
 
@@ -174,16 +175,14 @@ class Head(nn.Module):
         return self.output(self.norm(x))  # type: ignore[no-any-return]
 
 
-def rotation(length: int, *, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [seq, head_dim / 2] of position x theta^(-2i / head_dim), on the device of `like`.
+def rotation(positions: Tensor, *, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [seq, head_dim / 2] of position x theta^(-2i / head_dim), for the `positions` [seq].
 
     Made anew for each call: a table kept as a buffer would have to survive meta construction, casts
     and cuts. Angles are exact to float64, since a float32 angle of position 100,000 is off by 0.004.
     """
-    device = like.device
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
-    positions = torch.arange(length, dtype=torch.float64, device=device)
-    angles = positions[:, None] * torch.pow(theta, -exponents)
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
+    angles = positions.double()[:, None] * torch.pow(theta, -exponents)
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     return angles.cos().to(dtype), angles.sin().to(dtype)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,12 +34,21 @@ class Step(Protocol):
 class GradientStep:
     """Forward and backward by the strategy, then clipping and the optimizer on this rank's weights."""
 
-    def __init__(self, assembled: Assembled, *, optimizer: Optimizer, clip_norm: float | None) -> None:
+    def __init__(
+        self,
+        assembled: Assembled,
+        *,
+        optimizer: Optimizer,
+        clip_norm: float | None,
+        on_gradients: Callable[[], None] | None = None,
+    ) -> None:
+        """`on_gradients` is called in each step when `.grad` is complete, before it is clipped."""
         self._forward_backward: ForwardBackward = assembled.forward_backward
         self._parts = assembled.parts
         self._parameters: list[Parameter] = [p for part in assembled.parts for p in part.parameters()]
         self._optimizer = optimizer
         self._clip_norm = clip_norm
+        self._on_gradients = on_gradients
         axes = [axis_of(assembled.mesh, name) for name in ("pipeline", "shard", "tensor")]
         copies = {id(copy) for copy in self._forward_backward.copies}
         self._norm = GradientNorm(
@@ -49,6 +59,8 @@ class GradientStep:
     def run(self, inputs: Tensor, targets: Tensor) -> StepResult:
         loss = self._forward_backward.train(inputs, targets)
         norm = self._norm()
+        if self._on_gradients is not None:
+            self._on_gradients()
         if self._clip_norm is not None:
             clip(self._parameters, norm=norm, most=self._clip_norm)
         self._optimizer.step()

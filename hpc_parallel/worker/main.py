@@ -24,6 +24,8 @@ from hpc_parallel.worker.rendezvous import hosts, meet
 from hpc_parallel.worker.session import read_config, train
 from hpc_parallel.worker.world import World
 
+TASKS = {"train": train}  # by the names of conf/task/
+
 
 def main(run_folder: str) -> int:
     """Train as this rank of the run; returns the exit code. A failure is recorded in the run folder."""
@@ -38,7 +40,8 @@ def main(run_folder: str) -> int:
         variables = fabric.site_variables(config.cluster.environment, os.environ)
         device = prepare_device(config, world)
         join(folder, config=config, world=world, device=device, variables=variables)
-        train(config, values=values, folder=folder, device=device, environment=os.environ)
+        task = TASKS[config.task.name]
+        task(config, values=values, folder=folder, device=device, environment=os.environ)
         dist.destroy_process_group()
     except BaseException as error:
         failure.record_exception(folder, world=world, error=error)

@@ -1,8 +1,9 @@
-"""One training session inside a process group: assemble, train, say how it went."""
+"""One session inside a process group: assemble, train, say how it went."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hydra.utils import instantiate
 
 from hpc_parallel.config.layout import BatchPlan, Layout, plan_batch
 from hpc_parallel.config.schema import RunConfig, typed
-from hpc_parallel.data.sampler import Batches, validation_steps
+from hpc_parallel.data.sampler import Batches, Data, Samples, validation_steps
 from hpc_parallel.launch.run_folder import RunFolder, write_json
 from hpc_parallel.strategies.assemble import Assembled, assemble
 from hpc_parallel.strategies.mesh import build_mesh
@@ -32,6 +33,50 @@ def read_config(path: Path) -> tuple[RunConfig, dict[str, Any]]:
     return typed(values), values
 
 
+@dataclass(frozen=True)
+class Session:
+    """What every task of the worker half starts from: this rank's part of the model and of the data."""
+
+    config: RunConfig
+    layout: Layout
+    batch: BatchPlan
+    data: Data
+    assembled: Assembled
+    device: torch.device
+
+    @classmethod
+    def open(cls, config: RunConfig, *, device: torch.device) -> Session:
+        """Read the data and assemble the model, on all ranks of the default process group.
+
+        Raises ConfigError where the model or the data turn out not to fit the layout, which only a
+        look at them can show.
+        """
+        torch.manual_seed(config.seed)  # for code of the user's; ours draws from named seeds only
+        layout = Layout.resolve(config.strategy, devices=dist.get_world_size())
+        batch = plan_batch(
+            config.training.global_batch_size,
+            layout=layout,
+            microbatch_size=config.training.microbatch_size,
+            microbatches=config.strategy.microbatches,
+        )
+        data: Data = instantiate(config.data)
+        require_equal_data(data.digest)
+        mesh = build_mesh(layout, device_type=device.type)
+        assembled = assemble(config, batch=batch, sample_shape=data.sample_shape, mesh=mesh, device=device)
+        return cls(config, layout, batch=batch, data=data, assembled=assembled, device=device)
+
+    def batches(self, samples: Samples, *, seed: int | None) -> Batches:
+        """This rank's part of each global batch of `samples`; without a seed as they lie."""
+        return Batches(
+            samples=samples,
+            seed=seed,
+            global_batch_size=self.config.training.global_batch_size,
+            microbatches=self.batch.microbatches,
+            replica=self.layout.replica(dist.get_rank()),
+            replicas=self.layout.data,
+        )
+
+
 def train(
     config: RunConfig,
     *,
@@ -42,39 +87,24 @@ def train(
 ) -> Assembled:
     """Train as `config` says, on all ranks of the default process group; returns this rank's trained parts.
 
-    Rank 0 writes `metrics.jsonl` and `summary.json`. Raises ConfigError where the model or the data
-    turn out not to fit the layout, which only a look at them can show.
+    Rank 0 writes `metrics.jsonl` and `summary.json`. Raises what `Session.open` raises.
     """
     started = datetime.now(UTC).isoformat()
-    torch.manual_seed(config.seed)  # for code of the user's; ours draws from named seeds only
     rank = dist.get_rank()
-    layout = Layout.resolve(config.strategy, devices=dist.get_world_size())
-    batch = plan_batch(
-        config.training.global_batch_size,
-        layout=layout,
-        microbatch_size=config.training.microbatch_size,
-        microbatches=config.strategy.microbatches,
-    )
-    data = instantiate(config.data)
-    require_equal_data(data.digest)
-    mesh = build_mesh(layout, device_type=device.type)
-    assembled = assemble(config, batch=batch, sample_shape=data.sample_shape, mesh=mesh, device=device)
-    optimizer = build_optimizer(assembled.named_parameters(), config.optimizer)
+    session = Session.open(config, device=device)
+    optimizer = build_optimizer(session.assembled.named_parameters(), config.optimizer)
     writers = open_writers(config, folder=folder, values=values) if rank == 0 else []
-    batch_size = config.training.global_batch_size
-    part = {
-        "global_batch_size": batch_size, "microbatches": batch.microbatches,
-        "replica": layout.replica(rank), "replicas": layout.data,
-    }  # fmt: skip
     trainer = Trainer(
-        GradientStep(assembled, optimizer=optimizer, clip_norm=config.training.clip_norm),
+        GradientStep(session.assembled, optimizer=optimizer, clip_norm=config.training.clip_norm),
         optimizer=optimizer,
-        batches=Batches(samples=data.train, seed=config.seed, **part),
-        validation=Batches(samples=data.validation, seed=None, **part),
+        batches=session.batches(session.data.train, seed=config.seed),
+        validation=session.batches(session.data.validation, seed=None),
         validation_steps=validation_steps(
-            data.validation, count=config.training.validation_samples, global_batch_size=batch_size
+            session.data.validation,
+            count=config.training.validation_samples,
+            global_batch_size=config.training.global_batch_size,
         ),
-        metrics=Metrics(scale_of(config, layout, batch, data, assembled, device), device=device),
+        metrics=Metrics(scale_of(session), device=device),
         writers=writers,
         training=config.training,
         schedule=config.optimizer,
@@ -94,19 +124,17 @@ def train(
     for writer in writers:
         writer.close()
     dist.barrier()  # a rank that ends long before the others looks lost to srun
-    return assembled
+    return session.assembled
 
 
-def scale_of(
-    config: RunConfig, layout: Layout, batch: BatchPlan, data: Any, assembled: Assembled, device: torch.device
-) -> Scale:
+def scale_of(session: Session) -> Scale:
     return Scale(
-        global_batch_size=config.training.global_batch_size,
-        tokens_per_sample=getattr(data, "sequence_length", None),
-        flops_per_sample=3 * assembled.forward_flops,  # a backward pass costs two forward passes
-        world_size=layout.devices,
-        replicas=batch.data,
-        peak_flops=peak_flops(device),
+        global_batch_size=session.config.training.global_batch_size,
+        tokens_per_sample=getattr(session.data, "sequence_length", None),
+        flops_per_sample=3 * session.assembled.forward_flops,  # a backward pass costs two forward passes
+        world_size=session.layout.devices,
+        replicas=session.batch.data,
+        peak_flops=peak_flops(session.device),
     )
 
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from tests.distributed.test_parity import largest_difference, weight_difference
+from tests.parity import largest_difference, weight_difference
 from tests.workers import Workers
 
 STEPS = 12

@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
-from tests.workers import Trained, Workers
+from tests.parity import COMMON, Alone, follow_one_device, largest_difference, weight_difference
+from tests.workers import Workers
 
-STEPS = 20
-COMMON = (
-    f"training.steps={STEPS}",
-    "training.log_every=1",
-    "training.validate_every=10",
-    "training.validation_samples=32",
-    "training.global_batch_size=16",
-    "data.sequence_length=32",
-    "data.max_bytes=400000",
-    "model.layers=8",
-    "model.dim=64",
-    "model.ffn_dim=160",
-    "optimizer.warmup_steps=3",
-)
 PIPELINES = [
     *((stages, "gpipe", 1) for stages in (2, 4)),
     *((stages, "1f1b", 1) for stages in (2, 4)),
     *((ranks, "interleaved", 2) for ranks in (2, 4)),
 ]
-MODEL_AND_BATCH = ("model.", "training.global_batch_size")  # of a layout: the reference has them too
 SHALLOW = ("model.layers=2",)  # what splits single layers is the same for any number of them
 LAYOUTS = {
     "data over 2": ("strategy=data", "nodes=2"),
@@ -97,32 +81,6 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def alone(workers: Workers):
-    """One device, trained once for each set of options."""
-    return functools.cache(lambda *options: workers.train("strategy=single", *COMMON, *options))
-
-
-def largest_difference(found: list[float], wanted: list[float]) -> float:
-    """Relative, over the steps."""
-    return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
-
-
-def weight_difference(found: Trained, wanted: Trained) -> float:
-    """The largest over the tensors of |a - b| / |b|, by tensor norm."""
-    assert found.weights.keys() == wanted.weights.keys()
-    return max(
-        float(torch.linalg.vector_norm(found.weights[name] - weight) / torch.linalg.vector_norm(weight))
-        for name, weight in wanted.weights.items()
-    )
-
-
-EXACTNESS = {
-    # name: (precision, largest difference of losses, of weights, head)
-    "float32": ("float32", 1e-5, 1e-4, "tied"),
-    "float64": ("float64", 1e-10, 1e-10, "tied"),
-    "float64, untied head": ("float64", 1e-10, 1e-10, "untied"),
-}
 # Rounding can hide nothing in float64, so every layout is proven there. float32 repeats each kind of layout,
 # and the untied head each technique; eight ranks are slow on two cores.
 IN_FLOAT32 = [name for name in LAYOUTS if name.startswith(("data", "single", "pipeline of"))]
@@ -142,31 +100,17 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "exactness"), CASES)
-def test_layout_follows_one_device(workers: Workers, alone, layout: str, exactness: str) -> None:
-    precision, losses, weights, head = EXACTNESS[exactness]
-    options = (f"training.precision={precision}", f"model.tied_head={str(head == 'tied').lower()}")
-    reference = alone(*options, *(word for word in LAYOUTS[layout] if word.startswith(MODEL_AND_BATCH)))
-    split = workers.train(*COMMON, *options, *LAYOUTS[layout])
-    assert len(split.losses) == STEPS
-    assert largest_difference(split.losses, reference.losses) < losses
-    assert weight_difference(split, reference) < weights
-    norms = [[line["grad_norm"] for line in run.lines] for run in (split, reference)]
-    assert largest_difference(*norms) < weights
-    validation = [
-        [line["validation_loss"] for line in run.lines if "validation_loss" in line]
-        for run in (split, reference)
-    ]
-    assert len(validation[1]) == 3
-    assert largest_difference(*validation) < losses
+def test_layout_follows_one_device(workers: Workers, alone: Alone, layout: str, exactness: str) -> None:
+    follow_one_device(workers, alone, LAYOUTS[layout], exactness=exactness)
 
 
-def test_clipping_is_active(alone) -> None:
+def test_clipping_is_active(alone: Alone) -> None:
     """The comparisons above prove clipping only if the norm is above its bound."""
     lines = alone("training.precision=float32", "model.tied_head=true").lines
     assert max(line["grad_norm"] for line in lines) > 1.0
 
 
-def test_the_comparison_can_fail(workers: Workers, alone) -> None:
+def test_the_comparison_can_fail(workers: Workers, alone: Alone) -> None:
     """Another seed is another model: the differences must show it."""
     options = ("training.precision=float64", "model.tied_head=true")
     other = workers.train(*COMMON, *options, "strategy=single", "seed=1")
@@ -175,7 +119,7 @@ def test_the_comparison_can_fail(workers: Workers, alone) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["pipeline", "fsdp", "tensor"])
-def test_bfloat16_follows_float32_loosely(workers: Workers, alone, strategy: str) -> None:
+def test_bfloat16_follows_float32_loosely(workers: Workers, alone: Alone, strategy: str) -> None:
     """Products are rounded to 8 bits: the curve stays near, and not equal."""
     coarse = workers.train(*COMMON, f"strategy={strategy}", "nodes=2", "training.precision=bfloat16")
     difference = largest_difference(

@@ -1,0 +1,71 @@
+"""One device against a layout of many: what the tests of every technique compare, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tests.workers import Trained, Workers
+
+STEPS = 20
+COMMON = (
+    f"training.steps={STEPS}",
+    "training.log_every=1",
+    "training.validate_every=10",
+    "training.validation_samples=32",
+    "training.global_batch_size=16",
+    "data.sequence_length=32",
+    "data.max_bytes=400000",
+    "model.layers=8",
+    "model.dim=64",
+    "model.ffn_dim=160",
+    "optimizer.warmup_steps=3",
+)
+MODEL_AND_BATCH = ("model.", "data.", "training.global_batch_size")  # of a layout: the reference has them too
+EXACTNESS = {
+    # name: (precision, largest difference of losses, of weights, head)
+    "float32": ("float32", 1e-5, 1e-4, "tied"),
+    "float64": ("float64", 1e-10, 1e-10, "tied"),
+    "float64, untied head": ("float64", 1e-10, 1e-10, "untied"),
+}
+
+Alone = Callable[..., Trained]
+"""One device, trained once for each set of options (the fixture `alone`)."""
+
+
+def follow_one_device(
+    workers: Workers, alone: Alone, layout: tuple[str, ...], *, exactness: str = "float64"
+) -> Trained:
+    """Train the transformer on `layout` and compare the curve, the weights and the validation with one
+    device's; returns what the layout's run left."""
+    precision, losses, weights, head = EXACTNESS[exactness]
+    options = (f"training.precision={precision}", f"model.tied_head={str(head == 'tied').lower()}")
+    reference = alone(*options, *(word for word in layout if word.startswith(MODEL_AND_BATCH)))
+    split = workers.train(*COMMON, *options, *layout)
+    assert len(split.losses) == STEPS
+    assert largest_difference(split.losses, reference.losses) < losses
+    assert weight_difference(split, reference) < weights
+    norms = [[line["grad_norm"] for line in run.lines] for run in (split, reference)]
+    assert largest_difference(*norms) < weights
+    validation = [
+        [line["validation_loss"] for line in run.lines if "validation_loss" in line]
+        for run in (split, reference)
+    ]
+    assert len(validation[1]) == 3
+    assert largest_difference(*validation) < losses
+    return split
+
+
+def largest_difference(found: list[float], wanted: list[float]) -> float:
+    """Relative, over the steps."""
+    return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
+
+
+def weight_difference(found: Trained, wanted: Trained) -> float:
+    """The largest over the tensors of |a - b| / |b|, by tensor norm."""
+    assert found.weights.keys() == wanted.weights.keys()
+    return max(
+        float(torch.linalg.vector_norm(found.weights[name] - weight) / torch.linalg.vector_norm(weight))
+        for name, weight in wanted.weights.items()
+    )
