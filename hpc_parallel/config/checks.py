@@ -18,6 +18,7 @@ from hpc_parallel.config.targets import missing_part
 CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "strategy.schedule": ("gpipe", "1f1b", "interleaved"),
+    "strategy.context_attention": ("ring", "gather"),
     "optimizer.name": ("adamw",),
     "optimizer.schedule": ("cosine", "constant"),
     "training.precision": ("float32", "bfloat16", "float64"),

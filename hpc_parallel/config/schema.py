@@ -33,6 +33,8 @@ class StrategyConfig:
     static_graph: bool = False  # every step uses the same weights in the same order
     # shard (fully_shard)
     reshard: bool = True  # let a block's weights go after its forward pass; false: ZeRO-2
+    # context
+    context_attention: str = "ring"  # ring, gather (all keys and values on each device)
     # tensor
     sequence_parallel: bool = True  # between layers a device keeps a slice of the sequence
     loss_parallel: bool = True  # logits stay split by vocabulary

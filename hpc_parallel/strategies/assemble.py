@@ -17,9 +17,9 @@ from hpc_parallel.config.layout import BatchPlan, tile_grid
 from hpc_parallel.config.layout_checks import stages_per_rank
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.layered import LayeredModel, materialise
-from hpc_parallel.strategies import batch_norm, pipeline, precision, replicate, shard, tensor, tile
+from hpc_parallel.strategies import batch_norm, context, pipeline, precision, replicate, shard, tensor, tile
 from hpc_parallel.strategies.accumulate import Accumulate
-from hpc_parallel.strategies.mesh import axis_of, data_mesh, joint
+from hpc_parallel.strategies.mesh import axis_of, data_mesh, joint, slicing_axis
 
 
 class ForwardBackward(Protocol):
@@ -61,7 +61,7 @@ def assemble(
     mesh: DeviceMesh,
     device: torch.device,
 ) -> Assembled:
-    """Build on meta, cut, split into tiles or layers, shard, set the precision, materialise, replicate.
+    """Build on meta, cut, split into tiles, sequences or layers, shard, set the precision, materialise, replicate.
 
     Weights are materialised before replication, which wants real ones, and after everything that
     decides which of them this rank needs. Each is drawn from (seed, its name), so no rank tells
@@ -75,6 +75,9 @@ def assemble(
     if tiles is not None:
         grid = tile_grid(tiles.size(), strategy.tile_grid)
         maps = tile.measure(parts[0], sample_shape=sample_shape, grid=grid)
+    sequence = axis_of(mesh, "context")
+    if sequence is not None:
+        context.require(parts[0], axis=sequence, sample_shape=sample_shape)
     stages = axis_of(mesh, "pipeline")
     if stages is not None:
         per_rank = stages_per_rank(strategy)
@@ -87,11 +90,13 @@ def assemble(
         ]
     exactness = config.training.precision
     together = axis_of(mesh, "tensor")
-    one_batch = joint(mesh, "replicate", "shard", "tile")  # the ranks that share a microbatch
-    sharded = axis_of(mesh, "shard") is not None
+    one_batch = joint(mesh, "replicate", "shard", "context", "tile")  # the ranks that share a microbatch
+    sharded = slicing_axis(mesh) is not None
     for part in parts:
         if tiles is not None:
             tile.apply(part, axis=tiles, grid=grid, maps=maps)
+        if sequence is not None:
+            context.apply(part, axis=sequence, options=strategy)
         if together is not None:
             tensor.apply(part, axis=together, options=strategy)
         if one_batch is not None:
@@ -102,7 +107,7 @@ def assemble(
             precision.apply(part, precision=exactness, device_type=device.type)
         materialise(part, seed=config.seed, device=device, dtype=precision.WEIGHTS[exactness])
     runners: list[torch.nn.Module] = list(parts)
-    if (axis := joint(mesh, "replicate", "tile")) is not None and not sharded:
+    if (axis := joint(mesh, "replicate", "context", "tile")) is not None and not sharded:
         runners = [replicate.apply(part, axis=axis, options=strategy) for part in parts]
     forward_backward: ForwardBackward
     if stages is None:
@@ -112,6 +117,8 @@ def assemble(
             runners, stages=parts, indices=indices, mesh=mesh, schedule=strategy.schedule,
             microbatches=batch.microbatches, device=device,
         )  # fmt: skip
+    if sequence is not None:
+        forward_backward = context.OneSequence(forward_backward, axis=sequence)
     if together is not None:
         forward_backward = tensor.OneReplica(forward_backward, axis=together, options=strategy)
     return Assembled(parts=parts, forward_backward=forward_backward, mesh=mesh, forward_flops=flops.total)

@@ -15,10 +15,10 @@ from hpc_parallel.config.layout import Layout
 def build_mesh(layout: Layout, *, device_type: str) -> DeviceMesh:
     """One mesh dimension for each axis of a degree above one; a lone device keeps a replicate axis of 1.
 
-    Replicas of split layers keep a shard axis, of 1 where it must be: fully_shard averages gradients of
-    distributed tensors, DistributedDataParallel does not.
+    Split layers whose gradients are averaged keep a shard axis, of 1 where it must be: fully_shard averages
+    gradients of distributed tensors, DistributedDataParallel does not.
     """
-    split_replicas = layout.replicate > 1 and layout.tensor > 1
+    split_replicas = layout.replicate * layout.context > 1 and layout.tensor > 1
     used = {
         axis: degree
         for axis, degree in layout.degrees.items()
@@ -27,11 +27,25 @@ def build_mesh(layout: Layout, *, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
 
 
+def slicing_axis(mesh: DeviceMesh) -> DeviceMesh | None:
+    """The axis over which fully_shard slices weights: `context`, whose ranks have the same ones, is in it too.
+
+    None where the layout has no shard axis.
+    """
+    return None if axis_of(mesh, "shard") is None else joint(mesh, "shard", "context")
+
+
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The part of `mesh` over which gradients are averaged: replicate, shard or both, in that order."""
-    assert mesh.mesh_dim_names is not None
-    names = tuple(name for name in mesh.mesh_dim_names if name in ("replicate", "shard"))
-    return mesh[names]
+    """Over which fully_shard works: the slicing axis, and before it the replicas of what it slices."""
+    slices, replicas = slicing_axis(mesh), axis_of(mesh, "replicate")
+    assert slices is not None
+    return slices if replicas is None else DeviceMesh._concatenate([replicas, slices])
+
+
+def weight_axes(mesh: DeviceMesh) -> list[DeviceMesh]:
+    """The axes whose ranks hold different weights, or parts of them."""
+    axes = (axis_of(mesh, "pipeline"), slicing_axis(mesh), axis_of(mesh, "tensor"))
+    return [axis for axis in axes if axis is not None]
 
 
 def joint(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from hpc_parallel.strategies.assemble import Assembled, ForwardBackward
-from hpc_parallel.strategies.mesh import axis_of
+from hpc_parallel.strategies.mesh import weight_axes
 from hpc_parallel.training.optimizer import GradientNorm, clip
 
 
@@ -49,11 +49,10 @@ class GradientStep:
         self._optimizer = optimizer
         self._clip_norm = clip_norm
         self._on_gradients = on_gradients
-        axes = [axis_of(assembled.mesh, name) for name in ("pipeline", "shard", "tensor")]
         copies = {id(copy) for copy in self._forward_backward.copies}
         self._norm = GradientNorm(
             [parameter for parameter in self._parameters if id(parameter) not in copies],
-            axes=[axis for axis in axes if axis is not None],
+            axes=weight_axes(assembled.mesh),
         )
 
     def run(self, inputs: Tensor, targets: Tensor) -> StepResult:

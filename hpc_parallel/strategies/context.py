@@ -1,0 +1,87 @@
+"""Context parallelism: every sequence is split over devices, which meet in the attention alone.
+
+All else treats each position by itself. Weights are whole, or sliced over this axis as over `shard`, and
+learn from this device's positions: with as many terms of the loss on each, devices are averaged over like
+replicas. `ring.py` has the attention.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from hpc_parallel.config.problems import ConfigError, Problem
+from hpc_parallel.config.schema import StrategyConfig
+from hpc_parallel.models.attention import CausalAttention
+from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.strategies.ring import Gather, Ring, slices_of
+
+if TYPE_CHECKING:
+    from hpc_parallel.strategies.assemble import ForwardBackward
+
+WAYS: dict[str, type[Ring | Gather]] = {"ring": Ring, "gather": Gather}
+
+
+def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> LayeredModel:
+    """Let every attention of `model` (or a stage of it) be over the whole sequence that `axis` splits."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, CausalAttention):
+            model.set_submodule(name, SplitAttention(axis=axis, way=WAYS[options.context_attention]))
+    return model
+
+
+def require(model: LayeredModel, *, axis: DeviceMesh, sample_shape: tuple[int, ...]) -> None:
+    """Raises ConfigError where the whole `model`, or samples of this shape, can't be split over `axis`."""
+    degree = axis.size()
+    kinds = {type(module) for module in model.modules() if isinstance(module, CausalAttention)}
+    others = sorted(kind.__name__ for kind in kinds - {CausalAttention})
+    rule = ""
+    if not kinds:
+        rule = f"can't be: {type(model).__name__} has no CausalAttention, in which alone devices meet"
+    elif others:
+        rule = f"can't be: {', '.join(others)} attends in a way of its own"
+    elif not sample_shape or sample_shape[0] % (2 * degree):
+        rule = f"does not split samples of shape {list(sample_shape)} into two slices a device"
+    if rule:
+        raise ConfigError([Problem("strategy.context", degree, rule, (1,))])
+
+
+class SplitAttention(CausalAttention):
+    """Attention over the whole sequence, this device having two slices of it."""
+
+    def __init__(self, *, axis: DeviceMesh, way: type[Ring | Gather]) -> None:
+        super().__init__()
+        self._axis = axis
+        self._way = way
+
+    def positions(self, length: int, *, device: torch.device) -> Tensor:
+        degree = self._axis.size()
+        mine = slices_of(self._axis.get_local_rank(), degree=degree, length=length * degree)
+        return torch.cat([torch.arange(part.start, part.stop, device=device) for part in mine])
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with torch.autocast(query.device.type, enabled=False):  # sums stay in float32
+            return self._way.apply(query, key, value, self._axis.get_group())  # type: ignore[no-any-return]
+
+
+class OneSequence:
+    """The ranks of a context axis train on the same samples, each on its slices `[batch, seq, ...]` of them."""
+
+    def __init__(self, inner: ForwardBackward, *, axis: DeviceMesh) -> None:
+        self._inner = inner
+        self._rank = axis.get_local_rank()
+        self._degree = axis.size()
+        self.copies = inner.copies
+
+    def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return self._inner.train(self._slices(inputs), self._slices(targets)) / self._degree
+
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return self._inner.evaluate(self._slices(inputs), self._slices(targets)) / self._degree
+
+    def _slices(self, whole: Tensor) -> Tensor:
+        mine = slices_of(self._rank, degree=self._degree, length=whole.shape[1])
+        return torch.cat([whole[:, part] for part in mine], dim=1)
