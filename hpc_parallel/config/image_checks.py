@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from hpc_parallel.config.layout import Layout, divisors, tile_grid
+from hpc_parallel.config.layout_checks import along_with_less_of
 from hpc_parallel.config.problems import Found, Problem
 from hpc_parallel.config.schema import (
     CellsDataConfig,
@@ -46,7 +47,7 @@ def find_problems(config: RunConfig) -> Found:
         yield Problem("model.channels", channels, "needs a number above 0 for each block", ([16, 32],))
     if not broken:
         yield from _network(model, data)
-        yield from _tiles(config, model, data)
+        yield from _axes(config, model, data)
 
 
 def _is_convnet(model: dict[str, Any]) -> bool:
@@ -86,13 +87,23 @@ def _network(model: dict[str, Any], data: dict[str, Any]) -> Found:
         yield Problem("model.classes", model["classes"], f"is less than the {least} of the data", (least,))
 
 
-def _tiles(config: RunConfig, model: dict[str, Any], data: dict[str, Any]) -> Found:
-    """Each tile needs a place on every map, and a tile of pixels under each place that has pixels below."""
-    strategy = config.strategy
+def _axes(config: RunConfig, model: dict[str, Any], data: dict[str, Any]) -> Found:
+    """What splits samples fits what they are: images into tiles, text into pieces of a sequence."""
     try:
-        degree = Layout.resolve(strategy, devices=config.nodes * config.gpus_per_node).tile
+        layout = Layout.resolve(config.strategy, devices=config.nodes * config.gpus_per_node)
     except (ValueError, ZeroDivisionError):
         return
+    if layout.context > 1 and _is_convnet(model):
+        rule = "splits sequences, and the model reads images"
+        along = along_with_less_of("context", config.strategy)
+        yield Problem("strategy.context", layout.context, rule, (1,), along)
+    yield from _tiles(config, layout, model, data)
+
+
+def _tiles(config: RunConfig, layout: Layout, model: dict[str, Any], data: dict[str, Any]) -> Found:
+    """Each tile needs a place on every map, and a tile of pixels under each place that has pixels below."""
+    strategy = config.strategy
+    degree = layout.tile
     if strategy.tile_grid is not None and (
         len(strategy.tile_grid) != 2 or min(strategy.tile_grid) < 1 or math.prod(strategy.tile_grid) != degree
     ):
@@ -101,7 +112,8 @@ def _tiles(config: RunConfig, model: dict[str, Any], data: dict[str, Any]) -> Fo
         yield Problem("strategy.tile_grid", strategy.tile_grid, rule, tuple(legal[:3]))
         return
     if degree > 1 and model.get("_target_") == TransformerConfig._target_:
-        yield Problem("strategy.tile", degree, "splits images, and the model reads text", (1,))
+        along = along_with_less_of("tile", strategy)
+        yield Problem("strategy.tile", degree, "splits images, and the model reads text", (1,), along)
         return
     for axis in APART:
         if degree > 1 and getattr(strategy, axis) not in (1, -1):

@@ -45,6 +45,7 @@ def find_problems(config: RunConfig) -> Found:
     yield from _stages(config, layout)
     yield from _batch(config, layout)
     yield from _splits(config, layout)
+    yield from _positions(config, layout)
 
 
 def _degrees_problem(config: RunConfig, strategy: StrategyConfig, devices: int, free: list[str]) -> Problem:
@@ -150,7 +151,7 @@ def _batch(config: RunConfig, layout: Layout) -> Found:
 
 
 def _splits(config: RunConfig, layout: Layout) -> Found:
-    """What the tensor axis splits divides by its degree: heads, columns, vocabulary, sequence."""
+    """What the tensor axis splits divides by its degree: heads, columns, vocabulary."""
     degree = layout.tensor
     if degree == 1:
         return
@@ -166,22 +167,39 @@ def _splits(config: RunConfig, layout: Layout) -> Found:
                 rule = f"does not divide by strategy.tensor = {degree}: each device has as many {what}"
                 above = -(-sizes[name] // degree) * degree  # below, a vocabulary would lose tokens
                 yield Problem(f"model.{name}", sizes[name], rule, (above,))
+
+
+def _positions(config: RunConfig, layout: Layout) -> Found:
+    """A sequence divides by what splits it: two slices a device of `context`, then one of `tensor`."""
     length = config.data.get("sequence_length") if isinstance(config.data, dict) else None
-    if config.strategy.sequence_parallel and isinstance(length, int) and length >= 1 and length % degree:
-        rule = f"does not divide by strategy.tensor = {degree}: each device keeps as many positions"
-        yield Problem("data.sequence_length", length, rule, _multiples_near(length, degree))
+    if not isinstance(length, int) or length < 1:
+        return
+    tensor = layout.tensor if config.strategy.sequence_parallel else 1
+    slices = 2 if layout.context > 1 else 1
+    unit = layout.context * math.lcm(slices, tensor)
+    if length % unit:
+        degrees = {"context": layout.context, "tensor": tensor}
+        splits = [f"strategy.{axis} = {degree}" for axis, degree in degrees.items() if degree > 1]
+        what = "two slices of one length" if layout.context > 1 else "as many positions"
+        rule = f"does not divide by {unit} for {' and '.join(splits)}: each device keeps {what}"
+        yield Problem("data.sequence_length", length, rule, _multiples_near(length, unit))
 
 
 def _heads_problem(config: RunConfig, layout: Layout, *, heads: int, kv_heads: int) -> Problem:
     others = {axis: getattr(config.strategy, axis) for axis in AXES if axis != "tensor"}
-    free = -1 in others.values()  # else replicate takes what a smaller degree leaves
-    fixed = [d for axis, d in others.items() if d > 1 and (free or axis != "replicate")]
+    along = along_with_less_of("tensor", config.strategy)
+    fixed = [d for axis, d in others.items() if d > 1 and (not along or axis != "replicate")]
     legal = divisors(math.gcd(heads, kv_heads, layout.devices // math.prod(fixed)))
     near = sorted(legal, key=lambda d: abs(d - layout.tensor))[:2]
-    along = () if free else ("strategy.replicate=-1",)
     counts = f"model.heads = {heads} and model.kv_heads = {kv_heads}"
     rule = f"does not divide {counts}: each device needs whole heads"
     return Problem("strategy.tensor", layout.tensor, rule, tuple(sorted(near)), along)
+
+
+def along_with_less_of(axis: str, strategy: StrategyConfig) -> tuple[str, ...]:
+    """What must change as well where `axis` gets smaller: nothing where another axis takes what is left."""
+    free = any(getattr(strategy, other) == -1 for other in AXES if other != axis)
+    return () if free else ("strategy.replicate=-1",)
 
 
 def _microbatches_problem(config: RunConfig, plan: BatchPlan, rule: str, legal: Sequence[int]) -> Problem:

@@ -61,7 +61,7 @@ def assemble(
     mesh: DeviceMesh,
     device: torch.device,
 ) -> Assembled:
-    """Build on meta, cut, split into tiles, sequences or layers, shard, set the precision, materialise, replicate.
+    """Build on meta, cut, split samples or layers, shard, set the precision, materialise, replicate.
 
     Weights are materialised before replication, which wants real ones, and after everything that
     decides which of them this rank needs. Each is drawn from (seed, its name), so no rank tells

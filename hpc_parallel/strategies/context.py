@@ -68,7 +68,7 @@ class SplitAttention(CausalAttention):
 
 
 class OneSequence:
-    """The ranks of a context axis train on the same samples, each on its slices `[batch, seq, ...]` of them."""
+    """The ranks of a context axis train on the same samples `[batch, seq, ...]`, each on its slices."""
 
     def __init__(self, inner: ForwardBackward, *, axis: DeviceMesh) -> None:
         self._inner = inner

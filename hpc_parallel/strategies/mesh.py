@@ -28,7 +28,7 @@ def build_mesh(layout: Layout, *, device_type: str) -> DeviceMesh:
 
 
 def slicing_axis(mesh: DeviceMesh) -> DeviceMesh | None:
-    """The axis over which fully_shard slices weights: `context`, whose ranks have the same ones, is in it too.
+    """Over which fully_shard slices weights: the shard axis, and `context`, whose ranks have the same ones.
 
     None where the layout has no shard axis.
     """

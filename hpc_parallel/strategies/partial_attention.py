@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-ROWS = 256  # queries of a strip: enough to keep a device busy, little memory at any length
+STRIP = 2**18  # scores of a head that live at a time: 1 MiB in float32, at any length
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -73,9 +73,9 @@ def attend_backward(
 def strips(query: Tensor, key: Tensor, *, causal: bool) -> Iterator[tuple[slice, int, Tensor | None]]:
     """Rows of queries, how many keys they can see, and which of those each row must not ([row, key])."""
     queries, keys = query.shape[-2], key.shape[-2]
-    before = keys - queries
-    for start in range(0, queries, ROWS):
-        end = min(start + ROWS, queries)
+    before, height = keys - queries, max(1, STRIP // keys)
+    for start in range(0, queries, height):
+        end = min(start + height, queries)
         if causal:
             seen = before + end
             everywhere = torch.ones(end - start, seen, dtype=torch.bool, device=query.device)
@@ -90,8 +90,9 @@ def strip_of_scores(query: Tensor, key: Tensor, hidden: Tensor | None) -> Tensor
 
 
 def over_groups(left: Tensor, right: Tensor) -> Tensor:
-    """[..., group, row, a] x [..., a, b] -> [..., group, row, b], `right` not copied for each of the group."""
-    return (left.flatten(-3, -2) @ right).unflatten(-2, left.shape[-3:-1])
+    """[..., group, row, a] x [..., a, b] -> [..., group, row, b], with no copy of `right` for each group."""
+    rows = left.flatten(-3, -2) @ right
+    return rows.unflatten(-2, left.shape[-3:-1])  # type: ignore[no-any-return]
 
 
 def sum_of_groups(left: Tensor, right: Tensor) -> Tensor:

@@ -47,17 +47,16 @@ class Ring(torch.autograd.Function):
         """[batch, head, seq, head_dim] each, this device's two slices; like `query`."""
         rank, degree, half = group.rank(), group.size(), query.shape[-2] // 2
         queries, pairs = widened(query, key), torch.stack((key, value))
-        outputs, log_sums = queries, queries
-        for turn in range(degree):
-            following = Passing(pairs, group) if turn < degree - 1 else None
-            keys, values = pairs.to(queries.dtype)
-            if turn == 0:
-                outputs, log_sums = attend(queries, keys, values, causal=True)
-            else:
-                rows, seen = visible((rank - turn) % degree, rank=rank, half=half)
-                part = attend(queries[..., rows, :], keys[..., seen, :], values[..., seen, :], causal=False)
-                merge(outputs[..., rows, :], log_sums[..., rows, :], part=part)
-            pairs = following.arrived() if following is not None else pairs
+        following = Passing(pairs, group)
+        outputs, log_sums = attend(queries, *pairs.to(queries.dtype), causal=True)
+        for turn in range(1, degree):
+            pairs = following.arrived()
+            if turn < degree - 1:
+                following = Passing(pairs, group)
+            rows, seen = visible((rank - turn) % degree, rank=rank, half=half)
+            keys, values = pairs.to(queries.dtype)[..., seen, :]
+            part = attend(queries[..., rows, :], keys, values, causal=False)
+            merge(outputs[..., rows, :], log_sums[..., rows, :], part=part)
         result = outputs.flatten(1, 2).to(query.dtype)
         ctx.save_for_backward(query, key, value, result, log_sums)
         ctx.group = group
@@ -71,33 +70,30 @@ class Ring(torch.autograd.Function):
         queries, pairs = widened(query, key), torch.stack((key, value))
         incoming = widened(gradient, key)
         slopes = (incoming * widened(result, key)).sum(-1, keepdim=True)
-        of_queries, of_pairs, coming = queries, queries, None
-        for turn in range(degree):
-            following = Passing(pairs, ctx.group) if turn < degree - 1 else None
-            rows, seen = slice(None), slice(None)
-            if turn > 0:
-                rows, seen = visible((rank - turn) % degree, rank=rank, half=half)
-            keys, values = pairs.to(queries.dtype)[..., seen, :]
+        following = Passing(pairs, ctx.group)
+        of_queries, of_pairs = attend_backward(
+            incoming, queries, *pairs.to(queries.dtype), log_sums=log_sums, slopes=slopes, causal=True
+        )
+        for turn in range(1, degree):
+            coming = Passing(of_pairs, ctx.group)
+            pairs = following.arrived()
+            if turn < degree - 1:
+                following = Passing(pairs, ctx.group)
+            rows, seen = visible((rank - turn) % degree, rank=rank, half=half)
             for_queries, for_pairs = attend_backward(
                 incoming[..., rows, :],
                 queries[..., rows, :],
-                keys,
-                values,
+                *pairs.to(queries.dtype)[..., seen, :],
                 log_sums=log_sums[..., rows, :],
                 slopes=slopes[..., rows, :],
-                causal=turn == 0,
+                causal=False,
             )
-            if coming is None:
-                of_queries, of_pairs = for_queries, for_pairs
-            else:
-                of_queries[..., rows, :] += for_queries
-                of_pairs = coming.arrived()
-                of_pairs[..., seen, :] += for_pairs
-            coming = Passing(of_pairs, ctx.group)  # after the last turn home
-            pairs = following.arrived() if following is not None else pairs
-        assert coming is not None
-        of_keys, of_values = coming.arrived()
-        return of_queries.flatten(1, 2).to(query.dtype), of_keys.to(key.dtype), of_values.to(value.dtype), None
+            of_queries[..., rows, :] += for_queries
+            of_pairs = coming.arrived()
+            of_pairs[..., seen, :] += for_pairs
+        of_keys, of_values = Passing(of_pairs, ctx.group).arrived()  # home
+        found = (of_queries.flatten(1, 2), of_keys, of_values)
+        return *(grad.to(like.dtype) for grad, like in zip(found, (query, key, value), strict=True)), None
 
 
 class Gather(torch.autograd.Function):
@@ -138,7 +134,8 @@ class Gather(torch.autograd.Function):
             )
             of_pairs[..., :end, :] += for_pairs
         of_keys, of_values = scattered(of_pairs, ctx.group)
-        return of_queries.flatten(1, 2).to(query.dtype), of_keys.to(key.dtype), of_values.to(value.dtype), None
+        found = (of_queries.flatten(1, 2), of_keys, of_values)
+        return *(grad.to(like.dtype) for grad, like in zip(found, (query, key, value), strict=True)), None
 
 
 class Passing:
@@ -164,7 +161,7 @@ class Passing:
 def widened(tensor: Tensor, key: Tensor) -> Tensor:
     """[batch, head, ...] -> [batch, kv_head, group, ...] by the heads of `key`, in float32 or better."""
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-    return wide.unflatten(1, (key.shape[1], -1))
+    return wide.unflatten(1, (key.shape[1], -1))  # type: ignore[no-any-return]
 
 
 def ends_of(query: Tensor, group: dist.ProcessGroup) -> list[tuple[slice, int]]:

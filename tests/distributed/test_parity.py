@@ -64,6 +64,9 @@ LAYOUTS = {
     "pipeline 2 x replicate 2 x tensor 2": (
         "strategy=hybrid", "nodes=2", "gpus_per_node=4", "strategy.tensor=2", *SHALLOW,
     ),
+    "replicate 2 x shard 2 x tensor 2": (
+        "strategy=hsdp", "nodes=2", "gpus_per_node=4", "strategy.tensor=2", *SHALLOW,
+    ),
     "interleaved 2 x shard 2": (
         "strategy=pipeline", "nodes=2", "gpus_per_node=2", "strategy.pipeline=2", "strategy.shard=2",
         "strategy.schedule=interleaved", "model.layers=4",
@@ -118,7 +121,7 @@ def test_the_comparison_can_fail(workers: Workers, alone: Alone) -> None:
     assert weight_difference(other, alone(*options)) > 1e-3
 
 
-@pytest.mark.parametrize("strategy", ["pipeline", "fsdp", "tensor"])
+@pytest.mark.parametrize("strategy", ["pipeline", "fsdp", "tensor", "context"])
 def test_bfloat16_follows_float32_loosely(workers: Workers, alone: Alone, strategy: str) -> None:
     """Products are rounded to 8 bits: the curve stays near, and not equal."""
     coarse = workers.train(*COMMON, f"strategy={strategy}", "nodes=2", "training.precision=bfloat16")
