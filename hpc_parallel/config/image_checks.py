@@ -6,7 +6,7 @@ import math
 from importlib.util import find_spec
 from typing import Any
 
-from hpc_parallel.config.layout import Layout, divisors, tile_grid
+from hpc_parallel.config.layout import Layout, divisors, servers, tile_grid
 from hpc_parallel.config.problems import Found, Problem
 from hpc_parallel.config.schema import (
     CellsDataConfig,
@@ -89,8 +89,9 @@ def _network(model: dict[str, Any], data: dict[str, Any]) -> Found:
 def _tiles(config: RunConfig, model: dict[str, Any], data: dict[str, Any]) -> Found:
     """Each tile needs a place on every map, and a tile of pixels under each place that has pixels below."""
     strategy = config.strategy
+    devices = config.nodes * config.gpus_per_node - servers(strategy)
     try:
-        degree = Layout.resolve(strategy, devices=config.nodes * config.gpus_per_node).tile
+        degree = Layout.resolve(strategy, devices=devices).tile
     except (ValueError, ZeroDivisionError):
         return
     if strategy.tile_grid is not None and (
