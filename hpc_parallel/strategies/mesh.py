@@ -45,7 +45,7 @@ def joint(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
 
 
 def axis_of(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
-    """The one-dimensional mesh of `name` with this rank; None where it has degree 1 or the rank is outside."""
+    """The one-dimensional mesh of `name` with this rank; None where the degree is 1 or the rank outside."""
     assert mesh.mesh_dim_names is not None
     used = mesh.size() > 1 and mesh.get_coordinate() is not None
     return mesh[name] if used and name in mesh.mesh_dim_names else None

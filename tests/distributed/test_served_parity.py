@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.parity import STEPS, Alone, follow_one_device
+from tests.parity import Alone, follow_one_device
 from tests.workers import Workers
 
 SHALLOW = ("model.layers=2",)
