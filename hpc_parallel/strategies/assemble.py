@@ -30,7 +30,7 @@ from hpc_parallel.strategies import (
 from hpc_parallel.strategies.accumulate import Accumulate
 from hpc_parallel.strategies.mesh import axis_of, data_mesh, joint
 from hpc_parallel.strategies.parameter_server import Idle, ParameterServer
-from hpc_parallel.strategies.traffic import Traffic
+from hpc_parallel.strategies.traffic import DeviceTraffic
 
 
 class ForwardBackward(Protocol):
@@ -55,7 +55,9 @@ class Assembled:
     mesh: DeviceMesh
     forward_flops: float  # of the whole model, a sample
     server: ParameterServer | None = None  # where it alone has the optimizer
-    traffic: Sequence[Traffic] | None = None  # of each of this rank's devices, where the technique counts it
+    traffic: Sequence[DeviceTraffic] | None = (
+        None  # of each of this rank's devices, where the technique counts it
+    )
 
     def named_parameters(self) -> dict[str, Parameter]:
         """Full names; a tied weight that another rank holds too goes by its canonical name."""
@@ -116,7 +118,7 @@ def assemble(
         materialise(part, seed=config.seed, device=device, dtype=precision.WEIGHTS[exactness])
     runners: list[torch.nn.Module] = list(parts)
     server: ParameterServer | None = None
-    traffic: Sequence[Traffic] | None = None
+    traffic: Sequence[DeviceTraffic] | None = None
     if strategy.execution == DATAPARALLEL:
         runner = dataparallel.apply(parts[0], degree=batch.data, device=device)
         runners, traffic = [runner], runner.funnel.devices

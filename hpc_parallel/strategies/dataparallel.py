@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.strategies.batch_norm import track
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
-from hpc_parallel.strategies.traffic import Traffic, move
+from hpc_parallel.strategies.traffic import DeviceTraffic, move
 
 Runner = Callable[..., Tensor]
 
@@ -47,7 +47,7 @@ class Here(threading.local):
 class Meeting:
     """Where the replicas of one forward pass add up what each has found."""
 
-    def __init__(self, *, here: Here, devices: Sequence[Traffic], replicas: int) -> None:
+    def __init__(self, *, here: Here, devices: Sequence[DeviceTraffic], replicas: int) -> None:
         self._here = here
         self._devices = devices[:replicas]
         self._found: list[Tensor] = [torch.empty(0)] * replicas
@@ -121,7 +121,7 @@ class Funnel:
     """Counts what passes through the first device in training: the others send to it and receive from it."""
 
     def __init__(self, *, degree: int) -> None:
-        self.devices = [Traffic() for _ in range(degree)]
+        self.devices = [DeviceTraffic() for _ in range(degree)]
 
     def scattered(self, count: int, *, to: int) -> None:
         move(count, source=self.devices[0], target=self.devices[to])

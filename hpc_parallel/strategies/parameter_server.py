@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hpc_parallel.config.schema import StrategyConfig
-from hpc_parallel.strategies.traffic import Traffic
+from hpc_parallel.strategies.traffic import DeviceTraffic
 
 SERVER = 0
 
@@ -27,7 +27,7 @@ class ParameterServer:
     def __init__(
         self, parameters: Iterable[Parameter], *, options: StrategyConfig, device: torch.device
     ) -> None:
-        self.traffic = Traffic()
+        self.traffic = DeviceTraffic()
         self.serves = dist.get_rank() == SERVER
         self._works_too = not options.dedicated_server
         self._workers = [rank for rank in range(dist.get_world_size()) if rank != SERVER]

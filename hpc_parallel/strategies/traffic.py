@@ -8,20 +8,22 @@ from typing import Any
 
 
 @dataclass
-class Traffic:
+class DeviceTraffic:
     """Bytes that one device has sent to others, and received from them, in training so far."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
 
 
-def move(count: int, *, source: Traffic, target: Traffic) -> None:
+def move(count: int, *, source: DeviceTraffic, target: DeviceTraffic) -> None:
     """Note `count` bytes on both their ends."""
     source.sent_bytes += count
     target.received_bytes += count
 
 
-def figures(devices: Sequence[Traffic], *, steps: int, weights_bytes: int, replicas: int) -> dict[str, Any]:
+def figures(
+    devices: Sequence[DeviceTraffic], *, steps: int, weights_bytes: int, replicas: int
+) -> dict[str, Any]:
     """Bytes of one step for `summary.json`, from the counts of all devices over `steps` steps.
 
     Beside them what a ring all-reduce of the same gradients over the devices that compute would move:

@@ -19,7 +19,7 @@ from hpc_parallel.data.sampler import Batches, Data, Samples, validation_steps
 from hpc_parallel.launch.run_folder import RunFolder, write_json
 from hpc_parallel.strategies.assemble import Assembled, assemble
 from hpc_parallel.strategies.mesh import build_mesh
-from hpc_parallel.strategies.traffic import Traffic, figures
+from hpc_parallel.strategies.traffic import DeviceTraffic, figures
 from hpc_parallel.training.metrics import Metrics, Scale, peak_flops
 from hpc_parallel.training.optimizer import build_optimizer
 from hpc_parallel.training.step import build_step
@@ -139,7 +139,7 @@ def traffic_of(session: Session) -> dict[str, Any]:
     """Bytes of a step by the techniques' own counts, of all ranks; nothing where they keep none."""
     if session.assembled.traffic is None:
         return {}
-    everywhere: list[Sequence[Traffic] | None] = [None] * dist.get_world_size()
+    everywhere: list[Sequence[DeviceTraffic] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, session.assembled.traffic)
     return figures(
         [device for devices in everywhere for device in devices or ()],

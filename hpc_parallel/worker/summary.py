@@ -15,6 +15,8 @@ from hpc_parallel.config.layout import Layout, processes_per_node, servers
 from hpc_parallel.launch.metrics_file import MetricsReader
 from hpc_parallel.launch.run_folder import RunFolder
 
+MEASURED = ("traffic_bytes", "busiest_rank_traffic_bytes", "ring_all_reduce")
+
 
 def summarise(
     config: Mapping[str, Any],
@@ -29,7 +31,11 @@ def summarise(
     """All keys of the contract, null where a figure is not measured.
 
     config: the content of `config.yaml`; lines: of `metrics.jsonl`; lost_steps: trained and not kept, by
-    earlier attempts; environment: Slurm's variables; measured: keys that only the ranks themselves know.
+    earlier attempts; environment: Slurm's variables; measured: by the ranks themselves.
+
+    `traffic_bytes`: sent in one step by all ranks; `busiest_rank_traffic_bytes`: sent and received by the
+    one that moves most (of a process that drives several devices, by the busiest device);
+    `ring_all_reduce`: both, if the same gradients were averaged by one.
     """
     nodes, gpus_per_node = config["nodes"], config["gpus_per_node"]
     strategy = SimpleNamespace(**config["strategy"])
@@ -59,16 +65,13 @@ def summarise(
         "peak_memory_bytes": max((line["peak_memory_bytes"] for line in lines), default=None),
         "exposed_communication_share": None,
         "bubble_share": None,
-        "traffic_bytes": None,
-        "busiest_rank_traffic_bytes": None,
-        "ring_all_reduce": None,
+        **{key: measured.get(key) for key in MEASURED},
         "predicted": None,
         "restarts": int(environment.get("SLURM_RESTART_COUNT", 0)),
         "lost_steps": lost_steps,
         "started": started,
         "ended": datetime.now(UTC).isoformat(),
         "job_ids": [job] if job else [],
-        **measured,
     }
 
 

@@ -48,7 +48,14 @@ def record(rank: int, kind: str, *, time_ns: int, signal: str | None = None) -> 
 def folder(tmp_path: Path) -> RunFolder:
     made = RunFolder(tmp_path / "run")
     made.create()
-    strategy = {"name": "hybrid", **Layout().degrees, "pipeline": 2, "replicate": -1, "tensor": 2}
+    strategy = {
+        "name": "hybrid",
+        "execution": "spmd",
+        **Layout().degrees,
+        "pipeline": 2,
+        "replicate": -1,
+        "tensor": 2,
+    }
     made.config.write_text(
         yaml.safe_dump(
             {
