@@ -60,7 +60,6 @@ class Net(nn.Module):
         return self.norm(x)
 
 
-@pytest.mark.timeout(60)
 def test_a_replica_that_fails_keeps_no_other_waiting() -> None:
     runner = apply(Net(fails_on=7.0), degree=4, device=torch.device("cpu"))  # type: ignore[arg-type]
     batch = torch.randn(8, 3)

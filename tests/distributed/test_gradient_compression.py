@@ -12,7 +12,7 @@ COMPRESSED = (*DATA, "strategy.gradient_compression=bfloat16")
 def test_the_curve_stays_near_and_is_not_equal(workers: Workers, alone: Alone) -> None:
     coarse = workers.train(*COMMON, *COMPRESSED, "training.microbatch_size=2")
     fine = alone("training.precision=float32", "model.tied_head=true", "model.layers=2")
-    assert 1e-7 < largest_difference(coarse.losses, fine.losses) < 1e-2
+    assert 1e-5 < largest_difference(coarse.losses, fine.losses) < 1e-2
 
 
 def _averaged_bytes(run_folder: str) -> tuple[int, int]:
