@@ -52,7 +52,7 @@ class Workers:
         variables: of the environment, set on the ranks for good.
         """
         run = self.prepare(*overrides)
-        parts = self.run(run.devices, train_here, str(run.folder.path), dict(variables or {}))
+        parts = self.run(run.processes, train_here, str(run.folder.path), dict(variables or {}))
         weights: dict[str, Tensor] = {}
         for part in parts:
             for name, weight in part.items():

@@ -9,14 +9,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.config import image_checks, layout_checks, site_checks
-from hpc_parallel.config.layout import divisors
+from hpc_parallel.config import execution_checks, image_checks, layout_checks, site_checks
+from hpc_parallel.config.layout import EXECUTIONS, divisors
 from hpc_parallel.config.problems import Found, Problem, nearest
 from hpc_parallel.config.schema import RunConfig, TransformerConfig
 from hpc_parallel.config.targets import missing_part
 
 CHOICES = {
     "device": ("auto", "cpu", "cuda"),
+    "strategy.execution": EXECUTIONS,
+    "strategy.gradient_compression": ("none", "bfloat16"),
     "strategy.schedule": ("gpipe", "1f1b", "interleaved"),
     "strategy.context_attention": ("ring", "gather"),
     "optimizer.name": ("adamw",),
@@ -37,8 +39,8 @@ NOT_YET: dict[str, tuple[Any, str]] = {
 def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> list[Problem | str]:
     """All that is wrong with `config`, in the order of the command line's `overrides`."""
     checks = (
-        _counts, _choices, _ranges, layout_checks.find_problems, _model, _data,
-        image_checks.find_problems, site_checks.find_problems, _switches,
+        _counts, _choices, _ranges, execution_checks.find_problems, layout_checks.find_problems, _model,
+        _data, image_checks.find_problems, site_checks.find_problems, _switches,
     )  # fmt: skip
     return in_order([problem for check in checks for problem in check(config)], overrides)
 

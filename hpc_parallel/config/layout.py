@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor", "tile")  # outermost first
+SPMD, DATAPARALLEL, PARAMETER_SERVER = EXECUTIONS = ("spmd", "dataparallel", "parameter_server")
 
 
 class Degrees(Protocol):
@@ -21,9 +22,26 @@ class Degrees(Protocol):
     tile: int
 
 
+class Execution(Protocol):
+    """What a strategy says of its processes."""
+
+    execution: str
+    dedicated_server: bool
+
+
+def processes_per_node(strategy: Execution, *, gpus_per_node: int) -> int:
+    """How many ranks a node starts: one a device, or one that drives all of them."""
+    return 1 if strategy.execution == DATAPARALLEL else gpus_per_node
+
+
+def servers(strategy: Execution) -> int:
+    """How many ranks, the first ones, stand outside of the layout: they serve and do nothing else."""
+    return int(strategy.execution == PARAMETER_SERVER and strategy.dedicated_server)
+
+
 @dataclass(frozen=True)
 class Layout:
-    """The degree of each axis of the device mesh; their product is the number of devices."""
+    """The degree of each axis of the device mesh; their product is the number of devices that compute."""
 
     pipeline: int = 1
     replicate: int = 1
@@ -91,6 +109,14 @@ class BatchPlan:
     @property
     def samples_per_replica(self) -> int:
         return self.microbatches * self.microbatch_size
+
+
+def share_of(rank: int, *, layout: Layout, strategy: Execution) -> tuple[int | None, int]:
+    """Which part of the global batch a rank takes (None: none), and into how many it is parted."""
+    if strategy.execution == DATAPARALLEL:
+        return 0, 1  # the one process hands its devices their parts
+    place = rank - servers(strategy)
+    return (None if place < 0 else layout.replica(place)), layout.data
 
 
 def plan_batch(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc_parallel.config.layout import AXES, BatchPlan, Layout, divisors, plan_batch
+from hpc_parallel.config.layout import AXES, BatchPlan, Layout, divisors, plan_batch, servers
 from hpc_parallel.config.problems import Found, Problem
 from hpc_parallel.config.schema import RunConfig, StrategyConfig, TransformerConfig
 
@@ -18,9 +18,9 @@ INTERLEAVED = ("interleaved",)
 def find_problems(config: RunConfig) -> Found:
     """Degrees against devices, stages against blocks, batch against both."""
     strategy = config.strategy
-    if config.nodes < 1 or config.gpus_per_node < 1:
+    devices = config.nodes * config.gpus_per_node - servers(strategy)
+    if config.nodes < 1 or config.gpus_per_node < 1 or devices < 1:
         return
-    devices = config.nodes * config.gpus_per_node
     broken = False
     for axis in AXES:
         degree = getattr(strategy, axis)
@@ -52,6 +52,8 @@ def _degrees_problem(config: RunConfig, strategy: StrategyConfig, devices: int, 
     set_axes = {axis: getattr(strategy, axis) for axis in AXES if getattr(strategy, axis) > 1}
     product = math.prod(set_axes.values())
     where = f"nodes={config.nodes} x gpus_per_node={config.gpus_per_node} = {devices} devices"
+    if servers(strategy):
+        where = where.replace(" = ", " without the server = ")
     if not set_axes:
         rule = f"uses one device, but there are {where}"
         return Problem("strategy", strategy.name, rule, ("data", "pipeline"))

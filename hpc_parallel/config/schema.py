@@ -24,6 +24,9 @@ class StrategyConfig:
     context: int = 1
     tensor: int = 1
     tile: int = 1
+    # spmd: a process a device; dataparallel: one process drives a node's devices; parameter_server: rank 0
+    # holds the weights and the optimizer, workers send gradients and get weights back
+    execution: str = "spmd"
     # pipeline
     schedule: str = "1f1b"  # gpipe, 1f1b, interleaved
     microbatches: int | None = None  # of one pipeline in one step; null: four a stage where that divides
@@ -31,6 +34,9 @@ class StrategyConfig:
     # replicate (DistributedDataParallel)
     bucket_mb: float = 25.0
     static_graph: bool = False  # every step uses the same weights in the same order
+    gradient_compression: str = "none"  # none, bfloat16: what gradients are summed in
+    # parameter_server (its messages are of bucket_mb too)
+    dedicated_server: bool = True  # rank 0 serves and does nothing else; false: it works as well
     # shard (fully_shard)
     reshard: bool = True  # let a block's weights go after its forward pass; false: ZeRO-2
     # context

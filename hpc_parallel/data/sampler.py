@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
@@ -53,13 +54,13 @@ class Batches:
     A global batch of B samples is M microbatches one after the other. Of each, replica r of R has the
     r-th part, so all replicas together work on the samples that one device would have in its m-th
     microbatch: what is computed over a microbatch (BatchNorm) is the same on any number of replicas.
-    Without a seed, samples come as they lie.
+    Without a seed, samples come as they lie. A rank that is no replica (None) gets batches of nothing.
     """
 
     samples: Samples
     global_batch_size: int
     seed: int | None
-    replica: int = 0
+    replica: int | None = 0
     replicas: int = 1
     microbatches: int = 1
 
@@ -70,9 +71,12 @@ class Batches:
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of the step after `step` others, [global_batch_size / replicas, ...]."""
+        if self.replica is None:
+            return torch.empty(0), torch.empty(0)
         return self.samples.batch(self.positions(step))
 
     def positions(self, step: int) -> NDArray[np.int64]:
+        assert self.replica is not None
         size = self.global_batch_size // (self.replicas * self.microbatches)
         first = step * self.global_batch_size + self.replica * size
         starts = first + size * self.replicas * np.arange(self.microbatches, dtype=np.int64)

@@ -24,8 +24,8 @@ def sbatch_flags(run: PreparedRun) -> Flags:
     flags: Flags = {
         "job-name": config.name,
         "nodes": config.nodes,
-        "ntasks-per-node": config.gpus_per_node,
-        "cpus-per-task": launcher.cpus_per_device,
+        "ntasks-per-node": run.processes_per_node,
+        "cpus-per-task": run.cpus_per_process,
         "time": launcher.time_minutes,
         **gpu_flags(run),
     }
@@ -52,12 +52,12 @@ def gpu_flags(run: PreparedRun) -> Flags:
 
 
 def srun_arguments(run: PreparedRun) -> list[str]:
-    """One task a device, in the order of the ranks; the first task that fails ends the others.
+    """The tasks in the order of the ranks; the first task that fails ends the others.
 
     The cpus are restated because srun no longer takes them from sbatch (Slurm 22.05).
     """
     return [
-        f"--cpus-per-task={run.config.launcher.cpus_per_device}",
+        f"--cpus-per-task={run.cpus_per_process}",
         "--distribution=block",
         "--kill-on-bad-exit=1",
         "--wait=60",
@@ -70,7 +70,7 @@ def environment_block(run: PreparedRun, *, log_suffix: str) -> str:
 
 
 def render(run: PreparedRun) -> str:
-    """A whole batch script that starts one worker a device without submitit."""
+    """A whole batch script that starts the workers without submitit."""
     output = {"output": f"{run.folder.slurm}/%j.out", "open-mode": "append"}
     values = {
         "flags": sbatch_flags(run) | output,

@@ -27,7 +27,7 @@ class LocalLauncher:
     """Every rank a process of this machine; nodes are simulated."""
 
     def preview(self, run: PreparedRun) -> str:
-        count = f"{run.devices} process{'es' * (run.devices > 1)}"
+        count = f"{run.processes} process{'es' * (run.processes > 1)}"
         return f"{count} on this machine, by {' '.join(_command(run.folder, AGENT))}"
 
     def launch(self, run: PreparedRun) -> int:

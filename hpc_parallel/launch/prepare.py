@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from hpc_parallel.config.checks import find_problems
 from hpc_parallel.config.compose import resolve
-from hpc_parallel.config.layout import BatchPlan, Layout, plan_batch
+from hpc_parallel.config.layout import BatchPlan, Layout, plan_batch, processes_per_node, servers
 from hpc_parallel.config.problems import ConfigError, Problem
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch.run_folder import RunFolder, new_run_id, write_json, write_text
@@ -39,16 +39,25 @@ class PreparedRun:
         return {} if self.snapshot is None else self.snapshot.variables(os.environ)
 
     @property
-    def devices(self) -> int:
-        return self.config.nodes * self.config.gpus_per_node
+    def processes_per_node(self) -> int:
+        return processes_per_node(self.config.strategy, gpus_per_node=self.config.gpus_per_node)
+
+    @property
+    def processes(self) -> int:
+        return self.config.nodes * self.processes_per_node
+
+    @property
+    def cpus_per_process(self) -> int:
+        return self.config.launcher.cpus_per_device * self.config.gpus_per_node // self.processes_per_node
 
     def __str__(self) -> str:
         nodes, devices = self.config.nodes, self.config.gpus_per_node
         batch = f"{self.batch.data} x {self.batch.microbatches} x {self.batch.microbatch_size}"
+        server = "a server and " if servers(self.config.strategy) else ""
         return (
             f"{self.config.strategy.name}: {nodes} node{'s' * (nodes > 1)} x {devices} "
-            f"device{'s' * (devices > 1)} = {self.layout}; batch {self.config.training.global_batch_size} = "
-            f"{batch} (replicas x microbatches x samples)"
+            f"device{'s' * (devices > 1)} = {server}{self.layout}; "
+            f"batch {self.config.training.global_batch_size} = {batch} (replicas x microbatches x samples)"
         )
 
     def write(self) -> None:
@@ -73,7 +82,8 @@ def prepare(composed: DictConfig, *, overrides: Sequence[str]) -> PreparedRun:
     if problems := find_problems(config, overrides):
         raise ConfigError(problems)
     path = Path(config.run_dir).expanduser() if config.run_dir else Path("runs", config.name, new_run_id())
-    layout = Layout.resolve(config.strategy, devices=config.nodes * config.gpus_per_node)
+    devices = config.nodes * config.gpus_per_node - servers(config.strategy)
+    layout = Layout.resolve(config.strategy, devices=devices)
     batch = plan_batch(
         config.training.global_batch_size,
         layout=layout,

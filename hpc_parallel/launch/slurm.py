@@ -1,4 +1,4 @@
-"""Submission through submitit: one srun task a device, the run folder's path as the only payload."""
+"""Submission through submitit: one srun task a rank, the run folder's path as the only payload."""
 
 from __future__ import annotations
 

@@ -22,6 +22,8 @@ class Accumulate:
     def __init__(self, runner: Module, *, model: LayeredModel, microbatches: int) -> None:
         self._runner = runner
         self._model = model
+        # DistributedDataParallel would prepare for a backward pass; others evaluate as they train.
+        self._forward = model if isinstance(runner, DistributedDataParallel) else runner
         self._microbatches = microbatches
         self._locally: Callable[[], AbstractContextManager[None]] = nullcontext
         if isinstance(runner, DistributedDataParallel):
@@ -64,5 +66,5 @@ class Accumulate:
         """Mean loss of this replica's batch, forward only."""
         terms = self._model.loss_terms(targets)
         pieces = zip(inputs.chunk(self._microbatches), targets.chunk(self._microbatches), strict=True)
-        losses = [self._model.loss(self._model(microbatch), expected) for microbatch, expected in pieces]
+        losses = [self._model.loss(self._forward(microbatch), expected) for microbatch, expected in pieces]
         return torch.stack(losses).sum() / terms

@@ -13,13 +13,25 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
-from hpc_parallel.config.layout import BatchPlan, tile_grid
+from hpc_parallel.config.layout import DATAPARALLEL, PARAMETER_SERVER, BatchPlan, tile_grid
 from hpc_parallel.config.layout_checks import stages_per_rank
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.layered import LayeredModel, materialise
-from hpc_parallel.strategies import batch_norm, context, pipeline, precision, replicate, shard, tensor, tile
+from hpc_parallel.strategies import (
+    batch_norm,
+    context,
+    dataparallel,
+    pipeline,
+    precision,
+    replicate,
+    shard,
+    tensor,
+    tile,
+)
 from hpc_parallel.strategies.accumulate import Accumulate
 from hpc_parallel.strategies.mesh import axis_of, data_mesh, joint, slicing_axis
+from hpc_parallel.strategies.parameter_server import Idle, ParameterServer
+from hpc_parallel.strategies.traffic import DeviceTraffic
 
 
 class ForwardBackward(Protocol):
@@ -43,6 +55,10 @@ class Assembled:
     forward_backward: ForwardBackward
     mesh: DeviceMesh
     forward_flops: float  # of the whole model, a sample
+    server: ParameterServer | None = None  # where it alone has the optimizer
+    traffic: Sequence[DeviceTraffic] | None = (
+        None  # of each of this rank's devices, where the technique counts it
+    )
 
     def named_parameters(self) -> dict[str, Parameter]:
         """Full names; a tied weight that another rank holds too goes by its canonical name."""
@@ -107,10 +123,20 @@ def assemble(
             precision.apply(part, precision=exactness, device_type=device.type)
         materialise(part, seed=config.seed, device=device, dtype=precision.WEIGHTS[exactness])
     runners: list[torch.nn.Module] = list(parts)
-    if (axis := joint(mesh, "replicate", "context", "tile")) is not None and not sharded:
+    server: ParameterServer | None = None
+    traffic: Sequence[DeviceTraffic] | None = None
+    if strategy.execution == DATAPARALLEL:
+        runner = dataparallel.apply(parts[0], degree=batch.data, device=device)
+        runners, traffic = [runner], runner.funnel.devices
+    elif strategy.execution == PARAMETER_SERVER:
+        server = ParameterServer(parts[0].parameters(), options=strategy, device=device)
+        traffic = [server.traffic]
+    elif (axis := joint(mesh, "replicate", "context", "tile")) is not None and not sharded:
         runners = [replicate.apply(part, axis=axis, options=strategy) for part in parts]
     forward_backward: ForwardBackward
-    if stages is None:
+    if mesh.get_coordinate() is None:
+        forward_backward = Idle(device=device)
+    elif stages is None:
         forward_backward = Accumulate(runners[0], model=parts[0], microbatches=batch.microbatches)
     else:
         forward_backward = pipeline.Pipeline(
@@ -121,4 +147,7 @@ def assemble(
         forward_backward = context.OneSequence(forward_backward, axis=sequence)
     if together is not None:
         forward_backward = tensor.OneReplica(forward_backward, axis=together, options=strategy)
-    return Assembled(parts=parts, forward_backward=forward_backward, mesh=mesh, forward_flops=flops.total)
+    return Assembled(
+        parts=parts, forward_backward=forward_backward, mesh=mesh, forward_flops=flops.total,
+        server=server, traffic=traffic,
+    )  # fmt: skip

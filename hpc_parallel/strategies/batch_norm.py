@@ -18,23 +18,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 
 
 def apply(model: LayeredModel, *, axis: DeviceMesh) -> LayeredModel:
     """Let every BatchNorm of `model` take its statistics over `axis`, which may join several axes."""
     for module in model.modules():
         if isinstance(module, _BatchNorm):
-            module.forward = partial(forward, module, axis.get_group())  # type: ignore[method-assign]
+            replace_forward(module, partial(forward, axis.get_group()))
     return model
 
 
-def forward(norm: _BatchNorm, group: dist.ProcessGroup, x: Tensor) -> Tensor:
+def forward(group: dist.ProcessGroup, alone: Forward, norm: _BatchNorm, x: Tensor) -> Tensor:
     """What `norm` does to `x` [batch, channel, ...], `x` being this rank's part of the microbatch."""
     norm._check_input_dim(x)
-    means, variances = norm.running_mean, norm.running_var
-    if not norm.training and means is not None:
-        return type(norm).forward(norm, x)
+    if not norm.training and norm.running_mean is not None:
+        return alone(norm, x)
     out, mean, variance, count = Normalise.apply(x, norm.weight, norm.bias, norm.eps, group)
+    track(norm, mean=mean, variance=variance, count=count)
+    return out  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def track(norm: _BatchNorm, *, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+    """Take the moments of a microbatch of `count` places into the running statistics, if there are any."""
+    means, variances = norm.running_mean, norm.running_var
     if norm.training and means is not None and variances is not None:
         assert norm.num_batches_tracked is not None
         norm.num_batches_tracked.add_(1)
@@ -42,7 +50,6 @@ def forward(norm: _BatchNorm, group: dist.ProcessGroup, x: Tensor) -> Tensor:
         share = tracked.reciprocal() if norm.momentum is None else norm.momentum
         means.lerp_(mean.to(means.dtype), share)
         variances.lerp_((variance * (count / (count - 1))).to(variances.dtype), share)  # unbiased
-    return out  # type: ignore[no-any-return]
 
 
 class Normalise(torch.autograd.Function):

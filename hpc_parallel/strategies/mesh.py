@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from hpc_parallel.config.layout import Layout
 
 
-def build_mesh(layout: Layout, *, device_type: str) -> DeviceMesh:
-    """One mesh dimension for each axis of a degree above one; a lone device keeps a replicate axis of 1.
+def build_mesh(layout: Layout, *, device_type: str, first: int = 0) -> DeviceMesh:
+    """The ranks from `first` on; those before it make the mesh too, and stand outside of it.
+
+    One mesh dimension for each axis of a degree above one; a lone device keeps a replicate axis of 1.
 
     Split layers whose gradients are averaged keep a shard axis, of 1 where it must be: fully_shard averages
     gradients of distributed tensors, DistributedDataParallel does not.
@@ -24,7 +27,8 @@ def build_mesh(layout: Layout, *, device_type: str) -> DeviceMesh:
         for axis, degree in layout.degrees.items()
         if degree > 1 or (axis == "shard" and split_replicas)
     } or {"replicate": 1}
-    return init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
+    ranks = torch.arange(first, first + layout.devices).reshape(tuple(used.values()))
+    return DeviceMesh(device_type, ranks, mesh_dim_names=tuple(used))
 
 
 def slicing_axis(mesh: DeviceMesh) -> DeviceMesh | None:
@@ -55,9 +59,10 @@ def joint(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
 
 
 def axis_of(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
-    """The one-dimensional mesh of `name` that this rank is on; None where the axis has degree 1."""
+    """The one-dimensional mesh of `name` with this rank; None where the degree is 1 or the rank outside."""
     assert mesh.mesh_dim_names is not None
-    return mesh[name] if name in mesh.mesh_dim_names and mesh.size() > 1 else None
+    used = mesh.size() > 1 and mesh.get_coordinate() is not None
+    return mesh[name] if used and name in mesh.mesh_dim_names else None
 
 
 def local_gradients(parameters: Iterable[Parameter]) -> list[Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.strategies.replace_forward import replace_forward
 
 WEIGHTS = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}
 
@@ -17,5 +18,5 @@ def apply(model: LayeredModel, *, precision: str, device_type: str) -> LayeredMo
     """
     if precision == "bfloat16":
         autocast = torch.autocast(device_type, dtype=torch.bfloat16)
-        model.forward = autocast(model.forward)  # type: ignore[method-assign]
+        replace_forward(model, autocast(lambda before, *inputs: before(*inputs)))
     return model

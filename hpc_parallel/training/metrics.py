@@ -29,7 +29,7 @@ class Scale:
     global_batch_size: int
     tokens_per_sample: int | None
     flops_per_sample: float  # forward and backward
-    world_size: int
+    devices: int
     replicas: int
     peak_flops: float | None  # of one device
 
@@ -60,19 +60,19 @@ class Metrics:
         loss_share, gradient_norm = here.tolist()
         now = time.perf_counter()
         elapsed = (now - self._since - self._pause_s) / self._steps
-        losses, peaks, times = gathered(
-            [loss_share, float(peak_memory_bytes(self._device)), elapsed], device=self._device
+        losses, norms, peaks, times = gathered(
+            [loss_share, gradient_norm, float(peak_memory_bytes(self._device)), elapsed], device=self._device
         )
         scale = self._scale
         step_time_s = max(times)
         samples_per_s = scale.global_batch_size / step_time_s
-        flops = samples_per_s * scale.flops_per_sample / scale.world_size
+        flops = samples_per_s * scale.flops_per_sample / scale.devices
         self._since, self._steps, self._pause_s = time.perf_counter(), 0, 0.0
         line: dict[str, Any] = {
             "step": step,
             "samples": step * scale.global_batch_size,
             "loss": finite(sum(losses) / scale.replicas),
-            "grad_norm": finite(gradient_norm),
+            "grad_norm": finite(norms[0]),  # a parameter server alone knows it
             "learning_rate": learning_rate,
             "step_time_s": step_time_s,
             "samples_per_s": samples_per_s,

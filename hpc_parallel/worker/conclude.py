@@ -13,10 +13,12 @@ import sys
 from collections.abc import Container, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
 
+from hpc_parallel.config.layout import processes_per_node
 from hpc_parallel.launch.metrics_file import MetricsReader
 from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
 from hpc_parallel.worker import failure
@@ -88,7 +90,9 @@ def killed_tasks(folder: RunFolder, *, text: str, known: Container[int]) -> list
     since = text[max(0, text.rfind(_ATTEMPT)) :].partition("Terminating StepId")[0]
     killed: list[Record] = []
     for host, tasks, end in _SRUN_KILLED.findall(since):
-        per_node = yaml.safe_load(folder.config.read_text(encoding="utf-8"))["gpus_per_node"]
+        config = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
+        strategy = SimpleNamespace(**config["strategy"])
+        per_node = processes_per_node(strategy, gpus_per_node=config["gpus_per_node"])
         for rank in _numbers(tasks):
             if rank not in known:
                 # first in time: its peers noticed it and spoke, which it could not

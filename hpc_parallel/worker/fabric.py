@@ -85,8 +85,8 @@ def own_address(environment: Mapping[str, str]) -> str:
     return found[0] if found else socket.gethostname()
 
 
-def choose_device(setting: str, *, world: World, visible: int, available: bool) -> str:
-    """The device of this process: `cpu` or `cuda:<index>`.
+def choose_device(setting: str, *, world: World, visible: int, available: bool, devices: int = 1) -> str:
+    """The device of this process, of its `devices` the first: `cpu` or `cuda:<index>`.
 
     setting: `device` of the configuration (auto, cpu, cuda); visible: torch.cuda.device_count();
     available: torch.cuda.is_available(). A task that sees a single GPU was given it by Slurm, as its
@@ -101,14 +101,15 @@ def choose_device(setting: str, *, world: World, visible: int, available: bool) 
             f"device=cuda, but torch finds no GPU on {host}. Try device=cpu, or ask for GPUs: gpus_per_node "
             "and a cluster profile with cluster.gpus=true."
         )
-    if visible == 1 and world.launcher == "slurm":
+    if visible == devices == 1 and world.launcher == "slurm":
         return "cuda:0"
-    if visible >= world.local_world_size:
-        return f"cuda:{world.local_rank}"
+    if visible >= world.local_world_size * devices:
+        return f"cuda:{world.local_rank * devices}"
     if setting == "auto" and world.launcher != "slurm":
         return "cpu"
+    wanted = f" for {devices} devices each" if devices > 1 else ""
     raise DeviceError(
-        f"device={setting}, but {world.local_world_size} ranks share the {visible} GPUs of {host}. "
+        f"device={setting}, but {world.local_world_size} ranks share the {visible} GPUs of {host}{wanted}. "
         "Try fewer nodes or gpus_per_node, or device=cpu."
     )
 

@@ -16,11 +16,12 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING
 
 import yaml
 
+from hpc_parallel.config.layout import processes_per_node
 from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.worker import failure
 from hpc_parallel.worker.conclude import conclude
@@ -47,7 +48,9 @@ def run(run_folder: str, *, entry: Entry | None = None) -> int:
     """
     folder = RunFolder(Path(run_folder).absolute())
     config = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
-    environments = rank_environments(nodes=config["nodes"], gpus_per_node=config["gpus_per_node"])
+    strategy = SimpleNamespace(**config["strategy"])
+    per_node = processes_per_node(strategy, gpus_per_node=config["gpus_per_node"])
+    environments = rank_environments(nodes=config["nodes"], per_node=per_node)
     for rank in environments:
         failure.forget(folder, rank=rank)
 
@@ -75,9 +78,9 @@ def run(run_folder: str, *, entry: Entry | None = None) -> int:
     return int(failed or cancelled)
 
 
-def rank_environments(*, nodes: int, gpus_per_node: int) -> dict[int, dict[str, str]]:
+def rank_environments(*, nodes: int, per_node: int) -> dict[int, dict[str, str]]:
     """What torchrun would tell each rank. The local rank is the rank: one machine has all devices."""
-    ranks = nodes * gpus_per_node
+    ranks = nodes * per_node
     shared = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
@@ -90,7 +93,7 @@ def rank_environments(*, nodes: int, gpus_per_node: int) -> dict[int, dict[str, 
             **shared,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
-            "GROUP_RANK": str(rank // gpus_per_node),
+            "GROUP_RANK": str(rank // per_node),
         }
         for rank in range(ranks)
     }

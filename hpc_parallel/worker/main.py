@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from hpc_parallel.config.layout import processes_per_node
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
 from hpc_parallel.worker import fabric, failure
@@ -51,22 +52,25 @@ def main(run_folder: str) -> int:
 
 
 def require_devices(config: RunConfig, world: World) -> None:
-    """As many ranks as the layout was made for. Raises RuntimeError."""
-    wanted = config.nodes * config.gpus_per_node
+    """As many ranks as the strategy was checked for. Raises RuntimeError."""
+    per_node = processes_per_node(config.strategy, gpus_per_node=config.gpus_per_node)
+    wanted = config.nodes * per_node
     if world.world_size != wanted:
         raise RuntimeError(
             f"{world.launcher} started {world.world_size} ranks, but nodes={config.nodes} x "
-            f"gpus_per_node={config.gpus_per_node} needs {wanted}"
+            f"gpus_per_node={config.gpus_per_node} needs {wanted}, {per_node} a node"
         )
 
 
 def prepare_device(config: RunConfig, world: World) -> torch.device:
-    """This rank's device, made current, and the threads that it may use on the CPU."""
+    """This rank's device (of several the first), made current, and the threads that it may use on the CPU."""
+    per_node = processes_per_node(config.strategy, gpus_per_node=config.gpus_per_node)
     name = fabric.choose_device(
         config.device,
         world=world,
         visible=torch.cuda.device_count(),
         available=torch.cuda.is_available(),
+        devices=config.gpus_per_node // per_node,
     )
     device = torch.device(name)
     if device.type == "cuda":

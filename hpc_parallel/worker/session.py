@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,15 +13,16 @@ import torch.distributed as dist
 import yaml
 from hydra.utils import instantiate
 
-from hpc_parallel.config.layout import BatchPlan, Layout, plan_batch
+from hpc_parallel.config.layout import DATAPARALLEL, BatchPlan, Layout, plan_batch, servers, share_of
 from hpc_parallel.config.schema import RunConfig, typed
 from hpc_parallel.data.sampler import Batches, Data, Samples, validation_steps
 from hpc_parallel.launch.run_folder import RunFolder, write_json
 from hpc_parallel.strategies.assemble import Assembled, assemble
 from hpc_parallel.strategies.mesh import build_mesh
+from hpc_parallel.strategies.traffic import DeviceTraffic, figures
 from hpc_parallel.training.metrics import Metrics, Scale, peak_flops
 from hpc_parallel.training.optimizer import build_optimizer
-from hpc_parallel.training.step import GradientStep
+from hpc_parallel.training.step import build_step
 from hpc_parallel.training.trainer import Trainer
 from hpc_parallel.training.writers import open_writers
 from hpc_parallel.worker.summary import steps_lost, summarise
@@ -52,28 +53,32 @@ class Session:
         look at them can show.
         """
         torch.manual_seed(config.seed)  # for code of the user's; ours draws from named seeds only
-        layout = Layout.resolve(config.strategy, devices=dist.get_world_size())
+        strategy = config.strategy
+        apart = servers(strategy)
+        layout = Layout.resolve(strategy, devices=config.nodes * config.gpus_per_node - apart)
         batch = plan_batch(
             config.training.global_batch_size,
             layout=layout,
             microbatch_size=config.training.microbatch_size,
-            microbatches=config.strategy.microbatches,
+            microbatches=strategy.microbatches,
         )
         data: Data = instantiate(config.data)
         require_equal_data(data.digest)
-        mesh = build_mesh(layout, device_type=device.type)
+        ranks = Layout() if strategy.execution == DATAPARALLEL else layout
+        mesh = build_mesh(ranks, device_type=device.type, first=apart)
         assembled = assemble(config, batch=batch, sample_shape=data.sample_shape, mesh=mesh, device=device)
         return cls(config, layout, batch=batch, data=data, assembled=assembled, device=device)
 
     def batches(self, samples: Samples, *, seed: int | None) -> Batches:
         """This rank's part of each global batch of `samples`; without a seed as they lie."""
+        replica, replicas = share_of(dist.get_rank(), layout=self.layout, strategy=self.config.strategy)
         return Batches(
             samples=samples,
             seed=seed,
             global_batch_size=self.config.training.global_batch_size,
             microbatches=self.batch.microbatches,
-            replica=self.layout.replica(dist.get_rank()),
-            replicas=self.layout.data,
+            replica=replica,
+            replicas=replicas,
         )
 
 
@@ -94,23 +99,25 @@ def train(
     session = Session.open(config, device=device)
     optimizer = build_optimizer(session.assembled.named_parameters(), config.optimizer)
     writers = open_writers(config, folder=folder, values=values) if rank == 0 else []
+    batches = session.batches(session.data.train, seed=config.seed)
     trainer = Trainer(
-        GradientStep(session.assembled, optimizer=optimizer, clip_norm=config.training.clip_norm),
+        build_step(session.assembled, optimizer=optimizer, clip_norm=config.training.clip_norm),
         optimizer=optimizer,
-        batches=session.batches(session.data.train, seed=config.seed),
+        batches=batches,
         validation=session.batches(session.data.validation, seed=None),
         validation_steps=validation_steps(
             session.data.validation,
             count=config.training.validation_samples,
             global_batch_size=config.training.global_batch_size,
         ),
-        metrics=Metrics(scale_of(session), device=device),
+        metrics=Metrics(scale_of(session, replicas=batches.replicas), device=device),
         writers=writers,
         training=config.training,
         schedule=config.optimizer,
         device=device,
     )
     lines = trainer.fit()
+    measured = traffic_of(session)
     if rank == 0:
         summary = summarise(
             values,
@@ -119,6 +126,7 @@ def train(
             lost_steps=steps_lost(folder),
             started=started,
             environment=environment,
+            measured=measured,
         )
         write_json(folder.summary, summary)
     for writer in writers:
@@ -127,13 +135,28 @@ def train(
     return session.assembled
 
 
-def scale_of(session: Session) -> Scale:
+def traffic_of(session: Session) -> dict[str, Any]:
+    """Bytes of a step by the techniques' own counts, of all ranks; nothing where they keep none."""
+    if session.assembled.traffic is None:
+        return {}
+    everywhere: list[Sequence[DeviceTraffic] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, session.assembled.traffic)
+    return figures(
+        [device for devices in everywhere for device in devices or ()],
+        steps=session.config.training.steps,
+        weights_bytes=sum(weight.nbytes for weight in session.assembled.named_parameters().values()),
+        replicas=session.layout.data,
+    )
+
+
+def scale_of(session: Session, *, replicas: int) -> Scale:
+    """`replicas`: over whose losses is averaged."""
     return Scale(
         global_batch_size=session.config.training.global_batch_size,
         tokens_per_sample=getattr(session.data, "sequence_length", None),
         flops_per_sample=3 * session.assembled.forward_flops,  # a backward pass costs two forward passes
-        world_size=session.layout.devices,
-        replicas=session.batch.data,
+        devices=session.config.nodes * session.config.gpus_per_node,
+        replicas=replicas,
         peak_flops=peak_flops(session.device),
     )
 

@@ -31,6 +31,16 @@ LAYOUTS = {
     "data over 2": (("strategy=data", "nodes=2"), 1),
     "data over 4, accumulating 2": (("strategy=data", "nodes=4", "training.microbatch_size=2"), 2),
     "data over 2, accumulating 4": (("strategy=data", "nodes=2", "training.microbatch_size=2"), 4),
+    "dataparallel over 2, accumulating 4": (
+        ("strategy=dataparallel", "gpus_per_node=2", "training.microbatch_size=2"), 4,
+    ),
+    "dataparallel over 4": (("strategy=dataparallel", "gpus_per_node=4"), 1),
+    "server with 2 workers, accumulating 4": (
+        ("strategy=parameter_server", "nodes=3", "training.microbatch_size=2"), 4,
+    ),
+    "server that works, over 2": (
+        ("strategy=parameter_server", "nodes=2", "strategy.dedicated_server=false"), 1,
+    ),
     "pipeline of 2": (("strategy=pipeline", "nodes=2", "strategy.microbatches=4"), 4),
     "pipeline of 2, gpipe, one microbatch": (
         ("strategy=pipeline", "nodes=2", "strategy.schedule=gpipe", "strategy.microbatches=1"), 1,

@@ -32,7 +32,8 @@ METRICS = {
 SUMMARY = {
     "outcome", "strategy", "layout", "nodes", "gpus_per_node", "world_size", "steps", "samples",
     "final_loss", "samples_per_s", "step_time_s", "latency_s", "peak_memory_bytes",
-    "exposed_communication_share", "bubble_share", "predicted", "restarts", "lost_steps", "started", "ended",
+    "exposed_communication_share", "bubble_share", "traffic_bytes", "busiest_rank_traffic_bytes",
+    "ring_all_reduce", "predicted", "restarts", "lost_steps", "started", "ended",
     "job_ids",
 }  # fmt: skip
 
@@ -123,15 +124,24 @@ def _reads_from_the_device(run_folder: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "devices"), [("single", 1), ("data", 2), ("pipeline", 2), ("fsdp", 2), ("tensor", 2)]
+    ("strategy", "devices"),
+    [
+        ("single", 1),
+        ("data", 2),
+        ("dataparallel", 2),
+        ("parameter_server", 3),
+        ("pipeline", 2),
+        ("fsdp", 2),
+        ("tensor", 2),
+    ],
 )
 def test_steps_read_nothing_back_from_the_device(workers: Workers, strategy: str, devices: int) -> None:
     """Four steps and twenty-four, with lines at the first and the last alone: as many reads."""
     counts = []
     for steps in (4, 24):
         quiet = (f"training.steps={steps}", "training.log_every=1000", "training.validate_every=null")
-        folder = workers.prepare(f"strategy={strategy}", f"nodes={devices}", *SMALL, *quiet).folder
-        counts.append(workers.run(devices, _reads_from_the_device, str(folder.path)))
+        run = workers.prepare(f"strategy={strategy}", f"gpus_per_node={devices}", *SMALL, *quiet)
+        counts.append(workers.run(run.processes, _reads_from_the_device, str(run.folder.path)))
     assert counts[0] == counts[1]
 
 

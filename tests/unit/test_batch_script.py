@@ -13,7 +13,13 @@ import pytest
 from jinja2 import UndefinedError
 
 from hpc_parallel.launch import batch_script
-from hpc_parallel.launch.batch_script import ScriptLauncher, environment_block, render, sbatch_flags
+from hpc_parallel.launch.batch_script import (
+    ScriptLauncher,
+    environment_block,
+    render,
+    sbatch_flags,
+    srun_arguments,
+)
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.launch.slurm import SlurmLauncher, executor, submit
 from tests.composed import prepared
@@ -61,6 +67,17 @@ BASE = {"job-name": "data", "nodes": 2, "ntasks-per-node": 4, "cpus-per-task": 1
 def test_flags_are_exactly_these(overrides: list[str], expected: dict[str, object]) -> None:
     run = prepared("nodes=2", "gpus_per_node=4", "training.global_batch_size=16", *overrides)
     assert sbatch_flags(run) == BASE | expected
+
+
+def test_one_process_gets_all_of_a_node() -> None:
+    """nn.DataParallel: one task that sees every GPU and has the cores of all."""
+    run = prepared("strategy=dataparallel", "gpus_per_node=4", "launcher.cpus_per_device=3")
+    flags = sbatch_flags(run)
+    assert (flags["nodes"], flags["ntasks-per-node"], flags["cpus-per-task"]) == (1, 1, 12)
+    assert flags["gpus-per-node"] == "4"
+    assert "--cpus-per-task=12" in srun_arguments(run)
+    assert "#SBATCH --ntasks-per-node=1\n" in render(run)
+    assert executor(run).script.count("#SBATCH --ntasks-per-node=1\n") == 1
 
 
 def sbatch_lines(script: str) -> dict[str, str | None]:

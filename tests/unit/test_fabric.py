@@ -81,6 +81,16 @@ def test_device(
     assert fabric.choose_device(setting, world=here, visible=visible, available=visible > 0) == device
 
 
+def test_a_process_that_drives_several_devices_has_the_first() -> None:
+    """All of them must be visible: Slurm's binding of one GPU to a task would not do."""
+    here = world(local_world_size=1)
+    assert fabric.choose_device("auto", world=here, visible=4, available=True, devices=4) == "cuda:0"
+    with pytest.raises(fabric.DeviceError, match=r"1 ranks share the 1 GPUs of .* for 4 devices each"):
+        fabric.choose_device("auto", world=here, visible=1, available=True, devices=4)
+    simulated = world(local_world_size=1, launcher="torchrun")
+    assert fabric.choose_device("auto", world=simulated, visible=1, available=True, devices=4) == "cpu"
+
+
 def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fabric.socket, "gethostname", lambda: "n7")
     with pytest.raises(fabric.DeviceError, match=r"no GPU on n7.*device=cpu"):

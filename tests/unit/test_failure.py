@@ -25,8 +25,8 @@ from hpc_parallel.worker.world import World
 SUMMARY_KEYS = {
     "outcome", "strategy", "layout", "nodes", "gpus_per_node", "world_size", "steps", "samples",
     "final_loss", "validation_loss", "samples_per_s", "step_time_s", "latency_s", "peak_memory_bytes",
-    "exposed_communication_share", "bubble_share", "predicted", "restarts", "lost_steps", "started", "ended",
-    "job_ids",
+    "exposed_communication_share", "bubble_share", "traffic_bytes", "busiest_rank_traffic_bytes",
+    "ring_all_reduce", "predicted", "restarts", "lost_steps", "started", "ended", "job_ids",
 }  # fmt: skip
 MS = 1_000_000
 
@@ -48,7 +48,14 @@ def record(rank: int, kind: str, *, time_ns: int, signal: str | None = None) -> 
 def folder(tmp_path: Path) -> RunFolder:
     made = RunFolder(tmp_path / "run")
     made.create()
-    strategy = {"name": "hybrid", **Layout().degrees, "pipeline": 2, "replicate": -1, "tensor": 2}
+    strategy = {
+        "name": "hybrid",
+        "execution": "spmd",
+        **Layout().degrees,
+        "pipeline": 2,
+        "replicate": -1,
+        "tensor": 2,
+    }
     made.config.write_text(
         yaml.safe_dump(
             {

@@ -1,0 +1,37 @@
+"""How much a device sends and receives, counted by the techniques that move bytes by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class DeviceTraffic:
+    """Bytes that one device has sent to others, and received from them, in training so far."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
+def move(count: int, *, source: DeviceTraffic, target: DeviceTraffic) -> None:
+    """Note `count` bytes on both their ends."""
+    source.sent_bytes += count
+    target.received_bytes += count
+
+
+def figures(
+    devices: Sequence[DeviceTraffic], *, steps: int, weights_bytes: int, replicas: int
+) -> dict[str, Any]:
+    """Bytes of one step for `summary.json`, from the counts of all devices over `steps` steps.
+
+    Beside them what a ring all-reduce of the same gradients over the devices that compute would move:
+    each of n sends and receives 2(n-1)/n of the weights (Patarasuk and Yuan 2009).
+    """
+    ring = 2 * (replicas - 1) / replicas * weights_bytes
+    return {
+        "traffic_bytes": sum(device.sent_bytes for device in devices) / steps,
+        "busiest_rank_traffic_bytes": max(d.sent_bytes + d.received_bytes for d in devices) / steps,
+        "ring_all_reduce": {"traffic_bytes": replicas * ring, "busiest_rank_traffic_bytes": 2 * ring},
+    }

@@ -1,0 +1,36 @@
+"""The first law where processes are no devices: one that drives several, and one that serves the others."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.parity import Alone, follow_one_device
+from tests.workers import Workers
+
+SHALLOW = ("model.layers=2",)
+SERVER = ("strategy=parameter_server", *SHALLOW)
+NO_SERVER = (*SERVER, "strategy.dedicated_server=false")
+# name: (layout, processes)
+LAYOUTS = {
+    "dataparallel over 2": (("strategy=dataparallel", "gpus_per_node=2", *SHALLOW), 1),
+    "dataparallel over 4, accumulating 4": (
+        ("strategy=dataparallel", "gpus_per_node=4", "training.microbatch_size=1", *SHALLOW), 1,
+    ),
+    "server with 1 worker": ((*SERVER, "nodes=2"), 2),
+    "server with 2 workers, small buckets": ((*SERVER, "nodes=3", "strategy.bucket_mb=0.05"), 3),
+    "server with 4 workers, accumulating 4": ((*SERVER, "nodes=5", "training.microbatch_size=1"), 5),
+    "server that works, over 2": ((*NO_SERVER, "nodes=2"), 2),
+    "server that works, over 4, accumulating 4": (
+        (*NO_SERVER, "nodes=2", "gpus_per_node=2", "training.microbatch_size=1"), 4,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("exactness", ["float64", "float32"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_execution_follows_one_device(workers: Workers, alone: Alone, layout: str, exactness: str) -> None:
+    options, processes = LAYOUTS[layout]
+    trained = follow_one_device(workers, alone, options, exactness=exactness)
+    assert json.loads((trained.folder / "summary.json").read_text())["world_size"] == processes
