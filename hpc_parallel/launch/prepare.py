@@ -18,6 +18,7 @@ from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.layout import BatchPlan, Layout, plan_batch
 from hpc_parallel.config.problems import ConfigError, Problem
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.tasks import total_steps
 from hpc_parallel.launch.run_folder import RunFolder, new_run_id, write_json, write_text
 from hpc_parallel.launch.snapshot import Snapshot, plan_snapshot
 
@@ -41,6 +42,11 @@ class PreparedRun:
     @property
     def devices(self) -> int:
         return self.config.nodes * self.config.gpus_per_node
+
+    @property
+    def steps(self) -> int:
+        """How many its metrics count to."""
+        return total_steps(self.config)
 
     def __str__(self) -> str:
         nodes, devices = self.config.nodes, self.config.gpus_per_node

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from hpc_parallel.training.metrics import Metrics, Scale, peak_flops
 from hpc_parallel.training.optimizer import build_optimizer
 from hpc_parallel.training.step import GradientStep
 from hpc_parallel.training.trainer import Trainer
-from hpc_parallel.training.writers import open_writers
+from hpc_parallel.training.writers import Writer, open_writers
 from hpc_parallel.worker.summary import steps_lost, summarise
 
 
@@ -45,12 +45,15 @@ class Session:
     device: torch.device
 
     @classmethod
-    def open(cls, config: RunConfig, *, device: torch.device) -> Session:
+    def open(cls, config: RunConfig, *, device: torch.device, trains: bool = True) -> Session:
         """Read the data and assemble the model, on all ranks of the default process group.
+
+        What does not train has nothing of the backward pass, and is in evaluation mode.
 
         Raises ConfigError where the model or the data turn out not to fit the layout, which only a
         look at them can show.
         """
+        config = config if trains else forward_only(config)
         torch.manual_seed(config.seed)  # for code of the user's; ours draws from named seeds only
         layout = Layout.resolve(config.strategy, devices=dist.get_world_size())
         batch = plan_batch(
@@ -62,18 +65,35 @@ class Session:
         data: Data = instantiate(config.data)
         require_equal_data(data.digest)
         mesh = build_mesh(layout, device_type=device.type)
-        assembled = assemble(config, batch=batch, sample_shape=data.sample_shape, mesh=mesh, device=device)
+        assembled = assemble(
+            config, batch=batch, sample_shape=data.sample_shape, mesh=mesh, device=device, trains=trains
+        )
+        for part in assembled.parts:
+            part.train(trains)
         return cls(config, layout, batch=batch, data=data, assembled=assembled, device=device)
 
-    def batches(self, samples: Samples, *, seed: int | None) -> Batches:
-        """This rank's part of each global batch of `samples`; without a seed as they lie."""
+    def batches(self, samples: Samples, *, seed: int | None, batch: BatchPlan | None = None) -> Batches:
+        """This rank's part of each global batch of `samples`, or of batches after another plan.
+
+        Without a seed samples come as they lie.
+        """
+        batch = batch or self.batch
         return Batches(
             samples=samples,
             seed=seed,
-            global_batch_size=self.config.training.global_batch_size,
-            microbatches=self.batch.microbatches,
+            global_batch_size=batch.data * batch.samples_per_replica,
+            microbatches=batch.microbatches,
             replica=self.layout.replica(dist.get_rank()),
             replicas=self.layout.data,
+        )
+
+    @property
+    def validation_steps(self) -> int:
+        """Global batches of the held-out samples that a validation takes."""
+        return validation_steps(
+            self.data.validation,
+            count=self.config.training.validation_samples,
+            global_batch_size=self.config.training.global_batch_size,
         )
 
 
@@ -99,11 +119,7 @@ def train(
         optimizer=optimizer,
         batches=session.batches(session.data.train, seed=config.seed),
         validation=session.batches(session.data.validation, seed=None),
-        validation_steps=validation_steps(
-            session.data.validation,
-            count=config.training.validation_samples,
-            global_batch_size=config.training.global_batch_size,
-        ),
+        validation_steps=session.validation_steps,
         metrics=Metrics(scale_of(session), device=device),
         writers=writers,
         training=config.training,
@@ -111,7 +127,21 @@ def train(
         device=device,
     )
     lines = trainer.fit()
-    if rank == 0:
+    complete(values, folder=folder, lines=lines, writers=writers, started=started, environment=environment)
+    return session.assembled
+
+
+def complete(
+    values: dict[str, Any],
+    *,
+    folder: RunFolder,
+    lines: Sequence[Mapping[str, Any]],
+    writers: Sequence[Writer],
+    started: str,
+    environment: Mapping[str, str],
+) -> None:
+    """The end of every task that went well: rank 0 writes the summary, then all leave together."""
+    if dist.get_rank() == 0:
         summary = summarise(
             values,
             outcome="completed",
@@ -124,7 +154,11 @@ def train(
     for writer in writers:
         writer.close()
     dist.barrier()  # a rank that ends long before the others looks lost to srun
-    return session.assembled
+
+
+def forward_only(config: RunConfig) -> RunConfig:
+    """Schedules differ in when backward passes run; without them all are GPipe, with one stage a rank."""
+    return replace(config, strategy=replace(config.strategy, schedule="gpipe", stages_per_rank=1))
 
 
 def scale_of(session: Session) -> Scale:
