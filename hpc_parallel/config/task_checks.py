@@ -66,7 +66,11 @@ def _prompts(config: RunConfig, task: GenerateConfig) -> Found:
         return
     room = config.model.get("vocab_size") if isinstance(config.model, dict) else None
     if not all(_is_prompt(text, as_bytes=as_bytes, room=room) for text in task.prompts) or not task.prompts:
-        what = "texts of a byte or more" if as_bytes else f"token ids below {room or 'model.vocab_size'}, as '5 3'"
+        what = (
+            "texts of a byte or more"
+            if as_bytes
+            else f"token ids below {room or 'model.vocab_size'}, as '5 3'"
+        )
         yield Problem("task.prompts", task.prompts, f"must be {what}", (None,))
 
 

@@ -65,9 +65,7 @@ def validate(session: Session) -> dict[str, Any]:
     batches = session.batches(session.data.validation, seed=None)
     steps = session.validation_steps
     started = time.perf_counter()
-    loss = mean_loss(
-        session.assembled.forward_backward.evaluate, batches, steps=steps, device=session.device
-    )
+    loss = mean_loss(session.assembled.forward_backward.evaluate, batches, steps=steps, device=session.device)
     (times,) = gathered([time.perf_counter() - started], device=session.device)
     samples = steps * session.config.training.global_batch_size
     return {"samples": samples, "validation_loss": loss, "samples_per_s": samples / max(times)}
@@ -94,7 +92,9 @@ def time_batch(session: Session, *, batch_size: int) -> dict[str, Any]:
         finish(session.device)
         taken.append(time.perf_counter() - started)
     here = taken[WARM_UP:]
-    slowest = torch.tensor([max(ranks) for ranks in gathered(here, device=session.device)], dtype=torch.float64)
+    slowest = torch.tensor(
+        [max(ranks) for ranks in gathered(here, device=session.device)], dtype=torch.float64
+    )
     latency_s, p99_s = slowest.quantile(torch.tensor([0.5, 0.99], dtype=torch.float64)).tolist()
     figures = {
         "batch_size": batch_size,

@@ -20,13 +20,15 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
 from hpc_parallel.worker import fabric, failure
 from hpc_parallel.worker.environment import describe
+from hpc_parallel.worker.generation import generate
 from hpc_parallel.worker.inference import infer
 from hpc_parallel.worker.logs import redirect
 from hpc_parallel.worker.rendezvous import hosts, meet
 from hpc_parallel.worker.session import read_config, train
 from hpc_parallel.worker.world import World
 
-TASKS: dict[str, Callable[..., object]] = {"train": train, "infer": infer}  # by the names of conf/task/
+# By the names of conf/task/.
+TASKS: dict[str, Callable[..., object]] = {"train": train, "infer": infer, "generate": generate}
 
 
 def main(run_folder: str) -> int:
