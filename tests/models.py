@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -25,3 +28,12 @@ class Bigram(LayeredModel):
     def __init__(self, **shape: object) -> None:
         blocks = [nn.Linear(16, 16)]
         super().__init__(stem=nn.Embedding(256, 16), blocks=blocks, head=nn.Linear(16, 256))
+
+
+class Slow(Transformer):
+    """A decoder whose head takes its time."""
+
+    def __init__(self, *, pause_s: float, **shape: Any) -> None:
+        super().__init__(**shape)
+        assert self.head is not None
+        self.head.register_forward_hook(lambda *_: time.sleep(pause_s))

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from hpc_parallel.config.layout import Layout
-from hpc_parallel.config.layout_checks import is_transformer
 from hpc_parallel.config.problems import Found, Problem
-from hpc_parallel.config.schema import GenerateConfig, InferConfig, RunConfig
+from hpc_parallel.config.schema import (
+    ConvNetConfig,
+    GenerateConfig,
+    InferConfig,
+    RunConfig,
+    SegmenterConfig,
+)
+from hpc_parallel.config.tasks import layout_of
 from hpc_parallel.data.codec import encode, reads_bytes
 
 WITHOUT_CACHE = ("context", "tile")  # axes that split a sample over devices
@@ -13,7 +19,7 @@ WITHOUT_CACHE = ("context", "tile")  # axes that split a sample over devices
 
 def find_problems(config: RunConfig) -> Found:
     try:
-        layout = Layout.resolve(config.strategy, devices=config.nodes * config.gpus_per_node)
+        layout = layout_of(config)
     except (ValueError, ZeroDivisionError):  # layout_checks speaks
         return
     if isinstance(config.task, InferConfig):
@@ -38,14 +44,17 @@ def _infer(task: InferConfig, layout: Layout) -> Found:
 
 def _generate(config: RunConfig, layout: Layout) -> Found:
     target = config.model.get("_target_") if isinstance(config.model, dict) else None
-    if str(target).startswith("hpc_parallel.") and not is_transformer(config):
-        kind = str(target).rpartition(".")[2]
+    if target in (ConvNetConfig._target_, SegmenterConfig._target_):
+        kind = target.rpartition(".")[2]
         rule = f"continues text by CausalAttention with a cache, and a {kind} has none"
         yield Problem("task", "generate", rule, ("infer",))
     for axis in WITHOUT_CACHE:
         if (degree := getattr(layout, axis)) > 1:
             rule = "splits each sample over devices, and one token at a time leaves nothing to split"
             yield Problem(f"strategy.{axis}", degree, rule, (1,), ("strategy.replicate=-1",))
+    if config.training.compile:
+        rule = "would compile each block anew for every token, as what it looks back at grows"
+        yield Problem("training.compile", True, rule, (False,))
 
 
 def _prompts(config: RunConfig, task: GenerateConfig) -> Found:

@@ -17,10 +17,15 @@ def total_steps(config: RunConfig) -> int:
     return config.training.steps
 
 
+def layout_of(config: RunConfig) -> Layout:
+    """Raises ValueError where the degrees don't fit the devices."""
+    return Layout.resolve(config.strategy, devices=config.nodes * config.gpus_per_node)
+
+
 def batch_sizes(config: RunConfig) -> list[int]:
     """Samples at once that `task=infer` measures, rising; one sample a replica always comes first."""
     assert isinstance(config.task, InferConfig)
-    replicas = Layout.resolve(config.strategy, devices=config.nodes * config.gpus_per_node).data
+    replicas = layout_of(config).data
     sizes = config.task.batch_sizes
     if sizes is None:
         most = config.training.global_batch_size // replicas

@@ -25,36 +25,47 @@ def apply(model: LayeredModel, *, length: int) -> LayeredModel:
     if not found:
         rule = f"needs a model that attends by CausalAttention, and {type(model).__name__} does not"
         raise ConfigError([Problem("task", "generate", rule, ("infer",))])
+    past = Past()
     for name in found:
-        model.set_submodule(name, CachedAttention(length))
+        model.set_submodule(name, CachedAttention(past, length=length))
+    model.register_forward_hook(lambda _, inputs, __: past.grow(inputs[0].shape[1]))
     if model.head is not None:
         model.head.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, -1:], *inputs[1:]))
     return model
 
 
+class Past:
+    """How many positions have been through the whole model: also for a module that only asks where it is."""
+
+    def __init__(self) -> None:
+        self.length = 0
+
+    def grow(self, positions: int) -> None:
+        self.length += positions
+
+
 class CachedAttention(CausalAttention):
-    """Looks back at the positions of all calls so far; a device with some of the heads keeps theirs."""
+    """Looks back at the positions of all passes so far; a device with some of the heads keeps theirs."""
 
     keys: Tensor  # [batch, kv_head, length, head_dim], filled from the front
     values: Tensor
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, past: Past, *, length: int) -> None:
         super().__init__()
+        self._past = past
         self._length = length
-        self._filled = 0
 
     def positions(self, length: int, *, device: torch.device) -> Tensor:
-        return torch.arange(self._filled, self._filled + length, device=device)
+        return torch.arange(self._past.length, self._past.length + length, device=device)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The same; after the first call `query` is of one position, to which all others are past."""
-        start, end = self._filled, self._filled + key.shape[2]
+        """The same; after the first pass `query` is of one position, to which all others are past."""
+        start, end = self._past.length, self._past.length + key.shape[2]
         if start == 0:  # heads and dtype are known now
             self.keys, self.values = (
                 part.new_empty(*part.shape[:2], self._length, part.shape[3]) for part in (key, value)
             )
         self.keys[:, :, start:end], self.values[:, :, start:end] = key, value
-        self._filled = end
         if start == 0:
             return super().forward(query, key, value)
         grouped = query.shape[1] != key.shape[1]

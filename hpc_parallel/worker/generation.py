@@ -90,9 +90,9 @@ def continue_prompts(
     """
     task = session.config.task
     assert isinstance(task, GenerateConfig)
-    replica, replicas = session.layout.replica(dist.get_rank()), session.layout.data
-    padded = [min(index, len(prompts) - 1) for index in range(-(-len(prompts) // replicas) * replicas)]
-    mine = padded[replica::replicas]
+    split = session.batches(session.data.validation, seed=None)
+    count = -(-len(prompts) // split.replicas) * split.replicas
+    mine = [min(index, len(prompts) - 1) for index in range(split.replica, count, split.replicas)]
     tokens = continue_all(
         session,
         [prompts[index] for index in mine],
