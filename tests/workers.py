@@ -61,6 +61,12 @@ class Workers:
         lines = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
         return Trained(lines=lines, weights=weights, folder=run.folder.path)
 
+    def do(self, *overrides: str) -> Path:
+        """Run a task that trains nothing; returns the run folder that it leaves."""
+        run = self.prepare(*overrides)
+        self.run(run.devices, do_here, str(run.folder.path))
+        return run.folder.path
+
     def prepare(self, *overrides: str) -> PreparedRun:
         """A run folder of this configuration, written and not started."""
         fixed = ("launcher=local", "launcher.snapshot=false", "device=cpu")
@@ -141,3 +147,17 @@ def train_here(run_folder: str, variables: Mapping[str, str]) -> dict[str, Tenso
     trained = train(config, values=values, folder=folder, device=torch.device("cpu"), environment={})
     weights = {name: parameter.detach() for name, parameter in trained.named_parameters().items()}
     return {name: w.full_tensor() if isinstance(w, DTensor) else w.clone() for name, w in weights.items()}
+
+
+def do_here(run_folder: str) -> None:
+    """This rank's part of a run of any task, inside a process group."""
+    import torch
+
+    from hpc_parallel.launch.run_folder import RunFolder
+    from hpc_parallel.worker.main import TASKS
+    from hpc_parallel.worker.session import read_config
+
+    folder = RunFolder(Path(run_folder))
+    config, values = read_config(folder.config)
+    task = TASKS[config.task.name]
+    task(config, values=values, folder=folder, device=torch.device("cpu"), environment={})

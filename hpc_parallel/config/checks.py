@@ -9,10 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.config import execution_checks, image_checks, layout_checks, site_checks
+from hpc_parallel.config import execution_checks, image_checks, layout_checks, site_checks, task_checks
 from hpc_parallel.config.layout import EXECUTIONS, divisors
 from hpc_parallel.config.problems import Found, Problem, nearest
-from hpc_parallel.config.schema import RunConfig, TransformerConfig
+from hpc_parallel.config.schema import TASKS, RunConfig, TransformerConfig
 from hpc_parallel.config.targets import missing_part
 
 CHOICES = {
@@ -26,6 +26,7 @@ CHOICES = {
     "training.precision": ("float32", "bfloat16", "float64"),
     "launcher.kind": ("auto", "local", "slurm", "script"),
     "cluster.gpu_flag": ("gpus-per-node", "gres"),
+    "task.name": tuple(TASKS),
 }
 # Keys of the public contract whose work is still to be done, with the one value that they take now.
 NOT_YET: dict[str, tuple[Any, str]] = {
@@ -40,7 +41,7 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> list[Prob
     """All that is wrong with `config`, in the order of the command line's `overrides`."""
     checks = (
         _counts, _choices, _ranges, execution_checks.find_problems, layout_checks.find_problems, _model,
-        _data, image_checks.find_problems, site_checks.find_problems, _switches,
+        _data, image_checks.find_problems, task_checks.find_problems, site_checks.find_problems, _switches,
     )  # fmt: skip
     return in_order([problem for check in checks for problem in check(config)], overrides)
 

@@ -57,7 +57,6 @@ def diagnose(
 
 
 def _diagnose(overrides: Sequence[str], *, config_name: str, sweep: bool) -> list[Problem | str]:
-    plain = compose(config_name)
     chosen = compose(config_name, return_hydra_config=True).hydra.runtime.choices
     verdicts: dict[str, list[Problem | str]] = {}
     accepted: list[str] = []
@@ -71,6 +70,9 @@ def _diagnose(overrides: Sequence[str], *, config_name: str, sweep: bool) -> lis
                 if unknown_keys(compose(config_name, overrides=[*accepted, single])):
                     raise HydraException("Could not override")
             except COMPOSE_ERRORS as error:
+                plain = compose(
+                    config_name, overrides=accepted
+                )  # the groups chosen decide which keys there are
                 refusals.append(_explain(single, error=error, plain=plain, chosen=chosen))
         if refusals:
             verdicts[override] = refusals
@@ -189,7 +191,8 @@ def _wanted(plain: DictConfig, key: str) -> str:
 
 _KINDS = {
     "int": "a whole number", "float": "a number", "bool": "true or false", "str": "one text",
-    "list[float]": "a list of numbers [a,b]", "list": "a list [a,b] of texts", "dict": "a table {key: value}",
+    "list[int]": "a list of whole numbers [a,b]", "list[float]": "a list of numbers [a,b]",
+    "list": "a list [a,b] of texts", "dict": "a table {key: value}",
 }  # fmt: skip
 
 

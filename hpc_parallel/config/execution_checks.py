@@ -13,7 +13,7 @@ def find_problems(config: RunConfig) -> Found:
         yield from _whole_replicas(config, execution)
     if execution == DATAPARALLEL:
         yield from _one_process(config)
-    elif execution == PARAMETER_SERVER and config.nodes * config.gpus_per_node == 1:
+    elif execution == PARAMETER_SERVER and config.devices == 1:
         rule = "leaves the server alone: it needs a worker"
         yield Problem("gpus_per_node", 1, rule, (2,), _all_replicas(config))
     yield from _compression(config)

@@ -6,7 +6,7 @@ import math
 from importlib.util import find_spec
 from typing import Any
 
-from hpc_parallel.config.layout import Layout, divisors, servers, tile_grid
+from hpc_parallel.config.layout import Layout, divisors, layout_of, tile_grid
 from hpc_parallel.config.layout_checks import along_with_less_of
 from hpc_parallel.config.problems import Found, Problem
 from hpc_parallel.config.schema import (
@@ -89,9 +89,8 @@ def _network(model: dict[str, Any], data: dict[str, Any]) -> Found:
 
 def _axes(config: RunConfig, model: dict[str, Any], data: dict[str, Any]) -> Found:
     """What splits samples fits what they are: images into tiles, text into pieces of a sequence."""
-    devices = config.nodes * config.gpus_per_node - servers(config.strategy)
     try:
-        layout = Layout.resolve(config.strategy, devices=devices)
+        layout = layout_of(config.strategy, devices=config.devices)
     except (ValueError, ZeroDivisionError):
         return
     if layout.context > 1 and _is_convnet(model):

@@ -29,6 +29,9 @@ class Execution(Protocol):
     dedicated_server: bool
 
 
+class Strategy(Degrees, Execution, Protocol): ...
+
+
 def processes_per_node(strategy: Execution, *, gpus_per_node: int) -> int:
     """How many ranks a node starts: one a device, or one that drives all of them."""
     return 1 if strategy.execution == DATAPARALLEL else gpus_per_node
@@ -96,6 +99,11 @@ class Layout:
     def __str__(self) -> str:
         used = [f"{axis} {degree}" for axis, degree in self.degrees.items() if degree > 1]
         return " x ".join(used) or "one device"
+
+
+def layout_of(strategy: Strategy, *, devices: int) -> Layout:
+    """The layout of those of `devices` that compute. Raises ValueError as `Layout.resolve` does."""
+    return Layout.resolve(strategy, devices=devices - servers(strategy))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ INTERLEAVED = ("interleaved",)
 def find_problems(config: RunConfig) -> Found:
     """Degrees against devices, stages against blocks, batch against both."""
     strategy = config.strategy
-    devices = config.nodes * config.gpus_per_node - servers(strategy)
+    devices = config.devices - servers(strategy)
     if config.nodes < 1 or config.gpus_per_node < 1 or devices < 1:
         return
     broken = False

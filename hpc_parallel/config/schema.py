@@ -199,12 +199,39 @@ class ClusterConfig:
 
 @dataclass
 class TaskConfig:
+    """What the job does; a task with keys of its own has a schema below, in `TASKS`."""
+
     name: str = MISSING
 
 
 @dataclass
+class InferConfig(TaskConfig):
+    """Forward only over the validation data, then how fast each batch size goes through."""
+
+    name: str = "infer"
+    batch_sizes: list[int] | None = None  # samples at once, of all replicas; null: 1, 2, 4, ... a replica
+    repeats: int = 100  # timed passes of each batch size
+
+
+@dataclass
+class GenerateConfig(TaskConfig):
+    """Prompts continued token by token, with keys and values kept."""
+
+    name: str = "generate"
+    prompts: list[str] | None = None  # null: the beginnings of a global batch of validation samples
+    prompt_length: int = 32  # tokens, of those beginnings
+    new_tokens: int = 128  # for each prompt
+    temperature: float = 0.0  # of the draw; 0: the likeliest token (greedy)
+    show: int = 4  # texts told at the end; all are in generated.jsonl
+
+
+TASKS: dict[str, type[TaskConfig]] = {"train": TaskConfig, "infer": InferConfig, "generate": GenerateConfig}
+
+
+@dataclass
 class RunConfig:
-    """One run, whole. `model` and `data` take the schema of the group file chosen, or any class path."""
+    """One run, whole. `model`, `data` and `task` take the schema of the group file chosen, and `model` and
+    `data` any class path."""
 
     nodes: int = 1
     gpus_per_node: int = 1  # devices a node; CPU processes where there are no GPUs
@@ -223,6 +250,10 @@ class RunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
 
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.gpus_per_node
+
 
 def register() -> None:
     """Put the schemas where the files of `conf/` name them in their defaults lists."""
@@ -235,11 +266,14 @@ def register() -> None:
     store.store(group="data", name="tokens_schema", node=TokensDataConfig)
     store.store(group="data", name="digits_schema", node=DigitsDataConfig)
     store.store(group="data", name="cells_schema", node=CellsDataConfig)
+    for name, schema in TASKS.items():
+        store.store(group="task", name=f"{name}_schema", node=schema)
 
 
 def typed(config: Any) -> RunConfig:
     """The dataclass tree of a resolved configuration (a mapping or an OmegaConf node)."""
-    merged = OmegaConf.merge(OmegaConf.structured(RunConfig), config)
+    task = TASKS.get(OmegaConf.select(OmegaConf.create(config), "task.name"), TaskConfig)
+    merged = OmegaConf.merge(OmegaConf.structured(RunConfig(task=task())), config)
     run = OmegaConf.to_object(merged)
     assert isinstance(run, RunConfig)
     return run

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from hpc_parallel.launch.metrics_file import MetricsReader, describe
+from hpc_parallel.launch.results import results
 from hpc_parallel.launch.run_folder import RunFolder, read_json
 
 _TAIL_LINES = 12
@@ -61,6 +62,8 @@ class Follower:
         if failure is not None:
             for line in self._last_words(failure):
                 self._say(line)
+        for line in results(self._folder, summary):
+            self._say(line)
         self._say(self._outcome(summary))
         self._say(f"results: {self._folder.path}")
         if failure is not None:

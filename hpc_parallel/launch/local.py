@@ -33,7 +33,7 @@ class LocalLauncher:
     def launch(self, run: PreparedRun) -> int:
         """Raises KeyboardInterrupt once a run that was asked to end has ended: a sweep must not go on."""
         run.write()
-        code = follow_agent(run.folder, steps=run.config.training.steps, variables=run.variables)
+        code = follow_agent(run.folder, steps=run.steps, variables=run.variables)
         summary = read_json(run.folder.summary)
         if summary is not None and summary["outcome"] == "cancelled":
             raise KeyboardInterrupt

@@ -32,14 +32,28 @@ class MetricsReader:
 
 
 def describe(metrics: dict[str, Any], *, steps: int) -> str:
-    """One line of metrics: `step 120/600  loss 2.413  512 samples/s`."""
-    loss = metrics.get("loss")
-    parts = [f"step {metrics['step']}/{steps}", "loss is not finite" if loss is None else f"loss {loss:.4g}"]
+    """One line of metrics: `step 120/600  loss 2.413  512 samples/s`; of another task what it measures."""
+    parts = [f"step {metrics['step']}/{steps}"]
+    if "loss" in metrics:
+        loss = metrics["loss"]
+        parts.append("loss is not finite" if loss is None else f"loss {loss:.4g}")
     if metrics.get("validation_loss") is not None:
         parts.append(f"validation loss {metrics['validation_loss']:.4g}")
+    if "batch_size" in metrics:
+        parts.append(f"batch size {metrics['batch_size']}  latency {milliseconds(metrics['latency_s'])}")
     if (rate := metrics.get("samples_per_s")) is not None:
-        parts.append(f"{rate:.0f} samples/s" if rate >= 100 else f"{rate:.3g} samples/s")
+        parts.append(f"{per_second(rate)} samples/s")
+    elif (rate := metrics.get("tokens_per_s")) is not None:
+        parts.append(f"{per_second(rate)} tokens/s")
     return "  ".join(parts)
+
+
+def per_second(rate: float) -> str:
+    return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{per_second(seconds * 1e3)} ms"
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -15,9 +15,10 @@ from omegaconf import DictConfig
 
 from hpc_parallel.config.checks import find_problems
 from hpc_parallel.config.compose import resolve
-from hpc_parallel.config.layout import BatchPlan, Layout, plan_batch, processes_per_node, servers
+from hpc_parallel.config.layout import BatchPlan, Layout, layout_of, plan_batch, processes_per_node, servers
 from hpc_parallel.config.problems import ConfigError, Problem
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.tasks import total_steps
 from hpc_parallel.launch.run_folder import RunFolder, new_run_id, write_json, write_text
 from hpc_parallel.launch.snapshot import Snapshot, plan_snapshot
 
@@ -49,6 +50,11 @@ class PreparedRun:
     @property
     def cpus_per_process(self) -> int:
         return self.config.launcher.cpus_per_device * self.config.gpus_per_node // self.processes_per_node
+
+    @property
+    def steps(self) -> int:
+        """How many its metrics count to."""
+        return total_steps(self.config)
 
     def __str__(self) -> str:
         nodes, devices = self.config.nodes, self.config.gpus_per_node
@@ -82,8 +88,7 @@ def prepare(composed: DictConfig, *, overrides: Sequence[str]) -> PreparedRun:
     if problems := find_problems(config, overrides):
         raise ConfigError(problems)
     path = Path(config.run_dir).expanduser() if config.run_dir else Path("runs", config.name, new_run_id())
-    devices = config.nodes * config.gpus_per_node - servers(config.strategy)
-    layout = Layout.resolve(config.strategy, devices=devices)
+    layout = layout_of(config.strategy, devices=config.devices)
     batch = plan_batch(
         config.training.global_batch_size,
         layout=layout,

@@ -53,6 +53,11 @@ class RunFolder:
         return self.path / "failure.json"
 
     @property
+    def generated(self) -> Path:
+        """The texts of `task=generate`, one object a prompt."""
+        return self.path / "generated.jsonl"
+
+    @property
     def rendezvous(self) -> Path:
         """Where rank 0 publishes its address, one file an attempt."""
         return self.path / "rendezvous"
@@ -87,6 +92,7 @@ class RunFolder:
         if self.metrics.exists():
             number = len(self.earlier_metrics()) + 1
             self.metrics.rename(self.path / f"metrics-{number}.jsonl")
+        self.generated.unlink(missing_ok=True)
         self.summary.unlink(missing_ok=True)
         self.failure.unlink(missing_ok=True)
 

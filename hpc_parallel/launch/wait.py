@@ -22,7 +22,7 @@ def wait_for_job(run: PreparedRun, job_id: str) -> int:
 
     Ctrl-C ends the following, not the job.
     """
-    follower = Follower(run.folder, steps=run.config.training.steps)
+    follower = Follower(run.folder, steps=run.steps)
     try:
         state = _follow(follower, job_id)
         deadline = time.monotonic() + (COMPLETED_WORDS_S if state.state == "COMPLETED" else WORDS_S)

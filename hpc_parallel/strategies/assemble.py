@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Protocol
@@ -53,6 +53,7 @@ class Assembled:
 
     parts: Sequence[LayeredModel]
     forward_backward: ForwardBackward
+    through: Callable[[int], ForwardBackward]  # another way, for batches of so many microbatches of any size
     mesh: DeviceMesh
     forward_flops: float  # of the whole model, a sample
     server: ParameterServer | None = None  # where it alone has the optimizer
@@ -76,12 +77,13 @@ def assemble(
     sample_shape: tuple[int, ...],
     mesh: DeviceMesh,
     device: torch.device,
+    trains: bool = True,
 ) -> Assembled:
     """Build on meta, cut, split samples or layers, shard, set the precision, materialise, replicate.
 
     Weights are materialised before replication, which wants real ones, and after everything that
     decides which of them this rank needs. Each is drawn from (seed, its name), so no rank tells
-    another its weights.
+    another its weights. What only runs forward (not `trains`) needs no replication: it averages gradients.
     """
     strategy = config.strategy
     with torch.device("meta"):
@@ -131,23 +133,32 @@ def assemble(
     elif strategy.execution == PARAMETER_SERVER:
         server = ParameterServer(parts[0].parameters(), options=strategy, device=device)
         traffic = [server.traffic]
-    elif (axis := joint(mesh, "replicate", "context", "tile")) is not None and not sharded:
+    elif trains and (axis := joint(mesh, "replicate", "context", "tile")) is not None and not sharded:
         runners = [replicate.apply(part, axis=axis, options=strategy) for part in parts]
-    forward_backward: ForwardBackward
-    if mesh.get_coordinate() is None:
-        forward_backward = Idle(device=device)
-    elif stages is None:
-        forward_backward = Accumulate(runners[0], model=parts[0], microbatches=batch.microbatches)
-    else:
-        forward_backward = pipeline.Pipeline(
-            runners, stages=parts, indices=indices, mesh=mesh, schedule=strategy.schedule,
-            microbatches=batch.microbatches, device=device,
-        )  # fmt: skip
-    if sequence is not None:
-        forward_backward = context.OneSequence(forward_backward, axis=sequence)
-    if together is not None:
-        forward_backward = tensor.OneReplica(forward_backward, axis=together, options=strategy)
+
+    def through(microbatches: int) -> ForwardBackward:
+        way: ForwardBackward
+        if mesh.get_coordinate() is None:
+            return Idle(device=device)
+        if stages is None:
+            way = Accumulate(runners[0], model=parts[0], microbatches=microbatches)
+        else:
+            way = pipeline.Pipeline(
+                runners, stages=parts, indices=indices, mesh=mesh, schedule=strategy.schedule,
+                microbatches=microbatches, device=device,
+            )  # fmt: skip
+        if sequence is not None:
+            way = context.OneSequence(way, axis=sequence)
+        if together is not None:
+            way = tensor.OneReplica(way, axis=together, options=strategy)
+        return way
+
     return Assembled(
-        parts=parts, forward_backward=forward_backward, mesh=mesh, forward_flops=flops.total,
-        server=server, traffic=traffic,
-    )  # fmt: skip
+        parts=parts,
+        forward_backward=through(batch.microbatches),
+        through=through,
+        mesh=mesh,
+        forward_flops=flops.total,
+        server=server,
+        traffic=traffic,
+    )

@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 
 from hpc_parallel.config.schema import OptimizerConfig, TrainingConfig
 from hpc_parallel.data.sampler import Batches
-from hpc_parallel.training.metrics import Metrics, finite, gathered
+from hpc_parallel.training.metrics import Metrics
 from hpc_parallel.training.optimizer import learning_rate, set_learning_rate
 from hpc_parallel.training.step import Step
+from hpc_parallel.training.validation import mean_loss, to_device
 from hpc_parallel.training.writers import Writer
 
 
@@ -53,7 +54,7 @@ class Trainer:
         for step in range(1, steps + 1):
             rate = learning_rate(step, steps=steps, config=self._schedule)
             set_learning_rate(self._optimizer, rate)
-            self._metrics.note(self._step.run(*self._to_device(self._batches.at(step - 1))))
+            self._metrics.note(self._step.run(*to_device(self._batches.at(step - 1), self._device)))
             validate = self._due(step, self._training.validate_every)
             if validate or self._due(step, self._training.log_every):
                 line = self._metrics.line(step=step, learning_rate=rate)
@@ -67,20 +68,12 @@ class Trainer:
     def validate(self) -> float | None:
         """Mean loss over the held-out samples; None where it is not finite."""
         started = time.perf_counter()
-        losses = [
-            self._step.evaluate(*self._to_device(self._validation.at(step)))
-            for step in range(self._validation_steps)
-        ]
-        (shares,) = gathered([torch.stack(losses).double().mean().item()], device=self._device)
+        loss = mean_loss(
+            self._step.evaluate, self._validation, steps=self._validation_steps, device=self._device
+        )
         self._metrics.leave_out(time.perf_counter() - started)
-        return finite(sum(shares) / self._validation.replicas)
+        return loss
 
     def _due(self, step: int, every: int | None) -> bool:
         """The first and the last step always are: what a run starts from and ends with is never left out."""
         return every is not None and (step % every == 0 or step in (1, self._training.steps))
-
-    def _to_device(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs, targets = batch
-        if self._device.type == "cuda":  # from pinned memory the copy does not stop the host
-            inputs, targets = inputs.pin_memory(), targets.pin_memory()
-        return inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.tasks import total_steps
 from hpc_parallel.launch.metrics_file import describe
 from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.training.metrics import append_line
@@ -65,7 +66,7 @@ class WandbWriter:
 
 def open_writers(config: RunConfig, *, folder: RunFolder, values: dict[str, Any]) -> list[Writer]:
     """The writers of rank 0."""
-    writers: list[Writer] = [FileWriter(folder, steps=config.training.steps)]
+    writers: list[Writer] = [FileWriter(folder, steps=total_steps(config))]
     if config.training.tensorboard:
         writers.append(TensorBoardWriter(folder))
     if config.training.wandb:

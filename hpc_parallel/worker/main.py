@@ -1,4 +1,4 @@
-"""What every rank runs, whoever started it: find the others, train, leave a record.
+"""What every rank runs, whoever started it: find the others, do the task, leave a record.
 
 python -m hpc_parallel.worker.main RUN_FOLDER
 """
@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,16 +21,19 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
 from hpc_parallel.worker import fabric, failure
 from hpc_parallel.worker.environment import describe
+from hpc_parallel.worker.generation import generate
+from hpc_parallel.worker.inference import infer
 from hpc_parallel.worker.logs import redirect
 from hpc_parallel.worker.rendezvous import hosts, meet
 from hpc_parallel.worker.session import read_config, train
 from hpc_parallel.worker.world import World
 
-TASKS = {"train": train}  # by the names of conf/task/
+# By the names of conf/task/.
+TASKS: dict[str, Callable[..., object]] = {"train": train, "infer": infer, "generate": generate}
 
 
 def main(run_folder: str) -> int:
-    """Train as this rank of the run; returns the exit code. A failure is recorded in the run folder."""
+    """Do the task as this rank of the run; returns the exit code. A failure is recorded in the run folder."""
     folder = RunFolder(Path(run_folder))
     world = World.discover(os.environ)
     redirect(folder, rank=world.rank)

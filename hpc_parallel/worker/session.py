@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,7 +14,15 @@ import torch.distributed as dist
 import yaml
 from hydra.utils import instantiate
 
-from hpc_parallel.config.layout import DATAPARALLEL, BatchPlan, Layout, plan_batch, servers, share_of
+from hpc_parallel.config.layout import (
+    DATAPARALLEL,
+    BatchPlan,
+    Layout,
+    layout_of,
+    plan_batch,
+    servers,
+    share_of,
+)
 from hpc_parallel.config.schema import RunConfig, typed
 from hpc_parallel.data.sampler import Batches, Data, Samples, validation_steps
 from hpc_parallel.launch.run_folder import RunFolder, write_json
@@ -24,7 +33,7 @@ from hpc_parallel.training.metrics import Metrics, Scale, peak_flops
 from hpc_parallel.training.optimizer import build_optimizer
 from hpc_parallel.training.step import build_step
 from hpc_parallel.training.trainer import Trainer
-from hpc_parallel.training.writers import open_writers
+from hpc_parallel.training.writers import Writer, open_writers
 from hpc_parallel.worker.summary import steps_lost, summarise
 
 
@@ -46,16 +55,18 @@ class Session:
     device: torch.device
 
     @classmethod
-    def open(cls, config: RunConfig, *, device: torch.device) -> Session:
+    def open(cls, config: RunConfig, *, device: torch.device, trains: bool = True) -> Session:
         """Read the data and assemble the model, on all ranks of the default process group.
+
+        What does not train has nothing of the backward pass, and is in evaluation mode.
 
         Raises ConfigError where the model or the data turn out not to fit the layout, which only a
         look at them can show.
         """
+        config = config if trains else forward_only(config)
         torch.manual_seed(config.seed)  # for code of the user's; ours draws from named seeds only
         strategy = config.strategy
-        apart = servers(strategy)
-        layout = Layout.resolve(strategy, devices=config.nodes * config.gpus_per_node - apart)
+        layout = layout_of(strategy, devices=config.devices)
         batch = plan_batch(
             config.training.global_batch_size,
             layout=layout,
@@ -65,20 +76,37 @@ class Session:
         data: Data = instantiate(config.data)
         require_equal_data(data.digest)
         ranks = Layout() if strategy.execution == DATAPARALLEL else layout
-        mesh = build_mesh(ranks, device_type=device.type, first=apart)
-        assembled = assemble(config, batch=batch, sample_shape=data.sample_shape, mesh=mesh, device=device)
+        mesh = build_mesh(ranks, device_type=device.type, first=servers(strategy))
+        assembled = assemble(
+            config, batch=batch, sample_shape=data.sample_shape, mesh=mesh, device=device, trains=trains
+        )
+        for part in assembled.parts:
+            part.train(trains)
         return cls(config, layout, batch=batch, data=data, assembled=assembled, device=device)
 
-    def batches(self, samples: Samples, *, seed: int | None) -> Batches:
-        """This rank's part of each global batch of `samples`; without a seed as they lie."""
+    def batches(self, samples: Samples, *, seed: int | None, batch: BatchPlan | None = None) -> Batches:
+        """This rank's part of each global batch of `samples`, or of batches after another plan.
+
+        Without a seed samples come as they lie.
+        """
+        batch = batch or self.batch
         replica, replicas = share_of(dist.get_rank(), layout=self.layout, strategy=self.config.strategy)
         return Batches(
             samples=samples,
             seed=seed,
-            global_batch_size=self.config.training.global_batch_size,
-            microbatches=self.batch.microbatches,
+            global_batch_size=batch.data * batch.samples_per_replica,
+            microbatches=batch.microbatches,
             replica=replica,
             replicas=replicas,
+        )
+
+    @property
+    def validation_steps(self) -> int:
+        """Global batches of the held-out samples that a validation takes."""
+        return validation_steps(
+            self.data.validation,
+            count=self.config.training.validation_samples,
+            global_batch_size=self.config.training.global_batch_size,
         )
 
 
@@ -105,11 +133,7 @@ def train(
         optimizer=optimizer,
         batches=batches,
         validation=session.batches(session.data.validation, seed=None),
-        validation_steps=validation_steps(
-            session.data.validation,
-            count=config.training.validation_samples,
-            global_batch_size=config.training.global_batch_size,
-        ),
+        validation_steps=session.validation_steps,
         metrics=Metrics(scale_of(session, replicas=batches.replicas), device=device),
         writers=writers,
         training=config.training,
@@ -117,8 +141,25 @@ def train(
         device=device,
     )
     lines = trainer.fit()
-    measured = traffic_of(session)
-    if rank == 0:
+    complete(
+        values, folder=folder, lines=lines, writers=writers, started=started, environment=environment,
+        measured=traffic_of(session),
+    )  # fmt: skip
+    return session.assembled
+
+
+def complete(
+    values: dict[str, Any],
+    *,
+    folder: RunFolder,
+    lines: Sequence[Mapping[str, Any]],
+    writers: Sequence[Writer],
+    started: str,
+    environment: Mapping[str, str],
+    measured: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """The end of every task that went well: rank 0 writes the summary, then all leave together."""
+    if dist.get_rank() == 0:
         summary = summarise(
             values,
             outcome="completed",
@@ -132,7 +173,11 @@ def train(
     for writer in writers:
         writer.close()
     dist.barrier()  # a rank that ends long before the others looks lost to srun
-    return session.assembled
+
+
+def forward_only(config: RunConfig) -> RunConfig:
+    """Schedules differ in when backward passes run; without them all are GPipe, with one stage a rank."""
+    return replace(config, strategy=replace(config.strategy, schedule="gpipe", stages_per_rank=1))
 
 
 def traffic_of(session: Session) -> dict[str, Any]:

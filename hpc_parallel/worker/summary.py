@@ -5,24 +5,25 @@ Torch-free: after a failure it is written by a process that must start fast.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from statistics import median
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-from hpc_parallel.config.layout import Layout, processes_per_node, servers
+from hpc_parallel.config.layout import layout_of, processes_per_node
 from hpc_parallel.launch.metrics_file import MetricsReader
 from hpc_parallel.launch.run_folder import RunFolder
 
 MEASURED = ("traffic_bytes", "busiest_rank_traffic_bytes", "ring_all_reduce")
+Lines = Sequence[Mapping[str, Any]]
 
 
 def summarise(
     config: Mapping[str, Any],
     *,
     outcome: str,
-    lines: Sequence[Mapping[str, Any]],
+    lines: Lines,
     lost_steps: int,
     started: str | None,
     environment: Mapping[str, str],
@@ -39,15 +40,8 @@ def summarise(
     """
     nodes, gpus_per_node = config["nodes"], config["gpus_per_node"]
     strategy = SimpleNamespace(**config["strategy"])
-    layout = Layout.resolve(strategy, devices=nodes * gpus_per_node - servers(strategy))
-    last = lines[-1] if lines else {}
-    steady = lines[1:] or lines  # the first line holds the warm-up
-    validation = [line["validation_loss"] for line in lines if "validation_loss" in line]
+    layout = layout_of(strategy, devices=nodes * gpus_per_node)
     job = environment.get("SLURM_JOB_ID")
-
-    def typical(key: str) -> float | None:
-        return median(line[key] for line in steady) if steady else None
-
     return {
         "outcome": outcome,
         "strategy": strategy.name,
@@ -55,24 +49,76 @@ def summarise(
         "nodes": nodes,
         "gpus_per_node": gpus_per_node,
         "world_size": nodes * processes_per_node(strategy, gpus_per_node=gpus_per_node),
-        "steps": last.get("step", 0),
-        "samples": last.get("samples", 0),
-        "final_loss": last.get("loss"),
-        "validation_loss": validation[-1] if validation else None,
-        "samples_per_s": typical("samples_per_s"),
-        "step_time_s": typical("step_time_s"),
+        "steps": 0,
+        "samples": 0,
+        "final_loss": None,
+        "validation_loss": None,
+        "samples_per_s": None,
+        "step_time_s": None,
         "latency_s": None,
         "peak_memory_bytes": max((line["peak_memory_bytes"] for line in lines), default=None),
         "exposed_communication_share": None,
         "bubble_share": None,
         **{key: measured.get(key) for key in MEASURED},
         "predicted": None,
+        **FIGURES.get(config["task"]["name"], _trained)(lines),
         "restarts": int(environment.get("SLURM_RESTART_COUNT", 0)),
         "lost_steps": lost_steps,
         "started": started,
         "ended": datetime.now(UTC).isoformat(),
         "job_ids": [job] if job else [],
     }
+
+
+def _trained(lines: Lines) -> dict[str, Any]:
+    last = lines[-1] if lines else {}
+    return {
+        "steps": last.get("step", 0),
+        "samples": last.get("samples", 0),
+        "final_loss": last.get("loss"),
+        "validation_loss": _last(lines, "validation_loss"),
+        "samples_per_s": _typical(lines, "samples_per_s"),
+        "step_time_s": _typical(lines, "step_time_s"),
+    }
+
+
+def _inferred(lines: Lines) -> dict[str, Any]:
+    """The latency is of one sample a replica, the throughput of the batch size that gives most."""
+    kept = ("batch_size", "latency_s", "latency_p99_s", "samples_per_s", "tokens_per_s")
+    rows = [{key: line[key] for key in kept if key in line} for line in lines if "batch_size" in line]
+    return {
+        "samples": _last(lines, "samples") or 0,
+        "validation_loss": _last(lines, "validation_loss"),
+        "samples_per_s": max((row["samples_per_s"] for row in rows), default=None),
+        "latency_s": rows[0]["latency_s"] if rows else None,
+        "latency_p99_s": rows[0]["latency_p99_s"] if rows else None,
+        "batch_sizes": rows,
+        "weights": "initial",
+    }
+
+
+def _generated(lines: Lines) -> dict[str, Any]:
+    """A step is a token of every prompt; the first one reads the prompts."""
+    return {
+        "samples": _last(lines, "samples") or 0,
+        "step_time_s": _typical(lines, "step_time_s"),
+        "tokens_per_s": _typical(lines, "tokens_per_s"),
+        "prompt_time_s": lines[0]["step_time_s"] if lines else None,
+        "weights": "initial",
+    }
+
+
+# Of the tasks that train nothing.
+FIGURES: dict[str, Callable[[Lines], dict[str, Any]]] = {"infer": _inferred, "generate": _generated}
+
+
+def _typical(lines: Lines, key: str) -> float | None:
+    steady = lines[1:] or lines  # the first line holds the warm-up
+    return median(line[key] for line in steady) if steady else None
+
+
+def _last(lines: Lines, key: str) -> Any:
+    return next((line[key] for line in reversed(lines) if key in line), None)
 
 
 def steps_lost(folder: RunFolder) -> int:

@@ -64,6 +64,24 @@ def test_a_line_of_metrics(extra: dict[str, Any], line: str) -> None:
     assert describe({**LINE, **extra}, steps=600) == line
 
 
+@pytest.mark.parametrize(
+    ("metrics", "line"),
+    [
+        (
+            {"step": 1, "validation_loss": 5.5, "samples_per_s": 9.0},
+            "step 1/3  validation loss 5.5  9 samples/s",
+        ),
+        (
+            {"step": 2, "batch_size": 4, "latency_s": 0.00312, "samples_per_s": 1282.1, "tokens_per_s": 1e5},
+            "step 2/3  batch size 4  latency 3.12 ms  1282 samples/s",
+        ),
+        ({"step": 3, "step_time_s": 0.1, "tokens_per_s": 160.0}, "step 3/3  160 tokens/s"),
+    ],
+)
+def test_a_line_of_a_task_that_trains_nothing(metrics: dict[str, Any], line: str) -> None:
+    assert describe(metrics, steps=3) == line
+
+
 def test_plain_lines_of_a_completed_run(folder: RunFolder) -> None:
     following, shown = follower(folder)
     following.note("starting")
@@ -142,3 +160,37 @@ def test_other_ends(folder: RunFolder, outcome: str) -> None:
     following, shown = follower(folder)
     assert following.finish() == 1
     assert f"{outcome}: step 120 of 600, loss 2.413" in shown.getvalue()
+
+
+ROWS = [
+    {"batch_size": 1, "latency_s": 0.0031, "latency_p99_s": 0.00425, "samples_per_s": 322.6},
+    {"batch_size": 16, "latency_s": 0.031, "latency_p99_s": 0.125, "samples_per_s": 516.1},
+]
+
+
+def test_an_inference_ends_with_its_table(folder: RunFolder) -> None:
+    write_json(folder.summary, {"outcome": "completed", "batch_sizes": ROWS, "weights": "initial"})
+    following, shown = follower(folder)
+    assert following.finish() == 0
+    assert shown.getvalue().splitlines() == [
+        "batch size  latency      p99  samples/s",
+        "         1   3.1 ms  4.25 ms        323",
+        "        16    31 ms   125 ms        516",
+        "the weights are the initial ones: nothing was trained or restored",
+        "completed: step 0 of 600",
+        f"results: {folder.path}",
+    ]
+
+
+def test_a_generation_ends_with_its_first_texts(folder: RunFolder) -> None:
+    folder.config.write_text("task: {name: generate, show: 2}\n")
+    found = [{"prompt": "a\u2028\x1b[31m", "text": "b\n"}, {"prompt": "é", "text": "\ufffd"}, {}, {}]
+    folder.generated.write_text("".join(json.dumps(line) + "\n" for line in found))
+    write_json(folder.summary, {"outcome": "completed", "weights": "initial"})
+    following, shown = follower(folder)
+    assert following.finish() == 0
+    assert shown.getvalue().splitlines()[:3] == [
+        r"'a\u2028\x1b[31m' -> 'b\n'",
+        "'é' -> '\ufffd'",
+        "and 2 more in generated.jsonl",
+    ]

@@ -260,13 +260,37 @@ IMAGES = [
     wrong("model=convnet data=digits strategy=pipeline nodes=8", "strategy.pipeline = 8",
           "model.channels = 5"),
 ]  # fmt: skip
+TASKS = [
+    wrong("task=infr", "task = infr", "train", offers="task=infer"),
+    wrong("task.name=inference", "task.name = inference", offers="task.name=infer"),
+    wrong("task.repeats=5", "no key task.repeats"),
+    wrong("task=infer task.repeats=0", "task.repeats = 0", offers="task.repeats=100"),
+    wrong("task=infer task.batch_sizes=4", "list of whole numbers", offers="task.batch_sizes=null"),
+    wrong("task=infer task.batch_sizes=[]", "task.batch_sizes = []", offers="task.batch_sizes=[1]"),
+    wrong("task=infer task.batch_sizes=[0,4]", "numbers above 0", offers="task.batch_sizes=[1,4]"),
+    wrong("task=infer nodes=2 task.batch_sizes=[1,3,8]", "multiples of 2", offers="task.batch_sizes=[2,4,8]"),
+    wrong("task=generate model=convnet data=digits", "task = generate", "ConvNet", offers="task=infer"),
+    wrong("task=generate model=segmenter data=cells strategy=tile nodes=2", "strategy.tile = 2",
+          "task = generate", offers="strategy.tile=1 strategy.replicate=-1"),
+    wrong("task=generate task.prompts=[]", "task.prompts = []", "a byte or more", offers="task.prompts=null"),
+    wrong("task=generate \"task.prompts=[a,'']\"", "task.prompts = [a,'']", offers="task.prompts=null"),
+    wrong("task=generate task.prompt_length=129", "task.prompt_length = 129", "data.sequence_length = 128",
+          offers="task.prompt_length=128"),
+    *(wrong(f"task=generate task.{key}={least - 1}", f"task.{key} = {least - 1}", f"at least {least}",
+            offers=f"task.{key}={mend}")
+      for key, least, mend in (("prompt_length", 1, 32), ("new_tokens", 1, 128), ("show", 0, 4),
+                               ("temperature", 0, 0))),
+    wrong("task=generate training.compile=true", "training.compile = true", "every token",
+          offers="training.compile=false"),
+    wrong("task=generate task.temperature=nan", "task.temperature = nan", offers="task.temperature=0"),
+]  # fmt: skip
 SWEEPS = [
     wrong("-m nodes=1,x", "nodes = x", offers="nodes=1"),
     wrong("-m nodes=1,0 strategy=data", "nodes = 0", offers="nodes=1"),
     wrong("-m nodes=1,2 nodez=3", "nodez", offers="nodes=3"),
     wrong("-m strategy=data,pipelin", "strategy = pipelin", offers="strategy=pipeline"),
 ]
-TABLE = [*UNKNOWN, *TYPES, *LAYOUTS, *VALUES, *IMAGES, *SWEEPS]
+TABLE = [*UNKNOWN, *TYPES, *LAYOUTS, *VALUES, *IMAGES, *TASKS, *SWEEPS]
 
 
 @pytest.fixture
@@ -370,6 +394,18 @@ def test_tokens_are_too_many_for_the_vocabulary(here: Path, capsys: pytest.Captu
     told = refused(["data=tokens", "data.path=bare.npy"], capsys)
     assert "model.vocab_size = 256 is too small for the data" in told
     assert "Try model.vocab_size=5000." in told
+
+
+@pytest.mark.parametrize("prompt", ["five", "5000", "-1"])
+def test_prompts_for_other_tokens_are_ids(
+    prompt: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "bare.json").write_text('{"vocab_size": 5000, "tokenizer": "x", "count": 10}')
+    words = ["data=tokens", "data.path=bare.npy", "model.vocab_size=5000", "task=generate", "launcher=script"]
+    assert main([*words, "task.prompts=['4999 0']", "dry_run=true"]) == 0
+    capsys.readouterr()
+    told = refused([*words, f"task.prompts=['4999 0','{prompt}']"], capsys)
+    assert "must be token ids below 5000, as '5 3'. Try task.prompts=null." in told
 
 
 def test_an_unknown_option_ends_as_hydra_ends_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,27 @@
+"""The loss over held-out samples, forward only: the same for a training run and for inference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hpc_parallel.data.sampler import Batches
+from hpc_parallel.training.metrics import finite, gathered
+
+
+def mean_loss(
+    evaluate: Callable[[Tensor, Tensor], Tensor], batches: Batches, *, steps: int, device: torch.device
+) -> float | None:
+    """Over the first `steps` global batches, the same on all ranks; None where it is not finite."""
+    losses = [evaluate(*to_device(batches.at(step), device)) for step in range(steps)]
+    (shares,) = gathered([torch.stack(losses).double().mean().item()], device=device)
+    return finite(sum(shares) / batches.replicas)
+
+
+def to_device(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    inputs, targets = batch
+    if device.type == "cuda":  # from pinned memory the copy does not stop the host
+        inputs, targets = inputs.pin_memory(), targets.pin_memory()
+    return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)

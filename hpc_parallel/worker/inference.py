@@ -1,0 +1,123 @@
+"""`task=infer`: the validation loss forward only, then what each batch size costs and gives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from math import gcd
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpc_parallel.config.layout import BatchPlan, plan_batch
+from hpc_parallel.config.schema import InferConfig, RunConfig
+from hpc_parallel.config.tasks import batch_sizes
+from hpc_parallel.launch.results import results
+from hpc_parallel.launch.run_folder import RunFolder, read_json
+from hpc_parallel.training.metrics import gathered, peak_memory_bytes
+from hpc_parallel.training.validation import mean_loss, to_device
+from hpc_parallel.training.writers import open_writers
+from hpc_parallel.worker.session import Session, complete
+
+WARM_UP = 3  # passes: the first makes buffers and learns shapes, kernels are chosen in the next
+
+
+def infer(
+    config: RunConfig,
+    *,
+    values: dict[str, Any],
+    folder: RunFolder,
+    device: torch.device,
+    environment: Mapping[str, str],
+) -> None:
+    """Measure as `config` says, on all ranks of the default process group.
+
+    Rank 0 writes `metrics.jsonl` (a line for the validation, then one a batch size) and `summary.json`.
+    Raises what `Session.open` raises.
+    """
+    started = datetime.now(UTC).isoformat()
+    rank = dist.get_rank()
+    session = Session.open(config, device=device, trains=False)
+    writers = open_writers(config, folder=folder, values=values) if rank == 0 else []
+    lines: list[dict[str, Any]] = []
+    for step, figures in enumerate(measurements(session), start=1):
+        (peaks,) = gathered([float(peak_memory_bytes(device))], device=device)
+        now = datetime.now(UTC).isoformat()
+        lines.append({"step": step, **figures, "peak_memory_bytes": int(max(peaks)), "time": now})
+        for writer in writers:
+            writer.write(lines[-1])
+    complete(values, folder=folder, lines=lines, writers=writers, started=started, environment=environment)
+    if rank == 0:
+        print(*results(folder, read_json(folder.summary) or {}), sep="\n", flush=True)
+
+
+def measurements(session: Session) -> Iterator[dict[str, Any]]:
+    """The figures of each line."""
+    yield validate(session)
+    for size in batch_sizes(session.config):
+        yield time_batch(session, batch_size=size)
+
+
+def validate(session: Session) -> dict[str, Any]:
+    """Through the held-out samples as a training run would go, reading them included."""
+    batches = session.batches(session.data.validation, seed=None)
+    steps = session.validation_steps
+    started = time.perf_counter()
+    loss = mean_loss(session.assembled.forward_backward.evaluate, batches, steps=steps, device=session.device)
+    (times,) = gathered([time.perf_counter() - started], device=session.device)
+    samples = steps * session.config.training.global_batch_size
+    return {"samples": samples, "validation_loss": loss, "samples_per_s": samples / max(times)}
+
+
+def time_batch(session: Session, *, batch_size: int) -> dict[str, Any]:
+    """How long a batch of `batch_size` samples takes from its start on all ranks to its end on the last.
+
+    All its samples wait for all of it, so this is the latency of one sample too. The batch is on the
+    device already; the loss is taken.
+    """
+    task = session.config.task
+    assert isinstance(task, InferConfig)
+    plan = plan_of(session, batch_size=batch_size)
+    way = session.assembled.through(plan.microbatches)
+    batches = session.batches(session.data.validation, seed=None, batch=plan)
+    inputs, targets = to_device(batches.at(0), session.device)
+    taken: list[float] = []
+    for _ in range(WARM_UP + task.repeats):
+        dist.barrier()  # or a rank would begin a pass while a peer still ends the last
+        finish(session.device)
+        started = time.perf_counter()
+        way.evaluate(inputs, targets)
+        finish(session.device)
+        taken.append(time.perf_counter() - started)
+    here = taken[WARM_UP:]
+    slowest = torch.tensor(
+        [max(ranks) for ranks in gathered(here, device=session.device)], dtype=torch.float64
+    )
+    latency_s, p99_s = slowest.quantile(torch.tensor([0.5, 0.99], dtype=torch.float64)).tolist()
+    figures = {
+        "batch_size": batch_size,
+        "latency_s": latency_s,
+        "latency_p99_s": p99_s,
+        "samples_per_s": batch_size / latency_s,
+    }
+    length = getattr(session.data, "sequence_length", None)
+    return figures if length is None else figures | {"tokens_per_s": length * batch_size / latency_s}
+
+
+def plan_of(session: Session, *, batch_size: int) -> BatchPlan:
+    """As near to the configured microbatches as these samples divide into."""
+    samples = batch_size // session.layout.data
+    size, count = session.config.training.microbatch_size, session.config.strategy.microbatches
+    return plan_batch(
+        batch_size,
+        layout=session.layout,
+        microbatch_size=size and gcd(size, samples),
+        microbatches=gcd(count, samples) if count and not size else None,
+    )
+
+
+def finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,113 @@
+"""Generated tokens are those of one device that reads the whole text anew for each of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra.utils import instantiate
+
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.models.layered import materialise
+from hpc_parallel.worker.session import read_config
+from tests.workers import Workers
+
+PROMPTS = ("def", "class Generation:", "import torch", "return x", "é")  # of unequal length, in bytes too
+NEW_TOKENS = 24
+COMMON = (
+    "task=generate",
+    f"task.prompts=[{','.join(repr(prompt) for prompt in PROMPTS)}]",
+    f"task.new_tokens={NEW_TOKENS}",
+    "training.precision=float64",
+    "data.max_bytes=300000",
+    "data.sequence_length=32",
+    "model._target_=tests.models.Decided",
+    "model.dim=64",
+    "model.ffn_dim=160",
+    "model.tied_head=false",
+)
+LAYOUTS = {
+    "single": ("strategy=single",),
+    "data over 2, with a prompt too few": ("strategy=data", "nodes=2"),
+    "fsdp over 2": ("strategy=fsdp", "nodes=2"),
+    "tensor over 2": ("strategy=tensor", "nodes=2"),
+    "pipeline of 2": ("strategy=pipeline", "nodes=2"),
+    "pipeline of 4": ("strategy=pipeline", "nodes=4"),
+    "pipeline of 2, interleaved in training": (
+        "strategy=pipeline", "nodes=2", "strategy.schedule=interleaved",
+    ),
+    "pipeline 2 x tensor 2": ("strategy=hybrid", "nodes=2", "gpus_per_node=2"),
+    "replicate 2 x tensor 2": (
+        "strategy=tensor", "nodes=2", "gpus_per_node=2", "strategy.tensor=2", "strategy.replicate=2",
+    ),
+    "pipeline 2 x replicate 2": (
+        "strategy=pipeline", "nodes=2", "gpus_per_node=2", "strategy.pipeline=2", "strategy.replicate=2",
+    ),
+}  # fmt: skip
+
+
+@torch.no_grad()
+def recomputed(config: RunConfig, prompt: list[int]) -> list[int]:
+    """Greedy decoding without a cache, on the whole model."""
+    model = instantiate(config.model)
+    materialise(model, seed=config.seed, device="cpu", dtype=torch.float64)
+    tokens = list(prompt)
+    for _ in range(NEW_TOKENS):
+        logits = model(torch.tensor([tokens]))
+        tokens.append(int(logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def wanted(workers: Workers) -> list[list[int]]:
+    config, _ = read_config(workers.prepare(*COMMON, "strategy=single").folder.config)
+    found = [recomputed(config, list(prompt.encode())) for prompt in PROMPTS]
+    assert len(set(map(tuple, found))) == len(PROMPTS)
+    assert min(len(set(tokens)) for tokens in found) > NEW_TOKENS // 3  # no prompt ends in a rut
+    return found
+
+
+def generated(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "generated.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_are_those_of_one_device(workers: Workers, wanted: list[list[int]], layout: str) -> None:
+    folder = workers.do(*COMMON, *LAYOUTS[layout])
+    lines = generated(folder)
+    assert [line["prompt"] for line in lines] == list(PROMPTS)
+    assert [line["tokens"] for line in lines] == wanted
+    assert [line["text"] for line in lines] == [bytes(t).decode(errors="replace") for t in wanted]
+
+
+def test_a_draw_depends_on_the_prompt_and_the_place_alone(workers: Workers, wanted: list[list[int]]) -> None:
+    drawn = [
+        [line["tokens"] for line in generated(workers.do(*COMMON, *layout, "task.temperature=2"))]
+        for layout in (("strategy=single",), ("strategy=data", "nodes=2"))
+    ]
+    assert drawn[0] == drawn[1]
+    assert not any(mine == greedy for mine, greedy in zip(drawn[0], wanted, strict=True))
+
+
+def test_what_a_generation_leaves(workers: Workers) -> None:
+    """Without prompts of its own it continues the held-out samples; a step is a token of all of them."""
+    words = ("task=generate", "task.prompt_length=8", "task.new_tokens=13", "data.max_bytes=300000")
+    folder = workers.do("strategy=single", *words, "training.global_batch_size=4", "training.log_every=5")
+    lines = generated(folder)
+    assert [(len(line["prompt_tokens"]), len(line["tokens"])) for line in lines] == [(8, 13)] * 4
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics] == [1, 5, 10, 13]
+    assert all(line["tokens_per_s"] == pytest.approx(4 / line["step_time_s"]) for line in metrics)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["outcome"], summary["steps"], summary["samples"]) == ("completed", 0, 4)
+    assert summary["weights"] == "initial"
+    assert summary["prompt_time_s"] == metrics[0]["step_time_s"]
+
+
+def test_a_model_without_our_attention_is_refused(workers: Workers) -> None:
+    words = ("task=generate", "model._target_=tests.models.Bigram", "data.max_bytes=300000")
+    with pytest.raises(AssertionError, match="needs a model that attends by CausalAttention"):
+        workers.do("strategy=single", *words)

@@ -1,0 +1,128 @@
+"""Inference: the untrained model's loss on every layout, and times that are those of the whole path."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hydra.utils import instantiate
+
+from hpc_parallel.models.layered import materialise
+from hpc_parallel.worker.session import read_config
+from tests.workers import Workers
+
+SAMPLES = 32
+COMMON = (
+    "task=infer",
+    "task.repeats=3",
+    "training.precision=float64",
+    f"training.validation_samples={SAMPLES}",
+)
+TEXT = ("data.max_bytes=300000", "data.sequence_length=32", "model.dim=64", "model.ffn_dim=160")
+IMAGES = ("model=segmenter", "data=cells", "data.height=16", "data.width=32", "data.samples=400",
+          "model.channels=[4,8]")  # fmt: skip
+LAYOUTS = {
+    "single, four microbatches": (*TEXT, "strategy=single", "training.microbatch_size=4"),
+    "data over 2": (*TEXT, "strategy=data", "nodes=2"),
+    "fsdp over 2": (*TEXT, "strategy=fsdp", "nodes=2"),
+    "tensor over 2": (*TEXT, "strategy=tensor", "nodes=2"),
+    "pipeline of 2": (*TEXT, "strategy=pipeline", "nodes=2"),
+    "interleaved pipeline of 2": (*TEXT, "strategy=pipeline", "nodes=2", "strategy.schedule=interleaved"),
+    "pipeline 2 x tensor 2": (*TEXT, "strategy=hybrid", "nodes=2", "gpus_per_node=2"),
+    "tile over 2": (*IMAGES, "strategy=tile", "nodes=2"),
+    "tile 2 x replicate 2": (*IMAGES, "strategy=tile", "nodes=4", "strategy.tile=2", "strategy.replicate=2"),
+}
+
+
+@torch.no_grad()
+def losses_of_one_device(run_folder: Path) -> list[float]:
+    """The mean loss of each held-out sample, by the whole model alone."""
+    config, _ = read_config(run_folder / "config.yaml")
+    model = instantiate(config.model).eval()
+    materialise(model, seed=config.seed, device="cpu", dtype=torch.float64)
+    inputs, targets = instantiate(config.data).validation.batch(np.arange(SAMPLES))
+    pairs = zip(inputs.split(1), targets.split(1), strict=True)
+    return [(model.loss(model(x), y) / model.loss_terms(y)).item() for x, y in pairs]
+
+
+def read(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return lines, json.loads((folder / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_loss_is_the_untrained_model_s(workers: Workers, layout: str) -> None:
+    """Of the validation, and of each size of batch that is timed: stages must take them all."""
+    run = workers.prepare(*COMMON, *LAYOUTS[layout], "strategy.microbatches=null")
+    wanted = losses_of_one_device(run.folder.path)
+    validation, batches = workers.run(run.devices, _losses, str(run.folder.path))[0]
+    assert validation == pytest.approx(sum(wanted) / SAMPLES, rel=1e-12)
+    replicas = run.layout.data
+    assert list(batches) == [size for size in (1, 2, 4, 8, 16) if size >= replicas]
+    for size, loss in batches.items():
+        assert loss == pytest.approx(sum(wanted[:size]) / size, rel=1e-12)
+
+
+def _losses(run_folder: str) -> tuple[float, dict[int, float]]:
+    from hpc_parallel.config.tasks import batch_sizes
+    from hpc_parallel.training.validation import mean_loss
+    from hpc_parallel.worker import inference
+    from hpc_parallel.worker.session import Session
+
+    config, _ = read_config(Path(run_folder) / "config.yaml")
+    session = Session.open(config, device=torch.device("cpu"), trains=False)
+    found: dict[int, float] = {}
+    for size in batch_sizes(config):
+        plan = inference.plan_of(session, batch_size=size)
+        batches = session.batches(session.data.validation, seed=None, batch=plan)
+        way = session.assembled.through(plan.microbatches)
+        loss = mean_loss(way.evaluate, batches, steps=1, device=session.device)
+        assert loss is not None
+        found[size] = loss
+    return inference.validate(session)["validation_loss"], found
+
+
+def test_training_validates_alike(workers: Workers) -> None:
+    """Its first validation, after a step of a learning rate that changes nothing."""
+    words = (*COMMON, *TEXT, "strategy=data", "nodes=2")
+    inferred = read(workers.do(*words))[1]["validation_loss"]
+    still = ("training.steps=1", "optimizer.learning_rate=1e-30", "optimizer.weight_decay=0")
+    trained = workers.train(*words[2:], *still).lines[0]["validation_loss"]
+    assert inferred == pytest.approx(trained, rel=1e-12)
+
+
+def test_what_an_inference_leaves(workers: Workers) -> None:
+    lines, summary = read(workers.do(*COMMON, *TEXT, "strategy=data", "nodes=2", "task.batch_sizes=[8,4]"))
+    assert [line.get("batch_size") for line in lines] == [None, 2, 4, 8]  # one a replica comes unasked
+    assert lines[0]["samples"] == SAMPLES
+    for line in lines[1:]:
+        assert 0 < line["latency_s"] <= line["latency_p99_s"]
+        assert line["samples_per_s"] == pytest.approx(line["batch_size"] / line["latency_s"])
+        assert line["tokens_per_s"] == pytest.approx(32 * line["samples_per_s"])
+    kept = ("batch_size", "latency_s", "latency_p99_s", "samples_per_s", "tokens_per_s")
+    assert summary["batch_sizes"] == [{key: line[key] for key in kept} for line in lines[1:]]
+    assert summary["latency_s"] == lines[1]["latency_s"]
+    assert summary["latency_p99_s"] == lines[1]["latency_p99_s"]
+    assert summary["samples_per_s"] == max(line["samples_per_s"] for line in lines[1:])
+    assert (summary["outcome"], summary["steps"], summary["samples"]) == ("completed", 0, SAMPLES)
+    assert summary["final_loss"] is None
+
+
+PAUSE_S = 0.05
+
+
+@pytest.mark.parametrize("layout", [("strategy=single",), ("strategy=pipeline", "nodes=2"),
+                                    ("strategy=data", "nodes=2")])  # fmt: skip
+def test_a_time_is_that_of_the_slowest_rank(workers: Workers, layout: Sequence[str]) -> None:
+    """A head that takes its time: only the last stage knows, and in a pipeline it has microbatches to do."""
+    slow = ("model._target_=tests.models.Slow", f"+model.pause_s={PAUSE_S}", "task.batch_sizes=[4]")
+    _, summary = read(workers.do(*COMMON, *TEXT, *layout, *slow, "training.microbatch_size=1"))
+    one, four = summary["batch_sizes"]
+    replicas = one["batch_size"]
+    assert one["latency_s"] > PAUSE_S
+    assert 4 / replicas * PAUSE_S < four["latency_s"]
