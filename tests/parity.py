@@ -48,7 +48,7 @@ def follow_one_device(
 
 
 def assert_follows(split: Trained, reference: Trained, *, losses: float, weights: float) -> None:
-    """The curve, the weights, the norms of the gradients and the validation, to these relative differences."""
+    """Curve, weights, norms of the gradients and validation, to these relative differences."""
     assert len(split.losses) == STEPS
     assert largest_difference(split.losses, reference.losses) < losses
     assert weight_difference(split, reference) < weights

@@ -1,4 +1,4 @@
-"""Where a model's configuration says how many of what it has: one look-up for the checks of layouts and data."""
+"""Where a model's configuration says how many of what it has: what the checks look up."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.config.layout import AXES, Layout
+from hpc_parallel.config.layout import AXES, Layout, divisors
 from hpc_parallel.config.problems import Found, Problem, nearest
 from hpc_parallel.config.schema import HuggingFaceConfig, RunConfig
 
@@ -51,7 +51,8 @@ FIXED: dict[str, tuple[Any, str]] = {
 }
 # How the library's tensor plans name what `LayeredModel.tensor_roles` names.
 STYLES = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "heads"}
-REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+# Sizes that must be said, each with one that is legal; of the others a type knows its own.
+REQUIRED = {"vocab_size": 256, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 1}
 SIZES = (*REQUIRED, "num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings")
 
 
@@ -113,13 +114,13 @@ def find_problems(config: RunConfig) -> Found:
     if not isinstance(model, dict) or model.get("_target_") != HuggingFaceConfig._target_:
         return
     if find_spec("transformers") is None:
-        yield "model = huggingface needs transformers, which is not installed here (pip install transformers)."
+        yield "model = huggingface needs transformers, which is not installed (pip install transformers)."
         return
-    given = model["config"]
+    given = model.get("config") or {}
     kind = given.get("model_type")
     if kind not in FAMILIES:
-        rule = f"is not one of {', '.join(FAMILIES)}"
-        yield Problem("model.config.model_type", kind, rule, tuple(nearest(str(kind), FAMILIES)) or ("llama",))
+        near = nearest(str(kind), FAMILIES) or ["llama"]
+        yield Problem("model.config.model_type", kind, f"is not one of {', '.join(FAMILIES)}", tuple(near))
         return
     try:
         source = read_source(kind)
@@ -135,13 +136,13 @@ def _keys(given: Mapping[str, Any], *, kind: str, source: Source) -> Found:
     for key, value in given.items():
         if value is None or key == "model_type":
             continue
-        if key in FIXED and value != FIXED[key][0]:
-            yield Problem(f"model.config.{key}", value, FIXED[key][1], (FIXED[key][0],))
-        elif key not in source.names:
+        if key not in source.names:
             common = [name for name, own in source.aliases.items() if own == key]
             near = common or nearest(key, source.names)
             rule = f"is no key of {kind}'s configuration" + (f" (model.config.{near[0]} is)" if near else "")
             yield Problem(f"model.config.{key}", value, rule, (None,))
+        elif key in FIXED and value != FIXED[key][0]:
+            yield Problem(f"model.config.{key}", value, FIXED[key][1], (FIXED[key][0],))
 
 
 def _sizes(config: RunConfig, given: Mapping[str, Any], *, kind: str) -> Found:
@@ -152,21 +153,20 @@ def _sizes(config: RunConfig, given: Mapping[str, Any], *, kind: str) -> Found:
         if missing or (value is not None and (not isinstance(value, int) or value < 1)):
             wrong = True
             rule = "must be said" if missing else "must be a whole number of at least 1"
-            yield Problem(f"model.config.{key}", value, rule, (256 if key == "vocab_size" else 4,))
+            yield Problem(f"model.config.{key}", value, rule, (REQUIRED.get(key),))
     if wrong:
         return
-    width, heads, most = (
-        given.get(key) for key in ("hidden_size", "num_attention_heads", "max_position_embeddings")
-    )
+    width, heads = int(given["hidden_size"]), int(given["num_attention_heads"])
     kv_heads = given.get("num_key_value_heads") or heads
     if width % heads:
-        near = sorted((d for d in range(1, width + 1) if width % d == 0), key=lambda d: abs(d - heads))[:2]
+        near = sorted(divisors(width), key=lambda d: abs(d - heads))[:2]
         rule = f"does not divide model.config.hidden_size = {width}"
         yield Problem("model.config.num_attention_heads", heads, rule, tuple(sorted(near)))
     if heads % kv_heads:
         rule = f"does not divide model.config.num_attention_heads = {heads}"
         yield Problem("model.config.num_key_value_heads", kv_heads, rule, (heads,))
     length = config.data.get("sequence_length") if isinstance(config.data, dict) else None
+    most = given.get("max_position_embeddings")
     if FAMILIES[kind].positions and most is not None and isinstance(length, int) and length > most:
         rule = f"is more than model.config.max_position_embeddings = {most}, the positions that are learnt"
         yield Problem("data.sequence_length", length, rule, (most,))
@@ -180,7 +180,6 @@ def _plan(config: RunConfig, *, kind: str, source: Source) -> Found:
     if layout.tensor > 1 and not roles_in(source.plan):
         what = "a tensor plan that can't be followed here" if source.plan else "no tensor plan"
         free = -1 in (getattr(config.strategy, axis) for axis in AXES if axis != "tensor")
+        along = () if free else ("strategy.replicate=-1",)
         rule = f"can't be: transformers has {what} for {kind}"
-        yield Problem(
-            "strategy.tensor", layout.tensor, rule, (1,), () if free else ("strategy.replicate=-1",)
-        )
+        yield Problem("strategy.tensor", layout.tensor, rule, (1,), along)

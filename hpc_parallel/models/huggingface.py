@@ -14,11 +14,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_utils import AttentionInterface
 
-from hpc_parallel.config.huggingface import FAMILIES, FIXED, Family, read_source, roles_in
+from hpc_parallel.config.huggingface import FAMILIES, FIXED, read_source, roles_in
 from hpc_parallel.config.problems import ConfigError
 from hpc_parallel.models.attention import CausalAttention
 from hpc_parallel.models.language import LanguageModel
@@ -27,7 +28,7 @@ INTERFACE = "hpc_parallel"
 
 
 class HuggingFaceModel(LanguageModel):
-    """Equals the library's own model without dropout and without attention windows.
+    """Equals the library's own model without dropout and attention windows; its norms are exact in float64.
 
     Raises ConfigError for a configuration that the library refuses.
     """
@@ -37,10 +38,11 @@ class HuggingFaceModel(LanguageModel):
         settings = configuration(config)
         family = FAMILIES[settings.model_type]
         whole = AutoModelForCausalLM.from_config(settings, attn_implementation=INTERFACE)
+        norm_exactly(whole)
         base = whole.base_model
         layers = getattr(base, family.layers)
         for layer in layers:
-            own_its_positions(getattr(layer, family.attention), settings, like=base)
+            own_its_positions(getattr(layer, family.attention), rotary=rotation(base, settings))
         stem = getattr(base, family.embedding)
         if family.positions is not None:
             stem = Placed(stem, getattr(base, family.positions))
@@ -140,27 +142,43 @@ class OwnPositions(nn.Module):
         if self.rotary is not None:
             where = self.mix.positions(x.shape[1], device=x.device)
             turned = {"position_embeddings": self.rotary(x, where[None])}
-        return super().forward(x, attention_mask=None, **turned)  # type: ignore[misc]
+        return super().forward(x, attention_mask=None, **turned)
 
 
-def own_its_positions(attention: nn.Module, settings: PreTrainedConfig, *, like: nn.Module) -> None:
-    """Make `attention` one with `OwnPositions`, in place; `like`: the base model, which has the rotation.
+def norm_exactly(model: nn.Module) -> None:
+    """Put torch's RMSNorm in the place of the library's, which is the same but rounds float64 to float32:
+    a last bit that two layouts differ in would grow to 1e-7 there."""
+    for module in list(model.modules()):
+        for name, norm in list(module.named_children()):
+            if type(norm).__name__.endswith("RMSNorm"):
+                exact = nn.RMSNorm(norm.weight.shape, eps=norm.variance_epsilon)  # type: ignore[arg-type]
+                setattr(module, name, exact)
+
+
+def own_its_positions(attention: nn.Module, *, rotary: nn.Module | None) -> None:
+    """Make `attention` one with `OwnPositions`, in place.
 
     Its parameters keep their names, as no module is put round it (fully_shard changes classes so, too).
     """
     kind = type(attention)
     attention.__class__ = type(kind.__name__, (OwnPositions, kind), {})
     attention.mix = CausalAttention()
-    attention.rotary = None
-    if (rotary := getattr(like, "rotary_emb", None)) is not None:
-        with torch.device("cpu"):  # its tables are computed here and now: on meta they would stay empty
-            attention.rotary = type(rotary)(settings)
+    attention.rotary = rotary  # type: ignore[assignment]
+
+
+def rotation(base: nn.Module, settings: PreTrainedConfig) -> nn.Module | None:
+    """Another module of the kind that turns queries and keys in `base`; None where positions are learnt."""
+    if not hasattr(base, "rotary_emb"):
+        return None
+    with torch.device("cpu"):  # its tables are computed here and now: on meta they would stay empty
+        another: nn.Module = type(base.rotary_emb)(settings)  # type: ignore[assignment]
+    return another
 
 
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, *, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
-    """The library's attention interface, by `CausalAttention`: [batch, head, seq, head_dim] -> [.., seq, head, ..]."""
+    """What the library calls for attention: [batch, head, seq, head_dim] -> [batch, seq, head, head_dim]."""
     usual = query.shape[-1] ** -0.5
     if scaling != usual:
         query = query * (scaling / usual)
@@ -183,7 +201,7 @@ def configuration(config: Mapping[str, Any]) -> PreTrainedConfig:
     given = {"bos_token_id": None, "eos_token_id": None} | given  # a default may be beyond the vocabulary
     try:
         return AutoConfig.for_model(kind, **{source.aliases.get(key, key): v for key, v in given.items()})
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, StrictDataclassError) as error:
         raise ConfigError([f"model.config: transformers refuses it: {error}"]) from error
 
 

@@ -73,7 +73,7 @@ def _styles(options: StrategyConfig) -> dict[str, ParallelStyle]:
 
 
 class EachPosition(ParallelStyle):
-    """A layer that treats positions (or heads) alone, such as a norm: weights whole, its input where it is."""
+    """A layer that treats positions or heads alone, such as a norm: weights whole, its input where it is."""
 
     def __init__(self, between: Placement) -> None:
         self._between = between
