@@ -43,6 +43,12 @@ def follow_one_device(
     options = (f"training.precision={precision}", f"model.tied_head={str(head == 'tied').lower()}")
     reference = alone(*options, *(word for word in layout if word.startswith(MODEL_AND_BATCH)))
     split = workers.train(*COMMON, *options, *layout)
+    assert_follows(split, reference, losses=losses, weights=weights)
+    return split
+
+
+def assert_follows(split: Trained, reference: Trained, *, losses: float, weights: float) -> None:
+    """Curve, weights, norms of the gradients and validation, to these relative differences."""
     assert len(split.losses) == STEPS
     assert largest_difference(split.losses, reference.losses) < losses
     assert weight_difference(split, reference) < weights
@@ -54,7 +60,6 @@ def follow_one_device(
     ]
     assert len(validation[1]) == 3
     assert largest_difference(*validation) < losses
-    return split
 
 
 def largest_difference(found: list[float], wanted: list[float]) -> float:

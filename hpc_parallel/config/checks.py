@@ -9,7 +9,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.config import execution_checks, image_checks, layout_checks, site_checks, task_checks
+from hpc_parallel.config import (
+    execution_checks,
+    huggingface,
+    image_checks,
+    layout_checks,
+    site_checks,
+    task_checks,
+)
+from hpc_parallel.config.counts import count
 from hpc_parallel.config.layout import EXECUTIONS, divisors
 from hpc_parallel.config.problems import Found, Problem, nearest
 from hpc_parallel.config.schema import TASKS, RunConfig, TransformerConfig
@@ -41,7 +49,8 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> list[Prob
     """All that is wrong with `config`, in the order of the command line's `overrides`."""
     checks = (
         _counts, _choices, _ranges, execution_checks.find_problems, layout_checks.find_problems, _model,
-        _data, image_checks.find_problems, task_checks.find_problems, site_checks.find_problems, _switches,
+        _data, huggingface.find_problems, image_checks.find_problems, task_checks.find_problems,
+        site_checks.find_problems, _switches,
     )  # fmt: skip
     return in_order([problem for check in checks for problem in check(config)], overrides)
 
@@ -177,10 +186,10 @@ def _data(config: RunConfig) -> Found:
                 vocab_size = _look_into(config.data) or vocab_size
             except (ValueError, OSError) as error:
                 yield f"data.path = {path} can't be used: {error}"
-    room = config.model.get("vocab_size") if isinstance(config.model, dict) else None
-    if vocab_size and isinstance(room, int) and 1 <= room < vocab_size:
+    key, room = count(config, "vocabulary")
+    if vocab_size and room and room < vocab_size:
         rule = f"is too small for the data, whose tokens run from 0 to {vocab_size - 1}"
-        yield Problem("model.vocab_size", room, rule, (vocab_size,))
+        yield Problem(key, room, rule, (vocab_size,))
 
 
 def _look_into(data: dict[str, Any]) -> int | None:

@@ -13,6 +13,7 @@ from hpc_parallel.config.schema import (
     CellsDataConfig,
     ConvNetConfig,
     DigitsDataConfig,
+    HuggingFaceConfig,
     RunConfig,
     SegmenterConfig,
     TextDataConfig,
@@ -20,9 +21,11 @@ from hpc_parallel.config.schema import (
     TransformerConfig,
 )
 
+TOKENS = {"text": TextDataConfig._target_, "tokens": TokensDataConfig._target_}
 # What our own models learn from, by class path; a class of the user's own may take anything.
 FITTING = {
-    TransformerConfig._target_: {"text": TextDataConfig._target_, "tokens": TokensDataConfig._target_},
+    TransformerConfig._target_: TOKENS,
+    HuggingFaceConfig._target_: TOKENS,
     ConvNetConfig._target_: {"digits": DigitsDataConfig._target_},
     SegmenterConfig._target_: {"cells": CellsDataConfig._target_},
 }
@@ -111,7 +114,7 @@ def _tiles(config: RunConfig, layout: Layout, model: dict[str, Any], data: dict[
         legal = [[rows, degree // rows] for rows in divisors(degree)]
         yield Problem("strategy.tile_grid", strategy.tile_grid, rule, tuple(legal[:3]))
         return
-    if degree > 1 and model.get("_target_") == TransformerConfig._target_:
+    if degree > 1 and FITTING.get(str(model.get("_target_"))) is TOKENS:
         along = along_with_less_of("tile", strategy)
         yield Problem("strategy.tile", degree, "splits images, and the model reads text", (1,), along)
         return

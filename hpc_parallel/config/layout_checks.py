@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpc_parallel.config.counts import count
 from hpc_parallel.config.layout import AXES, BatchPlan, Layout, divisors, plan_batch, servers
 from hpc_parallel.config.problems import Found, Problem
 from hpc_parallel.config.schema import RunConfig, StrategyConfig, TransformerConfig
@@ -65,7 +66,7 @@ def _degrees_problem(config: RunConfig, strategy: StrategyConfig, devices: int, 
     else:
         legal = [devices // rest] if devices % rest == 0 else []
         rule = f"makes {product} of the axes together, but there are {where}"
-    if axis == "pipeline" and (layers := _blocks(config)[1]) is not None:
+    if axis == "pipeline" and (layers := count(config, "blocks")[1]) is not None:
         legal = [d for d in legal if d * stages_per_rank(strategy) <= layers]
     legal.sort(key=lambda d: abs(d - degree))
     return Problem(f"strategy.{axis}", degree, rule, tuple(sorted(legal[:2])))
@@ -85,22 +86,14 @@ def _stages(config: RunConfig, layout: Layout) -> Found:
         rule = f"does not fit strategy.schedule = {strategy.schedule}"
         yield Problem("strategy.stages_per_rank", per_rank, rule, (2 if interleaved else 1,))
     stages = layout.pipeline * per_rank
-    key, layers = _blocks(config)
-    if layers is not None and stages > layers >= 1:
+    key, layers = count(config, "blocks")
+    if layers is not None and stages > layers:
         most = max((d for d in divisors(layout.devices) if d * per_rank <= layers), default=1)
         others_fixed = -1 not in (getattr(strategy, axis) for axis in AXES if axis != "pipeline")
         along = ("strategy.replicate=-1",) if others_fixed and most < layout.pipeline else ()
         detail = f" ({layout.pipeline} ranks x {per_rank})" if per_rank > 1 else ""
         rule = f"gives {stages} stages{detail}, more than {key} = {layers}: each needs a block"
         yield Problem("strategy.pipeline", layout.pipeline, rule, (most,), along)
-
-
-def _blocks(config: RunConfig) -> tuple[str, int | None]:
-    """How many blocks the model has, and what says so; None where only its class knows."""
-    known = config.model if isinstance(config.model, dict) else {}
-    if isinstance(known.get("channels"), list):
-        return "the length of model.channels", len(known["channels"])
-    return "model.layers", known["layers"] if isinstance(known.get("layers"), int) else None
 
 
 def stages_per_rank(strategy: StrategyConfig) -> int:
@@ -157,18 +150,17 @@ def _splits(config: RunConfig, layout: Layout) -> Found:
     degree = layout.tensor
     if degree == 1:
         return
-    if is_transformer(config):
-        sizes = {name: config.model[name] for name in ("heads", "kv_heads", "ffn_dim", "vocab_size")}
-        if min(sizes.values()) < 1:
+    heads, kv_heads = count(config, "heads")[1], count(config, "kv_heads")[1]
+    if heads and kv_heads:
+        if math.gcd(heads, kv_heads) % degree:
+            yield _heads_problem(config, layout, heads=heads, kv_heads=kv_heads)
             return
-        if math.gcd(sizes["heads"], sizes["kv_heads"]) % degree:
-            yield _heads_problem(config, layout, heads=sizes["heads"], kv_heads=sizes["kv_heads"])
-            return
-        for name, what in (("ffn_dim", "columns"), ("vocab_size", "rows of the embedding")):
-            if sizes[name] % degree:
+        for split, what in (("columns", "columns"), ("vocabulary", "rows of the embedding")):
+            key, size = count(config, split)
+            if size and size % degree:
                 rule = f"does not divide by strategy.tensor = {degree}: each device has as many {what}"
-                above = -(-sizes[name] // degree) * degree  # below, a vocabulary would lose tokens
-                yield Problem(f"model.{name}", sizes[name], rule, (above,))
+                above = -(-size // degree) * degree  # below, a vocabulary would lose tokens
+                yield Problem(key, size, rule, (above,))
 
 
 def _positions(config: RunConfig, layout: Layout) -> Found:
@@ -193,7 +185,8 @@ def _heads_problem(config: RunConfig, layout: Layout, *, heads: int, kv_heads: i
     fixed = [d for axis, d in others.items() if d > 1 and (not along or axis != "replicate")]
     legal = divisors(math.gcd(heads, kv_heads, layout.devices // math.prod(fixed)))
     near = sorted(legal, key=lambda d: abs(d - layout.tensor))[:2]
-    counts = f"model.heads = {heads} and model.kv_heads = {kv_heads}"
+    keys = [count(config, what)[0] for what in ("heads", "kv_heads")]
+    counts = f"{keys[0]} = {heads} and {keys[1]} = {kv_heads}"
     rule = f"does not divide {counts}: each device needs whole heads"
     return Problem("strategy.tensor", layout.tensor, rule, tuple(sorted(near)), along)
 

@@ -65,6 +65,15 @@ class TransformerConfig:
 
 
 @dataclass
+class HuggingFaceConfig:
+    """A causal language model of the library transformers (`models/huggingface.py`)."""
+
+    _target_: str = "hpc_parallel.models.huggingface.HuggingFaceModel"
+    _convert_: str = "all"  # the library wants plain tables and lists
+    config: dict[str, Any] = field(default_factory=dict)  # model_type, and keys of its own configuration
+
+
+@dataclass
 class ConvNetConfig:
     """Shape of the reference convnet (`models/convnet.py`): a label an image."""
 
@@ -260,6 +269,7 @@ def register() -> None:
     store = ConfigStore.instance()
     store.store(name="run_schema", node=RunConfig)
     store.store(group="model", name="transformer_schema", node=TransformerConfig)
+    store.store(group="model", name="huggingface_schema", node=HuggingFaceConfig)
     store.store(group="model", name="convnet_schema", node=ConvNetConfig)
     store.store(group="model", name="segmenter_schema", node=SegmenterConfig)
     store.store(group="data", name="text_schema", node=TextDataConfig)

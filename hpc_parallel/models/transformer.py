@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hpc_parallel.models.attention import CausalAttention
-from hpc_parallel.models.layered import LayeredModel, PartFlops
+from hpc_parallel.models.language import LanguageModel
 
 
-class Transformer(LayeredModel):
+class Transformer(LanguageModel):
     """Tokens [batch, seq] -> logits [batch, seq, vocab]; between blocks [batch, seq, dim].
 
     Raises ValueError where heads don't divide the width, or key-value heads the heads.
@@ -75,15 +75,10 @@ class Transformer(LayeredModel):
             head=head,
         )
         self.layers = layers
-        self.dim = dim
+        self.attention_width = dim
         if tied_head:  # Press & Wolf 2017
             head.output.weight = embedding.weight
             self.tied = {"head.output.weight": "stem.weight"}
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Cross-entropy in nats, summed over the tokens [batch, seq], in float32 (float64 stays)."""
-        logits = output if output.dtype == torch.float64 else output.float()
-        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
 
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Normal 0.02; what writes into the residual stream is scaled by 1/sqrt(2 layers) (GPT-2).
@@ -94,16 +89,6 @@ class Transformer(LayeredModel):
             tensor.normal_(std=0.02 / math.sqrt(2 * self.layers), generator=generator)
         else:
             super().initialise(name, tensor, generator)
-
-    def forward_flops(self, sample_shape: tuple[int, ...]) -> PartFlops:
-        """2 a weight and token, and 4 seq^2 dim for the two attention products of a block.
-
-        The masked half is counted, as is usual for utilisation (PaLM, Chowdhery et al. 2022, app. B).
-        """
-        (seq,) = sample_shape
-        weights = super().forward_flops(sample_shape)
-        blocks = tuple(flops + 4 * seq * seq * self.dim for flops in weights.blocks)
-        return PartFlops(stem=weights.stem, blocks=blocks, head=weights.head)
 
 
 class Block(nn.Module):

@@ -67,12 +67,13 @@ def _styles(options: StrategyConfig) -> dict[str, ParallelStyle]:
         "column": ColwiseParallel(),
         "row": RowwiseParallel(output_layouts=between),
         "position": EachPosition(between),
+        "heads": EachPosition(Shard(2)),
         "logits": ColwiseParallel(input_layouts=between, output_layouts=logits),
     }
 
 
 class EachPosition(ParallelStyle):
-    """A layer that treats positions alone, such as a norm: weights whole, its input where it is."""
+    """A layer that treats positions or heads alone, such as a norm: weights whole, its input where it is."""
 
     def __init__(self, between: Placement) -> None:
         self._between = between

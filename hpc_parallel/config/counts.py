@@ -1,0 +1,38 @@
+"""Where a model's configuration says how many of what it has: what the checks look up."""
+
+from __future__ import annotations
+
+from hpc_parallel.config.schema import HuggingFaceConfig, RunConfig, TransformerConfig
+
+KEYS = {
+    TransformerConfig._target_: {
+        "blocks": "layers",
+        "heads": "heads",
+        "kv_heads": "kv_heads",
+        "columns": "ffn_dim",
+        "vocabulary": "vocab_size",
+    },
+    HuggingFaceConfig._target_: {
+        "blocks": "config.num_hidden_layers",
+        "heads": "config.num_attention_heads",
+        "kv_heads": "config.num_key_value_heads",
+        "columns": "config.intermediate_size",
+        "vocabulary": "config.vocab_size",
+    },
+}
+OWN = {"blocks": "layers", "vocabulary": "vocab_size"}  # what a class of the user's own may say
+
+
+def count(config: RunConfig, what: str) -> tuple[str, int | None]:
+    """What says how many `what` (a word of KEYS) the model has, and how many; None where it says no number
+    of at least 1."""
+    model = config.model if isinstance(config.model, dict) else {}
+    if what == "blocks" and isinstance(model.get("channels"), list):
+        return "the length of model.channels", len(model["channels"])
+    key = KEYS.get(str(model.get("_target_")), OWN).get(what, what)
+    value: object = model
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    if value is None and what == "kv_heads":
+        return f"model.{key}", count(config, "heads")[1]
+    return f"model.{key}", value if isinstance(value, int) and value > 0 else None

@@ -1,0 +1,57 @@
+"""A model of the library transformers follows one device on every layout that its plan allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from tests.parity import STEPS, assert_follows
+from tests.workers import Trained, Workers
+
+pytest.importorskip("transformers")
+
+SMALL = (
+    "model=huggingface", "model.config.num_hidden_layers=3", "model.config.hidden_size=32",
+    "model.config.intermediate_size=80", f"training.steps={STEPS}", "training.log_every=1",
+    "training.validate_every=10", "training.validation_samples=32", "data.sequence_length=32",
+    "data.max_bytes=400000", "optimizer.warmup_steps=3", "training.clip_norm=0.5",
+)  # fmt: skip
+LLAMA = ("model.config.model_type=llama", "model.config.num_key_value_heads=2")
+QWEN3 = ("model.config.model_type=qwen3", "model.config.tie_word_embeddings=false")
+GPT2 = ("model.config.model_type=gpt2",)
+DATA = ("strategy=data", "nodes=2", "training.microbatch_size=4")
+PIPELINE = ("strategy=pipeline", "nodes=2", "strategy.microbatches=4")
+FSDP = ("strategy=fsdp", "nodes=2")
+TENSOR = ("strategy=tensor", "nodes=2")
+CASES = [
+    *((LLAMA, layout, "float64") for layout in (DATA, PIPELINE, FSDP, TENSOR)),
+    (LLAMA, TENSOR, "float32"),
+    (LLAMA, (*TENSOR, "strategy.sequence_parallel=false"), "float64"),
+    *((QWEN3, layout, "float64") for layout in (PIPELINE, TENSOR)),
+    *((GPT2, layout, "float64") for layout in (DATA, PIPELINE)),
+]
+CLOSE = {"float64": (1e-10, 1e-10), "float32": (1e-5, 1e-4)}
+
+
+@pytest.fixture(scope="module")
+def by_itself(workers: Workers) -> Callable[..., Trained]:
+    return cache(lambda *options: workers.train(*SMALL, *options, "strategy=single"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "precision"), CASES, ids=lambda v: v if isinstance(v, str) else " ".join(v[:1] + v[2:])
+)
+def test_layout_follows_one_device(
+    workers: Workers,
+    by_itself: Callable[..., Trained],
+    kind: tuple[str, ...],
+    layout: tuple[str, ...],
+    precision: str,
+) -> None:
+    options = (*kind, f"training.precision={precision}")
+    reference = by_itself(*options)
+    assert any(line["grad_norm"] > 0.5 for line in reference.lines)  # clipping is active
+    losses, weights = CLOSE[precision]
+    assert_follows(workers.train(*SMALL, *options, *layout), reference, losses=losses, weights=weights)
