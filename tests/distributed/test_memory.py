@@ -57,6 +57,7 @@ def alone(workers: Workers):
         (("strategy=fsdp", "nodes=4", "strategy.reshard=false"), 4, 1 / 4),
         (("strategy=hsdp", "nodes=2", "gpus_per_node=2"), 4, 1 / 2),
         (("strategy=tensor", "nodes=2"), 2, 1 / 2),
+        (("strategy=fsdp", "nodes=2", "gpus_per_node=2", "strategy.context=2"), 4, 1 / 4),
         (("strategy=fsdp", "nodes=2", "gpus_per_node=2", "strategy.tensor=2"), 4, 1 / 4),
     ],
 )

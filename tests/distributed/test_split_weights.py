@@ -39,6 +39,7 @@ def _first_weights(*overrides: str) -> Mapping[str, Tensor]:
         (("strategy=fsdp", "nodes=3"), 3),
         (("strategy=tensor", "nodes=2"), 2),
         (("strategy=fsdp", "nodes=3", "gpus_per_node=2", "strategy.tensor=2"), 6),
+        (("strategy=fsdp", "nodes=3", "gpus_per_node=2", "strategy.context=2"), 6),
         (("strategy=hsdp", "nodes=2", "gpus_per_node=4", "strategy.tensor=2"), 8),
     ],
 )
