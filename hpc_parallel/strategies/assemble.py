@@ -18,15 +18,8 @@ from hpc_parallel.config.layout_checks import stages_per_rank
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.layered import LayeredModel, materialise
 from hpc_parallel.strategies import (
-    batch_norm,
-    dataparallel,
-    pipeline,
-    precision,
-    replicate,
-    shard,
-    tensor,
-    tile,
-)
+    batch_norm, dataparallel, pipeline, precision, replicate, shard, tensor, tile,
+)  # fmt: skip
 from hpc_parallel.strategies.accumulate import Accumulate
 from hpc_parallel.strategies.mesh import axis_of, data_mesh, joint
 from hpc_parallel.strategies.parameter_server import Idle, ParameterServer
@@ -55,9 +48,7 @@ class Assembled:
     mesh: DeviceMesh
     forward_flops: float  # of the whole model, a sample
     server: ParameterServer | None = None  # where it alone has the optimizer
-    traffic: Sequence[DeviceTraffic] | None = (
-        None  # of each of this rank's devices, where the technique counts it
-    )
+    traffic: Sequence[DeviceTraffic] | None = None  # of this rank's devices, where the technique counts it
 
     def named_parameters(self) -> dict[str, Parameter]:
         """Full names; a tied weight that another rank holds too goes by its canonical name."""
