@@ -18,7 +18,14 @@ from hpc_parallel.config.layout_checks import stages_per_rank
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.layered import LayeredModel, materialise
 from hpc_parallel.strategies import (
-    batch_norm, dataparallel, pipeline, precision, replicate, shard, tensor, tile,
+    batch_norm,
+    dataparallel,
+    pipeline,
+    precision,
+    replicate,
+    shard,
+    tensor,
+    tile,
 )  # fmt: skip
 from hpc_parallel.strategies.accumulate import Accumulate
 from hpc_parallel.strategies.mesh import axis_of, data_mesh, joint
