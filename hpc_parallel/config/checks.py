@@ -12,12 +12,14 @@ from typing import Any
 from hpc_parallel.config import image_checks, layout_checks, site_checks
 from hpc_parallel.config.layout import divisors
 from hpc_parallel.config.problems import Found, Problem, nearest
+from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.config.schema import RunConfig, TransformerConfig
 from hpc_parallel.config.targets import missing_part
 
 CHOICES = {
     "device": ("auto", "cpu", "cuda"),
-    "strategy.schedule": ("gpipe", "1f1b", "interleaved"),
+    "strategy.schedule": tuple(SCHEDULES),
+    "strategy.balance": ("flops", "parameters"),
     "optimizer.name": ("adamw",),
     "optimizer.schedule": ("cosine", "constant"),
     "training.precision": ("float32", "bfloat16", "float64"),

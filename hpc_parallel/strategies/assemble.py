@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from hpc_parallel.config.layout import BatchPlan, tile_grid
-from hpc_parallel.config.layout_checks import stages_per_rank
+from hpc_parallel.config.schedules import schedule_of, stages_of, stages_per_rank
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.models.layered import LayeredModel, materialise
-from hpc_parallel.strategies import batch_norm, pipeline, precision, replicate, shard, tensor, tile
+from hpc_parallel.models.layered import LayeredModel, keep, materialise
+from hpc_parallel.strategies import batch_norm, pipeline, precision, replicate, shard, stages, tensor, tile
 from hpc_parallel.strategies.accumulate import Accumulate
 from hpc_parallel.strategies.mesh import axis_of, data_mesh, joint
 
@@ -45,12 +45,18 @@ class Assembled:
     forward_flops: float  # of the whole model, a sample
 
     def named_parameters(self) -> dict[str, Parameter]:
-        """Full names; a tied weight that another rank holds too goes by its canonical name."""
+        """Full names; a tied weight that another rank holds too goes by its canonical name.
+
+        Of two copies on this rank it is the original, which the other follows.
+        """
         canonical = {alias: name for part in self.parts for alias, name in part.tied.items()}
         for part in self.parts:
             shard.release(part)
-        named = [item for part in self.parts for item in part.named_parameters()]
-        return {canonical.get(name, name): parameter for name, parameter in named}
+        named = dict(item for part in self.parts for item in part.named_parameters())
+        copies = {alias for alias, name in canonical.items() if name in named}
+        return {
+            canonical.get(name, name): parameter for name, parameter in named.items() if name not in copies
+        }
 
 
 def assemble(
@@ -75,15 +81,17 @@ def assemble(
     if tiles is not None:
         grid = tile_grid(tiles.size(), strategy.tile_grid)
         maps = tile.measure(parts[0], sample_shape=sample_shape, grid=grid)
-    stages = axis_of(mesh, "pipeline")
-    if stages is not None:
+    schedule = schedule_of(strategy)
+    pipe = axis_of(mesh, "pipeline")
+    if pipe is not None:
         per_rank = stages_per_rank(strategy)
-        count = stages.size() * per_rank
-        cuts = pipeline.balance(flops, stages=count)
-        indices = pipeline.stages_of(stages.get_local_rank(), degree=stages.size(), per_rank=per_rank)
+        count = pipe.size() * per_rank
+        blocks = stages.divide(parts[0], stages=count, sample_shape=sample_shape, options=strategy)
+        indices = stages_of(
+            pipe.get_local_rank(), degree=pipe.size(), per_rank=per_rank, v_shaped=schedule.v_shaped
+        )
         parts = [
-            pipeline.cut(deepcopy(parts[0]), blocks=cuts[i], first=i == 0, last=i == count - 1)
-            for i in indices
+            keep(deepcopy(parts[0]), blocks=blocks[i], stem=i == 0, head=i == count - 1) for i in indices
         ]
     exactness = config.training.precision
     together = axis_of(mesh, "tensor")
@@ -102,15 +110,17 @@ def assemble(
             precision.apply(part, precision=exactness, device_type=device.type)
         materialise(part, seed=config.seed, device=device, dtype=precision.WEIGHTS[exactness])
     runners: list[torch.nn.Module] = list(parts)
-    if (axis := joint(mesh, "replicate", "tile")) is not None and not sharded:
-        runners = [replicate.apply(part, axis=axis, options=strategy) for part in parts]
+    replicas = None if sharded else joint(mesh, "replicate", "tile")
+    wrapped = replicas is not None and not (pipe is not None and schedule.splits_backward)
+    if replicas is not None and wrapped:
+        runners = [replicate.apply(part, axis=replicas, options=strategy) for part in parts]
     forward_backward: ForwardBackward
-    if stages is None:
+    if pipe is None:
         forward_backward = Accumulate(runners[0], model=parts[0], microbatches=batch.microbatches)
     else:
         forward_backward = pipeline.Pipeline(
-            runners, stages=parts, indices=indices, mesh=mesh, schedule=strategy.schedule,
-            microbatches=batch.microbatches, device=device,
+            runners, stages=parts, indices=indices, mesh=mesh, replicas=None if wrapped else replicas,
+            schedule=strategy.schedule, microbatches=batch.microbatches, device=device,
         )  # fmt: skip
     if together is not None:
         forward_backward = tensor.OneReplica(forward_backward, axis=together, options=strategy)

@@ -14,6 +14,7 @@ import yaml
 from hydra.utils import instantiate
 
 from hpc_parallel.config.layout import BatchPlan, Layout, plan_batch
+from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig, typed
 from hpc_parallel.data.sampler import Batches, Data, Samples, validation_steps
 from hpc_parallel.launch.run_folder import RunFolder, write_json
@@ -58,6 +59,7 @@ class Session:
             layout=layout,
             microbatch_size=config.training.microbatch_size,
             microbatches=config.strategy.microbatches,
+            in_turn=schedule_of(config.strategy).in_turn,
         )
         data: Data = instantiate(config.data)
         require_equal_data(data.digest)

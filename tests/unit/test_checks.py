@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hpc_parallel.config.checks import find_problems, in_order
 from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.layout import Layout, plan_batch
-from hpc_parallel.config.layout_checks import stages_per_rank
+from hpc_parallel.config.schedules import stages_per_rank
 from hpc_parallel.config.problems import Problem, nearest, spell
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.targets import missing_part
