@@ -50,7 +50,9 @@ def unfit(strategy: StrategyConfig, *, microbatches: int, ranks: int) -> str | N
     """Why the schedule can't run so many microbatches; None where it can."""
     schedule, stages = schedule_of(strategy), ranks * stages_per_rank(strategy)
     if schedule.full and microbatches < stages:
-        return f"leaves stages without work: {strategy.schedule} wants at least as many as its {stages} stages"
+        return (
+            f"leaves stages without work: {strategy.schedule} wants at least as many as its {stages} stages"
+        )
     rounds = max(1, microbatches // ranks)
     if schedule.rounds and microbatches % rounds:
         return f"does not split into {rounds} equal rounds of {ranks} stages"

@@ -21,6 +21,8 @@ from torch.distributed.pipelining import (
 )
 from torch.nn import Module, Parameter
 
+from hpc_parallel.config.pipeline_checks import version_problem
+from hpc_parallel.config.problems import ConfigError
 from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.strategies.replicate import Average
@@ -60,7 +62,7 @@ class Stage(PipelineStage):
             options["last_backward"] = False
         super().backward_one_chunk(*arguments, **options)
 
-    # In evaluation torch 2.13 hands gradients between two stages of a rank all the same, and refuses its own call.
+    # In evaluation torch 2.13 hands gradients between two stages of one rank all the same, and then refuses.
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else None
 
@@ -69,11 +71,24 @@ class Stage(PipelineStage):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def perform_reduce_grad(self, *arguments: Any) -> None:
-        """Called by the schedule when the last gradient of a weight is there."""
-        if not self.gradients_go_on:
-            super().perform_reduce_grad(*arguments)
+        """Called by the schedule when the last gradient of the stage is there, in evaluation too."""
+        if self.gradients_go_on:
+            return
+        super().perform_reduce_grad(*arguments)
+        if self.has_backward:
+            lay_out_gradients(self.submod)
             if self.average is not None:
                 self.average.start()
+
+
+def lay_out_gradients(module: Module) -> None:
+    """Give gradients the strides of their weights, as backward() does and a split backward pass doesn't.
+
+    The fused AdamW of torch 2.13 reads both alike on CPUs, whatever their strides.
+    """
+    for weight in module.parameters():
+        if weight.grad is not None and weight.grad.stride() != weight.stride():
+            weight.grad = torch.empty_like(weight).copy_(weight.grad)
 
 
 class Pipeline:
@@ -92,7 +107,12 @@ class Pipeline:
         device: torch.device,
     ) -> None:
         """`runners` are the `stages`, wrapped by what else applies to them (DistributedDataParallel);
-        `replicas`: the axis over which their gradients are still to be averaged."""
+        `replicas`: the axis over which their gradients are still to be averaged.
+
+        Raises ConfigError where torch is too old for the schedule.
+        """
+        if problem := version_problem(schedule):
+            raise ConfigError([problem])
         axis = mesh["pipeline"]
         count = axis.size() * len(stages)
         self._parts = [

@@ -53,17 +53,18 @@ class Average:
     def start(self) -> None:
         """All of them in one piece, while other stages of this rank still work."""
         gradients = local_gradients(self._stage.parameters())
-        together = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        work = dist.all_reduce(together, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
-        assert work is not None
-        self._started = work, together, gradients
+        if gradients:
+            together = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            work = dist.all_reduce(together, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
+            assert work is not None
+            self._started = work, together, gradients
 
     @torch.no_grad()
     def finish(self) -> None:
-        assert self._started is not None
-        work, together, gradients = self._started
-        work.wait()
-        pieces = together.split([gradient.numel() for gradient in gradients])
-        for gradient, piece in zip(gradients, pieces, strict=True):
-            gradient.copy_(piece.view_as(gradient))
-        self._started = None
+        if self._started is not None:
+            work, together, gradients = self._started
+            work.wait()
+            pieces = together.split([gradient.numel() for gradient in gradients])
+            for gradient, piece in zip(gradients, pieces, strict=True):
+                gradient.copy_(piece.view_as(gradient))
+            self._started = None

@@ -71,7 +71,11 @@ def test_cfg_shows_one_package(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (
             ["--help"],
-            ["strategy: data, fsdp, hsdp, hybrid, pipeline, single, tensor, tile", "model: 124m", "nodes: 1"],
+            [
+                "strategy: data, fsdp, hsdp, hybrid, model, pipeline, single, tensor, tile",
+                "model: 124m",
+                "nodes: 1",
+            ],
         ),
         (["--hydra-help"], ["--multirun", "--config-dir"]),
         (["--info", "defaults"], ["strategy/data", "model/tiny"]),
