@@ -20,6 +20,7 @@ from hpc_parallel.config import (
 from hpc_parallel.config.counts import count
 from hpc_parallel.config.layout import EXECUTIONS, divisors
 from hpc_parallel.config.problems import Found, Problem, nearest
+from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.config.schema import TASKS, RunConfig, TransformerConfig
 from hpc_parallel.config.targets import missing_part
 
@@ -27,8 +28,9 @@ CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "strategy.execution": EXECUTIONS,
     "strategy.gradient_compression": ("none", "bfloat16"),
-    "strategy.schedule": ("gpipe", "1f1b", "interleaved"),
     "strategy.context_attention": ("ring", "gather"),
+    "strategy.schedule": tuple(SCHEDULES),
+    "strategy.balance": ("flops", "parameters"),
     "optimizer.name": ("adamw",),
     "optimizer.schedule": ("cosine", "constant"),
     "training.precision": ("float32", "bfloat16", "float64"),

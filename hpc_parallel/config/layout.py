@@ -128,12 +128,18 @@ def share_of(rank: int, *, layout: Layout, strategy: Execution) -> tuple[int | N
 
 
 def plan_batch(
-    global_batch_size: int, *, layout: Layout, microbatch_size: int | None, microbatches: int | None
+    global_batch_size: int,
+    *,
+    layout: Layout,
+    microbatch_size: int | None,
+    microbatches: int | None,
+    in_turn: bool = False,
 ) -> BatchPlan:
     """Split the global batch without remainder.
 
     Where neither is given: one microbatch, or in a pipeline up to four a stage, since the idle share
-    of a pipeline of P stages and M microbatches is (P-1)/(M+P-1) (Huang et al. 2019, GPipe).
+    of a pipeline of P stages and M microbatches is (P-1)/(M+P-1) (Huang et al. 2019, GPipe); but one
+    where they run `in_turn` through the stages, whose idle share (P-1)/P no number changes.
 
     Raises ValueError where the split leaves a remainder or the two contradict each other.
     """
@@ -143,7 +149,7 @@ def plan_batch(
     if microbatches is None:
         if microbatch_size is not None:
             microbatches = max(1, samples // microbatch_size)
-        elif layout.pipeline > 1:
+        elif layout.pipeline > 1 and not in_turn:
             most = min(samples, 4 * layout.pipeline)
             microbatches = max(count for count in divisors(samples) if count <= most)
         else:

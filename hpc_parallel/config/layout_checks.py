@@ -1,19 +1,19 @@
-"""Degrees against devices, stages against blocks, the batch against both, and what an axis must divide."""
+"""Degrees against devices, the batch against both, and what an axis must divide."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
+from hpc_parallel.config import pipeline_checks
 from hpc_parallel.config.counts import count
-from hpc_parallel.config.layout import AXES, BatchPlan, Layout, divisors, plan_batch, servers
+from hpc_parallel.config.layout import AXES, Layout, divisors, plan_batch, servers
 from hpc_parallel.config.problems import Found, Problem
+from hpc_parallel.config.schedules import schedule_of, stages_per_rank
 from hpc_parallel.config.schema import RunConfig, StrategyConfig, TransformerConfig
 
 # An axis can be used once the file of its technique is there: strategies/<axis>.py.
 TECHNIQUES = {file.stem for file in (Path(__file__).parents[1] / "strategies").glob("*.py")}
-INTERLEAVED = ("interleaved",)
 
 
 def find_problems(config: RunConfig) -> Found:
@@ -43,7 +43,7 @@ def find_problems(config: RunConfig) -> Found:
     except ValueError:
         yield _degrees_problem(config, strategy, devices, free)
         return
-    yield from _stages(config, layout)
+    yield from pipeline_checks.find_problems(config, layout)
     yield from _batch(config, layout)
     yield from _splits(config, layout)
     yield from _positions(config, layout)
@@ -72,34 +72,6 @@ def _degrees_problem(config: RunConfig, strategy: StrategyConfig, devices: int, 
     return Problem(f"strategy.{axis}", degree, rule, tuple(sorted(legal[:2])))
 
 
-def _stages(config: RunConfig, layout: Layout) -> Found:
-    """Every stage needs a block, and the schedule as many stages a rank as it is made for."""
-    strategy = config.strategy
-    interleaved = strategy.schedule in INTERLEAVED
-    if layout.pipeline == 1:
-        return
-    if strategy.static_graph:
-        rule = "can't be in a pipeline, which accumulates gradients from its first step on"
-        yield Problem("strategy.static_graph", True, rule, (False,))
-    per_rank = stages_per_rank(strategy)
-    if interleaved != (per_rank > 1):
-        rule = f"does not fit strategy.schedule = {strategy.schedule}"
-        yield Problem("strategy.stages_per_rank", per_rank, rule, (2 if interleaved else 1,))
-    stages = layout.pipeline * per_rank
-    key, layers = count(config, "blocks")
-    if layers is not None and stages > layers:
-        most = max((d for d in divisors(layout.devices) if d * per_rank <= layers), default=1)
-        others_fixed = -1 not in (getattr(strategy, axis) for axis in AXES if axis != "pipeline")
-        along = ("strategy.replicate=-1",) if others_fixed and most < layout.pipeline else ()
-        detail = f" ({layout.pipeline} ranks x {per_rank})" if per_rank > 1 else ""
-        rule = f"gives {stages} stages{detail}, more than {key} = {layers}: each needs a block"
-        yield Problem("strategy.pipeline", layout.pipeline, rule, (most,), along)
-
-
-def stages_per_rank(strategy: StrategyConfig) -> int:
-    return strategy.stages_per_rank or (2 if strategy.schedule in INTERLEAVED else 1)
-
-
 def _batch(config: RunConfig, layout: Layout) -> Found:
     """The global batch splits over replicas and microbatches without remainder."""
     training, strategy = config.training, config.strategy
@@ -114,7 +86,10 @@ def _batch(config: RunConfig, layout: Layout) -> Found:
     samples = batch // layout.data
     key, value = ("strategy.microbatches", count) if count else ("training.microbatch_size", size)
     try:
-        plan = plan_batch(batch, layout=layout, microbatch_size=size, microbatches=count)
+        plan = plan_batch(
+            batch, layout=layout, microbatch_size=size, microbatches=count,
+            in_turn=schedule_of(strategy).in_turn,
+        )  # fmt: skip
     except ValueError:
         assert value is not None
         if count and size and samples % count == 0:
@@ -125,24 +100,7 @@ def _batch(config: RunConfig, layout: Layout) -> Found:
             near = sorted(divisors(samples), key=lambda d: abs(d - value))[:2]
             yield Problem(key, value, rule, tuple(sorted(near)))
         return
-    stages = layout.pipeline * stages_per_rank(strategy)
-    if layout.pipeline == 1:
-        return
-    if strategy.schedule == "1f1b" and plan.microbatches < stages:
-        rule = f"leaves stages without work: 1f1b wants at least as many as its {stages} stages"
-        legal = [d for d in divisors(samples) if d >= stages][:2]
-        if legal:
-            yield _microbatches_problem(config, plan, rule, legal)
-        else:
-            rule = f"gives a replica {samples} samples, too few for {stages} microbatches of 1f1b"
-            yield Problem("training.global_batch_size", batch, rule, (stages * layout.data,))
-    elif strategy.schedule in INTERLEAVED:
-        rounds = max(1, plan.microbatches // layout.pipeline)
-        if plan.microbatches % rounds:
-            fitting = [d for d in divisors(samples) if d % max(1, d // layout.pipeline) == 0]
-            near = sorted(fitting, key=lambda d: abs(d - plan.microbatches))[:2]
-            rule = f"does not split into {rounds} equal rounds of {layout.pipeline} stages"
-            yield _microbatches_problem(config, plan, rule, sorted(near))
+    yield from pipeline_checks.batch_problems(config, layout, plan)
 
 
 def _splits(config: RunConfig, layout: Layout) -> Found:
@@ -195,22 +153,6 @@ def along_with_less_of(axis: str, strategy: StrategyConfig) -> tuple[str, ...]:
     """What must change as well where `axis` gets smaller: nothing where another axis takes what is left."""
     free = any(getattr(strategy, other) == -1 for other in AXES if other != axis)
     return () if free else ("strategy.replicate=-1",)
-
-
-def _microbatches_problem(config: RunConfig, plan: BatchPlan, rule: str, legal: Sequence[int]) -> Problem:
-    """Said of the key that decides the count: the size of a microbatch where the user set that."""
-    size = config.training.microbatch_size
-    if size is None:
-        return Problem("strategy.microbatches", plan.microbatches, rule, tuple(legal))
-    sizes = tuple(plan.samples_per_replica // count for count in legal)
-    along = () if config.strategy.microbatches is None else ("strategy.microbatches=null",)
-    return Problem(
-        "training.microbatch_size",
-        size,
-        f"makes {plan.microbatches} microbatches, which {rule}",
-        sizes,
-        along,
-    )
 
 
 def _multiples_near(value: int, unit: int) -> tuple[int, ...]:

@@ -28,9 +28,11 @@ class StrategyConfig:
     # holds the weights and the optimizer, workers send gradients and get weights back
     execution: str = "spmd"
     # pipeline
-    schedule: str = "1f1b"  # gpipe, 1f1b, interleaved
-    microbatches: int | None = None  # of one pipeline in one step; null: four a stage where that divides
-    stages_per_rank: int | None = None  # null: 2 for interleaved, else 1
+    schedule: str = "1f1b"  # the names: config/schedules.py
+    microbatches: int | None = None  # of one pipeline in one step; null: four a rank where that divides
+    stages_per_rank: int | None = None  # null: 1, or 2 where the schedule wants several
+    cuts: list[int] | None = None  # the block that each stage after the first starts with; null: balanced
+    balance: str = "flops"  # what is made even over the stages: flops, parameters
     # replicate (DistributedDataParallel)
     bucket_mb: float = 25.0
     static_graph: bool = False  # every step uses the same weights in the same order

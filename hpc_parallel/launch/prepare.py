@@ -17,6 +17,7 @@ from hpc_parallel.config.checks import find_problems
 from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.layout import BatchPlan, Layout, layout_of, plan_batch, processes_per_node, servers
 from hpc_parallel.config.problems import ConfigError, Problem
+from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.tasks import total_steps
 from hpc_parallel.launch.run_folder import RunFolder, new_run_id, write_json, write_text
@@ -94,6 +95,7 @@ def prepare(composed: DictConfig, *, overrides: Sequence[str]) -> PreparedRun:
         layout=layout,
         microbatch_size=config.training.microbatch_size,
         microbatches=config.strategy.microbatches,
+        in_turn=schedule_of(config.strategy).in_turn,
     )
     folder = RunFolder(path.absolute())
     values["run_dir"] = str(folder.path)

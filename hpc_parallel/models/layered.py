@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
-class PartFlops:
-    """Floating-point operations of one sample's forward pass by part (an add and a multiply are two)."""
+class PartCosts:
+    """What each part of a model costs, in one unit."""
 
     stem: int
     blocks: tuple[int, ...]
@@ -28,6 +28,10 @@ class PartFlops:
     @property
     def total(self) -> int:
         return self.stem + sum(self.blocks) + self.head
+
+
+class PartFlops(PartCosts):
+    """Floating-point operations of one sample's forward pass by part (an add and a multiply are two)."""
 
 
 class LayeredModel(nn.Module):

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from hpc_parallel.config.layout import DATAPARALLEL, PARAMETER_SERVER, BatchPlan, tile_grid
-from hpc_parallel.config.layout_checks import stages_per_rank
+from hpc_parallel.config.schedules import schedule_of, stages_of, stages_per_rank
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.models.layered import LayeredModel, materialise
+from hpc_parallel.models.layered import LayeredModel, keep, materialise
 from hpc_parallel.strategies import (
     batch_norm,
     context,
@@ -25,6 +25,7 @@ from hpc_parallel.strategies import (
     precision,
     replicate,
     shard,
+    stages,
     tensor,
     tile,
 )  # fmt: skip
@@ -60,12 +61,18 @@ class Assembled:
     traffic: Sequence[DeviceTraffic] | None = None  # of this rank's devices, where the technique counts it
 
     def named_parameters(self) -> dict[str, Parameter]:
-        """Full names; a tied weight that another rank holds too goes by its canonical name."""
+        """Full names; a tied weight that another rank holds too goes by its canonical name.
+
+        Of two copies on this rank it is the original, which the other follows.
+        """
         canonical = {alias: name for part in self.parts for alias, name in part.tied.items()}
         for part in self.parts:
             shard.release(part)
-        named = [item for part in self.parts for item in part.named_parameters()]
-        return {canonical.get(name, name): parameter for name, parameter in named}
+        named = dict(item for part in self.parts for item in part.named_parameters())
+        copies = {alias for alias, name in canonical.items() if name in named}
+        return {
+            canonical.get(name, name): parameter for name, parameter in named.items() if name not in copies
+        }
 
 
 def assemble(
@@ -94,15 +101,17 @@ def assemble(
     sequence = axis_of(mesh, "context")
     if sequence is not None:
         context.require(parts[0], axis=sequence, sample_shape=sample_shape)
-    stages = axis_of(mesh, "pipeline")
-    if stages is not None:
+    schedule = schedule_of(strategy)
+    pipe = axis_of(mesh, "pipeline")
+    if pipe is not None:
         per_rank = stages_per_rank(strategy)
-        count = stages.size() * per_rank
-        cuts = pipeline.balance(flops, stages=count)
-        indices = pipeline.stages_of(stages.get_local_rank(), degree=stages.size(), per_rank=per_rank)
+        count = pipe.size() * per_rank
+        blocks = stages.divide(parts[0], stages=count, sample_shape=sample_shape, options=strategy)
+        indices = stages_of(
+            pipe.get_local_rank(), degree=pipe.size(), per_rank=per_rank, v_shaped=schedule.v_shaped
+        )
         parts = [
-            pipeline.cut(deepcopy(parts[0]), blocks=cuts[i], first=i == 0, last=i == count - 1)
-            for i in indices
+            keep(deepcopy(parts[0]), blocks=blocks[i], stem=i == 0, head=i == count - 1) for i in indices
         ]
     exactness = config.training.precision
     together = axis_of(mesh, "tensor")
@@ -123,6 +132,7 @@ def assemble(
             precision.apply(part, precision=exactness, device_type=device.type)
         materialise(part, seed=config.seed, device=device, dtype=precision.WEIGHTS[exactness])
     runners: list[torch.nn.Module] = list(parts)
+    averaged = None if sharded else joint(mesh, "replicate", "context", "tile")
     server: ParameterServer | None = None
     traffic: Sequence[DeviceTraffic] | None = None
     if strategy.execution == DATAPARALLEL:
@@ -131,19 +141,20 @@ def assemble(
     elif strategy.execution == PARAMETER_SERVER:
         server = ParameterServer(parts[0].parameters(), options=strategy, device=device)
         traffic = [server.traffic]
-    elif trains and (axis := joint(mesh, "replicate", "context", "tile")) is not None and not sharded:
-        runners = [replicate.apply(part, axis=axis, options=strategy) for part in parts]
+    elif trains and averaged is not None and not (pipe is not None and schedule.splits_backward):
+        runners = [replicate.apply(part, axis=averaged, options=strategy) for part in parts]
+        averaged = None
 
     def through(microbatches: int) -> ForwardBackward:
         way: ForwardBackward
         if mesh.get_coordinate() is None:
             return Idle(device=device)
-        if stages is None:
+        if pipe is None:
             way = Accumulate(runners[0], model=parts[0], microbatches=microbatches)
         else:
             way = pipeline.Pipeline(
-                runners, stages=parts, indices=indices, mesh=mesh, schedule=strategy.schedule,
-                microbatches=microbatches, device=device,
+                runners, stages=parts, indices=indices, mesh=mesh, replicas=averaged,
+                schedule=strategy.schedule, microbatches=microbatches, device=device,
             )  # fmt: skip
         if sequence is not None:
             way = context.OneSequence(way, axis=sequence)

@@ -1,68 +1,43 @@
-"""Pipeline parallelism: blocks cut into stages, microbatches that keep them busy (Huang et al. 2019).
-
-Stages are balanced by the FLOPs of their blocks, the stem and the head counted where they stand.
-"""
+"""Pipeline parallelism: blocks cut into stages, microbatches that keep them busy (Huang et al. 2019)."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import cache
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
 from torch.nn import Module, Parameter
 
-from hpc_parallel.config.problems import ConfigError, Problem
-from hpc_parallel.models.layered import LayeredModel, PartFlops, keep
-from hpc_parallel.strategies.mesh import local_gradients
+from hpc_parallel.config.pipeline_checks import version_problem
+from hpc_parallel.config.problems import ConfigError
+from hpc_parallel.config.schedules import SCHEDULES
+from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.strategies.replicate import Average
+from hpc_parallel.strategies.tied_ends import TiedEnds
 
-SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
-
-
-def balance(flops: PartFlops, *, stages: int) -> list[range]:
-    """The blocks of each stage, in order, so that the heaviest stage is as light as it can be.
-
-    Raises ConfigError where there are more stages than blocks.
-    """
-    count = len(flops.blocks)
-    if stages > count:
-        rule = f"stages are more than the model's {count} blocks: each needs one"
-        raise ConfigError([Problem("strategy.pipeline", stages, rule, (count,))])
-    before = [0.0, *accumulate(flops.blocks)]
-
-    def weight(start: int, end: int) -> float:
-        ends = flops.stem * (start == 0) + flops.head * (end == count)
-        return before[end] - before[start] + ends
-
-    @cache
-    def best(start: int, left: int) -> tuple[float, tuple[int, ...]]:
-        """The lightest heaviest stage of blocks start.. in `left` stages, and where those end."""
-        if left == 1:
-            return weight(start, count), (count,)
-        options = []
-        for end in range(start + 1, count - left + 2):
-            rest, cuts = best(end, left - 1)
-            options.append((max(weight(start, end), rest), (end, *cuts)))
-        return min(options)
-
-    return [range(start, end) for start, end in pairwise((0, *best(0, stages)[1]))]
-
-
-def stages_of(rank: int, *, degree: int, per_rank: int) -> list[int]:
-    """Indices of a rank's stages: they go round the ranks `per_rank` times (Narayanan et al. 2021)."""
-    return [rank + turn * degree for turn in range(per_rank)]
-
-
-def cut(model: LayeredModel, *, blocks: range, first: bool, last: bool) -> LayeredModel:
-    """Leave one stage of `model`, in place; the names of what stays don't change."""
-    keep(model, blocks=blocks, stem=first, head=last)
-    return model
+KINDS = {
+    "naive": ScheduleGPipe,  # of one microbatch, again and again
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "looped_bfs": ScheduleLoopedBFS,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
 
 
 class Stage(PipelineStage):
@@ -72,10 +47,48 @@ class Stage(PipelineStage):
     evaluation take turns); in evaluation mode that can't reach running statistics.
     """
 
+    gradients_go_on = False
+    """Whether the schedule runs again before the optimizer does: replicas wait for the last time."""
+    average: Average | None = None
+    """Averages gradients over replicas that no DistributedDataParallel wraps."""
+
     def forward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
         if self.has_backward and not self.submod.training:
             self.submod.train()
         return super().forward_one_chunk(*arguments, **options)
+
+    def backward_one_chunk(self, *arguments: Any, **options: Any) -> None:
+        if self.gradients_go_on:
+            options["last_backward"] = False
+        super().backward_one_chunk(*arguments, **options)
+
+    # In evaluation torch 2.13 hands gradients between two stages of one rank all the same, and then refuses.
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else None
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def perform_reduce_grad(self, *arguments: Any) -> None:
+        """Called by the schedule when the last gradient of the stage is there, in evaluation too."""
+        if self.gradients_go_on:
+            return
+        super().perform_reduce_grad(*arguments)
+        if self.has_backward:
+            lay_out_gradients(self.submod)
+            if self.average is not None:
+                self.average.start()
+
+
+def lay_out_gradients(module: Module) -> None:
+    """Give gradients the strides of their weights, as backward() does and a split backward pass doesn't.
+
+    The fused AdamW of torch 2.13 reads both alike on CPUs, whatever their strides.
+    """
+    for weight in module.parameters():
+        if weight.grad is not None and weight.grad.stride() != weight.stride():
+            weight.grad = torch.empty_like(weight).copy_(weight.grad)
 
 
 class Pipeline:
@@ -88,28 +101,39 @@ class Pipeline:
         stages: Sequence[LayeredModel],
         indices: Sequence[int],
         mesh: DeviceMesh,
+        replicas: DeviceMesh | None,
         schedule: str,
         microbatches: int,
         device: torch.device,
     ) -> None:
-        """`runners` are the `stages`, wrapped by what else applies to them (DistributedDataParallel)."""
+        """`runners` are the `stages`, wrapped by what else applies to them (DistributedDataParallel);
+        `replicas`: the axis over which their gradients are still to be averaged.
+
+        Raises ConfigError where torch is too old for the schedule.
+        """
+        if problem := version_problem(schedule):
+            raise ConfigError([problem])
         axis = mesh["pipeline"]
         count = axis.size() * len(stages)
         self._parts = [
             Stage(runner, index, count, device, group=axis.get_group())
             for runner, index in zip(runners, indices, strict=True)
         ]
+        self._averages = [] if replicas is None else [Average(stage, axis=replicas) for stage in stages]
+        for part, average in zip(self._parts, self._averages, strict=False):
+            part.average = average
         self._model = stages[-1]
         self._terms = 1
         self._first = indices[0] == 0
         self._last = indices[-1] == count - 1
         self._device = device
-        self._tied = TiedEnds(stages, mesh=mesh)
+        self._tied = TiedEnds(stages, mesh=mesh, v_shaped=SCHEDULES[schedule].v_shaped)
         self.copies: Sequence[Parameter] = self._tied.copies
-        kind = SCHEDULES[schedule]
+        self._passes = microbatches if SCHEDULES[schedule].in_turn else 1
+        kind = KINDS[schedule]
         wanted = inspect.signature(kind).parameters  # the arguments move between releases of torch
         given = {
-            "n_microbatches": microbatches,
+            "n_microbatches": microbatches // self._passes,
             "loss_fn": self._loss,
             "scale_grads": False,
             "stage" if "stage" in wanted else "stages": self._parts[0] if "stage" in wanted else self._parts,
@@ -122,6 +146,8 @@ class Pipeline:
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean loss of this pipeline's batch where the last stage lives, else zero."""
         loss = self._run(self._schedule.step, inputs, targets)
+        for average in self._averages:
+            average.finish()
         self._tied.sum_gradients()
         return loss
 
@@ -131,48 +157,20 @@ class Pipeline:
         return self._run(self._schedule.eval, inputs, targets)
 
     def _run(self, execute: Callable[..., object], inputs: Tensor, targets: Tensor) -> Tensor:
-        losses: list[Tensor] = []
+        self._tied.follow()
         for part in self._parts:
             part.submod.eval()
         self._terms = self._model.loss_terms(targets)
-        given = (inputs,) if self._first else ()
-        if self._last:
-            execute(*given, target=targets, losses=losses, return_outputs=False)
-        else:
-            execute(*given)
-        return torch.stack([loss.detach() for loss in losses]).sum() if losses else self._zero()
-
-    def _zero(self) -> Tensor:
-        return torch.zeros((), device=self._device)
-
-
-class TiedEnds:
-    """Weights that the first and the last stage share: each has a copy, both get the sum of the gradients."""
-
-    def __init__(self, stages: Sequence[LayeredModel], *, mesh: DeviceMesh) -> None:
-        names = dict(pair for stage in stages for pair in stage.tied.items())
-        here = dict(pair for stage in stages for pair in stage.named_parameters())
-        self.copies = [here[alias] for alias in names if alias in here]  # held by the last stage
-        self._shared = self.copies or [here[name] for name in names.values() if name in here]
-        self._group = ends_group(mesh) if names else None
-
-    def sum_gradients(self) -> None:
-        for gradient in local_gradients(self._shared):
-            dist.all_reduce(gradient, group=self._group)
-
-
-def ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The group of this pipeline's first and last rank; None on the ranks between.
-
-    Every rank of the world makes every pipeline's: NCCL splits a communicator only with all its ranks.
-    """
-    assert mesh.mesh_dim_names is not None
-    dim = mesh.mesh_dim_names.index("pipeline")
-    pipelines = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim))  # [pipeline, stage's rank]
-    mine = None
-    for ranks in pipelines.tolist():
-        ends = [ranks[0], ranks[-1]]
-        group = dist.new_group(ends)
-        if dist.get_rank() in ends:
-            mine = group
-    return mine
+        found: list[Tensor] = []
+        passes = zip(inputs.chunk(self._passes), targets.chunk(self._passes), strict=True)
+        for index, (samples, expected) in enumerate(passes):
+            for part in self._parts:
+                part.gradients_go_on = index < self._passes - 1
+            given = (samples,) if self._first else ()
+            losses: list[Tensor] = []
+            if self._last:
+                execute(*given, target=expected, losses=losses, return_outputs=False)
+            else:
+                execute(*given)
+            found.extend(loss.detach() for loss in losses)
+        return torch.stack(found).sum() if found else torch.zeros((), device=self._device)

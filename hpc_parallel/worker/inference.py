@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_parallel.config.layout import BatchPlan, plan_batch
+from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import InferConfig, RunConfig
 from hpc_parallel.config.tasks import batch_sizes
 from hpc_parallel.launch.results import results
@@ -115,6 +116,7 @@ def plan_of(session: Session, *, batch_size: int) -> BatchPlan:
         layout=session.layout,
         microbatch_size=size and gcd(size, samples),
         microbatches=gcd(count, samples) if count and not size else None,
+        in_turn=schedule_of(session.config.strategy).in_turn,
     )
 
 

@@ -23,6 +23,7 @@ from hpc_parallel.config.layout import (
     servers,
     share_of,
 )
+from hpc_parallel.config.schedules import schedule_of, stages_per_rank
 from hpc_parallel.config.schema import RunConfig, typed
 from hpc_parallel.data.sampler import Batches, Data, Samples, validation_steps
 from hpc_parallel.launch.run_folder import RunFolder, write_json
@@ -72,6 +73,7 @@ class Session:
             layout=layout,
             microbatch_size=config.training.microbatch_size,
             microbatches=strategy.microbatches,
+            in_turn=schedule_of(strategy).in_turn,
         )
         data: Data = instantiate(config.data)
         require_equal_data(data.digest)
@@ -176,8 +178,15 @@ def complete(
 
 
 def forward_only(config: RunConfig) -> RunConfig:
-    """Schedules differ in when backward passes run; without them all are GPipe, with one stage a rank."""
-    return replace(config, strategy=replace(config.strategy, schedule="gpipe", stages_per_rank=1))
+    """Schedules differ in when backward passes run; without them all are GPipe, with one stage a rank.
+
+    All but the naive one, whose microbatches wait for each other in forward passes too.
+    """
+    strategy = config.strategy
+    if schedule_of(strategy).in_turn:
+        return config
+    cuts = strategy.cuts if stages_per_rank(strategy) == 1 else None
+    return replace(config, strategy=replace(strategy, schedule="gpipe", stages_per_rank=1, cuts=cuts))
 
 
 def traffic_of(session: Session) -> dict[str, Any]:

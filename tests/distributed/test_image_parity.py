@@ -49,6 +49,12 @@ LAYOUTS = {
         ("strategy=pipeline", "nodes=4", "strategy.pipeline=2", "strategy.replicate=2",
          "strategy.microbatches=4"), 4,
     ),
+    "model of 2, accumulating 4": (("strategy=model", "nodes=2", "training.microbatch_size=4"), 4),
+    "zero bubble 2 x replicate 2": (
+        ("strategy=pipeline", "nodes=4", "strategy.pipeline=2", "strategy.replicate=2",
+         "strategy.microbatches=4", "strategy.schedule=interleaved_zero_bubble",
+         "strategy.stages_per_rank=1"), 4,
+    ),
     "tile 1 x 2": (("strategy=tile", "nodes=2"), 1),
     "tile 2 x 1, accumulating 4": (
         ("strategy=tile", "nodes=2", "strategy.tile_grid=[2,1]", "training.microbatch_size=4"), 4,
@@ -60,6 +66,10 @@ LAYOUTS = {
     ),
     "pipeline 2 x tile 1 x 2": (
         ("strategy=tile", "nodes=4", "strategy.pipeline=2", "strategy.microbatches=4"), 4,
+    ),
+    "zero bubble 2 x tile 1 x 2": (
+        ("strategy=tile", "nodes=4", "strategy.pipeline=2", "strategy.microbatches=4",
+         "strategy.schedule=interleaved_zero_bubble", "strategy.stages_per_rank=1"), 4,
     ),
 }  # fmt: skip
 
@@ -78,8 +88,30 @@ def alone(workers: Workers):
 def test_layout_follows_one_device(
     workers: Workers, alone, net: str, layout: str, precision: str, losses: float, weights: float
 ) -> None:
-    options = (*NETS[net], f"training.precision={precision}")
     split, microbatches = LAYOUTS[layout]
+    options = (*NETS[net], f"training.precision={precision}")
+    follow(workers, alone, options, split, microbatches=microbatches, losses=losses, weights=weights)
+
+
+@pytest.mark.parametrize("schedule", ["looped_bfs", "zbv", "dualpipev"])
+def test_two_stages_a_rank_follow_one_device(workers: Workers, alone, schedule: str) -> None:
+    """Four blocks, and a BatchNorm whose gradients come in two halves."""
+    options = (*NETS["convnet"], "training.precision=float64")
+    split = ("strategy=pipeline", "nodes=2", "strategy.microbatches=4", f"strategy.schedule={schedule}")
+    follow(workers, alone, options, split, microbatches=4, losses=1e-10, weights=1e-9)
+
+
+def follow(
+    workers: Workers,
+    alone,
+    options: tuple[str, ...],
+    split: tuple[str, ...],
+    *,
+    microbatches: int,
+    losses: float,
+    weights: float,
+) -> None:
+    """Train on the layout `split` and compare with one device of as many microbatches."""
     reference = alone(*options, f"training.microbatch_size={16 // microbatches}")
     found = workers.train(*COMMON, *options, *split)
     assert len(found.losses) == STEPS

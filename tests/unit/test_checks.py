@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hpc_parallel.config.checks import find_problems, in_order
 from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.layout import Layout, plan_batch
-from hpc_parallel.config.layout_checks import stages_per_rank
 from hpc_parallel.config.problems import Problem, nearest, spell
+from hpc_parallel.config.schedules import SCHEDULES, schedule_of, stages_per_rank, unfit
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.targets import missing_part
 from tests.composed import composed
@@ -66,7 +66,7 @@ def test_class_paths_are_checked_without_import(target: str, right: bool) -> Non
 
 
 DEGREE = st.sampled_from([-1, 1, 2, 3, 4])
-SCHEDULE = st.sampled_from(["gpipe", "1f1b", "interleaved"])
+SCHEDULE = st.sampled_from(sorted(SCHEDULES))
 SMALL = st.none() | st.integers(1, 12)
 
 
@@ -94,8 +94,9 @@ def test_what_passes_the_checks_can_be_laid_out(
         assert all(str(problem).count(". Try ") <= 1 for problem in problems)
         return
     layout = Layout.resolve(strategy, devices=nodes * devices)
-    plan = plan_batch(batch, layout=layout, microbatch_size=size, microbatches=count)
+    in_turn = schedule_of(strategy).in_turn
+    plan = plan_batch(batch, layout=layout, microbatch_size=size, microbatches=count, in_turn=in_turn)
     assert plan.data * plan.microbatches * plan.microbatch_size == batch
     if layout.pipeline > 1:
         assert layout.pipeline * stages_per_rank(strategy) <= config.model["layers"]
-        assert schedule != "1f1b" or plan.microbatches >= layout.pipeline
+        assert unfit(strategy, microbatches=plan.microbatches, ranks=layout.pipeline) is None

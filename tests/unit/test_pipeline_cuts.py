@@ -5,12 +5,15 @@ from __future__ import annotations
 from itertools import combinations, pairwise
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_parallel.config.problems import ConfigError
-from hpc_parallel.models.layered import PartFlops
-from hpc_parallel.strategies.pipeline import balance, stages_of
+from hpc_parallel.config.schema import StrategyConfig
+from hpc_parallel.models.layered import PartCosts, PartFlops
+from hpc_parallel.models.transformer import Transformer
+from hpc_parallel.strategies.stages import balance, divide, parameters
 
 
 def heaviest(flops: PartFlops, cuts: list[range]) -> int:
@@ -48,5 +51,22 @@ def test_more_stages_than_blocks_is_a_problem_of_the_configuration() -> None:
         balance(PartFlops(stem=1, blocks=(1, 1), head=1), stages=3)
 
 
-def test_stages_go_round_the_ranks() -> None:
-    assert [stages_of(rank, degree=3, per_rank=2) for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
+def test_stages_are_balanced_by_what_is_asked_for() -> None:
+    """An embedding is many weights and no work; the head is as many weights, and counts where it stands."""
+    with torch.device("meta"):
+        model = Transformer(layers=8, dim=32, heads=2, kv_heads=2, ffn_dim=64, vocab_size=900)
+    block = 4 * 32 * 32 + 3 * 32 * 64 + 2 * 32
+    assert parameters(model) == PartCosts(stem=900 * 32, blocks=(block,) * 8, head=900 * 32 + 32)
+    for balanced, lengths in (("flops", [5, 3]), ("parameters", [4, 4])):
+        options = StrategyConfig(balance=balanced)
+        found = divide(model, stages=2, sample_shape=(16,), options=options)
+        assert [len(stage) for stage in found] == lengths
+
+
+def test_cuts_that_only_a_look_at_the_model_refutes() -> None:
+    with torch.device("meta"):
+        model = Transformer(layers=4, dim=32, heads=2, kv_heads=2, ffn_dim=64, vocab_size=64)
+    shape = {"stages": 2, "sample_shape": (16,)}
+    assert divide(model, options=StrategyConfig(cuts=[1]), **shape) == [range(1), range(1, 4)]
+    with pytest.raises(ConfigError, match=r"strategy.cuts = \[4\] .* Try strategy.cuts=\[2\]"):
+        divide(model, options=StrategyConfig(cuts=[4]), **shape)

@@ -72,7 +72,7 @@ def test_cfg_shows_one_package(capsys: pytest.CaptureFixture[str]) -> None:
         (
             ["--help"],
             [
-                "strategy: data, dataparallel, fsdp, hsdp, hybrid, parameter_server, pipeline, single,",
+                "strategy: context, data, dataparallel, fsdp, hsdp, hybrid, model, parameter_server,",
                 "model: 124m",
                 "nodes: 1",
             ],

@@ -1,0 +1,70 @@
+"""The schedules of a pipeline, and what each asks of stages and microbatches.
+
+The rules are those by which torch.distributed.pipelining raises; here the login half can read them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpc_parallel.config.schema import StrategyConfig
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a schedule asks for; `stages_per_rank`: the fewest, the most (None: any number), the usual."""
+
+    stages_per_rank: tuple[int, int | None, int] = (1, 1, 1)
+    v_shaped: bool = False  # a rank's stages are as far from the first stage as from the last
+    full: bool = False  # at least as many microbatches as stages
+    rounds: bool = False  # microbatches in equal rounds of about one a rank
+    splits_backward: bool = False  # gradients of weights come later than those of inputs
+    in_turn: bool = False  # a microbatch starts when the one before is through
+    torch: tuple[int, int] = (2, 11)  # the oldest that runs it
+
+
+_ROUND = (2, None, 2)
+_PAIR = (2, 2, 2)
+SCHEDULES = {
+    "naive": Schedule(in_turn=True),
+    "gpipe": Schedule(),
+    "1f1b": Schedule(full=True),
+    "interleaved": Schedule(_ROUND, rounds=True),
+    "looped_bfs": Schedule(_ROUND),
+    "interleaved_zero_bubble": Schedule((1, None, 2), rounds=True, splits_backward=True),
+    "zbv": Schedule(_PAIR, v_shaped=True, splits_backward=True, torch=(2, 12)),
+    "dualpipev": Schedule(_PAIR, v_shaped=True, full=True, splits_backward=True, torch=(2, 12)),
+}
+
+
+def schedule_of(strategy: StrategyConfig) -> Schedule:
+    """That of `strategy.schedule`; of a name that is none (which the checks tell) the plainest."""
+    return SCHEDULES.get(strategy.schedule, Schedule())
+
+
+def stages_per_rank(strategy: StrategyConfig) -> int:
+    return strategy.stages_per_rank or schedule_of(strategy).stages_per_rank[2]
+
+
+def unfit(strategy: StrategyConfig, *, microbatches: int, ranks: int) -> str | None:
+    """Why the schedule can't run so many microbatches; None where it can."""
+    schedule, stages = schedule_of(strategy), ranks * stages_per_rank(strategy)
+    if schedule.full and microbatches < stages:
+        return (
+            f"leaves stages without work: {strategy.schedule} wants at least as many as its {stages} stages"
+        )
+    rounds = max(1, microbatches // ranks)
+    if schedule.rounds and microbatches % rounds:
+        return f"does not split into {rounds} equal rounds of {ranks} stages"
+    return None
+
+
+def stages_of(rank: int, *, degree: int, per_rank: int, v_shaped: bool) -> list[int]:
+    """Indices of a rank's stages, rising.
+
+    They go round the ranks `per_rank` times (Narayanan et al. 2021), or there and back again, so that
+    the first stage and the last are on one rank (Qi et al. 2024, zero bubble; DeepSeek-AI 2024, DualPipe).
+    """
+    if v_shaped:
+        return [rank, 2 * degree - 1 - rank]
+    return [rank + turn * degree for turn in range(per_rank)]
