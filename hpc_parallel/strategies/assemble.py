@@ -57,9 +57,7 @@ class Assembled:
     mesh: DeviceMesh
     forward_flops: float  # of the whole model, a sample
     server: ParameterServer | None = None  # where it alone has the optimizer
-    traffic: Sequence[DeviceTraffic] | None = (
-        None  # of each of this rank's devices, where the technique counts it
-    )
+    traffic: Sequence[DeviceTraffic] | None = None  # of this rank's devices, where the technique counts it
 
     def named_parameters(self) -> dict[str, Parameter]:
         """Full names; a tied weight that another rank holds too goes by its canonical name."""

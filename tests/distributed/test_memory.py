@@ -26,7 +26,7 @@ def _held_bytes(*overrides: str) -> int:
 
     run = prepared(*overrides)
     config = typed(run.values)
-    layout = Layout.resolve(config.strategy, devices=run.devices)
+    layout = Layout.resolve(config.strategy, devices=run.processes)
     batch = plan_batch(16, layout=layout, microbatch_size=None, microbatches=None)
     mesh = build_mesh(layout, device_type="cpu")
     assembled = assemble(config, batch=batch, sample_shape=(32,), mesh=mesh, device=torch.device("cpu"))

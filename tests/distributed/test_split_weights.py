@@ -25,7 +25,7 @@ def _first_weights(*overrides: str) -> Mapping[str, Tensor]:
 
     run = prepared(*overrides, "training.global_batch_size=12")
     config = typed(run.values)
-    layout = Layout.resolve(config.strategy, devices=run.devices)
+    layout = Layout.resolve(config.strategy, devices=run.processes)
     batch = plan_batch(12, layout=layout, microbatch_size=None, microbatches=None)
     mesh = build_mesh(layout, device_type="cpu")
     assembled = assemble(config, batch=batch, sample_shape=(32,), mesh=mesh, device=torch.device("cpu"))
