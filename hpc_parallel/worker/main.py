@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,11 +21,12 @@ from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
 from hpc_parallel.worker import fabric, failure
 from hpc_parallel.worker.environment import describe
 from hpc_parallel.worker.logs import redirect
+from hpc_parallel.worker.proof import prove
 from hpc_parallel.worker.rendezvous import hosts, meet
 from hpc_parallel.worker.session import read_config, train
 from hpc_parallel.worker.world import World
 
-TASKS = {"train": train}  # by the names of conf/task/
+TASKS: dict[str, Callable[..., object]] = {"train": train, "proof": prove}  # by the names of conf/task/
 
 
 def main(run_folder: str) -> int:

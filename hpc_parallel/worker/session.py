@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,12 @@ def train(
     folder: RunFolder,
     device: torch.device,
     environment: Mapping[str, str],
+    on_gradients: Callable[[Assembled], None] | None = None,
 ) -> Assembled:
     """Train as `config` says, on all ranks of the default process group; returns this rank's trained parts.
 
-    Rank 0 writes `metrics.jsonl` and `summary.json`. Raises what `Session.open` raises.
+    `on_gradients` is called in each step when `.grad` is complete, before it is clipped. Rank 0 writes
+    `metrics.jsonl` and `summary.json`. Raises what `Session.open` raises.
     """
     started = datetime.now(UTC).isoformat()
     rank = dist.get_rank()
@@ -95,7 +98,12 @@ def train(
     optimizer = build_optimizer(session.assembled.named_parameters(), config.optimizer)
     writers = open_writers(config, folder=folder, values=values) if rank == 0 else []
     trainer = Trainer(
-        GradientStep(session.assembled, optimizer=optimizer, clip_norm=config.training.clip_norm),
+        GradientStep(
+            session.assembled,
+            optimizer=optimizer,
+            clip_norm=config.training.clip_norm,
+            on_gradients=None if on_gradients is None else partial(on_gradients, session.assembled),
+        ),
         optimizer=optimizer,
         batches=session.batches(session.data.train, seed=config.seed),
         validation=session.batches(session.data.validation, seed=None),
