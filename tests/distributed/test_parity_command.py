@@ -93,8 +93,8 @@ def test_a_broken_technique_is_seen(what: str, tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
-    words = ("strategy=data", "nodes=2", "model=tiny", "cluster.environment={GLOO_SOCKET_IFNAME:nosuch0}")
-    done, (row,) = parity(*words, here=tmp_path)
+    interface = "+cluster.environment.GLOO_SOCKET_IFNAME=nosuch0"
+    done, (row,) = parity("strategy=data", "nodes=2", "model=tiny", interface, here=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert (row["word"], row["differences"]) == ("failed", {})
     assert "nosuch0" in row["reasons"][0]
