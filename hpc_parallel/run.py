@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         runs = compose()
     except ConfigError as error:
-        return _report(error.problems)
+        return report(error.problems)
     try:
         return max([launch(run) for run in runs], default=DONE)
     except KeyboardInterrupt:  # the launcher has ended what it had started
@@ -87,7 +87,7 @@ def launch(run: PreparedRun) -> int:
     try:
         return launcher.launch(run)
     except ConfigError as error:  # the run folder can't be made
-        return _report(error.problems)
+        return report(error.problems)
     except SiteRefusedError as refusal:
         print(refusal, file=sys.stderr)
         return REFUSED
@@ -144,7 +144,8 @@ def _hydra_raises() -> Iterator[None]:
             os.environ["HYDRA_FULL_ERROR"] = before
 
 
-def _report(problems: Sequence[Problem | str]) -> int:
+def report(problems: Sequence[Problem | str]) -> int:
+    """Tell all problems on stderr; returns the exit code for them."""
     count = len(problems)
     print(f"{count} problem{'s' * (count > 1)} in the configuration; nothing was started.", file=sys.stderr)
     for problem in problems:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathElement
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -24,6 +30,21 @@ def find_folder(name: str) -> Path:
     package = Path(__file__).resolve().parents[1]
     inside = package / name
     return inside if inside.is_dir() else package.parent / name
+
+
+@contextmanager
+def composing(config_dir: str, *, extra_dir: str | None = None) -> Iterator[None]:
+    """Let `hydra.compose` find the files of `config_dir`, and of `extra_dir`, a folder of the user's own."""
+    GlobalHydra.instance().clear()
+    places = create_config_search_path(config_dir)
+    if extra_dir:
+        own = SearchPathElement("command-line", f"file://{Path(extra_dir).absolute()}")
+        places.get_path().insert(-1, own)  # before the schemas
+    Hydra.create_main_hydra2(task_name="compose", config_search_path=places)
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().clear()
 
 
 def resolve(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:

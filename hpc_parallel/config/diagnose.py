@@ -10,13 +10,9 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any
 
 from hydra import compose
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_config_search_path
-from hydra.core.config_search_path import SearchPathElement
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
@@ -24,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hpc_parallel.config.checks import CHOICES, find_problems, in_order
-from hpc_parallel.config.compose import REQUIRED, flat, missing_keys, resolve, unknown_keys
+from hpc_parallel.config.compose import REQUIRED, composing, flat, missing_keys, resolve, unknown_keys
 from hpc_parallel.config.problems import ConfigError, Problem, nearest
 from hpc_parallel.config.site_checks import minutes_of
 
@@ -44,16 +40,8 @@ def diagnose(
 
     `extra_dir`: a folder of the user's own (`--config-dir`); `sweep`: whether `nodes=1,2` is two runs.
     """
-    GlobalHydra.instance().clear()
-    places = create_config_search_path(config_dir)
-    if extra_dir:
-        own = SearchPathElement("command-line", f"file://{Path(extra_dir).absolute()}")
-        places.get_path().insert(-1, own)  # before the schemas
-    Hydra.create_main_hydra2(task_name="diagnose", config_search_path=places)
-    try:
+    with composing(config_dir, extra_dir=extra_dir):
         return _diagnose(overrides, config_name=config_name, sweep=sweep)
-    finally:
-        GlobalHydra.instance().clear()
 
 
 def _diagnose(overrides: Sequence[str], *, config_name: str, sweep: bool) -> list[Problem | str]:

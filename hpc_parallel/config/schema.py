@@ -236,7 +236,9 @@ class GenerateConfig(TaskConfig):
     show: int = 4  # texts told at the end; all are in generated.jsonl
 
 
-TASKS: dict[str, type[TaskConfig]] = {"train": TaskConfig, "infer": InferConfig, "generate": GenerateConfig}
+TASKS: dict[str, type[TaskConfig]] = {
+    "train": TaskConfig, "infer": InferConfig, "generate": GenerateConfig, "proof": TaskConfig
+}  # fmt: skip
 
 
 @dataclass

@@ -63,6 +63,11 @@ class RunFolder:
         return self.path / "rendezvous"
 
     @property
+    def proof(self) -> Path:
+        """What a proof compares (task=proof): gradients and weights by full name."""
+        return self.path / "proof"
+
+    @property
     def slurm(self) -> Path:
         """Slurm's and submitit's own files: the job's output, the pickled payload."""
         return self.path / "slurm"

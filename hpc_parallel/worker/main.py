@@ -24,12 +24,15 @@ from hpc_parallel.worker.environment import describe
 from hpc_parallel.worker.generation import generate
 from hpc_parallel.worker.inference import infer
 from hpc_parallel.worker.logs import redirect
+from hpc_parallel.worker.proof import prove
 from hpc_parallel.worker.rendezvous import hosts, meet
 from hpc_parallel.worker.session import read_config, train
 from hpc_parallel.worker.world import World
 
 # By the names of conf/task/.
-TASKS: dict[str, Callable[..., object]] = {"train": train, "infer": infer, "generate": generate}
+TASKS: dict[str, Callable[..., object]] = {
+    "train": train, "infer": infer, "generate": generate, "proof": prove
+}  # fmt: skip
 
 
 def main(run_folder: str) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -119,10 +120,12 @@ def train(
     folder: RunFolder,
     device: torch.device,
     environment: Mapping[str, str],
+    on_gradients: Callable[[Assembled], None] | None = None,
 ) -> Assembled:
     """Train as `config` says, on all ranks of the default process group; returns this rank's trained parts.
 
-    Rank 0 writes `metrics.jsonl` and `summary.json`. Raises what `Session.open` raises.
+    `on_gradients` is called in each step when `.grad` is complete, before it is clipped. Rank 0 writes
+    `metrics.jsonl` and `summary.json`. Raises what `Session.open` raises.
     """
     started = datetime.now(UTC).isoformat()
     rank = dist.get_rank()
@@ -131,7 +134,12 @@ def train(
     writers = open_writers(config, folder=folder, values=values) if rank == 0 else []
     batches = session.batches(session.data.train, seed=config.seed)
     trainer = Trainer(
-        build_step(session.assembled, optimizer=optimizer, clip_norm=config.training.clip_norm),
+        build_step(
+            session.assembled,
+            optimizer=optimizer,
+            clip_norm=config.training.clip_norm,
+            on_gradients=None if on_gradients is None else partial(on_gradients, session.assembled),
+        ),
         optimizer=optimizer,
         batches=batches,
         validation=session.batches(session.data.validation, seed=None),

@@ -33,6 +33,17 @@ SMALL = (
     "model.ffn_dim=160",
     "optimizer.warmup_steps=2",
 )
+SMALL_IMAGES = (
+    "training.steps=10",
+    "training.log_every=1",
+    "model=segmenter",
+    "model.channels=[8,12,16]",
+    "data=cells",
+    "data.samples=64",
+    "data.height=32",
+    "data.width=48",
+    "optimizer.warmup_steps=2",
+)
 
 
 @dataclass(frozen=True)
@@ -96,16 +107,18 @@ def only_run(site: Site) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("words", "hosts", "ranks"),
+    ("words", "small", "hosts", "ranks"),
     [
-        (("strategy=data", "nodes=2", "gpus_per_node=2"), 2, 4),
-        (("strategy=pipeline", "nodes=4"), 4, 4),
+        (("strategy=data", "nodes=2", "gpus_per_node=2"), SMALL, 2, 4),
+        (("strategy=pipeline", "nodes=4"), SMALL, 4, 4),
+        (("strategy=hybrid", "nodes=4", "gpus_per_node=2"), SMALL, 4, 8),  # pipeline 4 x tensor 2
+        (("strategy=tile", "nodes=4"), SMALL_IMAGES, 4, 4),  # 2 x 2 tiles
     ],
 )
 def test_a_job_completes_and_equals_the_local_curve(
-    site: Site, workers: Workers, words: tuple[str, ...], hosts: int, ranks: int
+    site: Site, workers: Workers, words: tuple[str, ...], small: tuple[str, ...], hosts: int, ranks: int
 ) -> None:
-    done = site.run(*words, *SMALL, "launcher=slurm", "launcher.wait=true")
+    done = site.run(*words, *small, "launcher=slurm", "launcher.wait=true", timeout_s=300)
     assert done.returncode == 0, done.stdout + done.stderr
     folder = only_run(site)
     summary = read(folder, "summary.json")
@@ -129,8 +142,23 @@ def test_a_job_completes_and_equals_the_local_curve(
     assert {(rank["host"], rank["address"]) for rank in environment["ranks"]} <= addresses
     assert environment["fabric"]["GLOO_SOCKET_IFNAME"] == "fabric0"
     assert environment["slurm"]["SLURM_JOB_ID"] == job_id
-    alone = workers.train("strategy=single", *SMALL).losses
+    alone = workers.train("strategy=single", *small).losses
     assert losses(folder) == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_proof_goes_through_slurm(site: Site) -> None:
+    """Losses, gradients and weights of a job on four hosts against those of a job on one."""
+    words = ("strategy=tile", "nodes=4", *SMALL_IMAGES, "precision=float64", "run_dir=proof")
+    done = subprocess.run(
+        [sys.executable, "-m", "hpc_parallel", "parity", *words, "launcher=slurm", "launcher.wait=true"],
+        cwd=site.home, env=site.environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = read(site.home / "proof", "parity.json")["rows"]
+    assert (row["word"], row["layout"]) == ("equal", "tile 4")
+    assert all(found["value"] < 1e-9 for found in row["differences"].values())
+    (folder,) = site.home.glob("proof/01-*")
+    assert read(folder, "summary.json")["job_ids"]
 
 
 def test_submission_returns_with_what_a_user_needs(site: Site) -> None:

@@ -1,0 +1,94 @@
+"""What `python -m hpc_parallel parity` proves when nobody says what: every strategy, on networks of a minute.
+
+A new `conf/strategy/<name>.yaml` needs a row here; a test says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Clipping, the warm-up and four microbatches where they are said to be are all at work in these steps.
+COMMON = (
+    "task=proof",
+    "name=parity",
+    "device=cpu",  # where any layout can run and one device draws the numbers that many do
+    "launcher=local",
+    "launcher.snapshot=false",  # the runs start now
+    "training.steps=6",
+    "training.log_every=1",
+    "training.validate_every=null",
+    "training.global_batch_size=16",
+    "training.clip_norm=0.5",
+    "optimizer.warmup_steps=2",
+)
+# Sizes that don't come out even: five blocks over two or four stages, maps of 3 places over two tiles.
+# Small images: BatchNorm makes a kernel's gradient a sum that cancels, and float32 loses a digit of it for
+# each hundredfold of its terms (one device on 16 digits of 40 x 56 pixels is 4e-5 off its float64).
+NETS = {
+    "text": (
+        "model=tiny", "model.layers=5", "model.dim=64", "model.heads=8", "model.kv_heads=4",
+        "model.ffn_dim=128",
+        "data=text", "data.sequence_length=32", "data.max_bytes=200000",
+    ),
+    "digits": (
+        "model=convnet", "model.channels=[4,8,8]", "data=digits", "data.height=16", "data.width=24",
+    ),
+    "cells": (
+        "model=segmenter", "model.channels=[8,12,16]", "data=cells", "data.samples=64", "data.height=32",
+        "data.width=48",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy on one layout.
+
+    layout: nodes, devices and degrees, which a command line's own replace; empty: one device.
+    options: what else is said. nets: names of `NETS` on which it is proven.
+    """
+
+    strategy: str
+    layout: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    nets: tuple[str, ...] = ("text",)
+
+
+TWO, FOUR, TWO_BY_TWO = ("nodes=2",), ("nodes=4",), ("nodes=2", "gpus_per_node=2")
+LAYERS = ("text", "digits")  # for what takes layers as they are
+
+ROWS = (
+    Row("single", (), ("training.microbatch_size=4",)),
+    Row("data", TWO, nets=LAYERS),
+    Row("data", FOUR, ("training.microbatch_size=1",), nets=LAYERS),
+    Row("dataparallel", ("gpus_per_node=2",), nets=LAYERS),
+    Row("parameter_server", TWO, nets=LAYERS),
+    Row("parameter_server", ("nodes=3",), ("strategy.dedicated_server=true",)),
+    Row("fsdp", TWO, nets=LAYERS),
+    Row("fsdp", FOUR, ("training.microbatch_size=1",)),
+    Row("fsdp", TWO, ("strategy.reshard=false",)),
+    Row("hsdp", TWO_BY_TWO, ("training.microbatch_size=1",)),
+    Row("tensor", TWO, nets=LAYERS),
+    Row("tensor", TWO, ("strategy.sequence_parallel=false", "strategy.loss_parallel=false")),
+    Row("tensor", (*TWO_BY_TWO, "strategy.tensor=2", "strategy.replicate=2")),
+    Row("model", TWO, nets=LAYERS),
+    *(
+        Row("pipeline", TWO, (f"strategy.schedule={schedule}",))
+        for schedule in (
+            "gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev",
+        )
+    ),
+    Row("pipeline", FOUR),
+    Row("pipeline", TWO, ("strategy.microbatches=4",), nets=("digits",)),
+    Row("pipeline", (*TWO_BY_TWO, "strategy.pipeline=2", "strategy.replicate=2")),
+    Row("context", TWO, ("strategy.context_attention=ring",)),
+    Row("context", TWO, ("strategy.context_attention=gather",)),
+    Row("context", (*TWO_BY_TWO, "strategy.context=2", "strategy.shard=2")),
+    Row("tile", TWO, nets=("digits", "cells")),
+    Row("tile", TWO_BY_TWO, nets=("digits", "cells")),
+    Row("tile", (*TWO_BY_TWO, "strategy.tile=2", "strategy.replicate=2"), ("training.microbatch_size=2",),
+        nets=("cells",)),
+    Row("hybrid", TWO_BY_TWO),
+    Row("hybrid", ("nodes=2", "gpus_per_node=4", "strategy.tensor=2", "strategy.replicate=1",
+                   "strategy.shard=2")),
+)  # fmt: skip

@@ -1,0 +1,101 @@
+"""`python -m hpc_parallel parity` proves what is right, and sees what is broken on purpose."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+QUICK = ("training.steps=3", "run_dir=proof")
+
+
+def parity(*words: str, here: Path, source: Path = ROOT) -> tuple[subprocess.CompletedProcess[str], Any]:
+    """The command in `here`, with the package of `source`; and the rows that it kept."""
+    done = subprocess.run(
+        [sys.executable, "-m", "hpc_parallel", "parity", *words, *QUICK],
+        cwd=here, env={**os.environ, "PYTHONPATH": str(source), "COLUMNS": "100"},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    kept = here / "proof" / "parity.json"
+    return done, json.loads(kept.read_text())["rows"] if kept.exists() else None
+
+
+def test_strategies_are_proven_in_float64(tmp_path: Path) -> None:
+    done, (row,) = parity(
+        "strategy=hybrid", *("nodes=2", "gpus_per_node=2"), "precision=float64", here=tmp_path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (row["word"], row["layout"], row["reasons"]) == ("equal", "pipeline 2 x tensor 2", [])
+    values = {name: found["value"] for name, found in row["differences"].items()}
+    assert set(values) == {"losses", "gradients", "weights"}
+    assert all(0 <= value < 1e-9 for value in values.values())
+    assert max(values.values()) > 0  # the sums do have another order
+    assert "1 rows in float64: 1 equal." in done.stdout
+    assert "float64 keeps 53 bits" in done.stdout
+    assert "<= 1e-09" in done.stdout
+    norms = [
+        json.loads(line)["grad_norm"]
+        for line in next((tmp_path / "proof").glob("01-*/metrics.jsonl")).read_text().splitlines()
+    ]
+    assert min(norms) > 0.5  # clipping is at work
+
+
+def test_images_are_proven_with_their_running_statistics(tmp_path: Path) -> None:
+    done, rows = parity("strategy=tile", "nodes=2", here=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [(row["net"], row["word"]) for row in rows] == [("digits", "equal"), ("cells", "equal")]
+    import numpy as np
+
+    with np.load(tmp_path / "proof/01-tile-digits/proof/weights-0.npz") as held:
+        assert "blocks.0.norm.running_var" in held.files
+
+
+BREAKS = {
+    "a halo's gradient": (
+        "halo.py", "total[..., *place] += piece", "total[..., *place] = piece",
+        ("strategy=tile", "nodes=2", "model=segmenter"), "gradients",
+    ),
+    "a gradient's scale": (
+        "tile.py", "lambda gradient: gradient * tiles.tiles", "lambda gradient: gradient",
+        ("strategy=tile", "nodes=2", "model=segmenter"), "gradients",
+    ),
+    "the order of stages": (
+        "*.py", "pairwise((0, *best(0, stages)[1]))]", "pairwise((0, *best(0, stages)[1]))][::-1]",
+        ("strategy=pipeline", "nodes=2", "model=tiny"), "losses",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_broken_technique_is_seen(what: str, tmp_path: Path) -> None:
+    file, line, broken, words, measure = BREAKS[what]
+    for folder in ("conf", "hpc_parallel"):
+        shutil.copytree(
+            ROOT / folder, tmp_path / "copy" / folder, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    places = (tmp_path / "copy/hpc_parallel/strategies").glob(file)
+    (place,) = [path for path in places if line in path.read_text()]
+    place.write_text(place.read_text().replace(line, broken))
+    data = () if "model=tiny" in words else ("data=cells", "data.samples=64")
+    done, (row,) = parity(*words, *data, here=tmp_path, source=tmp_path / "copy")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert row["word"] == "MISS"
+    assert row["differences"][measure]["value"] > 1e-3
+    assert "1 rows in float32: 1 MISS." in done.stdout
+    assert any(reason.startswith(f"{measure}: ") for reason in row["reasons"])
+
+
+def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
+    interface = "+cluster.environment.GLOO_SOCKET_IFNAME=nosuch0"
+    done, (row,) = parity("strategy=data", "nodes=2", "model=tiny", interface, here=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert (row["word"], row["differences"]) == ("failed", {})
+    assert "nosuch0" in row["reasons"][0]
+    assert "Traceback" not in done.stdout + done.stderr
