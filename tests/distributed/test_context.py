@@ -126,7 +126,7 @@ def _cost(*overrides: str) -> tuple[int, int, int]:
     """FLOPs of one step, bytes kept for its backward pass, and the most bytes allocated at once."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    from hpc_parallel.config.layout import Layout, plan_batch
+    from hpc_parallel.config.layout import plan_batch
     from hpc_parallel.config.schema import typed
     from hpc_parallel.strategies.assemble import assemble
     from hpc_parallel.strategies.mesh import build_mesh
@@ -134,7 +134,7 @@ def _cost(*overrides: str) -> tuple[int, int, int]:
 
     run = prepared(*overrides)
     config = typed(run.values)
-    layout = Layout.resolve(config.strategy, devices=run.devices)
+    layout = run.layout
     batch = plan_batch(1, layout=layout, microbatch_size=None, microbatches=None)
     mesh = build_mesh(layout, device_type="cpu")
     length = config.data["sequence_length"]
