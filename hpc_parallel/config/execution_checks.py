@@ -43,7 +43,7 @@ def _compression(config: RunConfig) -> Found:
     strategy = config.strategy
     if strategy.gradient_compression == "none":
         return
-    replicas = strategy.replicate != 1 or strategy.tile != 1
+    replicas = any(getattr(strategy, axis) != 1 for axis in ("replicate", "context", "tile"))
     sliced = strategy.shard != 1 or strategy.tensor != 1
     if strategy.execution != SPMD or sliced or not replicas:
         rule = "needs whole replicas that average their gradients by DistributedDataParallel (strategy=data)"
