@@ -84,6 +84,12 @@ class Layout:
         """How many parts the global batch is split into."""
         return self.replicate * self.shard
 
+    @property
+    def by_fully_shard(self) -> bool:
+        """Whether fully_shard has the weights: sliced ones, and split layers whose gradients are averaged
+        (of distributed tensors it does that, DistributedDataParallel does not)."""
+        return self.shard > 1 or (self.replicate * self.context > 1 and self.tensor > 1)
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank stands on each axis; neighbours in rank are neighbours on the innermost axis."""
         places: dict[str, int] = {}

@@ -68,8 +68,11 @@ def _runnable(config: RunConfig, layout: Layout) -> Found:
     if config.training.compile:  # torch raises, of "stage modules that have used torch.compile"
         rule = f"can't be: {what}, which torch can't do with a compiled model"
         yield Problem("training.compile", True, rule, (False,))
-    sliced = layout.shard > 1 or (layout.replicate > 1 and layout.tensor > 1)
-    if sliced and strategy.reshard:
+    averages = layout.replicate * layout.tile > 1 and not layout.by_fully_shard
+    if averages and strategy.gradient_compression != "none":
+        rule = f"can't be: {what}, of which DistributedDataParallel, which would compress, sees nothing"
+        yield Problem("strategy.gradient_compression", strategy.gradient_compression, rule, ("none",))
+    if layout.by_fully_shard and strategy.reshard:
         # torch looks for the weights when the backward pass starts. Those that went after the forward pass
         # are not there then, and it leaves out their gradients without a word: 20 steps end with weights
         # off by 0.84 of their norm (torch 2.13, float64), and by 2e-14 where they stay gathered.

@@ -18,14 +18,12 @@ def build_mesh(layout: Layout, *, device_type: str, first: int = 0) -> DeviceMes
 
     One mesh dimension for each axis of a degree above one; a lone device keeps a replicate axis of 1.
 
-    Split layers whose gradients are averaged keep a shard axis, of 1 where it must be: fully_shard averages
-    gradients of distributed tensors, DistributedDataParallel does not.
+    What fully_shard has keeps a shard axis, of 1 where it must be.
     """
-    split_replicas = layout.replicate * layout.context > 1 and layout.tensor > 1
     used = {
         axis: degree
         for axis, degree in layout.degrees.items()
-        if degree > 1 or (axis == "shard" and split_replicas)
+        if degree > 1 or (axis == "shard" and layout.by_fully_shard)
     } or {"replicate": 1}
     ranks = torch.arange(first, first + layout.devices).reshape(tuple(used.values()))
     return DeviceMesh(device_type, ranks, mesh_dim_names=tuple(used))

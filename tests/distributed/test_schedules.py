@@ -46,6 +46,7 @@ LAYOUTS = {
         for schedule in ("interleaved_zero_bubble", "zbv", "dualpipev")
         for other in ("replicate", "shard", "tensor")
     },
+    "zbv 2 x context 2": (*TWO_BY_TWO, "strategy.schedule=zbv", "strategy.context=2"),
     "zero bubble of 4 stages a rank x shard 2": (  # more than torch keeps gathered at once
         *TWO_BY_TWO, "strategy.schedule=interleaved_zero_bubble", "strategy.stages_per_rank=4",
         "strategy.shard=2", "strategy.reshard=false", "model.layers=8",

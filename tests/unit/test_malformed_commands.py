@@ -114,6 +114,11 @@ LAYOUTS = [
           "strategy.reshard = true", "zbv", offers="strategy.reshard=false"),
     wrong("strategy=pipeline nodes=8 strategy.pipeline=2 strategy.replicate=2 strategy.tensor=2"
           " strategy.schedule=zbv", "strategy.reshard = true", offers="strategy.reshard=false"),
+    wrong("strategy=pipeline nodes=8 strategy.pipeline=2 strategy.context=2 strategy.tensor=2"
+          " strategy.schedule=zbv", "strategy.reshard = true", offers="strategy.reshard=false"),
+    wrong("strategy=pipeline nodes=4 strategy.pipeline=2 strategy.replicate=2 strategy.schedule=zbv"
+          " strategy.gradient_compression=bfloat16", "strategy.gradient_compression = bfloat16",
+          "splits the backward pass", offers="strategy.gradient_compression=none"),
     wrong("strategy=pipeline nodes=2 strategy.schedule=zbv training.compile=true", "training.compile = true",
           "splits the backward pass", offers="training.compile=false"),
     wrong("strategy=model nodes=2 strategy.stages_per_rank=2", "strategy.stages_per_rank = 2", "naive",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
@@ -25,6 +25,7 @@ def test_every_schedule_has_its_kind() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
+@settings(max_examples=25, deadline=None)
 @given(ranks=st.integers(2, 6), several=st.integers(2, 3), microbatches=st.integers(1, 20))
 def test_torch_takes_what_is_said_to_fit(name: str, ranks: int, several: int, microbatches: int) -> None:
     """Torch itself is asked, with stages that never run."""
