@@ -15,7 +15,7 @@ from typing import Any
 
 from hpc_parallel.config.layout import divisors, layout_of
 from hpc_parallel.config.layout_checks import along_with_less_of
-from hpc_parallel.config.problems import Found, Problem, nearest
+from hpc_parallel.config.problems import Found, Problem, nearest, spell
 from hpc_parallel.config.schema import HuggingFaceConfig, RunConfig
 
 
@@ -141,9 +141,14 @@ def _keys(given: Mapping[str, Any], *, kind: str, source: Source) -> Found:
             common = [name for name, own in source.aliases.items() if own == key]
             near = common or nearest(key, source.names)
             rule = f"is no key of {kind}'s configuration" + (f" (model.config.{near[0]} is)" if near else "")
-            yield Problem(f"model.config.{key}", value, rule, (None,))
+            yield _refused(key, value, rule, mend=None)
         elif key in FIXED and value != FIXED[key][0]:
-            yield Problem(f"model.config.{key}", value, FIXED[key][1], (FIXED[key][0],))
+            yield _refused(key, value, FIXED[key][1], mend=FIXED[key][0])
+
+
+def _refused(key: str, value: Any, rule: str, *, mend: Any) -> str:
+    """The mend has both pluses: right whether or not the model's file has the key already."""
+    return f"model.config.{key} = {spell(value)} {rule}. Try ++model.config.{key}={spell(mend)}."
 
 
 def _sizes(config: RunConfig, given: Mapping[str, Any], *, kind: str) -> Found:
