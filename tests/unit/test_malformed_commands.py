@@ -352,6 +352,8 @@ HUGGINGFACE = [
           offers="strategy.tensor=1 strategy.replicate=-1"),
     wrong("model=huggingface model.config.model_type=gpt2 data.sequence_length=2048",
           "data.sequence_length = 2048", "positions that are learnt", offers="data.sequence_length=1024"),
+    wrong("model=huggingface model.config.model_type=gpt2 task=generate task.new_tokens=1000",
+          "task.new_tokens = 1000", "with its prompt", offers="task.new_tokens=993"),
     wrong("model=huggingface data=digits", "data = digits", "HuggingFaceModel", offers="data=text"),
     wrong("model=huggingface strategy=tile nodes=2", "strategy.tile", "reads text", offers="strategy.tile=1"),
 ]  # fmt: skip
