@@ -58,9 +58,8 @@ def _diagnose(overrides: Sequence[str], *, config_name: str, sweep: bool) -> lis
                 if unknown_keys(compose(config_name, overrides=[*accepted, single])):
                     raise HydraException("Could not override")
             except COMPOSE_ERRORS as error:
-                plain = compose(
-                    config_name, overrides=accepted
-                )  # the groups chosen decide which keys there are
+                # the groups chosen decide which keys there are
+                plain = compose(config_name, overrides=accepted)
                 refusals.append(_explain(single, error=error, plain=plain, chosen=chosen))
         if refusals:
             verdicts[override] = refusals
@@ -138,7 +137,6 @@ def _unknown(override: str, *, key: str, value: str, plain: DictConfig) -> str:
     last = key.rpartition(".")[2]
     close = [by_last_word[last]] if last in by_last_word else nearest(key, known)
     close = close or [by_last_word[word] for word in nearest(last, by_last_word)]
-    close = [name for name in close if name != key]  # of the default's model, which is not this one
     text = f"{override}: there is no key {key}."
     if not close:
         return text

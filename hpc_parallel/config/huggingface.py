@@ -15,8 +15,9 @@ from typing import Any
 
 from hpc_parallel.config.layout import divisors, layout_of
 from hpc_parallel.config.layout_checks import along_with_less_of
-from hpc_parallel.config.problems import Found, Problem, nearest
-from hpc_parallel.config.schema import HuggingFaceConfig, RunConfig
+from hpc_parallel.config.problems import Found, Problem, nearest, spell
+from hpc_parallel.config.schema import GenerateConfig, HuggingFaceConfig, RunConfig
+from hpc_parallel.config.tasks import prompt_lengths
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,11 @@ FIXED: dict[str, tuple[Any, str]] = {
 # How the library's tensor plans name what `LayeredModel.tensor_roles` names.
 STYLES = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "heads"}
 # Sizes that must be said, each with one that is legal; of the others a type knows its own.
-REQUIRED = {"vocab_size": 256, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 1}
-SIZES = (*REQUIRED, "num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings")
+REQUIRED = {
+    "vocab_size": 256, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 1,
+    "max_position_embeddings": 1024,
+}  # fmt: skip
+SIZES = (*REQUIRED, "num_key_value_heads", "head_dim", "intermediate_size")
 
 
 @dataclass(frozen=True)
@@ -141,9 +145,14 @@ def _keys(given: Mapping[str, Any], *, kind: str, source: Source) -> Found:
             common = [name for name, own in source.aliases.items() if own == key]
             near = common or nearest(key, source.names)
             rule = f"is no key of {kind}'s configuration" + (f" (model.config.{near[0]} is)" if near else "")
-            yield Problem(f"model.config.{key}", value, rule, (None,))
+            yield _refused(key, value, rule, mend=None)
         elif key in FIXED and value != FIXED[key][0]:
-            yield Problem(f"model.config.{key}", value, FIXED[key][1], (FIXED[key][0],))
+            yield _refused(key, value, FIXED[key][1], mend=FIXED[key][0])
+
+
+def _refused(key: str, value: Any, rule: str, *, mend: Any) -> str:
+    """The mend has both pluses: right whether or not the model's file has the key already."""
+    return f"model.config.{key} = {spell(value)} {rule}. Try ++model.config.{key}={spell(mend)}."
 
 
 def _sizes(config: RunConfig, given: Mapping[str, Any], *, kind: str) -> Found:
@@ -166,11 +175,24 @@ def _sizes(config: RunConfig, given: Mapping[str, Any], *, kind: str) -> Found:
     if heads % kv_heads:
         rule = f"does not divide model.config.num_attention_heads = {heads}"
         yield Problem("model.config.num_key_value_heads", kv_heads, rule, (heads,))
+    if FAMILIES[kind].positions:
+        yield from _positions(config, most=int(given["max_position_embeddings"]))
+
+
+def _positions(config: RunConfig, *, most: int) -> Found:
+    """No sample and no text is longer than the positions that are learnt."""
+    rule = f"is more than model.config.max_position_embeddings = {most}, the positions that are learnt"
     length = config.data.get("sequence_length") if isinstance(config.data, dict) else None
-    most = given.get("max_position_embeddings")
-    if FAMILIES[kind].positions and most is not None and isinstance(length, int) and length > most:
-        rule = f"is more than model.config.max_position_embeddings = {most}, the positions that are learnt"
+    if isinstance(length, int) and length > most:
         yield Problem("data.sequence_length", length, rule, (most,))
+    if isinstance(config.task, GenerateConfig):
+        try:
+            room = most + 1 - max(prompt_lengths(config))  # the last token is read by nobody
+        except (ValueError, OSError, KeyError, TypeError):  # task_checks speaks
+            return
+        if config.task.new_tokens > room:
+            legal = (room,) if room > 0 else ()
+            yield Problem("task.new_tokens", config.task.new_tokens, f"with its prompt {rule}", legal)
 
 
 def _plan(config: RunConfig, *, kind: str, source: Source) -> Found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hpc_parallel.config.counts import count
 from hpc_parallel.config.layout import SPMD, Layout, layout_of
 from hpc_parallel.config.problems import Found, Problem
 from hpc_parallel.config.schema import (
@@ -75,13 +76,9 @@ def _prompts(config: RunConfig, task: GenerateConfig) -> Found:
         as_bytes = reads_bytes(config.data)
     except (ValueError, OSError, KeyError, TypeError):  # checks._data speaks
         return
-    room = config.model.get("vocab_size") if isinstance(config.model, dict) else None
+    key, room = count(config, "vocabulary")
     if not all(_is_prompt(text, as_bytes=as_bytes, room=room) for text in task.prompts) or not task.prompts:
-        what = (
-            "texts of a byte or more"
-            if as_bytes
-            else f"token ids below {room or 'model.vocab_size'}, as '5 3'"
-        )
+        what = "texts of a byte or more" if as_bytes else f"token ids below {room or key}, as '5 3'"
         yield Problem("task.prompts", task.prompts, f"must be {what}", (None,))
 
 

@@ -8,6 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.parity import largest_difference, weight_difference
+from tests.workers import Workers
+
 README = Path(__file__).parents[2] / "README.md"
 IMPORTS = """
 from torch import Tensor, nn
@@ -18,19 +23,43 @@ from hpc_parallel.models.layered import LayeredModel
 """
 
 
-def test_a_model_of_the_users_own_trains_as_a_pipeline(tmp_path: Path) -> None:
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    """A user's folder with the model of the README and its keys."""
     section = README.read_text().split("## Add a model")[1]
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL)
     assert code is not None
+    assert len(code[1].splitlines()) <= 30
     (tmp_path / "mymodel.py").write_text(IMPORTS + code[1])
     (tmp_path / "site" / "model").mkdir(parents=True)
     (tmp_path / "site/model/mine.yaml").write_text("_target_: mymodel.MyModel\nwidth: 64\ndepth: 4\n")
+    return tmp_path
+
+
+def test_a_model_of_the_users_own_trains_as_a_pipeline(example: Path) -> None:
     words = ("--config-dir", "site", "model=mine", "strategy=pipeline", "nodes=2", "launcher=local")
     small = ("training.steps=3", "training.log_every=1", "data.max_bytes=200000", "run_dir=run")
     done = subprocess.run(
         [sys.executable, "-m", "hpc_parallel.run", *words, *small],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        cwd=example, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    losses = [json.loads(line)["loss"] for line in (example / "run/metrics.jsonl").read_text().splitlines()]
     assert losses[2] < losses[0]
+
+
+def test_it_follows_one_device_under_every_strategy(
+    example: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(example)
+    workers.run(2, sys.path.append, str(example))
+    words = (
+        f"hydra.searchpath=[file://{example / 'site'}]", "model=mine",
+        "training.steps=5", "training.log_every=1", "data.max_bytes=200000",
+    )  # fmt: skip
+    alone = workers.train(*words, "strategy=single")
+    assert alone.losses[-1] < alone.losses[0]
+    for strategy in ("data", "pipeline", "fsdp", "tensor"):
+        split = workers.train(*words, f"strategy={strategy}", "nodes=2")
+        assert largest_difference(split.losses, alone.losses) < 1e-5, strategy
+        assert weight_difference(split, alone) < 1e-4, strategy

@@ -316,13 +316,59 @@ TASKS = [
           offers="training.compile=false"),
     wrong("task=generate task.temperature=nan", "task.temperature = nan", offers="task.temperature=0"),
 ]  # fmt: skip
+HUGGINGFACE = [
+    wrong("model=huggingface model.config.model_type=lama", "model.config.model_type = lama", "gpt2, llama",
+          offers="model.config.model_type=llama"),
+    wrong("model=huggingface model.config.model_type=null", "model.config.model_type = null",
+          offers="model.config.model_type=llama"),
+    wrong("model=huggingface +model.config.num_hiden_layers=2", "num_hiden_layers = 2 is no key of llama's",
+          "model.config.num_hidden_layers is", offers="++model.config.num_hiden_layers=null"),
+    wrong("model=huggingface model.config.model_type=gpt2 +model.config.n_layer=2", "n_layer",
+          "model.config.num_hidden_layers is", offers="++model.config.n_layer=null"),
+    wrong("model=huggingface model.config.model_type=gpt2 model.config.num_key_value_heads=2",
+          "no key of gpt2's", offers="++model.config.num_key_value_heads=null"),
+    wrong("model=huggingface model.config.rms_norm_eps=1e-6", "plus",
+          offers="+model.config.rms_norm_eps=1e-6"),
+    wrong("model=huggingface model.config.model_type=gpt2 +model.config.resid_pdrop=0.1",
+          "would depend on the layout", offers="++model.config.resid_pdrop=0"),
+    wrong("model=huggingface model.config.model_type=mistral +model.config.sliding_window=64", "window",
+          offers="++model.config.sliding_window=null"),
+    *(wrong(f"model=huggingface model.config.{key}=null", f"model.config.{key} = null must be said")
+      for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")),
+    wrong("model=huggingface model.config.hidden_size=wide", "hidden_size = wide", "whole number",
+          offers="model.config.hidden_size=128"),
+    wrong("model=huggingface model.config.num_hidden_layers=0", "num_hidden_layers = 0", "at least 1",
+          offers="model.config.num_hidden_layers=4"),
+    wrong("model=huggingface model.config.num_attention_heads=5", "num_attention_heads = 5",
+          "hidden_size = 128", offers="model.config.num_attention_heads=4"),
+    wrong("model=huggingface model.config.num_key_value_heads=3", "num_key_value_heads = 3",
+          offers="model.config.num_key_value_heads=4"),
+    wrong("model=huggingface model.config.vocab_size=100", "model.config.vocab_size = 100", "255",
+          offers="model.config.vocab_size=256"),
+    wrong("model=huggingface strategy=pipeline nodes=8", "model.config.num_hidden_layers = 4",
+          offers="strategy.pipeline=4 strategy.replicate=-1"),
+    wrong("model=huggingface strategy=tensor nodes=8", "model.config.num_attention_heads = 4", "whole heads",
+          offers="strategy.tensor=4 strategy.replicate=-1"),
+    wrong("model=huggingface strategy=tensor nodes=2 model.config.vocab_size=257", "vocab_size = 257",
+          offers="model.config.vocab_size=258"),
+    wrong("model=huggingface strategy=tensor nodes=2 model.config.model_type=gpt2", "no tensor plan for gpt2",
+          offers="strategy.tensor=1 strategy.replicate=-1"),
+    wrong("model=huggingface strategy=tensor nodes=2 model.config.model_type=olmo2", "can't be followed",
+          offers="strategy.tensor=1 strategy.replicate=-1"),
+    wrong("model=huggingface model.config.model_type=gpt2 data.sequence_length=2048",
+          "data.sequence_length = 2048", "positions that are learnt", offers="data.sequence_length=1024"),
+    wrong("model=huggingface model.config.model_type=gpt2 task=generate task.new_tokens=1000",
+          "task.new_tokens = 1000", "with its prompt", offers="task.new_tokens=993"),
+    wrong("model=huggingface data=digits", "data = digits", "HuggingFaceModel", offers="data=text"),
+    wrong("model=huggingface strategy=tile nodes=2", "strategy.tile", "reads text", offers="strategy.tile=1"),
+]  # fmt: skip
 SWEEPS = [
     wrong("-m nodes=1,x", "nodes = x", offers="nodes=1"),
     wrong("-m nodes=1,0 strategy=data", "nodes = 0", offers="nodes=1"),
     wrong("-m nodes=1,2 nodez=3", "nodez", offers="nodes=3"),
     wrong("-m strategy=data,pipelin", "strategy = pipelin", offers="strategy=pipeline"),
 ]
-TABLE = [*UNKNOWN, *TYPES, *LAYOUTS, *VALUES, *IMAGES, *TASKS, *SWEEPS]
+TABLE = [*UNKNOWN, *TYPES, *LAYOUTS, *VALUES, *IMAGES, *HUGGINGFACE, *TASKS, *SWEEPS]
 
 
 @pytest.fixture
