@@ -91,7 +91,8 @@ def choose_device(setting: str, *, world: World, visible: int, available: bool, 
     setting: `device` of the configuration (auto, cpu, cuda); visible: torch.cuda.device_count();
     available: torch.cuda.is_available(). A task that sees a single GPU was given it by Slurm, as its
     index 0. NCCL wants a GPU for each rank: where a simulated cluster has more ranks than there are,
-    auto runs all of them on the CPU. CUDA_VISIBLE_DEVICES is Slurm's and stays as it is. Raises DeviceError.
+    auto runs all of them on the CPU, and cuda lets them share (`shares_device`). CUDA_VISIBLE_DEVICES is
+    Slurm's and stays as it is. Raises DeviceError.
     """
     if setting == "cpu" or (setting == "auto" and not available):
         return "cpu"
@@ -105,8 +106,10 @@ def choose_device(setting: str, *, world: World, visible: int, available: bool, 
         return "cuda:0"
     if visible >= world.local_world_size * devices:
         return f"cuda:{world.local_rank * devices}"
-    if setting == "auto" and world.launcher != "slurm":
+    if world.launcher != "slurm" and setting == "auto":
         return "cpu"
+    if world.launcher != "slurm" and devices == 1:
+        return f"cuda:{world.local_rank % visible}"
     wanted = f" for {devices} devices each" if devices > 1 else ""
     raise DeviceError(
         f"device={setting}, but {world.local_world_size} ranks share the {visible} GPUs of {host}{wanted}. "
@@ -114,9 +117,17 @@ def choose_device(setting: str, *, world: World, visible: int, available: bool, 
     )
 
 
-def backend(device: str) -> str:
-    """The backend of init_process_group: NCCL for tensors on GPUs and gloo for the rest."""
-    return "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+def shares_device(device: str, *, world: World, visible: int) -> bool:
+    """Whether ranks of this host have one GPU together, as `choose_device` gave them; alike on all ranks."""
+    return device.startswith("cuda") and world.launcher != "slurm" and visible < world.local_world_size
+
+
+def backend(device: str, *, shared: bool) -> str:
+    """The backend of init_process_group: NCCL for tensors on GPUs and gloo for the rest.
+
+    NCCL refuses two ranks on one GPU; gloo takes their tensors through the host's memory.
+    """
+    return "cpu:gloo,cuda:nccl" if device.startswith("cuda") and not shared else "gloo"
 
 
 def cpu_threads(world: World, environment: Mapping[str, str]) -> int:

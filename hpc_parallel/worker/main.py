@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hpc_parallel.config.layout import processes_per_node
+from hpc_parallel.config.layout import PARAMETER_SERVER, layout_of, processes_per_node
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
 from hpc_parallel.worker import fabric, failure
@@ -80,10 +80,23 @@ def prepare_device(config: RunConfig, world: World) -> torch.device:
         devices=config.gpus_per_node // per_node,
     )
     device = torch.device(name)
+    if fabric.shares_device(name, world=world, visible=torch.cuda.device_count()) and sends(config):
+        raise fabric.DeviceError(
+            f"strategy={config.strategy.name} sends from rank to rank, which gloo can't do for ranks that "
+            "share a GPU. Try device=cpu, or as many GPUs as ranks."
+        )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(fabric.cpu_threads(world, os.environ))
     return device
+
+
+def sends(config: RunConfig) -> bool:
+    """Whether ranks send to one another, besides taking part in collectives."""
+    strategy = config.strategy
+    layout = layout_of(strategy, devices=config.devices)
+    ring = layout.context > 1 and strategy.context_attention == "ring"
+    return layout.pipeline > 1 or ring or strategy.execution == PARAMETER_SERVER
 
 
 def join(
@@ -93,13 +106,14 @@ def join(
     store = meet(folder, world=world, cluster=config.cluster, device=str(device))
     suffix = config.cluster.master_suffix
     fabric.set_gloo_interface(os.environ, world=world, hosts=hosts(store), suffix=suffix)
+    shared = fabric.shares_device(str(device), world=world, visible=torch.cuda.device_count())
     dist.init_process_group(
-        fabric.backend(str(device)),
+        fabric.backend(str(device), shared=shared),
         store=dist.PrefixStore("group", store),
         rank=world.rank,
         world_size=world.world_size,
         timeout=timedelta(seconds=config.cluster.collective_timeout_s),
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if device.type == "cuda" and not shared else None,
     )
     place = {"host": world.host, "address": fabric.own_address(os.environ), "device": str(device)}
     print(

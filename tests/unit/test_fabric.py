@@ -72,6 +72,7 @@ def test_loopback_reaches_no_other_host() -> None:
         ("cuda", 3, 4, "slurm", 1, "cuda:0"),  # bound by Slurm: sees its own GPU alone
         ("auto", 0, 2, "torchrun", 1, "cpu"),  # two simulated nodes on a workstation with one GPU
         ("auto", 0, 1, "torchrun", 1, "cuda:0"),
+        ("cuda", 3, 4, "torchrun", 2, "cuda:1"),  # asked for, so shared
     ],
 )
 def test_device(
@@ -95,16 +96,31 @@ def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(fabric.socket, "gethostname", lambda: "n7")
     with pytest.raises(fabric.DeviceError, match=r"no GPU on n7.*device=cpu"):
         fabric.choose_device("cuda", world=world(), visible=0, available=False)
-    crowded = world(local_world_size=4, launcher="torchrun")
-    with pytest.raises(fabric.DeviceError, match=r"4 ranks share the 2 GPUs of n7"):
-        fabric.choose_device("cuda", world=crowded, visible=2, available=True)
-    with pytest.raises(fabric.DeviceError, match=r"4 ranks share the 2 GPUs of n7"):  # asked of Slurm
-        fabric.choose_device("auto", world=world(local_world_size=4), visible=2, available=True)
+    for setting in ("auto", "cuda"):  # of GPUs that were asked of Slurm none is shared
+        with pytest.raises(fabric.DeviceError, match=r"4 ranks share the 2 GPUs of n7"):
+            fabric.choose_device(setting, world=world(local_world_size=4), visible=2, available=True)
 
 
 def test_backend() -> None:
-    assert fabric.backend("cuda:3") == "cpu:gloo,cuda:nccl"
-    assert fabric.backend("cpu") == "gloo"
+    assert fabric.backend("cuda:3", shared=False) == "cpu:gloo,cuda:nccl"
+    assert fabric.backend("cuda:0", shared=True) == "gloo"
+    assert fabric.backend("cpu", shared=False) == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("device", "launcher", "visible", "shared"),
+    [
+        ("cuda:0", "torchrun", 1, True),
+        ("cuda:1", "torchrun", 2, False),
+        ("cuda:0", "slurm", 1, False),  # each task sees the one that is its own
+        ("cpu", "torchrun", 1, False),
+    ],
+)
+def test_a_gpu_is_shared_where_there_are_fewer_than_ranks(
+    device: str, launcher: str, visible: int, shared: bool
+) -> None:
+    here = world(local_world_size=2, launcher=launcher)
+    assert fabric.shares_device(device, world=here, visible=visible) is shared
 
 
 def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
