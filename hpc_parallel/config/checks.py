@@ -113,6 +113,7 @@ def _ranges(config: RunConfig) -> Found:
         ("optimizer.weight_decay", 0, math.inf, True, 0.1),
         ("optimizer.final_share", 0, 1, True, 0.1),
         ("optimizer.warmup_steps", 0, steps, True, steps // 20),
+        ("training.measure_steps", 0, math.inf, True, 2),
         ("training.clip_norm", 0, math.inf, False, 1.0),
         ("strategy.bucket_mb", 0, math.inf, False, 25),
         ("launcher.memory_gb", 0, math.inf, False, 16),

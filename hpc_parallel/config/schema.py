@@ -164,6 +164,7 @@ class TrainingConfig:
     log_every: int = 10
     validate_every: int | None = 100  # steps; null: never
     validation_samples: int = 256
+    measure_steps: int = 2  # timed by the profiler early in the run, after one that counts bytes; 0: none
     checkpoint_every: int | None = None  # steps
     activation_checkpointing: str = "none"
     compile: bool = False

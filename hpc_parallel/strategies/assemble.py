@@ -58,7 +58,7 @@ class Assembled:
     mesh: DeviceMesh
     forward_flops: float  # of the whole model, a sample
     server: ParameterServer | None = None  # where it alone has the optimizer
-    traffic: Sequence[DeviceTraffic] | None = None  # of this rank's devices, where the technique counts it
+    traffic: Sequence[DeviceTraffic] | None = None  # of the devices of one process, where it drives several
 
     def named_parameters(self) -> dict[str, Parameter]:
         """Full names; a tied weight that another rank holds too goes by its canonical name.
@@ -140,7 +140,6 @@ def assemble(
         runners, traffic = [runner], runner.funnel.devices
     elif strategy.execution == PARAMETER_SERVER:
         server = ParameterServer(parts[0].parameters(), options=strategy, device=device)
-        traffic = [server.traffic]
     elif trains and averaged is not None and not (pipe is not None and schedule.splits_backward):
         runners = [replicate.apply(part, axis=averaged, options=strategy) for part in parts]
         averaged = None

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hpc_parallel.config.schema import StrategyConfig
-from hpc_parallel.strategies.traffic import DeviceTraffic
 
 SERVER = 0
 
@@ -27,7 +26,6 @@ class ParameterServer:
     def __init__(
         self, parameters: Iterable[Parameter], *, options: StrategyConfig, device: torch.device
     ) -> None:
-        self.traffic = DeviceTraffic()
         self.serves = dist.get_rank() == SERVER
         self._works_too = not options.dedicated_server
         self._workers = [rank for rank in range(dist.get_world_size()) if rank != SERVER]
@@ -71,13 +69,11 @@ class ParameterServer:
 
     def _send(self, message: Tensor, *, to: int) -> None:
         dist.send(message.to(self._wire), dst=to)
-        self.traffic.sent_bytes += message.nbytes
 
     def _receive(self, like: Sequence[Parameter], *, of: int) -> Tensor:
         count = sum(parameter.numel() for parameter in like)
         message = torch.empty(count, dtype=like[0].dtype, device=self._wire)
         dist.recv(message, src=of)
-        self.traffic.received_bytes += message.nbytes
         return message.to(like[0].device)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 from torch.nn import Module, Parameter
+from torch.profiler import record_function
 
 from hpc_parallel.config.pipeline_checks import version_problem
 from hpc_parallel.config.problems import ConfigError
@@ -28,6 +30,7 @@ from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.strategies.replicate import Average
 from hpc_parallel.strategies.tied_ends import TiedEnds
 
+BUSY = "pipeline stage"  # the profiler's range for a stage's work on one microbatch
 KINDS = {
     "naive": ScheduleGPipe,  # of one microbatch, again and again
     "gpipe": ScheduleGPipe,
@@ -40,8 +43,13 @@ KINDS = {
 }
 
 
+def busy() -> AbstractContextManager[object]:
+    """Marks a stage's work for a profiler (training/timeline.py); nothing where none is there."""
+    return record_function(BUSY) if torch.autograd._profiler_enabled() else nullcontext()
+
+
 class Stage(PipelineStage):
-    """A stage that is in training mode only from its first microbatch on.
+    """A stage that says when it is busy, and is in training mode only from its first microbatch on.
 
     Before, torch runs it to learn its shapes, on memory of any content (again whenever training and
     evaluation take turns); in evaluation mode that can't reach running statistics.
@@ -55,12 +63,18 @@ class Stage(PipelineStage):
     def forward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
         if self.has_backward and not self.submod.training:
             self.submod.train()
-        return super().forward_one_chunk(*arguments, **options)
+        with busy():
+            return super().forward_one_chunk(*arguments, **options)
 
     def backward_one_chunk(self, *arguments: Any, **options: Any) -> None:
         if self.gradients_go_on:
             options["last_backward"] = False
-        super().backward_one_chunk(*arguments, **options)
+        with busy():
+            super().backward_one_chunk(*arguments, **options)
+
+    def backward_weight_one_chunk(self, *arguments: Any, **options: Any) -> None:
+        with busy():
+            super().backward_weight_one_chunk(*arguments, **options)
 
     # In evaluation torch 2.13 hands gradients between two stages of one rank all the same, and then refuses.
     def get_local_bwd_output(self, mb_index: int) -> Any:
@@ -74,7 +88,8 @@ class Stage(PipelineStage):
         """Called by the schedule when the last gradient of the stage is there, in evaluation too."""
         if self.gradients_go_on:
             return
-        super().perform_reduce_grad(*arguments)
+        with busy():
+            super().perform_reduce_grad(*arguments)
         if self.has_backward:
             lay_out_gradients(self.submod)
             if self.average is not None:
@@ -141,7 +156,8 @@ class Pipeline:
         self._schedule = kind(**given)
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return self._model.loss(output, target) / self._terms
+        with busy():
+            return self._model.loss(output, target) / self._terms
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean loss of this pipeline's batch where the last stage lives, else zero."""

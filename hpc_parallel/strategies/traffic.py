@@ -1,4 +1,4 @@
-"""How much a device sends and receives, counted by the techniques that move bytes by themselves."""
+"""Bytes between the devices of one process, which no collective carries (training/collectives.py)."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ def move(count: int, *, source: DeviceTraffic, target: DeviceTraffic) -> None:
     target.received_bytes += count
 
 
-def figures(
-    devices: Sequence[DeviceTraffic], *, steps: int, weights_bytes: int, replicas: int
-) -> dict[str, Any]:
-    """Bytes of one step for `summary.json`, from the counts of all devices over `steps` steps.
-
-    Beside them what a ring all-reduce of the same gradients over the devices that compute would move:
-    each of n sends and receives 2(n-1)/n of the weights (Patarasuk and Yuan 2009).
-    """
-    ring = 2 * (replicas - 1) / replicas * weights_bytes
+def figures(devices: Sequence[DeviceTraffic], *, steps: int) -> dict[str, Any]:
+    """Bytes of one step for `summary.json`, from the counts of all devices over `steps` steps."""
+    moved = sum(device.sent_bytes for device in devices) / steps
     return {
-        "traffic_bytes": sum(device.sent_bytes for device in devices) / steps,
+        "traffic_bytes": moved,
         "busiest_rank_traffic_bytes": max(d.sent_bytes + d.received_bytes for d in devices) / steps,
-        "ring_all_reduce": {"traffic_bytes": replicas * ring, "busiest_rank_traffic_bytes": 2 * ring},
+        "traffic": {"copy": moved},
     }
+
+
+def ring_all_reduce(*, weights_bytes: int, replicas: int) -> dict[str, float]:
+    """What a ring all-reduce of the gradients over the devices that compute would move instead.
+
+    Each of n sends and receives 2(n-1)/n of the weights (Patarasuk and Yuan 2009).
+    """
+    sent = 2 * (replicas - 1) / replicas * weights_bytes
+    return {"traffic_bytes": replicas * sent, "busiest_rank_traffic_bytes": 2 * sent}

@@ -42,6 +42,7 @@ class Metrics:
         self._device = device
         self._steps = 0
         self._pause_s = 0.0
+        self._step_time_s = math.nan
         self._since = time.perf_counter()
         self._result: StepResult | None = None
 
@@ -49,9 +50,13 @@ class Metrics:
         self._result = result
         self._steps += 1
 
-    def leave_out(self, seconds: float) -> None:
-        """Time that was not spent on steps (validation)."""
+    def leave_out(self, seconds: float, *, steps: int = 0) -> None:
+        """Time that was not spent on steps (validation), or on `steps` that say nothing of the others.
+
+        Where none else is left since the last line, its step time stands.
+        """
         self._pause_s += seconds
+        self._steps -= steps
 
     def line(self, *, step: int, learning_rate: float) -> dict[str, Any]:
         """The record of this step, the same on all ranks. Here alone the host waits for the device."""
@@ -59,9 +64,11 @@ class Metrics:
         here = torch.stack([self._result.loss.double(), self._result.gradient_norm.double()]).to(self._device)
         loss_share, gradient_norm = here.tolist()
         now = time.perf_counter()
-        elapsed = (now - self._since - self._pause_s) / self._steps
+        if self._steps:
+            self._step_time_s = (now - self._since - self._pause_s) / self._steps
         losses, norms, peaks, times = gathered(
-            [loss_share, gradient_norm, float(peak_memory_bytes(self._device)), elapsed], device=self._device
+            [loss_share, gradient_norm, float(peak_memory_bytes(self._device)), self._step_time_s],
+            device=self._device,
         )
         scale = self._scale
         step_time_s = max(times)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from hpc_parallel.config.schema import OptimizerConfig, TrainingConfig
 from hpc_parallel.data.sampler import Batches
+from hpc_parallel.training.measure import Measurement
 from hpc_parallel.training.metrics import Metrics
 from hpc_parallel.training.optimizer import learning_rate, set_learning_rate
 from hpc_parallel.training.step import Step
@@ -30,6 +31,7 @@ class Trainer:
         validation: Batches,
         validation_steps: int,
         metrics: Metrics,
+        measurement: Measurement,
         writers: Sequence[Writer],
         training: TrainingConfig,
         schedule: OptimizerConfig,
@@ -42,6 +44,7 @@ class Trainer:
         self._validation = validation
         self._validation_steps = validation_steps
         self._metrics = metrics
+        self._measurement = measurement
         self._writers = writers
         self._training = training
         self._schedule = schedule
@@ -54,7 +57,10 @@ class Trainer:
         for step in range(1, steps + 1):
             rate = learning_rate(step, steps=steps, config=self._schedule)
             set_learning_rate(self._optimizer, rate)
-            self._metrics.note(self._step.run(*to_device(self._batches.at(step - 1), self._device)))
+            batch = to_device(self._batches.at(step - 1), self._device)
+            with self._measurement.watch(step):
+                result = self._step.run(*batch)
+            self._metrics.note(result)
             validate = self._due(step, self._training.validate_every)
             if validate or self._due(step, self._training.log_every):
                 line = self._metrics.line(step=step, learning_rate=rate)

@@ -30,7 +30,8 @@ from hpc_parallel.data.sampler import Batches, Data, Samples, validation_steps
 from hpc_parallel.launch.run_folder import RunFolder, write_json
 from hpc_parallel.strategies.assemble import Assembled, assemble
 from hpc_parallel.strategies.mesh import build_mesh
-from hpc_parallel.strategies.traffic import DeviceTraffic, figures
+from hpc_parallel.strategies.traffic import figures, ring_all_reduce
+from hpc_parallel.training.measure import Measurement
 from hpc_parallel.training.metrics import Metrics, Scale, peak_flops
 from hpc_parallel.training.optimizer import build_optimizer
 from hpc_parallel.training.step import build_step
@@ -133,6 +134,10 @@ def train(
     optimizer = build_optimizer(session.assembled.named_parameters(), config.optimizer)
     writers = open_writers(config, folder=folder, values=values) if rank == 0 else []
     batches = session.batches(session.data.train, seed=config.seed)
+    metrics = Metrics(scale_of(session, replicas=batches.replicas), device=device)
+    measurement = Measurement(
+        steps=config.training.measure_steps, mesh=session.assembled.mesh, device=device, metrics=metrics
+    )
     trainer = Trainer(
         build_step(
             session.assembled,
@@ -144,7 +149,8 @@ def train(
         batches=batches,
         validation=session.batches(session.data.validation, seed=None),
         validation_steps=session.validation_steps,
-        metrics=Metrics(scale_of(session, replicas=batches.replicas), device=device),
+        metrics=metrics,
+        measurement=measurement,
         writers=writers,
         training=config.training,
         schedule=config.optimizer,
@@ -153,7 +159,7 @@ def train(
     lines = trainer.fit()
     complete(
         values, folder=folder, lines=lines, writers=writers, started=started, environment=environment,
-        measured=traffic_of(session),
+        measured=measurement.figures() | traffic_of(session),
     )  # fmt: skip
     return session.assembled
 
@@ -198,17 +204,16 @@ def forward_only(config: RunConfig) -> RunConfig:
 
 
 def traffic_of(session: Session) -> dict[str, Any]:
-    """Bytes of a step by the techniques' own counts, of all ranks; nothing where they keep none."""
-    if session.assembled.traffic is None:
-        return {}
-    everywhere: list[Sequence[DeviceTraffic] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, session.assembled.traffic)
-    return figures(
-        [device for devices in everywhere for device in devices or ()],
-        steps=session.config.training.steps,
-        weights_bytes=sum(weight.nbytes for weight in session.assembled.named_parameters().values()),
-        replicas=session.layout.data,
-    )
+    """What one process moves between its devices; and beside techniques that average no gradients
+    by collectives, what those would move."""
+    assembled = session.assembled
+    found: dict[str, Any] = {}
+    if assembled.traffic is not None:
+        found |= figures(assembled.traffic, steps=session.config.training.steps)
+    if assembled.traffic is not None or assembled.server is not None:
+        weights_bytes = sum(weight.nbytes for weight in assembled.named_parameters().values())
+        found["ring_all_reduce"] = ring_all_reduce(weights_bytes=weights_bytes, replicas=session.layout.data)
+    return found
 
 
 def scale_of(session: Session, *, replicas: int) -> Scale:

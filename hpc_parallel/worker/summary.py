@@ -15,7 +15,14 @@ from hpc_parallel.config.layout import layout_of, processes_per_node
 from hpc_parallel.launch.metrics_file import MetricsReader
 from hpc_parallel.launch.run_folder import RunFolder
 
-MEASURED = ("traffic_bytes", "busiest_rank_traffic_bytes", "ring_all_reduce")
+MEASURED = (
+    "exposed_communication_share",
+    "bubble_share",
+    "traffic_bytes",
+    "busiest_rank_traffic_bytes",
+    "traffic",
+    "ring_all_reduce",
+)
 Lines = Sequence[Mapping[str, Any]]
 
 
@@ -32,10 +39,14 @@ def summarise(
     """All keys of the contract, null where a figure is not measured.
 
     config: the content of `config.yaml`; lines: of `metrics.jsonl`; lost_steps: trained and not kept, by
-    earlier attempts; environment: Slurm's variables; measured: by the ranks themselves.
+    earlier attempts; environment: Slurm's variables; measured: on the steps that were watched.
 
-    `traffic_bytes`: sent in one step by all ranks; `busiest_rank_traffic_bytes`: sent and received by the
-    one that moves most (of a process that drives several devices, by the busiest device);
+    `exposed_communication_share`: of a step, the time in which a device waits for others and computes
+    nothing, a pipeline's bubble left out; mean over the ranks. `bubble_share`: of the time from the first
+    stage's start to the last one's end, that in which a rank's stages have no work (the transfers between
+    them are in it); mean over the ranks, 0 without a pipeline. `traffic_bytes`: sent in one step by all
+    ranks; `traffic`: the same by kind of collective; `busiest_rank_traffic_bytes`: sent and received by
+    the one that moves most (of a process that drives several devices, by the busiest device);
     `ring_all_reduce`: both, if the same gradients were averaged by one.
     """
     nodes, gpus_per_node = config["nodes"], config["gpus_per_node"]
@@ -57,8 +68,6 @@ def summarise(
         "step_time_s": None,
         "latency_s": None,
         "peak_memory_bytes": max((line["peak_memory_bytes"] for line in lines), default=None),
-        "exposed_communication_share": None,
-        "bubble_share": None,
         **{key: measured.get(key) for key in MEASURED},
         "predicted": None,
         **FIGURES.get(config["task"]["name"], _trained)(lines),

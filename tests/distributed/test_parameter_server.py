@@ -18,10 +18,12 @@ OPTIONS = {True: "strategy.dedicated_server=true", False: "strategy.dedicated_se
 @pytest.mark.parametrize(("dedicated", "ranks"), [(True, 3), (False, 4)])
 def test_traffic_is_twice_the_weights_a_worker(workers: Workers, dedicated: bool, ranks: int) -> None:
     """Against 2(n-1)/n of the weights by each link of a ring over those who compute."""
-    trained = workers.train("strategy=parameter_server", f"nodes={ranks}", OPTIONS[dedicated], *SMALL)
+    words = ("strategy=parameter_server", f"nodes={ranks}", OPTIONS[dedicated])
+    trained = workers.train(*words, *SMALL, "training.measure_steps=1")
     summary = json.loads((trained.folder / "summary.json").read_text())
     weights = 4 * sum(weight.numel() for weight in trained.weights.values())
     assert summary["traffic_bytes"] == 2 * weights * (ranks - 1)
+    assert summary["traffic"] == {"send": summary["traffic_bytes"]}
     assert summary["busiest_rank_traffic_bytes"] == summary["traffic_bytes"]  # one end of all is the server
     computing = ranks - dedicated
     ring = pytest.approx(2 * (computing - 1) / computing * weights)

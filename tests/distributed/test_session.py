@@ -32,7 +32,7 @@ METRICS = {
 SUMMARY = {
     "outcome", "strategy", "layout", "nodes", "gpus_per_node", "world_size", "steps", "samples",
     "final_loss", "samples_per_s", "step_time_s", "latency_s", "peak_memory_bytes",
-    "exposed_communication_share", "bubble_share", "traffic_bytes", "busiest_rank_traffic_bytes",
+    "exposed_communication_share", "bubble_share", "traffic_bytes", "busiest_rank_traffic_bytes", "traffic",
     "ring_all_reduce", "predicted", "restarts", "lost_steps", "started", "ended",
     "job_ids",
 }  # fmt: skip
@@ -80,7 +80,9 @@ def test_what_a_run_writes_keeps_the_contract(workers: Workers) -> None:
     assert (summary["steps"], summary["samples"], summary["world_size"]) == (12, 192, 4)
     assert summary["final_loss"] == last["loss"]
     assert summary["predicted"] is None
-    assert summary["bubble_share"] is None
+    assert 0 < summary["bubble_share"] < 1
+    assert 0 <= summary["exposed_communication_share"] < 1
+    assert summary["traffic_bytes"] == sum(summary["traffic"].values())
 
 
 def test_model_flops_are_those_of_the_closed_form(workers: Workers) -> None:

@@ -1,0 +1,120 @@
+"""A few steps watched: the bytes between ranks, the time lost to communication, the pipeline's bubble.
+
+All other steps run as if this were not here: nothing of the model, of torch or of the loop is replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from statistics import fmean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from hpc_parallel.strategies.mesh import axis_of
+from hpc_parallel.training.collectives import NAMES, Traffic
+from hpc_parallel.training.metrics import Metrics, finite, gathered
+from hpc_parallel.training.timeline import STEP, Interval, Timeline, events_of, marked_waits
+
+WARM_UP = 2  # steps: after the first comes a validation, and then a pipeline learns its shapes again
+
+
+class Measurement:
+    """Counts bytes in the first step after the warm-up, and times the `steps` that follow it.
+
+    These steps are left out of the `metrics`: counting and timing make them slower.
+    """
+
+    def __init__(self, *, steps: int, mesh: DeviceMesh, device: torch.device, metrics: Metrics) -> None:
+        self._timed = range(WARM_UP + 2, WARM_UP + 2 + steps)
+        self._counted = WARM_UP + 1 if steps else 0
+        self._device = device
+        self._metrics = metrics
+        pipeline = axis_of(mesh, "pipeline")
+        self._pipeline = dist.get_process_group_ranks(pipeline.get_group()) if pipeline is not None else []
+        self._traffic: Traffic | None = None
+        self._timelines: list[Timeline] = []
+
+    def watch(self, step: int) -> AbstractContextManager[None]:
+        """What the 1-based `step` runs under."""
+        if step == self._counted:
+            return self._left_out(self._count())
+        return self._left_out(self._time()) if step in self._timed else nullcontext()
+
+    @contextmanager
+    def _left_out(self, watched: AbstractContextManager[None]) -> Iterator[None]:
+        self._synchronise()  # what was queued before is no part of it
+        started = time.perf_counter()
+        with watched:
+            yield
+        self._metrics.leave_out(time.perf_counter() - started, steps=1)
+
+    @contextmanager
+    def _count(self) -> Iterator[None]:
+        self._traffic = Traffic()
+        with self._traffic:
+            yield
+
+    @contextmanager
+    def _time(self) -> Iterator[None]:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it writes lines of its own into the rank's log
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
+        with marked_waits(), profile(activities=kinds) as profiled:
+            dist.barrier()
+            with record_function(STEP):
+                yield
+                self._synchronise()
+        self._timelines.append(Timeline.read(events_of(profiled), on_gpu=self._on_gpu))
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
+    def _synchronise(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
+
+    def figures(self) -> dict[str, Any]:
+        """The keys of `summary.json` that were measured, the same on all ranks, who ask together."""
+        return self._bytes() | self._shares()
+
+    def _bytes(self) -> dict[str, Any]:
+        if self._traffic is None:
+            return {}
+        sent, received = self._traffic.sent, self._traffic.received
+        here = [float(sent[kind]) for kind in NAMES]
+        table = gathered([*here, float(received.total())], device=self._device)
+        by_kind = {kind: int(sum(column)) for kind, column in zip(NAMES, table, strict=False)}
+        return {
+            "traffic_bytes": sum(by_kind.values()),
+            "busiest_rank_traffic_bytes": int(max(map(sum, zip(*table, strict=True)))),
+            "traffic": {kind: total for kind, total in by_kind.items() if total},
+        }
+
+    def _shares(self) -> dict[str, Any]:
+        """Medians over the steps of means over the ranks."""
+        if not self._timelines:
+            return {}
+        shares: list[float] = []
+        for timeline, schedule in zip(self._timelines, self._schedules(), strict=True):
+            shares += [timeline.exposed(schedule) / timeline.length, timeline.bubble(schedule)]
+        means = [fmean(column) for column in gathered(shares, device=self._device)]
+        return {
+            "exposed_communication_share": finite(median(means[::2])),
+            "bubble_share": finite(median(means[1::2])),
+        }
+
+    def _schedules(self) -> list[Interval | None]:
+        """Of each step, from the first to the last work of any rank of this one's pipeline."""
+        ends = [end for timeline in self._timelines for end in timeline.ends_of_stages()]
+        everywhere = gathered(ends, device=self._device)  # [step's first, its last, ...][rank]
+        if not self._pipeline:
+            return [None] * len(self._timelines)
+        mine = [[column[rank] for rank in self._pipeline] for column in everywhere]
+        return [(int(min(first)), int(max(last))) for first, last in zip(mine[::2], mine[1::2], strict=True)]

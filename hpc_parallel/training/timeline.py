@@ -1,0 +1,177 @@
+"""What a rank did in one step, read from the profiler: when it waited for others, when its stages were busy.
+
+Times are nanoseconds from the step's start, which is a barrier: so ranks of several hosts compare, whatever
+their clocks say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from math import nan
+from typing import Any, NamedTuple
+
+from torch.autograd import DeviceType
+from torch.distributed import Work
+from torch.profiler import profile, record_function
+
+from hpc_parallel.strategies.pipeline import BUSY
+
+STEP = "measured step"
+WAIT = "wait for others"
+WAITS = (WAIT, "_c10d_functional::wait_tensor")  # the second: DTensor's, and other functional collectives
+ENGINE = "autograd::engine::evaluate_function"
+PEER_TO_PEER = ("gloo:send", "gloo:recv")
+
+Interval = tuple[int, int]  # start, end
+
+
+@contextmanager
+def marked_waits() -> Iterator[None]:
+    """Meanwhile the profiler sees when a caller waits for a collective, of which torch tells nothing."""
+    wait = Work.wait
+
+    def marked(work: Work, *arguments: Any, **options: Any) -> Any:
+        with record_function(WAIT):
+            return wait(work, *arguments, **options)
+
+    Work.wait = marked  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        Work.wait = wait  # type: ignore[method-assign]
+
+
+class Event(NamedTuple):
+    """One of the profiler's."""
+
+    name: str
+    start: int
+    end: int
+    thread: int = 1
+    on_device: bool = False
+    is_mark: bool = False  # a range that someone named, and no kernel
+
+
+def events_of(profiled: profile) -> list[Event]:
+    """All that was recorded on this rank."""
+    results = profiled.profiler.kineto_results  # type: ignore[union-attr]
+    assert results is not None
+    return [
+        Event(
+            name=event.name(),
+            start=event.start_ns(),
+            end=event.end_ns(),
+            thread=event.start_thread_id(),
+            on_device=event.device_type() != DeviceType.CPU,
+            is_mark=event.is_user_annotation(),
+        )
+        for event in results.events()
+    ]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step of one rank; intervals are in order and apart from each other."""
+
+    length: int
+    waiting: list[Interval]  # communication runs and nothing is computed
+    stages: list[Interval]  # a pipeline's, busy with a microbatch
+
+    @classmethod
+    def read(cls, events: Sequence[Event], *, on_gpu: bool) -> Timeline:
+        """On a CPU the host's waits tell: between them it computes. On a GPU so do the kernels.
+
+        gloo's own ranges would not do: under load they begin and end late, beside the computation.
+        """
+        (step,) = [event for event in events if event.name == STEP and not event.on_device]
+        calls = [event for event in events if event.thread == step.thread and not event.on_device]
+        kernels = [event for event in events if event.on_device and not event.is_mark]
+        communicating = [event for event in kernels if event.name.startswith("nccl")]
+        computing = [event for event in kernels if not event.name.startswith("nccl")]
+        stages = [event for event in events if event.name == BUSY and event.on_device == on_gpu]
+        waits = spans(call for call in calls if call.name in WAITS) + ends_of_backward(
+            [*(call for call in calls if call is not step), Event("end", step.end, step.end)],
+            collectives=[event for event in events if event.name.startswith("gloo:")],
+        )
+
+        def within(intervals: Iterable[Interval]) -> list[Interval]:
+            cut = ((max(a, step.start) - step.start, min(b, step.end) - step.start) for a, b in intervals)
+            return union((start, end) for start, end in cut if start < end)
+
+        return cls(
+            length=step.end - step.start,
+            waiting=without(within([*waits, *spans(communicating)]), within(spans(computing))),
+            stages=within(spans(stages)),
+        )
+
+    def ends_of_stages(self) -> tuple[float, float]:
+        """When this rank's stages began and ended; (0, 0) where it has none."""
+        return (self.stages[0][0], self.stages[-1][1]) if self.stages else (0, 0)
+
+    def bubble(self, schedule: Interval | None) -> float:
+        """The share of its pipeline's `schedule` in which this rank's stages have no work; 0 without one.
+
+        Not a number where the profiler saw no stage.
+        """
+        if schedule is None:
+            return 0.0
+        return length(without([schedule], self.stages)) / (schedule[1] - schedule[0]) if self.stages else nan
+
+    def exposed(self, schedule: Interval | None) -> int:
+        """Nanoseconds of communication that no computation hides, the pipeline's bubble left out."""
+        idle = without([schedule], self.stages) if schedule else []
+        return length(without(self.waiting, idle))
+
+
+def ends_of_backward(calls: Iterable[Event], *, collectives: Sequence[Event]) -> list[Interval]:
+    """DistributedDataParallel waits for its buckets inside the engine, seen only as what it does not do:
+    after the last node of a backward pass nothing is called while a collective runs."""
+    running = union(spans(event for event in collectives if event.name not in PEER_TO_PEER))
+    found: list[Interval] = []
+    until = 0  # the end of the node that the engine is in
+    for call, following in pairwise(sorted(calls, key=lambda call: call.start)):
+        if call.name.startswith(ENGINE):
+            until = max(until, call.end)
+        if following.start >= until > 0 and not following.name.startswith(ENGINE):
+            found.append((until, following.start))
+            until = 0
+    return without(found, without(found, running))
+
+
+def spans(events: Iterable[Event]) -> list[Interval]:
+    return [(event.start, event.end) for event in events]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    joined: list[Interval] = []
+    for start, end in sorted(intervals):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def without(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
+    """The parts of `first` outside `second`, both in order and apart."""
+    left: list[Interval] = []
+    index = 0
+    for start, end in first:
+        while index < len(second) and second[index][1] <= start:
+            index += 1
+        at = index
+        while at < len(second) and second[at][0] < end:
+            if start < second[at][0]:
+                left.append((start, second[at][0]))
+            start = max(start, second[at][1])
+            at += 1
+        if start < end:
+            left.append((start, end))
+    return left
+
+
+def length(intervals: Iterable[Interval]) -> int:
+    return sum(end - start for start, end in intervals)

@@ -1,0 +1,276 @@
+"""What is measured on a few steps: bytes against closed forms, waits against a clock, and no trace after."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.parity import COMMON
+from tests.workers import Workers
+
+LAYERS, DIM, HIDDEN, VOCABULARY, BATCH, LENGTH = 4, 64, 160, 256, 16, 32
+BLOCK = 3 * DIM * DIM + 3 * DIM * HIDDEN + 2 * DIM  # kv_heads are half of heads
+WEIGHTS = LAYERS * BLOCK + VOCABULARY * DIM + DIM
+ROOT = VOCABULARY * DIM + DIM  # what fully_shard keeps gathered from forward to backward
+FLOAT = 4  # bytes
+SHORT = (*(word for word in COMMON if not word.startswith("training.")), "training.global_batch_size=16",
+         "training.steps=5", "training.validation_samples=32", "optimizer.warmup_steps=1",
+         f"model.layers={LAYERS}")  # fmt: skip
+
+
+def summary(workers: Workers, *words: str) -> dict[str, Any]:
+    return json.loads((workers.train(*SHORT, *words).folder / "summary.json").read_text())
+
+
+def ring(ranks: int, amount: float) -> float:
+    """Sent by all ranks for an all-gather or a reduce-scatter of `amount` numbers."""
+    return (ranks - 1) * amount * FLOAT
+
+
+CLOSED_FORMS = {
+    ("strategy=single",): {},
+    ("strategy=data", "nodes=2"): {"all_reduce": 2 * ring(2, WEIGHTS)},
+    ("strategy=data", "nodes=4"): {"all_reduce": 2 * ring(4, WEIGHTS)},
+    ("strategy=fsdp", "nodes=2"): {
+        "all_gather": ring(2, 2 * WEIGHTS - ROOT),
+        "reduce_scatter": ring(2, WEIGHTS),
+        "all_reduce": 2 * ring(2, 1),  # the gradient's norm
+    },
+    ("strategy=fsdp", "nodes=2", "strategy.reshard=false"): {
+        "all_gather": ring(2, WEIGHTS),
+        "reduce_scatter": ring(2, WEIGHTS),
+        "all_reduce": 2 * ring(2, 1),
+    },
+    ("strategy=pipeline", "nodes=2", "model.tied_head=false"): {
+        "send": 2 * BATCH * LENGTH * DIM * FLOAT,  # there and back
+        "all_reduce": 2 * ring(2, 1),
+    },
+    ("strategy=pipeline", "nodes=2"): {
+        "send": 2 * BATCH * LENGTH * DIM * FLOAT,
+        "all_reduce": 2 * ring(2, 1 + VOCABULARY * DIM),  # and the tied weight's gradient
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", CLOSED_FORMS, ids=" ".join)
+def test_traffic_is_the_closed_form(workers: Workers, layout: tuple[str, ...]) -> None:
+    found = summary(workers, *layout)
+    assert found["traffic"] == CLOSED_FORMS[layout]
+    assert found["traffic_bytes"] == sum(CLOSED_FORMS[layout].values())
+    devices = found["world_size"]
+    assert found["busiest_rank_traffic_bytes"] == 2 * found["traffic_bytes"] / devices  # all do alike
+
+
+def test_halos_of_tiles(workers: Workers) -> None:
+    """Each border's rows go both ways, and their gradients back, except the image's own."""
+    words = ("model=segmenter", "model.channels=[4,8]", "data=cells", "data.height=32", "data.width=16")
+    trained = workers.train(*words, "strategy=tile", "nodes=2", "strategy.tile_grid=[2,1]",
+                            "training.steps=3", "training.global_batch_size=16")  # fmt: skip
+    traffic = json.loads((trained.folder / "summary.json").read_text())["traffic"]
+    rows = (
+        1 * 16 + 2 * 4 * 8
+    )  # [channel x width] of each convolution's input: the image; forward and backward
+    assert traffic["all_to_all"] == 2 * BATCH * rows * FLOAT
+
+
+def test_short_runs_measure_what_they_can(workers: Workers) -> None:
+    keys = ("traffic", "bubble_share", "exposed_communication_share")
+    for steps, measured in ((2, []), (3, keys[:1]), (4, keys)):
+        found = summary(workers, "strategy=single", f"training.steps={steps}")
+        assert [key for key in keys if found[key] is not None] == [*measured]
+    off = summary(workers, "strategy=single", "training.measure_steps=0")
+    assert [off[key] for key in keys] == [None] * 3
+
+
+def test_one_device_waits_for_nobody(workers: Workers) -> None:
+    found = summary(workers, "strategy=single")
+    assert (found["exposed_communication_share"], found["bubble_share"]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("strategy", ["data", "fsdp", "tensor", "pipeline"])
+def test_measuring_changes_no_result(workers: Workers, strategy: str) -> None:
+    words = (*SHORT, f"strategy={strategy}", "nodes=2", "model.layers=2", "training.log_every=1")
+    watched, plain = (workers.train(*words, f"training.measure_steps={steps}") for steps in (2, 0))
+    assert watched.losses == plain.losses
+    assert all((watched.weights[name] == weight).all() for name, weight in plain.weights.items())
+    assert all(line["step_time_s"] > 0 for line in watched.lines)
+    times = [line["step_time_s"] for line in watched.lines]
+    assert times[1] == times[2] == times[3] == times[4]  # 3 to 5 were watched: they say nothing of the others
+
+
+def _left_behind(folder: str) -> list[str]:
+    """What a session with measured steps has changed in torch or in our own classes."""
+    import torch
+    from torch.distributed import Work
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    from hpc_parallel.strategies.pipeline import Stage
+    from tests.workers import train_here
+
+    watched = {kind: dict(vars(kind)) for kind in (Work, Stage, torch.Tensor)}
+    train_here(folder, {})
+    changed = [
+        f"{kind.__name__}.{name}"
+        for kind, before in watched.items()
+        for name in {*before, *vars(kind)}
+        if vars(kind).get(name) is not before.get(name)
+    ]
+    modes = [str(mode) for mode in _get_current_dispatch_mode_stack()]
+    return changed + modes + ["profiler"] * torch.autograd._profiler_enabled()
+
+
+def test_nothing_stays_behind(workers: Workers) -> None:
+    run = workers.prepare(*SHORT, "strategy=pipeline", "nodes=2")
+    assert workers.run(2, _left_behind, str(run.folder.path)) == [[], []]
+
+
+SLEEP_S = 0.4
+
+
+def _waited(job: Callable[[int], float]) -> tuple[float, float]:
+    """Seconds that the timeline says this rank waited in `job`, and those that the job itself timed."""
+    import torch.distributed as dist
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    from hpc_parallel.training.timeline import STEP, Timeline, events_of, marked_waits
+
+    with marked_waits(), profile(activities=[ProfilerActivity.CPU]) as profiled:
+        dist.barrier()
+        with record_function(STEP):
+            timed_s = job(dist.get_rank())
+    return Timeline.read(events_of(profiled), on_gpu=False).exposed(None) / 1e9, timed_s
+
+
+def _collective(rank: int) -> float:
+    import torch
+    import torch.distributed as dist
+
+    time.sleep(SLEEP_S * rank)
+    started = time.perf_counter()
+    dist.all_reduce(torch.ones(10))
+    return time.perf_counter() - started
+
+
+def _functional(rank: int) -> float:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed._functional_collectives import all_reduce
+
+    time.sleep(SLEEP_S * rank)
+    started = time.perf_counter()
+    all_reduce(torch.ones(10), "sum", dist.group.WORLD) + 1
+    return time.perf_counter() - started
+
+
+def _data_parallel(rank: int) -> float:
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(torch.nn.Linear(10, 10))
+    loss = model(torch.ones(2, 10)).sum()
+    time.sleep(SLEEP_S * rank)
+    started = time.perf_counter()
+    loss.backward()
+    return time.perf_counter() - started
+
+
+def _hidden(rank: int) -> float:
+    """The collective of `_collective`, with something else to do until it is done."""
+    import torch
+    import torch.distributed as dist
+
+    time.sleep(SLEEP_S * rank)
+    work = dist.all_reduce(torch.ones(10), async_op=True)
+    time.sleep(2 * SLEEP_S * (1 - rank))
+    started = time.perf_counter()
+    work.wait()
+    return time.perf_counter() - started
+
+
+@pytest.mark.parametrize("job", [_collective, _functional, _data_parallel])
+def test_a_wait_for_a_late_rank_is_seen(workers: Workers, job: Callable[[int], float]) -> None:
+    (early_s, timed_s), (late_s, _) = workers.run(2, _waited, job)
+    assert SLEEP_S / 2 < early_s <= timed_s
+    assert late_s < SLEEP_S / 2
+
+
+def test_a_hidden_collective_is_not_seen(workers: Workers) -> None:
+    (early_s, timed_s), _ = workers.run(2, _waited, _hidden)
+    assert early_s <= timed_s + 1e-3
+    assert early_s < SLEEP_S / 2
+
+
+def _moved(name: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes that this rank sends and receives in the collective `name` on 10 float32, of 3 ranks."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import _functional_collectives as functional
+
+    from hpc_parallel.training.collectives import Traffic
+
+    rank, ten = dist.get_rank(), torch.ones(10)
+    thirty = torch.ones(30)
+    pieces = list(thirty.chunk(3))
+    jobs = {
+        "all_reduce": lambda: dist.all_reduce(ten),
+        "all_gather": lambda: dist.all_gather(pieces, ten),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(thirty, ten),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(ten, thirty),
+        "broadcast": lambda: dist.broadcast(ten, src=1),
+        "reduce": lambda: dist.reduce(ten, dst=1),
+        "gather": lambda: dist.gather(ten, pieces if rank == 1 else None, dst=1),
+        "scatter": lambda: dist.scatter(ten, pieces if rank == 1 else None, src=1),
+        "all_to_all_single": lambda: dist.all_to_all_single(torch.empty(30), thirty),
+        "all_to_all_single, uneven": lambda: dist.all_to_all_single(
+            torch.empty(3 * (rank + 1)), torch.ones(6), [rank + 1] * 3, [1, 2, 3]
+        ),
+        "send": lambda: dist.send(ten, dst=1) if rank == 0 else dist.recv(ten, src=0) if rank == 1 else None,
+        "functional all_reduce": lambda: functional.all_reduce(ten, "sum", dist.group.WORLD) + 1,
+        "functional all_gather": lambda: functional.all_gather_tensor(ten, 0, dist.group.WORLD) + 1,
+        "functional reduce_scatter": lambda: functional.reduce_scatter_tensor(
+            thirty, "sum", 0, dist.group.WORLD
+        ) + 1,
+        "functional all_to_all, uneven": lambda: functional.all_to_all_single(
+            torch.ones(6), [rank + 1] * 3, [1, 2, 3], dist.group.WORLD
+        ) + 1,
+        "barrier": lambda: dist.barrier(),
+    }  # fmt: skip
+    with Traffic() as traffic:
+        jobs[name]()
+    jobs[name]()  # not counted any more
+    return dict(+traffic.sent), dict(+traffic.received)
+
+
+EVENLY = [(80, 80)] * 3
+UNEVEN = [(20, 8), (16, 16), (12, 24)]  # of 1, 2 and 3 numbers for the ranks, all but one's own
+KINDS = {
+    # name: (kind, (sent, received) of each rank)
+    "all_reduce": ("all_reduce", [(53, 53)] * 3),  # 2 x 2/3 x 40
+    "all_gather": ("all_gather", EVENLY),
+    "all_gather_into_tensor": ("all_gather", EVENLY),
+    "reduce_scatter_tensor": ("reduce_scatter", EVENLY),
+    "broadcast": ("broadcast", [(0, 40), (80, 0), (0, 40)]),
+    "reduce": ("reduce", [(40, 0), (0, 80), (40, 0)]),
+    "gather": ("gather", [(40, 0), (0, 80), (40, 0)]),
+    "scatter": ("scatter", [(0, 40), (80, 0), (0, 40)]),
+    "all_to_all_single": ("all_to_all", EVENLY),
+    "all_to_all_single, uneven": ("all_to_all", UNEVEN),
+    "send": ("send", [(40, 0), (0, 40), (0, 0)]),
+    "functional all_reduce": ("all_reduce", [(53, 53)] * 3),
+    "functional all_gather": ("all_gather", EVENLY),
+    "functional reduce_scatter": ("reduce_scatter", EVENLY),
+    "functional all_to_all, uneven": ("all_to_all", UNEVEN),
+    "barrier": ("barrier", [(0, 0)] * 3),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_collective_counts(workers: Workers, name: str) -> None:
+    kind, expected = KINDS[name]
+    found = workers.run(3, _moved, name)
+    assert [(sent.get(kind, 0), received.get(kind, 0)) for sent, received in found] == expected
+    assert all({*sent, *received} <= {kind} for sent, received in found)

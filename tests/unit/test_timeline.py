@@ -1,0 +1,93 @@
+"""Timelines of events made by hand: what is waiting, what a bubble, what hidden."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from hpc_parallel.strategies.pipeline import BUSY
+from hpc_parallel.training.timeline import STEP, WAIT, Event, Timeline, union, without
+
+BACKWARD = "autograd::engine::evaluate_function: AddBackward0"
+
+
+def test_intervals_against_sets() -> None:
+    random = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        starts = torch.randint(0, 40, (2, 5), generator=random)
+        sizes = torch.randint(1, 8, (2, 5), generator=random)
+        first, second = (
+            [(int(a), int(a + n)) for a, n in zip(*row, strict=True)]
+            for row in zip(starts, sizes, strict=True)
+        )
+        a, b = union(first), union(second)
+        points = [{t for start, end in found for t in range(start, end)} for found in (first, second)]
+        assert {t for start, end in a for t in range(start, end)} == points[0]
+        assert {t for start, end in without(a, b) for t in range(start, end)} == points[0] - points[1]
+        assert all(x[1] < y[0] for x, y in pairwise(a))
+
+
+def test_a_host_waits_where_it_says_so() -> None:
+    events = [
+        Event(STEP, 1000, 2000),
+        Event(WAIT, 1100, 1200),
+        Event("_c10d_functional::wait_tensor", 1150, 1250),
+        Event(WAIT, 1990, 2100),  # goes on after the step
+        Event(WAIT, 1500, 1700, thread=2),  # another's
+        Event("gloo:all_reduce", 1000, 1900, thread=3, is_mark=True),  # beside what the host computes
+    ]
+    timeline = Timeline.read(events, on_gpu=False)
+    assert (timeline.length, timeline.waiting) == (1000, [(100, 250), (990, 1000)])
+    assert timeline.exposed(None) == 160
+    assert timeline.bubble(None) == 0.0
+
+
+def test_the_end_of_a_backward_pass_waits_for_its_buckets() -> None:
+    events = [
+        Event(STEP, 0, 1000),
+        Event("aten::mm", 10, 100),
+        Event(BACKWARD, 100, 200),
+        Event("aten::mm", 120, 180),
+        Event(BACKWARD, 250, 300),  # the engine's own time before it
+        Event("aten::detach", 500, 501),
+        Event("gloo:all_reduce", 150, 400, thread=3, is_mark=True),
+        Event("gloo:recv", 150, 1000, is_mark=True),  # the schedule waits for it, not the engine
+    ]
+    assert Timeline.read(events, on_gpu=False).waiting == [(300, 400)]
+
+
+def test_kernels_tell_on_a_gpu() -> None:
+    events = [
+        Event(STEP, 0, 1000),
+        Event("ampere_sgemm", 100, 300, on_device=True),
+        Event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 200, 500, on_device=True),
+        Event("nccl:all_reduce", 0, 900, on_device=True, is_mark=True),
+        Event("ampere_sgemm", 450, 600, on_device=True),
+        Event(BUSY, 0, 10),  # the host launches
+        Event(BUSY, 100, 600, on_device=True, is_mark=True),
+    ]
+    timeline = Timeline.read(events, on_gpu=True)
+    assert timeline.waiting == [(300, 450)]
+    assert timeline.stages == [(100, 600)]
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 8), (4, 8), (2, 4)])
+def test_gpipe_by_hand(ranks: int, microbatches: int) -> None:
+    """Stages of equal weight idle (P-1)/(M+P-1) of the schedule (Huang et al. 2019), which is not exposed."""
+    ticks = microbatches + ranks - 1
+    for rank in range(ranks):
+        forward = [(rank + i, rank + i + 1) for i in range(microbatches)]
+        backward = [(2 * ticks - end, 2 * ticks - start) for start, end in forward]
+        busy = [Event(BUSY, 10 * start, 10 * end, is_mark=True) for start, end in forward + backward]
+        waits = [Event(WAIT, 0, 10 * rank), Event(WAIT, 10 * (2 * ticks - rank), 20 * ticks + 5)]
+        timeline = Timeline.read([Event(STEP, 0, 1000), *busy, *waits], on_gpu=False)
+        schedule = (0, 20 * ticks)
+        assert timeline.bubble(schedule) == pytest.approx((ranks - 1) / ticks)
+        assert timeline.exposed(schedule) == 5  # after the last stage's end
+
+
+def test_a_bubble_that_was_not_seen_is_no_number() -> None:
+    assert math.isnan(Timeline.read([Event(STEP, 0, 10)], on_gpu=True).bubble((0, 0)))
