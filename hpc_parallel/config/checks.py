@@ -34,6 +34,7 @@ CHOICES = {
     "optimizer.name": ("adamw",),
     "optimizer.schedule": ("cosine", "constant"),
     "training.precision": ("float32", "bfloat16", "float64"),
+    "training.activation_checkpointing": ("none", "full", "selective"),
     "launcher.kind": ("auto", "local", "slurm", "script"),
     "cluster.gpu_flag": ("gpus-per-node", "gres"),
     "task.name": tuple(TASKS),
@@ -42,8 +43,6 @@ CHOICES = {
 NOT_YET: dict[str, tuple[Any, str]] = {
     "resume": (None, "runs keep no checkpoints so far"),
     "training.checkpoint_every": (None, "runs keep no checkpoints so far"),
-    "training.activation_checkpointing": ("none", "activations are always kept"),
-    "training.compile": (False, "models run as they are written"),
 }
 
 
@@ -84,7 +83,7 @@ def _counts(config: RunConfig) -> Found:
         "nodes", "gpus_per_node", "training.steps", "training.global_batch_size",
         "training.microbatch_size", "training.log_every", "training.validate_every",
         "training.validation_samples", "strategy.microbatches", "strategy.stages_per_rank",
-        "launcher.time_minutes", "launcher.cpus_per_device", "data.sequence_length", "data.max_bytes",
+        "strategy.prefetch", "launcher.time_minutes", "launcher.cpus_per_device", "data.sequence_length", "data.max_bytes",
     ]  # fmt: skip
     if layout_checks.is_transformer(config):
         sizes = ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab_size")

@@ -41,6 +41,7 @@ class StrategyConfig:
     dedicated_server: bool = True  # rank 0 serves and does nothing else; false: it works as well
     # shard (fully_shard)
     reshard: bool = True  # let a block's weights go after its forward pass; false: ZeRO-2
+    prefetch: int | None = None  # blocks gathered ahead; null: torch's way, one ahead in the backward pass
     # context
     context_attention: str = "ring"  # ring, gather (all keys and values on each device)
     # tensor
@@ -166,8 +167,8 @@ class TrainingConfig:
     validation_samples: int = 256
     measure_steps: int = 2  # timed by the profiler early in the run, after one that counts bytes; 0: none
     checkpoint_every: int | None = None  # steps
-    activation_checkpointing: str = "none"
-    compile: bool = False
+    activation_checkpointing: str = "none"  # none, full (recompute blocks), selective (all but products)
+    compile: bool = False  # torch.compile for each block
     tensorboard: bool = False
     wandb: bool = False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ class ConvNet(LayeredModel):
 
     Raises ValueError where a kernel has no middle.
     """
+
+    tensor_roles = MappingProxyType({"blocks.*": "alike", "head.output": "classes"})
 
     def __init__(
         self,
@@ -77,6 +80,7 @@ class Segmenter(ConvNet):
     """
 
     pixelwise = True
+    tensor_roles = MappingProxyType({})  # no layer of it is linear
 
     def __init__(self, *, channels: Sequence[int], classes: int, **options: int) -> None:
         head = PixelHead(channels[-1], classes=classes, factor=2 ** len(channels))

@@ -51,8 +51,9 @@ class LayeredModel(nn.Module):
     `column`, `row`: a linear layer, by its outputs or its inputs (the next is then by the other);
     `vocabulary`: an embedding, by its rows; `logits`: the last linear layer, by its outputs;
     `position`: a layer that treats each position alone, never split; `heads`: the same for each head
-    of `[batch, seq, head, head_dim]`; `whole`: a module that needs all positions of its input. Every
-    weight needs a role; a model without any is not split.
+    of `[batch, seq, head, head_dim]`; `whole`: a module that needs all positions of its input. A model
+    without positions: `alike`, a module of any kind that every device computes whole; `classes`: the last
+    linear layer, by its outputs. Every weight needs a role; a model without any is not split.
     """
     pixelwise: bool = False
     """Of an image model: whether the head gives each place of the image an output and has a target for it."""

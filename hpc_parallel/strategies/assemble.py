@@ -19,6 +19,8 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.layered import LayeredModel, keep, materialise
 from hpc_parallel.strategies import (
     batch_norm,
+    checkpointing,
+    compiling,
     context,
     dataparallel,
     pipeline,
@@ -84,7 +86,8 @@ def assemble(
     device: torch.device,
     trains: bool = True,
 ) -> Assembled:
-    """Build on meta, cut, split samples or layers, shard, set the precision, materialise, replicate.
+    """Build on meta, cut, split samples or layers, checkpoint, compile, shard, set the precision,
+    materialise, replicate.
 
     Weights are materialised before replication, which wants real ones, and after everything that
     decides which of them this rank needs. Each is drawn from (seed, its name), so no rank tells
@@ -113,7 +116,8 @@ def assemble(
         parts = [
             keep(deepcopy(parts[0]), blocks=blocks[i], stem=i == 0, head=i == count - 1) for i in indices
         ]
-    exactness = config.training.precision
+    training = config.training
+    exactness = training.precision
     together = axis_of(mesh, "tensor")
     one_batch = joint(mesh, "replicate", "shard", "context", "tile")  # the ranks that share a microbatch
     sharded = slicing_axis(mesh) is not None
@@ -126,6 +130,9 @@ def assemble(
             tensor.apply(part, axis=together, options=strategy)
         if one_batch is not None:
             batch_norm.apply(part, axis=one_batch)
+        checkpointing.apply(part, keeps=training.activation_checkpointing, compiled=training.compile)
+        if training.compile:
+            compiling.apply(part)
         if sharded:
             shard.apply(part, mesh=data_mesh(mesh), options=strategy, precision=exactness)
         else:

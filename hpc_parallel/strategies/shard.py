@@ -25,7 +25,20 @@ def apply(model: LayeredModel, *, mesh: DeviceMesh, options: StrategyConfig, pre
     for block in model.blocks.values():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=options.reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    if options.prefetch is not None:
+        _prefetch(model, ahead=options.prefetch)
     return model
+
+
+def _prefetch(model: LayeredModel, *, ahead: int) -> None:
+    """Begin to gather the next `ahead` blocks while one is computed; as many more are whole at a time."""
+    blocks = list(model.blocks.values())
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + ahead])  # type: ignore[operator]
+        before = blocks[max(0, index - ahead) : index]
+        block.set_modules_to_backward_prefetch(before[::-1])  # type: ignore[operator]
+    model.set_modules_to_forward_prefetch(blocks[:ahead])  # type: ignore[operator]
+    model.set_modules_to_backward_prefetch(blocks[: -ahead - 1 : -1])  # type: ignore[operator]
 
 
 def release(model: LayeredModel) -> None:

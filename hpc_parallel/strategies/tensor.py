@@ -6,14 +6,17 @@ taken of logits that stay split by vocabulary; each is a switch of its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
+from torch.func import functional_call
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -22,7 +25,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from hpc_parallel.config.problems import ConfigError, Problem
 from hpc_parallel.config.schema import StrategyConfig
@@ -41,7 +44,7 @@ def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> 
     styles = _styles(options)
     for name, module in list(model.named_modules()):
         for pattern, role in model.tensor_roles.items():
-            if fnmatchcase(name, pattern):
+            if _matches(name, pattern):
                 parallelize_module(module, axis, styles[role], src_data_rank=None)
     for alias, name in model.tied.items():  # splitting parted them
         weights = dict(model.named_parameters())
@@ -56,8 +59,15 @@ def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> 
     return model
 
 
+def _matches(name: str, pattern: str) -> bool:
+    """Part by part: a `*` stands for one name between dots, so a block's pattern is not of what is in it."""
+    names, patterns = name.split("."), pattern.split(".")
+    return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
+
+
 def _styles(options: StrategyConfig) -> dict[str, ParallelStyle]:
-    """What each role of `LayeredModel.tensor_roles` means; activations are `[batch, seq, dim]`."""
+    """What each role of `LayeredModel.tensor_roles` means; activations are `[batch, seq, dim]`,
+    or of any shape and whole on every device where a model's roles are `alike` and `classes`."""
     between: Placement = Shard(1) if options.sequence_parallel else Replicate()
     logits: Placement = Shard(-1) if options.loss_parallel else Replicate()
     return {
@@ -69,6 +79,8 @@ def _styles(options: StrategyConfig) -> dict[str, ParallelStyle]:
         "position": EachPosition(between),
         "heads": EachPosition(Shard(2)),
         "logits": ColwiseParallel(input_layouts=between, output_layouts=logits),
+        "alike": Alike(),
+        "classes": ColwiseParallel(input_layouts=Replicate(), output_layouts=logits),
     }
 
 
@@ -86,6 +98,42 @@ class EachPosition(ParallelStyle):
             return output.to_local()
 
         return distribute_module(module, device_mesh, None, enter, leave)  # type: ignore[arg-type]
+
+
+class Alike(ParallelStyle):
+    """A module that every device computes whole, from the same input: so is each weight's gradient.
+
+    Its weights are distributed tensors only to those who hold them; it computes with plain ones, which any
+    layer can, and autograd gives each back its gradient as whole, not as a part of a sum.
+    """
+
+    def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
+        for part in module.modules():
+            for name, weight in part.named_parameters(recurse=False):
+                whole = DTensor.from_local(weight, device_mesh, [Replicate()], run_check=False)
+                setattr(part, name, Parameter(whole.detach(), requires_grad=weight.requires_grad))
+        inner = _Inner(module)
+        module.forward = partial(_with_plain_weights, inner)  # type: ignore[method-assign]
+        return module
+
+
+class _Inner(Module):
+    """Stands for `module` as it was, since functional_call would come back to its new forward."""
+
+    def __init__(self, module: Module) -> None:
+        super().__init__()
+        self.module = module
+        self._forward: Callable[..., Any] = module.forward
+
+    def forward(self, *inputs: Any) -> Any:
+        return self._forward(*inputs)
+
+
+def _with_plain_weights(inner: _Inner, *inputs: Any) -> Any:
+    # Asked anew each time: fully_shard puts another object in a weight's place.
+    weights = dict(inner.named_parameters())
+    plain = {name: w.to_local() for name, w in weights.items() if isinstance(w, DTensor)}
+    return functional_call(inner, plain, inputs)
 
 
 def _take_loss_of_slices(model: LayeredModel, *, axis: DeviceMesh) -> None:
