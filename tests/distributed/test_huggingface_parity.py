@@ -86,4 +86,4 @@ def test_generated_tokens_are_those_of_the_librarys_own_model(
             logits = library(torch.tensor([tokens])).logits
             tokens.append(int(logits[0, -1].argmax()))
         assert line["tokens"] == tokens[len(line["prompt"]) :]
-        assert len(set(line["tokens"])) > 4
+        assert len(set(line["tokens"])) > 3
