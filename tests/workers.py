@@ -64,7 +64,7 @@ class Workers:
     def do(self, *overrides: str) -> Path:
         """Run a task that trains nothing; returns the run folder that it leaves."""
         run = self.prepare(*overrides)
-        self.run(run.devices, do_here, str(run.folder.path))
+        self.run(run.processes, do_here, str(run.folder.path))
         return run.folder.path
 
     def prepare(self, *overrides: str) -> PreparedRun:
