@@ -139,7 +139,7 @@ def assemble(
             precision.apply(part, precision=exactness, device_type=device.type)
         materialise(part, seed=config.seed, device=device, dtype=precision.WEIGHTS[exactness])
     runners: list[torch.nn.Module] = list(parts)
-    averaged = None if sharded else joint(mesh, "replicate", "context", "tile")
+    averaged = joint(mesh, "replicate", "context", "tile") if trains and not sharded else None
     server: ParameterServer | None = None
     traffic: Sequence[DeviceTraffic] | None = None
     if strategy.execution == DATAPARALLEL:
@@ -147,7 +147,7 @@ def assemble(
         runners, traffic = [runner], runner.funnel.devices
     elif strategy.execution == PARAMETER_SERVER:
         server = ParameterServer(parts[0].parameters(), options=strategy, device=device)
-    elif trains and averaged is not None and not (pipe is not None and schedule.splits_backward):
+    elif averaged is not None and not (pipe is not None and schedule.splits_backward):
         runners = [replicate.apply(part, axis=averaged, options=strategy) for part in parts]
         averaged = None
 

@@ -42,7 +42,9 @@ def _contexts(
     block: Module, *, selective: bool, compiled: bool
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Around the forward pass and around the recomputation; a compiler takes none but torch's own."""
-    first, again = create_selective_checkpoint_contexts(_policy) if selective else (nullcontext(), nullcontext())
+    first, again = (
+        create_selective_checkpoint_contexts(_policy) if selective else (nullcontext(), nullcontext())
+    )
     return first, again if compiled else _recomputing(block, again)
 
 

@@ -83,6 +83,21 @@ def test_tokens_are_those_of_one_device(workers: Workers, wanted: list[list[int]
     assert [line["text"] for line in lines] == [bytes(t).decode(errors="replace") for t in wanted]
 
 
+def test_a_model_that_looks_its_positions_up(workers: Workers) -> None:
+    """GPT-2 learns a weight a position: a module that only asks where it is, and keeps nothing."""
+    pytest.importorskip("transformers")
+    gpt2 = ("model=huggingface", "model.config.model_type=gpt2", "model.config.hidden_size=64",
+            "model.config.intermediate_size=160", "model.config.num_hidden_layers=2",
+            "model.config.tie_word_embeddings=false", "+model.config.initializer_range=0.3")  # fmt: skip
+    words = (*(word for word in COMMON if not word.startswith("model.")), *gpt2)
+    run = workers.prepare(*words, "strategy=single")
+    config, _ = read_config(run.folder.config)
+    found = generated(workers.do(*words, "strategy=pipeline", "nodes=2"))
+    wanted = [recomputed(config, list(prompt.encode())) for prompt in PROMPTS]
+    assert [line["tokens"] for line in found] == wanted
+    assert min(len(set(tokens)) for tokens in wanted) > NEW_TOKENS // 3
+
+
 def test_a_draw_depends_on_the_prompt_and_the_place_alone(workers: Workers, wanted: list[list[int]]) -> None:
     drawn = [
         [line["tokens"] for line in generated(workers.do(*COMMON, *layout, "task.temperature=2"))]

@@ -34,6 +34,15 @@ LAYOUTS = {
     "pipeline of 2": (*TEXT, "strategy=pipeline", "nodes=2"),
     "interleaved pipeline of 2": (*TEXT, "strategy=pipeline", "nodes=2", "strategy.schedule=interleaved"),
     "pipeline 2 x tensor 2": (*TEXT, "strategy=hybrid", "nodes=2", "gpus_per_node=2"),
+    "layers over 2, one at a time": (*TEXT, "strategy=model", "nodes=2"),
+    "context over 2": (*TEXT, "strategy=context", "nodes=2"),
+    "one process, two devices": (*TEXT, "strategy=dataparallel", "gpus_per_node=2"),
+    "two workers and a server": (
+        *TEXT,
+        "strategy=parameter_server",
+        "nodes=3",
+        "strategy.dedicated_server=true",
+    ),
     "tile over 2": (*IMAGES, "strategy=tile", "nodes=2"),
     "tile 2 x replicate 2": (*IMAGES, "strategy=tile", "nodes=4", "strategy.tile=2", "strategy.replicate=2"),
 }
@@ -60,7 +69,7 @@ def test_the_loss_is_the_untrained_model_s(workers: Workers, layout: str) -> Non
     """Of the validation, and of each size of batch that is timed: stages must take them all."""
     run = workers.prepare(*COMMON, *LAYOUTS[layout], "strategy.microbatches=null")
     wanted = losses_of_one_device(run.folder.path)
-    validation, batches = workers.run(run.devices, _losses, str(run.folder.path))[0]
+    validation, batches = workers.run(run.processes, _losses, str(run.folder.path))[0]
     assert validation == pytest.approx(sum(wanted) / SAMPLES, rel=1e-12)
     replicas = run.layout.data
     assert list(batches) == [size for size in (1, 2, 4, 8, 16) if size >= replicas]

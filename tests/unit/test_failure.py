@@ -62,6 +62,7 @@ def folder(tmp_path: Path) -> RunFolder:
                 "nodes": 4,
                 "gpus_per_node": 2,
                 "strategy": strategy,
+                "task": {"name": "train"},
                 "training": {"steps": 20},
                 "launcher": {"time_minutes": 60},
             }

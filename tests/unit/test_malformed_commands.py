@@ -304,6 +304,8 @@ TASKS = [
     wrong("task=generate model=convnet data=digits", "task = generate", "ConvNet", offers="task=infer"),
     wrong("task=generate model=segmenter data=cells strategy=tile nodes=2", "strategy.tile = 2",
           "task = generate", offers="strategy.tile=1 strategy.replicate=-1"),
+    wrong("task=generate strategy=dataparallel gpus_per_node=2", "strategy = dataparallel", "to decode",
+          offers="strategy=data"),
     wrong("task=generate task.prompts=[]", "task.prompts = []", "a byte or more", offers="task.prompts=null"),
     wrong("task=generate \"task.prompts=[a,'']\"", "task.prompts = [a,'']", offers="task.prompts=null"),
     wrong("task=generate task.prompt_length=129", "task.prompt_length = 129", "data.sequence_length = 128",
