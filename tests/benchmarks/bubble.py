@@ -3,14 +3,14 @@
     python tests/benchmarks/bubble.py
 
 Two ranks of one thread, so it needs two idle cores: what else runs on them makes a rank late, and the other
-one wait. Each run is the whole command; the median of its timed steps, then of the runs, is compared.
+one wait. That can only add to the bubble, so the least of the runs is compared, as timeit does; all are
+printed. Each run is the whole command, and its figure the median of its timed steps.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,15 +20,16 @@ RANKS, RUNS, TIMED_STEPS, CLOSE = 2, 3, 9, 0.03
 # Blocks that outweigh the embedding and the head by far: the stages are equal to 1 %.
 MODEL = (
     "model.layers=8", "model.dim=256", "model.heads=4", "model.kv_heads=4", "model.ffn_dim=1024",
-    "model.vocab_size=256", "data.sequence_length=64", "data.max_bytes=400000",
+    "model.vocab_size=256", "data.sequence_length=128", "data.max_bytes=400000",
     "training.global_batch_size=16", "optimizer.warmup_steps=0", "training.validate_every=null",
 )  # fmt: skip
-SCHEDULES = [("gpipe", 8), ("1f1b", 8), ("gpipe", 4)]
+SCHEDULES = [("gpipe", 8), ("1f1b", 8), ("gpipe", 4), ("naive", 4)]
 
 
-def theory(microbatches: int) -> float:
-    """(P-1) / (M+P-1), of GPipe and of 1F1B alike (Huang et al. 2019; Narayanan et al. 2019)."""
-    return (RANKS - 1) / (microbatches + RANKS - 1)
+def theory(schedule: str, microbatches: int) -> float:
+    """(P-1) / (M+P-1), of GPipe and 1F1B alike (Huang et al. 2019; Narayanan et al. 2019); in turn M is 1."""
+    together = 1 if schedule == "naive" else microbatches
+    return (RANKS - 1) / (together + RANKS - 1)
 
 
 def measured(folder: Path, *, schedule: str, microbatches: int) -> float:
@@ -50,7 +51,7 @@ def main() -> int:
     missed = 0
     with tempfile.TemporaryDirectory() as temporary:
         for schedule, microbatches in SCHEDULES:
-            wanted = theory(microbatches)
+            wanted = theory(schedule, microbatches)
             runs = [
                 measured(
                     Path(temporary) / f"{schedule}-{microbatches}-{run}",
@@ -59,7 +60,7 @@ def main() -> int:
                 )
                 for run in range(RUNS)
             ]
-            found = statistics.median(runs)
+            found = min(runs)
             missed += abs(found - wanted) > CLOSE
             name = f"{schedule}, {RANKS} stages, {microbatches} microbatches"
             every = ", ".join(f"{share:.1%}" for share in sorted(runs))
