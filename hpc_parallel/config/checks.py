@@ -83,7 +83,8 @@ def _counts(config: RunConfig) -> Found:
         "nodes", "gpus_per_node", "training.steps", "training.global_batch_size",
         "training.microbatch_size", "training.log_every", "training.validate_every",
         "training.validation_samples", "strategy.microbatches", "strategy.stages_per_rank",
-        "strategy.prefetch", "launcher.time_minutes", "launcher.cpus_per_device", "data.sequence_length", "data.max_bytes",
+        "strategy.prefetch", "launcher.time_minutes", "launcher.cpus_per_device", "data.sequence_length",
+        "data.max_bytes",
     ]  # fmt: skip
     if layout_checks.is_transformer(config):
         sizes = ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab_size")

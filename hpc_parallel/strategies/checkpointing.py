@@ -1,69 +1,118 @@
-"""Activation checkpointing: a block keeps its input and is computed again for its backward pass (Chen et al. 2016).
+"""Activation checkpointing: blocks keep their input and run again for the backward pass (Chen et al. 2016).
 
-`selective` also keeps what matrix products, convolutions, attention and sums over devices gave, as
-torchtitan does, but of every product: a block's backward pass then repeats only what memory bounds, and
-no sum goes over the network twice. What is gathered is gathered again, being as large as all devices' parts.
+`selective` keeps the results of matrix products, convolutions, attention and sums over devices too.
+torchtitan keeps every second product; here it is every one, so that nothing is repeated but what memory
+bounds, and no sum goes over the network twice. What was gathered is gathered again: that is large.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from hpc_parallel.config.problems import ConfigError, Problem
 from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm"}
-SUMS = {"reduce_scatter_tensor", "all_reduce"}
+DEAR = {
+    "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution",
+    "reduce_scatter_tensor", "all_reduce",
+}  # fmt: skip
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def apply(model: LayeredModel, *, keeps: str, compiled: bool) -> LayeredModel:
     """Let every block of `model` keep nothing but its input (`full`), or its dear results too (`selective`).
 
-    What recomputation does to buffers, such as running statistics, is dropped: it has been done. A
-    compiler sees the block once and drops it by itself.
+    `compiled`: whether a compiler will read the blocks; the repeating is then its work.
     """
-    if keeps == "none":
-        return model
-    for block in model.blocks.values():
-        contexts = partial(_contexts, block, selective=keeps == "selective", compiled=compiled)
-        plain = keeps == "full" and (compiled or next(block.buffers(), None) is None)
-        options = {} if plain else {"context_fn": contexts}
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+    if keeps != "none":
+        way = partial(run_now_and_again, keeps == "selective", compiled)
+        for block in model.blocks.values():
+            replace_forward(block, way)
     return model
 
 
-def _contexts(
-    block: Module, *, selective: bool, compiled: bool
-) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Around the forward pass and around the recomputation; a compiler takes none but torch's own."""
-    first, again = (
-        create_selective_checkpoint_contexts(_policy) if selective else (nullcontext(), nullcontext())
+def run_now_and_again(
+    selective: bool, compiled: bool, forward: Forward, block: Module, *inputs: Tensor
+) -> Tensor:
+    if compiled:  # it takes none but torch's own contexts
+        contexts = partial(create_selective_checkpoint_contexts, keep_dear if selective else keep_nothing)
+    else:
+        contexts = partial(now_and_again, selective, block)
+    return checkpoint(  # type: ignore[no-any-return]
+        partial(forward, block), *inputs, use_reentrant=False, context_fn=contexts
     )
-    return first, again if compiled else _recomputing(block, again)
 
 
-def _policy(_: object, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    name = operation.overloadpacket.__name__ if isinstance(operation, torch._ops.OpOverload) else ""
-    dear = name in PRODUCTS or name in SUMS or name.startswith("_scaled_dot_product_")
-    return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
+def now_and_again(selective: bool, block: Module) -> Contexts:
+    """Around the forward pass, and around its repetition."""
+    now: AbstractContextManager[Any] = nullcontext()
+    again: AbstractContextManager[Any] = nullcontext()
+    if selective:
+        now, again = create_selective_checkpoint_contexts(KeepUnwritten())
+    return now, with_copies_of_buffers(block, again)
+
+
+def keep_nothing(*_: Any, **__: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def keep_dear(_: object, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    """What a custom autograd function computes is left to it: gradients are off there, and its
+    operations write into each other's results."""
+    name = operation.name().partition("::")[2].partition(".")[0]
+    dear = name in DEAR or name.startswith("_scaled_dot_product_")
+    keep = dear and torch.is_grad_enabled()
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class KeepUnwritten:
+    """`keep_dear` for one pass through a block, seeing that nothing is written into what it has kept.
+
+    torch sees that by itself, but not through the view that a product of more than two dims returns.
+    """
+
+    def __init__(self) -> None:
+        self._kept: set[int] = set()
+
+    def __call__(self, context: Any, operation: Any, *inputs: Any, **named: Any) -> CheckpointPolicy:
+        """Raises ConfigError where the block writes into a kept result."""
+        formal = operation._schema.arguments if operation._schema.is_mutable else ()
+        written = [given for given, one in zip(inputs, formal, strict=False) if one.is_write]
+        if not self._kept.isdisjoint(memory_of(written)):
+            rule = f"keeps a result that the block then overwrites ({operation.name()})"
+            key = "training.activation_checkpointing"
+            raise ConfigError([Problem(key, "selective", rule, ("full", "none"))])
+        found = keep_dear(context, operation)
+        if found is CheckpointPolicy.MUST_SAVE:
+            self._kept.update(memory_of(context.op_output))
+        return found
+
+
+def memory_of(tensors: Any) -> list[int]:
+    """Addresses of the plain tensors among `tensors`."""
+    return [t.untyped_storage().data_ptr() for t in tree_leaves(tensors) if type(t) is Tensor]
 
 
 @contextmanager
-def _recomputing(block: Module, inner: AbstractContextManager[Any]) -> Iterator[None]:
-    """`inner` while `block` has copies for buffers, made before `inner` watches."""
-    owners = [(module, name) for module in block.modules() for name in module._buffers]
-    kept = [(module, name, module._buffers[name]) for module, name in owners]
-    for module, name, buffer in kept:
-        module._buffers[name] = None if buffer is None else buffer.clone()
+def with_copies_of_buffers(block: Module, inner: AbstractContextManager[Any]) -> Iterator[None]:
+    """`inner`, in which what `block` writes into buffers is lost: running statistics were written before."""
+    tables = [module._buffers for module in block.modules()]
+    kept = [dict(table) for table in tables]
+    for table in tables:
+        table.update({name: None if buffer is None else buffer.clone() for name, buffer in table.items()})
     try:
-        with inner:
+        with inner:  # entered here: it refuses operations that the forward pass did not have
             yield
     finally:
-        for module, name, buffer in kept:
-            module._buffers[name] = buffer
+        for table, buffers in zip(tables, kept, strict=True):
+            table.update(buffers)

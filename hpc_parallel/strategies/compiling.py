@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 
-PASSES = 3  # a block is compiled for training, for evaluation and for a stage's first look at shapes
+SHAPES = 8  # of input that a block may meet: microbatches in training, validation, inference
 
 
 def apply(model: LayeredModel) -> LayeredModel:
@@ -18,16 +20,16 @@ def apply(model: LayeredModel) -> LayeredModel:
 
     Hooks on the block itself (fully_shard's) are so never compiled, and parameters keep their names.
     """
-    # Blocks of different shapes are versions of one function to torch, which gives up after 8.
-    limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, PASSES * len(model.blocks))
+    # Blocks of different shapes are versions of one function to torch, which gives up after a few.
+    limits: Any = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, SHAPES * len(model.blocks))
+    run = partial(run_compiled, cache(partial(torch.compile, fullgraph=True, dynamic=False)))
     for block in model.blocks.values():
-        compiled = torch.compile(block.forward, fullgraph=True, dynamic=False)
-        block.forward = partial(_of_plain_input, compiled)
+        replace_forward(block, run)
     return model
 
 
-def _of_plain_input(compiled: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def run_compiled(compiled: Any, forward: Forward, block: Module, x: Tensor) -> Tensor:
     """A collective's result that is still under way (AsyncCollectiveTensor) is waited for by copying it:
-    torch 2.13 would send its gradient past the step that made it a plain tensor."""
-    return compiled(x if type(x) is Tensor else x.clone())
+    torch 2.13 would send its gradient past the operation that made it a plain tensor."""
+    return compiled(forward)(block, x if type(x) is Tensor else x.clone())  # type: ignore[no-any-return]

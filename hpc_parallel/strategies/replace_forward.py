@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -17,10 +18,15 @@ def replace_forward(module: Module, forward: Callable[..., Tensor]) -> None:
     By a class of its own: an attribute `forward` would keep hold of this very module, and the copies that
     nn.DataParallel makes of it would compute with its weights.
     """
-    kind = type(module)
+    module.__class__ = _subclass(type(module), forward)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=256)
+def _subclass(kind: type[Module], forward: Callable[..., Tensor]) -> type[Module]:
+    """One for all modules that are given the same `forward`: torch.compile tells them apart by class."""
     before: Forward = kind.forward
 
     def replaced(self: Module, *inputs: Any) -> Tensor:
         return forward(before, self, *inputs)
 
-    module.__class__ = type(kind.__name__, (kind,), {"forward": replaced})
+    return type(kind.__name__, (kind,), {"forward": replaced})

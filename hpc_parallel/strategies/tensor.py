@@ -6,7 +6,6 @@ taken of logits that stay split by vocabulary; each is a switch of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
-from torch.func import functional_call
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -25,11 +23,13 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.func import functional_call
 from torch.nn import Module, Parameter
 
 from hpc_parallel.config.problems import ConfigError, Problem
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 
 if TYPE_CHECKING:
     from hpc_parallel.strategies.assemble import ForwardBackward
@@ -112,28 +112,27 @@ class Alike(ParallelStyle):
             for name, weight in part.named_parameters(recurse=False):
                 whole = DTensor.from_local(weight, device_mesh, [Replicate()], run_check=False)
                 setattr(part, name, Parameter(whole.detach(), requires_grad=weight.requires_grad))
-        inner = _Inner(module)
-        module.forward = partial(_with_plain_weights, inner)  # type: ignore[method-assign]
+        replace_forward(module, partial(_with_plain_weights, _AsBefore(module)))
         return module
 
 
-class _Inner(Module):
-    """Stands for `module` as it was, since functional_call would come back to its new forward."""
+class _AsBefore(Module):
+    """`module` with the forward pass that it had, since functional_call would come back to the new one."""
 
     def __init__(self, module: Module) -> None:
         super().__init__()
         self.module = module
-        self._forward: Callable[..., Any] = module.forward
+        self._forward: Forward = type(module).forward
 
-    def forward(self, *inputs: Any) -> Any:
-        return self._forward(*inputs)
+    def forward(self, *inputs: Any) -> Tensor:
+        return self._forward(self.module, *inputs)
 
 
-def _with_plain_weights(inner: _Inner, *inputs: Any) -> Any:
+def _with_plain_weights(as_before: _AsBefore, _: Forward, __: Module, *inputs: Any) -> Tensor:
     # Asked anew each time: fully_shard puts another object in a weight's place.
-    weights = dict(inner.named_parameters())
-    plain = {name: w.to_local() for name, w in weights.items() if isinstance(w, DTensor)}
-    return functional_call(inner, plain, inputs)
+    weights = as_before.named_parameters()
+    plain = {name: weight.to_local() for name, weight in weights if isinstance(weight, DTensor)}
+    return functional_call(as_before, plain, inputs)  # type: ignore[no-any-return]
 
 
 def _take_loss_of_slices(model: LayeredModel, *, axis: DeviceMesh) -> None:
