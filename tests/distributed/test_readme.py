@@ -63,3 +63,10 @@ def test_it_follows_one_device_under_every_strategy(
         split = workers.train(*words, f"strategy={strategy}", "nodes=2")
         assert largest_difference(split.losses, alone.losses) < 1e-5, strategy
         assert weight_difference(split, alone) < 1e-4, strategy
+
+
+def test_the_strategy_that_is_shown_is_the_real_one() -> None:
+    section = README.read_text().split("## Add a strategy")[1]
+    code = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    assert code is not None
+    assert code[1] in (README.parent / "hpc_parallel/strategies/replicate.py").read_text()
