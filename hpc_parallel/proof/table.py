@@ -34,7 +34,7 @@ class Table:
         self._precision = precision
         self._say("Largest relative difference from one device: of the loss over all steps, of any tensor's")
         self._say("gradient at step 1, and of any tensor's weights after the last step, by tensor norm.\n")
-        self._line("strategy", "model", "layout", *MEASURES, "verdict", style="bold")
+        self._line("strategy", "data", "layout", *MEASURES, "verdict", style="bold")
         bounds = (f"<= {getattr(tolerance, measure):g}" for measure in MEASURES)
         self._line("", "", "", *bounds, "", style="dim")
 
@@ -52,8 +52,9 @@ class Table:
         for note in notes:
             self._say(f"\n{note}")
         self._say(f"\nWhy these bounds: {self._tolerance.why}")
-        self._say(f"{sum(counts.values())} rows in {self._precision}: "
-                  + ", ".join(f"{count} {word}" for word, count in counts.items()) + ".")  # fmt: skip
+        total = sum(counts.values())
+        verdicts = ", ".join(f"{count} {word}" for word, count in counts.items())
+        self._say(f"{total} row{'s' * (total > 1)} in {self._precision}: {verdicts}.")
         if counts.get("MISS") and self._precision == "float32":
             self._say(
                 "Is a miss a mistake, or rounding that met the edge of a ReLU? precision=float64 tells."

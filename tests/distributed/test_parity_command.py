@@ -21,7 +21,7 @@ def parity(*words: str, here: Path, source: Path = ROOT) -> tuple[subprocess.Com
     done = subprocess.run(
         [sys.executable, "-m", "hpc_parallel", "parity", *words, *QUICK],
         cwd=here, env={**os.environ, "PYTHONPATH": str(source), "COLUMNS": "100"},
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     kept = here / "proof" / "parity.json"
     return done, json.loads(kept.read_text())["rows"] if kept.exists() else None
@@ -37,7 +37,7 @@ def test_strategies_are_proven_in_float64(tmp_path: Path) -> None:
     assert set(values) == {"losses", "gradients", "weights"}
     assert all(0 <= value < 1e-9 for value in values.values())
     assert max(values.values()) > 0  # the sums do have another order
-    assert "1 rows in float64: 1 equal." in done.stdout
+    assert "1 row in float64: 1 equal." in done.stdout
     assert "float64 keeps 53 bits" in done.stdout
     assert "<= 1e-09" in done.stdout
     norms = [
@@ -88,7 +88,7 @@ def test_a_broken_technique_is_seen(what: str, tmp_path: Path) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     assert row["word"] == "MISS"
     assert row["differences"][measure]["value"] > 1e-3
-    assert "1 rows in float32: 1 MISS." in done.stdout
+    assert "1 row in float32: 1 MISS." in done.stdout
     assert any(reason.startswith(f"{measure}: ") for reason in row["reasons"])
 
 

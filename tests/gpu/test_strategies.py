@@ -49,7 +49,7 @@ def prove(strategy: str, *layout: str, here: Path) -> tuple[dict[str, float], se
     done = subprocess.run(
         [sys.executable, "-m", "hpc_parallel", "parity", *words],
         cwd=here, env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "0"},
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = json.loads((here / "proof/parity.json").read_text())["rows"]
@@ -83,7 +83,7 @@ def test_a_pipeline_on_a_shared_gpu_is_refused_with_its_reason(tmp_path: Path) -
     done = subprocess.run(
         [sys.executable, "-m", "hpc_parallel", "parity", *words],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "0"},
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 1
     assert "sends from rank to rank" in " ".join(done.stdout.split())

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +22,9 @@ from hpc_parallel.proof.plan import plan
 from hpc_parallel.proof.rows import ROWS
 
 
-def test_every_strategy_and_schedule_has_a_row() -> None:
+def test_every_strategy_has_a_row() -> None:
     strategies = {file.stem for file in (find_folder("conf") / "strategy").glob("*.yaml")}
     assert {row.strategy for row in ROWS} == strategies
-    options = {option for row in ROWS for option in row.options}
-    assert {f"strategy.schedule={name}" for name in CHOICES["strategy.schedule"]} <= options
 
 
 def test_the_whole_table_can_run() -> None:
@@ -35,9 +36,12 @@ def test_the_whole_table_can_run() -> None:
     assert len(set(folders)) == len(cases)
     for case in cases:
         alone, run = case.alone.config, case.run.config
-        assert case.alone.devices == 1
+        assert case.alone.layout.devices == 1
         assert (alone.model, alone.data, alone.seed) == (run.model, run.data, run.seed)
         assert alone.training.global_batch_size == run.training.global_batch_size
+    said = [case.run.config.strategy for case in cases]
+    assert {strategy.schedule for strategy in said} == set(CHOICES["strategy.schedule"])
+    assert {strategy.context_attention for strategy in said} == set(CHOICES["strategy.context_attention"])
     # text on one device is one batch, so accumulation is proven; BatchNorm looks at a microbatch
     text = [case for case in cases if case.net == "text"]
     assert {case.alone.batch.microbatches for case in text} == {1}
@@ -106,6 +110,23 @@ def test_a_wrong_configuration_starts_nothing(
     told = capsys.readouterr()
     assert says in told.err
     assert told.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+WITHOUT_TORCH = """
+import sys
+from hpc_parallel.proof.command import main
+assert main(["strategy=fsdp", "nodes=2", "dry_run=true"]) == 0
+assert "torch" not in sys.modules
+"""
+
+
+def test_the_command_itself_needs_no_torch(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    words = [sys.executable, "-c", WITHOUT_TORCH]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "shard 2" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
