@@ -21,6 +21,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 from torch.nn import Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from hpc_parallel.config.pipeline_checks import version_problem
@@ -128,6 +129,12 @@ class Pipeline:
         """
         if problem := version_problem(schedule):
             raise ConfigError([problem])
+        for runner in runners:
+            if isinstance(runner, DistributedDataParallel):
+                # As under no_sync: a stage itself says when gradients go out. Else the forward pass by which
+                # torch learns shapes makes them go with the first microbatch too, and where the last one's
+                # follow before another forward pass the reducer fails (torch 2.13; gpipe, looped_bfs).
+                runner.require_backward_grad_sync = False
         axis = mesh["pipeline"]
         count = axis.size() * len(stages)
         self._parts = [

@@ -37,6 +37,7 @@ LAYOUTS = {
     "model 2 x shard 2, accumulating 4": (
         *TWO_BY_TWO, "strategy=model", "strategy.shard=2", "training.microbatch_size=2",
     ),
+    "gpipe 2 x replicate 2": (*TWO_BY_TWO, "strategy.schedule=gpipe", "strategy.replicate=2"),
     "looped_bfs 2 x replicate 2": (*TWO_BY_TWO, "strategy.schedule=looped_bfs", "strategy.replicate=2"),
     **{
         f"{schedule} 2 x {other}": (
