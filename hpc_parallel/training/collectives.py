@@ -46,6 +46,11 @@ class Traffic(TorchDispatchMode):
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled blocks stay compiled; their collectives are seen where they run."""
+        return True
+
     def note(self, kind: str, moved: Moved) -> None:
         self.sent[kind] += round(moved.sent)
         self.received[kind] += round(moved.received)

@@ -34,6 +34,7 @@ def ring(ranks: int, amount: float) -> float:
 CLOSED_FORMS = {
     ("strategy=single",): {},
     ("strategy=data", "nodes=2"): {"all_reduce": 2 * ring(2, WEIGHTS)},
+    ("strategy=data", "nodes=2", "training.compile=true"): {"all_reduce": 2 * ring(2, WEIGHTS)},
     ("strategy=data", "nodes=4"): {"all_reduce": 2 * ring(4, WEIGHTS)},
     ("strategy=fsdp", "nodes=2"): {
         "all_gather": ring(2, 2 * WEIGHTS - ROOT),
