@@ -62,8 +62,8 @@ ROWS = (
     Row("data", TWO, nets=LAYERS),
     Row("data", FOUR, ("training.microbatch_size=1",), nets=LAYERS),
     Row("dataparallel", ("gpus_per_node=2",), nets=LAYERS),
-    Row("parameter_server", TWO, nets=LAYERS),
-    Row("parameter_server", ("nodes=3",), ("strategy.dedicated_server=true",)),
+    Row("parameter_server", ("nodes=3",), nets=LAYERS),  # two workers
+    Row("parameter_server", TWO, ("strategy.dedicated_server=false",)),
     Row("fsdp", TWO, nets=LAYERS),
     Row("fsdp", FOUR, ("training.microbatch_size=1",)),
     Row("fsdp", TWO, ("strategy.reshard=false",)),

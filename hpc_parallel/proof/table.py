@@ -70,7 +70,7 @@ class Table:
             box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0), expand=True
         )
         for width in (16, 6, None, 9, 9, 9, 8):
-            line.add_column(width=width, ratio=None if width else 1)
+            line.add_column(width=width, ratio=None if width else 1, overflow="fold")
         texts = [Text(cell) for cell in cells]
         texts[-1].stylize(last_style)
         line.add_row(*texts, style=style)

@@ -37,6 +37,7 @@ def test_the_whole_table_can_run() -> None:
     for case in cases:
         alone, run = case.alone.config, case.run.config
         assert case.alone.layout.devices == 1
+        assert (case.run.layout.devices == 1) == (case.row.strategy == "single")  # no row is vacuous
         assert (alone.model, alone.data, alone.seed) == (run.model, run.data, run.seed)
         assert alone.training.global_batch_size == run.training.global_batch_size
     said = [case.run.config.strategy for case in cases]
