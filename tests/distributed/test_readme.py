@@ -48,11 +48,16 @@ def test_a_model_of_the_users_own_trains_as_a_pipeline(example: Path) -> None:
     assert losses[2] < losses[0]
 
 
+def find_modules_in(folder: str) -> None:
+    """On a rank; `sys.path.append` itself would reach it with a copy of the list."""
+    sys.path.append(folder)
+
+
 def test_it_follows_one_device_under_every_strategy(
     example: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(example)
-    workers.run(2, sys.path.append, str(example))
+    workers.run(2, find_modules_in, str(example))
     words = (
         f"hydra.searchpath=[file://{example / 'site'}]", "model=mine",
         "training.steps=5", "training.log_every=1", "data.max_bytes=200000",

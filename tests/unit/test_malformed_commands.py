@@ -362,7 +362,8 @@ HUGGINGFACE = [
     wrong("model=huggingface model.config.model_type=gpt2 task=generate task.new_tokens=1000",
           "task.new_tokens = 1000", "with its prompt", offers="task.new_tokens=993"),
     wrong("model=huggingface data=digits", "data = digits", "HuggingFaceModel", offers="data=text"),
-    wrong("model=huggingface strategy=tile nodes=2", "strategy.tile", "reads text", offers="strategy.tile=1"),
+    wrong("model=huggingface strategy=tile nodes=2", "strategy.tile", "reads text",
+          offers="strategy.tile=1 strategy.replicate=-1"),
 ]  # fmt: skip
 SWEEPS = [
     wrong("-m nodes=1,x", "nodes = x", offers="nodes=1"),
