@@ -15,6 +15,7 @@ from hpc_parallel.config import (
     image_checks,
     layout_checks,
     site_checks,
+    switch_checks,
     task_checks,
 )
 from hpc_parallel.config.counts import count
@@ -51,7 +52,7 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> list[Prob
     checks = (
         _counts, _choices, _ranges, execution_checks.find_problems, layout_checks.find_problems, _model,
         _data, huggingface.find_problems, image_checks.find_problems, task_checks.find_problems,
-        site_checks.find_problems, _switches,
+        site_checks.find_problems, switch_checks.find_problems, _switches,
     )  # fmt: skip
     return in_order([problem for check in checks for problem in check(config)], overrides)
 

@@ -101,6 +101,7 @@ def _axes(config: RunConfig, model: dict[str, Any], data: dict[str, Any]) -> Fou
         along = along_with_less_of("context", config.strategy)
         yield Problem("strategy.context", layout.context, rule, (1,), along)
     yield from _tiles(config, layout, model, data)
+    yield from _tensor(config, layout, model)
 
 
 def _tiles(config: RunConfig, layout: Layout, model: dict[str, Any], data: dict[str, Any]) -> Found:
@@ -133,6 +134,19 @@ def _tiles(config: RunConfig, layout: Layout, model: dict[str, Any], data: dict[
         elif size < unit:
             rule = f"is too small for {parts} tiles and {blocks} blocks, which each halve it"
             yield Problem(f"data.{side}", size, rule, (unit,))
+
+
+def _tensor(config: RunConfig, layout: Layout, model: dict[str, Any]) -> Found:
+    """The one layer that splits is the classifier, by its logits."""
+    degree = layout.tensor
+    if degree == 1 or not _is_convnet(model):
+        return
+    if model["_target_"] == SegmenterConfig._target_:
+        rule = "splits linear layers, and a Segmenter has none"
+        yield Problem("strategy.tensor", degree, rule, (1,), along_with_less_of("tensor", config.strategy))
+    elif model["classes"] % degree:
+        rule = f"does not divide by strategy.tensor = {degree}: each device has as many logits"
+        yield Problem("model.classes", model["classes"], rule, (-(-model["classes"] // degree) * degree,))
 
 
 def _multiples(value: int, unit: int) -> tuple[int, ...]:

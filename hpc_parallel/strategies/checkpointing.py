@@ -7,7 +7,7 @@ bounds, and no sum goes over the network twice. What was gathered is gathered ag
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from hpc_parallel.config.problems import ConfigError, Problem
 from hpc_parallel.models.layered import LayeredModel
@@ -44,10 +49,11 @@ def apply(model: LayeredModel, *, keeps: str, compiled: bool) -> LayeredModel:
 def run_now_and_again(
     selective: bool, compiled: bool, forward: Forward, block: Module, *inputs: Tensor
 ) -> Tensor:
-    if compiled:  # it takes none but torch's own contexts
-        contexts = partial(create_selective_checkpoint_contexts, keep_dear if selective else keep_nothing)
-    else:
+    contexts: Callable[[], Contexts] = noop_context_fn
+    if not compiled:
         contexts = partial(now_and_again, selective, block)
+    elif selective:  # of contexts of our own a compiler takes none
+        contexts = partial(create_selective_checkpoint_contexts, keep_dear)
     return checkpoint(  # type: ignore[no-any-return]
         partial(forward, block), *inputs, use_reentrant=False, context_fn=contexts
     )
@@ -60,10 +66,6 @@ def now_and_again(selective: bool, block: Module) -> Contexts:
     if selective:
         now, again = create_selective_checkpoint_contexts(KeepUnwritten())
     return now, with_copies_of_buffers(block, again)
-
-
-def keep_nothing(*_: Any, **__: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def keep_dear(_: object, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:

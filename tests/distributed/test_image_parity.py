@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from itertools import product
 
 import pytest
 
@@ -55,6 +56,10 @@ LAYOUTS = {
          "strategy.microbatches=4", "strategy.schedule=interleaved_zero_bubble",
          "strategy.stages_per_rank=1"), 4,
     ),
+    "fsdp over 2, accumulating 4": (("strategy=fsdp", "nodes=2", "training.microbatch_size=2"), 4),
+    # 4 devices have 3, 3, 3 and 1 of the 10 classes
+    "fsdp over 4": (("strategy=fsdp", "nodes=4"), 1),
+    "hsdp 2 x 2": (("strategy=hsdp", "nodes=2", "gpus_per_node=2"), 1),
     "tile 1 x 2": (("strategy=tile", "nodes=2"), 1),
     "tile 2 x 1, accumulating 4": (
         ("strategy=tile", "nodes=2", "strategy.tile_grid=[2,1]", "training.microbatch_size=4"), 4,
@@ -74,14 +79,39 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+CLASSIFIER = {
+    "tensor over 2": (("strategy=tensor", "nodes=2"), 1),
+    "tensor over 2, whole logits, accumulating 4": (
+        ("strategy=tensor", "nodes=2", "strategy.loss_parallel=false", "training.microbatch_size=4"), 4,
+    ),
+    "tensor 2 x replicate 2": (
+        ("strategy=tensor", "nodes=2", "gpus_per_node=2", "strategy.tensor=2", "strategy.replicate=2"), 1,
+    ),
+    "shard 2 x tensor 2": (
+        ("strategy=tensor", "nodes=2", "gpus_per_node=2", "strategy.tensor=2", "strategy.shard=2"), 1,
+    ),
+    "pipeline 2 x tensor 2": (
+        ("strategy=hybrid", "nodes=2", "gpus_per_node=2", "strategy.microbatches=4"), 4,
+    ),
+}  # fmt: skip
+CASES = [*product(NETS, LAYOUTS), *product(["convnet"], CLASSIFIER)]
+LAYOUTS |= CLASSIFIER
+FULL, SELECTIVE = (f"training.activation_checkpointing={keeps}" for keeps in ("full", "selective"))
+SWITCHES = [
+    ("convnet", "data over 2, accumulating 4", FULL),
+    ("convnet", "pipeline of 2", SELECTIVE),
+    ("convnet", "tensor over 2", FULL),
+    ("segmenter", "tile 1 x 2", SELECTIVE),
+]
+
+
 @pytest.fixture(scope="module")
 def alone(workers: Workers):
     """One device, trained once for each set of options."""
     return functools.cache(lambda *options: workers.train("strategy=single", *COMMON, *options))
 
 
-@pytest.mark.parametrize("net", NETS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("net", "layout"), CASES)
 @pytest.mark.parametrize(
     ("precision", "losses", "weights"), [("float32", 1e-5, 1e-4), ("float64", 1e-10, 1e-9)]
 )
@@ -91,6 +121,16 @@ def test_layout_follows_one_device(
     split, microbatches = LAYOUTS[layout]
     options = (*NETS[net], f"training.precision={precision}")
     follow(workers, alone, options, split, microbatches=microbatches, losses=losses, weights=weights)
+
+
+@pytest.mark.parametrize(("net", "layout", "switch"), SWITCHES)
+def test_recomputed_blocks_follow_one_device(
+    workers: Workers, alone, net: str, layout: str, switch: str
+) -> None:
+    """Statistics over ranks, halos and plain BatchNorm once more, in step on all ranks, running ones once."""
+    split, microbatches = LAYOUTS[layout]
+    options = (*NETS[net], "training.precision=float64")
+    follow(workers, alone, options, (*split, switch), microbatches=microbatches, losses=1e-10, weights=1e-9)
 
 
 @pytest.mark.parametrize("schedule", ["looped_bfs", "zbv", "dualpipev"])

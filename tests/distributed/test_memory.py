@@ -68,6 +68,29 @@ def test_a_rank_holds_its_share(
     assert [found / alone() for found in held] == pytest.approx([share] * ranks, rel=0.05)
 
 
+BLOCK, EMBEDDING, NORM = 4 * 132 * 132 + 3 * 132 * 346 + 2 * 132, 256 * 132, 132
+STAGES = {  # weights of each; the tied head is a copy of its own
+    1: [EMBEDDING + 4 * BLOCK + NORM],
+    2: [EMBEDDING + 2 * BLOCK, 2 * BLOCK + NORM + EMBEDDING],
+    4: [EMBEDDING + BLOCK, BLOCK, BLOCK, BLOCK + NORM + EMBEDDING],
+}
+WEIGHT_BYTES = 4 * 4  # itself, its gradient and two moments
+
+
+@pytest.mark.parametrize("stages", STAGES)
+def test_a_stage_holds_its_blocks(workers: Workers, stages: int) -> None:
+    strategy = ("strategy=pipeline", f"nodes={stages}") if stages > 1 else ("strategy=single",)
+    held = workers.run(stages, _held_bytes, *strategy, *MODEL)
+    assert held == pytest.approx([WEIGHT_BYTES * weights for weights in STAGES[stages]], rel=1e-3)
+
+
+def test_a_hybrid_holds_a_part_of_a_stage(workers: Workers) -> None:
+    """Pipeline 2 x tensor 2: half of a stage's weights, all but its norms'."""
+    held = workers.run(4, _held_bytes, "strategy=hybrid", "nodes=2", "gpus_per_node=2", *MODEL)
+    first, last = (WEIGHT_BYTES * weights / 2 for weights in STAGES[2])
+    assert held == pytest.approx([first, first, last, last], rel=0.01)
+
+
 def test_data_parallelism_saves_nothing(workers: Workers, alone) -> None:
     """The measure can fail: replicas are whole."""
     held = workers.run(2, _held_bytes, "strategy=data", "nodes=2", *MODEL)

@@ -77,6 +77,9 @@ LAYOUTS = {
         "strategy=fsdp", "nodes=3", "training.global_batch_size=18", "model.ffn_dim=161", *SHALLOW,
     ),
     "fsdp over 2, gathered to the end": ("strategy=fsdp", "nodes=2", "strategy.reshard=false", *SHALLOW),
+    "fsdp over 2, two blocks ahead": (
+        "strategy=fsdp", "nodes=2", "strategy.prefetch=2", "model.layers=4",
+    ),
     "hsdp 2 x 2": ("strategy=hsdp", "nodes=2", "gpus_per_node=2", *SHALLOW),
     "hsdp 2 x 2, accumulating 4": (
         "strategy=hsdp", "nodes=2", "gpus_per_node=2", "training.microbatch_size=1", *SHALLOW,

@@ -77,3 +77,30 @@ def test_a_weight_without_a_role_is_refused(workers: Workers) -> None:
         "strategy.tensor = 2 can't be: Forgetful.tensor_roles says nothing of head.norm.weight. "
         "Try strategy.tensor=1."
     )
+
+
+def _gathered_ahead(ahead: int) -> list[tuple[list[int], list[int]]]:
+    """Of each block and the whole model (4): what is gathered while it runs, forward and backward."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from hpc_parallel.config.schema import StrategyConfig
+    from hpc_parallel.models.transformer import Transformer
+    from hpc_parallel.strategies import shard
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    with torch.device("meta"):
+        model = Transformer(layers=4, dim=8, heads=2, kv_heads=2, ffn_dim=8, vocab_size=8)
+    shard.apply(model, mesh=mesh, options=StrategyConfig(name="fsdp", prefetch=ahead), precision="float32")
+    states = [module._get_fsdp_state() for module in (*model.blocks.values(), model)]
+    return [
+        tuple(
+            [states.index(other) for other in others]
+            for others in (state._states_to_forward_prefetch, state._states_to_backward_prefetch)
+        )
+        for state in states
+    ]
+
+
+def test_prefetch_reaches_torch(workers: Workers) -> None:
+    found = workers.run(2, _gathered_ahead, 2)[0]
+    assert found == [([1, 2], []), ([2, 3], [0]), ([3], [1, 0]), ([], [2, 1]), ([0, 1], [3, 2])]

@@ -218,7 +218,17 @@ VALUES = [
     wrong("training.precison=bf16", "training.precison", offers="training.precision=bfloat16"),
     wrong("data.path=empty", "data.path = empty", "no file matches"),
     wrong("training.checkpoint_every=5", "checkpoint_every", offers="training.checkpoint_every=null"),
-    wrong("training.compile=true", "training.compile", offers="training.compile=false"),
+    wrong("training.activation_checkpointing=some", "training.activation_checkpointing = some",
+          "none, full, selective", offers="training.activation_checkpointing=none"),
+    wrong("training.activation_checkpointing=selektive", "is not one of",
+          offers="training.activation_checkpointing=selective"),
+    wrong("strategy=pipeline nodes=2 strategy.schedule=zbv training.activation_checkpointing=full",
+          "training.activation_checkpointing = full", "zbv", offers="training.activation_checkpointing=none"),
+    wrong("strategy=tensor nodes=2 training.compile=true training.activation_checkpointing=full",
+          "training.activation_checkpointing = full", "strategy.tensor = 2",
+          offers="training.activation_checkpointing=selective"),
+    wrong("strategy=fsdp nodes=2 strategy.prefetch=0", "strategy.prefetch = 0", "at least 1",
+          offers="strategy.prefetch=1"),
     wrong("data.path=", "data.path", "does not exist"),
     wrong("data=tokens", "data.path", "no value"),
     wrong("data=tokens data.path=texts", "data.path", "tokenize"),
@@ -289,6 +299,12 @@ IMAGES = [
           offers="data.width=64"),
     wrong("model=segmenter data=cells strategy=tile nodes=4 strategy.tile_grid=[3,1]",
           "strategy.tile_grid = [3,1]", "4 tiles", offers="strategy.tile_grid=[2,2]"),
+    wrong("model=segmenter data=cells strategy=tile nodes=2 training.compile=true", "training.compile = true",
+          "halos", offers="training.compile=false"),
+    wrong("model=segmenter data=cells strategy=tensor nodes=2", "strategy.tensor = 2", "linear",
+          offers="strategy.tensor=1 strategy.replicate=-1"),
+    wrong("model=convnet data=digits strategy=tensor nodes=4", "model.classes = 10", "4",
+          offers="model.classes=12"),
     wrong("model=convnet data=digits strategy=pipeline nodes=8", "strategy.pipeline = 8",
           "model.channels = 5"),
 ]  # fmt: skip
@@ -493,6 +509,16 @@ def test_an_unknown_option_ends_as_hydra_ends_it(here: Path, capsys: pytest.Capt
     with pytest.raises(SystemExit, match="2"):
         main(["--nope"])
     assert "--nope" in capsys.readouterr().err
+
+
+def test_compiling_here_needs_a_compiler(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    told = refused(["training.compile=true", "launcher=local"], capsys)
+    assert "training.compile = true needs a C++ compiler" in told
+    assert "no-such-compiler" in told
+    assert "Try training.compile=false." in told
 
 
 def test_a_fault_of_ours_is_not_said_to_be_the_users(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

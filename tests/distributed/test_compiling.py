@@ -1,0 +1,67 @@
+"""Compiled blocks give what their source gives, on layouts and with recomputation, and share their code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpc_parallel.models.layered import materialise
+from hpc_parallel.models.transformer import Transformer
+from hpc_parallel.strategies import compiling
+from tests.parity import COMMON, EXACTNESS, Alone, assert_follows
+from tests.workers import Workers
+
+LAYOUTS = {
+    "fsdp over 2, recomputing": ("strategy=fsdp", "training.activation_checkpointing=selective"),
+    "tensor over 2": ("strategy=tensor",),
+}
+
+
+@pytest.fixture
+def fresh_workers(tmp_path: Path) -> Iterator[Workers]:
+    """Ranks that take no compiled code, with the groups that are written into it, to another test."""
+    pool = Workers(tmp_path)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("layout", "exactness"), [("fsdp over 2, recomputing", "float64"), ("tensor over 2", "float32")]
+)
+def test_compiled_blocks_follow_one_device(
+    fresh_workers: Workers, alone: Alone, tmp_path: Path, layout: str, exactness: str
+) -> None:
+    precision, losses, weights, _ = EXACTNESS[exactness]
+    options = (f"training.precision={precision}", "model.tied_head=true", "model.layers=2")
+    reference = alone(*options)
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled")}
+    compiled = fresh_workers.train(
+        *COMMON, *options, *LAYOUTS[layout], "nodes=2", "training.compile=true", variables=cache
+    )
+    assert any((tmp_path / "compiled").rglob("*.so"))  # it did compile
+    assert_follows(compiled, reference, losses=losses, weights=weights)
+
+
+def test_blocks_of_one_shape_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For training, and once more for evaluation; names stay."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    model = Transformer(layers=3, dim=16, heads=2, kv_heads=2, ffn_dim=24, vocab_size=8)
+    materialise(model, seed=0, device="cpu", dtype=torch.float32)
+    names, tokens = list(model.state_dict()), torch.arange(8).reshape(2, 4)
+    expected = model(tokens)
+    compiling.apply(model)
+    assert list(model.state_dict()) == names
+    assert torch.equal(model(tokens), expected)
+    assert counters["stats"]["unique_graphs"] == 1
+    with torch.no_grad():
+        model.eval()(tokens)
+    assert counters["stats"]["unique_graphs"] == 2
+    torch._dynamo.reset()
