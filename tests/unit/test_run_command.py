@@ -162,7 +162,7 @@ def test_faults_are_explained_with_the_users_own_choices(
     assert "nodez" in told
     assert main(["--config-dir", own, "strategy=mien"]) == 2
     told = capsys.readouterr().err
-    assert "strategy = mien is not one of data, " in told
+    assert "strategy = mien is not one of context, data, " in told
     assert ", mine, " in told
     assert "Try strategy=mine or" in told
 
