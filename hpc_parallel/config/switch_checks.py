@@ -22,13 +22,13 @@ def find_problems(config: RunConfig) -> Found:
 
 
 def _split_backward(config: RunConfig, layout: Layout) -> Found:
-    """Gradients of inputs and of weights are taken apart; what is computed again serves but one of them."""
+    """Gradients of inputs and of weights are taken apart, and torch hands out a kept result once."""
     strategy, keeps = config.strategy, config.training.activation_checkpointing
-    if layout.pipeline > 1 and schedule_of(strategy).splits_backward and keeps in ("full", "selective"):
+    if layout.pipeline > 1 and schedule_of(strategy).splits_backward and keeps == "selective":
         rule = (
             f"can't be joined with strategy.schedule = {strategy.schedule}, which runs backward in two halves"
         )
-        yield Problem("training.activation_checkpointing", keeps, rule, ("none",))
+        yield Problem("training.activation_checkpointing", keeps, rule, ("full", "none"))
 
 
 def _compile(config: RunConfig, layout: Layout) -> Found:

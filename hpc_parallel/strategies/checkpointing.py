@@ -7,8 +7,8 @@ bounds, and no sum goes over the network twice. What was gathered is gathered ag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -65,7 +65,7 @@ def now_and_again(selective: bool, block: Module) -> Contexts:
     again: AbstractContextManager[Any] = nullcontext()
     if selective:
         now, again = create_selective_checkpoint_contexts(KeepUnwritten())
-    return now, with_copies_of_buffers(block, again)
+    return now, WithCopiesOfBuffers(block, again)
 
 
 def keep_dear(_: object, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
@@ -105,16 +105,27 @@ def memory_of(tensors: Any) -> list[int]:
     return [t.untyped_storage().data_ptr() for t in tree_leaves(tensors) if type(t) is Tensor]
 
 
-@contextmanager
-def with_copies_of_buffers(block: Module, inner: AbstractContextManager[Any]) -> Iterator[None]:
-    """`inner`, in which what `block` writes into buffers is lost: running statistics were written before."""
-    tables = [module._buffers for module in block.modules()]
-    kept = [dict(table) for table in tables]
-    for table in tables:
-        table.update({name: None if buffer is None else buffer.clone() for name, buffer in table.items()})
-    try:
-        with inner:  # entered here: it refuses operations that the forward pass did not have
-            yield
-    finally:
-        for table, buffers in zip(tables, kept, strict=True):
-            table.update(buffers)
+class WithCopiesOfBuffers:
+    """`inner`, in which what `block` writes into buffers is lost: running statistics were written before.
+
+    Entered for each backward pass through the block, and a zero-bubble schedule makes two.
+    """
+
+    def __init__(self, block: Module, inner: AbstractContextManager[Any]) -> None:
+        self._tables = [module._buffers for module in block.modules()]
+        self._inner = inner
+        self._kept: list[dict[str, Tensor | None]] = []
+
+    def __enter__(self) -> None:
+        self._kept = [dict(table) for table in self._tables]
+        for table in self._tables:
+            copies = {name: None if buffer is None else buffer.clone() for name, buffer in table.items()}
+            table.update(copies)
+        self._inner.__enter__()  # here: it refuses operations that the forward pass did not have
+
+    def __exit__(self, *failure: Any) -> None:
+        try:
+            self._inner.__exit__(*failure)
+        finally:
+            for table, buffers in zip(self._tables, self._kept, strict=True):
+                table.update(buffers)

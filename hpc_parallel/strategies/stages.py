@@ -10,7 +10,7 @@ from torch.nn import Module
 from hpc_parallel.config.pipeline_checks import cuts_problem
 from hpc_parallel.config.problems import ConfigError, Problem
 from hpc_parallel.config.schema import StrategyConfig
-from hpc_parallel.models.layered import LayeredModel, PartCosts, keep
+from hpc_parallel.models.layered import LayeredModel, PartCosts
 
 
 def divide(
@@ -69,9 +69,3 @@ def parameters(model: LayeredModel) -> PartCosts:
         blocks=tuple(count(block) for block in model.blocks.values()),
         head=count(model.head),
     )
-
-
-def cut(model: LayeredModel, *, blocks: range, first: bool, last: bool) -> LayeredModel:
-    """Leave one stage of `model`, in place; the names of what stays don't change."""
-    keep(model, blocks=blocks, stem=first, head=last)
-    return model

@@ -57,6 +57,10 @@ LAYOUTS = {
     "5 blocks over 4, by parameters": (
         "strategy=pipeline", "nodes=4", "model.layers=5", "strategy.balance=parameters",
     ),
+    "zero bubble, checkpointed": (  # its backward pass in two enters the repetition twice
+        "strategy=pipeline", "nodes=2", "strategy.schedule=interleaved_zero_bubble",
+        "training.activation_checkpointing=full", "model.layers=4",
+    ),
     "cuts [1,2,6]": ("strategy=pipeline", "nodes=4", "strategy.cuts=[1,2,6]"),
     "cuts [1,2,6] in a V": (
         "strategy=pipeline", "nodes=2", "strategy.schedule=zbv", "strategy.cuts=[1,2,6]",
