@@ -121,6 +121,10 @@ LAYOUTS = [
           "splits the backward pass", offers="strategy.gradient_compression=none"),
     wrong("strategy=pipeline nodes=2 strategy.schedule=zbv training.compile=true", "training.compile = true",
           "splits the backward pass", offers="training.compile=false"),
+    *(wrong(f"strategy=pipeline nodes=2 strategy.schedule={schedule} training.activation_checkpointing={keeps}",
+            f"training.activation_checkpointing = {keeps}", "run the blocks again",
+            offers="training.activation_checkpointing=none")
+      for schedule, keeps in (("interleaved_zero_bubble", "full"), ("zbv", "full"), ("dualpipev", "selective"))),
     wrong("strategy=model nodes=2 strategy.stages_per_rank=2", "strategy.stages_per_rank = 2", "naive",
           offers="strategy.stages_per_rank=1"),
     wrong("strategy=pipeline nodes=2 strategy.cuts=[4]", "strategy.cuts = [4]", "from 1 to 3",
@@ -287,6 +291,12 @@ IMAGES = [
           offers="data.width=80"),
     wrong("model=convnet data=digits strategy=tile nodes=2", "data.width = 32", "2 tiles",
           offers="data.width=64"),
+    wrong("model=segmenter data=cells strategy=tile nodes=4 strategy.tile=2 strategy.shard=-1",
+          "strategy.shard = 2", "joined with tiles", offers="strategy.shard=1 strategy.replicate=-1"),
+    wrong("model=segmenter data=cells strategy=fsdp nodes=4 strategy.tile=2", "strategy.shard = 2",
+          "joined with tiles", offers="strategy.shard=1 strategy.replicate=-1"),
+    wrong("model=segmenter data=cells strategy=tensor nodes=2", "strategy.tensor = 2", "Segmenter",
+          offers="strategy.tensor=1 strategy.replicate=-1"),
     wrong("model=segmenter data=cells strategy=tile nodes=4 strategy.tile_grid=[3,1]",
           "strategy.tile_grid = [3,1]", "4 tiles", offers="strategy.tile_grid=[2,2]"),
     wrong("model=convnet data=digits strategy=pipeline nodes=8", "strategy.pipeline = 8",
@@ -362,7 +372,8 @@ HUGGINGFACE = [
     wrong("model=huggingface model.config.model_type=gpt2 task=generate task.new_tokens=1000",
           "task.new_tokens = 1000", "with its prompt", offers="task.new_tokens=993"),
     wrong("model=huggingface data=digits", "data = digits", "HuggingFaceModel", offers="data=text"),
-    wrong("model=huggingface strategy=tile nodes=2", "strategy.tile", "reads text", offers="strategy.tile=1"),
+    wrong("model=huggingface strategy=tile nodes=2", "strategy.tile", "reads text",
+          offers="strategy.tile=1 strategy.replicate=-1"),
 ]  # fmt: skip
 SWEEPS = [
     wrong("-m nodes=1,x", "nodes = x", offers="nodes=1"),
