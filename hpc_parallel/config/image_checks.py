@@ -100,6 +100,10 @@ def _axes(config: RunConfig, model: dict[str, Any], data: dict[str, Any]) -> Fou
         rule = "splits sequences, and the model reads images"
         along = along_with_less_of("context", config.strategy)
         yield Problem("strategy.context", layout.context, rule, (1,), along)
+    if layout.tensor > 1 and model.get("_target_") == SegmenterConfig._target_:
+        rule = "splits layers of text and a convnet's classifier, and a Segmenter has neither"
+        along = along_with_less_of("tensor", config.strategy)
+        yield Problem("strategy.tensor", layout.tensor, rule, (1,), along)
     yield from _tiles(config, layout, model, data)
     yield from _tensor(config, layout, model)
 
@@ -120,8 +124,9 @@ def _tiles(config: RunConfig, layout: Layout, model: dict[str, Any], data: dict[
         yield Problem("strategy.tile", degree, "splits images, and the model reads text", (1,), along)
         return
     for axis in APART:
-        if degree > 1 and getattr(strategy, axis) not in (1, -1):
-            yield Problem(f"strategy.{axis}", getattr(strategy, axis), "can't be joined with tiles", (1,))
+        if degree > 1 and (size := getattr(layout, axis)) > 1:
+            along = along_with_less_of(axis, strategy)
+            yield Problem(f"strategy.{axis}", size, "can't be joined with tiles", (1,), along)
     if not _is_convnet(model) or "height" not in data:
         return
     blocks = len(model["channels"])
