@@ -68,11 +68,6 @@ def _runnable(config: RunConfig, layout: Layout) -> Found:
     if config.training.compile:  # torch raises, of "stage modules that have used torch.compile"
         rule = f"can't be: {what}, which torch can't do with a compiled model"
         yield Problem("training.compile", True, rule, (False,))
-    if config.training.activation_checkpointing != "none":
-        # torch runs a block again for each half; what wraps the repetition can be entered only once.
-        rule = f"can't be: {what}, and each half would run the blocks again"
-        value = config.training.activation_checkpointing
-        yield Problem("training.activation_checkpointing", value, rule, ("none",))
     averages = layout.replicate * layout.tile > 1 and not layout.by_fully_shard
     if averages and strategy.gradient_compression != "none":
         rule = f"can't be: {what}, of which DistributedDataParallel, which would compress, sees nothing"

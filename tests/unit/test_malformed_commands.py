@@ -121,10 +121,6 @@ LAYOUTS = [
           "splits the backward pass", offers="strategy.gradient_compression=none"),
     wrong("strategy=pipeline nodes=2 strategy.schedule=zbv training.compile=true", "training.compile = true",
           "splits the backward pass", offers="training.compile=false"),
-    *(wrong(f"strategy=pipeline nodes=2 strategy.schedule={schedule} training.activation_checkpointing={keeps}",
-            f"training.activation_checkpointing = {keeps}", "run the blocks again",
-            offers="training.activation_checkpointing=none")
-      for schedule, keeps in (("interleaved_zero_bubble", "full"), ("zbv", "full"), ("dualpipev", "selective"))),
     wrong("strategy=model nodes=2 strategy.stages_per_rank=2", "strategy.stages_per_rank = 2", "naive",
           offers="strategy.stages_per_rank=1"),
     wrong("strategy=pipeline nodes=2 strategy.cuts=[4]", "strategy.cuts = [4]", "from 1 to 3",
