@@ -12,7 +12,7 @@ from torch.nn import Module
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 
-SHAPES = 8  # of input that a block may meet: microbatches in training, validation, inference
+SHAPES = 64  # of input that a block may meet: microbatches in training, in each batch size of inference
 
 
 def apply(model: LayeredModel) -> LayeredModel:
