@@ -100,10 +100,6 @@ def _axes(config: RunConfig, model: dict[str, Any], data: dict[str, Any]) -> Fou
         rule = "splits sequences, and the model reads images"
         along = along_with_less_of("context", config.strategy)
         yield Problem("strategy.context", layout.context, rule, (1,), along)
-    if layout.tensor > 1 and model.get("_target_") == SegmenterConfig._target_:
-        rule = "splits layers of text and a convnet's classifier, and a Segmenter has neither"
-        along = along_with_less_of("tensor", config.strategy)
-        yield Problem("strategy.tensor", layout.tensor, rule, (1,), along)
     yield from _tiles(config, layout, model, data)
     yield from _tensor(config, layout, model)
 

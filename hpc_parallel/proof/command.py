@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hpc_parallel.config.problems import ConfigError
@@ -45,6 +46,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", help="as of `run`; precision=float64 for the sharpest proof")
     parser.add_argument("--config-dir", help="a folder with configurations of your own")
     given = parser.parse_intermixed_args(list(arguments))
+    if given.config_dir is not None and not Path(given.config_dir).is_dir():
+        return report([f"--config-dir {given.config_dir}: there is no such folder here."])
     register()
     try:
         cases, notes = plan(given.overrides, extra_dir=given.config_dir)

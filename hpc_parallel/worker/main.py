@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hpc_parallel.config.layout import PARAMETER_SERVER, layout_of, processes_per_node
+from hpc_parallel.config.layout import layout_of, processes_per_node
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
 from hpc_parallel.worker import fabric, failure
@@ -87,6 +87,7 @@ def prepare_device(config: RunConfig, world: World) -> torch.device:
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.backends.cudnn.allow_tf32 = False  # float32 means 24 bits; torch's convolutions keep 11
     torch.set_num_threads(fabric.cpu_threads(world, os.environ))
     return device
 
@@ -96,7 +97,7 @@ def sends(config: RunConfig) -> bool:
     strategy = config.strategy
     layout = layout_of(strategy, devices=config.devices)
     ring = layout.context > 1 and strategy.context_attention == "ring"
-    return layout.pipeline > 1 or ring or strategy.execution == PARAMETER_SERVER
+    return layout.pipeline > 1 or ring  # a parameter server's messages go over the host
 
 
 def join(

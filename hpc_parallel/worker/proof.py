@@ -32,8 +32,6 @@ def prove(
     environment: Mapping[str, str],
 ) -> None:
     """Train as `session.train` does; every rank that has something of its own writes to `folder.proof`."""
-    torch.backends.cudnn.allow_tf32 = False  # on for convolutions unless told so: 11 bits, not 24
-    torch.backends.cuda.matmul.allow_tf32 = False
     first: list[dict[str, NDArray[Any]]] = []
 
     def keep(assembled: Assembled) -> None:

@@ -39,7 +39,7 @@ TWO = {
     "hybrid": ("gpus_per_node=2",),
     "context": ("nodes=2", "strategy.context_attention=gather"),
 }
-SENDS = {"pipeline", "model", "parameter_server"}  # torch's table of backends denies gloo sends of a GPU's
+SENDS = {"pipeline", "model"}  # torch's table of backends denies gloo sends of a GPU's
 
 
 def prove(strategy: str, *layout: str, here: Path) -> tuple[dict[str, float], set[str]]:

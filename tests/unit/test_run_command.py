@@ -27,7 +27,7 @@ WORKER_HALF = (
 # What both halves need of the worker's: how a job is supervised and concluded, what its data are.
 SHARED = (
     "hpc_parallel.worker.conclude", "hpc_parallel.worker.supervise", "hpc_parallel.data.text",
-    "hpc_parallel.data.tokens", "hpc_parallel.data.tokenize",
+    "hpc_parallel.data.tokens", "hpc_parallel.data.tokenize", "hpc_parallel.data.codec",
 )  # fmt: skip
 
 
