@@ -110,15 +110,18 @@ class _Planner:
         return [self._case(row, net, number) for number, (row, net) in enumerate(pairs, start=1)]
 
     def _case(self, row: Row, net: str, number: int) -> Case:
-        task = merged([*COMMON, *NETS.get(net, ())], self.words)
-        means = merged([f"strategy={row.strategy}", *row.layout, *row.options], self.words)
+        task = [*COMMON, *NETS.get(net, ())]
+        means = [f"strategy={row.strategy}", *row.layout, *row.options]
         try:
-            run = self._prepare([*means, *task], f"{number:02d}-{row.strategy}-{net}")
+            run = self._prepare(merged([*means, *task], self.words), f"{number:02d}-{row.strategy}-{net}")
             count = None
             if not is_transformer(run.config):  # it may hold BatchNorm, which looks at a microbatch
                 count = run.config.training.global_batch_size // run.batch.microbatches
             plain = ("strategy=single", f"training.microbatch_size={count or 'null'}")
-            words = (*plain, *(word for word in task if not key_of(word).startswith(MEANS)))
+            words = (
+                *plain,
+                *(word for word in merged(task, self.words) if not key_of(word).startswith(MEANS)),
+            )
             if words not in self.alone:
                 self.alone[words] = self._prepare(words, f"alone-{len(self.alone) + 1}-{net}")
             return Case(row, net, run, self.alone[words])
