@@ -35,6 +35,11 @@ def _compile(config: RunConfig, layout: Layout) -> Found:
     if layout.tile > 1:
         rule = f"can't be joined with strategy.tile = {layout.tile}: a block's halos come while it runs"
         yield Problem("training.compile", True, rule, (False,))
+    if layout.context > 1 and config.strategy.context_attention == "ring":
+        rule = (
+            f"can't be joined with strategy.context = {layout.context} as a ring: torch compiles no sending"
+        )
+        yield Problem("training.compile", True, rule, (False,))
     if layout.tensor > 1 and config.training.activation_checkpointing == "full":
         rule = (
             f"can't be joined with strategy.tensor = {layout.tensor} and training.compile: compiled code "
