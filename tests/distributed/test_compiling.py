@@ -22,7 +22,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def compiling_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
-    """Ranks that take no compiled code, with the groups that are written into it, to another module's tests."""
+    """Ranks that take no compiled code, in which groups are written, to another module's tests."""
     pool = Workers(tmp_path_factory.mktemp("compiling"))
     yield pool
     pool.close()
