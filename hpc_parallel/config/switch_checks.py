@@ -32,11 +32,14 @@ def _split_backward(config: RunConfig, layout: Layout) -> Found:
 
 
 def _compile(config: RunConfig, layout: Layout) -> Found:
-    exchanged = {"tile": "a block's halos come", "context": "keys and values of its attention come"}
-    for axis, what in exchanged.items():
-        if (degree := getattr(layout, axis)) > 1:
-            rule = f"can't be joined with strategy.{axis} = {degree}: {what} while it runs"
-            yield Problem("training.compile", True, rule, (False,))
+    if layout.tile > 1:
+        rule = f"can't be joined with strategy.tile = {layout.tile}: a block's halos come while it runs"
+        yield Problem("training.compile", True, rule, (False,))
+    if layout.context > 1 and config.strategy.context_attention == "ring":
+        rule = (
+            f"can't be joined with strategy.context = {layout.context} as a ring: torch compiles no sending"
+        )
+        yield Problem("training.compile", True, rule, (False,))
     if layout.tensor > 1 and config.training.activation_checkpointing == "full":
         rule = (
             f"can't be joined with strategy.tensor = {layout.tensor} and training.compile: compiled code "

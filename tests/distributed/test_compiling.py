@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,34 +15,32 @@ from tests.parity import COMMON, EXACTNESS, Alone, assert_follows
 from tests.workers import Workers
 
 LAYOUTS = {
-    "fsdp over 2, recomputing": ("strategy=fsdp", "training.activation_checkpointing=selective"),
-    "tensor over 2": ("strategy=tensor",),
+    "fsdp over 2, recomputing": ("float64", "strategy=fsdp", "training.activation_checkpointing=selective"),
+    "tensor over 2": ("float32", "strategy=tensor"),
 }
 
 
-@pytest.fixture
-def fresh_workers(tmp_path: Path) -> Iterator[Workers]:
-    """Ranks that take no compiled code, with the groups that are written into it, to another test."""
-    pool = Workers(tmp_path)
+@pytest.fixture(scope="module")
+def compiling_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    """Ranks that take no compiled code, in which groups are written, to another module's tests."""
+    pool = Workers(tmp_path_factory.mktemp("compiling"))
     yield pool
     pool.close()
 
 
-@pytest.mark.parametrize(
-    ("layout", "exactness"), [("fsdp over 2, recomputing", "float64"), ("tensor over 2", "float32")]
-)
-def test_compiled_blocks_follow_one_device(
-    fresh_workers: Workers, alone: Alone, tmp_path: Path, layout: str, exactness: str
-) -> None:
-    precision, losses, weights, _ = EXACTNESS[exactness]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_compiled_blocks_follow_one_device(compiling_workers: Workers, alone: Alone, layout: str) -> None:
+    precision, *words = LAYOUTS[layout]
+    _, losses, weights, _ = EXACTNESS[precision]
     options = (f"training.precision={precision}", "model.tied_head=true", "model.layers=2")
-    reference = alone(*options)
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled")}
-    compiled = fresh_workers.train(
-        *COMMON, *options, *LAYOUTS[layout], "nodes=2", "training.compile=true", variables=cache
+    cache = compiling_workers.folder / "cache"
+    variables = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    before = set(cache.rglob("*.so"))
+    compiled = compiling_workers.train(
+        *COMMON, *options, *words, "nodes=2", "training.compile=true", variables=variables
     )
-    assert any((tmp_path / "compiled").rglob("*.so"))  # it did compile
-    assert_follows(compiled, reference, losses=losses, weights=weights)
+    assert set(cache.rglob("*.so")) > before  # it did compile
+    assert_follows(compiled, alone(*options), losses=losses, weights=weights)
 
 
 def test_blocks_of_one_shape_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
