@@ -17,22 +17,15 @@ def _held_bytes(*overrides: str) -> int:
     """After a whole step but before gradients go: what of it lives on this rank."""
     from torch.distributed.tensor import DTensor
 
-    from hpc_parallel.config.layout import Layout, plan_batch
     from hpc_parallel.config.schema import typed
-    from hpc_parallel.strategies.assemble import assemble
-    from hpc_parallel.strategies.mesh import build_mesh
     from hpc_parallel.training.optimizer import build_optimizer
+    from hpc_parallel.worker.session import Session
     from tests.composed import prepared
 
-    run = prepared(*overrides)
-    config = typed(run.values)
-    layout = Layout.resolve(config.strategy, devices=run.processes)
-    batch = plan_batch(16, layout=layout, microbatch_size=None, microbatches=None)
-    mesh = build_mesh(layout, device_type="cpu")
-    assembled = assemble(config, batch=batch, sample_shape=(32,), mesh=mesh, device=torch.device("cpu"))
-    optimizer = build_optimizer(assembled.named_parameters(), config.optimizer)
-    tokens = torch.arange(batch.samples_per_replica * 32).reshape(-1, 32) % 256
-    assembled.forward_backward.train(tokens, tokens)
+    session = Session.open(typed(prepared(*overrides).values), device=torch.device("cpu"))
+    assembled = session.assembled
+    optimizer = build_optimizer(assembled.named_parameters(), session.config.optimizer)
+    assembled.forward_backward.train(*session.batches(session.data.train, seed=0).at(0))
     optimizer.step()
     weights = list(assembled.named_parameters().values())
     held = [
@@ -59,6 +52,8 @@ def alone(workers: Workers):
         (("strategy=tensor", "nodes=2"), 2, 1 / 2),
         (("strategy=fsdp", "nodes=2", "gpus_per_node=2", "strategy.context=2"), 4, 1 / 4),
         (("strategy=fsdp", "nodes=2", "gpus_per_node=2", "strategy.tensor=2"), 4, 1 / 4),
+        (("strategy=context", "nodes=2"), 2, 1),
+        (("strategy=dataparallel", "gpus_per_node=2"), 1, 1),
     ],
 )
 def test_a_rank_holds_its_share(
@@ -77,10 +72,11 @@ STAGES = {  # weights of each; the tied head is a copy of its own
 WEIGHT_BYTES = 4 * 4  # itself, its gradient and two moments
 
 
-@pytest.mark.parametrize("stages", STAGES)
-def test_a_stage_holds_its_blocks(workers: Workers, stages: int) -> None:
-    strategy = ("strategy=pipeline", f"nodes={stages}") if stages > 1 else ("strategy=single",)
-    held = workers.run(stages, _held_bytes, *strategy, *MODEL)
+@pytest.mark.parametrize(
+    ("strategy", "stages"), [("single", 1), ("pipeline", 2), ("pipeline", 4), ("model", 2)]
+)
+def test_a_stage_holds_its_blocks(workers: Workers, strategy: str, stages: int) -> None:
+    held = workers.run(stages, _held_bytes, f"strategy={strategy}", f"nodes={stages}", *MODEL)
     assert held == pytest.approx([WEIGHT_BYTES * weights for weights in STAGES[stages]], rel=1e-3)
 
 
@@ -95,3 +91,10 @@ def test_data_parallelism_saves_nothing(workers: Workers, alone) -> None:
     """The measure can fail: replicas are whole."""
     held = workers.run(2, _held_bytes, "strategy=data", "nodes=2", *MODEL)
     assert min(held) >= alone()
+
+
+def test_tiles_save_nothing_of_the_weights(workers: Workers) -> None:
+    """What they split is the image."""
+    net = ("model=segmenter", "data=cells", "data.samples=64", "model.channels=[8,12]")
+    (whole,) = workers.run(1, _held_bytes, "strategy=single", *net)
+    assert workers.run(2, _held_bytes, "strategy=tile", "nodes=2", *net) == [whole, whole]
