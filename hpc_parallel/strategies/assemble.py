@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from hpc_parallel.config.layout import DATAPARALLEL, PARAMETER_SERVER, BatchPlan, tile_grid
-from hpc_parallel.config.schedules import schedule_of, stages_of, stages_per_rank
+from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.models.layered import LayeredModel, keep, materialise
+from hpc_parallel.models.layered import LayeredModel, materialise
 from hpc_parallel.strategies import (
     batch_norm,
     checkpointing,
@@ -107,15 +106,8 @@ def assemble(
     schedule = schedule_of(strategy)
     pipe = axis_of(mesh, "pipeline")
     if pipe is not None:
-        per_rank = stages_per_rank(strategy)
-        count = pipe.size() * per_rank
-        blocks = stages.divide(parts[0], stages=count, sample_shape=sample_shape, options=strategy)
-        indices = stages_of(
-            pipe.get_local_rank(), degree=pipe.size(), per_rank=per_rank, v_shaped=schedule.v_shaped
-        )
-        parts = [
-            keep(deepcopy(parts[0]), blocks=blocks[i], stem=i == 0, head=i == count - 1) for i in indices
-        ]
+        here = stages.cut(parts[0], axis=pipe, sample_shape=sample_shape, options=strategy)
+        indices, parts = list(here), list(here.values())
     training = config.training
     exactness = training.precision
     together = axis_of(mesh, "tensor")

@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import cache
 from itertools import accumulate, pairwise
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 
 from hpc_parallel.config.pipeline_checks import cuts_problem
 from hpc_parallel.config.problems import ConfigError, Problem
+from hpc_parallel.config.schedules import schedule_of, stages_of, stages_per_rank
 from hpc_parallel.config.schema import StrategyConfig
-from hpc_parallel.models.layered import LayeredModel, PartCosts
+from hpc_parallel.models.layered import LayeredModel, PartCosts, keep
+
+
+def cut(
+    model: LayeredModel, *, axis: DeviceMesh, sample_shape: tuple[int, ...], options: StrategyConfig
+) -> dict[int, LayeredModel]:
+    """The stages of the whole `model` that this rank of `axis` has, rising, by their place in the pipeline.
+
+    Names stay the whole model's. Raises what `divide` raises.
+    """
+    per_rank = stages_per_rank(options)
+    count = axis.size() * per_rank
+    blocks = divide(model, stages=count, sample_shape=sample_shape, options=options)
+    mine = stages_of(
+        axis.get_local_rank(),
+        degree=axis.size(),
+        per_rank=per_rank,
+        v_shaped=schedule_of(options).v_shaped,
+    )
+    return {i: keep(deepcopy(model), blocks=blocks[i], stem=i == 0, head=i == count - 1) for i in mine}
 
 
 def divide(
