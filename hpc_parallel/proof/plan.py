@@ -44,8 +44,10 @@ class Case:
 
     @property
     def layout(self) -> str:
-        options = [option.partition(".")[2] for option in self.row.options]
-        return ", ".join([str(self.run.layout) if self.run else " ".join(self.row.layout), *options])
+        """And what the strategy is told besides; a name (of a schedule, say) stands for itself."""
+        said = [option.rpartition(".")[2] for option in self.row.options]
+        said = [s if s.endswith(("true", "false")) or s[-1].isdigit() else s.partition("=")[2] for s in said]
+        return ", ".join([str(self.run.layout) if self.run else " ".join(self.row.layout), *said])
 
 
 def plan(words: Sequence[str], *, extra_dir: str | None = None) -> tuple[list[Case], list[str]]:

@@ -43,6 +43,8 @@ def test_the_whole_table_can_run() -> None:
     said = [case.run.config.strategy for case in cases]
     assert {strategy.schedule for strategy in said} == set(CHOICES["strategy.schedule"])
     assert {strategy.context_attention for strategy in said} == set(CHOICES["strategy.context_attention"])
+    layouts = {case.layout for case in cases}
+    assert {"pipeline 2, 1f1b", "context 2, gather", "shard 4, microbatch_size=1"} <= layouts
     # text on one device is one batch, so accumulation is proven; BatchNorm looks at a microbatch
     text = [case for case in cases if case.net == "text"]
     assert {case.alone.batch.microbatches for case in text} == {1}
