@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from tests.workers import Trained, Workers
 
@@ -49,9 +50,10 @@ def follow_one_device(
 
 
 def assert_follows(split: Trained, reference: Trained, *, losses: float, weights: float) -> None:
-    """Curve, weights, norms of the gradients and validation, to these relative differences."""
+    """Curve, weights and validation to these relative differences; the first gradient as near as losses."""
     assert len(split.losses) == STEPS
     assert largest_difference(split.losses, reference.losses) < losses
+    assert tensor_difference(split.gradients, reference.gradients) < losses
     assert weight_difference(split, reference) < weights
     norms = [[line["grad_norm"] for line in run.lines] for run in (split, reference)]
     assert largest_difference(*norms) < weights
@@ -69,9 +71,13 @@ def largest_difference(found: list[float], wanted: list[float]) -> float:
 
 
 def weight_difference(found: Trained, wanted: Trained) -> float:
+    return tensor_difference(found.weights, wanted.weights)
+
+
+def tensor_difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     """The largest over the tensors of |a - b| / |b|, by tensor norm."""
-    assert found.weights.keys() == wanted.weights.keys()
+    assert found.keys() == wanted.keys()
     return max(
-        float(torch.linalg.vector_norm(found.weights[name] - weight) / torch.linalg.vector_norm(weight))
-        for name, weight in wanted.weights.items()
+        float(torch.linalg.vector_norm(found[name] - tensor) / torch.linalg.vector_norm(tensor))
+        for name, tensor in wanted.items()
     )

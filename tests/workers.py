@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,15 +18,18 @@ from tests.composed import prepared
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from hpc_parallel.strategies.assemble import Assembled
+
 MOST_RANKS = 8
 PATIENCE_S = 300
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run left: its metrics lines and its weights by full name."""
+    """What a run left: its metrics lines, its first gradient and its weights by full name."""
 
     lines: list[dict[str, Any]]
+    gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
     folder: Path
 
@@ -52,14 +55,10 @@ class Workers:
         variables: of the environment, set on the ranks for good.
         """
         run = self.prepare(*overrides)
-        parts = self.run(run.processes, train_here, str(run.folder.path), dict(variables or {}))
-        weights: dict[str, Tensor] = {}
-        for part in parts:
-            for name, weight in part.items():
-                assert name not in weights or (weights[name] == weight).all(), f"ranks disagree on {name}"
-                weights[name] = weight
+        parts = self.run(run.processes, train_and_keep, str(run.folder.path), dict(variables or {}))
+        gradients, weights = (agreed(tensors) for tensors in zip(*parts, strict=True))
         lines = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
-        return Trained(lines=lines, weights=weights, folder=run.folder.path)
+        return Trained(lines=lines, gradients=gradients, weights=weights, folder=run.folder.path)
 
     def do(self, *overrides: str) -> Path:
         """Run a task that trains nothing; returns the run folder that it leaves."""
@@ -133,8 +132,25 @@ def _serve(pipe: Connection) -> None:
         pipe.send(answer)
 
 
+def agreed(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """What the ranks have together; of what several have, they must have the same bits."""
+    found: dict[str, Tensor] = {}
+    for part in parts:
+        for name, tensor in part.items():
+            assert name not in found or (found[name] == tensor).all(), f"ranks disagree on {name}"
+            found[name] = tensor
+    return found
+
+
 def train_here(run_folder: str, variables: Mapping[str, str]) -> dict[str, Tensor]:
     """This rank's part of the run, inside a process group; its weights by full name."""
+    return train_and_keep(run_folder, variables)[1]
+
+
+def train_and_keep(
+    run_folder: str, variables: Mapping[str, str]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The same, after the gradient of the first step."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -144,9 +160,21 @@ def train_here(run_folder: str, variables: Mapping[str, str]) -> dict[str, Tenso
     os.environ.update(variables)
     folder = RunFolder(Path(run_folder))
     config, values = read_config(folder.config)
-    trained = train(config, values=values, folder=folder, device=torch.device("cpu"), environment={})
-    weights = {name: parameter.detach() for name, parameter in trained.named_parameters().items()}
-    return {name: w.full_tensor() if isinstance(w, DTensor) else w.clone() for name, w in weights.items()}
+    first: list[dict[str, Tensor]] = []
+
+    def whole(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        held = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
+        full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in held.items()}
+        return {name: tensor.clone() for name, tensor in full.items()}  # what is whole already is not copied
+
+    def keep(assembled: Assembled) -> None:
+        if not first:
+            first.append(whole({name: p.grad for name, p in assembled.named_parameters().items()}))
+
+    trained = train(
+        config, values=values, folder=folder, device=torch.device("cpu"), environment={}, on_gradients=keep
+    )
+    return first[0] if first else {}, whole(trained.named_parameters())
 
 
 def do_here(run_folder: str) -> None:

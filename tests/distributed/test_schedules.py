@@ -66,7 +66,7 @@ LAYOUTS = {
         "strategy=pipeline", "nodes=2", "strategy.schedule=zbv", "strategy.cuts=[1,2,6]",
     ),
 }  # fmt: skip
-IN_FLOAT32 = ["naive on 2", "looped_bfs on 2", "interleaved_zero_bubble on 2", "zbv on 2", "dualpipev on 4"]
+IN_FLOAT32 = ["naive on 2", "looped_bfs on 2", "interleaved_zero_bubble on 2", "zbv on 2", "dualpipev on 2"]
 UNTIED = ["zbv on 2", "dualpipev on 2", "zbv 2 x shard"]
 CASES = [
     *((layout, "float64") for layout in LAYOUTS),
