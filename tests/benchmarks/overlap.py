@@ -4,12 +4,11 @@ and large buckets, against summing all gradients after the backward pass, and ag
 python tests/benchmarks/overlap.py
 
 On two cores there is little to gain: gloo sums on the same cores that compute. The figures are ratios of one
-run, the ways taking turns.
+run, the ways taking turns, the fastest of 20.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
 import tempfile
 import time
@@ -73,9 +72,9 @@ def main() -> None:
         workers = Workers(Path(folder))
         times_s = workers.run(2, step_times_s)[0]
         workers.close()
-    medians_s = {name: statistics.median(taken_s) for name, taken_s in times_s.items()}
-    for name, median_s in medians_s.items():
-        print(f"{name}: {median_s / medians_s[AFTER]:.2f} of {medians_s[AFTER] * 1e3:.0f} ms")
+    fastest_s = {name: min(taken_s) for name, taken_s in times_s.items()}
+    for name, best_s in fastest_s.items():
+        print(f"{name}: {best_s / fastest_s[AFTER]:.2f} of {fastest_s[AFTER] * 1e3:.0f} ms")
 
 
 if __name__ == "__main__":
