@@ -37,7 +37,8 @@ def _compile(config: RunConfig, layout: Layout) -> Found:
         yield Problem("training.compile", True, rule, (False,))
     if layout.context > 1 and config.strategy.context_attention == "ring":
         rule = (
-            f"can't be joined with strategy.context = {layout.context} as a ring: torch compiles no sending"
+            f"can't be joined with strategy.context = {layout.context} as a ring: "
+            "torch can't compile the sending of keys and values"
         )
         yield Problem("training.compile", True, rule, (False,))
     if layout.tensor > 1 and config.training.activation_checkpointing == "full":

@@ -1,12 +1,11 @@
 """What activation checkpointing saves and costs: bytes kept for the backward pass and the time of a step,
-as ratios to keeping everything.
+as ratios to keeping everything (the fastest of 12).
 
 python tests/benchmarks/checkpointing.py
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -20,13 +19,13 @@ from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.strategies import checkpointing
 from tests.distributed.test_checkpointing import Alive
 
-ROUNDS = 8
+ROUNDS = 12
 WAYS = ("none", "selective", "full")
-TOKENS = torch.arange(4 * 256).reshape(4, 256) % 256  # [batch, seq]
+TOKENS = torch.arange(4 * 128).reshape(4, 128) % 256  # [batch, seq]
 
 
 def build(keeps: str) -> LayeredModel:
-    model = Transformer(layers=6, dim=512, heads=8, kv_heads=4, ffn_dim=1376, vocab_size=256)
+    model = Transformer(layers=4, dim=384, heads=6, kv_heads=3, ffn_dim=1024, vocab_size=256)
     materialise(model, seed=0, device="cpu", dtype=torch.float32)
     return checkpointing.apply(model, keeps=keeps, compiled=False)
 
@@ -50,15 +49,15 @@ def main() -> None:
     kept = {keeps: kept_bytes(model) for keeps, model in models.items()}
     times_s: dict[str, list[float]] = {keeps: [] for keeps in WAYS}
     for round_ in range(ROUNDS + 1):
-        for keeps, model in models.items():  # in turns, so that what else runs here meets all alike
+        for keeps, model in models.items():  # in turns; what else runs here only makes a step slower
             taken_s = step_s(model)
             if round_:  # the first fills caches
                 times_s[keeps].append(taken_s)
-    medians_s = {keeps: statistics.median(taken_s) for keeps, taken_s in times_s.items()}
+    fastest_s = {keeps: min(taken_s) for keeps, taken_s in times_s.items()}
     for keeps in WAYS:
         print(
             f"{keeps}: keeps {kept[keeps] / kept['none']:.2f} of {kept['none'] / 2**20:.0f} MiB, "
-            f"a step takes {medians_s[keeps] / medians_s['none']:.2f} of {medians_s['none']:.2f} s"
+            f"a step takes {fastest_s[keeps] / fastest_s['none']:.2f} of {fastest_s['none']:.2f} s"
         )
 
 

@@ -4,22 +4,22 @@ and large buckets, against summing all gradients after the backward pass, and ag
 python tests/benchmarks/overlap.py
 
 On two cores there is little to gain: gloo sums on the same cores that compute. The figures are ratios of one
-run, the ways taking turns.
+run, the ways taking turns, the fastest of 20.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.workers import Workers
 
-ROUNDS = 12
+ROUNDS = 20
 BUCKETS_MB = {"buckets of 1 MB": 1.0, "buckets of 25 MB": 25.0, "one bucket": 1000.0}
 AFTER, NEVER = "summed after the backward pass", "not summed"
 
@@ -43,26 +43,25 @@ def step_times_s() -> dict[str, list[float]]:
         options = StrategyConfig(name="data", bucket_mb=bucket_mb)
         ways[name] = model, replicate.apply(model, axis=mesh, options=options)
 
-    def step_s(name: str) -> float:
+    def step_s(name: str, *, first: bool) -> float:
         model, runner = ways[name]
         dist.barrier()
         started = time.perf_counter()
-        if name in BUCKETS_MB:
+        # In the first step DistributedDataParallel makes gradients views of its buckets.
+        with nullcontext() if name in BUCKETS_MB or first else runner.no_sync():
             model.loss(runner(tokens), tokens).backward()
-        else:
-            with runner.no_sync():
-                model.loss(runner(tokens), tokens).backward()
-        if name == AFTER:
-            gradients = torch.cat([weight.grad.flatten() for weight in model.parameters()])
-            dist.all_reduce(gradients)
+        if name == AFTER and not first:
+            memory = [weight.grad.untyped_storage() for weight in model.parameters()]
+            for bucket in {storage.data_ptr(): storage for storage in memory}.values():
+                dist.all_reduce(torch.empty(0).set_(bucket))
         taken_s = time.perf_counter() - started
-        runner.zero_grad()
+        runner.zero_grad(set_to_none=False)
         return taken_s
 
     times_s: dict[str, list[float]] = {name: [] for name in ways}
     for round_ in range(ROUNDS + 2):
         for name in ways:
-            taken_s = step_s(name)
+            taken_s = step_s(name, first=round_ == 0)
             if round_ >= 2:  # after its first step torch orders the buckets anew
                 times_s[name].append(taken_s)
     return times_s
@@ -73,9 +72,9 @@ def main() -> None:
         workers = Workers(Path(folder))
         times_s = workers.run(2, step_times_s)[0]
         workers.close()
-    medians_s = {name: statistics.median(taken_s) for name, taken_s in times_s.items()}
-    for name, median_s in medians_s.items():
-        print(f"{name}: {median_s / medians_s[AFTER]:.2f} of {medians_s[AFTER] * 1e3:.0f} ms")
+    fastest_s = {name: min(taken_s) for name, taken_s in times_s.items()}
+    for name, best_s in fastest_s.items():
+        print(f"{name}: {best_s / fastest_s[AFTER]:.2f} of {fastest_s[AFTER] * 1e3:.0f} ms")
 
 
 if __name__ == "__main__":

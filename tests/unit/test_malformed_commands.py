@@ -225,8 +225,6 @@ VALUES = [
     wrong("strategy=pipeline nodes=2 strategy.schedule=zbv training.activation_checkpointing=selective",
           "training.activation_checkpointing = selective", "zbv",
           offers="training.activation_checkpointing=full"),
-    wrong("strategy=context nodes=2 training.compile=true", "training.compile = true", "ring",
-          offers="training.compile=false"),
     wrong("strategy=tensor nodes=2 training.compile=true training.activation_checkpointing=full",
           "training.activation_checkpointing = full", "strategy.tensor = 2",
           offers="training.activation_checkpointing=selective"),
