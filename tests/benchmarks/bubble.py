@@ -16,10 +16,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-RANKS, RUNS, TIMED_STEPS, CLOSE = 2, 3, 9, 0.03
+RANKS, RUNS, TIMED_STEPS, CLOSE = 2, 5, 2, 0.03
 # Blocks that outweigh the embedding and the head by far: the stages are equal to 1 %.
 MODEL = (
-    "model.layers=8", "model.dim=256", "model.heads=4", "model.kv_heads=4", "model.ffn_dim=1024",
+    "model.layers=4", "model.dim=512", "model.heads=4", "model.kv_heads=4", "model.ffn_dim=2048",
     "model.vocab_size=256", "data.sequence_length=128", "data.max_bytes=400000",
     "training.global_batch_size=16", "optimizer.warmup_steps=0", "training.validate_every=null",
 )  # fmt: skip
