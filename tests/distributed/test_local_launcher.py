@@ -275,7 +275,7 @@ def test_an_agent_that_cannot_start_is_shown(tmp_path: Path) -> None:
     assert failure is not None
     assert (failure["rank"], failure["kind"]) == (None, "start")
     assert output.splitlines()[-1] == (
-        "the job failed before any rank started: exit code 1: KeyError: 'gpus_per_node'"
+        "the job failed before any rank started: exit code 1: KeyError: 'strategy'"
     )
 
 
