@@ -3,8 +3,12 @@
     python tests/benchmarks/bubble.py
 
 Two ranks of one thread, so it needs two idle cores: what else runs on them makes a rank late, and the other
-one wait. That can only add to the bubble, so the least of the runs is compared, as timeit does; all are
-printed. Each run is the whole command, and its figure the median of its timed steps.
+one wait. Each run is the whole command, and its figure the median of its timed steps.
+
+Theory speaks of chunks that all take the same time and messages that take none. A virtual machine's cores
+don't give that: the same product of matrices varies by 10 % from one to the next, and a chunk loses 2 ms.
+So long blocks that compute for a set time by the clock (`timed_blocks.py`) are held against theory, in every
+run; transformer blocks stand beside them, unjudged.
 """
 
 from __future__ import annotations
@@ -16,12 +20,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-RANKS, RUNS, TIMED_STEPS, CLOSE = 2, 5, 2, 0.03
+RANKS, RUNS, TIMED_STEPS, CLOSE = 2, 3, 2, 0.03
+TIMED = "model=timed", "data.sequence_length=32", "strategy.balance=parameters"
 # Blocks that outweigh the embedding and the head by far: the stages are equal to 1 %.
-MODEL = (
+TRANSFORMER = (
     "model.layers=4", "model.dim=512", "model.heads=4", "model.kv_heads=4", "model.ffn_dim=2048",
-    "model.vocab_size=256", "data.sequence_length=128", "data.max_bytes=400000",
-    "training.global_batch_size=16", "optimizer.warmup_steps=0", "training.validate_every=null",
+    "model.vocab_size=256", "data.sequence_length=128",
+)  # fmt: skip
+RUN = (
+    "data.max_bytes=400000", "training.global_batch_size=16", "optimizer.warmup_steps=0",
+    "training.validate_every=null", "launcher=local", "launcher.snapshot=false", "device=cpu",
 )  # fmt: skip
 SCHEDULES = [("gpipe", 8), ("1f1b", 8), ("gpipe", 4), ("naive", 4)]
 
@@ -32,39 +40,39 @@ def theory(schedule: str, microbatches: int) -> float:
     return (RANKS - 1) / (together + RANKS - 1)
 
 
-def measured(folder: Path, *, schedule: str, microbatches: int) -> float:
+def measured(folder: Path, *, model: tuple[str, ...], schedule: str, microbatches: int) -> float:
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "timed.yaml").write_text(
+        "_target_: timed_blocks.TimedModel\ndepth: 4\nseconds: 0.08\n", encoding="utf-8"
+    )
     steps = f"training.steps={TIMED_STEPS + 3}", f"training.measure_steps={TIMED_STEPS}"
     cut = f"strategy.schedule={schedule}", f"strategy.microbatches={microbatches}"
-    command = [sys.executable, "-m", "hpc_parallel.run", "strategy=pipeline", f"nodes={RANKS}", "device=cpu"]
-    where = "launcher=local", "launcher.snapshot=false", f"run_dir={folder}"
+    command = [sys.executable, "-m", "hpc_parallel.run", "--config-dir", str(folder)]
+    where = "strategy=pipeline", f"nodes={RANKS}", f"run_dir={folder / 'run'}"
     subprocess.run(
-        [*command, *where, *cut, *steps, *MODEL],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [*command, *where, *cut, *steps, *model, *RUN],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)},
         stdout=subprocess.DEVNULL,
         check=True,
     )
-    share: float = json.loads((folder / "summary.json").read_text())["bubble_share"]
+    share: float = json.loads((folder / "run" / "summary.json").read_text())["bubble_share"]
     return share
 
 
 def main() -> int:
     missed = 0
-    with tempfile.TemporaryDirectory() as temporary:
-        for schedule, microbatches in SCHEDULES:
-            wanted = theory(schedule, microbatches)
-            runs = [
-                measured(
-                    Path(temporary) / f"{schedule}-{microbatches}-{run}",
-                    schedule=schedule,
-                    microbatches=microbatches,
-                )
-                for run in range(RUNS)
-            ]
-            found = min(runs)
-            missed += abs(found - wanted) > CLOSE
-            name = f"{schedule}, {RANKS} stages, {microbatches} microbatches"
-            every = ", ".join(f"{share:.1%}" for share in sorted(runs))
-            print(f"{name}: bubble {found:.1%} (runs: {every}), theory {wanted:.1%}", flush=True)
+    for schedule, microbatches in SCHEDULES:
+        wanted = theory(schedule, microbatches)
+        print(f"{schedule}, {RANKS} stages, {microbatches} microbatches: theory {wanted:.1%}", flush=True)
+        for name, model in {"set time": TIMED, "transformer": TRANSFORMER}.items():
+            runs = []
+            for _ in range(RUNS):
+                with tempfile.TemporaryDirectory() as folder:
+                    runs.append(
+                        measured(Path(folder), model=model, schedule=schedule, microbatches=microbatches)
+                    )
+            print(f"  blocks of {name}: {', '.join(f'{share:.1%}' for share in sorted(runs))}", flush=True)
+            missed += model is TIMED and any(abs(share - wanted) > CLOSE for share in runs)
     return int(missed > 0)
 
 
