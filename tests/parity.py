@@ -15,6 +15,7 @@ COMMON = (
     "training.log_every=1",
     "training.validate_every=10",
     "training.validation_samples=32",
+    "training.checkpoint_every=null",
     "training.measure_steps=0",  # slow; test_measure.py proves that it changes nothing
     "training.global_batch_size=16",
     "data.sequence_length=32",

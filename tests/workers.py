@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,16 +46,27 @@ class Workers:
         folder.mkdir(exist_ok=True)
         self.folder = folder
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["hpc_parallel.worker.session", "tests.workers"])
+        self._context.set_forkserver_preload(["hpc_parallel.worker.train", "tests.workers"])
         self._ranks: list[tuple[Connection, Any]] = []
         self._jobs = 0
 
-    def train(self, *overrides: str, variables: Mapping[str, str] | None = None) -> Trained:
+    def train(
+        self,
+        *overrides: str,
+        variables: Mapping[str, str] | None = None,
+        resume_from: Path | None = None,
+    ) -> Trained:
         """Train a configuration through the worker half's own session, all on this machine's CPUs.
 
-        variables: of the environment, set on the ranks for good.
+        variables: of the environment, set on the ranks for good; resume_from: a checkpoint.
         """
         run = self.prepare(*overrides)
+        if resume_from is not None:
+            shutil.copytree(resume_from, run.folder.checkpoints / resume_from.name)
+        return self.finish(run, variables=variables)
+
+    def finish(self, run: PreparedRun, *, variables: Mapping[str, str] | None = None) -> Trained:
+        """Train a prepared run to its end."""
         parts = self.run(run.processes, train_and_keep, str(run.folder.path), dict(variables or {}))
         gradients, weights = (agreed(tensors) for tensors in zip(*parts, strict=True))
         lines = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
@@ -155,7 +167,8 @@ def train_and_keep(
     from torch.distributed.tensor import DTensor
 
     from hpc_parallel.launch.run_folder import RunFolder
-    from hpc_parallel.worker.session import read_config, train
+    from hpc_parallel.worker.session import read_config
+    from hpc_parallel.worker.train import train
 
     os.environ.update(variables)
     folder = RunFolder(Path(run_folder))

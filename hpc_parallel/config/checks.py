@@ -40,11 +40,6 @@ CHOICES = {
     "cluster.gpu_flag": ("gpus-per-node", "gres"),
     "task.name": tuple(TASKS),
 }
-# Keys of the public contract whose work is still to be done, with the one value that they take now.
-NOT_YET: dict[str, tuple[Any, str]] = {
-    "resume": (None, "runs keep no checkpoints so far"),
-    "training.checkpoint_every": (None, "runs keep no checkpoints so far"),
-}
 
 
 def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> list[Problem | str]:
@@ -83,6 +78,7 @@ def _counts(config: RunConfig) -> Found:
     keys = [
         "nodes", "gpus_per_node", "training.steps", "training.global_batch_size",
         "training.microbatch_size", "training.log_every", "training.validate_every",
+        "training.checkpoint_every", "training.keep_last", "training.keep_every",
         "training.validation_samples", "strategy.microbatches", "strategy.stages_per_rank",
         "strategy.prefetch", "launcher.time_minutes", "launcher.cpus_per_device", "data.sequence_length",
         "data.max_bytes",
@@ -208,9 +204,6 @@ def _look_into(data: dict[str, Any]) -> int | None:
 
 
 def _switches(config: RunConfig) -> Found:
-    for key, (default, what) in NOT_YET.items():
-        if (value := value_at(config, key)) != default:
-            yield Problem(key, value, f"can't be done yet: {what}", (default,))
     for switch, package in (("tensorboard", "tensorboard"), ("wandb", "wandb")):
         if getattr(config.training, switch) and find_spec(package) is None:
             rule = f"needs the package {package}, which is not installed here (pip install {package})"

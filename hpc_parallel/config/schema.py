@@ -166,7 +166,10 @@ class TrainingConfig:
     validate_every: int | None = 100  # steps; null: never
     validation_samples: int = 256
     measure_steps: int = 2  # timed by the profiler early in the run, after one that counts bytes; 0: none
-    checkpoint_every: int | None = None  # steps
+    checkpoint_every: int | None = 500  # steps, and after the last; null: only where a signal ends the run
+    checkpoint_async: bool = True  # written while training goes on
+    keep_last: int = 2  # checkpoints
+    keep_every: int | None = None  # steps; of these the checkpoints are kept for good; null: none
     activation_checkpointing: str = "none"  # none, full (recompute blocks), selective (all but products)
     compile: bool = False  # torch.compile for each block
     tensorboard: bool = False

@@ -45,6 +45,20 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def attempts(self) -> Path:
+        """Each start of the run and how it ended."""
+        return self.path / "attempts.jsonl"
+
+    @property
+    def stopped(self) -> Path:
+        """By which signal the newest start was stopped, its state being saved; absent otherwise."""
+        return self.path / "stopped.json"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 
@@ -88,18 +102,10 @@ class RunFolder:
         for folder in (self.logs, self.rendezvous):
             folder.mkdir(mode=0o700)
 
-    def earlier_metrics(self) -> list[Path]:
-        """The metrics of attempts before this one, oldest first."""
-        return sorted(self.path.glob("metrics-*.jsonl"), key=lambda file: int(file.stem.partition("-")[2]))
-
     def begin_anew(self) -> None:
-        """Set an earlier attempt's metrics aside and drop its end: a requeued job begins at step 1 again."""
-        if self.metrics.exists():
-            number = len(self.earlier_metrics()) + 1
-            self.metrics.rename(self.path / f"metrics-{number}.jsonl")
-        self.generated.unlink(missing_ok=True)
-        self.summary.unlink(missing_ok=True)
-        self.failure.unlink(missing_ok=True)
+        """Drop how an earlier start ended."""
+        for file in (self.generated, self.summary, self.failure, self.stopped):
+            file.unlink(missing_ok=True)
 
 
 def is_run_folder(path: Path) -> bool:

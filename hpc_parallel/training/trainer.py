@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -14,13 +14,14 @@ from hpc_parallel.data.sampler import Batches
 from hpc_parallel.training.measure import Measurement
 from hpc_parallel.training.metrics import Metrics
 from hpc_parallel.training.optimizer import learning_rate, set_learning_rate
+from hpc_parallel.training.saver import Saver
 from hpc_parallel.training.step import Step
 from hpc_parallel.training.validation import mean_loss, to_device
 from hpc_parallel.training.writers import Writer
 
 
 class Trainer:
-    """Trains for `training.steps` optimizer steps."""
+    """Trains up to `training.steps` optimizer steps, or to where it is asked to stop."""
 
     def __init__(
         self,
@@ -36,8 +37,12 @@ class Trainer:
         training: TrainingConfig,
         schedule: OptimizerConfig,
         device: torch.device,
+        saver: Saver | None = None,
+        stop: Callable[[int], signal.Signals | None] = lambda step: None,
+        done: int = 0,
     ) -> None:
-        """`writers` is empty on every rank but the one that writes."""
+        """`writers` is empty on every rank but the one that writes. `stop`: whether all ranks stop after
+        this step, and by which signal. `done`: steps that a checkpoint has brought along."""
         self._step = step
         self._optimizer = optimizer
         self._batches = batches
@@ -49,18 +54,22 @@ class Trainer:
         self._training = training
         self._schedule = schedule
         self._device = device
+        self._saver = saver
+        self._stop = stop
+        self.done = done
 
-    def fit(self) -> list[dict[str, Any]]:
-        """Train to the last step; returns the metrics lines (equal on all ranks)."""
+    def fit(self) -> signal.Signals | None:
+        """Train to the last step; returns the signal by which it was stopped before, all being saved."""
         steps = self._training.steps
-        lines: list[dict[str, Any]] = []
-        for step in range(1, steps + 1):
+        started_after = self.done
+        for step in range(started_after + 1, steps + 1):
             rate = learning_rate(step, steps=steps, config=self._schedule)
             set_learning_rate(self._optimizer, rate)
             batch = to_device(self._batches.at(step - 1), self._device)
-            with self._measurement.watch(step):
+            with self._measurement.watch(step - started_after):
                 result = self._step.run(*batch)
             self._metrics.note(result)
+            self.done = step
             validate = self._due(step, self._training.validate_every)
             if validate or self._due(step, self._training.log_every):
                 line = self._metrics.line(step=step, learning_rate=rate)
@@ -68,8 +77,15 @@ class Trainer:
                     line["validation_loss"] = self.validate()
                 for writer in self._writers:
                     writer.write(line)
-                lines.append(line)
-        return lines
+            if self._saver is not None and self._saver.due(step):
+                started = time.perf_counter()
+                self._saver.save(step, wait=step == steps)
+                self._metrics.leave_out(time.perf_counter() - started)
+            if step < steps and (asked := self._stop(step)) is not None:
+                if self._saver is not None:
+                    self._saver.save(step, wait=True)
+                return asked
+        return None
 
     def validate(self) -> float | None:
         """Mean loss over the held-out samples; None where it is not finite."""

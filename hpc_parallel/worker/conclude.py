@@ -19,11 +19,12 @@ from typing import Any
 import yaml
 
 from hpc_parallel.config.layout import processes_per_node
+from hpc_parallel.launch import attempts
 from hpc_parallel.launch.metrics_file import MetricsReader
 from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
 from hpc_parallel.worker import failure
 from hpc_parallel.worker.failure import Record
-from hpc_parallel.worker.summary import steps_lost, summarise
+from hpc_parallel.worker.summary import summarise
 
 _ASKED = ("SIGTERM", "SIGINT")  # how Slurm and people ask a job to end
 # A peer may notice a death this much before the record of the death itself is made.
@@ -210,9 +211,7 @@ def _summary(folder: RunFolder, *, outcome: str, environment: Mapping[str, str])
         config,
         outcome=outcome,
         lines=lines,
-        lost_steps=steps_lost(folder),
-        started=None,
-        environment=environment,
+        history=attempts.history(folder, environment=environment),
     )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from hpc_parallel.config.schema import GenerateConfig, RunConfig
 from hpc_parallel.config.tasks import encoded_prompts, total_steps
 from hpc_parallel.data.codec import decode, reads_bytes
+from hpc_parallel.launch import attempts
 from hpc_parallel.launch.results import results
 from hpc_parallel.launch.run_folder import RunFolder, read_json, write_text
 from hpc_parallel.models.layered import tensor_seed
@@ -42,8 +43,9 @@ def generate(
     Rank 0 writes `generated.jsonl`, `metrics.jsonl` (a step is a token of every prompt) and `summary.json`.
     Raises what `Session.open` raises, and ConfigError for a model that can't keep keys and values.
     """
-    started = datetime.now(UTC).isoformat()
     rank = dist.get_rank()
+    if rank == 0:
+        attempts.begin(folder, step=0, environment=environment)
     session = Session.open(whole_positions(config), device=device, trains=False)
     prompts = prompts_of(session)
     writers = open_writers(config, folder=folder, values=values) if rank == 0 else []
@@ -59,7 +61,7 @@ def generate(
     texts = continue_prompts(session, prompts, note=note)
     if rank == 0:
         write_text(folder.generated, "".join(json.dumps(text) + "\n" for text in texts))
-    complete(values, folder=folder, lines=lines, writers=writers, started=started, environment=environment)
+    complete(values, folder=folder, lines=lines, writers=writers)
     if rank == 0:
         print(*results(folder, read_json(folder.summary) or {}), sep="\n", flush=True)
 

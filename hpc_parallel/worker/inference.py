@@ -15,6 +15,7 @@ from hpc_parallel.config.layout import BatchPlan, plan_batch
 from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import InferConfig, RunConfig
 from hpc_parallel.config.tasks import batch_sizes
+from hpc_parallel.launch import attempts
 from hpc_parallel.launch.results import results
 from hpc_parallel.launch.run_folder import RunFolder, read_json
 from hpc_parallel.training.metrics import gathered, peak_memory_bytes
@@ -38,8 +39,9 @@ def infer(
     Rank 0 writes `metrics.jsonl` (a line for the validation, then one a batch size) and `summary.json`.
     Raises what `Session.open` raises.
     """
-    started = datetime.now(UTC).isoformat()
     rank = dist.get_rank()
+    if rank == 0:
+        attempts.begin(folder, step=0, environment=environment)
     session = Session.open(config, device=device, trains=False)
     writers = open_writers(config, folder=folder, values=values) if rank == 0 else []
     lines: list[dict[str, Any]] = []
@@ -49,7 +51,7 @@ def infer(
         lines.append({"step": step, **figures, "peak_memory_bytes": int(max(peaks)), "time": now})
         for writer in writers:
             writer.write(lines[-1])
-    complete(values, folder=folder, lines=lines, writers=writers, started=started, environment=environment)
+    complete(values, folder=folder, lines=lines, writers=writers)
     if rank == 0:
         print(*results(folder, read_json(folder.summary) or {}), sep="\n", flush=True)
 

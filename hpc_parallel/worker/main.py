@@ -26,7 +26,8 @@ from hpc_parallel.worker.inference import infer
 from hpc_parallel.worker.logs import redirect
 from hpc_parallel.worker.proof import prove
 from hpc_parallel.worker.rendezvous import hosts, meet
-from hpc_parallel.worker.session import read_config, train
+from hpc_parallel.worker.session import read_config
+from hpc_parallel.worker.train import train
 from hpc_parallel.worker.world import World
 
 # By the names of conf/task/.

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.strategies.assemble import Assembled
-from hpc_parallel.worker.session import train
+from hpc_parallel.training.checkpoint import statistics
+from hpc_parallel.worker.train import train
 
 
 def prove(
@@ -45,20 +46,6 @@ def prove(
     folder.proof.mkdir(mode=0o700, exist_ok=True)
     write_once(folder.proof, "gradients", first[0] if first else {})  # a server alone has the whole
     write_once(folder.proof, "weights", whole({**trained.named_parameters(), **statistics(trained)}))
-
-
-def statistics(assembled: Assembled) -> dict[str, Tensor]:
-    """What a model learns without a gradient: running means and variances, by full names.
-
-    A rank outside of the layout, which only serves, sees no samples and has none.
-    """
-    found: dict[str, Tensor] = {}
-    if assembled.mesh.get_coordinate() is None:
-        return found
-    for part in assembled.parts:
-        kept = part.state_dict().keys()
-        found |= {name: buffer for name, buffer in part.named_buffers() if name in kept}
-    return found
 
 
 def whole(tensors: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:

@@ -1,11 +1,10 @@
-"""One session inside a process group: assemble, train, say how it went."""
+"""One session inside a process group: the model assembled, the data read, and how every task ends well."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,17 +26,12 @@ from hpc_parallel.config.layout import (
 from hpc_parallel.config.schedules import schedule_of, stages_per_rank
 from hpc_parallel.config.schema import RunConfig, typed
 from hpc_parallel.data.sampler import Batches, Data, Samples, validation_steps
+from hpc_parallel.launch import attempts
 from hpc_parallel.launch.run_folder import RunFolder, write_json
 from hpc_parallel.strategies.assemble import Assembled, assemble
 from hpc_parallel.strategies.mesh import build_mesh
-from hpc_parallel.strategies.traffic import figures, ring_all_reduce
-from hpc_parallel.training.measure import Measurement
-from hpc_parallel.training.metrics import Metrics, Scale, peak_flops
-from hpc_parallel.training.optimizer import build_optimizer
-from hpc_parallel.training.step import build_step
-from hpc_parallel.training.trainer import Trainer
-from hpc_parallel.training.writers import Writer, open_writers
-from hpc_parallel.worker.summary import steps_lost, summarise
+from hpc_parallel.training.writers import Writer
+from hpc_parallel.worker.summary import summarise
 
 
 def read_config(path: Path) -> tuple[RunConfig, dict[str, Any]]:
@@ -114,64 +108,12 @@ class Session:
         )
 
 
-def train(
-    config: RunConfig,
-    *,
-    values: dict[str, Any],
-    folder: RunFolder,
-    device: torch.device,
-    environment: Mapping[str, str],
-    on_gradients: Callable[[Assembled], None] | None = None,
-) -> Assembled:
-    """Train as `config` says, on all ranks of the default process group; returns this rank's trained parts.
-
-    `on_gradients` is called in each step when `.grad` is complete, before it is clipped. Rank 0 writes
-    `metrics.jsonl` and `summary.json`. Raises what `Session.open` raises.
-    """
-    started = datetime.now(UTC).isoformat()
-    rank = dist.get_rank()
-    session = Session.open(config, device=device)
-    optimizer = build_optimizer(session.assembled.named_parameters(), config.optimizer)
-    writers = open_writers(config, folder=folder, values=values) if rank == 0 else []
-    batches = session.batches(session.data.train, seed=config.seed)
-    metrics = Metrics(scale_of(session, replicas=batches.replicas), device=device)
-    measurement = Measurement(
-        steps=config.training.measure_steps, mesh=session.assembled.mesh, device=device, metrics=metrics
-    )
-    trainer = Trainer(
-        build_step(
-            session.assembled,
-            optimizer=optimizer,
-            clip_norm=config.training.clip_norm,
-            on_gradients=None if on_gradients is None else partial(on_gradients, session.assembled),
-        ),
-        optimizer=optimizer,
-        batches=batches,
-        validation=session.batches(session.data.validation, seed=None),
-        validation_steps=session.validation_steps,
-        metrics=metrics,
-        measurement=measurement,
-        writers=writers,
-        training=config.training,
-        schedule=config.optimizer,
-        device=device,
-    )
-    lines = trainer.fit()
-    complete(
-        values, folder=folder, lines=lines, writers=writers, started=started, environment=environment,
-        measured=measurement.figures() | traffic_of(session),
-    )  # fmt: skip
-    return session.assembled
-
-
 def complete(
     values: dict[str, Any],
     *,
     folder: RunFolder,
     lines: Sequence[Mapping[str, Any]],
     writers: Sequence[Writer],
-    started: str,
-    environment: Mapping[str, str],
     measured: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """The end of every task that went well: rank 0 writes the summary, then all leave together."""
@@ -180,9 +122,7 @@ def complete(
             values,
             outcome="completed",
             lines=lines,
-            lost_steps=steps_lost(folder),
-            started=started,
-            environment=environment,
+            history=attempts.history(folder, environment=os.environ),
             measured=measured,
         )
         write_json(folder.summary, summary)
@@ -201,31 +141,6 @@ def forward_only(config: RunConfig) -> RunConfig:
         return config
     cuts = strategy.cuts if stages_per_rank(strategy) == 1 else None
     return replace(config, strategy=replace(strategy, schedule="gpipe", stages_per_rank=1, cuts=cuts))
-
-
-def traffic_of(session: Session) -> dict[str, Any]:
-    """What one process moves between its devices; and beside techniques that average no gradients
-    by collectives, what those would move."""
-    assembled = session.assembled
-    found: dict[str, Any] = {}
-    if assembled.traffic is not None:
-        found |= figures(assembled.traffic, steps=session.config.training.steps)
-    if assembled.traffic is not None or assembled.server is not None:
-        weights_bytes = sum(weight.nbytes for weight in assembled.named_parameters().values())
-        found["ring_all_reduce"] = ring_all_reduce(weights_bytes=weights_bytes, replicas=session.layout.data)
-    return found
-
-
-def scale_of(session: Session, *, replicas: int) -> Scale:
-    """`replicas`: over whose losses is averaged."""
-    return Scale(
-        global_batch_size=session.config.training.global_batch_size,
-        tokens_per_sample=getattr(session.data, "sequence_length", None),
-        flops_per_sample=3 * session.assembled.forward_flops,  # a backward pass costs two forward passes
-        devices=session.config.nodes * session.config.gpus_per_node,
-        replicas=replicas,
-        peak_flops=peak_flops(session.device),
-    )
 
 
 def require_equal_data(digest: str) -> None:

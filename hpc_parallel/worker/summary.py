@@ -12,8 +12,6 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from hpc_parallel.config.layout import layout_of, processes_per_node
-from hpc_parallel.launch.metrics_file import MetricsReader
-from hpc_parallel.launch.run_folder import RunFolder
 
 MEASURED = (
     "exposed_communication_share",
@@ -31,15 +29,13 @@ def summarise(
     *,
     outcome: str,
     lines: Lines,
-    lost_steps: int,
-    started: str | None,
-    environment: Mapping[str, str],
+    history: Mapping[str, Any],
     measured: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """All keys of the contract, null where a figure is not measured.
 
-    config: the content of `config.yaml`; lines: of `metrics.jsonl`; lost_steps: trained and not kept, by
-    earlier attempts; environment: Slurm's variables; measured: on the steps that were watched.
+    config: the content of `config.yaml`; lines: of `metrics.jsonl`; history: of the run's starts
+    (`launch/attempts.py`); measured: on the steps that were watched.
 
     `exposed_communication_share`: of a step, the time in which a device waits for others and computes
     nothing, a pipeline's bubble left out; mean over the ranks. `bubble_share`: of the time from the first
@@ -52,7 +48,6 @@ def summarise(
     nodes, gpus_per_node = config["nodes"], config["gpus_per_node"]
     strategy = SimpleNamespace(**config["strategy"])
     layout = layout_of(strategy, devices=nodes * gpus_per_node)
-    job = environment.get("SLURM_JOB_ID")
     return {
         "outcome": outcome,
         "strategy": strategy.name,
@@ -71,11 +66,8 @@ def summarise(
         **{key: measured.get(key) for key in MEASURED},
         "predicted": None,
         **FIGURES.get(config["task"]["name"], _trained)(lines),
-        "restarts": int(environment.get("SLURM_RESTART_COUNT", 0)),
-        "lost_steps": lost_steps,
-        "started": started,
+        **history,
         "ended": datetime.now(UTC).isoformat(),
-        "job_ids": [job] if job else [],
     }
 
 
@@ -128,9 +120,3 @@ def _typical(lines: Lines, key: str) -> float | None:
 
 def _last(lines: Lines, key: str) -> Any:
     return next((line[key] for line in reversed(lines) if key in line), None)
-
-
-def steps_lost(folder: RunFolder) -> int:
-    """Logged steps of earlier attempts, which began anew: nothing is resumed yet."""
-    attempts = [MetricsReader(file).read() for file in folder.earlier_metrics()]
-    return sum(lines[-1]["step"] for lines in attempts if lines)

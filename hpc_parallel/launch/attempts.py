@@ -1,0 +1,90 @@
+"""The starts of a run and how each ended: `attempts.jsonl`, one object a start or an end.
+
+A run may start many times: requeued after a time limit or a preemption, restarted after a failure,
+resumed by hand, each time from its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from hpc_parallel.launch.metrics_file import MetricsReader
+from hpc_parallel.launch.run_folder import RunFolder, write_text
+
+
+def begin(folder: RunFolder, *, step: int, environment: Mapping[str, str]) -> None:
+    """Note a start that goes on after `step`; what the metrics have beyond it will be trained again.
+
+    environment: Slurm's variables.
+    """
+    lines = MetricsReader(folder.metrics).read()
+    kept = [line for line in lines if line["step"] <= step]
+    lost = max([line["step"] for line in lines], default=step) - step
+    if len(kept) < len(lines) or not folder.metrics.exists():
+        write_text(folder.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+    _note(
+        folder,
+        {
+            "began": datetime.now(UTC).isoformat(),
+            "job_id": environment.get("SLURM_JOB_ID"),
+            "after_step": step,
+            "lost_steps": max(0, lost),
+        },
+    )
+
+
+def end(folder: RunFolder, *, how: str, host: str | None = None) -> None:
+    """Note how the newest start ended: `completed`, `time_limit`, `preempted`, `cancelled`, or the kind of
+    its failure, and where that came from."""
+    _note(folder, {"ended": datetime.now(UTC).isoformat(), "how": how, "host": host})
+
+
+def starts(folder: RunFolder) -> list[dict[str, Any]]:
+    return [line for line in _read(folder.attempts) if "began" in line]
+
+
+def ends(folder: RunFolder) -> list[dict[str, Any]]:
+    return [line for line in _read(folder.attempts) if "ended" in line]
+
+
+def history(folder: RunFolder, *, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Of `summary.json`: restarts, lost steps, when the run first began, its jobs (this one too, by Slurm's
+    variables)."""
+    known = starts(folder)
+    jobs = [*(line["job_id"] for line in known), environment.get("SLURM_JOB_ID")]
+    return {
+        "restarts": max(0, len(known) - 1),
+        "lost_steps": sum(line["lost_steps"] for line in known),
+        "started": known[0]["began"] if known else None,
+        "job_ids": list(dict.fromkeys(job for job in jobs if job)),
+    }
+
+
+def _note(folder: RunFolder, line: Mapping[str, Any]) -> None:
+    append_line(folder.attempts, line)
+
+
+def append_line(path: Path, line: Mapping[str, Any]) -> None:
+    """One JSON object in one write, so that a reader never sees half of it with a whole line behind."""
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        os.write(handle, (json.dumps(line) + "\n").encode())
+    finally:
+        os.close(handle)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """Without a line that was torn by a crash."""
+    found = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+    return found

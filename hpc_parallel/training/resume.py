@@ -1,0 +1,67 @@
+"""Where a run goes on: its newest checkpoint that is sound, looked for by all ranks together."""
+
+from __future__ import annotations
+
+import sys
+from itertools import zip_longest
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hpc_parallel.config.problems import ConfigError
+from hpc_parallel.launch import checkpoints
+from hpc_parallel.launch.checkpoints import Checkpoint
+from hpc_parallel.training.checkpoint import State, random_names, random_state, read, set_random_state
+
+
+def newest_sound(folder: Path, *, group: dist.ProcessGroup) -> Checkpoint | None:
+    """The newest checkpoint in `folder` whose checksums agree; each rank looks at a part of its files.
+
+    A damaged one is named, with what it costs. What a dead run left half written goes.
+    """
+    rank = dist.get_rank()
+    if rank == 0:
+        checkpoints.clear(folder)
+    here: list[list[Checkpoint]] = [checkpoints.complete(folder) if rank == 0 else []]
+    dist.broadcast_object_list(here, src=0, group=group)
+    for checkpoint, older in zip_longest(here[0], here[0][1:]):
+        damage = checkpoint.damage(part=rank, parts=dist.get_world_size())
+        found: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, damage, group=group)
+        words = next((each for each in found if each), None)
+        if words is None:
+            return checkpoint
+        if rank == 0:
+            before = older.step if older else 0
+            print(
+                f"WARNING: the checkpoint of step {checkpoint.step} is damaged ({words}); going on from "
+                f"{f'that of step {before}' if older else 'the start'}: steps {before + 1} to "
+                f"{checkpoint.step} are lost",
+                file=sys.stderr,
+                flush=True,
+            )
+    return None
+
+
+def restore(
+    checkpoint: Checkpoint, state: State, *, digest: str, device: torch.device, group: dist.ProcessGroup
+) -> None:
+    """Fill `state`, and give the generators the state they had where as many ranks wrote it.
+
+    Raises ConfigError where the checkpoint was trained on other data than that of `digest`.
+    """
+    if checkpoint.manifest["data"] != digest:
+        raise ConfigError(
+            [
+                f"data: the checkpoint of step {checkpoint.step} was trained on other data than the "
+                "configuration names now: the order of samples can't go on. Try the data that it began with."
+            ]
+        )
+    known = set(random_names(checkpoint)) >= set(random_state(device))
+    all_known = torch.tensor(int(known))
+    dist.all_reduce(all_known, op=dist.ReduceOp.MIN, group=group)
+    drawn = random_state(device) if all_known else {}
+    read(checkpoint, state | drawn, group=group)
+    if drawn:
+        set_random_state(drawn, device=device)

@@ -1,0 +1,139 @@
+"""When checkpoints are written: while training goes on, one at a time, none dropped in silence."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from hpc_parallel.config.schema import TrainingConfig
+from hpc_parallel.launch import checkpoints
+from hpc_parallel.training.checkpoint import State, Writer, random_state
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; the message has the system's words."""
+
+
+class Saver:
+    """Copies the state to the host's memory, and writes that copy while the next steps run.
+
+    The ranks write together, over a group of their own, so that nothing meets the training's collectives.
+    A save that can't keep up delays the next one. One that fails is told and tried again at the next
+    turn: a full disk need not end the training, unless it is the last save.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        state: Callable[[], State],
+        about: Mapping[str, Any],
+        training: TrainingConfig,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        saved: int = 0,
+    ) -> None:
+        """`about`: what the manifest says besides; `saved`: the step of the newest checkpoint."""
+        self._folder = folder
+        self._state = state
+        self._about = about
+        self._training = training
+        self._device = device
+        self._group = group
+        self._saved = saved
+        self._pending: Future[Any] | None = None
+        self._step = 0  # of the pending save
+        on_gpu = device.type == "cuda"
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=on_gpu,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=on_gpu,
+            )
+        )
+
+    def due(self, step: int) -> bool:
+        """Every so many steps, and after the last."""
+        every = self._training.checkpoint_every
+        return every is not None and (step % every == 0 or step == self._training.steps)
+
+    def save(self, step: int, *, wait: bool = False) -> None:
+        """Begin to write the state after `step`, on all ranks at the same step.
+
+        With `wait` it is on the disk on return. Raises SaveError then, where that failed.
+        """
+        self._finish()
+        if step > self._saved:
+            self._begin(step)
+        if wait and (error := self._finish()):
+            raise SaveError(f"the checkpoint of step {step} could not be written: {error}")
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        self._finish()
+        self._stager.close()
+
+    def _begin(self, step: int) -> None:
+        beside = checkpoints.beside(self._folder, step)
+        if dist.get_rank() == 0:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            shutil.rmtree(beside, ignore_errors=True)  # of a save that failed
+        state = self._state() | random_state(self._device)
+        writer = Writer(beside, folder=self._folder, step=step, about=dict(self._about))
+        self._step = step
+        if self._training.checkpoint_async:
+            self._pending = cast(
+                "Future[Any]",
+                dcp.async_save(
+                    cast(dict[str, Any], state),
+                    storage_writer=writer,
+                    process_group=self._group,
+                    async_stager=self._stager,
+                ),
+            )
+        else:
+            self._pending = Future()
+            try:
+                self._pending.set_result(
+                    dcp.save(cast(dict[str, Any], state), storage_writer=writer, process_group=self._group)
+                )
+            except Exception as error:
+                self._pending.set_exception(error)
+
+    def _finish(self) -> str | None:
+        """Wait for the pending save; the system's words where it failed (on all ranks alike)."""
+        if self._pending is None:
+            return None
+        error = self._pending.exception()
+        self._pending = None
+        if error is None:
+            self._saved = self._step
+            if dist.get_rank() == 0:
+                checkpoints.prune(
+                    self._folder,
+                    keep_last=self._training.keep_last,
+                    keep_every=self._training.keep_every,
+                )
+            return None
+        if not isinstance(error, dcp.api.CheckpointException):
+            raise error
+        words = "; ".join(sorted({f"{type(each).__name__}: {each}" for each, _ in error.failures.values()}))
+        if dist.get_rank() == 0:
+            shutil.rmtree(checkpoints.beside(self._folder, self._step), ignore_errors=True)
+            print(
+                f"WARNING: the checkpoint of step {self._step} could not be written ({words}); "
+                f"the newest is that of step {self._saved}",
+                file=sys.stderr,
+                flush=True,
+            )
+        return words

@@ -1,0 +1,143 @@
+"""The task `train`: from the newest checkpoint, or the start, to the last step or to where it is stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.launch import attempts
+from hpc_parallel.launch.metrics_file import MetricsReader
+from hpc_parallel.launch.run_folder import RunFolder, write_json
+from hpc_parallel.strategies.assemble import Assembled
+from hpc_parallel.strategies.traffic import figures, ring_all_reduce
+from hpc_parallel.training.checkpoint import state_of
+from hpc_parallel.training.measure import Measurement
+from hpc_parallel.training.metrics import Metrics, Scale, peak_flops
+from hpc_parallel.training.optimizer import build_optimizer
+from hpc_parallel.training.resume import newest_sound, restore
+from hpc_parallel.training.saver import Saver
+from hpc_parallel.training.step import build_step
+from hpc_parallel.training.trainer import Trainer
+from hpc_parallel.training.writers import open_writers
+from hpc_parallel.worker.session import Session, complete
+from hpc_parallel.worker.stop import Stop
+
+
+def train(
+    config: RunConfig,
+    *,
+    values: dict[str, Any],
+    folder: RunFolder,
+    device: torch.device,
+    environment: Mapping[str, str],
+    on_gradients: Callable[[Assembled], None] | None = None,
+) -> Assembled:
+    """Train as `config` says, on all ranks of the default process group; returns this rank's trained parts.
+
+    A run folder that has checkpoints goes on from the newest sound one. `on_gradients` is called in each
+    step when `.grad` is complete, before it is clipped. Rank 0 writes `metrics.jsonl`, and `summary.json`,
+    or `stopped.json` where a signal ended it before the last step. Raises what `Session.open` raises, and
+    SaveError where the last checkpoint can't be written.
+    """
+    rank = dist.get_rank()
+    session = Session.open(config, device=device)
+    optimizer = build_optimizer(session.assembled.named_parameters(), config.optimizer)
+    state = partial(state_of, session.assembled, optimizer)
+    saving, stopping = (gloo_group(config) for _ in range(2))
+    checkpoint = newest_sound(folder.checkpoints, group=saving)
+    if checkpoint is not None:
+        restore(checkpoint, state(), digest=session.data.digest, device=device, group=saving)
+    done = checkpoint.step if checkpoint else 0
+    if rank == 0:
+        attempts.begin(folder, step=done, environment=environment)
+        if checkpoint is not None:
+            print(f"going on from the checkpoint of step {done}", flush=True)
+    writers = open_writers(config, folder=folder, values=values) if rank == 0 else []
+    batches = session.batches(session.data.train, seed=config.seed)
+    metrics = Metrics(scale_of(session, replicas=batches.replicas), device=device)
+    measurement = Measurement(
+        steps=config.training.measure_steps, mesh=session.assembled.mesh, device=device, metrics=metrics
+    )
+    saver = Saver(
+        folder.checkpoints,
+        state=state,
+        about={"config": values, "data": session.data.digest},
+        training=config.training,
+        device=device,
+        group=saving,
+        saved=done,
+    )
+    stop = Stop(group=stopping, step=done)
+    trainer = Trainer(
+        build_step(
+            session.assembled,
+            optimizer=optimizer,
+            clip_norm=config.training.clip_norm,
+            on_gradients=None if on_gradients is None else partial(on_gradients, session.assembled),
+        ),
+        optimizer=optimizer,
+        batches=batches,
+        validation=session.batches(session.data.validation, seed=None),
+        validation_steps=session.validation_steps,
+        metrics=metrics,
+        measurement=measurement,
+        writers=writers,
+        training=config.training,
+        schedule=config.optimizer,
+        device=device,
+        saver=saver,
+        stop=stop.after,
+        done=done,
+    )
+    with stop:
+        signalled = trainer.fit()
+        saver.close()
+    if signalled is None:
+        measured = measurement.figures() | traffic_of(session)
+        lines = MetricsReader(folder.metrics).read() if rank == 0 else []
+        complete(values, folder=folder, lines=lines, writers=writers, measured=measured)
+    elif rank == 0:
+        now = datetime.now(UTC).isoformat()
+        write_json(folder.stopped, {"signal": signalled.name, "step": trainer.done, "time": now})
+        for writer in writers:
+            writer.close()
+    dist.barrier()  # a rank that ends long before the others looks lost to srun
+    return session.assembled
+
+
+def gloo_group(config: RunConfig) -> dist.ProcessGroup:
+    """All ranks, for messages that must not meet the training's own; every rank makes it."""
+    timeout = timedelta(seconds=config.cluster.collective_timeout_s)
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    return group
+
+
+def traffic_of(session: Session) -> dict[str, Any]:
+    """What one process moves between its devices; and beside techniques that average no gradients
+    by collectives, what those would move."""
+    assembled = session.assembled
+    found: dict[str, Any] = {}
+    if assembled.traffic is not None:
+        found |= figures(assembled.traffic, steps=session.config.training.steps)
+    if assembled.traffic is not None or assembled.server is not None:
+        weights_bytes = sum(weight.nbytes for weight in assembled.named_parameters().values())
+        found["ring_all_reduce"] = ring_all_reduce(weights_bytes=weights_bytes, replicas=session.layout.data)
+    return found
+
+
+def scale_of(session: Session, *, replicas: int) -> Scale:
+    """`replicas`: over whose losses is averaged."""
+    return Scale(
+        global_batch_size=session.config.training.global_batch_size,
+        tokens_per_sample=getattr(session.data, "sequence_length", None),
+        flops_per_sample=3 * session.assembled.forward_flops,  # a backward pass costs two forward passes
+        devices=session.config.nodes * session.config.gpus_per_node,
+        replicas=replicas,
+        peak_flops=peak_flops(session.device),
+    )

@@ -1,0 +1,160 @@
+"""Any layout goes on from what any other wrote, and ends where one device does that never stopped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from hpc_parallel.launch.checkpoints import complete
+from tests.parity import largest_difference, weight_difference
+from tests.workers import Trained, Workers
+
+STEPS, HALF = 12, 6
+COMMON = (
+    f"training.steps={STEPS}",
+    f"training.checkpoint_every={HALF}",
+    "training.log_every=1",
+    "training.validate_every=null",
+    "training.measure_steps=0",
+    "training.global_batch_size=16",
+    "training.precision=float64",
+    "optimizer.warmup_steps=3",
+)
+TRANSFORMER = (
+    "data.sequence_length=32", "data.max_bytes=400000", "model.layers=8", "model.dim=64", "model.ffn_dim=160",
+)  # fmt: skip
+CONVNET = (
+    "model=segmenter", "data=cells", "data.samples=64", "model.channels=[8,12,16]", "data.height=32",
+    "data.width=48",
+)  # fmt: skip
+# Each reads what the one before it wrote.
+LAYOUTS = {
+    "single": ("strategy=single",),
+    "pipeline 2": ("strategy=pipeline", "nodes=2"),
+    "shard 2 x tensor 2": ("strategy=fsdp", "nodes=4", "strategy.shard=2", "strategy.tensor=2"),
+    "dualpipev 2": ("strategy=pipeline", "nodes=2", "strategy.schedule=dualpipev"),
+    "data 2": ("strategy=data", "nodes=2"),
+    "dedicated server": ("strategy=parameter_server", "nodes=3"),
+    "fsdp 4": ("strategy=fsdp", "nodes=4"),
+    "pipeline 2 x shard 2 x tensor 2": ("strategy=hybrid", "nodes=8", "strategy.pipeline=2",
+                                         "strategy.shard=2", "strategy.tensor=2"),
+    "context 2": ("strategy=context", "nodes=2"),
+    "dataparallel 2": ("strategy=dataparallel", "gpus_per_node=2"),
+    "hsdp 2 x 2": ("strategy=hsdp", "nodes=2", "gpus_per_node=2"),
+    "tensor 2": ("strategy=tensor", "nodes=2"),
+    "pipeline 2 x replicate 2": ("strategy=pipeline", "nodes=4", "strategy.pipeline=2",
+                                  "strategy.replicate=2"),
+    "single again": ("strategy=single",),
+}  # fmt: skip
+IMAGES = {
+    "tile 2 x 2": ("strategy=tile", "nodes=4"),
+    "pipeline 2": ("strategy=pipeline", "nodes=2", "strategy.microbatches=1", "strategy.schedule=gpipe"),
+    "server": ("strategy=parameter_server", "nodes=3"),
+    "fsdp 2": ("strategy=fsdp", "nodes=2"),
+    "data 2": ("strategy=data", "nodes=2"),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(workers: Workers) -> Iterator[dict[tuple[str, ...], Trained]]:
+    """Whole runs by their command lines, each trained once."""
+    known: dict[tuple[str, ...], Trained] = {}
+
+    class Known(dict[tuple[str, ...], Trained]):
+        def __missing__(self, words: tuple[str, ...]) -> Trained:
+            known[words] = self[words] = workers.train(*COMMON, *words)
+            return self[words]
+
+    yield Known()
+
+
+@pytest.mark.parametrize(("before", "after"), pairwise(LAYOUTS))
+def test_a_transformer_goes_on_in_another_layout(
+    workers: Workers, runs: dict[tuple[str, ...], Trained], before: str, after: str
+) -> None:
+    wrote, reference = runs[(*TRANSFORMER, *LAYOUTS[before])], runs[(*TRANSFORMER, "strategy=single")]
+    resumed = go_on(workers, wrote.folder, *TRANSFORMER, *LAYOUTS[after])
+    assert_goes_on(resumed, reference)
+
+
+@pytest.mark.parametrize(("before", "after"), pairwise(IMAGES))
+def test_a_convnet_goes_on_with_its_running_statistics(
+    workers: Workers, runs: dict[tuple[str, ...], Trained], before: str, after: str
+) -> None:
+    """Its last validation uses them."""
+    validated = (*CONVNET, f"training.validate_every={STEPS}", "training.validation_samples=32")
+    wrote, reference = runs[(*validated, *IMAGES[before])], runs[(*validated, "strategy=single")]
+    resumed = go_on(workers, wrote.folder, *validated, *IMAGES[after])
+    assert_goes_on(resumed, reference)
+    losses = [run.lines[-1]["validation_loss"] for run in (resumed, reference)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-10)
+
+
+def go_on(workers: Workers, wrote: Path, *words: str) -> Trained:
+    """A run from the checkpoint of its first half that the run in `wrote` left, and nothing else of it."""
+    newest, half = complete(wrote / "checkpoints")
+    assert (newest.step, half.step) == (STEPS, HALF)
+    return workers.train(*COMMON, *words, resume_from=half.path)
+
+
+def assert_goes_on(resumed: Trained, reference: Trained) -> None:
+    assert [line["step"] for line in resumed.lines] == list(range(HALF + 1, STEPS + 1))
+    assert [line["samples"] for line in resumed.lines] == [line["samples"] for line in reference.lines[HALF:]]
+    assert largest_difference(resumed.losses, reference.losses[HALF:]) < 1e-10
+    assert weight_difference(resumed, reference) < 1e-10
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
+    workers: Workers, runs: dict[tuple[str, ...], Trained], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A byte flipped, a file cut short, the marker missing: each leaves the checkpoint before."""
+    wrote = runs[(*TRANSFORMER, *LAYOUTS["fsdp 4"])]
+    for harm, words in {
+        "flip": "__1_0.distcp is not what was written",
+        "truncate": "__1_0.distcp has",
+        "unmark": None,
+        "manifest": "manifest.json is not what was written",
+    }.items():
+        run = workers.prepare(*COMMON, *TRANSFORMER, *LAYOUTS["data 2"])
+        shutil.copytree(wrote.folder / "checkpoints", run.folder.checkpoints)
+        newest = complete(run.folder.checkpoints)[0].path
+        file = newest / "__1_0.distcp"
+        if harm == "flip":
+            content = bytearray(file.read_bytes())
+            content[len(content) // 2] ^= 1
+            file.write_bytes(content)
+        elif harm == "truncate":
+            file.write_bytes(file.read_bytes()[:-100])
+        elif harm == "unmark":
+            (newest / "complete").unlink()
+        else:
+            manifest = newest / "manifest.json"
+            manifest.write_text(manifest.read_text().replace('"step": 12', '"step": 11'))
+        resumed = workers.finish(run)
+        assert [line["step"] for line in resumed.lines] == list(range(HALF + 1, STEPS + 1))
+        said = capfd.readouterr().err
+        if words is None:
+            assert "WARNING" not in said
+        else:
+            assert f"the checkpoint of step {STEPS} is damaged ({words}" in said
+            assert f"going on from that of step {HALF}: steps {HALF + 1} to {STEPS} are lost" in said
+        found = [checkpoint.damage() for checkpoint in complete(run.folder.checkpoints)]
+        assert found == [None, None]  # the damaged one was written anew
+
+
+def test_metrics_go_on_in_one_file(workers: Workers, runs: dict[tuple[str, ...], Trained]) -> None:
+    """Lines beyond the checkpoint are trained again: none twice, none missing, and they are the same."""
+    wrote = runs[(*TRANSFORMER, "strategy=single")]
+    run = workers.prepare(*COMMON, *TRANSFORMER, "strategy=single")
+    shutil.copytree(wrote.folder / "checkpoints" / f"step-{HALF}", run.folder.checkpoints / f"step-{HALF}")
+    before = (wrote.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    run.folder.metrics.write_text("".join(before[: HALF + 3]) + before[-1][:20])
+    resumed = workers.finish(run)
+    assert [line["step"] for line in resumed.lines] == list(range(1, STEPS + 1))
+    assert resumed.losses == wrote.losses  # to the bit
+    assert json.loads(run.folder.summary.read_text())["lost_steps"] == 3
