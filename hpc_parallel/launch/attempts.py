@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ from hpc_parallel.launch.metrics_file import MetricsReader
 from hpc_parallel.launch.run_folder import RunFolder, write_text
 
 
-def begin(folder: RunFolder, *, step: int, environment: Mapping[str, str]) -> None:
+def begin(
+    folder: RunFolder, *, step: int, environment: Mapping[str, str], warnings: Sequence[str] = ()
+) -> None:
     """Note a start that goes on after `step`; what the metrics have beyond it will be trained again.
 
-    environment: Slurm's variables.
+    environment: Slurm's variables; warnings: of damaged checkpoints.
     """
     lines = MetricsReader(folder.metrics).read()
     kept = [line for line in lines if line["step"] <= step]
@@ -34,6 +36,7 @@ def begin(folder: RunFolder, *, step: int, environment: Mapping[str, str]) -> No
             "job_id": environment.get("SLURM_JOB_ID"),
             "after_step": step,
             "lost_steps": max(0, lost),
+            "warnings": list(warnings),
         },
     )
 

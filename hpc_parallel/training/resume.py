@@ -15,33 +15,34 @@ from hpc_parallel.launch.checkpoints import Checkpoint
 from hpc_parallel.training.checkpoint import State, random_names, random_state, read, set_random_state
 
 
-def newest_sound(folder: Path, *, group: dist.ProcessGroup) -> Checkpoint | None:
+def newest_sound(folder: Path, *, group: dist.ProcessGroup) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint in `folder` whose checksums agree; each rank looks at a part of its files.
 
-    A damaged one is named, with what it costs. What a dead run left half written goes.
+    Of each damaged one a warning that names it and what it costs, told on the first rank's stderr too. What
+    a dead run left half written goes.
     """
     rank = dist.get_rank()
     if rank == 0:
         checkpoints.clear(folder)
     here: list[list[Checkpoint]] = [checkpoints.complete(folder) if rank == 0 else []]
     dist.broadcast_object_list(here, src=0, group=group)
+    warnings: list[str] = []
     for checkpoint, older in zip_longest(here[0], here[0][1:]):
         damage = checkpoint.damage(part=rank, parts=dist.get_world_size())
         found: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(found, damage, group=group)
         words = next((each for each in found if each), None)
         if words is None:
-            return checkpoint
+            return checkpoint, warnings
+        before = older.step if older else 0
+        warnings.append(
+            f"the checkpoint of step {checkpoint.step} is damaged ({words}); going on from "
+            f"{f'that of step {before}' if older else 'the start'}: steps {before + 1} to "
+            f"{checkpoint.step} are lost"
+        )
         if rank == 0:
-            before = older.step if older else 0
-            print(
-                f"WARNING: the checkpoint of step {checkpoint.step} is damaged ({words}); going on from "
-                f"{f'that of step {before}' if older else 'the start'}: steps {before + 1} to "
-                f"{checkpoint.step} are lost",
-                file=sys.stderr,
-                flush=True,
-            )
-    return None
+            print(f"WARNING: {warnings[-1]}", file=sys.stderr, flush=True)
+    return None, warnings
 
 
 def restore(

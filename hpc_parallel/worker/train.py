@@ -50,12 +50,12 @@ def train(
     optimizer = build_optimizer(session.assembled.named_parameters(), config.optimizer)
     state = partial(state_of, session.assembled, optimizer)
     saving, stopping = (gloo_group(config) for _ in range(2))
-    checkpoint = newest_sound(folder.checkpoints, group=saving)
+    checkpoint, warnings = newest_sound(folder.checkpoints, group=saving)
     if checkpoint is not None:
         restore(checkpoint, state(), digest=session.data.digest, device=device, group=saving)
     done = checkpoint.step if checkpoint else 0
     if rank == 0:
-        attempts.begin(folder, step=done, environment=environment)
+        attempts.begin(folder, step=done, environment=environment, warnings=warnings)
         if checkpoint is not None:
             print(f"going on from the checkpoint of step {done}", flush=True)
     writers = open_writers(config, folder=folder, values=values) if rank == 0 else []
