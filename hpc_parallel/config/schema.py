@@ -195,6 +195,10 @@ class LauncherConfig:
     modules: list[str] = field(default_factory=list)  # `module load`, in this order
     venv: str | None = None  # a virtual environment to activate in the job
     setup: list[str] = field(default_factory=list)  # shell commands before the job; a failing one stops it
+    grace_s: int = 90  # before the time limit the run saves its state and ends
+    max_requeues: int = 20  # starts that a time limit may be followed by; after a preemption, always
+    max_restarts: int = 0  # starts that failures may be followed by which a new start can mend
+    resubmit: bool = False  # where Slurm will not requeue the job, submit a new one
     extra: dict[str, Any] = field(default_factory=dict)  # any other sbatch flag, without its dashes
 
 

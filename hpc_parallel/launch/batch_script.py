@@ -27,6 +27,9 @@ def sbatch_flags(run: PreparedRun) -> Flags:
         "ntasks-per-node": run.processes_per_node,
         "cpus-per-task": run.cpus_per_process,
         "time": launcher.time_minutes,
+        # Half of a short job is left to it: Slurm's clock for this is up to a minute early.
+        "signal": f"USR2@{min(launcher.grace_s, 30 * launcher.time_minutes)}",
+        "requeue": True,  # some sites forbid it unless asked
         **gpu_flags(run),
     }
     if launcher.memory_gb is not None:
@@ -124,6 +127,7 @@ class ScriptLauncher:
         run.write()
         run.folder.slurm.mkdir(mode=0o700)
         write_text(run.folder.batch_script, render(run))
+        write_text(run.folder.resubmission, render(run))
         print(f"run folder  {run.folder.path}")
         print(f"submit      sbatch {shlex.quote(str(run.folder.batch_script))}")
         return 0

@@ -13,6 +13,9 @@ SILENT = "NO ANSWER"  # no state of Slurm's: its controller is away, the job may
 FORGOTTEN = "FORGOTTEN"  # nor this: Slurm knows the job no longer
 
 
+_SHOW = ("scontrol", "--oneliner", "show", "job")
+
+
 @dataclass(frozen=True)
 class JobState:
     """One of Slurm's job states, and its reason (why it waits, or how it ended)."""
@@ -34,9 +37,9 @@ def job_state(job_id: str) -> JobState:
     A site may run without accounting, and the controller forgets a job some minutes after its end; one
     that does not answer (a restart, a busy hour) says nothing of the job.
     """
-    shown = _ask("scontrol", "--oneliner", "show", "job", job_id)
+    shown = _ask(*_SHOW, job_id)
     if shown.returncode == 0:
-        fields = dict(word.split("=", 1) for word in shown.stdout.split() if "=" in word)
+        fields = _fields(shown.stdout)
         return JobState(fields["JobState"], fields.get("Reason", ""))
     if "Invalid job id" not in shown.stderr:
         return JobState(SILENT)
@@ -44,6 +47,16 @@ def job_state(job_id: str) -> JobState:
     if recorded.returncode == 0 and (words := recorded.stdout.split()):
         return JobState(words[0])  # "CANCELLED by 1000"
     return JobState(FORGOTTEN)
+
+
+def job_fields(job_id: str) -> dict[str, str] | None:
+    """The controller's record of a job; None where it does not answer or knows it no longer."""
+    shown = _ask(*_SHOW, job_id)
+    return _fields(shown.stdout) if shown.returncode == 0 else None
+
+
+def _fields(line: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in line.split() if "=" in word)
 
 
 def _ask(*command: str) -> subprocess.CompletedProcess[str]:

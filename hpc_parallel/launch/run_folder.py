@@ -86,6 +86,11 @@ class RunFolder:
         """Slurm's and submitit's own files: the job's output, the pickled payload."""
         return self.path / "slurm"
 
+    @property
+    def resubmission(self) -> Path:
+        """The batch script of a job that takes this one's place."""
+        return self.slurm / "resubmit.sh"
+
     def log(self, rank: int, stream: str) -> Path:
         """`stream`: out or err."""
         return self.logs / f"rank-{rank}.{stream}"

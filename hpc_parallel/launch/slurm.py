@@ -14,7 +14,13 @@ from typing import Any
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor
 
-from hpc_parallel.launch.batch_script import environment_block, job_python, sbatch_flags, srun_arguments
+from hpc_parallel.launch.batch_script import (
+    environment_block,
+    job_python,
+    render,
+    sbatch_flags,
+    srun_arguments,
+)
 from hpc_parallel.launch.job_state import job_state
 from hpc_parallel.launch.launchers import SiteRefusedError
 from hpc_parallel.launch.prepare import PreparedRun
@@ -71,6 +77,7 @@ def executor(run: PreparedRun) -> Executor:
     named = {"job-name": "job_name", "ntasks-per-node": "ntasks_per_node", "cpus-per-task": "cpus_per_task"}
     own = ("nodes", "time", *named)  # the rest are submitit's extra flags, sorted in with these
     parameters: dict[str, Any] = {named.get(flag, flag): flags.pop(flag) for flag in own}
+    parameters["signal_delay_s"] = int(str(flags.pop("signal")).partition("@")[2])  # submitit's USR2 too
     submitter = Executor(folder=run.folder.slurm, python=shlex.quote(job_python(run)))
     submitter.update_parameters(
         **parameters,
@@ -103,6 +110,7 @@ def submit(run: PreparedRun) -> str:
     if reason:
         subprocess.run(["scancel", job.job_id], check=False)
         raise SiteRefusedError(in_slurms_words(f"{doubt} ({reason})"))
+    write_text(run.folder.resubmission, render(run))
     write_text(run.folder.batch_script, job.paths.submission_file.read_text(encoding="utf-8"))
     return str(job.job_id)
 

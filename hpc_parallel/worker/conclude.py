@@ -22,7 +22,7 @@ from hpc_parallel.config.layout import processes_per_node
 from hpc_parallel.launch import attempts
 from hpc_parallel.launch.metrics_file import MetricsReader
 from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
-from hpc_parallel.worker import failure
+from hpc_parallel.worker import again, failure
 from hpc_parallel.worker.failure import Record
 from hpc_parallel.worker.summary import summarise
 
@@ -56,6 +56,8 @@ def conclude(
     summary = read_json(folder.summary)
     if summary is not None and summary["outcome"] in ("completed", "preempted"):
         return None
+    if (stopped := read_json(folder.stopped)) is not None:
+        return _stopped(folder, stopped=stopped, environment=environment)
     found = failure.records(folder)
     found += killed_tasks(folder, text=text, known={record.rank for record in found})
     if returncode == 0 and not found and not cancelled:
@@ -78,7 +80,44 @@ def conclude(
         line = str(ended["line"])
     if summary is None:
         outcome = "cancelled" if cancelled else "failed"
+        attempts.end(
+            folder, how=str(ended["kind"]) if ended else outcome, host=ended["host"] if ended else None
+        )
         write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
+    return line
+
+
+def restart(folder: RunFolder) -> bool:
+    """Whether the failure that was concluded may be followed by another start."""
+    ended = read_json(folder.failure)
+    if ended is None or (folder.stopped.exists()):
+        return False
+    launcher = yaml.safe_load(folder.config.read_text(encoding="utf-8"))["launcher"]
+    mendable = ended["kind"] in failure.MENDABLE
+    return again.allowed(folder, how=ended["kind"], mendable=mendable, launcher=launcher)
+
+
+def _stopped(folder: RunFolder, *, stopped: Mapping[str, Any], environment: Mapping[str, str]) -> str:
+    """The end of a run whose ranks heeded a signal and saved their state; where it may, it starts again."""
+    how = again.why_stopped(stopped["signal"], environment=environment)
+    attempts.end(folder, how=how)
+    launcher = yaml.safe_load(folder.config.read_text(encoding="utf-8"))["launcher"]
+    goes_on = again.allowed(folder, how=how, mendable=False, launcher=launcher)
+    said = {
+        again.TIME_LIMIT: f"the time limit of {launcher['time_minutes']} min was near",
+        again.PREEMPTED: "preempted by Slurm",
+        again.CANCELLED: f"cancelled by {stopped['signal']}",
+    }
+    line = f"{said[how]}: saved at step {stopped['step']}"
+    if how == again.TIME_LIMIT and not goes_on:
+        line += f"; launcher.max_requeues={launcher['max_requeues']} are used up"
+        write_json(folder.failure, _nobody(kind=failure.TIME_LIMIT, message=line, line=line))
+    if not goes_on:
+        line += f"; go on with resume={folder.path}"
+    outcome = "preempted" if goes_on else "cancelled" if how == again.CANCELLED else "failed"
+    write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
+    if goes_on:
+        line += f"; {again.start_again(folder, launcher=launcher, environment=environment)}"
     return line
 
 
@@ -228,6 +267,10 @@ def main() -> None:
     )
     if line:
         print(line, file=sys.stderr)
+    folder = RunFolder(given.run_folder)
+    if "SLURM_JOB_ID" in os.environ and restart(folder):
+        launcher = yaml.safe_load(folder.config.read_text(encoding="utf-8"))["launcher"]
+        print(again.start_again(folder, launcher=launcher, environment=os.environ), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ TIME_LIMIT = "time_limit"  # Slurm's
 START = "start"  # the ranks did not find each other
 OUT_OF_MEMORY = "out_of_memory"
 ERROR = "error"  # the user's code, or ours
+MENDABLE = {KILLED, LOST_PEER, START}  # by a new start, maybe on other hosts
 
 # What gloo, NCCL and torch's store say when the other side of a connection is gone or silent.
 _LOST_PEER = re.compile(

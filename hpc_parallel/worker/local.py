@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 import yaml
 
 from hpc_parallel.config.layout import processes_per_node
-from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.launch.run_folder import RunFolder, read_json
 from hpc_parallel.worker import failure
-from hpc_parallel.worker.conclude import conclude
+from hpc_parallel.worker.conclude import conclude, restart
 from hpc_parallel.worker.fabric import site_variables
 from hpc_parallel.worker.supervise import die_with_parent
 from hpc_parallel.worker.world import World
@@ -38,34 +38,43 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PERIOD_S = 0.02
 _GRACE_S = 2.0  # after the first failure, for the others to write down what they saw
 _PATIENCE_S = 1.5  # from SIGTERM to SIGKILL
+_SAVE_S = 60.0  # the same for ranks that were asked to stop, and save their state
 _GIVE_UP_S = 10.0  # after SIGKILL: a process may hang in the kernel, on a GPU or a file server
 
 
 def run(run_folder: str, *, entry: Entry | None = None) -> int:
     """Run every rank to its end; 0 where all ended well, else 1 with the failure concluded.
 
-    `entry` is what each rank runs: `worker.main.main` unless a test brings its own.
+    After a failure that a new start can mend it starts again, `launcher.max_restarts` times. `entry` is
+    what each rank runs: `worker.main.main` unless a test brings its own.
     """
     folder = RunFolder(Path(run_folder).absolute())
     config = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
     strategy = SimpleNamespace(**config["strategy"])
     per_node = processes_per_node(strategy, gpus_per_node=config["gpus_per_node"])
-    environments = rank_environments(nodes=config["nodes"], per_node=per_node)
-    for rank in environments:
-        failure.forget(folder, rank=rank)
 
     def leave(number: int, frame: FrameType | None) -> None:
         conclude(folder, returncode=-number, cancelled=True)
         os._exit(1)
 
-    for number in STOP_SIGNALS:  # there is nothing to end yet
-        signal.signal(number, leave)
     # Both before torch is imported: OpenMP reads its variables when it is loaded.
     site_variables(config["cluster"]["environment"], os.environ)
-    _share_cores(ranks=len(environments))
+    _share_cores(ranks=config["nodes"] * per_node)
+    while True:
+        for number in STOP_SIGNALS:  # there is nothing to end yet
+            signal.signal(number, leave)
+        code = _attempt(folder, nodes=config["nodes"], per_node=per_node, entry=entry)
+        if code == 0 or not restart(folder):
+            return code
+        print("starting again", flush=True)
+
+
+def _attempt(folder: RunFolder, *, nodes: int, per_node: int, entry: Entry | None) -> int:
+    environments = rank_environments(nodes=nodes, per_node=per_node)
+    for rank in environments:
+        failure.forget(folder, rank=rank)
     try:
-        entry = entry or _worker_entry()
-        watch = _start(folder, environments=environments, entry=entry)
+        watch = _start(folder, environments=environments, entry=entry or _worker_entry())
     except Exception:
         text = traceback.format_exc()
         sys.stderr.write(text)
@@ -75,7 +84,8 @@ def run(run_folder: str, *, entry: Entry | None = None) -> int:
     failed = any(watch.returncodes.values()) or len(watch.returncodes) < len(environments)
     if failed or cancelled:
         conclude(folder, returncode=1, cancelled=cancelled)
-    return int(failed or cancelled)
+    summary = read_json(folder.summary)
+    return int(summary is None or summary["outcome"] != "completed")
 
 
 def rank_environments(*, nodes: int, per_node: int) -> dict[int, dict[str, str]]:
@@ -120,11 +130,13 @@ class Watch:
         """
         cancelled = False
         terminate_at = kill_at = math.inf
+        patience_s = _PATIENCE_S
         while self.living:
             now = time.monotonic()
             if self.asked:  # before any look at deaths, which the same signal may have caused
                 cancelled = cancelled or terminate_at == math.inf
                 terminate_at = min(terminate_at, now)
+                patience_s = _SAVE_S if cancelled else _PATIENCE_S
             for rank, returncode in self._newly_ended():
                 if returncode == 0 or cancelled:
                     continue
@@ -135,7 +147,7 @@ class Watch:
                 terminate_at = min(terminate_at, now + _GRACE_S)
             if now >= terminate_at and kill_at == math.inf:
                 self._send(signal.SIGTERM)
-                kill_at = now + _PATIENCE_S
+                kill_at = now + patience_s
             if now >= kill_at:
                 self._send(signal.SIGKILL)
             if now >= kill_at + _GIVE_UP_S:
