@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_parallel.config.layout import Layout
+from hpc_parallel.launch import attempts
 from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
 from hpc_parallel.worker import failure
 from hpc_parallel.worker.conclude import conclude, first_cause
 from hpc_parallel.worker.failure import Record
-from hpc_parallel.worker.summary import steps_lost
 from hpc_parallel.worker.world import World
 
 SUMMARY_KEYS = {
@@ -265,15 +265,18 @@ def test_a_time_limit_is_named_and_no_cancellation(folder: RunFolder) -> None:
     assert read_json(folder.summary)["outcome"] == "failed"
 
 
-def test_an_earlier_attempts_metrics_are_set_aside(folder: RunFolder) -> None:
-    folder.metrics.write_text('{"step": 30}\n')
+def test_a_new_start_keeps_the_metrics_up_to_its_checkpoint(folder: RunFolder) -> None:
+    """What lies beyond is trained again; a line torn by a crash is no line."""
+    attempts.begin(folder, step=0, environment={"SLURM_JOB_ID": "7"})
+    lines = [f'{{"step": {step}}}\n' for step in (10, 20, 30)]
+    folder.metrics.write_text("".join(lines) + '{"step": 4')
     write_json(folder.summary, {"outcome": "failed"})
     folder.begin_anew()
-    folder.metrics.write_text('{"step": 7}\n')
-    folder.begin_anew()
-    assert [file.name for file in folder.earlier_metrics()] == ["metrics-1.jsonl", "metrics-2.jsonl"]
+    attempts.begin(folder, step=20, environment={"SLURM_JOB_ID": "7"})
+    assert folder.metrics.read_text() == "".join(lines[:2])
     assert not folder.summary.exists()
-    assert steps_lost(folder) == 37
+    known = attempts.history(folder, environment={"SLURM_JOB_ID": "9"})
+    assert (known["restarts"], known["lost_steps"], known["job_ids"]) == (1, 10, ["7", "9"])
 
 
 @pytest.mark.parametrize("peer", ["lost_peer", "killed"])
