@@ -34,6 +34,8 @@ class PreparedRun:
     batch: BatchPlan
     folder: RunFolder
     snapshot: Snapshot | None
+    overrides: Sequence[str]  # of the command line, for this run alone where it was a sweep
+    config_dir: Path | None  # the user's own configurations (--config-dir)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -80,10 +82,17 @@ class PreparedRun:
         if self.snapshot is not None:
             self.snapshot.take()
         write_text(self.folder.config, yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True))
-        write_json(self.folder.environment, {"command": sys.argv, **source_state(Path.cwd())})
+        said = {
+            "command": sys.argv,
+            "overrides": list(self.overrides),
+            "config_dir": self.config_dir and str(self.config_dir),
+        }
+        write_json(self.folder.environment, said | source_state(Path.cwd()))
 
 
-def prepare(composed: DictConfig, *, overrides: Sequence[str]) -> PreparedRun:
+def prepare(
+    composed: DictConfig, *, overrides: Sequence[str], config_dir: str | Path | None = None
+) -> PreparedRun:
     """Resolve and check. Raises ConfigError with every problem."""
     config, values = resolve(composed)
     if problems := find_problems(config, overrides):
@@ -102,7 +111,10 @@ def prepare(composed: DictConfig, *, overrides: Sequence[str]) -> PreparedRun:
     snapshot = None
     if config.launcher.snapshot:
         snapshot = plan_snapshot(folder.code, working_directory=Path.cwd())
-    return PreparedRun(config, values, layout=layout, batch=batch, folder=folder, snapshot=snapshot)
+    return PreparedRun(
+        config, values, layout=layout, batch=batch, folder=folder, snapshot=snapshot,
+        overrides=overrides, config_dir=Path(config_dir).absolute() if config_dir else None,
+    )  # fmt: skip
 
 
 def source_state(directory: Path) -> dict[str, Any]:
