@@ -56,6 +56,12 @@ def _launcher(config: RunConfig) -> Found:
         value = getattr(launcher, key)
         if value is not None and (not value.isprintable() or not value.strip()):
             yield Problem(f"launcher.{key}", value, "must be one printable line", (None,))
+    for index, pattern in enumerate(launcher.snapshot_exclude):
+        if not pattern.strip("/*"):
+            rule = f"at {index} would leave out all source"
+            legal = ([each for each in launcher.snapshot_exclude if each.strip("/*")],)
+            yield Problem("launcher.snapshot_exclude", launcher.snapshot_exclude, rule, legal)
+            break
     for flag, value in launcher.extra.items():
         yield from _extra_flag(str(flag), value)
     if launcher.venv is not None and not (Path(launcher.venv).expanduser() / "bin" / "activate").exists():
