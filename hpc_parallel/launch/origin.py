@@ -47,8 +47,11 @@ def origin(
         first = read_json(snapshot.origin.environment) or {}
         state = {key: first.get(key) for key in ("git_commit", "git_diff", "checkouts")}
         return said | state | {"import_path": kept, "rerun_of": str(snapshot.origin.path)}
-    commits = {str(root): source_state(root)["git_commit"] for root in snapshot.copies}
-    return said | {"import_path": kept, "checkouts": commits}
+    checkouts = {
+        str(root): {"copy": copy.name, "git_commit": source_state(root)["git_commit"]}
+        for root, copy in snapshot.copies.items()
+    }
+    return said | {"import_path": kept, "checkouts": checkouts}
 
 
 def source_state(directory: Path) -> dict[str, Any]:

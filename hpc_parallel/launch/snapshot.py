@@ -69,8 +69,7 @@ def plan_snapshot(
         roots = sorted(path for path in code.iterdir() if path.is_dir())
         files: dict[Path, list[str]] = {root: _all_files(root) for root in roots}
     else:
-        found = {place: checkout_of(place) for place in places}
-        checkouts = {place: root for place, root in found.items() if root is not None}
+        checkouts = {place: root for place in places if (root := checkout_of(place)) is not None}
         roots = list(dict.fromkeys(checkouts.values()))
         files = {root: _left(source_files(root), exclude) for root in roots}
         _require_source(files, most_mb=most_mb, exclude=exclude)
@@ -125,6 +124,13 @@ def _is_source(path: Path) -> bool:
     return path.is_file() or (path.is_symlink() and path.is_dir())
 
 
+def _link(link: Path, *, root: Path) -> str:
+    """Where the copy of a link to a folder leads: into the copy; outside, to where the link itself does."""
+    target = link.resolve()
+    inside = target.is_relative_to(root.resolve())
+    return os.path.relpath(target, link.parent.resolve()) if inside else str(target)
+
+
 def _all_files(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if _is_source(path))
 
@@ -148,12 +154,12 @@ def _require_source(files: Mapping[Path, Sequence[str]], *, most_mb: int, exclud
     sizes = {root / name: (root / name).lstat().st_size for root, names in files.items() for name in names}
     total = sum(sizes.values())
     if total > most_mb * MIB:
-        large, size = max(sizes.items(), key=lambda item: item[1])
-        root = next(root for root in files if large.is_relative_to(root))
+        path, size = max(sizes.items(), key=lambda item: item[1])
+        largest = next(path.relative_to(root) for root in files if path.is_relative_to(root))
         rule = (
-            f"(MiB) is less than what git knows in {' and '.join(map(str, files))}: {total / MIB:.1f} MiB, of "
-            f"which {large.relative_to(root)} has {size / MIB:.1f}. Let git ignore what is no source, or leave "
-            f"it out by launcher.snapshot_exclude=['{large.relative_to(root)}']"
+            f"(MiB) is less than what git knows in {' and '.join(map(str, files))}: {total / MIB:.1f} MiB, "
+            f"of which {largest} has {size / MIB:.1f}. Let git ignore what is no source, or leave it out by "
+            f"launcher.snapshot_exclude=['{largest}']"
         )
         raise ConfigError([Problem("launcher.snapshot_mb", most_mb, rule, (math.ceil(total / MIB),))])
 
