@@ -46,6 +46,8 @@ def origin(
     if snapshot.origin is not None:  # today's checkouts are not what runs
         first = read_json(snapshot.origin.environment) or {}
         state = {key: first.get(key) for key in ("git_commit", "git_diff", "checkouts")}
+        if config_dir is not None and config_dir.is_relative_to(snapshot.origin.code):  # kept again, too
+            said["config_dir"] = str(folder.code / config_dir.relative_to(snapshot.origin.code))
         return said | state | {"import_path": kept, "rerun_of": str(snapshot.origin.path)}
     checkouts = {
         str(root): {"copy": copy.name, "git_commit": source_state(root)["git_commit"]}

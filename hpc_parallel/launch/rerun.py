@@ -112,6 +112,8 @@ def differences(kept: Mapping[str, Any]) -> list[str]:
 
 def _as_kept(folder: RunFolder, kept: Mapping[str, Any], place: Path) -> Path:
     """The copy of `place` where the run kept its checkout; else the place itself."""
+    if place.is_relative_to(folder.code):
+        return place
     for root, known in kept["checkouts"].items():
         if place.is_relative_to(root):
             return folder.code / str(known["copy"]) / place.relative_to(root)
