@@ -9,11 +9,15 @@ from collections.abc import Sequence
 def main(arguments: Sequence[str] | None = None) -> int:
     """Hand the arguments after the command's name to that command; returns its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    command = words.pop(0) if words and words[0] in ("run", "parity", "tokenize") else "run"
+    command = words.pop(0) if words and words[0] in ("run", "parity", "rerun", "tokenize") else "run"
     if command == "parity":
         from hpc_parallel.proof.command import main as parity
 
         return parity(words)
+    if command == "rerun":
+        from hpc_parallel.launch.rerun import main as rerun
+
+        return rerun(words)
     if command == "tokenize":
         from hpc_parallel.data.tokenize import main as tokenize
 

@@ -55,7 +55,8 @@ def compose() -> list[PreparedRun]:
     @hydra.main(version_base="1.3", config_path=configs, config_name="config")
     def compose_one(config: DictConfig) -> None:
         try:
-            runs.append(prepare(config, overrides=HydraConfig.get().overrides.task))
+            said = list(HydraConfig.get().overrides.task)
+            runs.append(prepare(config, overrides=said, config_dir=get_args().config_dir))
         except ConfigError as error:
             errors.append(error)
 

@@ -80,8 +80,8 @@ def _counts(config: RunConfig) -> Found:
         "training.microbatch_size", "training.log_every", "training.validate_every",
         "training.checkpoint_every", "training.keep_last", "training.keep_every",
         "training.validation_samples", "strategy.microbatches", "strategy.stages_per_rank",
-        "strategy.prefetch", "launcher.time_minutes", "launcher.cpus_per_device", "data.sequence_length",
-        "data.max_bytes",
+        "strategy.prefetch", "launcher.time_minutes", "launcher.cpus_per_device", "launcher.snapshot_mb",
+        "data.sequence_length", "data.max_bytes",
     ]  # fmt: skip
     if layout_checks.is_transformer(config):
         sizes = ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab_size")
@@ -89,7 +89,8 @@ def _counts(config: RunConfig) -> Found:
     for key in keys:
         count = value_at(config, key)
         if isinstance(count, int) and count < 1:
-            yield Problem(key, count, "must be at least 1", (256 if key == "model.vocab_size" else 1,))
+            legal = {"model.vocab_size": 256, "launcher.snapshot_mb": 64}.get(key, 1)
+            yield Problem(key, count, "must be at least 1", (legal,))
 
 
 def _choices(config: RunConfig) -> Found:

@@ -9,6 +9,7 @@ from typing import Any
 
 from hpc_parallel.config.problems import Found, Problem
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.launch.run_folder import is_run_folder
 
 # Flags of sbatch that the launchers set, with the key that decides them; None: no key does.
 OWN_FLAGS = {
@@ -31,23 +32,33 @@ def find_problems(config: RunConfig) -> Found:
 
 def _names(config: RunConfig) -> Found:
     """Names that become part of a path or of a shell's line."""
-    name = config.name
-    if name in ("", ".", "..") or set(name) & set("/%\\:") or not name.isprintable() or len(name) > 100:
+    name, here = config.name, Path.cwd()
+    if name in ("", ".", "..") or not _is_path(name) or "/" in name or len(name) > 100:
         mend = re.sub(r"[^\w.-]+", "-", name).strip("-.")[:100] or "run"
         rule = "can't name a folder: up to 100 printable characters without / \\ : and % (a pattern to Slurm)"
         yield Problem("name", name, rule, (mend,))
-    if config.run_dir is not None:
-        folder = Path(config.run_dir).expanduser().absolute()
-        if not config.run_dir or set(str(folder)) & set("%\\:") or not str(folder).isprintable():
-            rule = (
-                "must be a printable path without % and backslash (patterns to Slurm) and colon (ends a path)"
-            )
-            yield Problem("run_dir", config.run_dir, rule, ("runs/mine",))
-        elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            numbered = (Path(f"{config.run_dir.rstrip('/')}-{number}") for number in range(2, 1000))
-            free = next((path for path in numbered if not path.expanduser().exists()), None)
-            rule = "holds something already; a run is never overwritten"
-            yield Problem("run_dir", config.run_dir, rule, (free,))
+    folder = Path(config.run_dir or "runs").expanduser().absolute()
+    rule = "must be a printable path without % and backslash (patterns to Slurm) and colon (ends a path)"
+    if config.run_dir == "" or not _is_path(str(folder)):
+        legal = "runs/mine" if _is_path(str(here)) else str(Path.home() / "runs" / "mine")
+        yield Problem("run_dir", str(folder) if config.run_dir is None else config.run_dir, rule, (legal,))
+    elif (run := next((place for place in folder.parents if is_run_folder(place)), None)) is not None:
+        rule = f"would lie inside the run folder {run}"
+        yield Problem("run_dir", config.run_dir, rule, (_free(str(run)),))
+    elif config.run_dir is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        rule = "holds something already; a run is never overwritten"
+        yield Problem("run_dir", config.run_dir, rule, (_free(config.run_dir),))
+
+
+def _is_path(text: str) -> bool:
+    """Whether Slurm and PYTHONPATH take it as it is, and a script's line holds it."""
+    return text.isprintable() and not set(text) & set("%\\:")
+
+
+def _free(folder: str) -> Path | None:
+    """The folder's name with the first number that none has yet."""
+    numbered = (Path(f"{folder.rstrip('/')}-{number}") for number in range(2, 1000))
+    return next((path for path in numbered if not path.expanduser().exists()), None)
 
 
 def _launcher(config: RunConfig) -> Found:
@@ -56,6 +67,12 @@ def _launcher(config: RunConfig) -> Found:
         value = getattr(launcher, key)
         if value is not None and (not value.isprintable() or not value.strip()):
             yield Problem(f"launcher.{key}", value, "must be one printable line", (None,))
+    for index, pattern in enumerate(launcher.snapshot_exclude):
+        if not pattern.strip("/*"):
+            rule = f"at {index} would leave out all source"
+            left = [each for each in launcher.snapshot_exclude if each.strip("/*")]
+            yield Problem("launcher.snapshot_exclude", launcher.snapshot_exclude, rule, (left,))
+            break
     for flag, value in launcher.extra.items():
         yield from _extra_flag(str(flag), value)
     if launcher.venv is not None and not (Path(launcher.venv).expanduser() / "bin" / "activate").exists():
@@ -115,6 +132,9 @@ def minutes_of(clock: str) -> int | None:
 
 
 def _cluster(config: RunConfig) -> Found:
+    gpu_type = config.cluster.gpu_type
+    if gpu_type is not None and not re.fullmatch(r"[\w.-]+", gpu_type, re.ASCII):
+        yield Problem("cluster.gpu_type", gpu_type, "can't name a kind of GPU", (None,))
     for variable, value in config.cluster.environment.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
             mend = re.sub(r"^(?=\d)|[^A-Za-z0-9_]", "_", variable)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ from hpc_parallel.config.problems import ConfigError, Problem
 from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.tasks import total_steps
+from hpc_parallel.launch.origin import origin
 from hpc_parallel.launch.run_folder import RunFolder, new_run_id, write_json, write_text
 from hpc_parallel.launch.snapshot import Snapshot, plan_snapshot
 
@@ -34,6 +33,8 @@ class PreparedRun:
     batch: BatchPlan
     folder: RunFolder
     snapshot: Snapshot | None
+    overrides: Sequence[str]  # of the command line, for this run alone where it was a sweep
+    config_dir: Path | None  # the user's own configurations (--config-dir)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -80,10 +81,15 @@ class PreparedRun:
         if self.snapshot is not None:
             self.snapshot.take()
         write_text(self.folder.config, yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True))
-        write_json(self.folder.environment, {"command": sys.argv, **source_state(Path.cwd())})
+        said = origin(
+            self.folder, overrides=self.overrides, config_dir=self.config_dir, snapshot=self.snapshot
+        )
+        write_json(self.folder.environment, said)
 
 
-def prepare(composed: DictConfig, *, overrides: Sequence[str]) -> PreparedRun:
+def prepare(
+    composed: DictConfig, *, overrides: Sequence[str], config_dir: str | Path | None = None
+) -> PreparedRun:
     """Resolve and check. Raises ConfigError with every problem."""
     config, values = resolve(composed)
     if problems := find_problems(config, overrides):
@@ -101,22 +107,11 @@ def prepare(composed: DictConfig, *, overrides: Sequence[str]) -> PreparedRun:
     values["run_dir"] = str(folder.path)
     snapshot = None
     if config.launcher.snapshot:
-        snapshot = plan_snapshot(folder.code, working_directory=Path.cwd())
-    return PreparedRun(config, values, layout=layout, batch=batch, folder=folder, snapshot=snapshot)
-
-
-def source_state(directory: Path) -> dict[str, Any]:
-    """The git commit and uncommitted diff of `directory`; nulls where it is no checkout."""
-
-    def git(*words: str) -> str | None:
-        try:
-            done = subprocess.run(["git", *words], cwd=directory, capture_output=True, check=True)
-        except (OSError, subprocess.CalledProcessError):
-            return None
-        return done.stdout.decode(errors="replace")
-
-    commit = git("rev-parse", "HEAD")
-    return {
-        "git_commit": commit and commit.strip(),
-        "git_diff": None if commit is None else git("diff", "--no-ext-diff", "HEAD"),
-    }
+        snapshot = plan_snapshot(
+            folder.code, working_directory=Path.cwd(),
+            most_mb=config.launcher.snapshot_mb, exclude=config.launcher.snapshot_exclude,
+        )  # fmt: skip
+    return PreparedRun(
+        config, values, layout=layout, batch=batch, folder=folder, snapshot=snapshot,
+        overrides=overrides, config_dir=Path(config_dir).absolute() if config_dir else None,
+    )  # fmt: skip

@@ -100,7 +100,10 @@ class RunFolder:
 
         Raises FileExistsError where a run lives already: a run folder is never overwritten.
         """
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for parent in reversed(self.path.parents):  # whatever the umask: who may write them has the run
+            if not parent.exists():
+                parent.mkdir(mode=0o755, exist_ok=True)
+        self.path.mkdir(mode=0o700, exist_ok=True)
         if any(self.path.iterdir()):
             raise FileExistsError(f"{self.path} is not empty")
         self.path.chmod(0o700)  # an existing empty folder may be wider

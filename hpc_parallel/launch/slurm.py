@@ -14,6 +14,7 @@ from typing import Any
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor
 
+from hpc_parallel.config.problems import ConfigError, spell
 from hpc_parallel.launch.batch_script import (
     environment_block,
     job_python,
@@ -25,6 +26,7 @@ from hpc_parallel.launch.job_state import job_state
 from hpc_parallel.launch.launchers import SiteRefusedError
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.launch.run_folder import write_text
+from hpc_parallel.launch.trust import UntrustedError, require_private
 from hpc_parallel.worker import supervise
 
 REASON_S = 5.0  # for the scheduler to look at a job that it doubts
@@ -56,7 +58,7 @@ class SlurmLauncher:
         run.write()
         try:
             job_id = submit(run)
-        except SiteRefusedError:
+        except (SiteRefusedError, ConfigError):
             shutil.rmtree(run.folder.path)  # no job ever lived in it
             raise
         path = run.folder.path
@@ -91,7 +93,18 @@ def executor(run: PreparedRun) -> Executor:
 
 
 def submit(run: PreparedRun) -> str:
-    """Hand the run to Slurm; returns the job id. Raises SiteRefusedError with Slurm's words."""
+    """Hand the run to Slurm; returns the job id. Raises SiteRefusedError with Slurm's words.
+
+    Raises ConfigError where others could replace what the job unpickles: they would run as this user.
+    """
+    if not run.config.launcher.shared_folder:
+        try:
+            require_private(run.folder.path)
+        except UntrustedError as error:
+            raise ConfigError([
+                f"run_dir = {spell(str(run.folder.path))} would hold what the job unpickles, and others "
+                f"could replace it: {error} If you trust them: launcher.shared_folder=true"
+            ]) from error  # fmt: skip
     run.folder.slurm.mkdir(mode=0o700)
     submitter = executor(run)
     try:

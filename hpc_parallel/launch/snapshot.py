@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from hpc_parallel.config.problems import ConfigError, Problem
-from hpc_parallel.launch.run_folder import is_run_folder
+from hpc_parallel.launch.run_folder import RunFolder, is_run_folder
 
-MOST_BYTES = 64 * 2**20
+MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Which checkouts are copied where, and from where a process imports once they are."""
+    """Which files are copied where, and from where a process imports once they are."""
 
+    files: Mapping[Path, Sequence[str]]  # checkout -> names of files in it
     copies: Mapping[Path, Path]  # checkout -> its copy
     import_path: tuple[Path, ...]  # empty where nothing is copied
+    origin: RunFolder | None = None  # the run whose kept source is kept once more
 
     def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
         """What makes Python import from the copies first; no folder of its own choice comes before."""
@@ -31,39 +36,61 @@ class Snapshot:
 
     def take(self) -> None:
         for root, copy in self.copies.items():
-            for name in source_files(root):
+            for name in self.files[root]:
                 target = copy / name
                 target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                shutil.copy2(root / name, target)
+                if (
+                    root / name
+                ).is_dir():  # a link: what is outside stays there, as an installed package does
+                    inside = (root / name).resolve().is_relative_to(root.resolve())
+                    target.symlink_to(os.readlink(root / name) if inside else (root / name).resolve())
+                else:
+                    shutil.copy2(root / name, target)
 
 
-def plan_snapshot(destination: Path, *, working_directory: Path) -> Snapshot:
-    """Copy what git tracks and what it does not ignore, of the working directory's checkout (a model of the
-    user's own) and of this package's. An installed package does not change under a waiting job, and stays.
+def plan_snapshot(
+    destination: Path, *, working_directory: Path, most_mb: int = 64, exclude: Sequence[str] = ()
+) -> Snapshot:
+    """Copy what git tracks and what it does not ignore, of every checkout that this process imports from:
+    the working directory's (a model of the user's own), this package's, and those on `sys.path`. An
+    installed package does not change under a waiting job, and stays.
 
-    Raises ConfigError where that is more than MOST_BYTES: then it is not source alone.
+    A process that imports from the source kept with a run (`rerun`) keeps that once more, and nothing of
+    today. `exclude`: patterns of the names, or of the paths from a checkout's root, of files and folders.
+
+    Raises ConfigError where the rest is more than `most_mb` MiB: then it is not source alone.
     """
     package = Path(__file__).resolve().parents[2]
-    places = {place: checkout_of(place) for place in (working_directory, package)}
-    roots = list(dict.fromkeys(root for root in places.values() if root is not None))
+    places = list(dict.fromkeys([working_directory, package, *_own_import_path()]))
+    code = next((found for place in places if (found := kept_code(place)) is not None), None)
+    if code is not None:
+        places = [place for place in places if place.is_relative_to(code)]
+        checkouts = {place: code / place.relative_to(code).parts[0] for place in places}
+        roots = sorted(path for path in code.iterdir() if path.is_dir())
+        files: dict[Path, list[str]] = {root: _all_files(root) for root in roots}
+    else:
+        checkouts = {place: root for place in places if (root := checkout_of(place)) is not None}
+        roots = list(dict.fromkeys(checkouts.values()))
+        files = {root: _left(source_files(root), exclude) for root in roots}
+        _require_source(files, most_mb=most_mb, exclude=exclude)
     names = [root.name if root.name not in [r.name for r in roots[:i]] else f"{root.name}-{i}"
              for i, root in enumerate(roots)]  # fmt: skip
     copies = {root: destination / name for root, name in zip(roots, names, strict=True)}
-    size = sum((root / name).stat().st_size for root in roots for name in source_files(root))
-    if size > MOST_BYTES:
-        rule = (
-            f"would copy {size >> 20} MiB from {' and '.join(map(str, roots))}, where {MOST_BYTES >> 20} are "
-            "source at the most: let git ignore the rest"
-        )
-        raise ConfigError([Problem("launcher.snapshot", True, rule, (False,))])
-    copied = [copies[root] / place.relative_to(root) for place, root in places.items() if root is not None]
-    return Snapshot(copies, tuple(dict.fromkeys([*copied, working_directory])) if copied else ())
+    copied = [copies[root] / place.relative_to(root) for place, root in checkouts.items()]
+    import_path = tuple(dict.fromkeys([*copied, working_directory])) if copied else ()
+    return Snapshot(files, copies, import_path, origin=RunFolder(code.parent) if code is not None else None)
+
+
+def kept_code(place: Path) -> Path | None:
+    """The folder `code` of the run that keeps `place`; None where no run does."""
+    folders = (place, *place.parents)
+    return next((path for path in folders[1:] if path.name == "code" and is_run_folder(path.parent)), None)
 
 
 def checkout_of(place: Path) -> Path | None:
     """The root of the git checkout that holds `place`; None where there is none."""
     found = _git(place, "rev-parse", "--show-toplevel")
-    return Path(found.strip()) if found else None
+    return Path(found.rstrip("\n")) if found else None
 
 
 def source_files(root: Path) -> list[str]:
@@ -73,14 +100,68 @@ def source_files(root: Path) -> list[str]:
     """
     tracked = _git(root, "ls-files", "--cached", "--recurse-submodules", "-z") or ""
     new = _git(root, "ls-files", "--others", "--exclude-standard", "-z") or ""
-    names = [name for name in (tracked + new).split("\0") if name]
+    names = [name for name in dict.fromkeys((tracked + new).split("\0")) if name]
     folders = {folder for name in names for folder in Path(name).parents}
     runs = {folder for folder in folders if is_run_folder(root / folder)}
     return [
         name
         for name in names
-        if (root / name).is_file() and (not runs or runs.isdisjoint(Path(name).parents))
+        if _is_source(root / name) and (not runs or runs.isdisjoint(Path(name).parents))
     ]
+
+
+def _own_import_path() -> Iterator[Path]:
+    """The folders on `sys.path` that are no part of a Python: PYTHONPATH's, and installations in place."""
+    pythons = {Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)}
+    for entry in sys.path:
+        place = Path(entry)
+        if entry and place.is_dir() and not any(place.resolve().is_relative_to(python) for python in pythons):
+            yield place.absolute()
+
+
+def _is_source(path: Path) -> bool:
+    """A file, or a link to a folder; git names a submodule that is not checked out as well."""
+    return path.is_file() or (path.is_symlink() and path.is_dir())
+
+
+def _link(link: Path, *, root: Path) -> str:
+    """Where the copy of a link to a folder leads: into the copy; outside, to where the link itself does."""
+    target = link.resolve()
+    inside = target.is_relative_to(root.resolve())
+    return os.path.relpath(target, link.parent.resolve()) if inside else str(target)
+
+
+def _all_files(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if _is_source(path))
+
+
+def _left(names: Sequence[str], exclude: Sequence[str]) -> list[str]:
+    """The names of which no pattern of `exclude` matches the path, a folder above it, or a part's name."""
+
+    def excluded(name: str) -> bool:
+        path = Path(name)
+        words = {name, *map(str, path.parents[:-1]), *path.parts}
+        return any(fnmatch(word, pattern.rstrip("/")) for pattern in exclude for word in words)
+
+    return [name for name in names if not excluded(name)] if exclude else list(names)
+
+
+def _require_source(files: Mapping[Path, Sequence[str]], *, most_mb: int, exclude: Sequence[str]) -> None:
+    """Raises ConfigError where nothing is left to copy, or more than source can be."""
+    if exclude and (bare := [root for root, names in files.items() if not names]):
+        rule = f"leaves nothing of {bare[0]}, which the run imports from"
+        raise ConfigError([Problem("launcher.snapshot_exclude", list(exclude), rule, ([],))])
+    sizes = {root / name: (root / name).lstat().st_size for root, names in files.items() for name in names}
+    total = sum(sizes.values())
+    if total > most_mb * MIB:
+        path, size = max(sizes.items(), key=lambda item: item[1])
+        largest = next(path.relative_to(root) for root in files if path.is_relative_to(root))
+        rule = (
+            f"(MiB) is less than what git knows in {' and '.join(map(str, files))}: {total / MIB:.1f} MiB, "
+            f"of which {largest} has {size / MIB:.1f}. Let git ignore what is no source, or leave it out by "
+            f"launcher.snapshot_exclude=['{largest}']"
+        )
+        raise ConfigError([Problem("launcher.snapshot_mb", most_mb, rule, (math.ceil(total / MIB),))])
 
 
 def _git(directory: Path, *words: str) -> str | None:

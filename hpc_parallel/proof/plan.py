@@ -60,7 +60,7 @@ def plan(words: Sequence[str], *, extra_dir: str | None = None) -> tuple[list[Ca
     configs = str(find_folder("conf"))
     with composing(configs, extra_dir=extra_dir):
         try:
-            planner = _Planner(words)
+            planner = _Planner(words, extra_dir)
             cases = planner.cases()
         except _RefusedError as refused:
             said, error = refused.words, refused.error
@@ -82,8 +82,9 @@ class _RefusedError(Exception):
 class _Planner:
     """Composes each run once: many rows share one device's."""
 
-    def __init__(self, words: Sequence[str]) -> None:
+    def __init__(self, words: Sequence[str], extra_dir: str | None) -> None:
         self.words = words
+        self.extra_dir = extra_dir
         self.net: str | None = None  # of the model that the user names
         self.without: dict[str, str] = {}  # networks that the words don't fit, and why
         if has(words, "model"):
@@ -134,7 +135,7 @@ class _Planner:
         config = self._compose(words)
         config.run_dir = str(self.folder / name)
         try:
-            run = prepare(config, overrides=words)
+            run = prepare(config, overrides=words, config_dir=self.extra_dir)
         except UnresolvedError as error:
             raise _RefusedError(words, error) from error
         if problems := list(_problems(run.config)):

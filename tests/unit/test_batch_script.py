@@ -132,6 +132,7 @@ class Node:
 
     def run(self, *overrides: str, then: str = "") -> subprocess.CompletedProcess[str]:
         run = prepared(f"launcher.venv={quoted(str(self.venv))}", "launcher.snapshot=false", *overrides)
+        run.folder.create()
         module = 'module() { for word; do echo "module <$word>"; done; }\n'
         script = module + environment_block(run, log_suffix=".out") + "\n" + then
         environment = {**os.environ, "CALLS": str(self.calls), "SLURM_JOB_ID": "7"}

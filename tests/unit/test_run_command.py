@@ -222,6 +222,17 @@ def test_the_configuration_is_kept_whole(here: Path, capsys: pytest.CaptureFixtu
     assert "command" in json.loads((here / "mine" / "environment.json").read_text())
 
 
+def test_what_was_said_is_kept_for_each_run_of_a_sweep(own: str, here: Path) -> None:
+    words = ["-m", "--config-dir", Path(own).name, "strategy=mine", "nodes=2,4", "name='it is'"]
+    assert main([*words, "launcher=script", "launcher.snapshot=false"]) == 0
+    kept = [json.loads(file.read_text()) for file in here.glob("runs/it is/*/environment.json")]
+    shared = ["launcher=script", "launcher.snapshot=False"]  # in the sweeper's spelling
+    assert sorted(each["overrides"] for each in kept) == [
+        ["strategy=mine", f"nodes={nodes}", "name='it is'", *shared] for nodes in (2, 4)
+    ]
+    assert [each["config_dir"] for each in kept] == [own, own]
+
+
 IMPORTED = """
 import sys
 from hpc_parallel.run import main

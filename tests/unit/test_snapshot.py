@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from hpc_parallel.config.problems import ConfigError
-from hpc_parallel.launch import snapshot
 from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.launch.snapshot import plan_snapshot
 
@@ -67,17 +67,97 @@ def test_planning_writes_nothing(checkout: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "code").exists()
 
 
-def test_more_than_source_is_refused(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "MOST_BYTES", 1000)
-    with pytest.raises(ConfigError, match=r"launcher.snapshot = true .* Try launcher.snapshot=false"):
-        plan_snapshot(tmp_path / "code", working_directory=checkout)
+def test_more_than_source_is_refused_with_its_largest_file(checkout: Path, tmp_path: Path) -> None:
+    (checkout / "data").mkdir()
+    (checkout / "data" / "big one.csv").write_bytes(b"0" * (3 * 2**20))
+    with pytest.raises(ConfigError) as refused:
+        plan_snapshot(tmp_path / "code", working_directory=checkout, most_mb=2)
+    (problem,) = map(str, refused.value.problems)
+    assert problem.startswith("launcher.snapshot_mb = 2 (MiB) is less than what git knows in ")
+    assert "data/big one.csv has 3.0" in problem
+    # both mends are legal: the larger limit, and the pattern
+    (more,) = re.findall(r"Try launcher.snapshot_mb=(\d+)\.", problem)
+    (pattern,) = re.findall(r"launcher.snapshot_exclude=\['(.*?)'\]", problem)
+    plan_snapshot(tmp_path / "code", working_directory=checkout, most_mb=int(more))
+    plan_snapshot(tmp_path / "code", working_directory=checkout, most_mb=2, exclude=[pattern])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "left"),
+    [
+        ("*_one.py", {".gitignore"}),
+        ("sub", {".gitignore", "tracked_one.py", "new_one.py"}),
+        ("sub/", {".gitignore", "tracked_one.py", "new_one.py"}),
+        ("sub/*.py", {".gitignore", "tracked_one.py", "new_one.py"}),
+        ("tracked*", {".gitignore", "sub/deep_one.py", "new_one.py"}),
+        ("one.py", {".gitignore", "sub/deep_one.py", "tracked_one.py", "new_one.py"}),
+    ],
+)
+def test_patterns_leave_files_and_folders_out(
+    checkout: Path, tmp_path: Path, pattern: str, left: set[str]
+) -> None:
+    plan_snapshot(tmp_path / "code", working_directory=checkout, exclude=[pattern]).take()
+    assert copied(tmp_path / "code" / "mine") == left
+
+
+def test_patterns_that_leave_nothing_are_refused(checkout: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"leaves nothing of .*mine.* Try launcher.snapshot_exclude=\[\]"):
+        plan_snapshot(tmp_path / "code", working_directory=checkout, exclude=["*.py", ".git*"])
+
+
+def test_what_an_import_path_names_is_kept_too(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of the user's own may lie in another checkout than the working directory's."""
+    monkeypatch.syspath_prepend(checkout / "sub")
+    kept = plan_snapshot(tmp_path / "code", working_directory=tmp_path)
+    assert tmp_path / "code" / "mine" / "sub" in kept.import_path
+    kept.take()
+    assert (tmp_path / "code/mine/sub/deep_one.py").is_file()
+
+
+def test_links_lead_where_they_led(checkout: Path, tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "o.py").write_text("value = 7\n")
+    (checkout / "within").symlink_to("sub")
+    (checkout / "far").symlink_to("../outside")
+    (checkout / "file.py").symlink_to("tracked_one.py")
+    (checkout / "broken").symlink_to("nowhere")
+    plan_snapshot(tmp_path / "code", working_directory=checkout).take()
+    copy = tmp_path / "code" / "mine"
+    assert (copy / "within").resolve() == copy / "sub"
+    assert (copy / "far" / "o.py").read_text() == "value = 7\n"
+    assert (copy / "file.py").read_text() == "value = 2\n"
+    assert not (copy / "broken").is_symlink()
+
+
+def test_a_kept_source_is_kept_again_and_nothing_of_today(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a rerun plans it: the import path leads into a run's code, the working directory is today's."""
+    first, second = (RunFolder(tmp_path / name) for name in ("first", "second"))
+    first.create()
+    first.config.write_text("nodes: 1\n")
+    before = plan_snapshot(first.code, working_directory=checkout / "sub")
+    before.take()
+    (checkout / "sub" / "deep_one.py").write_text("value = 99\n")
+    monkeypatch.setattr(sys, "path", [*map(str, before.import_path), *sys.path])
+    again = plan_snapshot(second.code, working_directory=checkout / "sub")
+    again.take()
+    assert again.origin == first
+    assert copied(second.code) == copied(first.code)
+    assert (second.code / "mine/sub/deep_one.py").read_text() == "value = 1\n"
+    assert again.import_path == tuple(
+        second.code / place.relative_to(first.code) if place.is_relative_to(first.code) else place
+        for place in before.import_path
+    )
 
 
 def test_outside_a_checkout_only_the_package_is_kept(tmp_path: Path) -> None:
     kept = plan_snapshot(tmp_path / "code", working_directory=tmp_path)
     (root,) = kept.copies
     assert (root / "hpc_parallel").is_dir()
-    assert kept.import_path[1] == tmp_path
+    assert kept.import_path[-1] == tmp_path
 
 
 def test_earlier_runs_are_left_out(checkout: Path, tmp_path: Path) -> None:
