@@ -28,6 +28,7 @@ from hpc_parallel.config.schedules import schedule_of, stages_per_rank
 from hpc_parallel.config.schema import RunConfig, typed
 from hpc_parallel.data.sampler import Batches, Data, Samples, validation_steps
 from hpc_parallel.launch.run_folder import RunFolder, write_json
+from hpc_parallel.models.place import located
 from hpc_parallel.strategies.assemble import Assembled, assemble
 from hpc_parallel.strategies.mesh import build_mesh
 from hpc_parallel.strategies.traffic import figures, ring_all_reduce
@@ -58,6 +59,7 @@ class Session:
     device: torch.device
 
     @classmethod
+    @located("loading")
     def open(cls, config: RunConfig, *, device: torch.device, trains: bool = True) -> Session:
         """Read the data and assemble the model, on all ranks of the default process group.
 
@@ -143,6 +145,7 @@ def train(
             session.assembled,
             optimizer=optimizer,
             clip_norm=config.training.clip_norm,
+            on_nonfinite=config.training.on_nonfinite,
             on_gradients=None if on_gradients is None else partial(on_gradients, session.assembled),
         ),
         optimizer=optimizer,
