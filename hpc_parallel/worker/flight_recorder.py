@@ -88,17 +88,18 @@ def by_group(
 ) -> list[dict[str, Any]]:
     """Of each group its name, its `ranks` (global), and its `calls` in order.
 
-    A call is [number, name, input sizes, when it was entered in ns].
+    A call is [number, name, input sizes, when it was entered in ns]. A group of two backends counts for
+    each, and is two here.
     """
-    calls: dict[str, list[list[Any]]] = defaultdict(list)
+    calls: dict[tuple[str, str], list[list[Any]]] = defaultdict(list)
     for entry in entries:
         if not entry.get("is_p2p"):
-            name = str(entry["profiling_name"]).rpartition(":")[2]
+            backend, _, name = str(entry["profiling_name"]).rpartition(":")
             call = [entry["collective_seq_id"], name, entry["input_sizes"], entry["time_created_ns"]]
-            calls[str(entry["process_group"][0])].append(call)
+            calls[str(entry["process_group"][0]), backend].append(call)
     return [
-        {"group": group, "ranks": list(members.get(group, ())), "calls": found[-KEPT:]}
-        for group, found in calls.items()
+        {"group": f"{group} {backend}", "ranks": list(members.get(group, ())), "calls": found[-KEPT:]}
+        for (group, backend), found in calls.items()
     ]
 
 

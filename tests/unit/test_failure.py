@@ -461,11 +461,11 @@ def test_who_waits_in_another_group_is_not_to_blame() -> None:
 
 
 def test_of_two_that_wait_for_each_other_the_one_that_left_its_habit_is_to_blame() -> None:
-    """Each step is a sum in group 0, then one in group 1; in the third rank 1 leaves out the first."""
-    names = ("all_reduce",) * 3
+    """Each step is a sum in group 0, then one in group 1; in the second rank 1 leaves out the latter."""
+    sums = ("all_reduce",) * 3
     standings = {
-        0: [calls(*names, ranks=(0, 1)), calls(*names[:2], group="1", ranks=(0, 1))],
-        1: [calls(*names[:2], ranks=(0, 1)), calls(*names, group="1", ranks=(0, 1))],
+        0: [calls(*sums[:2], ranks=(0, 1)), calls(*sums[:2], group="1", ranks=(0, 1))],
+        1: [calls(*sums, ranks=(0, 1)), calls(*sums[:1], group="1", ranks=(0, 1))],
     }
     finding = compare(standings, world_size=2)
     assert finding is not None
