@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpc_parallel.models.layered import LayeredModel
@@ -37,3 +38,59 @@ class Slow(Transformer):
         super().__init__(**shape)
         assert self.head is not None
         self.head.register_forward_hook(lambda *_: time.sleep(pause_s))
+
+
+class Harmed(Transformer):
+    """A decoder to whose block 2 `harm` comes in its training forward pass number `at`, on rank `victim`."""
+
+    def __init__(self, *, harm: str, at: int, victim: int, **shape: Any) -> None:
+        super().__init__(**shape)
+        self._passes = 0
+        harms = {
+            "memory": _no_memory,
+            "backward": _no_memory_in_backward,
+            "poison": _nan,
+            "bug": _bug,
+            "skip": _skip,
+            "sleep": _sleep,
+        }
+
+        def count(block: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            self._passes += block.training and torch.is_grad_enabled()
+            hit = self._passes == at and block.training and dist.get_rank() == victim
+            return harms[harm](output) if hit else output
+
+        self.blocks["2"].register_forward_hook(count)
+
+
+def _no_memory(output: Tensor) -> Tensor:
+    return output + torch.empty(2**52, dtype=torch.uint8).sum()
+
+
+def _no_memory_in_backward(output: Tensor) -> Tensor:
+    output.register_hook(_no_memory)
+    return output
+
+
+def _nan(output: Tensor) -> Tensor:
+    return output * torch.nan
+
+
+def _bug(output: Tensor) -> Tensor:
+    raise ValueError("a bad label")
+
+
+def _skip(output: Tensor) -> Tensor:
+    """The next sum over ranks is left out here, and here alone."""
+    original = dist.all_reduce
+
+    def leave_out(*words: Any, **options: Any) -> None:
+        dist.all_reduce = original
+
+    dist.all_reduce = leave_out
+    return output
+
+
+def _sleep(output: Tensor) -> Tensor:
+    time.sleep(120)
+    return output

@@ -35,6 +35,7 @@ CHOICES = {
     "optimizer.name": ("adamw",),
     "optimizer.schedule": ("cosine", "constant"),
     "training.precision": ("float32", "bfloat16", "float64"),
+    "training.on_nonfinite": ("stop", "skip", "rollback"),
     "training.activation_checkpointing": ("none", "full", "selective"),
     "launcher.kind": ("auto", "local", "slurm", "script"),
     "cluster.gpu_flag": ("gpus-per-node", "gres"),

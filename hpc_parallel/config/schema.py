@@ -162,6 +162,7 @@ class TrainingConfig:
     microbatch_size: int | None = None  # samples of one forward pass; null: what the layout leaves
     precision: str = "float32"  # float32, bfloat16 (autocast, float32 weights), float64
     clip_norm: float | None = 1.0
+    on_nonfinite: str = "stop"  # a loss or gradient that is not finite: stop, skip (that step), rollback
     log_every: int = 10
     validate_every: int | None = 100  # steps; null: never
     validation_samples: int = 256

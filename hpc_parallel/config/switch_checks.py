@@ -17,6 +17,9 @@ def find_problems(config: RunConfig) -> Found:
     except (ValueError, ZeroDivisionError):  # layout_checks speaks
         layout = Layout()
     yield from _split_backward(config, layout)
+    if config.training.on_nonfinite == "rollback" and config.training.checkpoint_every is None:
+        rule = "needs a checkpoint to go back to (training.checkpoint_every)"
+        yield Problem("training.on_nonfinite", "rollback", rule, ("stop", "skip"))
     if config.training.compile:
         yield from _compile(config, layout)
 

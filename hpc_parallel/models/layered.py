@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hpc_parallel.models.place import mark
+
 
 @dataclass(frozen=True)
 class PartCosts:
@@ -66,11 +68,18 @@ class LayeredModel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Run what is there, in order: a stage without a stem takes the previous stage's output."""
-        if self.stem is not None:
-            x = self.stem(x)
-        for block in self.blocks.values():
-            x = block(x)
-        return x if self.head is None else self.head(x)
+        part = "stem"
+        try:
+            if self.stem is not None:
+                x = self.stem(x)
+            for name, block in self.blocks.items():
+                part = f"block {name}"
+                x = block(x)
+            part = "head"
+            return x if self.head is None else self.head(x)
+        except Exception as error:
+            mark(error, part)
+            raise
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """The SUM of the loss terms, in float32 or better; whoever divides knows the global count."""

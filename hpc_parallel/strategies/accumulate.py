@@ -12,6 +12,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.strategies.finite_loss import telling
 
 
 class Accumulate:
@@ -40,7 +41,7 @@ class Accumulate:
         for index, (microbatch, expected) in enumerate(pieces):
             last = index == len(pieces) - 1
             with nullcontext() if last else self._locally():
-                loss = self._model.loss(self._runner(microbatch), expected) / terms
+                loss = telling(self._model.loss(self._runner(microbatch), expected) / terms)
                 loss.backward()
             losses.append(loss.detach())
         self._first = False

@@ -28,6 +28,7 @@ from hpc_parallel.config.pipeline_checks import version_problem
 from hpc_parallel.config.problems import ConfigError
 from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.strategies.finite_loss import telling
 from hpc_parallel.strategies.replicate import Average
 from hpc_parallel.strategies.tied_ends import TiedEnds
 
@@ -164,7 +165,7 @@ class Pipeline:
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
         with busy():
-            return self._model.loss(output, target) / self._terms
+            return telling(self._model.loss(output, target) / self._terms)
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean loss of this pipeline's batch where the last stage lives, else zero."""

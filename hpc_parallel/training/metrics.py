@@ -58,13 +58,16 @@ class Metrics:
     def line(self, *, step: int, learning_rate: float) -> dict[str, Any]:
         """The record of this step, the same on all ranks. Here alone the host waits for the device."""
         assert self._result is not None
-        here = torch.stack([self._result.loss.double(), self._result.gradient_norm.double()]).to(self._device)
-        loss_share, gradient_norm = here.tolist()
+        scalars = [self._result.loss, self._result.gradient_norm]
+        if self._result.skipped is not None:
+            scalars.append(self._result.skipped)
+        here = torch.stack([scalar.double() for scalar in scalars]).to(self._device)
+        loss_share, gradient_norm, *skipped = here.tolist()
         now = time.perf_counter()
         if self._steps:
             self._step_time_s = (now - self._since - self._pause_s) / self._steps
-        losses, norms, peaks, times = gathered(
-            [loss_share, gradient_norm, float(peak_memory_bytes(self._device)), self._step_time_s],
+        losses, norms, peaks, times, *counts = gathered(
+            [loss_share, gradient_norm, float(peak_memory_bytes(self._device)), self._step_time_s, *skipped],
             device=self._device,
         )
         scale = self._scale
@@ -81,6 +84,8 @@ class Metrics:
             "step_time_s": step_time_s,
             "samples_per_s": samples_per_s,
         }
+        for count in counts:
+            line["skipped_steps"] = int(count[0])
         if scale.tokens_per_sample is not None:
             line["tokens_per_s"] = samples_per_s * scale.tokens_per_sample
         return line | {

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
-from torch.nn.utils import get_total_norm
 from torch.optim import AdamW, Optimizer
 
 from hpc_parallel.config.schema import OptimizerConfig
@@ -62,16 +61,28 @@ class GradientNorm:
             self._by_holders[holders(parameter, axes=axes)].append(parameter)
         self._groups = [axis.get_group() for axis in axes]
 
-    def __call__(self) -> Tensor:
-        """A scalar on the device; nothing waits for it."""
-        shares = [
-            get_total_norm(local_gradients(parameters), foreach=True).square() / count
-            for count, parameters in self._by_holders.items()
-        ]
+    @property
+    def counted(self) -> list[Parameter]:
+        """In the order of the norms that a call returns."""
+        return [parameter for parameters in self._by_holders.values() for parameter in parameters]
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        """The norm, a scalar on the device, and those of this rank's parts [parameter]; nothing waits.
+
+        A weight that the loss did not reach has norm 0.
+        """
+        shares, each = [], []
+        for count, parameters in self._by_holders.items():
+            present = [parameter for parameter in parameters if parameter.grad is not None]
+            norms = iter(torch._foreach_norm(local_gradients(present), 2.0))
+            zero = torch.zeros((), device=parameters[0].device)
+            each += [zero if parameter.grad is None else next(norms) for parameter in parameters]
+            own = torch.stack(each[-len(parameters) :])
+            shares.append(torch.linalg.vector_norm(own).square() / count)
         squared = torch.stack(shares).sum()
         for group in self._groups:
             dist.all_reduce(squared, group=group)
-        return squared.sqrt()
+        return squared.sqrt(), torch.stack(each)
 
 
 def clip(parameters: Iterable[Parameter], *, norm: Tensor, most: float) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from traceback import walk_tb
 from typing import Any, Protocol
 
 import torch
@@ -12,9 +13,12 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.models.place import located, mark
 from hpc_parallel.strategies.assemble import Assembled, ForwardBackward
 from hpc_parallel.strategies.mesh import weight_axes
 from hpc_parallel.strategies.parameter_server import ParameterServer
+from hpc_parallel.training.nonfinite import Guard
 from hpc_parallel.training.optimizer import GradientNorm, clip
 
 
@@ -24,11 +28,18 @@ class StepResult:
 
     loss: Tensor  # mean loss of this replica's batch; zero where a peer has it
     gradient_norm: Tensor  # of the whole model, before clipping; rank 0 has it always
+    skipped: Tensor | None = None  # steps left out so far; rank 0 has it always, where any may be
 
 
 class Step(Protocol):
     def run(self, inputs: Tensor, targets: Tensor) -> StepResult:
         """Take this replica's batch `[batch, ...]` and update the weights."""
+
+    def look(self, step: int) -> None:
+        """Let the host hear of values that were not finite up to the 1-based `step`, on all ranks together.
+
+        Raises what `training.nonfinite.Guard.look` raises.
+        """
 
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean loss of this replica's batch; zero where a peer has it."""
@@ -43,9 +54,11 @@ class GradientStep:
         *,
         optimizer: Optimizer,
         clip_norm: float | None,
+        on_nonfinite: str,
         on_gradients: Callable[[], None] | None = None,
     ) -> None:
-        """`on_gradients` is called in each step when `.grad` is complete, before it is clipped."""
+        """`on_nonfinite`: stop, skip or rollback, what becomes of a step whose gradient is not finite;
+        `on_gradients` is called in each step when `.grad` is complete, before it is clipped."""
         self._forward_backward: ForwardBackward = assembled.forward_backward
         self._parts = assembled.parts
         self._parameters: list[Parameter] = [p for part in assembled.parts for p in part.parameters()]
@@ -57,14 +70,30 @@ class GradientStep:
             [parameter for parameter in self._parameters if id(parameter) not in copies],
             axes=weight_axes(assembled.mesh),
         )
+        names = {id(parameter): name for name, parameter in assembled.named_parameters().items()}
+        counted = {names[id(parameter)]: parameter for parameter in self._norm.counted}
+        self._guard = Guard(counted, optimizer=optimizer, policy=on_nonfinite, parts=self._parts)
 
     def run(self, inputs: Tensor, targets: Tensor) -> StepResult:
-        loss = self._forward_backward.train(inputs, targets)
-        return StepResult(loss=loss, gradient_norm=self._update())
+        loss = self._train(inputs, targets)
+        return StepResult(loss=loss, gradient_norm=self._update(loss), skipped=self._guard.skipped)
 
-    def _update(self) -> Tensor:
+    def look(self, step: int) -> None:
+        self._guard.look(step)
+
+    def _train(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        self._guard.before()
+        try:
+            return self._forward_backward.train(inputs, targets)
+        except Exception as error:
+            mark(error, place_in_backward(error, parts=self._parts) or "the loss")
+            raise
+
+    @located("the optimizer")
+    def _update(self, loss: Tensor) -> Tensor:
         """Clip and step; the gradient's norm as it was before."""
-        norm = self._norm()
+        norm, norms = self._norm()
+        self._guard.note(norm=norm, norms=norms, loss=loss)
         if self._on_gradients is not None:
             self._on_gradients()
         if self._clip_norm is not None:
@@ -93,11 +122,11 @@ class ServedStep(GradientStep):
         self._server = server
 
     def run(self, inputs: Tensor, targets: Tensor) -> StepResult:
-        loss = self._forward_backward.train(inputs, targets)
+        loss = self._train(inputs, targets)
         self._server.collect()
-        norm = self._update() if self._server.serves else torch.zeros_like(loss)
+        norm = self._update(loss) if self._server.serves else torch.zeros_like(loss)
         self._server.hand_out()
-        return StepResult(loss=loss, gradient_norm=norm)
+        return StepResult(loss=loss, gradient_norm=norm, skipped=self._guard.skipped)
 
 
 def build_step(
@@ -105,8 +134,37 @@ def build_step(
     *,
     optimizer: Optimizer,
     clip_norm: float | None,
+    on_nonfinite: str = "stop",
     on_gradients: Callable[[], None] | None = None,
 ) -> Step:
     """The step of the strategy that `assembled` was made by; arguments as of `GradientStep`."""
     kind = GradientStep if assembled.server is None else partial(ServedStep, assembled.server)
-    return kind(assembled, optimizer=optimizer, clip_norm=clip_norm, on_gradients=on_gradients)
+    return kind(
+        assembled,
+        optimizer=optimizer,
+        clip_norm=clip_norm,
+        on_nonfinite=on_nonfinite,
+        on_gradients=on_gradients,
+    )
+
+
+def place_in_backward(error: BaseException, *, parts: Sequence[LayeredModel]) -> str | None:
+    """Where the backward pass stood, by the gradients that it still owed; None where it had not begun.
+
+    Autograd goes through the blocks from the last to the first and does not say where it is. After the
+    first of several microbatches all weights have gradients, and only that it was backward is known.
+    """
+    functions = set()
+    link: BaseException | None = error
+    while link is not None:
+        functions |= {frame.f_code.co_name for frame, _ in walk_tb(link.__traceback__)}
+        link = link.__cause__
+    if "_engine_run_backward" not in functions:
+        return None
+    for part in reversed(parts):
+        named = {"stem": part.stem, **{f"block {name}": block for name, block in part.blocks.items()}}
+        for place, module in reversed([*named.items(), ("head", part.head)]):
+            weights = [] if module is None else module.parameters()
+            if any(weight.grad is None and weight.requires_grad for weight in weights):
+                return f"{place}'s backward pass"
+    return "the backward pass"

@@ -11,8 +11,10 @@ from torch.optim import Optimizer
 
 from hpc_parallel.config.schema import OptimizerConfig, TrainingConfig
 from hpc_parallel.data.sampler import Batches
+from hpc_parallel.models.place import at_step
 from hpc_parallel.training.measure import Measurement
 from hpc_parallel.training.metrics import Metrics
+from hpc_parallel.training.nonfinite import LOOK_EVERY
 from hpc_parallel.training.optimizer import learning_rate, set_learning_rate
 from hpc_parallel.training.saver import Saver
 from hpc_parallel.training.step import Step
@@ -66,12 +68,15 @@ class Trainer:
             rate = learning_rate(step, steps=steps, config=self._schedule)
             set_learning_rate(self._optimizer, rate)
             batch = to_device(self._batches.at(step - 1), self._device)
-            with self._measurement.watch(step - started_after):
+            with at_step(step), self._measurement.watch(step - started_after):
                 result = self._step.run(*batch)
             self._metrics.note(result)
             self.done = step
             validate = self._due(step, self._training.validate_every)
-            if validate or self._due(step, self._training.log_every):
+            line_due = validate or self._due(step, self._training.log_every)
+            if line_due or step % LOOK_EVERY == 0:
+                self._step.look(step)
+            if line_due:
                 line = self._metrics.line(step=step, learning_rate=rate)
                 if validate:
                     line["validation_loss"] = self.validate()
@@ -79,10 +84,12 @@ class Trainer:
                     writer.write(line)
             if self._saver is not None and self._saver.due(step):
                 started = time.perf_counter()
+                self._step.look(step)  # what is kept must be sound
                 self._saver.save(step, wait=step == steps)
                 self._metrics.leave_out(time.perf_counter() - started)
             if step < steps and (asked := self._stop(step)) is not None:
                 if self._saver is not None:
+                    self._step.look(step)
                     self._saver.save(step, wait=True)
                 return asked
         return None

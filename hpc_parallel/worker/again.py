@@ -14,6 +14,7 @@ from typing import Any
 from hpc_parallel.launch import attempts
 from hpc_parallel.launch.job_state import job_fields
 from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.worker import failure
 
 TIME_LIMIT, PREEMPTED, CANCELLED = "time_limit", "preempted", "cancelled"
 TWICE = 2  # failures of a host, after which the next start leaves it out
@@ -41,6 +42,9 @@ def allowed(folder: RunFolder, *, how: str, mendable: bool, launcher: Mapping[st
         return True
     if how == TIME_LIMIT:
         return ends[TIME_LIMIT] <= int(launcher["max_requeues"])  # this end is one of them
+    if how == failure.NONFINITE:  # the same samples may end the same way again
+        once = sum(end["how"] == how for end in attempts.ends(folder)) == 1
+        return mendable and once
     return mendable and ends["failure"] <= int(launcher["max_restarts"])
 
 

@@ -10,32 +10,22 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import yaml
 
-from hpc_parallel.config.layout import processes_per_node
 from hpc_parallel.launch import attempts
 from hpc_parallel.launch.metrics_file import MetricsReader
 from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
 from hpc_parallel.worker import again, failure
+from hpc_parallel.worker.causes import ASKED, first_cause, killed_tasks, lost_node, missing_rank
 from hpc_parallel.worker.failure import Record
 from hpc_parallel.worker.summary import summarise
 
-_ASKED = ("SIGTERM", "SIGINT")  # how Slurm and people ask a job to end
-# A peer may notice a death this much before the record of the death itself is made.
-_NOTICE_NS = 100_000_000
 _LOG_LINES = 40
-_ATTEMPT = "hpc_parallel attempt "  # what a batch script says first (sbatch_templates/environment.sh.j2)
-_SRUN_ENDS = {
-    "Killed": "SIGKILL", "Out Of Memory": "SIGKILL", "Segmentation fault": "SIGSEGV", "Aborted": "SIGABRT",
-    "Bus error": "SIGBUS", "Illegal instruction": "SIGILL",
-}  # fmt: skip
-_SRUN_KILLED = re.compile(rf"^srun: error: (\S+): tasks? ([\d,-]+): ({'|'.join(_SRUN_ENDS)})", re.MULTILINE)
 _TIME_LIMIT = re.compile(r"DUE TO TIME LIMIT|^Slurm says of job \d+: timeout", re.MULTILINE)
 
 
@@ -66,14 +56,18 @@ def conclude(
     ended: dict[str, Any] | None = None
     if cancelled is None and _TIME_LIMIT.search("\n".join(text.splitlines()[-_LOG_LINES:])):
         cancelled, ended = False, _out_of_time(folder)
+    elif cancelled is None and (lost := lost_node(text, cause=cause)):
+        ended = _nobody(kind=failure.NODE_LOST, message=lost, line=_count(lost, found), followers=found)
+        cancelled = False
     elif cancelled is None:
-        cancelled = cause.signal in _ASKED if cause else _signal_of_code(returncode) in _ASKED
+        cancelled = cause.signal in ASKED if cause else _signal_of_code(returncode) in ASKED
     if cancelled:
         by = f" by {cause.signal}, first rank {cause.rank} on {cause.host}" if cause and cause.signal else ""
         line = f"cancelled{by}"
     else:
         if ended is None and cause is not None:
-            ended = _failed(cause, followers=[record for record in found if record is not cause])
+            named = missing_rank(folder, cause=cause, found=found)
+            ended = _failed(named, followers=[record for record in found if record.rank != named.rank])
         elif ended is None:
             ended = _without_record(folder, returncode=returncode, text=text)
         write_json(folder.failure, ended)  # before the summary, which says that all is told
@@ -92,9 +86,9 @@ def restart(folder: RunFolder) -> bool:
     ended = read_json(folder.failure)
     if ended is None or (folder.stopped.exists()):
         return False
-    launcher = yaml.safe_load(folder.config.read_text(encoding="utf-8"))["launcher"]
-    mendable = ended["kind"] in failure.MENDABLE
-    return again.allowed(folder, how=ended["kind"], mendable=mendable, launcher=launcher)
+    config = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
+    mendable = failure.can_restart(ended, on_nonfinite=config["training"]["on_nonfinite"])
+    return again.allowed(folder, how=ended["kind"], mendable=mendable, launcher=config["launcher"])
 
 
 def _stopped(folder: RunFolder, *, stopped: Mapping[str, Any], environment: Mapping[str, str]) -> str:
@@ -121,59 +115,9 @@ def _stopped(folder: RunFolder, *, stopped: Mapping[str, Any], environment: Mapp
     return line
 
 
-def killed_tasks(folder: RunFolder, *, text: str, known: Container[int]) -> list[Record]:
-    """Ranks that were killed together with their supervisor, by srun's own lines in the job's log.
-
-    What srun says after it has begun to end the step itself is no cause. Lines of earlier attempts stand
-    in the log too: only those since the last start count.
-    """
-    since = text[max(0, text.rfind(_ATTEMPT)) :].partition("Terminating StepId")[0]
-    killed: list[Record] = []
-    for host, tasks, end in _SRUN_KILLED.findall(since):
-        config = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
-        strategy = SimpleNamespace(**config["strategy"])
-        per_node = processes_per_node(strategy, gpus_per_node=config["gpus_per_node"])
-        for rank in _numbers(tasks):
-            if rank not in known:
-                # first in time: its peers noticed it and spoke, which it could not
-                record = Record(
-                    rank=rank, host=host, node=rank // per_node, attempt="", kind=failure.KILLED,
-                    message=f"killed by {_SRUN_ENDS[end]}", signal=_SRUN_ENDS[end],
-                    time=datetime.now(UTC).isoformat(timespec="microseconds"), time_ns=0, traceback=[],
-                )  # fmt: skip
-                killed.append(record)
-    return killed
-
-
-def _numbers(text: str) -> list[int]:
-    """`0,2-3` of srun -> 0 2 3."""
-    spans = [item.partition("-") for item in text.split(",")]
-    return [n for first, _, last in spans for n in range(int(first), int(last or first) + 1)]
-
-
-def first_cause(found: Sequence[Record]) -> Record | None:
-    """The first in time of those that failed by themselves.
-
-    Hosts' clocks differ a little, so a rank that lost a peer never comes before one that failed by
-    itself. Nor does one that was asked to end: what asked it may have been the clean-up.
-    """
-    own = [record for record in found if record.kind not in _FOLLOWERS and record.signal not in _ASKED]
-    others = [record for record in found if record.kind != failure.STOPPED]
-    return min(own or others or found, key=_noticed_ns, default=None)
-
-
-_FOLLOWERS = (failure.LOST_PEER, failure.STOPPED)
-
-
-def _noticed_ns(record: Record) -> int:
-    return record.time_ns + (_NOTICE_NS if record.kind == failure.LOST_PEER else 0)
-
-
 def _failed(cause: Record, *, followers: Sequence[Record]) -> dict[str, Any]:
     """The content of `failure.json`."""
-    line = f"rank {cause.rank} on {cause.host} failed first: {cause.message}"
-    if followers:
-        line += f"; {len(followers)} follower{'s' * (len(followers) > 1)}"
+    line = _count(f"rank {cause.rank} on {cause.host} failed first: {cause.message}", followers)
     return {
         "rank": cause.rank,
         "host": cause.host,
@@ -183,9 +127,18 @@ def _failed(cause: Record, *, followers: Sequence[Record]) -> dict[str, Any]:
         "signal": cause.signal,
         "time": cause.time,
         "traceback": cause.traceback,
-        "followers": [{"rank": other.rank, "host": other.host, "kind": other.kind} for other in followers],
+        "details": cause.details,
+        "followers": _told(followers),
         "line": line,
     }
+
+
+def _count(line: str, followers: Sequence[Record]) -> str:
+    return line + (f"; {len(followers)} follower{'s' * (len(followers) > 1)}" if followers else "")
+
+
+def _told(followers: Sequence[Record]) -> list[dict[str, Any]]:
+    return [{"rank": other.rank, "host": other.host, "kind": other.kind} for other in followers]
 
 
 def _without_record(folder: RunFolder, *, returncode: int, text: str) -> dict[str, Any]:
@@ -226,7 +179,13 @@ def _out_of_time(folder: RunFolder) -> dict[str, Any]:
 
 
 def _nobody(
-    *, kind: str, message: str, line: str, signal: str | None = None, traceback: Sequence[str] = ()
+    *,
+    kind: str,
+    message: str,
+    line: str,
+    signal: str | None = None,
+    traceback: Sequence[str] = (),
+    followers: Sequence[Record] = (),
 ) -> dict[str, Any]:
     """A `failure.json` that blames no rank."""
     return {
@@ -238,7 +197,8 @@ def _nobody(
         "signal": signal,
         "time": datetime.now(UTC).isoformat(timespec="microseconds"),
         "traceback": list(traceback),
-        "followers": [],
+        "details": {},
+        "followers": _told(followers),
         "line": line,
     }
 

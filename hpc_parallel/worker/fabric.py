@@ -12,7 +12,7 @@ import psutil
 
 from hpc_parallel.worker.world import World
 
-RECORDED = ("NCCL_", "GLOO_", "FI_", "OMP_", "TORCH_NCCL_", "UCX_", "CUDA_VISIBLE_DEVICES")
+RECORDED = ("NCCL_", "GLOO_", "FI_", "OMP_", "TORCH_NCCL_", "TORCH_FR_", "UCX_", "CUDA_VISIBLE_DEVICES")
 
 
 class DeviceError(RuntimeError):

@@ -3,40 +3,64 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
 import signal
 import time
 import traceback
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
+from hpc_parallel.models.place import place_of, step_of
+from hpc_parallel.worker import flight_recorder, oom
 
 if TYPE_CHECKING:
     from hpc_parallel.worker.world import World
 
 KILLED = "killed"  # by a signal that the clean-up did not send
 LOST_PEER = "lost_peer"  # another rank went away or did not answer: a follower by nature
-STOPPED = "stopped"  # ended by the clean-up after another's failure
+STOPPED = "stopped"  # ended by the clean-up after another's failure, or because all agreed to
+COLLECTIVE_TIMEOUT = "collective_timeout"  # waited in vain: a follower too, whoever did not come is the cause
+DESYNC = "desync"  # ranks entered different collectives
+NONFINITE = "nonfinite"  # loss or gradients; training.on_nonfinite
+DISK = "disk"  # full, broken, read-only, over its quota
+NODE_LOST = "node_lost"
+HANG = "hang"  # no progress for cluster.hang_timeout_s
+CONFIGURATION = "configuration"  # what only the job could see
 TIME_LIMIT = "time_limit"  # Slurm's
 START = "start"  # the ranks did not find each other
 OUT_OF_MEMORY = "out_of_memory"
 ERROR = "error"  # the user's code, or ours
-MENDABLE = {KILLED, LOST_PEER, START}  # by a new start, maybe on other hosts
 
 # What gloo, NCCL and torch's store say when the other side of a connection is gone or silent.
 _LOST_PEER = re.compile(
     r"connection (was likely )?closed|closed by (remote )?peer|connection reset|connection refused"
     r"|connection timed out|broken pipe|socket closed|socket timeout|pair closure|no route to host"
-    r"|failed to recv, got 0 bytes|timed out waiting \d+ ?ms|gloo connectfullmesh failed"
-    r"|remote process exited|ncclremoteerror|watchdog caught collective operation timeout",
+    r"|failed to recv, got 0 bytes|gloo connectfullmesh failed|remote process exited|ncclremoteerror",
     re.IGNORECASE,
 )
+_TIMEOUT = re.compile(
+    r"timed out waiting \d+ ?ms|watchdog caught collective operation timeout", re.IGNORECASE
+)
+# gloo got a message of another size than it waits for; torch's own comparison (TORCH_DISTRIBUTED_DEBUG).
+_DESYNC = re.compile(r"op\.preamble\.length|detected mismatch between collectives", re.IGNORECASE)
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
+_DISK = {errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS}
+_NO_SPACE = re.compile(
+    r"no space left on device|disk quota exceeded|read-only file system|input/output error", re.IGNORECASE
+)
 _MESSAGE_CHARACTERS = 400
+_LOG_END_BYTES = 64 * 1024
+_BY_NAME = {
+    "StartError": START, "ConfigError": CONFIGURATION, "NonFiniteError": NONFINITE, "FollowerError": STOPPED,
+    "MemoryError": OUT_OF_MEMORY, "OutOfMemoryError": OUT_OF_MEMORY,
+}  # fmt: skip
+# What another try, perhaps on other nodes, may get past; an error of the code or of a full disk comes again.
+MENDABLE = frozenset({KILLED, LOST_PEER, COLLECTIVE_TIMEOUT, NODE_LOST, START, HANG})
 
 
 @dataclass(frozen=True)
@@ -53,17 +77,48 @@ class Record:
     time: str  # ISO 8601, UTC, microseconds
     time_ns: int
     traceback: list[str]
+    details: dict[str, Any] = field(default_factory=dict)  # figures of the kind: asked_bytes, step, ...
+    collectives: list[dict[str, Any]] = field(default_factory=list)  # worker/flight_recorder.py
 
 
-def record_exception(folder: RunFolder, *, world: World, error: BaseException) -> None:
-    """Keep why this rank fails; its first word counts."""
-    words = " ".join(str(error).split())[:_MESSAGE_CHARACTERS]
+def can_restart(cause: Mapping[str, Any], *, on_nonfinite: str) -> bool:
+    """Whether a restart from a checkpoint can mend `cause`, the content of `failure.json`.
+
+    After values that were not finite only where `training.on_nonfinite` is `rollback`, from a checkpoint
+    of a step before `cause["details"]["step"]`, and once: the same step would end the same way again.
+    """
+    if cause["kind"] == NONFINITE:
+        return on_nonfinite == "rollback"
+    # A job that failed before any rank started, as by a line of its set-up, fails again.
+    nobody = cause["rank"] is None and cause["kind"] in (START, KILLED)
+    return cause["kind"] in MENDABLE and not nobody
+
+
+def record_exception(
+    folder: RunFolder, *, world: World, error: BaseException, collectives: Sequence[dict[str, Any]] = ()
+) -> None:
+    """Keep why this rank fails and which collectives it had entered; its first word counts."""
+    kind, source = _kind_and_source(error)
+    where = place_of(error)
+    details: dict[str, Any] = {"where": where} if where else {}
+    if kind == OUT_OF_MEMORY:
+        message, details = oom.describe(source, where=where)
+    else:
+        words = " ".join(str(source).split())[:_MESSAGE_CHARACTERS]
+        told = kind in (NONFINITE, STOPPED, CONFIGURATION)  # our own words, which need no class before them
+        name = type(source).__name__
+        message = words if told and words else f"{name}: {words}" if words else name
+        details |= getattr(source, "details", {})
+    if (step := step_of(error)) is not None:
+        details.setdefault("step", step)
     _keep(
         folder,
         world=world,
-        kind=kind_of(error),
-        message=f"{type(error).__name__}: {words}" if words else type(error).__name__,
+        kind=kind,
+        message=message,
         lines="".join(traceback.format_exception(error)).splitlines(),
+        details=details,
+        collectives=list(collectives),
     )
 
 
@@ -77,6 +132,8 @@ def record_death(folder: RunFolder, *, world: World, returncode: int, stopped: b
         kind, message = ERROR, f"ended with exit code {returncode} and no word why"
     elif stopped:
         kind, message = STOPPED, f"ended by {name} after another rank's failure"
+    elif name == "SIGABRT" and (words := _last_timeout(folder, rank=world.rank)):
+        kind, message = COLLECTIVE_TIMEOUT, words  # NCCL's watchdog ends the process so
     else:
         kind, message = KILLED, f"killed by {name}"
     _keep(folder, world=world, kind=kind, message=message, signal_name=name)
@@ -85,6 +142,7 @@ def record_death(folder: RunFolder, *, world: World, returncode: int, stopped: b
 def forget(folder: RunFolder, *, rank: int) -> None:
     """Drop the record of an earlier attempt, before this one starts."""
     _path(folder, rank).unlink(missing_ok=True)
+    flight_recorder.dump_of(folder, rank=rank).unlink(missing_ok=True)
 
 
 def records(folder: RunFolder) -> list[Record]:
@@ -95,10 +153,7 @@ def records(folder: RunFolder) -> list[Record]:
 
 def kind_of(error: BaseException) -> str:
     """The kind of an exception or of what caused it: pipeline stages wrap what their blocks raise."""
-    kind = _kind_of_one(error)
-    if kind == ERROR and error.__cause__ is not None:
-        return kind_of(error.__cause__)
-    return kind
+    return _kind_and_source(error)[0]
 
 
 def signal_name(number: int) -> str:
@@ -108,18 +163,42 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def _kind_and_source(error: BaseException) -> tuple[str, BaseException]:
+    """Also the exception that tells it: where all are of no special kind, the outermost."""
+    link: BaseException | None = error
+    while link is not None:
+        if (kind := _kind_of_one(link)) != ERROR:
+            return kind, link
+        link = link.__cause__
+    return ERROR, error
+
+
 def _kind_of_one(error: BaseException) -> str:
-    names = {parent.__name__ for parent in type(error).__mro__}  # by name, so torch stays unimported
-    if "StartError" in names:
-        return START
-    # A user's own socket raises OSError; torch's collectives and store raise RuntimeError.
-    if isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)):
-        return LOST_PEER
-    if names & {"MemoryError", "OutOfMemoryError"}:
-        return OUT_OF_MEMORY
-    if isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)):
-        return OUT_OF_MEMORY
+    names = [parent.__name__ for parent in type(error).__mro__]  # by name, so torch stays unimported
+    for name in names:
+        if name in _BY_NAME:
+            return _BY_NAME[name]
+    if isinstance(error, OSError):  # a user's own socket too; torch's collectives raise RuntimeError
+        return DISK if error.errno in _DISK else OUT_OF_MEMORY if error.errno == errno.ENOMEM else ERROR
+    if "CheckpointException" in names and _NO_SPACE.search(str(error)):
+        return DISK
+    if isinstance(error, RuntimeError):
+        kinds = (
+            (_LOST_PEER, LOST_PEER), (_TIMEOUT, COLLECTIVE_TIMEOUT), (_DESYNC, DESYNC),
+            (_OUT_OF_MEMORY, OUT_OF_MEMORY), (_NO_SPACE, DISK),
+        )  # fmt: skip
+        return next((kind for pattern, kind in kinds if pattern.search(str(error))), ERROR)
     return ERROR
+
+
+def _last_timeout(folder: RunFolder, *, rank: int) -> str | None:
+    """The end of the rank's log, where NCCL's watchdog says what it waited for."""
+    with contextlib.suppress(OSError), folder.log(rank, "err").open("rb") as log:
+        log.seek(max(0, log.seek(0, 2) - _LOG_END_BYTES))
+        lines = log.read().decode(errors="replace").splitlines()
+        found = next((line for line in reversed(lines) if _TIMEOUT.search(line)), None)
+        return None if found is None else found.strip()[:_MESSAGE_CHARACTERS]
+    return None
 
 
 def _keep(
@@ -130,6 +209,8 @@ def _keep(
     message: str,
     signal_name: str | None = None,
     lines: list[str] | None = None,
+    details: dict[str, Any] | None = None,
+    collectives: list[dict[str, Any]] | None = None,
 ) -> None:
     path = _path(folder, world.rank)
     now_ns = time.time_ns()
@@ -144,6 +225,8 @@ def _keep(
         time=datetime.fromtimestamp(now_ns / 1e9, UTC).isoformat(timespec="microseconds"),
         time_ns=now_ns,
         traceback=lines or [],
+        details=details or {},
+        collectives=collectives or [],
     )
     # A full disk may be the very failure: it must not hide the exception under another.
     with contextlib.suppress(OSError):

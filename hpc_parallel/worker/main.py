@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hpc_parallel.config.layout import layout_of, processes_per_node
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
-from hpc_parallel.worker import fabric, failure
+from hpc_parallel.worker import fabric, failure, flight_recorder
 from hpc_parallel.worker.environment import describe
 from hpc_parallel.worker.generation import generate
 from hpc_parallel.worker.inference import infer
@@ -47,13 +47,14 @@ def main(run_folder: str) -> int:
         config, values = read_config(folder.config)
         require_devices(config, world)
         variables = fabric.site_variables(config.cluster.environment, os.environ)
+        flight_recorder.set_variables(folder, os.environ)
         device = prepare_device(config, world)
         join(folder, config=config, world=world, device=device, variables=variables)
         task = TASKS[config.task.name]
         task(config, values=values, folder=folder, device=device, environment=os.environ)
         dist.destroy_process_group()
     except BaseException as error:
-        failure.record_exception(folder, world=world, error=error)
+        failure.record_exception(folder, world=world, error=error, collectives=flight_recorder.entered())
         traceback.print_exc()
         return 1
     return 0

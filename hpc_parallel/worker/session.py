@@ -28,6 +28,7 @@ from hpc_parallel.config.schema import RunConfig, typed
 from hpc_parallel.data.sampler import Batches, Data, Samples, validation_steps
 from hpc_parallel.launch import attempts
 from hpc_parallel.launch.run_folder import RunFolder, write_json
+from hpc_parallel.models.place import located
 from hpc_parallel.strategies.assemble import Assembled, assemble
 from hpc_parallel.strategies.mesh import build_mesh
 from hpc_parallel.training.writers import Writer
@@ -52,6 +53,7 @@ class Session:
     device: torch.device
 
     @classmethod
+    @located("loading")
     def open(cls, config: RunConfig, *, device: torch.device, trains: bool = True) -> Session:
         """Read the data and assemble the model, on all ranks of the default process group.
 

@@ -79,6 +79,7 @@ def train(
             session.assembled,
             optimizer=optimizer,
             clip_norm=config.training.clip_norm,
+            on_nonfinite=config.training.on_nonfinite,
             on_gradients=None if on_gradients is None else partial(on_gradients, session.assembled),
         ),
         optimizer=optimizer,

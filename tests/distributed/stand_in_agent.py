@@ -4,6 +4,7 @@ stand_in_agent.py RUN --parent PID    the agent, as the launcher starts it
 stand_in_agent.py --login RUN         the login process
 stand_in_agent.py --serve             run folders on stdin; forks an agent for each, so that torch is
                                       imported once; answers with its process number, then its exit code
+stand_in_agent.py --serve-training    the same with ranks that do train
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def play(run_folder: str) -> int:
     return 0
 
 
-def serve() -> None:
+def serve(entry: local.Entry) -> None:
     import torch.distributed.elastic.multiprocessing  # noqa: F401
 
     import hpc_parallel.config.schema
@@ -69,14 +70,18 @@ def serve() -> None:
         child = os.fork()
         if child == 0:
             os.setsid()
-            os._exit(local.run(line.strip(), entry=play))
+            os._exit(local.run(line.strip(), entry=entry))
         print(child, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "--serve":
-        serve()
+        serve(play)
+    elif sys.argv[1] == "--serve-training":
+        from hpc_parallel.worker.main import main
+
+        serve(main)
     elif sys.argv[1] == "--login":
         from hpc_parallel.launch.local import follow_agent
 

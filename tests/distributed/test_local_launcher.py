@@ -82,9 +82,9 @@ def naming(folder: RunFolder) -> set[int]:
 class AgentServer:
     """Agents one after another, forked from one process that has torch."""
 
-    def __init__(self) -> None:
+    def __init__(self, serves: str = "--serve") -> None:
         self.process = subprocess.Popen(
-            [sys.executable, STAND_IN, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, STAND_IN, serves], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def start(self, folder: RunFolder) -> int:
@@ -102,8 +102,8 @@ class AgentServer:
 
 
 @contextlib.contextmanager
-def agent_server() -> Iterator[AgentServer]:
-    server = AgentServer()
+def agent_server(serves: str = "--serve") -> Iterator[AgentServer]:
+    server = AgentServer(serves)
     try:
         yield server
     finally:

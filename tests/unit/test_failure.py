@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,18 +17,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_parallel.config.layout import Layout
+from hpc_parallel.config.problems import ConfigError
 from hpc_parallel.launch import attempts
 from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
-from hpc_parallel.worker import failure
+from hpc_parallel.models.place import at_step, located
+from hpc_parallel.worker import failure, flight_recorder
 from hpc_parallel.worker.conclude import conclude, first_cause
+from hpc_parallel.worker.desync import compare
 from hpc_parallel.worker.failure import Record
+from hpc_parallel.worker.oom import size
 from hpc_parallel.worker.world import World
 
 SUMMARY_KEYS = {
     "outcome", "strategy", "layout", "nodes", "gpus_per_node", "world_size", "steps", "samples",
     "final_loss", "validation_loss", "samples_per_s", "step_time_s", "latency_s", "peak_memory_bytes",
     "exposed_communication_share", "bubble_share", "traffic_bytes", "busiest_rank_traffic_bytes", "traffic",
-    "ring_all_reduce", "predicted", "restarts", "lost_steps", "started", "ended", "job_ids",
+    "ring_all_reduce", "predicted", "restarts", "lost_steps", "skipped_steps", "started", "ended", "job_ids",
 }  # fmt: skip
 MS = 1_000_000
 
@@ -81,7 +87,8 @@ class StartError(RuntimeError):
         (RuntimeError("[pair.cc:538] Connection closed by peer [10.77.0.2]:4212"), "lost_peer"),
         (RuntimeError("Read error [10.77.0.2]:4212: Connection reset by peer"), "lost_peer"),
         (RuntimeError("writev [10.77.0.2]:4212: Broken pipe"), "lost_peer"),
-        (RuntimeError("Timed out waiting 600000ms for recv operation to complete"), "lost_peer"),
+        (RuntimeError("Timed out waiting 600000ms for recv operation to complete"), "collective_timeout"),
+        (RuntimeError("[enforce fail at pair.cc] op.preamble.length <= op.nbytes. 8 vs 4"), "desync"),
         (RuntimeError("Failed to recv, got 0 bytes. Connection was likely closed."), "lost_peer"),
         (RuntimeError("ncclRemoteError: A call failed possibly due to a network error"), "lost_peer"),
         (ConnectionResetError("Connection reset by peer"), "error"),  # the user's own socket
@@ -90,6 +97,13 @@ class StartError(RuntimeError):
         (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), "out_of_memory"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out_of_memory"),
         (ValueError("a bad label"), "error"),
+        (OSError(errno.ENOSPC, "No space left on device"), "disk"),
+        (OSError(errno.EIO, "Input/output error"), "disk"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "disk"),
+        (OSError(errno.EROFS, "Read-only file system"), "disk"),
+        (FileNotFoundError(errno.ENOENT, "No such file"), "error"),
+        (RuntimeError("PytorchStreamWriter failed: No space left on device"), "disk"),
+        (ConfigError(["strategy.cuts = [7] is past the last block"]), "configuration"),
     ],
 )
 def test_kind_of_an_exception(error: Exception, kind: str) -> None:
@@ -302,3 +316,230 @@ def test_a_rank_that_said_why_is_not_outdone_by_srun(folder: RunFolder) -> None:
     failure.record_exception(folder, world=world(1), error=ValueError("a bad label"))
     line = conclude(folder, returncode=1, text="srun: error: n1: task 1: Killed\n")
     assert line == "rank 1 on n0 failed first: ValueError: a bad label"
+
+
+CUDA = (
+    "CUDA out of memory. Tried to allocate 2.10 GiB. GPU 0 has a total capacity of 79.15 GiB of which "
+    "300.00 MiB is free. Including non-PyTorch memory, this process has 78.85 GiB memory in use."
+)
+
+
+def test_the_line_of_a_gpu_out_of_memory(folder: RunFolder) -> None:
+    """The very line that the README promises."""
+
+    class OutOfMemoryError(RuntimeError):
+        pass
+
+    for rank in (0, 1, 2, 3, 4, 6, 7):
+        lost = RuntimeError("Connection closed by peer")
+        failure.record_exception(folder, world=world(rank), error=lost)
+    wrapped = RuntimeError("[Stage 1] failed to run forward")
+    try:
+        with at_step(3), located("block 7"):
+            raise OutOfMemoryError(CUDA)
+    except OutOfMemoryError as error:
+        wrapped.__cause__ = error
+    failure.record_exception(folder, world=world(5), error=wrapped)
+    assert conclude(folder, returncode=1) == (
+        "rank 5 on n2 failed first: out of memory in block 7 (asked 2.1 GiB, free 0.3 GiB); 7 followers"
+    )
+    assert read_json(folder.failure)["details"] == {
+        "where": "block 7", "asked_bytes": round(2.1 * 2**30), "free_bytes": 300 * 2**20,
+    }  # fmt: skip
+
+
+def test_the_innermost_place_stands() -> None:
+    with (
+        pytest.raises(ValueError, match="a bad label") as raised,
+        located("the optimizer"),
+        located("block 7"),
+    ):
+        raise ValueError("a bad label")
+    assert raised.value.__notes__ == ["in block 7"]
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [(512, "512 bytes"), (3 * 2**20, "3.0 MiB"), (300 * 2**20, "0.3 GiB"), (2**52, "4096.0 TiB")],
+)
+def test_sizes(count: int, words: str) -> None:
+    assert size(count) == words
+
+
+def test_a_full_disk(folder: RunFolder) -> None:
+    """A writer that meets it, as a checkpoint's would; torch's wrapper says it in words only."""
+
+    class CheckpointException(BaseException):  # torch.distributed.checkpoint's
+        pass
+
+    full = OSError(errno.ENOSPC, "No space left on device", "/data/step-5")
+    failure.record_exception(folder, world=world(2), error=full)
+    failure.record_exception(folder, world=world(3), error=RuntimeError("Connection closed by peer"))
+    assert conclude(folder, returncode=1) == (
+        "rank 2 on n1 failed first: OSError: [Errno 28] No space left on device: '/data/step-5'; 1 follower"
+    )
+    assert read_json(folder.failure)["kind"] == "disk"
+    assert failure.kind_of(CheckpointException("ranks:dict_keys([1]) ... No space left on device")) == "disk"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("srun: error: Node failure on n2", "node n2 was lost; 1 follower"),
+        ("slurmstepd: error: *** STEP 3.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO NODE n2 FAILURE ***",
+         "node n2 was lost; 1 follower"),
+        ("*** JOB 5 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO NODE FAILURE, SEE SLURMCTLD LOG ***",
+         "a node was lost; 1 follower"),
+        ("Slurm says of job 5: node_fail (NodeDown)", "a node was lost; 1 follower"),
+        ("srun: error: Node failure on n2\nhpc_parallel attempt 2 of job 5 on n[1,3]",
+         "rank 1 on n0 failed first: RuntimeError: Connection closed by peer"),
+    ],
+)  # fmt: skip
+def test_a_lost_node_is_named_from_slurms_words(folder: RunFolder, text: str, line: str) -> None:
+    lost = RuntimeError("Connection closed by peer")
+    failure.record_exception(folder, world=world(1), error=lost)
+    assert conclude(folder, returncode=143, text=text) == line
+    assert (read_json(folder.failure)["kind"] == "node_lost") == ("follower" in line)
+
+
+def test_a_rank_that_failed_before_its_node_was_lost_is_named(folder: RunFolder) -> None:
+    failure.record_exception(folder, world=world(1), error=ValueError("a bad label"))
+    line = conclude(folder, returncode=1, text="srun: error: Node failure on n2")
+    assert line == "rank 1 on n0 failed first: ValueError: a bad label"
+
+
+def test_slurm_ends_a_rank_for_its_memory(folder: RunFolder) -> None:
+    line = conclude(folder, returncode=137, text="srun: error: n2: task 4: Out Of Memory\n")
+    assert line == (
+        "rank 4 on n2 failed first: out of the job's memory: ended by Slurm (raise launcher.memory_gb)"
+    )
+    assert read_json(folder.failure)["kind"] == "out_of_memory"
+
+
+def calls(
+    *names: str, first: int = 1, group: str = "0", ranks: Sequence[int] = (0, 1, 2, 3)
+) -> dict[str, object]:
+    return {
+        "group": group, "ranks": list(ranks),
+        "calls": [[n, name, [[4]], 10 * n + int(group)] for n, name in enumerate(names, first)],
+    }  # fmt: skip
+
+
+def test_who_is_missing_from_a_collective() -> None:
+    behind = {rank: [calls("all_reduce", "all_gather")] for rank in (0, 1, 3)} | {2: [calls("all_reduce")]}
+    finding = compare(behind, world_size=4)
+    assert finding is not None
+    assert (finding.ranks, finding.waiting, finding.collective, finding.number) == (
+        (2,), (0, 1, 3), "all_gather", 2,
+    )  # fmt: skip
+    silent = {rank: [calls("all_reduce")] for rank in (0, 1, 3)}
+    finding = compare(silent, world_size=4)
+    assert finding is not None
+    assert finding.ranks == (2,)
+    assert compare({rank: [calls("all_reduce")] for rank in range(4)}, world_size=4) is None
+    # Ended while it waited, it left no word: the one that is known to be behind is to blame.
+    finding = compare({0: [calls("a", "b")], 1: [calls("a", "b")], 3: [calls("a")]}, world_size=4)
+    assert finding is not None
+    assert finding.ranks == (3,)
+
+
+def test_who_entered_another_collective() -> None:
+    right = {rank: [calls("all_reduce", "all_gather", "barrier", first=5)] for rank in (0, 1, 2)}
+    finding = compare(right | {3: [calls("all_reduce", "barrier", "all_reduce", first=5)]}, world_size=4)
+    assert finding is not None
+    assert finding.message == "entered barrier where ranks 0, 1, 2 entered all_gather (collective 6)"
+    assert finding.ranks == (3,)
+
+
+def test_who_waits_in_another_group_is_not_to_blame() -> None:
+    """0 waits for 1, which waits for 3 in a group of their own."""
+    standings = {
+        0: [calls("all_reduce", "all_reduce", ranks=(0, 1))],
+        1: [calls("all_reduce", ranks=(0, 1)), calls("all_gather", "all_gather", group="1", ranks=(1, 3))],
+        3: [calls("all_gather", group="1", ranks=(1, 3))],
+    }
+    finding = compare(standings, world_size=4)
+    assert finding is not None
+    assert finding.ranks == (3,)
+
+
+def test_of_two_that_wait_for_each_other_the_one_that_left_its_habit_is_to_blame() -> None:
+    """Each step is a sum in group 0, then one in group 1; in the second rank 1 leaves out the latter."""
+    sums = ("all_reduce",) * 3
+    standings = {
+        0: [calls(*sums[:2], ranks=(0, 1)), calls(*sums[:2], group="1", ranks=(0, 1))],
+        1: [calls(*sums, ranks=(0, 1)), calls(*sums[:1], group="1", ranks=(0, 1))],
+    }
+    finding = compare(standings, world_size=2)
+    assert finding is not None
+    assert (finding.ranks, finding.waiting) == ((1,), (0,))
+    swapped = compare({0: standings[1], 1: standings[0]}, world_size=2)
+    assert swapped is not None
+    assert swapped.ranks == (0,)
+
+
+NCCL = (
+    "[rank5]:[E1121] [Rank 5] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12, "
+    "OpType=ALLREDUCE, NumelIn=4, NumelOut=4, Timeout(ms)=600000) ran for 600012 milliseconds before "
+    "timing out."
+)
+
+
+def test_ncclas_watchdog_names_who_did_not_come(folder: RunFolder) -> None:
+    """It writes the recorder's content and aborts the process: ranks 0 and 5 waited, 6 stood one before."""
+    for rank, count in ((0, 12), (5, 12), (6, 11)):
+        entries = [
+            {"profiling_name": "nccl:all_reduce", "process_group": ["0", "default_pg"], "is_p2p": False,
+             "collective_seq_id": number, "input_sizes": [[4]],
+             "time_created_ns": number}
+            for number in range(1, count + 1)
+        ]  # fmt: skip
+        config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 5, 6]"}}
+        dump = {"version": "2.10", "pg_config": config, "entries": entries}
+        flight_recorder.dump_of(folder, rank=rank).write_bytes(pickle.dumps(dump, protocol=2))
+        folder.log(rank, "err").write_text(f"{NCCL}\nterminate called\n")
+        failure.record_death(folder, world=world(rank), returncode=-6)
+    assert conclude(folder, returncode=134) == (
+        "rank 6 on n3 failed first: missing from all_reduce (collective 12), in which ranks 0, 5 waited; its "
+        "last was all_reduce 11; 2 followers"
+    )
+    assert read_json(folder.failure)["details"]["missing"] == [6]
+    failure.forget(folder, rank=6)
+    assert not flight_recorder.dump_of(folder, rank=6).exists()
+
+
+def test_a_dump_that_would_run_code_is_refused(folder: RunFolder) -> None:
+    class Evil:
+        def __reduce__(self) -> object:
+            return Path.touch, (folder.path / "pwned",)
+
+    path = flight_recorder.dump_of(folder, rank=0)
+    path.write_bytes(pickle.dumps({"entries": [Evil()]}))
+    assert flight_recorder.read_dump(path) == []
+    assert not (folder.path / "pwned").exists()
+    for content in (b"", b"\x80", b"text", pickle.dumps([1]), pickle.dumps({"entries": [{"is_p2p": False}]})):
+        path.write_bytes(content)
+        assert flight_recorder.read_dump(path) == []
+
+
+def test_the_recorders_variables_leave_the_users_alone(folder: RunFolder) -> None:
+    environment = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "9", "TORCH_FR_DUMP_TEMP_FILE": "/mine"}
+    flight_recorder.set_variables(folder, environment)
+    assert environment == {
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "9", "TORCH_FR_DUMP_TEMP_FILE": "/mine",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "policy", "mends"),
+    [
+        ("killed", 3, "stop", True), ("lost_peer", 3, "stop", True), ("node_lost", None, "stop", True),
+        ("hang", 3, "stop", True), ("collective_timeout", 3, "stop", True), ("start", 3, "stop", True),
+        ("start", None, "stop", False), ("error", 3, "stop", False), ("out_of_memory", 3, "stop", False),
+        ("disk", 3, "stop", False), ("configuration", 3, "stop", False), ("time_limit", None, "stop", False),
+        ("nonfinite", 3, "stop", False), ("nonfinite", 3, "rollback", True),
+    ],
+)  # fmt: skip
+def test_what_a_restart_can_mend(kind: str, rank: int | None, policy: str, mends: bool) -> None:
+    assert failure.can_restart({"kind": kind, "rank": rank}, on_nonfinite=policy) == mends

@@ -72,7 +72,8 @@ def test_norm_and_clipping_are_torchs(most: float) -> None:
     theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
     for mine, other in zip(ours, theirs, strict=True):
         other.grad = mine.grad.clone()
-    norm = GradientNorm(ours, axes=[])()
+    norm, norms = GradientNorm(ours, axes=[])()
+    torch.testing.assert_close(norms, torch.stack([weight.grad.norm() for weight in ours]))
     clip(ours, norm=norm, most=most)
     expected = nn.utils.clip_grad_norm_(theirs, most)
     torch.testing.assert_close(norm, expected)

@@ -1,0 +1,157 @@
+"""Real trainings that are harmed in one rank: the line, `failure.json`, and what a skipped step leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_parallel.launch.run_folder import read_json
+from tests.composed import prepared
+from tests.distributed.test_local_launcher import HOST, AgentServer, agent_server, session
+from tests.parity import largest_difference, weight_difference
+from tests.workers import Workers
+
+SMALL = (
+    "device=cpu",
+    "launcher.snapshot=false",
+    "training.steps=6",
+    "training.log_every=1",
+    "training.validate_every=null",
+    "training.measure_steps=0",
+    "training.global_batch_size=8",
+    "training.precision=float64",
+    "data.sequence_length=16",
+    "data.max_bytes=200000",
+    "model.dim=32",
+    "model.ffn_dim=64",
+    "model._target_=tests.models.Harmed",
+)
+TWO = ("strategy=data", "gpus_per_node=2")
+PIPELINE = ("strategy=pipeline", "nodes=2", "strategy.microbatches=4")  # blocks 0, 1 | 2, 3
+Failing = Callable[..., dict[str, Any]]
+
+
+def harm(what: str, *, at: int, victim: int) -> tuple[str, ...]:
+    return (f"+model.harm={what}", f"+model.at={at}", f"+model.victim={victim}")
+
+
+@pytest.fixture(scope="module")
+def training_agents() -> Iterator[AgentServer]:
+    with agent_server("--serve-training") as server:
+        yield server
+
+
+@pytest.fixture
+def failing(training_agents: AgentServer, tmp_path: Path) -> Failing:
+    """Train through the real agent until it fails; the content of `failure.json`."""
+
+    def train(*overrides: str) -> dict[str, Any]:
+        run = prepared(f"run_dir={tmp_path / 'run'}", *SMALL, *overrides)
+        run.write()
+        agent = training_agents.start(run.folder)
+        assert training_agents.exit_code() == 1
+        assert session(agent) == set()
+        found = read_json(run.folder.failure)
+        assert found is not None
+        summary = read_json(run.folder.summary)
+        assert summary is not None
+        assert summary["outcome"] == "failed"
+        return found
+
+    return train
+
+
+@pytest.mark.parametrize(("what", "place"), [("memory", "block 2"), ("backward", "block 2's backward pass")])
+def test_out_of_memory_names_the_block_of_the_whole_model(failing: Failing, what: str, place: str) -> None:
+    found = failing(*PIPELINE, *harm(what, at=1, victim=1))
+    assert re.fullmatch(
+        rf"rank 1 on {HOST} failed first: out of memory in {place} "
+        r"\(asked 4096\.0 TiB, free \d+\.\d [MGT]iB\); 1 follower",
+        found["line"],
+    )
+    assert (found["rank"], found["node"], found["kind"]) == (1, 1, "out_of_memory")
+    assert (found["details"]["where"], found["details"]["asked_bytes"]) == (place, 2**52)
+    assert found["details"]["step"] == 1
+    assert [other["rank"] for other in found["followers"]] == [0]
+
+
+def test_a_bug_is_told_with_its_step(failing: Failing) -> None:
+    found = failing(*TWO, *harm("bug", at=3, victim=1))
+    assert found["line"] == f"rank 1 on {HOST} failed first: ValueError: a bad label; 1 follower"
+    assert (found["kind"], found["details"]) == ("error", {"where": "block 2", "step": 3})
+    assert {"in block 2", "in step 3"} < set(found["traceback"])
+
+
+def test_a_skipped_collective_names_who_skipped_it(failing: Failing) -> None:
+    found = failing(
+        *PIPELINE, "cluster.collective_timeout_s=6", *harm("skip", at=4 * 2 + 1, victim=1)
+    )  # fmt: skip
+    assert (found["rank"], found["kind"]) == (1, "collective_timeout")
+    assert re.fullmatch(
+        rf"rank 1 on {HOST} failed first: missing from all_?reduce \(collective \d+\), in which rank 0 "
+        r"waited; its last was all_?reduce \d+ at step 3; 1 follower",
+        found["line"],
+    )
+    assert found["details"]["missing"] == [1]
+
+
+def test_who_never_comes_is_named_though_it_says_nothing(failing: Failing) -> None:
+    found = failing(*TWO, "cluster.collective_timeout_s=6", *harm("sleep", at=3, victim=1))
+    assert (found["rank"], found["kind"]) == (1, "collective_timeout")
+    assert re.fullmatch(
+        rf"rank 1 on {HOST} failed first: missing from \w+ \(collective \d+\), in which rank 0 "
+        "waited at step 3; 1 follower",
+        found["line"],
+    )
+
+
+def test_a_loss_that_is_not_finite_stops_all_before_it_is_learnt_from(failing: Failing) -> None:
+    """Five steps after, at the next logged line; the step and the rank are those of the harm."""
+    found = failing(*TWO, "training.log_every=6", *harm("poison", at=3, victim=1))
+    assert found["line"] == (
+        f"rank 1 on {HOST} failed first: the loss of step 3 is nan; of the gradients stem.weight is the "
+        "first; 1 follower"
+    )
+    assert (found["kind"], found["details"]["step"], found["details"]["parameter"]) == (
+        "nonfinite", 3, "stem.weight",
+    )  # fmt: skip
+    assert found["followers"] == [{"rank": 0, "host": HOST, "kind": "stopped"}]
+
+
+def test_what_only_the_job_sees_of_the_configuration(failing: Failing) -> None:
+    """A model of one block, whatever its keys say, can't make two stages."""
+    found = failing(*PIPELINE, "model._target_=tests.models.Bigram")
+    assert found["kind"] == "configuration"
+    assert "strategy.pipeline = 2 stages are more than the model's 1 blocks" in found["line"]
+    assert found["details"] == {"where": "loading"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "passes"),
+    [
+        (TWO, 1),
+        (("strategy=fsdp", "gpus_per_node=2"), 1),
+        (PIPELINE, 4),
+        (("strategy=parameter_server", "gpus_per_node=3"), 1),
+    ],
+)
+def test_a_skipped_step_is_skipped_alike(workers: Workers, layout: tuple[str, ...], passes: int) -> None:
+    """Step 3 is harmed on the last rank, or on the one device: the same steps are learnt from."""
+    skip = (*SMALL, "training.on_nonfinite=skip")
+    alone = workers.train("strategy=single", *skip, *harm("poison", at=3, victim=0))
+    split = workers.train(*layout, *skip, *harm("poison", at=2 * passes + 1, victim=1))
+    for trained in (alone, split):
+        assert [line["skipped_steps"] for line in trained.lines] == [0, 0, 1, 1, 1, 1]
+        assert [line["loss"] is None for line in trained.lines] == [False, False, True, False, False, False]
+        assert json.loads((trained.folder / "summary.json").read_text())["skipped_steps"] == 1
+    kept = [0, 1, 3, 4, 5]
+    assert all(math.isfinite(alone.losses[step]) for step in kept)
+    curves = [[trained.losses[step] for step in kept] for trained in (split, alone)]
+    assert largest_difference(*curves) < 1e-10
+    assert weight_difference(split, alone) < 1e-10
