@@ -24,6 +24,7 @@ from hpc_parallel.config.problems import ConfigError, Problem
 from hpc_parallel.config.schema import register
 from hpc_parallel.launch.launchers import SiteRefusedError, choose
 from hpc_parallel.launch.prepare import PreparedRun, prepare
+from hpc_parallel.launch.resume import resumed
 
 DONE, FAILED, WRONG_CONFIGURATION, REFUSED = range(4)
 
@@ -34,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.argv[1:] = arguments
     register()
     try:
+        sys.argv[1:] = resumed(sys.argv[1:])
         runs = compose()
     except ConfigError as error:
         return report(error.problems)

@@ -45,7 +45,12 @@ def _names(config: RunConfig) -> Found:
     elif (run := next((place for place in folder.parents if is_run_folder(place)), None)) is not None:
         rule = f"would lie inside the run folder {run}"
         yield Problem("run_dir", config.run_dir, rule, (_free(str(run)),))
-    elif config.run_dir is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    elif (
+        config.resume is None
+        and config.run_dir is not None
+        and folder.exists()
+        and (not folder.is_dir() or any(folder.iterdir()))
+    ):
         rule = "holds something already; a run is never overwritten"
         yield Problem("run_dir", config.run_dir, rule, (_free(config.run_dir),))
 

@@ -125,7 +125,7 @@ class ScriptLauncher:
 
     def launch(self, run: PreparedRun) -> int:
         run.write()
-        run.folder.slurm.mkdir(mode=0o700)
+        run.folder.slurm.mkdir(mode=0o700, exist_ok=run.resumes)
         write_text(run.folder.batch_script, render(run))
         write_text(run.folder.resubmission, render(run))
         print(f"run folder  {run.folder.path}")

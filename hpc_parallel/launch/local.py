@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 AGENT = ("-m", "hpc_parallel.worker.local")
 _PERIOD_S = 0.1
+_SAME_S = 0.3  # a process and its group are often sent the same signal both
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -122,9 +124,13 @@ def _conclude(folder: RunFolder, *, returncode: int, log: str, cancelled: bool) 
 def _counting_signals() -> Iterator[list[int]]:
     """Collect the signals that ask this process to end, in place of ending it."""
     asked: list[int] = []
+    last_s = -math.inf
 
     def ask(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
+        nonlocal last_s
+        if time.monotonic() - last_s > _SAME_S:
+            asked.append(number)
+        last_s = time.monotonic()
 
     # What is ignored stays so: nohup's SIGHUP, SIGINT of a script's background job.
     heard = [number for number in _STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]

@@ -18,6 +18,7 @@ from hpc_parallel.config.problems import ConfigError, Problem
 from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.tasks import total_steps
+from hpc_parallel.launch import owner, resume
 from hpc_parallel.launch.origin import origin
 from hpc_parallel.launch.run_folder import RunFolder, new_run_id, write_json, write_text
 from hpc_parallel.launch.snapshot import Snapshot, plan_snapshot
@@ -54,6 +55,11 @@ class PreparedRun:
         return self.config.launcher.cpus_per_device * self.config.gpus_per_node // self.processes_per_node
 
     @property
+    def resumes(self) -> bool:
+        """Whether it goes on in a run folder that is there."""
+        return self.config.resume is not None
+
+    @property
     def steps(self) -> int:
         """How many its metrics count to."""
         return total_steps(self.config)
@@ -73,11 +79,19 @@ class PreparedRun:
 
         Raises ConfigError where the folder can't be made.
         """
+        key = "resume" if self.resumes else "run_dir"
         try:
-            self.folder.create()
+            if not self.resumes:
+                self.folder.create()
+            owner.claim(self.folder)
         except OSError as error:
             rule = f"can't hold the run: {error.strerror or error}"
-            raise ConfigError([Problem("run_dir", self.folder.path, rule)]) from error
+            raise ConfigError([Problem(key, self.folder.path, rule)]) from error
+        except owner.OwnedError as error:
+            raise ConfigError([Problem(key, self.folder.path, str(error))]) from error
+        if self.resumes:
+            self.folder.set_aside()
+            self.folder.begin_anew()
         if self.snapshot is not None:
             self.snapshot.take()
         write_text(self.folder.config, yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True))
@@ -104,6 +118,8 @@ def prepare(
         in_turn=schedule_of(config.strategy).in_turn,
     )
     folder = RunFolder(path.absolute())
+    if config.resume and (problems := list(resume.find_problems(folder, values))):
+        raise ConfigError(problems)
     values["run_dir"] = str(folder.path)
     snapshot = None
     if config.launcher.snapshot:

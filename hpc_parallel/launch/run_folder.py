@@ -54,6 +54,11 @@ class RunFolder:
         return self.path / "attempts.jsonl"
 
     @property
+    def owner(self) -> Path:
+        """Who runs here now (`launch/owner.py`)."""
+        return self.path / "owner.json"
+
+    @property
     def stopped(self) -> Path:
         """By which signal the newest start was stopped, its state being saved; absent otherwise."""
         return self.path / "stopped.json"
@@ -109,6 +114,13 @@ class RunFolder:
         self.path.chmod(0o700)  # an existing empty folder may be wider
         for folder in (self.logs, self.rendezvous):
             folder.mkdir(mode=0o700)
+
+    def set_aside(self) -> None:
+        """Keep the configuration, environment and source of the last start under a number, for a new one."""
+        number = 1 + sum(1 for _ in self.path.glob("config-*.yaml"))
+        for path in (self.environment, self.code, self.config):  # last what counts them
+            if path.exists():
+                path.rename(path.with_name(f"{path.stem}-{number}{path.suffix}"))
 
     def begin_anew(self) -> None:
         """Drop how an earlier start ended."""

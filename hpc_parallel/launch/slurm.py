@@ -15,6 +15,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor
 
 from hpc_parallel.config.problems import ConfigError, spell
+from hpc_parallel.launch import owner
 from hpc_parallel.launch.batch_script import (
     environment_block,
     job_python,
@@ -59,7 +60,8 @@ class SlurmLauncher:
         try:
             job_id = submit(run)
         except (SiteRefusedError, ConfigError):
-            shutil.rmtree(run.folder.path)  # no job ever lived in it
+            if not run.resumes:
+                shutil.rmtree(run.folder.path)  # no job ever lived in it
             raise
         path = run.folder.path
         print(f"job         {job_id}")
@@ -105,7 +107,7 @@ def submit(run: PreparedRun) -> str:
                 f"run_dir = {spell(str(run.folder.path))} would hold what the job unpickles, and others "
                 f"could replace it: {error} If you trust them: launcher.shared_folder=true"
             ]) from error  # fmt: skip
-    run.folder.slurm.mkdir(mode=0o700)
+    run.folder.slurm.mkdir(mode=0o700, exist_ok=run.resumes)
     submitter = executor(run)
     try:
         doubt = doubted(submitter.script)
@@ -123,6 +125,7 @@ def submit(run: PreparedRun) -> str:
     if reason:
         subprocess.run(["scancel", job.job_id], check=False)
         raise SiteRefusedError(in_slurms_words(f"{doubt} ({reason})"))
+    owner.hand_to_job(run.folder, str(job.job_id))
     write_text(run.folder.resubmission, render(run))
     write_text(run.folder.batch_script, job.paths.submission_file.read_text(encoding="utf-8"))
     return str(job.job_id)

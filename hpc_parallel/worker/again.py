@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from hpc_parallel.launch import attempts
+from hpc_parallel.launch import attempts, owner
 from hpc_parallel.launch.job_state import job_fields
 from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.worker import failure
@@ -80,7 +80,9 @@ def start_again(folder: RunFolder, *, launcher: Mapping[str, Any], environment: 
     flags = [f"--exclude={','.join([*filter(None, [launcher['exclude']]), *exclude])}"] if exclude else []
     done = _run("sbatch", "--parsable", *flags, str(folder.resubmission))
     if done.returncode == 0:
-        return f"resubmitted as job {done.stdout.strip().partition(';')[0]}"
+        new = done.stdout.strip().partition(";")[0]
+        owner.hand_to_job(folder, new)
+        return f"resubmitted as job {new}"
     return f"neither requeued ({refusal}) nor resubmitted ({done.stderr.strip()})"
 
 

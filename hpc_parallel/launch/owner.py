@@ -1,0 +1,67 @@
+"""Who runs in a run folder now: one at a time, so that no two trainings write the same checkpoints.
+
+`owner.json` names a process of this user or a job of Slurm; one that is gone owns nothing any more.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hpc_parallel.launch.job_state import job_state
+from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
+
+
+class OwnedError(RuntimeError):
+    """The run is going on already; the message says where."""
+
+
+def claim(folder: RunFolder) -> None:
+    """Make this process the owner. Raises OwnedError."""
+    with _alone(folder):
+        if (owner := living_owner(folder)) is not None:
+            raise OwnedError(f"is going on already, as {owner}")
+        write_json(folder.owner, {"host": platform.node(), "pid": os.getpid(), "began": _began(os.getpid())})
+
+
+def hand_to_job(folder: RunFolder, job_id: str) -> None:
+    """From now on the job owns the run, until Slurm says that it has ended."""
+    write_json(folder.owner, {"job_id": job_id})
+
+
+def living_owner(folder: RunFolder) -> str | None:
+    """Who runs there, in words; None where nobody does."""
+    owner = read_json(folder.owner)
+    if owner is None:
+        return None
+    if job := owner.get("job_id"):
+        state = job_state(job)
+        return None if state.ended else f"job {job} ({state})"
+    if owner["host"] != platform.node():  # not to be seen from here, but what has ended says so
+        return None if folder.summary.exists() else f"process {owner['pid']} on {owner['host']}"
+    return f"process {owner['pid']}" if _began(owner["pid"]) == owner["began"] is not None else None
+
+
+def _began(process: int) -> Any:
+    """When a process began, in ticks since the machine did: its number may be another's later (proc(5))."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return None if fields[0] in "ZX" else f"{boot} {fields[19]}"
+
+
+@contextmanager
+def _alone(folder: RunFolder) -> Iterator[None]:
+    handle = os.open(folder.path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

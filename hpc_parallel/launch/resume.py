@@ -1,0 +1,118 @@
+"""`resume=RUN`: the command line that the run was started with, then yours, in the same run folder.
+
+What decides which samples are seen and what they mean must stay; where the run runs, and on how many
+devices in which layout, may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from hpc_parallel.config.problems import ConfigError, Found, Problem, nearest
+from hpc_parallel.launch.checkpoints import complete
+from hpc_parallel.launch.run_folder import RunFolder, is_run_folder, read_json
+from hpc_parallel.launch.trust import UntrustedError, require_private
+
+AUTO = "auto"
+KEPT = {
+    "model": "its weights would not fit",
+    "data": "the order of samples would not go on",
+    "seed": "the order of samples would not go on",
+    "training.global_batch_size": "samples would be left out or seen twice",
+    "task.name": "only training goes on",
+}
+
+
+def resumed(words: Sequence[str]) -> list[str]:
+    """The arguments of `run` with those of the run that `resume=` names before them; without it, `words`.
+
+    Raises ConfigError where there is no such run.
+    """
+    named = [word for word in words if word.startswith("resume=")]
+    value = OverridesParser.create().parse_override(named[-1]).value() if named else None
+    if value is None:
+        return list(words)
+    folder = RunFolder(newest(words) if value == AUTO else Path(str(value)).expanduser().absolute())
+    kept = read_start(folder)
+    anew = {_key(word) for word in words if not word.startswith("-")}
+    before = [word for word in kept["overrides"] if not _replaced(_key(word), anew)]
+    place = str(folder.path).replace("\\", "\\\\").replace("'", "\\'")
+    own_dir = any(word.startswith(("--config-dir", "-cd")) for word in words)
+    flags = ["--config-dir", kept["config_dir"]] if kept["config_dir"] and not own_dir else []
+    others = [word for word in words if word not in named]
+    return [*flags, *before, *others, f"run_dir='{place}'", f"resume='{place}'"]
+
+
+def newest(words: Sequence[str]) -> Path:
+    """The newest run of the name that `words` say (or else their strategy). Raises ConfigError."""
+    said = dict(word.split("=", 1) for word in words if "=" in word)
+    name = said.get("name", said.get("strategy", "single"))
+    folders = [path for path in Path("runs", name).glob("*") if is_run_folder(path)]
+    if not folders:
+        rule = f"finds no run in {Path('runs', name)}"
+        near = nearest(name, [path.name for path in Path("runs").glob("*") if path.is_dir()])
+        hint = tuple(f"auto name={each}" for each in near)
+        raise ConfigError([Problem("resume", AUTO, rule, hint)])
+    return max(folders, key=lambda path: path.name).absolute()
+
+
+def read_start(folder: RunFolder) -> Mapping[str, Any]:
+    """How a run was started. Raises ConfigError where that can't go on."""
+    if not is_run_folder(folder.path):
+        near = nearest(folder.path.name, [path.name for path in folder.path.parent.glob("*")])
+        legal = tuple(folder.path.parent / name for name in near)
+        raise ConfigError([Problem("resume", folder.path, "is not a run folder", legal)])
+    try:
+        require_private(folder.path)  # what is in it will be unpickled
+    except UntrustedError as error:
+        raise ConfigError([f"resume = {folder.path} is not to be trusted: {error}"]) from error
+    kept = read_json(folder.environment) or {}
+    if "overrides" not in kept:
+        raise ConfigError([f"resume = {folder.path}: environment.json does not say how it was started."])
+    return kept
+
+
+def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Found:
+    """Why a run can't go on as `values`, the resolved configuration, want it to."""
+    before = _flat(yaml.safe_load(folder.config.read_text(encoding="utf-8")))
+    now = _flat(values)
+    for kept, why in KEPT.items():
+        for key in sorted(before.keys() | now.keys()):
+            if (key == kept or key.startswith(f"{kept}.")) and before.get(key) != now.get(key):
+                rule = f"is another than the run to go on with has: {why}"
+                yield Problem(key, now.get(key), rule, (before.get(key),))
+    done = [checkpoint.step for checkpoint in complete(folder.checkpoints)]
+    if not done:
+        yield f"resume = {folder.path} has no checkpoint, so nothing can go on. Try the same line without it."
+    elif done[0] >= now["training.steps"]:
+        rule = f"are done already: the newest checkpoint is of step {done[0]}"
+        yield Problem("training.steps", now["training.steps"], rule, (2 * done[0],))
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0].lstrip("+~")
+
+
+def _replaced(key: str, anew: set[str]) -> bool:
+    """Said again, or a key inside a group that is chosen anew, or of the first start alone.
+
+    What the launcher was told about the site stays when only the kind of launcher changes.
+    """
+    group = key.partition(".")[0]
+    inside = "." in key and group in anew and group != "launcher"
+    return key in anew or inside or key in ("run_dir", "resume", "dry_run")
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
