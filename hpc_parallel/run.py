@@ -17,7 +17,7 @@ from pathlib import Path
 import hydra
 from hydra._internal.utils import get_args
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from hpc_parallel.config.compose import UnresolvedError, find_folder
 from hpc_parallel.config.problems import ConfigError, Problem
@@ -57,7 +57,9 @@ def compose() -> list[PreparedRun]:
     @hydra.main(version_base="1.3", config_path=configs, config_name="config")
     def compose_one(config: DictConfig) -> None:
         try:
-            said = list(HydraConfig.get().overrides.task)
+            # As it was typed: the list's own iteration would resolve ${...}, and in Hydra's configuration.
+            said = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+            assert isinstance(said, list)
             runs.append(prepare(config, overrides=said, config_dir=get_args().config_dir))
         except ConfigError as error:
             errors.append(error)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,11 @@ def origin(
         for root, copy in snapshot.copies.items()
     }
     return said | {"import_path": kept, "checkouts": checkouts}
+
+
+def installed_packages() -> dict[str, str]:
+    """Name -> version of all that Python can import here; a broken installation may have no name."""
+    return dict(sorted((d.metadata["Name"], d.version) for d in distributions() if d.metadata["Name"]))
 
 
 def source_state(directory: Path) -> dict[str, Any]:

@@ -10,11 +10,11 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hpc_parallel.config.problems import ConfigError
+from hpc_parallel.launch.origin import installed_packages
 from hpc_parallel.launch.run_folder import RunFolder, is_run_folder, read_json
 from hpc_parallel.launch.snapshot import Snapshot
 from hpc_parallel.launch.trust import UntrustedError, require_private
@@ -101,7 +101,7 @@ def source(folder: RunFolder, kept: Mapping[str, Any]) -> dict[str, str]:
 def differences(kept: Mapping[str, Any]) -> list[str]:
     """A line where other packages are installed than the job had: its losses may differ in the last bits."""
     then: Mapping[str, str] = kept.get("packages", {})
-    now = {found.metadata["Name"]: found.version for found in distributions()}
+    now = installed_packages()
     changed = [f"{name} {then.get(name, 'none')} -> {now.get(name, 'none')}"
                for name in sorted(then.keys() | now.keys()) if then.get(name) != now.get(name)]  # fmt: skip
     if not then or not changed:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from importlib.metadata import distributions
 from typing import Any
 
 import torch
+
+from hpc_parallel.launch.origin import installed_packages
 
 SLURM_KEYS = (
     "SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_PARTITION", "SLURM_JOB_ACCOUNT", "SLURM_JOB_NODELIST",
@@ -33,5 +34,5 @@ def describe(
         "ranks": list(ranks),
         "slurm": {key: environment[key] for key in SLURM_KEYS if key in environment},
         "fabric": dict(variables),
-        "packages": dict(sorted((d.metadata["Name"], d.version) for d in distributions())),
+        "packages": installed_packages(),
     }

@@ -233,6 +233,14 @@ def test_what_was_said_is_kept_for_each_run_of_a_sweep(own: str, here: Path) -> 
     assert [each["config_dir"] for each in kept] == [own, own]
 
 
+def test_an_interpolation_is_kept_as_it_was_typed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["name=${strategy.name}-${nodes}", "nodes=2", "run_dir=mine", "launcher=script"]
+    printed(capsys, *words, "launcher.snapshot=false")
+    kept = json.loads((here / "mine" / "environment.json").read_text())
+    assert kept["overrides"] == [*words, "launcher.snapshot=false"]
+    assert yaml.safe_load((here / "mine" / "config.yaml").read_text())["name"] == "data-2"
+
+
 IMPORTED = """
 import sys
 from hpc_parallel.run import main
