@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from hpc_parallel.config.schema import OptimizerConfig, TrainingConfig
@@ -14,6 +15,7 @@ from hpc_parallel.data.sampler import Batches
 from hpc_parallel.training.measure import Measurement
 from hpc_parallel.training.metrics import Metrics
 from hpc_parallel.training.optimizer import learning_rate, set_learning_rate
+from hpc_parallel.training.progress import Progress
 from hpc_parallel.training.step import Step
 from hpc_parallel.training.validation import mean_loss, to_device
 from hpc_parallel.training.writers import Writer
@@ -36,8 +38,9 @@ class Trainer:
         training: TrainingConfig,
         schedule: OptimizerConfig,
         device: torch.device,
+        progress: Progress,
     ) -> None:
-        """`writers` is empty on every rank but the one that writes."""
+        """`writers` is empty on every rank but the one that writes; `progress` is for others to look at."""
         self._step = step
         self._optimizer = optimizer
         self._batches = batches
@@ -49,6 +52,7 @@ class Trainer:
         self._training = training
         self._schedule = schedule
         self._device = device
+        self._progress = progress
 
     def fit(self) -> list[dict[str, Any]]:
         """Train to the last step; returns the metrics lines (equal on all ranks)."""
@@ -57,26 +61,33 @@ class Trainer:
         for step in range(1, steps + 1):
             rate = learning_rate(step, steps=steps, config=self._schedule)
             set_learning_rate(self._optimizer, rate)
+            self._progress.mark("data", step)
             batch = to_device(self._batches.at(step - 1), self._device)
+            self._progress.mark("step", step)
             with self._measurement.watch(step):
                 result = self._step.run(*batch)
             self._metrics.note(result)
             validate = self._due(step, self._training.validate_every)
             if validate or self._due(step, self._training.log_every):
+                self._progress.mark("log", step)
                 line = self._metrics.line(step=step, learning_rate=rate)
                 if validate:
-                    line["validation_loss"] = self.validate()
+                    line["validation_loss"] = self.validate(after=step)
                 for writer in self._writers:
                     writer.write(line)
                 lines.append(line)
+        self._progress.mark("done", steps)
         return lines
 
-    def validate(self) -> float | None:
-        """Mean loss over the held-out samples; None where it is not finite."""
+    def validate(self, *, after: int) -> float | None:
+        """Mean loss over the held-out samples, after a step; None where it is not finite."""
+
+        def evaluate(inputs: Tensor, targets: Tensor) -> Tensor:
+            self._progress.mark("validate", after)  # each batch is progress
+            return self._step.evaluate(inputs, targets)
+
         started = time.perf_counter()
-        loss = mean_loss(
-            self._step.evaluate, self._validation, steps=self._validation_steps, device=self._device
-        )
+        loss = mean_loss(evaluate, self._validation, steps=self._validation_steps, device=self._device)
         self._metrics.leave_out(time.perf_counter() - started)
         return loss
 

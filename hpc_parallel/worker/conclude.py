@@ -23,6 +23,7 @@ from hpc_parallel.launch.metrics_file import MetricsReader
 from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
 from hpc_parallel.worker import failure
 from hpc_parallel.worker.failure import Record
+from hpc_parallel.worker.standing import cause_of
 from hpc_parallel.worker.summary import steps_lost, summarise
 
 _ASKED = ("SIGTERM", "SIGINT")  # how Slurm and people ask a job to end
@@ -60,6 +61,8 @@ def conclude(
     if returncode == 0 and not found and not cancelled:
         return None
     cause = first_cause(found)
+    if cause is not None and cause.kind in (failure.HANG, failure.LOST_PEER, failure.STOPPED):
+        cause = cause_of(folder, found) or cause
     ended: dict[str, Any] | None = None
     if cancelled is None and _TIME_LIMIT.search("\n".join(text.splitlines()[-_LOG_LINES:])):
         cancelled, ended = False, _out_of_time(folder)
@@ -70,7 +73,7 @@ def conclude(
         line = f"cancelled{by}"
     else:
         if ended is None and cause is not None:
-            ended = _failed(cause, followers=[record for record in found if record is not cause])
+            ended = _failed(cause, followers=[other for other in found if other.rank != cause.rank])
         elif ended is None:
             ended = _without_record(folder, returncode=returncode, text=text)
         write_json(folder.failure, ended)  # before the summary, which says that all is told

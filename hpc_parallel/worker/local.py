@@ -26,6 +26,7 @@ from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.worker import failure
 from hpc_parallel.worker.conclude import conclude
 from hpc_parallel.worker.fabric import site_variables
+from hpc_parallel.worker.oversee import Overseer
 from hpc_parallel.worker.supervise import die_with_parent
 from hpc_parallel.worker.world import World
 
@@ -65,7 +66,9 @@ def run(run_folder: str, *, entry: Entry | None = None) -> int:
     _share_cores(ranks=len(environments))
     try:
         entry = entry or _worker_entry()
-        watch = _start(folder, environments=environments, entry=entry)
+        watch = _start(
+            folder, environments=environments, entry=entry, hang_timeout_s=config["cluster"]["hang_timeout_s"]
+        )
     except Exception:
         text = traceback.format_exc()
         sys.stderr.write(text)
@@ -102,12 +105,24 @@ def rank_environments(*, nodes: int, per_node: int) -> dict[int, dict[str, str]]
 class Watch:
     """The ranks of one run: who lives, who has ended and how."""
 
-    def __init__(self, folder: RunFolder, *, worlds: dict[int, World], context: PContext) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        worlds: dict[int, World],
+        context: PContext,
+        hang_timeout_s: float | None,
+    ) -> None:
         self.folder = folder
         self.worlds = worlds
         self.context = context  # owns the processes and their queues
         self.living = dict(context.pids())  # rank -> process
         self.returncodes: dict[int, int] = {}  # as of subprocess: negative for a signal
+        self.overseers = {
+            rank: Overseer(folder, world=worlds[rank], process=process, timeout_s=hang_timeout_s)
+            for rank, process in self.living.items()
+            if hang_timeout_s is not None
+        }
         self.asked: list[int] = []  # signals that asked the whole run to end
 
     def ask(self, number: int, frame: FrameType | None) -> None:
@@ -133,6 +148,8 @@ class Watch:
                     self.folder, world=self.worlds[rank], returncode=returncode, stopped=stopped
                 )
                 terminate_at = min(terminate_at, now + _GRACE_S)
+            for rank in self.living.keys() & self.overseers.keys() if not self.asked else ():
+                self.overseers[rank].look()
             if now >= terminate_at and kill_at == math.inf:
                 self._send(signal.SIGTERM)
                 kill_at = now + _PATIENCE_S
@@ -171,7 +188,9 @@ def _worker_entry() -> Entry:
     return main
 
 
-def _start(folder: RunFolder, *, environments: dict[int, dict[str, str]], entry: Entry) -> Watch:
+def _start(
+    folder: RunFolder, *, environments: dict[int, dict[str, str]], entry: Entry, hang_timeout_s: float | None
+) -> Watch:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
     worlds = {rank: World.discover({**os.environ, **own}) for rank, own in environments.items()}
@@ -187,7 +206,7 @@ def _start(folder: RunFolder, *, environments: dict[int, dict[str, str]], entry:
     )
     # Watch does not use context.wait(): at the first failure that ends the others at once, before they
     # can say what they saw, and then waits 30 s for those that don't listen.
-    watch = Watch(folder, worlds=worlds, context=context)
+    watch = Watch(folder, worlds=worlds, context=context, hang_timeout_s=hang_timeout_s)
     for number in STOP_SIGNALS:
         signal.signal(number, watch.ask)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -34,6 +34,7 @@ from hpc_parallel.strategies.traffic import figures, ring_all_reduce
 from hpc_parallel.training.measure import Measurement
 from hpc_parallel.training.metrics import Metrics, Scale, peak_flops
 from hpc_parallel.training.optimizer import build_optimizer
+from hpc_parallel.training.progress import Progress
 from hpc_parallel.training.step import build_step
 from hpc_parallel.training.trainer import Trainer
 from hpc_parallel.training.writers import Writer, open_writers
@@ -122,11 +123,13 @@ def train(
     device: torch.device,
     environment: Mapping[str, str],
     on_gradients: Callable[[Assembled], None] | None = None,
+    progress: Progress | None = None,
 ) -> Assembled:
     """Train as `config` says, on all ranks of the default process group; returns this rank's trained parts.
 
-    `on_gradients` is called in each step when `.grad` is complete, before it is clipped. Rank 0 writes
-    `metrics.jsonl` and `summary.json`. Raises what `Session.open` raises.
+    `on_gradients` is called in each step when `.grad` is complete, before it is clipped. `progress`:
+    where the trainer marks how far it is. Rank 0 writes `metrics.jsonl` and
+    `summary.json`. Raises what `Session.open` raises.
     """
     started = datetime.now(UTC).isoformat()
     rank = dist.get_rank()
@@ -155,6 +158,7 @@ def train(
         training=config.training,
         schedule=config.optimizer,
         device=device,
+        progress=progress or Progress(),
     )
     lines = trainer.fit()
     complete(

@@ -3,7 +3,8 @@
 stand_in_agent.py RUN --parent PID    the agent, as the launcher starts it
 stand_in_agent.py --login RUN         the login process
 stand_in_agent.py --serve             run folders on stdin; forks an agent for each, so that torch is
-                                      imported once; answers with its process number, then its exit code
+                                      imported once (a folder without a scenario is trained); answers
+                                      with its process number, then its exit code
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def serve() -> None:
         child = os.fork()
         if child == 0:
             os.setsid()
-            os._exit(local.run(line.strip(), entry=play))
+            plays = (Path(line.strip()) / "scenario").exists()
+            os._exit(local.run(line.strip(), entry=play if plays else None))
         print(child, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
