@@ -24,8 +24,9 @@ def site(cluster: Cluster, tmp_path: Path) -> Site:
 
 
 def test_a_link_cut_for_a_moment_changes_nothing(site: Site, workers: Workers) -> None:
-    words = ("strategy=data", "nodes=4", *SMALL, "training.steps=400", "cluster.hang_timeout_s=20")
-    following = site.follow(*words, "run_dir=moment")
+    # float64: over so many steps float32 would make the order of sums visible
+    words = (*SMALL, "training.steps=120", "training.precision=float64")
+    following = site.follow("strategy=data", "nodes=4", *words, "cluster.hang_timeout_s=20", "run_dir=moment")
     folder = site.home / "moment"
     wait_for((folder / "metrics.jsonl").exists)
     site.cluster.cut(CUT)
@@ -33,16 +34,16 @@ def test_a_link_cut_for_a_moment_changes_nothing(site: Site, workers: Workers) -
         time.sleep(2)
         before = len(losses(folder))
         time.sleep(1)
-        assert len(losses(folder)) == before < 400  # it does stand
+        assert len(losses(folder)) == before < 120  # it does stand
     finally:
         site.cluster.mend(CUT)
     output, _ = following.communicate(timeout=120)
     assert following.returncode == 0, output
     assert read(folder, "summary.json")["outcome"] == "completed"
-    assert len(losses(folder)) == 400
+    assert len(losses(folder)) == 120
     assert not list((folder / "logs").glob("*.hang.json"))
-    alone = workers.train("strategy=single", *SMALL, "training.steps=400")
-    assert losses(folder) == pytest.approx(alone.losses, rel=1e-4)
+    alone = workers.train("strategy=single", *words)
+    assert losses(folder) == pytest.approx(alone.losses, rel=1e-9)
 
 
 def test_a_lost_link_is_named(site: Site) -> None:
