@@ -122,6 +122,7 @@ def _ranges(config: RunConfig) -> Found:
         ("cluster.port", 1024, 65535, True, 29500),
         ("cluster.start_timeout_s", 0, math.inf, False, 300),
         ("cluster.collective_timeout_s", 0, math.inf, False, 600),
+        ("cluster.hang_timeout_s", 0, math.inf, False, 300),
         ("data.validation_share", 0, 0.5, False, 0.05),
     ]
     for key, least, most, closed, legal in table:

@@ -218,6 +218,7 @@ class ClusterConfig:
     port: int | None = None  # a fixed port for closed networks; null: one that is free
     start_timeout_s: float = 300.0  # for all ranks to arrive
     collective_timeout_s: float = 600.0
+    hang_timeout_s: float | None = 300.0  # for a training rank without progress; null: any time
     environment: dict[str, Any] = field(default_factory=dict)  # NCCL_*, GLOO_*, FI_*, OMP_*: set where unset
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from pathlib import Path
@@ -147,3 +148,18 @@ def _cluster(config: RunConfig) -> Found:
             yield f"{key}.{variable} is no name of a variable. Try +{key}.{mend}={value}."
     if not re.fullmatch(r"[A-Za-z0-9.-]*", config.cluster.master_suffix):
         yield Problem("cluster.master_suffix", config.cluster.master_suffix, "can't end a host name", ("i",))
+    yield from _hang_timeout(config)
+
+
+def _hang_timeout(config: RunConfig) -> Found:
+    """Ranks that wait must find a hang, and tell of it, before their collective gives up."""
+    limit_s, collective_s = config.cluster.hang_timeout_s, config.cluster.collective_timeout_s
+    # A tenth until all have looked, a fifth and 5 s until all have told (worker/standing.py), some room.
+    most_s = (collective_s - 10) / 1.3
+    if limit_s is not None and math.isfinite(collective_s) and limit_s > most_s:
+        rule = (
+            "leaves the ranks no time to tell where they hang, before "
+            f"cluster.collective_timeout_s = {collective_s:g} ends them"
+        )
+        legal = math.floor(most_s) if most_s >= 1 else None
+        yield Problem("cluster.hang_timeout_s", limit_s, rule, (legal,))

@@ -67,11 +67,12 @@ def read_start(folder: RunFolder) -> Mapping[str, Any]:
         near = nearest(folder.path.name, [path.name for path in folder.path.parent.glob("*")])
         legal = tuple(folder.path.parent / name for name in near)
         raise ConfigError([Problem("resume", folder.path, "is not a run folder", legal)])
+    kept = read_json(folder.environment) or {}
     try:
-        require_private(folder.path)  # what is in it will be unpickled
+        if "launcher.shared_folder=true" not in kept.get("overrides", ()):
+            require_private(folder.path)  # what is in it will be unpickled
     except UntrustedError as error:
         raise ConfigError([f"resume = {folder.path} is not to be trusted: {error}"]) from error
-    kept = read_json(folder.environment) or {}
     if "overrides" not in kept:
         raise ConfigError([f"resume = {folder.path}: environment.json does not say how it was started."])
     return kept

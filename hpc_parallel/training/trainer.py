@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from hpc_parallel.config.schema import OptimizerConfig, TrainingConfig
@@ -16,6 +17,7 @@ from hpc_parallel.training.measure import Measurement
 from hpc_parallel.training.metrics import Metrics
 from hpc_parallel.training.nonfinite import LOOK_EVERY
 from hpc_parallel.training.optimizer import learning_rate, set_learning_rate
+from hpc_parallel.training.progress import Progress
 from hpc_parallel.training.saver import Saver
 from hpc_parallel.training.step import Step
 from hpc_parallel.training.validation import mean_loss, to_device
@@ -42,9 +44,11 @@ class Trainer:
         saver: Saver | None = None,
         stop: Callable[[int], signal.Signals | None] = lambda step: None,
         done: int = 0,
+        progress: Progress | None = None,
     ) -> None:
         """`writers` is empty on every rank but the one that writes. `stop`: whether all ranks stop after
-        this step, and by which signal. `done`: steps that a checkpoint has brought along."""
+        this step, and by which signal. `done`: steps that a checkpoint has brought along;
+        `progress`: for others to look at."""
         self._step = step
         self._optimizer = optimizer
         self._batches = batches
@@ -59,6 +63,8 @@ class Trainer:
         self._saver = saver
         self._stop = stop
         self.done = done
+        self._progress = progress or Progress()
+        self._progress.first_step = done + 1
 
     def fit(self) -> signal.Signals | None:
         """Train to the last step; returns the signal by which it was stopped before, all being saved."""
@@ -67,7 +73,9 @@ class Trainer:
         for step in range(started_after + 1, steps + 1):
             rate = learning_rate(step, steps=steps, config=self._schedule)
             set_learning_rate(self._optimizer, rate)
+            self._progress.mark("data", step)
             batch = to_device(self._batches.at(step - 1), self._device)
+            self._progress.mark("step", step)
             with at_step(step), self._measurement.watch(step - started_after):
                 result = self._step.run(*batch)
             self._metrics.note(result)
@@ -77,29 +85,36 @@ class Trainer:
             if line_due or step % LOOK_EVERY == 0:
                 self._step.look(step)
             if line_due:
+                self._progress.mark("log", step)
                 line = self._metrics.line(step=step, learning_rate=rate)
                 if validate:
-                    line["validation_loss"] = self.validate()
+                    line["validation_loss"] = self.validate(after=step)
                 for writer in self._writers:
                     writer.write(line)
             if self._saver is not None and self._saver.due(step):
                 started = time.perf_counter()
+                self._progress.mark("save", step)
                 self._step.look(step)  # what is kept must be sound
                 self._saver.save(step, wait=step == steps)
                 self._metrics.leave_out(time.perf_counter() - started)
             if step < steps and (asked := self._stop(step)) is not None:
                 if self._saver is not None:
+                    self._progress.mark("save", step)
                     self._step.look(step)
                     self._saver.save(step, wait=True)
                 return asked
+        self._progress.mark("done", steps)
         return None
 
-    def validate(self) -> float | None:
-        """Mean loss over the held-out samples; None where it is not finite."""
+    def validate(self, *, after: int) -> float | None:
+        """Mean loss over the held-out samples, after a step; None where it is not finite."""
+
+        def evaluate(inputs: Tensor, targets: Tensor) -> Tensor:
+            self._progress.mark("validate", after)  # each batch is progress
+            return self._step.evaluate(inputs, targets)
+
         started = time.perf_counter()
-        loss = mean_loss(
-            self._step.evaluate, self._validation, steps=self._validation_steps, device=self._device
-        )
+        loss = mean_loss(evaluate, self._validation, steps=self._validation_steps, device=self._device)
         self._metrics.leave_out(time.perf_counter() - started)
         return loss
 

@@ -23,6 +23,7 @@ from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
 from hpc_parallel.worker import again, failure
 from hpc_parallel.worker.causes import ASKED, first_cause, killed_tasks, lost_node, missing_rank
 from hpc_parallel.worker.failure import Record
+from hpc_parallel.worker.standing import cause_of
 from hpc_parallel.worker.summary import summarise
 
 _LOG_LINES = 40
@@ -53,6 +54,8 @@ def conclude(
     if returncode == 0 and not found and not cancelled:
         return None
     cause = first_cause(found)
+    if cause is not None and cause.kind in (failure.HANG, failure.LOST_PEER, failure.STOPPED):
+        cause = cause_of(folder, found) or cause
     ended: dict[str, Any] | None = None
     if cancelled is None and _TIME_LIMIT.search("\n".join(text.splitlines()[-_LOG_LINES:])):
         cancelled, ended = False, _out_of_time(folder)

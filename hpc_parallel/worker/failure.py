@@ -34,6 +34,7 @@ CONFIGURATION = "configuration"  # what only the job could see
 TIME_LIMIT = "time_limit"  # Slurm's
 START = "start"  # the ranks did not find each other
 OUT_OF_MEMORY = "out_of_memory"
+HANG = "hang"  # no progress; who is behind is told by the ranks' standings together (worker/standing.py)
 ERROR = "error"  # the user's code, or ours
 
 # What gloo, NCCL and torch's store say when the other side of a connection is gone or silent.
@@ -137,6 +138,11 @@ def record_death(folder: RunFolder, *, world: World, returncode: int, stopped: b
     else:
         kind, message = KILLED, f"killed by {name}"
     _keep(folder, world=world, kind=kind, message=message, signal_name=name)
+
+
+def record_hang(folder: RunFolder, *, world: World, message: str, stack: list[str]) -> None:
+    """Keep that this rank has made no progress, its own fault or not."""
+    _keep(folder, world=world, kind=HANG, message=message, lines=stack)
 
 
 def forget(folder: RunFolder, *, rank: int) -> None:

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -26,6 +26,7 @@ from hpc_parallel.launch.run_folder import RunFolder, read_json
 from hpc_parallel.worker import failure
 from hpc_parallel.worker.conclude import conclude, restart
 from hpc_parallel.worker.fabric import site_variables
+from hpc_parallel.worker.oversee import Overseer
 from hpc_parallel.worker.supervise import die_with_parent
 from hpc_parallel.worker.world import World
 
@@ -63,18 +64,21 @@ def run(run_folder: str, *, entry: Entry | None = None) -> int:
     while True:
         for number in STOP_SIGNALS:  # there is nothing to end yet
             signal.signal(number, leave)
-        code = _attempt(folder, nodes=config["nodes"], per_node=per_node, entry=entry)
+        code = _attempt(folder, config=config, per_node=per_node, entry=entry)
         if code == 0 or not restart(folder):
             return code
         print("starting again", flush=True)
 
 
-def _attempt(folder: RunFolder, *, nodes: int, per_node: int, entry: Entry | None) -> int:
-    environments = rank_environments(nodes=nodes, per_node=per_node)
+def _attempt(folder: RunFolder, *, config: dict[str, Any], per_node: int, entry: Entry | None) -> int:
+    environments = rank_environments(nodes=config["nodes"], per_node=per_node)
     for rank in environments:
         failure.forget(folder, rank=rank)
     try:
-        watch = _start(folder, environments=environments, entry=entry or _worker_entry())
+        entry = entry or _worker_entry()
+        watch = _start(
+            folder, environments=environments, entry=entry, hang_timeout_s=config["cluster"]["hang_timeout_s"]
+        )
     except Exception:
         text = traceback.format_exc()
         sys.stderr.write(text)
@@ -112,12 +116,24 @@ def rank_environments(*, nodes: int, per_node: int) -> dict[int, dict[str, str]]
 class Watch:
     """The ranks of one run: who lives, who has ended and how."""
 
-    def __init__(self, folder: RunFolder, *, worlds: dict[int, World], context: PContext) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        worlds: dict[int, World],
+        context: PContext,
+        hang_timeout_s: float | None,
+    ) -> None:
         self.folder = folder
         self.worlds = worlds
         self.context = context  # owns the processes and their queues
         self.living = dict(context.pids())  # rank -> process
         self.returncodes: dict[int, int] = {}  # as of subprocess: negative for a signal
+        self.overseers = {
+            rank: Overseer(folder, world=worlds[rank], process=process, timeout_s=hang_timeout_s)
+            for rank, process in self.living.items()
+            if hang_timeout_s is not None
+        }
         self.asked: list[int] = []  # signals that asked the whole run to end
 
     def ask(self, number: int, frame: FrameType | None) -> None:
@@ -145,6 +161,8 @@ class Watch:
                     self.folder, world=self.worlds[rank], returncode=returncode, stopped=stopped
                 )
                 terminate_at = min(terminate_at, now + _GRACE_S)
+            for rank in self.living.keys() & self.overseers.keys() if not self.asked else ():
+                self.overseers[rank].look()
             if now >= terminate_at and kill_at == math.inf:
                 self._send(signal.SIGTERM)
                 kill_at = now + patience_s
@@ -183,7 +201,9 @@ def _worker_entry() -> Entry:
     return main
 
 
-def _start(folder: RunFolder, *, environments: dict[int, dict[str, str]], entry: Entry) -> Watch:
+def _start(
+    folder: RunFolder, *, environments: dict[int, dict[str, str]], entry: Entry, hang_timeout_s: float | None
+) -> Watch:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
     worlds = {rank: World.discover({**os.environ, **own}) for rank, own in environments.items()}
@@ -199,7 +219,7 @@ def _start(folder: RunFolder, *, environments: dict[int, dict[str, str]], entry:
     )
     # Watch does not use context.wait(): at the first failure that ends the others at once, before they
     # can say what they saw, and then waits 30 s for those that don't listen.
-    watch = Watch(folder, worlds=worlds, context=context)
+    watch = Watch(folder, worlds=worlds, context=context, hang_timeout_s=hang_timeout_s)
     for number in STOP_SIGNALS:
         signal.signal(number, watch.ask)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

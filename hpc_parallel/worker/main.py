@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from hpc_parallel.worker.proof import prove
 from hpc_parallel.worker.rendezvous import hosts, meet
 from hpc_parallel.worker.session import read_config
 from hpc_parallel.worker.train import train
+from hpc_parallel.worker.watchdog import watch
 from hpc_parallel.worker.world import World
 
 # By the names of conf/task/.
@@ -51,7 +53,10 @@ def main(run_folder: str) -> int:
         device = prepare_device(config, world)
         join(folder, config=config, world=world, device=device, variables=variables)
         task = TASKS[config.task.name]
-        task(config, values=values, folder=folder, device=device, environment=os.environ)
+        with watch(folder, world=world, timeout_s=config.cluster.hang_timeout_s) as progress:
+            if task is train:  # the other tasks mark no progress, and are not watched
+                task = partial(train, progress=progress)
+            task(config, values=values, folder=folder, device=device, environment=os.environ)
         dist.destroy_process_group()
     except BaseException as error:
         failure.record_exception(folder, world=world, error=error, collectives=flight_recorder.entered())

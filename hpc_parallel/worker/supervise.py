@@ -20,6 +20,7 @@ import yaml
 from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.worker import failure
 from hpc_parallel.worker.fabric import site_variables
+from hpc_parallel.worker.oversee import overseen
 from hpc_parallel.worker.world import World
 
 WORKER = (sys.executable, "-u", "-m", "hpc_parallel.worker.main")
@@ -43,7 +44,8 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER) -> None:
     for number in _SURVIVED:
         signal.signal(number, _survive)  # not SIG_IGN, which the worker would inherit
     child = subprocess.Popen([*worker, run_folder], preexec_fn=partial(die_with_parent, os.getpid()))
-    returncode = child.wait()
+    with overseen(folder, world=world, process=child.pid, timeout_s=config["cluster"].get("hang_timeout_s")):
+        returncode = child.wait()
     if returncode != 0:
         failure.record_death(folder, world=world, returncode=returncode)
         sys.exit(returncode if returncode > 0 else 128 - returncode)

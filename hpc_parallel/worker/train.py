@@ -14,12 +14,14 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch import attempts
 from hpc_parallel.launch.metrics_file import MetricsReader
 from hpc_parallel.launch.run_folder import RunFolder, write_json
+from hpc_parallel.launch.trust import require_private
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.strategies.traffic import figures, ring_all_reduce
 from hpc_parallel.training.checkpoint import state_of
 from hpc_parallel.training.measure import Measurement
 from hpc_parallel.training.metrics import Metrics, Scale, peak_flops
 from hpc_parallel.training.optimizer import build_optimizer
+from hpc_parallel.training.progress import Progress
 from hpc_parallel.training.resume import newest_sound, restore
 from hpc_parallel.training.saver import Saver
 from hpc_parallel.training.step import build_step
@@ -37,12 +39,14 @@ def train(
     device: torch.device,
     environment: Mapping[str, str],
     on_gradients: Callable[[Assembled], None] | None = None,
+    progress: Progress | None = None,
 ) -> Assembled:
     """Train as `config` says, on all ranks of the default process group; returns this rank's trained parts.
 
     A run folder that has checkpoints goes on from the newest sound one. `on_gradients` is called in each
-    step when `.grad` is complete, before it is clipped. Rank 0 writes `metrics.jsonl`, and `summary.json`,
-    or `stopped.json` where a signal ended it before the last step. Raises what `Session.open` raises, and
+    step when `.grad` is complete, before it is clipped; `progress`: for a watchdog. Rank 0 writes
+    `metrics.jsonl`, and `summary.json`, or `stopped.json` where a signal ended it before the last step.
+    Raises what `Session.open` raises, and
     SaveError where the last checkpoint can't be written.
     """
     rank = dist.get_rank()
@@ -52,6 +56,8 @@ def train(
     saving, stopping = (gloo_group(config) for _ in range(2))
     checkpoint, warnings = newest_sound(folder.checkpoints, group=saving)
     if checkpoint is not None:
+        if not config.launcher.shared_folder:
+            require_private(checkpoint.path)  # its index is a pickle
         restore(checkpoint, state(), digest=session.data.digest, device=device, group=saving)
     done = checkpoint.step if checkpoint else 0
     if rank == 0:
@@ -95,6 +101,7 @@ def train(
         saver=saver,
         stop=stop.after,
         done=done,
+        progress=progress,
     )
     with stop:
         signalled = trainer.fit()

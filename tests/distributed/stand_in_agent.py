@@ -3,8 +3,8 @@
 stand_in_agent.py RUN --parent PID    the agent, as the launcher starts it
 stand_in_agent.py --login RUN         the login process
 stand_in_agent.py --serve             run folders on stdin; forks an agent for each, so that torch is
-                                      imported once; answers with its process number, then its exit code
-stand_in_agent.py --serve-training    the same with ranks that do train
+                                      imported once (a folder without a scenario is trained); answers
+                                      with its process number, then its exit code
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def play(run_folder: str) -> int:
     return 0
 
 
-def serve(entry: local.Entry) -> None:
+def serve() -> None:
     import torch.distributed.elastic.multiprocessing  # noqa: F401
 
     import hpc_parallel.config.schema
@@ -70,18 +70,15 @@ def serve(entry: local.Entry) -> None:
         child = os.fork()
         if child == 0:
             os.setsid()
-            os._exit(local.run(line.strip(), entry=entry))
+            plays = (Path(line.strip()) / "scenario").exists()
+            os._exit(local.run(line.strip(), entry=play if plays else None))
         print(child, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "--serve":
-        serve(play)
-    elif sys.argv[1] == "--serve-training":
-        from hpc_parallel.worker.main import main
-
-        serve(main)
+        serve()
     elif sys.argv[1] == "--login":
         from hpc_parallel.launch.local import follow_agent
 

@@ -43,7 +43,7 @@ def harm(what: str, *, at: int, victim: int) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def training_agents() -> Iterator[AgentServer]:
-    with agent_server("--serve-training") as server:
+    with agent_server("--serve") as server:
         yield server
 
 

@@ -126,6 +126,13 @@ class Cluster:
         """Start a host's slurmd, which makes a lost host usable again."""
         self._daemon(host, "slurmd", "-N", host)
 
+    def cut(self, host: str) -> None:
+        """Pull a host's network cable; `mend` puts it back. Nothing on either side is told."""
+        self.run("ip", "link", "set", "fabric0", "down", host=host)
+
+    def mend(self, host: str) -> None:
+        self.run("ip", "link", "set", "fabric0", "up", host=host)
+
     def usage(self) -> str:
         hosts = " ".join(f"{host}={address}" for host, address in self.hosts.items())
         exports = [f"export {name}={value}" for name, value in self.environment.items()]

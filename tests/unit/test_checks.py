@@ -13,6 +13,7 @@ from hpc_parallel.config.problems import Problem, nearest, spell
 from hpc_parallel.config.schedules import SCHEDULES, schedule_of, stages_per_rank, unfit
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.targets import missing_part
+from hpc_parallel.worker.standing import grace_s
 from tests.composed import composed
 
 
@@ -100,3 +101,19 @@ def test_what_passes_the_checks_can_be_laid_out(
     if layout.pipeline > 1:
         assert layout.pipeline * stages_per_rank(strategy) <= config.model["layers"]
         assert unfit(strategy, microbatches=plan.microbatches, ranks=layout.pipeline) is None
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "collective_s", "mend"),
+    [(300, 600, None), (453, 600, None), (454, 600, "453"), (300, 60, "38"), (300, 11, "null"),
+     (None, 11, None), (0, 600, "300"), (300, float("inf"), None)],
+)  # fmt: skip
+def test_a_hang_is_told_before_the_collectives_give_up(
+    limit_s: float | None, collective_s: float, mend: str | None
+) -> None:
+    values = (f"hang_timeout_s={spell(limit_s)}", f"collective_timeout_s={collective_s}")
+    config = resolve(composed("strategy=single", *(f"cluster.{value}" for value in values)))[0]
+    found = [str(problem) for problem in find_problems(config) if "cluster.hang" in str(problem)]
+    assert [text.rpartition("=")[2] for text in found] == ([f"{mend}."] if mend else [])
+    if limit_s and mend is None and collective_s < 1e9:  # a look late, and the wait for all
+        assert limit_s * 1.1 + grace_s(limit_s) < collective_s

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from hpc_parallel.launch.run_folder import RunFolder
-from hpc_parallel.worker import failure
+from hpc_parallel.worker import failure, standing
+from hpc_parallel.worker.standing import Standing
 from hpc_parallel.worker.world import World
 
 ENVIRONMENT = {
@@ -76,6 +77,34 @@ def test_the_workers_exit_code_is_the_supervisors(folder: RunFolder, code: int, 
     failure.record_death(folder, world=_world(), returncode=-9)  # an earlier attempt's
     assert start(folder, f"raise SystemExit({code})").wait(20) == code
     assert [found.kind for found in failure.records(folder)] == kinds
+
+
+STOPPED = """
+import faulthandler, os, signal, sys
+faulthandler.enable(open(sys.argv[1] + "/logs/rank-3.err", "w"))
+def in_mid_step(): os.kill(os.getpid(), signal.SIGSTOP)
+in_mid_step()
+os._exit(0)
+"""
+
+
+def test_a_stopped_worker_is_told_of_and_ended(folder: RunFolder) -> None:
+    """When it stands still for too long; its peers, who told before, are what the supervisor waits for."""
+    folder.config.write_text("cluster: {environment: {}, hang_timeout_s: 0.5}\n")
+    attempt = World.discover(ENVIRONMENT).attempt
+    for rank in range(3):
+        standing.report(
+            folder,
+            Standing(rank=rank, host="n1", world_size=4, attempt=attempt, phase="step", step=8, idle_s=1.0,
+                     where="a.py:1 in f", stack=[]),
+        )  # fmt: skip
+    assert start(folder, STOPPED).wait(20) == 128 + signal.SIGABRT
+    (found,) = failure.records(folder)
+    assert (found.kind, found.rank) == ("hang", 3)
+    assert found.message == "stopped by a signal (state T) at <string>:4 in in_mid_step"
+    (told,) = [each for each in standing.reported(folder, attempt=attempt) if each.rank == 3]
+    assert (told.stopped, told.phase) == (True, None)
+    assert "line 4 in in_mid_step" in standing.stacks(folder, 3).read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])

@@ -1,0 +1,108 @@
+"""Real ranks that stand still: found, told apart, and named with where they stand."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hpc_parallel.launch.run_folder import RunFolder, read_json
+from hpc_parallel.worker.main import main
+from tests.composed import prepared
+from tests.distributed.test_local_launcher import HOST, AgentServer, agent_server, session, until
+
+VICTIM = 2
+STEP = 7
+SMALL = (
+    "nodes=2", "gpus_per_node=2", "device=cpu", "launcher=local", "launcher.snapshot=false",
+    "training.steps=100000", "training.log_every=1", "training.validate_every=null",
+    "training.measure_steps=0", "data.max_bytes=300000",
+    "data.sequence_length=16", "model.layers=1", "model.dim=32", "model.heads=2", "model.kv_heads=2",
+    "model.ffn_dim=64", "cluster.hang_timeout_s=3",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def agents() -> Iterator[AgentServer]:
+    assert callable(main)  # what the agents import too
+    with agent_server() as server:
+        yield server
+
+
+def hang(agents: AgentServer, path: Path, *words: str, stop: bool = False) -> RunFolder:
+    """Train until the hang has been found and the run has ended."""
+    run = prepared(f"run_dir={path / 'run'}", *SMALL, *words)
+    run.write()
+    agent = agents.start(run.folder)
+    if stop:
+        until(lambda: run.folder.metrics.exists() and len(run.folder.metrics.read_text().splitlines()) > 3)
+        victims = [found for found in session(agent) if rank_of(found) == VICTIM]
+        assert len(victims) == 1
+        os.kill(victims[0], signal.SIGSTOP)
+    assert agents.exit_code() == 1
+    assert session(agent) == set()
+    return run.folder
+
+
+def rank_of(process: int) -> int | None:
+    """By the files that it writes to: forked ranks have no command line of their own."""
+    target = psutil.Process(process).as_dict(["pid"]) and os.readlink(f"/proc/{process}/fd/1")
+    found = re.search(r"rank-(\d+)\.out$", target)
+    return int(found[1]) if found else None
+
+
+def stood(folder: RunFolder, rank: int) -> dict[str, object]:
+    return json.loads((folder.logs / f"rank-{rank}.hang.json").read_text())
+
+
+def test_a_rank_stuck_in_the_data_loader(agents: AgentServer, tmp_path: Path) -> None:
+    data = ("data._target_=tests.hanging_data.HangingData", f"+data.rank={VICTIM}", f"+data.step={STEP}")
+    folder = hang(agents, tmp_path, *data)
+    failure = read_json(folder.failure)
+    assert failure is not None
+    assert (failure["rank"], failure["host"], failure["kind"]) == (VICTIM, HOST, "hang")
+    assert re.fullmatch(
+        rf"rank {VICTIM} on {HOST} failed first: hangs in loading the data of step {STEP} at "
+        rf"tests/hanging_data\.py:\d+ in never_ends for 3 s; others wait in step {STEP} at \S+ in \w+ "
+        r"\(all_reduce \d+ of \w+\); 3 followers",
+        failure["line"],
+    )
+    assert "time.sleep(NEVER_S)" in failure["traceback"][-1]
+    for rank in range(4):
+        found = stood(folder, rank)
+        assert (found["step"], found["phase"]) == (STEP, "data" if rank == VICTIM else "step")
+        assert found["collective"]["complete"] == (rank == VICTIM)
+        assert "most recent call first" in (folder.logs / f"rank-{rank}.stacks").read_text()
+
+
+def test_a_stopped_rank(agents: AgentServer, tmp_path: Path) -> None:
+    folder = hang(agents, tmp_path, stop=True)
+    failure = read_json(folder.failure)
+    assert failure is not None
+    assert (failure["rank"], failure["host"], failure["kind"]) == (VICTIM, HOST, "hang")
+    assert re.fullmatch(
+        rf"rank {VICTIM} on {HOST} failed first: stopped by a signal \(state T\) at \S+\.py:\d+ in \w+; "
+        r"others wait in .*step \d+ at \S+ in \w+.*; 3 followers",
+        failure["line"],
+    )
+    assert any("/trainer.py" in line for line in failure["traceback"])  # taken out of the stopped process
+    assert [stood(folder, rank)["stopped"] for rank in range(4)] == [rank == VICTIM for rank in range(4)]
+
+
+def test_a_rank_whose_python_cannot_run(agents: AgentServer, tmp_path: Path) -> None:
+    data = ("data._target_=tests.hanging_data.HangingData", f"+data.rank={VICTIM}", f"+data.step={STEP}")
+    folder = hang(agents, tmp_path, *data, "+data.how=hold")
+    failure = read_json(folder.failure)
+    assert failure is not None
+    assert (failure["rank"], failure["kind"]) == (VICTIM, "hang")
+    assert re.match(
+        rf"rank {VICTIM} on {HOST} failed first: hangs at tests/hanging_data\.py:\d+ in never_ends, "
+        rf"where its Python can't run; others wait in step {STEP} at ",
+        failure["line"],
+    )
