@@ -37,6 +37,8 @@ def sbatch_flags(run: PreparedRun) -> Flags:
     for key in ("partition", "account", "qos", "constraint", "exclude", "wckey"):
         if (value := getattr(launcher, key)) is not None:
             flags[key] = value
+    if launcher.extra.get("no-requeue"):
+        del flags["requeue"]
     return flags | {
         flag: value for flag, value in launcher.extra.items() if value is not None and value is not False
     }

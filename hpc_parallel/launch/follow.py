@@ -68,6 +68,8 @@ class Follower:
         self._say(f"results: {self._folder.path}")
         if failure is not None:
             self._say(failure["line"])
+        elif summary["outcome"] != "completed" and (stopped := read_json(self._folder.stopped)) is not None:
+            self._say(stopped.get("line", ""))
         return int(summary["outcome"] != "completed")
 
     def _outcome(self, summary: dict[str, Any]) -> str:

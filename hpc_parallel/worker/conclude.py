@@ -113,7 +113,8 @@ def _stopped(folder: RunFolder, *, stopped: Mapping[str, Any], environment: Mapp
         line += f"; go on with resume={folder.path}"
     outcome = "preempted" if goes_on else "cancelled" if how == again.CANCELLED else "failed"
     write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
-    if goes_on:
+    write_json(folder.stopped, {**stopped, "how": how, "line": line})
+    if goes_on:  # last: Slurm may end this process at once
         line += f"; {again.start_again(folder, launcher=launcher, environment=environment)}"
     return line
 

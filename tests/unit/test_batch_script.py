@@ -39,7 +39,8 @@ def quoted(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-BASE = {"job-name": "data", "nodes": 2, "ntasks-per-node": 4, "cpus-per-task": 1, "time": 60}
+BASE = {"job-name": "data", "nodes": 2, "ntasks-per-node": 4, "cpus-per-task": 1, "time": 60,
+        "signal": "USR2@90", "requeue": True}  # fmt: skip
 
 
 @pytest.mark.parametrize(
