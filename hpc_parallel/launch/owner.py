@@ -26,7 +26,11 @@ def claim(folder: RunFolder) -> None:
     with _alone(folder):
         if (owner := living_owner(folder)) is not None:
             raise OwnedError(f"is going on already, as {owner}")
-        write_json(folder.owner, {"host": platform.node(), "pid": os.getpid(), "began": _began(os.getpid())})
+        write_json(folder.owner, this_process())
+
+
+def this_process() -> dict[str, Any]:
+    return {"host": platform.node(), "pid": os.getpid(), "began": _began(os.getpid())}
 
 
 def hand_to_job(folder: RunFolder, job_id: str) -> None:

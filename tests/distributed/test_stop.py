@@ -1,0 +1,115 @@
+"""Signals: all ranks stop after the same step, whichever was asked; and nothing is lost by it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_parallel.launch.checkpoints import complete
+from tests.workers import Workers
+
+SMALL = (
+    "launcher=local", "launcher.snapshot=false", "device=cpu", "training.log_every=1",
+    "training.validate_every=null", "training.measure_steps=0", "training.precision=float64",
+    "data.sequence_length=32", "data.max_bytes=300000", "model.layers=2", "model.dim=32",
+    "model.ffn_dim=64", "optimizer.warmup_steps=2", "training.checkpoint_every=null",
+)  # fmt: skip
+
+
+def stops_after(signals: dict[int, list[int]]) -> tuple[int, str | None]:
+    """On each rank: steps of 20 ms, signals to some ranks after the 5th; where it stops, and by what."""
+    import torch.distributed as dist
+
+    from hpc_parallel.worker.stop import Stop
+
+    with Stop(group=dist.new_group(backend="gloo"), step=100) as stop:
+        for step in range(101, 400):
+            time.sleep(0.02)
+            if step == 105:
+                for number in signals.get(dist.get_rank(), []):
+                    os.kill(os.getpid(), number)
+            if (asked := stop.after(step)) is not None:
+                return step, asked.name
+    return 400, None
+
+
+@pytest.mark.parametrize(
+    ("signals", "heeded"),
+    [
+        ({2: [signal.SIGUSR2]}, "SIGUSR2"),
+        ({0: [signal.SIGTERM]}, "SIGTERM"),
+        ({0: [signal.SIGUSR2], 3: [signal.SIGTERM]}, "SIGTERM"),
+        ({rank: [signal.SIGTERM, signal.SIGTERM] for rank in range(4)}, "SIGTERM"),
+        ({1: [signal.SIGINT]}, "SIGINT"),
+    ],
+)
+def test_all_ranks_stop_after_the_same_step(
+    workers: Workers, signals: dict[int, list[int]], heeded: str
+) -> None:
+    """However often, and to however many, Slurm says it."""
+    answers = workers.run(4, stops_after, signals)
+    assert len(set(answers)) == 1
+    step, name = answers[0]
+    assert name == heeded
+    assert 105 <= step < 350
+
+
+def test_nobody_asked_nobody_stops(workers: Workers) -> None:
+    assert workers.run(2, stops_after, {}) == [(400, None)] * 2
+
+
+def test_a_run_that_is_stopped_twice_ends_as_if_it_never_was(tmp_path: Path, workers: Workers) -> None:
+    """SIGTERM to the command, `resume=`, another strategy each time; the curve is that of one device."""
+    steps = 240
+    reference = workers.train(*SMALL, f"training.steps={steps}", "strategy=single")
+    run = tmp_path / "run"
+    words = (*SMALL, f"training.steps={steps}", f"run_dir={run}", "strategy=data", "nodes=2")
+    stopped = interrupt(run, *words, after=20)
+    assert 20 <= stopped < steps
+    assert json.loads((run / "summary.json").read_text())["outcome"] == "cancelled"
+    again = interrupt(run, f"resume={run}", "strategy=pipeline", after=stopped + 20)
+    assert stopped + 20 <= again < steps
+    done = subprocess.run(
+        [sys.executable, "-m", "hpc_parallel.run", f"resume={run}", "strategy=fsdp"], capture_output=True,
+        text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    assert [line["loss"] for line in lines] == pytest.approx(reference.losses, rel=1e-9)
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["outcome"], summary["restarts"], summary["lost_steps"]) == ("completed", 2, 0)
+    assert [checkpoint.step for checkpoint in complete(run / "checkpoints")] == [again, stopped]
+
+
+def interrupt(run: Path, *words: str, after: int) -> int:
+    """Start the command, ask it to end after a step; the step whose state it saved."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hpc_parallel.run", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 90
+    while last_step(run) < after:
+        assert process.poll() is None, process.stdout and process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    stopped = json.loads((run / "stopped.json").read_text())
+    assert process.returncode == 1
+    assert f"cancelled by SIGTERM: saved at step {stopped['step']}; go on with resume={run}" in said
+    assert last_step(run) == stopped["step"]
+    return int(stopped["step"])
+
+
+def last_step(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return int(json.loads(lines[-1])["step"]) if lines else 0

@@ -1,0 +1,165 @@
+"""`resume=`: whose command line, what may change, and that one alone goes on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_parallel.config.problems import ConfigError
+from hpc_parallel.launch import owner
+from hpc_parallel.launch.resume import newest, resumed
+from hpc_parallel.launch.run_folder import RunFolder, write_json
+from hpc_parallel.run import main
+from tests.composed import prepared
+from tests.unit.test_checkpoint_folder import write
+
+STARTED = ["strategy=pipeline", "strategy.microbatches=8", "nodes=2", "launcher.partition=gpu", "name=mine"]
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A run that left a checkpoint of step 40 of 100 and is over."""
+    monkeypatch.chdir(tmp_path)
+    run = prepared(*STARTED, "launcher=local", "launcher.snapshot=false", f"run_dir={tmp_path / 'run'}")
+    run.write()
+    values = {"overrides": [*STARTED, "launcher=local", "launcher.snapshot=false", "run_dir=run"],
+              "config_dir": None}  # fmt: skip
+    write_json(run.folder.environment, values)
+    run.folder.owner.unlink()
+    write(run.folder.checkpoints, 40)
+    return run.folder
+
+
+def test_the_old_line_comes_first_and_what_is_said_anew_replaces_it(started: RunFolder) -> None:
+    place = f"'{started.path}'"
+    end = [f"run_dir={place}", f"resume={place}"]
+    kept = ["launcher=local", "launcher.snapshot=false"]
+    assert resumed(["resume=run"]) == [*STARTED, *kept, *end]
+    assert resumed(["nodes=4", "resume=run"]) == [
+        "strategy=pipeline", "strategy.microbatches=8", "launcher.partition=gpu", "name=mine", *kept,
+        "nodes=4", *end,
+    ]  # fmt: skip
+    # another strategy takes its options along; another launcher does not take the site's
+    assert resumed(["resume=run", "strategy=fsdp", "launcher=slurm"]) == [
+        "nodes=2", "launcher.partition=gpu", "name=mine", "launcher.snapshot=false",
+        "strategy=fsdp", "launcher=slurm", *end,
+    ]  # fmt: skip
+    assert resumed(["nodes=4", "resume=null"]) == ["nodes=4", "resume=null"]
+    assert resumed(["nodes=4"]) == ["nodes=4"]
+
+
+def test_auto_is_the_newest_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("20260101-000000-ffff", "20260102-000000-0000", "20260101-120000-aaaa"):
+        (tmp_path / "runs" / "mine" / name / "rendezvous").mkdir(parents=True)
+        (tmp_path / "runs" / "mine" / name / "config.yaml").touch()
+    assert newest(["name=mine"]).name == "20260102-000000-0000"
+    with pytest.raises(ConfigError, match="finds no run in runs/mime"):
+        newest(["name=mime"])
+
+
+@pytest.mark.parametrize(
+    ("word", "legal"),
+    [
+        ("model.layers=8", "model.layers=4"),
+        ("model.vocab_size=300", "model.vocab_size=256"),
+        ("data.sequence_length=64", "data.sequence_length=128"),
+        ("seed=1", "seed=0"),
+        ("training.global_batch_size=32", "training.global_batch_size=16"),
+        ("task=infer", "task.name=train"),
+        ("training.steps=40", "training.steps=80"),
+    ],
+)
+def test_what_decides_the_samples_and_the_weights_must_stay(
+    started: RunFolder, capsys: pytest.CaptureFixture[str], word: str, legal: str
+) -> None:
+    before = sorted(started.path.rglob("*"))
+    assert main(["resume=run", word, "dry_run=true"]) == 2
+    assert f"Try {legal}" in capsys.readouterr().err
+    assert sorted(started.path.rglob("*")) == before
+
+
+def test_all_that_is_wrong_at_once(started: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resume=run", "seed=1", "model.layers=8", "dry_run=true"]) == 2
+    said = capsys.readouterr().err
+    assert "seed = 1" in said
+    assert "model.layers = 8" in said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["strategy=fsdp", "nodes=4"], ["training.steps=200"], ["strategy.microbatches=4"],
+     ["training.log_every=1"], ["optimizer.learning_rate=1e-4"], ["training.microbatch_size=2"]],
+)  # fmt: skip
+def test_where_and_how_it_runs_may_change(started: RunFolder, words: list[str]) -> None:
+    assert main(["resume=run", *words, "dry_run=true"]) == 0
+
+
+def test_no_run_and_no_checkpoint(started: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resume=rum"]) == 2
+    assert f"is not a run folder. Try resume={started.path}" in capsys.readouterr().err
+    (started.checkpoints / "step-40" / "complete").unlink()
+    assert main(["resume=run"]) == 2
+    assert "has no checkpoint" in capsys.readouterr().err
+
+
+def test_a_folder_that_others_may_write_is_refused(
+    started: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with tempfile.TemporaryDirectory() as open_to_all:  # pytest's own folders are closed to others
+        Path(open_to_all).chmod(0o755)
+        shared = Path(open_to_all).resolve() / "run"
+        shutil.copytree(started.path, shared)
+        shared.chmod(0o777)
+        assert main([f"resume={shared}", "dry_run=true"]) == 2
+        said = capsys.readouterr().err
+        assert "can be written by anyone" in said
+        assert f"chmod go-w {shared}" in said
+
+
+def test_a_living_owner_keeps_the_run(started: RunFolder) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        owner.claim(started)  # nobody's before
+        assert owner.living_owner(started) == f"process {os.getpid()}"
+        with pytest.raises(owner.OwnedError, match=f"is going on already, as process {os.getpid()}"):
+            owner.claim(started)
+        write_json(started.owner, {**owner.this_process(), "pid": process.pid})
+        assert owner.living_owner(started) is None  # a number that another process has now
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _claim(path: str, start: float, answers: multiprocessing.Queue[bool]) -> None:
+    time.sleep(max(0.0, start - time.time()))
+    try:
+        owner.claim(RunFolder(Path(path)))
+        answers.put(True)
+    except owner.OwnedError:
+        answers.put(False)
+    signal.pause()
+
+
+def test_of_two_that_start_at_once_one_must_refuse(started: RunFolder) -> None:
+    context = multiprocessing.get_context("fork")
+    answers: multiprocessing.Queue[bool] = context.Queue()
+    begin = time.time() + 0.3
+    claimants = [context.Process(target=_claim, args=(str(started.path), begin, answers)) for _ in range(8)]
+    for claimant in claimants:
+        claimant.start()
+    got = [answers.get(timeout=30) for _ in claimants]
+    for claimant in claimants:
+        claimant.kill()
+        claimant.join()
+    assert sorted(got) == [False] * 7 + [True]
+    assert owner.living_owner(started) is None  # all are gone
