@@ -57,7 +57,7 @@ def newest(words: Sequence[str]) -> Path:
         rule = f"finds no run in {Path('runs', name)}"
         near = nearest(name, [path.name for path in Path("runs").glob("*") if path.is_dir()])
         hint = tuple(f"auto name={each}" for each in near)
-        raise ConfigError([Problem("resume", AUTO, rule, hint)])
+        raise ConfigError([Problem("resume", AUTO, rule, hint or (None,))])
     return max(folders, key=lambda path: path.name).absolute()
 
 
@@ -66,7 +66,7 @@ def read_start(folder: RunFolder) -> Mapping[str, Any]:
     if not is_run_folder(folder.path):
         near = nearest(folder.path.name, [path.name for path in folder.path.parent.glob("*")])
         legal = tuple(folder.path.parent / name for name in near)
-        raise ConfigError([Problem("resume", folder.path, "is not a run folder", legal)])
+        raise ConfigError([Problem("resume", folder.path, "is not a run folder", legal or (None,))])
     kept = read_json(folder.environment) or {}
     try:
         if "launcher.shared_folder=true" not in kept.get("overrides", ()):
