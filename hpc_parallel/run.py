@@ -35,14 +35,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.argv[1:] = arguments
     register()
     try:
-        sys.argv[1:] = resumed(sys.argv[1:])
-        runs = compose()
+        runs = compose_resumed()
     except ConfigError as error:
         return report(error.problems)
     try:
         return max([launch(run) for run in runs], default=DONE)
     except KeyboardInterrupt:  # the launcher has ended what it had started
         return FAILED
+
+
+def compose_resumed() -> list[PreparedRun]:
+    """`compose`, after the command line of the run that `resume=` names. Raises ConfigError."""
+    words = sys.argv[1:]
+    try:
+        sys.argv[1:] = resumed(words)
+    except ConfigError as error:
+        sys.argv[1:] = [word for word in words if not word.startswith("resume=")]
+        try:
+            compose()  # for what else is wrong
+        except ConfigError as others:
+            raise ConfigError([*error.problems, *others.problems]) from None
+        raise
+    return compose()
 
 
 def compose() -> list[PreparedRun]:

@@ -93,6 +93,10 @@ def test_all_that_is_wrong_at_once(started: RunFolder, capsys: pytest.CaptureFix
     said = capsys.readouterr().err
     assert "seed = 1" in said
     assert "model.layers = 8" in said
+    assert main(["resume=rum", "training.steps=0", "dry_run=true"]) == 2
+    said = capsys.readouterr().err
+    assert "is not a run folder" in said
+    assert "training.steps = 0" in said
 
 
 @pytest.mark.parametrize(
