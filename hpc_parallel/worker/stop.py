@@ -12,6 +12,7 @@ import time
 from types import FrameType, TracebackType
 from typing import Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -50,11 +51,9 @@ class Stop:
         if step < self._next:
             return None
         now = time.monotonic()
-        here = torch.tensor(
-            [float(self._asked), (now - self._looked_s) / max(1, step - self._looked)], dtype=torch.float64
-        )
-        dist.all_reduce(here, op=dist.ReduceOp.MAX, group=self._group)
-        asked, step_s = here.tolist()
+        most = np.array([self._asked, (now - self._looked_s) / max(1, step - self._looked)])
+        dist.all_reduce(torch.from_numpy(most), op=dist.ReduceOp.MAX, group=self._group)
+        asked, step_s = most
         self._looked, self._looked_s = step, now
         self._next = step + max(1, int(PERIOD_S / max(step_s, 1e-6)))
         return ASKING[int(asked) - 1] if asked else None

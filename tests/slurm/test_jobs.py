@@ -19,6 +19,8 @@ import psutil
 import pytest
 from cluster import Cluster
 
+from hpc_parallel.launch.attempts import starts
+from hpc_parallel.launch.run_folder import RunFolder
 from tests.workers import Workers
 
 pytestmark = pytest.mark.slurm
@@ -323,24 +325,29 @@ def test_a_cancelled_job_says_so(site: Site) -> None:
     assert not (folder / "failure.json").exists()
 
 
-def test_a_requeued_job_begins_anew_and_doubles_no_step(site: Site) -> None:
-    """What a preemption does: the same folder, a second start. Without checkpoints all steps are lost."""
+def test_a_requeued_job_goes_on_and_doubles_no_step(site: Site) -> None:
+    """Slurm's SIGTERM comes first, so all is saved."""
     words = ("strategy=data", "nodes=2", *SMALL, "training.steps=100000", "run_dir=again", "name=again")
     assert site.run(*words, "launcher=slurm").returncode == 0
     folder = site.home / "again"
     wait_for((folder / "metrics.jsonl").exists)
     job_id = site.cluster.run("squeue", "-h", "-o", "%i", "--name=again").strip()
     site.cluster.run("scontrol", "requeue", job_id)
-    wait_for((folder / "metrics-1.jsonl").exists)
-    wait_for((folder / "metrics.jsonl").exists)
+    wait_for(lambda: len(starts(RunFolder(folder))) == 2, within_s=60)
+    second = starts(RunFolder(folder))[1]
+    assert (second["after_step"] > 0, second["lost_steps"]) == (True, 0)
+    wait_for(lambda: last_step(folder) > second["after_step"])
     site.cluster.run("scancel", job_id)
     site.ended(job_id)
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, len(steps) + 1))
-    lost = len((folder / "metrics-1.jsonl").read_text().splitlines())
     wait_for((folder / "summary.json").exists, within_s=20)
     summary = read(folder, "summary.json")
-    assert (summary["restarts"], summary["lost_steps"]) == (1, lost)
+    assert (summary["restarts"], summary["lost_steps"], summary["job_ids"]) == (1, 0, [job_id])
+
+
+def last_step(folder: Path) -> int:
+    return len(losses(folder))
 
 
 def test_a_rank_that_never_arrives_is_named_with_its_host(site: Site) -> None:
