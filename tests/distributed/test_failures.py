@@ -34,6 +34,7 @@ SMALL = (
 )
 TWO = ("strategy=data", "gpus_per_node=2")
 PIPELINE = ("strategy=pipeline", "nodes=2", "strategy.microbatches=4")  # blocks 0, 1 | 2, 3
+QUICK = ("cluster.collective_timeout_s=6", "cluster.hang_timeout_s=null")
 Failing = Callable[..., dict[str, Any]]
 
 
@@ -43,7 +44,7 @@ def harm(what: str, *, at: int, victim: int) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def training_agents() -> Iterator[AgentServer]:
-    with agent_server("--serve") as server:
+    with agent_server() as server:
         yield server
 
 
@@ -90,7 +91,7 @@ def test_a_bug_is_told_with_its_step(failing: Failing) -> None:
 
 def test_a_skipped_collective_names_who_skipped_it(failing: Failing) -> None:
     found = failing(
-        *PIPELINE, "cluster.collective_timeout_s=6", *harm("skip", at=4 * 2 + 1, victim=1)
+        *PIPELINE, *QUICK, *harm("skip", at=4 * 2 + 1, victim=1)
     )  # fmt: skip
     assert (found["rank"], found["kind"]) == (1, "collective_timeout")
     assert re.fullmatch(
@@ -102,7 +103,7 @@ def test_a_skipped_collective_names_who_skipped_it(failing: Failing) -> None:
 
 
 def test_who_never_comes_is_named_though_it_says_nothing(failing: Failing) -> None:
-    found = failing(*TWO, "cluster.collective_timeout_s=6", *harm("sleep", at=3, victim=1))
+    found = failing(*TWO, *QUICK, *harm("sleep", at=3, victim=1))
     assert (found["rank"], found["kind"]) == (1, "collective_timeout")
     assert re.fullmatch(
         rf"rank 1 on {HOST} failed first: missing from \w+ \(collective \d+\), in which rank 0 "

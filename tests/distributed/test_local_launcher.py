@@ -82,10 +82,12 @@ def naming(folder: RunFolder) -> set[int]:
 class AgentServer:
     """Agents one after another, forked from one process that has torch."""
 
-    def __init__(self, serves: str = "--serve") -> None:
+    def __init__(self) -> None:
+        root = str(Path(STAND_IN).parents[2])  # of what tests train: tests.models
         self.process = subprocess.Popen(
-            [sys.executable, STAND_IN, serves], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+            [sys.executable, STAND_IN, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": root},
+        )  # fmt: skip
 
     def start(self, folder: RunFolder) -> int:
         assert self.process.stdin
@@ -102,8 +104,8 @@ class AgentServer:
 
 
 @contextlib.contextmanager
-def agent_server(serves: str = "--serve") -> Iterator[AgentServer]:
-    server = AgentServer(serves)
+def agent_server() -> Iterator[AgentServer]:
+    server = AgentServer()
     try:
         yield server
     finally:
