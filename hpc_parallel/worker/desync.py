@@ -39,18 +39,21 @@ def compare(standings: Mapping[int, Sequence[Mapping[str, Any]]], *, world_size:
             name = group["group"]
             groups[name][rank] = {number: call for number, call, *_ in group["calls"]}
             members.setdefault(name, set()).update(group["ranks"] or range(world_size))
-    findings = [
-        finding
+    disagreeing = {
+        name: finding
         for name, calls in groups.items()
         if (finding := _mismatch(calls) or _missing(calls, members=members[name]))
-    ]
+    }
+    findings = list(disagreeing.values())
     # Who waits in another group's collective is held up itself: the end of the chain is to blame. Where it
     # has none, as two ranks wait for each other, the one that has left its own habit is.
     held_up = {rank for finding in findings for rank in finding.waiting}
 
     def innocence(finding: Finding) -> tuple[bool, bool]:
         rank = finding.ranks[0]
-        return rank in held_up, not strays(standings.get(rank, ()))
+        # Groups that agree are left out: one that is used now and then would break any habit.
+        used = [group for group in standings.get(rank, ()) if group["group"] in disagreeing]
+        return rank in held_up, not strays(used)
 
     return min(findings, key=innocence, default=None)
 
