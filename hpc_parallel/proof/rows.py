@@ -16,6 +16,7 @@ COMMON = (
     "launcher.snapshot=false",  # the runs start now
     "training.steps=6",
     "training.log_every=1",
+    "training.checkpoint_every=null",
     "training.validate_every=null",
     "training.global_batch_size=16",
     "training.clip_norm=0.5",

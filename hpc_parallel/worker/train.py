@@ -110,12 +110,13 @@ def train(
         measured = measurement.figures() | traffic_of(session)
         lines = MetricsReader(folder.metrics).read() if rank == 0 else []
         complete(values, folder=folder, lines=lines, writers=writers, measured=measured)
-    elif rank == 0:
-        now = datetime.now(UTC).isoformat()
-        write_json(folder.stopped, {"signal": signalled.name, "step": trainer.done, "time": now})
+    else:
+        if rank == 0:
+            now = datetime.now(UTC).isoformat()
+            write_json(folder.stopped, {"signal": signalled.name, "step": trainer.done, "time": now})
         for writer in writers:
             writer.close()
-    dist.barrier()  # a rank that ends long before the others looks lost to srun
+        dist.barrier()  # a rank that ends long before the others looks lost to srun
     return session.assembled
 
 
