@@ -19,7 +19,7 @@ from test_jobs import Site, read, wait_for, worker_of
 
 from hpc_parallel.launch import attempts
 from hpc_parallel.launch.checkpoints import Checkpoint, complete
-from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.launch.run_folder import RunFolder, read_json
 from tests.parity import largest_difference, tensor_difference
 from tests.workers import Trained, Workers
 
@@ -121,12 +121,17 @@ class Case:
     def until_started(self, times: int) -> None:
         wait_for(lambda: len(self.starts) == times, within_s=PATIENCE_S)
 
-    def ended(self, job: str) -> str:
-        """Wait for the job's last end; its state then. A requeued job is pending or runs."""
+    def ended(self, job: str, *, within_s: float = 2 * PATIENCE_S) -> str:
+        """Wait for the run's last end; the job's state then."""
         busy = ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "CONFIGURING", "PREEMPTED")
-        within_s = 2 * PATIENCE_S
-        wait_for(lambda: self.state(job) not in busy, within_s=within_s)
-        wait_for(lambda: (self.folder / "summary.json").exists(), within_s=30)
+        summary = self.folder / "summary.json"
+
+        def over() -> bool:  # by both: a job that starts again passes through other states
+            found = read_json(summary)
+            again = found is None or found["outcome"] == "preempted"
+            return not again and self.state(job) not in busy
+
+        wait_for(over, within_s=within_s)
         return self.state(job)
 
     def assert_said(self, job: str, line: str, *, times: int = 1) -> None:
