@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: train test lint benchmarks cluster cluster-down clean
+.PHONY: train test chaos lint benchmarks cluster cluster-down clean
 
 train: $(STAMP)  ## the reference transformer over two simulated nodes
 	$(RUN) -m hpc_parallel.run strategy=pipeline nodes=2 launcher=local
@@ -15,6 +15,10 @@ test: $(STAMP)  ## the whole suite, with a real Slurm where this machine can hav
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(RUN) -m pytest
+
+chaos: $(STAMP)  ## trainings on a real Slurm, each harmed in its own way; ends with a table
+	$(RUN) tests/slurm/cluster.py install
+	$(RUN) -m pytest tests/slurm -m chaos
 
 lint: $(STAMP)
 	$(RUN) -m ruff check --fix .

@@ -11,6 +11,8 @@ from hpc_parallel.config.schema import register
 from tests.parity import COMMON, Alone
 from tests.workers import Workers
 
+pytest.register_assert_rewrite("chaos")  # tests/slurm/chaos.py asserts for its cases
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _schemas() -> None:

@@ -44,6 +44,7 @@ def conclude(
     `cancelled`: whether someone asked the run to end; None: the signals of the records tell.
     `environment`: Slurm's variables of the job. Returns the one line, or None where nothing failed.
     """
+    failure.sweep(folder)
     summary = read_json(folder.summary)
     if summary is not None and summary["outcome"] in ("completed", "preempted"):
         return None

@@ -148,7 +148,15 @@ def record_hang(folder: RunFolder, *, world: World, message: str, stack: list[st
 def forget(folder: RunFolder, *, rank: int) -> None:
     """Drop the record of an earlier attempt, before this one starts."""
     _path(folder, rank).unlink(missing_ok=True)
+    sweep(folder, rank=rank)
     flight_recorder.dump_of(folder, rank=rank).unlink(missing_ok=True)
+
+
+def sweep(folder: RunFolder, *, rank: int | None = None) -> None:
+    """Remove what a rank that ended in the midst of writing left beside its files; None: all ranks, once
+    they are gone."""
+    for torn in folder.logs.glob(f".rank-{'*' if rank is None else rank}.*"):
+        torn.unlink(missing_ok=True)
 
 
 def records(folder: RunFolder) -> list[Record]:

@@ -17,7 +17,9 @@ import argparse
 import fcntl
 import json
 import os
+import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -132,6 +134,20 @@ class Cluster:
 
     def mend(self, host: str) -> None:
         self.run("ip", "link", "set", "fabric0", "up", host=host)
+
+    def restart_controller(self) -> None:
+        """End slurmctld and start it again; returns once it answers."""
+        pid = int((self.folder / "slurmctld.pid").read_text())
+        os.kill(pid, signal.SIGTERM)
+        wait(lambda: not Path(f"/proc/{pid}").exists(), what="slurmctld has ended")
+        self._daemon(LOGIN, "slurmctld")
+        wait(lambda: succeeds("scontrol", "ping", environment=self.environment), what="slurmctld answers")
+
+    def set_patience(self, seconds: int) -> None:
+        """How long a host may be silent before Slurm calls it lost (SlurmdTimeout)."""
+        path = self.folder / "etc/slurm.conf"
+        path.write_text(re.sub(r"(?m)^SlurmdTimeout=.*$", f"SlurmdTimeout={seconds}", path.read_text()))
+        self.run("scontrol", "reconfigure")
 
     def usage(self) -> str:
         hosts = " ".join(f"{host}={address}" for host, address in self.hosts.items())

@@ -1,11 +1,19 @@
-"""The real Slurm that these tests share, or the reason why there is none here."""
+"""The real Slurm that these tests share, or the reason why there is none here; the cases of chaos."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
 
 import pytest
+from chaos import Case, Row, heal, undisturbed
+from chaos_table import pytest_terminal_summary  # noqa: F401  (a hook)
 from cluster import Cluster, unavailable_reason
+from test_jobs import Site
+
+from tests.workers import Trained, Workers
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +22,28 @@ def cluster() -> Iterator[Cluster]:
         pytest.skip(reason)
     with Cluster.start() as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def reference(workers: Workers) -> Trained:
+    """What every case of the chaos suite must equal."""
+    return undisturbed(workers)
+
+
+@pytest.fixture
+def case(
+    cluster: Cluster,
+    reference: Trained,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+) -> Iterator[Case]:
+    """A training to harm, at steps drawn from CHAOS_SEED (else from a seed that is printed)."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))  # the tests' own models
+    seed = int(os.environ.get("CHAOS_SEED", "") or int.from_bytes(os.urandom(3)))
+    print(f"CHAOS_SEED={seed}")
+    row = Row(seed)
+    record_property("chaos", row)
+    site = Site(cluster, tmp_path)
+    yield Case(site, reference, row=row, dice=Random(seed))
+    heal(site)

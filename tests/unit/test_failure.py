@@ -139,6 +139,17 @@ def test_a_new_attempt_replaces_the_record_of_the_last(folder: RunFolder) -> Non
     assert [(found.rank, found.signal) for found in failure.records(folder)] == [(5, "SIGSEGV")]
 
 
+def test_what_was_torn_in_the_midst_of_writing_goes(folder: RunFolder) -> None:
+    """A rank's own at its next start, all at the end of the job."""
+    names = [".rank-1.failure.json.x", ".rank-1.hang.json.y", ".rank-11.failure.json.z", "rank-1.out"]
+    for name in names:
+        (folder.logs / name).write_text("{")
+    failure.forget(folder, rank=1)
+    assert sorted(path.name for path in folder.logs.iterdir()) == names[2:]
+    conclude(folder, returncode=1)
+    assert [path.name for path in folder.logs.iterdir()] == ["rank-1.out"]
+
+
 def test_the_line(folder: RunFolder) -> None:
     failure.record_death(folder, world=world(5), returncode=-9)
     for rank in (0, 1, 2):

@@ -1,0 +1,275 @@
+"""One case of the chaos suite: a training on the real Slurm that is harmed, and what must hold after it.
+
+Each case is compared with a run of one device that nothing harmed: float64 hides the order of sums.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import psutil
+from test_jobs import Site, read, wait_for, worker_of
+
+from hpc_parallel.launch import attempts
+from hpc_parallel.launch.checkpoints import Checkpoint, complete
+from hpc_parallel.launch.run_folder import RunFolder, read_json
+from tests.parity import largest_difference, tensor_difference
+from tests.workers import Trained, Workers
+
+STEPS = 80
+EVERY = 10  # steps from checkpoint to checkpoint
+EQUAL = 1e-6  # of losses and of tensors, relative; float64 leaves 1e-12
+PATIENCE_S = 180.0  # for what a busy machine does in ten
+TRAINING = (
+    f"training.steps={STEPS}",
+    f"training.checkpoint_every={EVERY}",
+    "training.log_every=1",
+    "training.validate_every=null",
+    "training.measure_steps=0",
+    "training.global_batch_size=8",
+    "training.precision=float64",
+    "data.max_bytes=300000",
+    "data.sequence_length=32",
+    "model.layers=4",
+    "model.dim=64",
+    "model.ffn_dim=160",
+    "optimizer.warmup_steps=2",
+)
+SLOW = ("model._target_=tests.models.Slow", "+model.pause_s=0.06")
+DATA = ("strategy=data", "nodes=2")
+
+
+@dataclass
+class Row:
+    """A line of the table at the end."""
+
+    seed: int
+    done: list[str] = field(default_factory=list)
+    lost: int | None = None
+    restarts: int | None = None
+
+
+@dataclass
+class Case:
+    site: Site
+    reference: Trained
+    row: Row
+    dice: Random
+    kept: int = 0  # step of the newest checkpoint when the harm was done
+    seen_from: Path = Path("/")  # the root under which the checkpoints are to be seen
+
+    @property
+    def folder(self) -> Path:
+        return self.site.home / "run"
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """Newest first."""
+        return complete(self.checkpoint_folder)
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        return self.seen_from / self.folder.relative_to("/") / "checkpoints"
+
+    # --- what is started
+
+    def submit(self, *words: str, model: tuple[str, ...] = SLOW) -> str:
+        """Begin the run; returns its job."""
+        done = self.site.run(*words, *TRAINING, *model, "launcher=slurm", "run_dir=run")
+        assert done.returncode == 0, done.stdout + done.stderr
+        return job_of(done.stdout)
+
+    def resume(self, *words: str) -> str:
+        done = self.site.run(f"resume={self.folder}", *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        self.row.done.append(f"resumed {' '.join(words)}".strip())
+        return job_of(done.stdout)
+
+    # --- where it is
+
+    def reach(self, low: int, high: int) -> int:
+        """Wait until the run has done a random step between these; returns the one that it is at then."""
+        goal = self.dice.randint(low, high)
+        wait_for(lambda: self.step >= goal, within_s=PATIENCE_S)
+        assert self.step < STEPS, "the harm came too late"
+        return self.step
+
+    @property
+    def steps(self) -> list[int]:
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [json.loads(line)["step"] for line in lines]
+
+    @property
+    def step(self) -> int:
+        return max(self.steps, default=0)
+
+    def state(self, job: str) -> str:
+        return self.site.record(job)["JobState"]
+
+    @property
+    def starts(self) -> list[dict[str, Any]]:
+        return attempts.starts(RunFolder(self.folder))
+
+    def until_started(self, times: int) -> None:
+        wait_for(lambda: len(self.starts) == times, within_s=PATIENCE_S)
+
+    def ended(self, job: str, *, within_s: float = 2 * PATIENCE_S) -> str:
+        """Wait for the run's last end; the job's state then."""
+        busy = ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "CONFIGURING", "PREEMPTED")
+        summary = self.folder / "summary.json"
+
+        def over() -> bool:  # by both: a job that starts again passes through other states
+            found = read_json(summary)
+            again = found is None or found["outcome"] == "preempted"
+            return not again and self.state(job) not in busy
+
+        wait_for(over, within_s=within_s)
+        return self.state(job)
+
+    def assert_said(self, job: str, line: str, *, times: int = 1) -> None:
+        """That a line of the job's log is of this pattern."""
+        logs = sorted((self.folder / "slurm").glob(f"{job}*.out"))
+        lines = [found for log in logs for found in log.read_text(errors="replace").splitlines()]
+        assert sum(bool(re.fullmatch(line, found)) for found in lines) == times, lines
+
+    # --- harm
+
+    def preempt(self, job: str) -> None:
+        """An urgent job takes all hosts until Slurm has requeued the run."""
+        words = ("--partition=urgent", "--nodes=4", "--exclusive", "--wrap=sleep 600")
+        urgent = self.site.cluster.run("sbatch", "--parsable", "--output=/dev/null", *words)
+        wait_for(lambda: self.state(urgent) == "RUNNING", within_s=PATIENCE_S)
+        assert self.state(job) == "PENDING"
+        self.site.cluster.run("scancel", urgent)
+        self.note("preempted")
+
+    def signal_rank(self, rank: int, number: signal.Signals) -> None:
+        worker = worker_of(self.folder, rank)
+        assert worker is not None
+        self.note(f"{number.name} to rank {rank}")
+        worker.send_signal(number)
+
+    def cancel(self, job: str) -> int:
+        """As a user does; the step at which the state was saved."""
+        self.note("scancel")
+        self.site.cluster.run("scancel", job)
+        assert self.ended(job) == "CANCELLED"
+        assert read(self.folder, "summary.json")["outcome"] == "cancelled"
+        saved = self.checkpoints[0].step
+        self.assert_said(
+            job, rf"cancelled by SIGTERM: saved at step {saved}; go on with resume={self.folder}"
+        )
+        self.assert_steps(saved)
+        return saved
+
+    def note(self, harm: str) -> None:
+        """For the table; and what a new start may go back to at most."""
+        self.row.done.append(f"{harm} at {self.step}")
+        self.kept = max([found.step for found in self.checkpoints], default=0)
+
+    # --- what must hold
+
+    def assert_completed(self, *, restarts: int, lost: int | tuple[int, int]) -> None:
+        """As if nothing had happened; `lost`: steps, or the fewest and the most."""
+        summary = read(self.folder, "summary.json")
+        self.row.restarts, self.row.lost = summary["restarts"], summary["lost_steps"]
+        assert summary["outcome"] == "completed"
+        assert not (self.folder / "failure.json").exists()
+        assert summary["restarts"] == restarts
+        fewest, most = (lost, lost) if isinstance(lost, int) else lost
+        assert fewest <= summary["lost_steps"] <= most
+        assert not restarts or self.starts[-1]["after_step"] >= self.kept
+        self.assert_steps(STEPS)
+        newest = self.checkpoints[0]
+        assert newest.step == STEPS
+        found = tensors_of(newest)
+        wanted = tensors_of(complete(self.reference.folder / "checkpoints")[0])
+        assert tensor_difference(found, wanted) < EQUAL
+        self.assert_nothing_is_left()
+
+    def assert_steps(self, last: int) -> None:
+        """Each once, with the loss of the undisturbed run."""
+        lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == list(range(1, last + 1))
+        losses = [line["loss"] for line in lines]
+        assert largest_difference(losses, self.reference.losses[:last]) < EQUAL
+
+    def assert_nothing_is_left(self) -> None:
+        """No process on any host but its slurmd, no file half written, no checkpoint without its marker."""
+        wait_for(lambda: not self.running(), within_s=60)
+        assert not [path for path in self.folder.rglob(".*") if temporary(path)]
+        folder = self.checkpoint_folder
+        whole = {checkpoint.path for checkpoint in self.checkpoints}
+        assert set(folder.iterdir() if folder.exists() else ()) == whole
+        assert [checkpoint.damage() for checkpoint in self.checkpoints] == [None] * len(whole)
+
+    def running(self) -> dict[str, list[str]]:
+        """By host, the processes that are not the host's own."""
+        found = {host: guests(self.site.cluster.pids(host)) for host in self.site.cluster.hosts}
+        return {host: names for host, names in found.items() if names}
+
+
+def temporary(path: Path) -> bool:
+    """By its name, but for a checkpoint's index, submitit's script and the source that is kept with a run."""
+    names = (".metadata", ".submission_file_")
+    return not path.name.startswith(names) and not any(part.startswith("code") for part in path.parts)
+
+
+def guests(pids: list[int]) -> list[str]:
+    found = []
+    for pid in pids:
+        try:
+            process = psutil.Process(pid)
+            if process.name() != "slurmd" and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()) or process.name())
+        except psutil.Error:
+            continue
+    return found
+
+
+def job_of(stdout: str) -> str:
+    return next(line.split()[1] for line in stdout.splitlines() if line.startswith("job "))
+
+
+def undisturbed(workers: Workers) -> Trained:
+    """The same steps on one device."""
+    return workers.train("strategy=single", *TRAINING)
+
+
+def tensors_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Weights, buffers and the optimizer's state by full name, whole."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    metadata = dcp.FileSystemReader(checkpoint.path).read_metadata().state_dict_metadata
+    state: dict[str, Any] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.items()
+        if not name.startswith("random/")
+    }
+    with warnings.catch_warnings(action="ignore"):  # of there being no process group
+        dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint.path), no_dist=True)
+    return state
+
+
+def heal(site: Site) -> None:
+    """Take the run's jobs away and make all hosts idle again, whatever a case left."""
+    cluster = site.cluster
+    if jobs := cluster.run("squeue", "-h", "-o", "%A").split():
+        cluster.run("scancel", "--signal=KILL", *jobs)
+        cluster.run("scancel", *jobs)
+    for host in cluster.hosts:
+        cluster.mend(host)
+        if not cluster.pids(host):
+            cluster.boot(host)
+    idle = {f"{host} idle" for host in cluster.hosts}
+    listing = ("sinfo", "--noheader", "--Node", "--partition=main", "--format=%N %T")
+    wait_for(lambda: set(cluster.run(*listing).splitlines()) == idle, within_s=PATIENCE_S)

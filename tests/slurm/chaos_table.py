@@ -1,0 +1,32 @@
+"""The table at the end of `make chaos`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chaos import Row
+
+HEADS = ("case", "seed", "what was done", "lost", "restarts", "s", "verdict")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """pytest's hook: a row for each case that ran."""
+    rows = [HEADS]
+    for verdict in ("passed", "failed"):
+        for report in terminalreporter.stats.get(verdict, ()):
+            row = dict(report.user_properties).get("chaos")
+            if report.when == "call" and isinstance(row, Row):
+                rows.append(cells(report, row, verdict="green" if verdict == "passed" else "RED"))
+    if len(rows) == 1:
+        return
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADS))]
+    terminalreporter.section("chaos")
+    for row in rows:
+        words = (word.ljust(width) for word, width in zip(row, widths, strict=True))
+        terminalreporter.write_line("  ".join(words).rstrip())
+
+
+def cells(report: Any, row: Row, *, verdict: str) -> tuple[str, ...]:
+    name = report.nodeid.rpartition("::test_")[2].replace("_", " ")
+    figures = ("-" if value is None else str(value) for value in (row.lost, row.restarts))
+    return (name, str(row.seed), ", ".join(row.done), *figures, f"{report.duration:.0f}", verdict)

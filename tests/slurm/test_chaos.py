@@ -1,0 +1,84 @@
+"""Trainings that are interrupted at a random step, and go on, end as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from chaos import DATA, SLOW, TRAINING, Case
+
+pytestmark = [pytest.mark.slurm, pytest.mark.chaos]
+
+
+def test_preempted_twice_in_a_row(case: Case) -> None:
+    job = case.submit(*DATA)
+    for start, (low, high) in enumerate([(5, 25), (30, 50)], start=1):
+        case.until_started(start)
+        case.reach(low, high)
+        case.preempt(job)
+    assert case.ended(job) == "COMPLETED"
+    case.assert_completed(restarts=2, lost=0)
+    line = rf"preempted by Slurm: saved at step \d+; requeued as job {job}"
+    case.assert_said(job, line, times=2)
+
+
+def test_cancelled_and_resumed(case: Case) -> None:
+    job = case.submit(*DATA)
+    case.reach(5, 50)
+    case.cancel(job)
+    assert case.ended(case.resume()) == "COMPLETED"
+    case.assert_completed(restarts=1, lost=0)
+
+
+def test_resumed_on_one_two_and_four_hosts(case: Case) -> None:
+    job = case.submit("strategy=single", "nodes=1")
+    for low, high, words in (
+        (5, 20, ("strategy=pipeline", "nodes=2")),
+        (35, 50, ("strategy=fsdp", "nodes=4", "strategy.shard=2", "strategy.tensor=2")),
+    ):
+        case.reach(low, high)
+        case.cancel(job)
+        job = case.resume(*words)
+    assert case.ended(job) == "COMPLETED"
+    case.assert_completed(restarts=2, lost=0)
+
+
+def test_two_resumes_at_once(case: Case) -> None:
+    """One goes on, the other refuses."""
+    job = case.submit(*DATA)
+    case.reach(5, 50)
+    case.cancel(job)
+    command = [sys.executable, "-m", "hpc_parallel.run", f"resume={case.folder}"]
+    started = [
+        subprocess.Popen(
+            command, cwd=case.site.home, env=case.site.environment,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    case.note("two resumes")
+    said = sorted((process.communicate(timeout=60)[1], process.returncode) for process in started)
+    assert sorted(code for _, code in said) == [0, 2], said
+    (refusal,) = [text for text, code in said if code == 2]
+    assert "is going on already" in refusal
+    (job,) = case.site.cluster.run("squeue", "-h", "-o", "%A").split()
+    assert case.ended(job) == "COMPLETED"
+    case.assert_completed(restarts=1, lost=0)
+
+
+def test_the_submitting_terminal_is_closed(case: Case) -> None:
+    words = (*DATA, *TRAINING, *SLOW, "launcher=slurm", "launcher.wait=true", "run_dir=run")
+    following = subprocess.Popen(
+        [sys.executable, "-m", "hpc_parallel.run", *words],
+        cwd=case.site.home, env=case.site.environment, stdout=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    case.reach(5, 60)
+    os.killpg(following.pid, signal.SIGHUP)
+    following.wait(timeout=60)
+    case.note("SIGHUP to the terminal's processes")
+    job = case.site.cluster.run("squeue", "-h", "-o", "%A").split()[0]
+    assert case.ended(job) == "COMPLETED"
+    case.assert_completed(restarts=0, lost=0)

@@ -1,0 +1,61 @@
+"""A rank is killed, stopped, poisoned, out of memory: it is named, and the run ends as if nothing was."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from chaos import DATA, EVERY, STEPS, Case
+from test_jobs import read
+
+pytestmark = [pytest.mark.slurm, pytest.mark.chaos]
+
+
+def harmed(case: Case, harm: str) -> tuple[str, ...]:
+    """A model that harms itself in one rank, so late that a start from the checkpoint before gets past it."""
+    at = case.dice.randint(STEPS // 2 + 2, STEPS - 5)
+    case.row.done.append(f"{harm} on rank 1 at {at}")
+    case.kept = (at - 1) // EVERY * EVERY - EVERY  # the newest may still be being written
+    return ("model._target_=tests.models.Harmed", f"+model.harm={harm}", f"+model.at={at}", "+model.victim=1")
+
+
+def test_a_rank_is_killed(case: Case) -> None:
+    job = case.submit(*DATA, "launcher.max_restarts=1")
+    case.reach(EVERY + 1, 60)
+    case.signal_rank(1, signal.SIGKILL)
+    assert case.ended(job) == "COMPLETED"
+    case.assert_completed(restarts=1, lost=(0, 2 * EVERY))
+    case.assert_said(job, r"rank 1 on n2 failed first: killed by SIGKILL; 1 follower")
+    case.assert_said(job, rf"requeued as job {job}")
+
+
+def test_a_rank_is_stopped(case: Case) -> None:
+    job = case.submit(*DATA, "launcher.max_restarts=1", "cluster.hang_timeout_s=8")
+    case.reach(EVERY + 1, 60)
+    case.signal_rank(1, signal.SIGSTOP)
+    assert case.ended(job) == "COMPLETED"
+    case.assert_completed(restarts=1, lost=(0, 2 * EVERY))
+    line = r"rank 1 on n2 failed first: stopped by a signal \(state T\) at \S+ in \w+; others wait in .*"
+    case.assert_said(job, line)
+
+
+def test_a_rank_is_poisoned(case: Case) -> None:
+    job = case.submit(*DATA, "training.on_nonfinite=rollback", model=harmed(case, "poison"))
+    assert case.ended(job) == "COMPLETED"
+    case.assert_completed(restarts=1, lost=(0, 2 * EVERY))
+    case.assert_said(job, r"rank 1 on n2 failed first: the loss of step \d+ is nan; .*; 1 follower")
+
+
+def test_a_rank_runs_out_of_memory(case: Case) -> None:
+    """The same would happen again, so it does not start again by itself."""
+    job = case.submit(*DATA, "launcher.max_restarts=1", model=harmed(case, "memory"))
+    assert case.ended(job) == "FAILED"
+    summary, failure = read(case.folder, "summary.json"), read(case.folder, "failure.json")
+    assert (summary["outcome"], summary["restarts"]) == ("failed", 0)
+    assert failure["kind"] == "out_of_memory"
+    line = (
+        r"rank 1 on n2 failed first: out of memory in block 2 \(asked 4096\.0 TiB, free [^)]*\); 1 follower"
+    )
+    case.assert_said(job, line)
+    assert case.ended(case.resume()) == "COMPLETED"
+    case.assert_completed(restarts=1, lost=(0, 2 * EVERY))
