@@ -9,7 +9,12 @@ from collections.abc import Sequence
 def main(arguments: Sequence[str] | None = None) -> int:
     """Hand the arguments after the command's name to that command; returns its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    command = words.pop(0) if words and words[0] in ("run", "parity", "rerun", "tokenize") else "run"
+    commands = ("run", "export", "parity", "rerun", "tokenize")
+    command = words.pop(0) if words and words[0] in commands else "run"
+    if command == "export":
+        from hpc_parallel.launch.export import main as export
+
+        return export(words)
     if command == "parity":
         from hpc_parallel.proof.command import main as parity
 

@@ -268,6 +268,7 @@ class RunConfig:
     device: str = "auto"  # auto, cpu, cuda
     dry_run: bool = False
     resume: str | None = None
+    weights: str | None = None  # to start from: a .safetensors file, or a run folder; null: initial ones
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     model: Any = MISSING
     data: Any = MISSING

@@ -11,14 +11,14 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig
 
-from hpc_parallel.config.checks import find_problems
+from hpc_parallel.config.checks import find_problems, in_order
 from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.layout import BatchPlan, Layout, layout_of, plan_batch, processes_per_node, servers
 from hpc_parallel.config.problems import ConfigError, Problem
 from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.tasks import total_steps
-from hpc_parallel.launch import owner, resume
+from hpc_parallel.launch import owner, resume, weights
 from hpc_parallel.launch.origin import origin
 from hpc_parallel.launch.run_folder import RunFolder, new_run_id, write_json, write_text
 from hpc_parallel.launch.snapshot import Snapshot, plan_snapshot
@@ -106,8 +106,8 @@ def prepare(
 ) -> PreparedRun:
     """Resolve and check. Raises ConfigError with every problem."""
     config, values = resolve(composed)
-    if problems := find_problems(config, overrides):
-        raise ConfigError(problems)
+    if problems := [*find_problems(config, overrides), *weights.find_problems(config)]:
+        raise ConfigError(in_order(problems, overrides))
     path = Path(config.run_dir).expanduser() if config.run_dir else Path("runs", config.name, new_run_id())
     layout = layout_of(config.strategy, devices=config.devices)
     batch = plan_batch(
@@ -118,6 +118,8 @@ def prepare(
         in_turn=schedule_of(config.strategy).in_turn,
     )
     folder = RunFolder(path.absolute())
+    if config.weights is not None:
+        values["weights"] = str(Path(config.weights).expanduser().absolute())
     if config.resume and (problems := list(resume.find_problems(folder, values))):
         raise ConfigError(problems)
     values["run_dir"] = str(folder.path)

@@ -10,6 +10,7 @@ import yaml
 
 from hpc_parallel.launch.metrics_file import milliseconds, per_second
 from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.launch.weights import INITIAL
 
 
 def results(folder: RunFolder, summary: Mapping[str, Any]) -> list[str]:
@@ -20,8 +21,9 @@ def results(folder: RunFolder, summary: Mapping[str, Any]) -> list[str]:
     elif folder.generated.exists():
         show = yaml.safe_load(folder.config.read_text(encoding="utf-8"))["task"]["show"]
         lines = texts(folder.generated.read_text(encoding="utf-8").splitlines(), show=show)
-    if lines and summary.get("weights") == "initial":
-        lines.append("the weights are the initial ones: nothing was trained or restored")
+    if lines and (weights := summary.get("weights")):
+        initial = "the weights are the initial ones: nothing was trained or restored"
+        lines.append(initial if weights == INITIAL else f"the weights are those of {weights}")
     return lines
 
 

@@ -25,6 +25,7 @@ KEPT = {
     "seed": "the order of samples would not go on",
     "training.global_batch_size": "samples would be left out or seen twice",
     "task.name": "only training goes on",
+    "weights": "it goes on from its own",
 }
 
 

@@ -187,10 +187,10 @@ def _filled(
     values = torch.empty(like.shape, dtype=torch.float32 if floating else like.dtype, device=device)
     model.initialise(canonical, values, generator)
     values = values.to(dtype) if floating else values
-    return _slice(values, like=like) if isinstance(like, DTensor) else values
+    return own_slice(values, like=like) if isinstance(like, DTensor) else values
 
 
-def _slice(whole: Tensor, *, like: DTensor) -> DTensor:
+def own_slice(whole: Tensor, *, like: DTensor) -> DTensor:
     """This rank's part of `whole`, placed as `like`, without asking another rank.
 
     Inner mesh axes cut first: where two cut the same dim, fully_shard slices what tensor parallelism left.

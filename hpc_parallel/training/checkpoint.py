@@ -7,10 +7,11 @@ copy is written. Reading fills whatever slices the present layout has.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from hashlib import sha256
-from io import IOBase
+from io import BufferedWriter, FileIO, IOBase, RawIOBase
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,11 +25,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.optim import Optimizer
+from torch.utils.serialization import config
 
 from hpc_parallel.launch.checkpoints import Checkpoint, publish
 from hpc_parallel.strategies.assemble import Assembled
 
 State = dict[str, Tensor]
+PIECE_BYTES = 8 * 2**20  # hashed and written at once
 
 
 def state_of(assembled: Assembled, optimizer: Optimizer | None = None) -> State:
@@ -108,28 +111,45 @@ def set_random_state(state: State, *, device: torch.device) -> None:
         torch.cuda.set_rng_state(values["cuda"], device)
 
 
-class Hashed(IOBase):
-    """A file being written, and the checksum of what went into it."""
+class Hashed(RawIOBase):
+    """A file being written, and the checksum of what went into it.
 
-    def __init__(self, file: Any) -> None:
+    Hashing, copying to the system and the disk work at the same time, a piece at a time: otherwise a save
+    takes as long as all three, and torch's one thread a rank is slower than the disk.
+    """
+
+    def __init__(self, file: FileIO, *, hasher: Executor) -> None:
         self._file = file
+        self._hasher = hasher
         self.digest = sha256()
         self.bytes = 0
 
+    def writable(self) -> bool:
+        return True
+
     def write(self, data: Any) -> int:
-        self.digest.update(data)
-        view = memoryview(data)
-        self.bytes += view.nbytes
-        return int(self._file.write(data))
+        piece = memoryview(data).cast("B")
+        hashing = self._hasher.submit(self.digest.update, piece)
+        done = 0
+        try:
+            while done < len(piece):
+                done += self._file.write(piece[done:])
+        finally:
+            hashing.result()  # whoever called may use its memory again
+        # Linux begins to write what will not be needed: else all of it waits for the fsync at the end.
+        os.posix_fadvise(self._file.fileno(), self.bytes, done, os.POSIX_FADV_DONTNEED)
+        self.bytes += done
+        return done
 
     def tell(self) -> int:
         return self.bytes
 
-    def fileno(self) -> int:
-        return int(self._file.fileno())
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """To where it stands, which BufferedWriter asks for."""
+        return self.bytes
 
-    def flush(self) -> None:
-        self._file.flush()
+    def fileno(self) -> int:
+        return self._file.fileno()
 
 
 class HashingFiles(FileSystem):
@@ -140,9 +160,10 @@ class HashingFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[IOBase, None, None]:
-        with super().create_stream(path, mode) as file:
-            hashed = Hashed(file)
-            yield hashed
+        with FileIO(path, mode) as file, ThreadPoolExecutor(1) as hasher:
+            hashed = Hashed(file, hasher=hasher)
+            with BufferedWriter(hashed, buffer_size=PIECE_BYTES) as stream:
+                yield stream
         self.written[Path(path).name] = {"bytes": hashed.bytes, "sha256": hashed.digest.hexdigest()}
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
@@ -153,13 +174,19 @@ class HashingFiles(FileSystem):
 class Writer(dcp.FileSystemWriter):
     """torch's, with each rank's checksums sent along with its results; the last act makes the checkpoint."""
 
-    def __init__(self, path: Path, *, folder: Path, step: int, about: dict[str, Any]) -> None:
+    def __init__(
+        self, path: Path, *, folder: Path, step: int, about: dict[str, Any], prune: Callable[[], None]
+    ) -> None:
+        """`prune`: takes older checkpoints away once there is this one. Here, since to remove gigabytes
+        takes long, and training need not wait for it."""
         super().__init__(path)
+        self._prune = prune
         self.fs = self._files = HashingFiles()
         self._folder, self._step, self._about = folder, step, about
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        written = super().write_data(plan, planner).value()
+        with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # sha256 is better
+            written = super().write_data(plan, planner).value()
         both: Future[Any] = Future()
         both.set_result([*written, self._files.written])
         return both
@@ -171,3 +198,4 @@ class Writer(dcp.FileSystemWriter):
         for written in results:
             files |= cast(dict[str, Any], written[-1])
         publish(self._folder, step=self._step, files=files | self._files.written, about=self._about)
+        self._prune()

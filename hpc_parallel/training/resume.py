@@ -18,12 +18,9 @@ from hpc_parallel.training.checkpoint import State, random_names, random_state, 
 def newest_sound(folder: Path, *, group: dist.ProcessGroup) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint in `folder` whose checksums agree; each rank looks at a part of its files.
 
-    Of each damaged one a warning that names it and what it costs, told on the first rank's stderr too. What
-    a dead run left half written goes.
+    Of each damaged one a warning that names it and what it costs, told on the first rank's stderr too.
     """
     rank = dist.get_rank()
-    if rank == 0:
-        checkpoints.clear(folder)
     here: list[list[Checkpoint]] = [checkpoints.complete(folder) if rank == 0 else []]
     dist.broadcast_object_list(here, src=0, group=group)
     warnings: list[str] = []

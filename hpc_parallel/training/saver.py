@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -89,7 +90,19 @@ class Saver:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             shutil.rmtree(beside, ignore_errors=True)  # of a save that failed
         state = self._state() | random_state(self._device)
-        writer = Writer(beside, folder=self._folder, step=step, about=dict(self._about))
+        training = self._training
+        writer = Writer(
+            beside,
+            folder=self._folder,
+            step=step,
+            about=dict(self._about),
+            prune=partial(
+                checkpoints.prune,
+                self._folder,
+                keep_last=training.keep_last,
+                keep_every=training.keep_every,
+            ),
+        )
         self._step = step
         if self._training.checkpoint_async:
             self._pending = cast(
@@ -118,12 +131,6 @@ class Saver:
         self._pending = None
         if error is None:
             self._saved = self._step
-            if dist.get_rank() == 0:
-                checkpoints.prune(
-                    self._folder,
-                    keep_last=self._training.keep_last,
-                    keep_every=self._training.keep_every,
-                )
             return None
         if not isinstance(error, dcp.api.CheckpointException):
             raise error

@@ -23,6 +23,7 @@ from hpc_parallel.launch.run_folder import RunFolder, read_json, write_text
 from hpc_parallel.models.layered import tensor_seed
 from hpc_parallel.strategies.decode import Decoder
 from hpc_parallel.training.metrics import gathered, peak_memory_bytes
+from hpc_parallel.training.weights import start_from
 from hpc_parallel.training.writers import open_writers
 from hpc_parallel.worker.session import Session, complete
 
@@ -41,12 +42,14 @@ def generate(
     """Continue the prompts as `config` says, on all ranks of the default process group.
 
     Rank 0 writes `generated.jsonl`, `metrics.jsonl` (a step is a token of every prompt) and `summary.json`.
-    Raises what `Session.open` raises, and ConfigError for a model that can't keep keys and values.
+    Raises what `Session.open` and `start_from` raise, and ConfigError for a model that can't keep keys
+    and values.
     """
     rank = dist.get_rank()
     if rank == 0:
         attempts.begin(folder, step=0, environment=environment)
     session = Session.open(whole_positions(config), device=device, trains=False)
+    weights = start_from(config, session.assembled)
     prompts = prompts_of(session)
     writers = open_writers(config, folder=folder, values=values) if rank == 0 else []
     lines: list[dict[str, Any]] = []
@@ -61,7 +64,7 @@ def generate(
     texts = continue_prompts(session, prompts, note=note)
     if rank == 0:
         write_text(folder.generated, "".join(json.dumps(text) + "\n" for text in texts))
-    complete(values, folder=folder, lines=lines, writers=writers)
+    complete(values, folder=folder, lines=lines, writers=writers, measured={"weights": weights})
     if rank == 0:
         print(*results(folder, read_json(folder.summary) or {}), sep="\n", flush=True)
 

@@ -20,6 +20,7 @@ from hpc_parallel.launch.results import results
 from hpc_parallel.launch.run_folder import RunFolder, read_json
 from hpc_parallel.training.metrics import gathered, peak_memory_bytes
 from hpc_parallel.training.validation import mean_loss, to_device
+from hpc_parallel.training.weights import start_from
 from hpc_parallel.training.writers import open_writers
 from hpc_parallel.worker.session import Session, complete
 
@@ -37,12 +38,13 @@ def infer(
     """Measure as `config` says, on all ranks of the default process group.
 
     Rank 0 writes `metrics.jsonl` (a line for the validation, then one a batch size) and `summary.json`.
-    Raises what `Session.open` raises.
+    Raises what `Session.open` and `start_from` raise.
     """
     rank = dist.get_rank()
     if rank == 0:
         attempts.begin(folder, step=0, environment=environment)
     session = Session.open(config, device=device, trains=False)
+    weights = start_from(config, session.assembled)
     writers = open_writers(config, folder=folder, values=values) if rank == 0 else []
     lines: list[dict[str, Any]] = []
     for step, figures in enumerate(measurements(session), start=1):
@@ -51,7 +53,7 @@ def infer(
         lines.append({"step": step, **figures, "peak_memory_bytes": int(max(peaks)), "time": now})
         for writer in writers:
             writer.write(lines[-1])
-    complete(values, folder=folder, lines=lines, writers=writers)
+    complete(values, folder=folder, lines=lines, writers=writers, measured={"weights": weights})
     if rank == 0:
         print(*results(folder, read_json(folder.summary) or {}), sep="\n", flush=True)
 

@@ -12,6 +12,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from hpc_parallel.config.layout import layout_of, processes_per_node
+from hpc_parallel.launch.weights import INITIAL
 
 MEASURED = (
     "exposed_communication_share",
@@ -35,7 +36,7 @@ def summarise(
     """All keys of the contract, null where a figure is not measured.
 
     config: the content of `config.yaml`; lines: of `metrics.jsonl`; history: of the run's starts
-    (`launch/attempts.py`); measured: on the steps that were watched.
+    (`launch/attempts.py`); measured: on the steps that were watched, and which weights the job began with.
 
     `exposed_communication_share`: of a step, the time in which a device waits for others and computes
     nothing, a pipeline's bubble left out; mean over the ranks. `bubble_share`: of the time from the first
@@ -66,6 +67,7 @@ def summarise(
         "peak_memory_bytes": max((line["peak_memory_bytes"] for line in lines), default=None),
         **{key: measured.get(key) for key in MEASURED},
         "predicted": None,
+        "weights": measured.get("weights", config.get("weights") or INITIAL),
         **FIGURES.get(config["task"]["name"], _trained)(lines),
         **history,
         "ended": datetime.now(UTC).isoformat(),
@@ -96,7 +98,6 @@ def _inferred(lines: Lines) -> dict[str, Any]:
         "latency_s": rows[0]["latency_s"] if rows else None,
         "latency_p99_s": rows[0]["latency_p99_s"] if rows else None,
         "batch_sizes": rows,
-        "weights": "initial",
     }
 
 
@@ -107,7 +108,6 @@ def _generated(lines: Lines) -> dict[str, Any]:
         "step_time_s": _typical(lines, "step_time_s"),
         "tokens_per_s": _typical(lines, "tokens_per_s"),
         "prompt_time_s": lines[0]["step_time_s"] if lines else None,
-        "weights": "initial",
     }
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch import attempts
+from hpc_parallel.launch.checkpoints import clear
 from hpc_parallel.launch.metrics_file import MetricsReader
 from hpc_parallel.launch.run_folder import RunFolder, write_json
 from hpc_parallel.launch.trust import require_private
@@ -26,6 +27,7 @@ from hpc_parallel.training.resume import newest_sound, restore
 from hpc_parallel.training.saver import Saver
 from hpc_parallel.training.step import build_step
 from hpc_parallel.training.trainer import Trainer
+from hpc_parallel.training.weights import start_from
 from hpc_parallel.training.writers import open_writers
 from hpc_parallel.worker.session import Session, complete
 from hpc_parallel.worker.stop import Stop
@@ -43,7 +45,8 @@ def train(
 ) -> Assembled:
     """Train as `config` says, on all ranks of the default process group; returns this rank's trained parts.
 
-    A run folder that has checkpoints goes on from the newest sound one. `on_gradients` is called in each
+    A run folder that has checkpoints goes on from the newest sound one; else `config.weights` are what it
+    starts from. `on_gradients` is called in each
     step when `.grad` is complete, before it is clipped; `progress`: for a watchdog. Rank 0 writes
     `metrics.jsonl`, and `summary.json`, or `stopped.json` where a signal ended it before the last step.
     Raises what `Session.open` raises, and
@@ -54,11 +57,15 @@ def train(
     optimizer = build_optimizer(session.assembled.named_parameters(), config.optimizer)
     state = partial(state_of, session.assembled, optimizer)
     saving, stopping = (gloo_group(config) for _ in range(2))
+    if rank == 0:
+        clear(folder.checkpoints)
     checkpoint, warnings = newest_sound(folder.checkpoints, group=saving)
     if checkpoint is not None:
         if not config.launcher.shared_folder:
             require_private(checkpoint.path)  # its index is a pickle
         restore(checkpoint, state(), digest=session.data.digest, device=device, group=saving)
+    else:
+        start_from(config, session.assembled)
     done = checkpoint.step if checkpoint else 0
     if rank == 0:
         attempts.begin(folder, step=done, environment=environment, warnings=warnings)

@@ -1,0 +1,97 @@
+"""`python -m hpc_parallel export RUN`: the weights of a run's checkpoint as one safetensors file.
+
+Weights and running statistics by full names, of the newest checkpoint that is sound or of `--step`.
+Exit codes: 0 done, 1 the file can't be written, 2 what was asked for is wrong or damaged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hpc_parallel.launch.checkpoints import Checkpoint, complete
+from hpc_parallel.launch.run_folder import RunFolder, is_run_folder
+from hpc_parallel.launch.trust import UntrustedError, require_private
+
+SUFFIX = ".safetensors"
+
+
+class ExportError(ValueError):
+    """Nothing was written; the message says why, and what would do."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the file; returns the exit code."""
+    given = _parser().parse_args(list(arguments))
+    folder = RunFolder(given.run.expanduser().absolute())
+    try:
+        checkpoint = find(folder, step=given.step)
+        require_private(checkpoint.path)  # its index is a pickle
+        output: Path = given.output or folder.path / f"{checkpoint.path.name}{SUFFIX}"
+        if problems := list(_output_problems(output)):
+            raise ExportError("\n".join(problems))
+        from hpc_parallel.training.export import write  # torch takes its time
+
+        size = write(checkpoint, output, library_names=given.library_names)
+    except (ExportError, UntrustedError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"{given.output or folder.path} can't be written: {error.strerror or error}.", file=sys.stderr)
+        return 1
+    print(f"{output}: the weights of step {checkpoint.step}, {size:,} bytes.")
+    print(f"Start from them: the run's own line with weights={output}")
+    return 0
+
+
+def find(folder: RunFolder, *, step: int | None) -> Checkpoint:
+    """The checkpoint of `step`, or the newest that is sound; damaged ones on the way are told on stderr.
+
+    Raises ExportError.
+    """
+    if not is_run_folder(folder.path):
+        raise ExportError(f"{folder.path} is not a run folder (no config.yaml and rendezvous in it).")
+    found = complete(folder.checkpoints)
+    if not found:
+        raise ExportError(f"{folder.path} has no checkpoint (training.checkpoint_every).")
+    steps = ", ".join(str(checkpoint.step) for checkpoint in found)
+    if step is not None and all(checkpoint.step != step for checkpoint in found):
+        raise ExportError(f"{folder.path} has no checkpoint of step {step}. It has: {steps}.")
+    damaged: list[str] = []
+    for checkpoint in found:
+        if step is not None and checkpoint.step > step:
+            continue
+        if words := checkpoint.damage():
+            damaged.append(f"the checkpoint of step {checkpoint.step} is damaged ({words})")
+        elif step not in (None, checkpoint.step):
+            raise ExportError(f"{'; '.join(damaged)}. Try --step {checkpoint.step}.")
+        else:
+            for warning in damaged:
+                print(f"WARNING: {warning}", file=sys.stderr)
+            return checkpoint
+    raise ExportError(f"{'; '.join(damaged)}, and no sound one is before.")
+
+
+def _output_problems(output: Path) -> Iterator[str]:
+    if output.suffix != SUFFIX:
+        yield f"--output {output} must end in {SUFFIX}. Try --output {output.with_suffix(SUFFIX)}."
+    if not output.parent.is_dir():
+        yield f"--output {output}: there is no folder {output.parent}. Try mkdir -p {output.parent}."
+    if output.exists():
+        yield f"{output} exists already, and a job may be reading it. Try another --output."
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hpc_parallel export", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("run", type=Path, help="a run folder")
+    parser.add_argument("--step", type=int, help="of which checkpoint (default: the newest that is sound)")
+    parser.add_argument("--output", type=Path, help="the file (default: RUN/step-<n>.safetensors)")
+    parser.add_argument(
+        "--library-names", action="store_true", help="of model=huggingface: as transformers names them"
+    )
+    return parser

@@ -1,0 +1,101 @@
+"""`weights=FILE.safetensors|RUN`: what a run may start from in place of initial weights, seen without torch.
+
+A safetensors file is eight bytes of length, a table of names in JSON, and the numbers themselves
+(https://huggingface.co/docs/safetensors): reading one runs nothing that is in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hpc_parallel.config.problems import Found, Problem, nearest
+from hpc_parallel.config.schema import (
+    ConvNetConfig,
+    RunConfig,
+    SegmenterConfig,
+    TransformerConfig,
+)
+from hpc_parallel.launch.checkpoints import complete
+from hpc_parallel.launch.run_folder import RunFolder, is_run_folder
+from hpc_parallel.launch.trust import UntrustedError, require_private
+
+INITIAL = "initial"
+LENGTH_BYTES = 8
+MOST_HEADER_BYTES = 100 * 10**6  # as the library has it
+IMAGE_SHAPE = ("channels", "classes", "in_channels", "kernel_size")
+SHAPE = {  # the keys of a model that its weights fit
+    TransformerConfig._target_: ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab_size", "tied_head"),
+    ConvNetConfig._target_: IMAGE_SHAPE,
+    SegmenterConfig._target_: IMAGE_SHAPE,
+}
+
+
+def find_problems(config: RunConfig) -> Found:
+    """What of `weights=` can be known before the job starts."""
+    if config.weights is None or config.resume is not None:  # a run goes on from its own checkpoints
+        return
+    path = Path(config.weights).expanduser()
+    try:
+        if not path.exists():
+            names = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+            near = tuple(path.parent / name for name in nearest(path.name, names))
+            yield Problem("weights", config.weights, "does not exist here", near)
+            return
+        if path.is_dir():
+            model = model_of_run(path, trusted=config.launcher.shared_folder)
+        else:
+            model = json.loads(read_header(path)[1].get("model", "{}"))
+    except (OSError, ValueError, UntrustedError) as error:
+        yield f"weights = {path} can't be used: {error}"
+        return
+    yield from _shape(config.model, model)
+
+
+def model_of_run(path: Path, *, trusted: bool) -> Mapping[str, Any]:
+    """The model of a run that has a checkpoint. Raises ValueError, UntrustedError."""
+    if not is_run_folder(path):
+        raise ValueError("the folder is no run's. Name a run folder, or a .safetensors file")
+    found = complete(RunFolder(path).checkpoints)
+    if not found:
+        raise ValueError("the run has no checkpoint")
+    if not trusted:
+        require_private(found[0].path)  # its index is a pickle
+    model: Mapping[str, Any] = found[0].manifest["config"]["model"]
+    return model
+
+
+def read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Names and shapes in a safetensors file, and what is said besides.
+
+    Raises ValueError where it is no such file, or is not all there; OSError.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        start = file.read(min(length, MOST_HEADER_BYTES))
+    try:
+        table: dict[str, Any] = json.loads(start)
+        besides: dict[str, str] = table.pop("__metadata__", {})
+        shapes = {name: tuple(entry["shape"]) for name, entry in table.items()}
+        end = max((entry["data_offsets"][1] for entry in table.values()), default=0)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise ValueError("it is no safetensors file") from None
+    whole, size = LENGTH_BYTES + length + end, path.stat().st_size
+    if size != whole:
+        raise ValueError(f"it has {size} of {whole} bytes")
+    return shapes, besides
+
+
+def _shape(wanted: Any, found: Mapping[str, Any]) -> Found:
+    """Of our own models, the keys by which the weights of one don't fit the other."""
+    if not isinstance(wanted, dict) or not found.get("_target_"):
+        return
+    if wanted.get("_target_") != found["_target_"]:
+        return  # it may have the same weights: the job compares them by name
+    for key in SHAPE.get(found["_target_"], ()):
+        if key in found and wanted[key] != found[key]:
+            yield Problem(
+                f"model.{key}", wanted[key], "is not what the weights were trained as", (found[key],)
+            )
