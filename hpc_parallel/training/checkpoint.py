@@ -164,6 +164,9 @@ class HashingFiles(FileSystem):
             hashed = Hashed(file, hasher=hasher)
             with BufferedWriter(hashed, buffer_size=PIECE_BYTES) as stream:
                 yield stream
+                if not stream.closed:  # torch synchronises the index before it has left the buffer
+                    stream.flush()
+                    os.fsync(stream.fileno())
         self.written[Path(path).name] = {"bytes": hashed.bytes, "sha256": hashed.digest.hexdigest()}
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
