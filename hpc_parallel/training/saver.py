@@ -95,7 +95,7 @@ class Saver:
             beside,
             folder=self._folder,
             step=step,
-            about=dict(self._about),
+            about={**self._about, "samples": step * training.global_batch_size},
             prune=partial(
                 checkpoints.prune,
                 self._folder,

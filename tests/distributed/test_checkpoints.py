@@ -93,6 +93,7 @@ def go_on(workers: Workers, wrote: Path, *words: str) -> Trained:
     """A run from the checkpoint of its first half that the run in `wrote` left, and nothing else of it."""
     newest, half = complete(wrote / "checkpoints")
     assert (newest.step, half.step) == (STEPS, HALF)
+    assert half.manifest["samples"] == HALF * 16
     return workers.train(*COMMON, *words, resume_from=half.path)
 
 
