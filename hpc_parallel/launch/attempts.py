@@ -25,10 +25,12 @@ def begin(
     environment: Slurm's variables; warnings: of damaged checkpoints.
     """
     lines = MetricsReader(folder.metrics).read()
+    there = folder.metrics.read_text(encoding="utf-8", errors="replace") if folder.metrics.exists() else None
     kept = [line for line in lines if line["step"] <= step]
     lost = max([line["step"] for line in lines], default=step) - step
-    if len(kept) < len(lines) or not folder.metrics.exists():
-        write_text(folder.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+    text = "".join(json.dumps(line) + "\n" for line in kept)
+    if text != there:  # lines beyond, or one that was torn
+        write_text(folder.metrics, text)
     _note(
         folder,
         {
@@ -45,6 +47,18 @@ def end(folder: RunFolder, *, how: str, host: str | None = None) -> None:
     """Note how the newest start ended: `completed`, `time_limit`, `preempted`, `cancelled`, or the kind of
     its failure, and where that came from."""
     _note(folder, {"ended": datetime.now(UTC).isoformat(), "how": how, "host": host})
+
+
+def resumed_by_hand(folder: RunFolder) -> None:
+    """Note that a person started the run again: what it may do by itself is counted from here."""
+    _note(folder, {"resumed": datetime.now(UTC).isoformat()})
+
+
+def recent_ends(folder: RunFolder) -> list[dict[str, Any]]:
+    """Since a person last started the run."""
+    lines = _read(folder.attempts)
+    since = max((index for index, line in enumerate(lines) if "resumed" in line), default=-1)
+    return [line for line in lines[since + 1 :] if "ended" in line]
 
 
 def starts(folder: RunFolder) -> list[dict[str, Any]]:
@@ -76,7 +90,9 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
     """One JSON object in one write, so that a reader never sees half of it with a whole line behind."""
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
-        os.write(handle, (json.dumps(line) + "\n").encode())
+        text = (json.dumps(line) + "\n").encode()
+        while text:  # a full disk takes a part, and then says so
+            text = text[os.write(handle, text) :]
     finally:
         os.close(handle)
 

@@ -109,6 +109,15 @@ def clear(folder: Path) -> None:
             shutil.rmtree(path)
 
 
+def set_aside_after(folder: Path, *, step: int) -> None:
+    """Take damaged checkpoints, all that are newer than the sound one of `step`, out of the count."""
+    for checkpoint in complete(folder):
+        if checkpoint.step > step:
+            aside = folder / f"damaged-{checkpoint.path.name}"
+            shutil.rmtree(aside, ignore_errors=True)
+            checkpoint.path.rename(aside)
+
+
 def sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:

@@ -33,6 +33,20 @@ def this_process() -> dict[str, Any]:
     return {"host": platform.node(), "pid": os.getpid(), "began": _began(os.getpid())}
 
 
+def take(folder: RunFolder) -> None:
+    """Make this process the owner in place of the one that started it."""
+    write_json(folder.owner, this_process())
+
+
+def hold_by_job(folder: RunFolder, job_id: str) -> None:
+    """Make the job that this process belongs to the owner. Raises OwnedError where another job runs."""
+    with _alone(folder):
+        before = read_json(folder.owner) or {}
+        if before.get("job_id") not in (None, job_id) and (other := living_owner(folder)) is not None:
+            raise OwnedError(f"the run is going on already, as {other}")
+        hand_to_job(folder, job_id)
+
+
 def hand_to_job(folder: RunFolder, job_id: str) -> None:
     """From now on the job owns the run, until Slurm says that it has ended."""
     write_json(folder.owner, {"job_id": job_id})

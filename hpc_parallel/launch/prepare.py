@@ -18,7 +18,7 @@ from hpc_parallel.config.problems import ConfigError, Problem
 from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.tasks import total_steps
-from hpc_parallel.launch import owner, resume, weights
+from hpc_parallel.launch import attempts, owner, resume, weights
 from hpc_parallel.launch.origin import origin
 from hpc_parallel.launch.run_folder import RunFolder, new_run_id, write_json, write_text
 from hpc_parallel.launch.snapshot import Snapshot, plan_snapshot
@@ -92,6 +92,7 @@ class PreparedRun:
         if self.resumes:
             self.folder.set_aside()
             self.folder.begin_anew()
+            attempts.resumed_by_hand(self.folder)
         if self.snapshot is not None:
             self.snapshot.take()
         write_text(self.folder.config, yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True))

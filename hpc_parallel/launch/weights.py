@@ -22,7 +22,6 @@ from hpc_parallel.launch.checkpoints import complete
 from hpc_parallel.launch.run_folder import RunFolder, is_run_folder
 from hpc_parallel.launch.trust import UntrustedError, require_private
 
-INITIAL = "initial"
 LENGTH_BYTES = 8
 MOST_HEADER_BYTES = 100 * 10**6  # as the library has it
 IMAGE_SHAPE = ("channels", "classes", "in_channels", "kernel_size")

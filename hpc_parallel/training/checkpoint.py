@@ -7,6 +7,7 @@ copy is written. Reading fills whatever slices the present layout has.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Generator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -201,4 +202,7 @@ class Writer(dcp.FileSystemWriter):
         for written in results:
             files |= cast(dict[str, Any], written[-1])
         publish(self._folder, step=self._step, files=files | self._files.written, about=self._about)
-        self._prune()
+        try:
+            self._prune()
+        except OSError as error:  # the new one is there all the same
+            print(f"WARNING: an old checkpoint could not be removed: {error}", file=sys.stderr, flush=True)

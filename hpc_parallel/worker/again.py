@@ -37,13 +37,13 @@ def why_stopped(signal_name: str, *, environment: Mapping[str, str]) -> str:
 
 def allowed(folder: RunFolder, *, how: str, mendable: bool, launcher: Mapping[str, Any]) -> bool:
     """Whether a start that ended so may be followed by another; `launcher`: of `config.yaml`."""
-    ends = Counter(_kind(end) for end in attempts.ends(folder))
+    ends = Counter(_kind(end) for end in attempts.recent_ends(folder))
     if how == PREEMPTED:
         return True
     if how == TIME_LIMIT:
         return ends[TIME_LIMIT] <= int(launcher["max_requeues"])  # this end is one of them
     if how == failure.NONFINITE:  # the same samples may end the same way again
-        once = sum(end["how"] == how for end in attempts.ends(folder)) == 1
+        once = sum(end["how"] == how for end in attempts.recent_ends(folder)) == 1
         return mendable and once
     return mendable and ends["failure"] <= int(launcher["max_restarts"])
 
@@ -55,7 +55,9 @@ def _kind(end: Mapping[str, Any]) -> str:
 
 def hosts_to_exclude(folder: RunFolder) -> list[str]:
     """Hosts on which the run failed first more than once."""
-    failed = Counter(end["host"] for end in attempts.ends(folder) if end["host"] and _kind(end) == "failure")
+    failed = Counter(
+        end["host"] for end in attempts.recent_ends(folder) if end["host"] and _kind(end) == "failure"
+    )
     return sorted(host for host, count in failed.items() if count >= TWICE)
 
 
@@ -74,6 +76,11 @@ def start_again(folder: RunFolder, *, launcher: Mapping[str, Any], environment: 
             _run("scontrol", "update", f"JobId={job}", f"ExcNodeList={names}")
         return f"requeued as job {job}" + (f", without {', '.join(excluded)}" if excluded else "")
     refusal = done.stderr.strip() or "scontrol requeue failed"
+    fields = job_fields(job)
+    if fields is None:
+        return f"not requeued, since Slurm does not answer ({refusal})"
+    if fields.get("JobState") in ("PENDING", "CONFIGURING", "REQUEUED"):
+        return f"requeued by Slurm itself as job {job}"
     if not launcher["resubmit"]:
         return f"not requeued ({refusal}); launcher.resubmit=true submits a new job then"
     exclude = hosts_to_exclude(folder)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -21,7 +22,7 @@ from hpc_parallel.launch import attempts
 from hpc_parallel.launch.metrics_file import MetricsReader
 from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
 from hpc_parallel.worker import again, failure
-from hpc_parallel.worker.causes import ASKED, first_cause, killed_tasks, lost_node, missing_rank
+from hpc_parallel.worker.causes import ASKED, first_cause, killed_tasks, lost_node, missing_rank, this_attempt
 from hpc_parallel.worker.failure import Record
 from hpc_parallel.worker.standing import cause_of
 from hpc_parallel.worker.summary import summarise
@@ -58,7 +59,7 @@ def conclude(
     if cause is not None and cause.kind in (failure.HANG, failure.LOST_PEER, failure.STOPPED):
         cause = cause_of(folder, found) or cause
     ended: dict[str, Any] | None = None
-    if cancelled is None and _TIME_LIMIT.search("\n".join(text.splitlines()[-_LOG_LINES:])):
+    if cancelled is None and _TIME_LIMIT.search("\n".join(this_attempt(text).splitlines()[-_LOG_LINES:])):
         cancelled, ended = False, _out_of_time(folder)
     elif cancelled is None and (lost := lost_node(text, cause=cause)):
         ended = _nobody(kind=failure.NODE_LOST, message=lost, line=_count(lost, found), followers=found)
@@ -224,16 +225,20 @@ def main() -> None:
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("returncode", type=int, help="of the job: srun's or the agent's")
     parser.add_argument("--log", type=Path, help="its end is told where no rank left a record")
+    parser.add_argument("--again", action="store_true", help="of a Slurm job: start it again where it may")
     parser.add_argument("--cancelled", action="store_true", default=None, help="someone asked it to end")
     given = parser.parse_args()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # a job that is requeued is ended, and this is its last word
+    environment = os.environ if given.again else {}  # a local run may lie inside a job that is not its own
+    folder = RunFolder(given.run_folder)
     text = given.log.read_text(errors="replace") if given.log and given.log.exists() else ""
     line = conclude(
-        RunFolder(given.run_folder), returncode=given.returncode, text=text, cancelled=given.cancelled
+        folder, returncode=given.returncode, text=text, cancelled=given.cancelled, environment=environment
     )
     if line:
-        print(line, file=sys.stderr)
-    folder = RunFolder(given.run_folder)
-    if "SLURM_JOB_ID" in os.environ and restart(folder):
+        print(line, file=sys.stderr, flush=True)
+    if "SLURM_JOB_ID" in environment and restart(folder):
         launcher = yaml.safe_load(folder.config.read_text(encoding="utf-8"))["launcher"]
         print(again.start_again(folder, launcher=launcher, environment=os.environ), file=sys.stderr)
 

@@ -152,6 +152,12 @@ def forget(folder: RunFolder, *, rank: int) -> None:
     flight_recorder.dump_of(folder, rank=rank).unlink(missing_ok=True)
 
 
+def forget_all(folder: RunFolder) -> None:
+    """The same for all ranks, of which this start may have fewer."""
+    for record in folder.logs.glob("rank-*.failure.json"):
+        record.unlink(missing_ok=True)
+
+
 def sweep(folder: RunFolder, *, rank: int | None = None) -> None:
     """Remove what a rank that ended in the midst of writing left beside its files; None: all ranks, once
     they are gone."""

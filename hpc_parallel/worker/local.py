@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from hpc_parallel.config.layout import processes_per_node
+from hpc_parallel.launch import owner
 from hpc_parallel.launch.run_folder import RunFolder, read_json
 from hpc_parallel.worker import failure
 from hpc_parallel.worker.conclude import conclude, restart
@@ -55,7 +56,7 @@ def run(run_folder: str, *, entry: Entry | None = None) -> int:
     per_node = processes_per_node(strategy, gpus_per_node=config["gpus_per_node"])
 
     def leave(number: int, frame: FrameType | None) -> None:
-        conclude(folder, returncode=-number, cancelled=True)
+        conclude(folder, returncode=-number, cancelled=True, environment={})
         os._exit(1)
 
     # Both before torch is imported: OpenMP reads its variables when it is loaded.
@@ -72,8 +73,9 @@ def run(run_folder: str, *, entry: Entry | None = None) -> int:
 
 def _attempt(folder: RunFolder, *, config: dict[str, Any], per_node: int, entry: Entry | None) -> int:
     environments = rank_environments(nodes=config["nodes"], per_node=per_node)
-    for rank in environments:
-        failure.forget(folder, rank=rank)
+    folder.begin_anew()
+    failure.forget_all(folder)
+    owner.take(folder)  # the ranks save and end after a launcher that was killed
     try:
         entry = entry or _worker_entry()
         watch = _start(
@@ -82,12 +84,12 @@ def _attempt(folder: RunFolder, *, config: dict[str, Any], per_node: int, entry:
     except Exception:
         text = traceback.format_exc()
         sys.stderr.write(text)
-        conclude(folder, returncode=1, text=text, cancelled=False)
+        conclude(folder, returncode=1, text=text, cancelled=False, environment={})
         return 1
     cancelled = watch.to_the_end()
     failed = any(watch.returncodes.values()) or len(watch.returncodes) < len(environments)
     if failed or cancelled:
-        conclude(folder, returncode=1, cancelled=cancelled)
+        conclude(folder, returncode=1, cancelled=cancelled, environment={})
     summary = read_json(folder.summary)
     return int(summary is None or summary["outcome"] != "completed")
 

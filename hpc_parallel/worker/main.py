@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from hpc_parallel.config.layout import layout_of, processes_per_node
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.launch.owner import hold_by_job
 from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
-from hpc_parallel.worker import fabric, failure, flight_recorder
+from hpc_parallel.worker import fabric, failure, flight_recorder, stop
 from hpc_parallel.worker.environment import describe
 from hpc_parallel.worker.generation import generate
 from hpc_parallel.worker.inference import infer
@@ -44,7 +45,7 @@ def main(run_folder: str) -> int:
     world = World.discover(os.environ)
     redirect(folder, rank=world.rank)
     # submitit has Slurm send this before the time limit; its default would end the process at once.
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, stop.remember)
     try:
         config, values = read_config(folder.config)
         require_devices(config, world)
@@ -130,6 +131,8 @@ def join(
     ranks: list[dict[str, str] | None] = [None] * world.world_size
     dist.all_gather_object(ranks, place)
     if world.rank == 0:
+        if world.launcher == "slurm":
+            hold_by_job(folder, os.environ["SLURM_JOB_ID"])
         folder.begin_anew()
         known = read_json(folder.environment) or {}
         variables = fabric.recorded(os.environ, also=variables)

@@ -21,6 +21,14 @@ PERIOD_S = 1.0  # between two looks at what the others were asked
 SAME_S = 2.0  # Slurm says the same thing to a process several times
 
 
+_early: list[int] = []  # signals that came before there was anything to stop
+
+
+def remember(number: int, frame: FrameType | None) -> None:
+    """A handler for the time before training: the run stops after its first step then."""
+    _early.append(number)
+
+
 class Stop:
     """This rank's flag, and the agreement of all; a context in which those signals end nothing at once.
 
@@ -37,6 +45,8 @@ class Stop:
         self._next = step + 1
 
     def __enter__(self) -> Self:
+        while _early:
+            self._ask(_early.pop(), None)
         self._before = {number: signal.signal(number, self._ask) for number in ASKING}
         return self
 

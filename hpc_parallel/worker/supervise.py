@@ -43,12 +43,18 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER) -> None:
     site_variables(config["cluster"]["environment"], os.environ)  # OpenMP reads its own when torch loads it
     for number in _SURVIVED:
         signal.signal(number, _survive)  # not SIG_IGN, which the worker would inherit
-    child = subprocess.Popen([*worker, run_folder], preexec_fn=partial(die_with_parent, os.getpid()))
+    child = subprocess.Popen([*worker, run_folder], preexec_fn=partial(_prepare, os.getpid()))
     with overseen(folder, world=world, process=child.pid, timeout_s=config["cluster"].get("hang_timeout_s")):
         returncode = child.wait()
     if returncode != 0:
         failure.record_death(folder, world=world, returncode=returncode)
         sys.exit(returncode if returncode > 0 else 128 - returncode)
+
+
+def _prepare(parent: int) -> None:
+    """In the worker, before its program: a signal of Slurm's must not end it while it loads."""
+    die_with_parent(parent)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def die_with_parent(parent: int, *, by: signal.Signals = signal.SIGKILL) -> None:

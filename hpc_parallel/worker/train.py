@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch import attempts
-from hpc_parallel.launch.checkpoints import clear
+from hpc_parallel.launch.checkpoints import clear, set_aside_after
 from hpc_parallel.launch.metrics_file import MetricsReader
 from hpc_parallel.launch.run_folder import RunFolder, write_json
 from hpc_parallel.launch.trust import require_private
@@ -21,6 +21,7 @@ from hpc_parallel.strategies.traffic import figures, ring_all_reduce
 from hpc_parallel.training.checkpoint import state_of
 from hpc_parallel.training.measure import Measurement
 from hpc_parallel.training.metrics import Metrics, Scale, peak_flops
+from hpc_parallel.training.nonfinite import FollowerError, NonFiniteError
 from hpc_parallel.training.optimizer import build_optimizer
 from hpc_parallel.training.progress import Progress
 from hpc_parallel.training.resume import newest_sound, restore
@@ -46,11 +47,10 @@ def train(
     """Train as `config` says, on all ranks of the default process group; returns this rank's trained parts.
 
     A run folder that has checkpoints goes on from the newest sound one; else `config.weights` are what it
-    starts from. `on_gradients` is called in each
-    step when `.grad` is complete, before it is clipped; `progress`: for a watchdog. Rank 0 writes
-    `metrics.jsonl`, and `summary.json`, or `stopped.json` where a signal ended it before the last step.
-    Raises what `Session.open` raises, and
-    SaveError where the last checkpoint can't be written.
+    starts from. `on_gradients` is called in each step when `.grad` is complete, before it is clipped;
+    `progress`: for a watchdog. Rank 0 writes `metrics.jsonl`, and `summary.json`, or `stopped.json` where a
+    signal ended it before the last step. Raises what `Session.open` raises, and SaveError where the last
+    checkpoint can't be written.
     """
     rank = dist.get_rank()
     session = Session.open(config, device=device)
@@ -68,6 +68,7 @@ def train(
         start_from(config, session.assembled)
     done = checkpoint.step if checkpoint else 0
     if rank == 0:
+        set_aside_after(folder.checkpoints, step=done)
         attempts.begin(folder, step=done, environment=environment, warnings=warnings)
         if checkpoint is not None:
             print(f"going on from the checkpoint of step {done}", flush=True)
@@ -110,20 +111,24 @@ def train(
         done=done,
         progress=progress,
     )
-    with stop:
-        signalled = trainer.fit()
+    with stop:  # to the last word: a signal must not end what is all but over
+        try:
+            signalled = trainer.fit()
+        except (NonFiniteError, FollowerError):  # of all ranks together, so a save that has begun can end
+            saver.close()
+            raise
         saver.close()
-    if signalled is None:
-        measured = measurement.figures() | traffic_of(session)
-        lines = MetricsReader(folder.metrics).read() if rank == 0 else []
-        complete(values, folder=folder, lines=lines, writers=writers, measured=measured)
-    else:
-        if rank == 0:
-            now = datetime.now(UTC).isoformat()
-            write_json(folder.stopped, {"signal": signalled.name, "step": trainer.done, "time": now})
-        for writer in writers:
-            writer.close()
-        dist.barrier()  # a rank that ends long before the others looks lost to srun
+        if signalled is None:
+            measured = measurement.figures() | traffic_of(session)
+            lines = MetricsReader(folder.metrics).read() if rank == 0 else []
+            complete(values, folder=folder, lines=lines, writers=writers, measured=measured)
+        else:
+            if rank == 0:
+                now = datetime.now(UTC).isoformat()
+                write_json(folder.stopped, {"signal": signalled.name, "step": trainer.done, "time": now})
+            for writer in writers:
+                writer.close()
+            dist.barrier()  # a rank that ends long before the others looks lost to srun
     return session.assembled
 
 

@@ -34,7 +34,7 @@ SUMMARY = {
     "final_loss", "samples_per_s", "step_time_s", "latency_s", "peak_memory_bytes",
     "exposed_communication_share", "bubble_share", "traffic_bytes", "busiest_rank_traffic_bytes", "traffic",
     "ring_all_reduce", "predicted", "restarts", "lost_steps", "skipped_steps", "started", "ended",
-    "job_ids",
+    "job_ids", "weights",
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_parallel.launch import checkpoints
-from hpc_parallel.launch.checkpoints import beside, clear, complete, prune, publish
+from hpc_parallel.launch.checkpoints import beside, clear, complete, prune, publish, set_aside_after
 
 
 def write(folder: Path, step: int, content: bytes = b"weights") -> None:
@@ -96,3 +96,14 @@ def test_a_damaged_one_is_written_anew(tmp_path: Path) -> None:
     (found,) = complete(tmp_path)
     assert found.damage() is None
     assert (found.path / "part").read_bytes() == b"new"
+
+
+def test_a_damaged_newer_one_does_not_cost_the_sound_ones(tmp_path: Path) -> None:
+    for step in (80, 100):
+        write(tmp_path, step)
+    (tmp_path / "step-100" / "part").write_bytes(b"odd")
+    set_aside_after(tmp_path, step=80)
+    write(tmp_path, 95)
+    prune(tmp_path, keep_last=1, keep_every=None)
+    assert steps(tmp_path) == [95]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged-step-100", "step-95"]

@@ -29,6 +29,7 @@ from hpc_parallel.worker.oom import size
 from hpc_parallel.worker.world import World
 
 SUMMARY_KEYS = {
+    "weights",
     "outcome", "strategy", "layout", "nodes", "gpus_per_node", "world_size", "steps", "samples",
     "final_loss", "validation_loss", "samples_per_s", "step_time_s", "latency_s", "peak_memory_bytes",
     "exposed_communication_share", "bubble_share", "traffic_bytes", "busiest_rank_traffic_bytes", "traffic",
