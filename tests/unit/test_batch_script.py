@@ -171,6 +171,7 @@ def test_a_failing_line_stops_the_job_with_its_text_and_code(node: Node, text: s
     folder = node.folder / "r" / text
     assert node.calls.read_text().splitlines() == [
         "-m", "hpc_parallel.worker.conclude", str(folder), "7", "--log", f"{folder}/slurm/7.out",
+        "--again",
     ]  # fmt: skip
     assert not (node.folder / "pwned").exists()
 
