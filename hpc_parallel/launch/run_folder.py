@@ -116,11 +116,17 @@ class RunFolder:
             folder.mkdir(mode=0o700)
 
     def set_aside(self) -> None:
-        """Keep the configuration, environment and source of the last start under a number, for a new one."""
+        """Keep the configuration, environment and source of the last start under a number, for a new one.
+
+        The files stay until new ones replace them: who asks meanwhile whether the run can go on reads them.
+        """
         number = 1 + sum(1 for _ in self.path.glob("config-*.yaml"))
-        for path in (self.environment, self.code, self.config):  # last what counts them
+        if self.code.exists():
+            self.code.rename(self.path / f"{self.code.name}-{number}")
+        for path in (self.environment, self.config):  # last what counts them
             if path.exists():
-                path.rename(path.with_name(f"{path.stem}-{number}{path.suffix}"))
+                numbered = path.with_name(f"{path.stem}-{number}{path.suffix}")
+                write_text(numbered, path.read_text(encoding="utf-8"))
 
     def begin_anew(self) -> None:
         """Drop how an earlier start ended."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import re
 import signal
+import subprocess
+import sys
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +21,7 @@ from test_jobs import Site, read, wait_for, worker_of
 
 from hpc_parallel.launch import attempts
 from hpc_parallel.launch.checkpoints import Checkpoint, complete
+from hpc_parallel.launch.job_state import ENDED
 from hpc_parallel.launch.run_folder import RunFolder, read_json
 from tests.parity import largest_difference, tensor_difference
 from tests.workers import Trained, Workers
@@ -42,6 +45,7 @@ TRAINING = (
     "model.ffn_dim=160",
     "optimizer.warmup_steps=2",
 )
+JOB = re.compile(r"^job +(\d+)\n", re.MULTILINE)
 SLOW = ("model._target_=tests.models.Slow", "+model.pause_s=0.06")
 DATA = ("strategy=data", "nodes=2")
 
@@ -63,6 +67,7 @@ class Case:
     row: Row
     dice: Random
     kept: int = 0  # step of the newest checkpoint when the harm was done
+    following: subprocess.Popen[bytes] = field(init=False, repr=False)
     seen_from: Path = Path("/")  # the root under which the checkpoints are to be seen
 
     @property
@@ -81,16 +86,29 @@ class Case:
     # --- what is started
 
     def submit(self, *words: str, model: tuple[str, ...] = SLOW) -> str:
-        """Begin the run; returns its job."""
-        done = self.site.run(*words, *TRAINING, *model, "launcher=slurm", "run_dir=run")
-        assert done.returncode == 0, done.stdout + done.stderr
-        return job_of(done.stdout)
+        """Begin the run, and follow it as a user in a terminal of their own; returns its job."""
+        return self._follow(*words, *TRAINING, *model, "launcher=slurm", "run_dir=run")
 
     def resume(self, *words: str) -> str:
-        done = self.site.run(f"resume={self.folder}", *words)
-        assert done.returncode == 0, done.stdout + done.stderr
         self.row.done.append(f"resumed {' '.join(words)}".strip())
-        return job_of(done.stdout)
+        return self._follow(f"resume={self.folder}", *words)
+
+    def _follow(self, *words: str) -> str:
+        with self.told.open("w") as told:
+            self.following = subprocess.Popen(
+                [sys.executable, "-m", "hpc_parallel.run", *words, "launcher.wait=true"],
+                cwd=self.site.home, env=self.site.environment,
+                stdout=told, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        wait_for(lambda: JOB.search(self.told.read_text()) or self.following.poll() is not None)
+        found = JOB.search(self.told.read_text())
+        assert found, self.told.read_text()
+        return found[1]
+
+    @property
+    def told(self) -> Path:
+        """What the user has seen since the last submission."""
+        return self.site.home / "told"
 
     # --- where it is
 
@@ -123,13 +141,12 @@ class Case:
 
     def ended(self, job: str, *, within_s: float = 2 * PATIENCE_S) -> str:
         """Wait for the run's last end; the job's state then."""
-        busy = ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "CONFIGURING", "PREEMPTED")
         summary = self.folder / "summary.json"
 
         def over() -> bool:  # by both: a job that starts again passes through other states
             found = read_json(summary)
             again = found is None or found["outcome"] == "preempted"
-            return not again and self.state(job) not in busy
+            return not again and self.state(job) in ENDED
 
         wait_for(over, within_s=within_s)
         return self.state(job)
@@ -177,8 +194,8 @@ class Case:
 
     # --- what must hold
 
-    def assert_completed(self, *, restarts: int, lost: int | tuple[int, int]) -> None:
-        """As if nothing had happened; `lost`: steps, or the fewest and the most."""
+    def assert_completed(self, *, restarts: int, lost: int | tuple[int, int], followed: bool = True) -> None:
+        """As if nothing had happened; `lost`: steps, or the fewest and the most; `followed`: to the end."""
         summary = read(self.folder, "summary.json")
         self.row.restarts, self.row.lost = summary["restarts"], summary["lost_steps"]
         assert summary["outcome"] == "completed"
@@ -194,6 +211,9 @@ class Case:
         wanted = tensors_of(complete(self.reference.folder / "checkpoints")[0])
         assert tensor_difference(found, wanted) < EQUAL
         self.assert_nothing_is_left()
+        if followed:
+            assert self.following.wait(timeout=60) == 0, self.told.read_text()
+            assert f"completed: step {STEPS} of {STEPS}, " in self.told.read_text()
 
     def assert_steps(self, last: int) -> None:
         """Each once, with the loss of the undisturbed run."""
@@ -210,6 +230,13 @@ class Case:
         whole = {checkpoint.path for checkpoint in self.checkpoints}
         assert set(folder.iterdir() if folder.exists() else ()) == whole
         assert [checkpoint.damage() for checkpoint in self.checkpoints] == [None] * len(whole)
+
+    def leave(self) -> None:
+        """Whatever the case left."""
+        if hasattr(self, "following"):
+            self.following.kill()
+            self.following.wait()
+        heal(self.site)
 
     def running(self) -> dict[str, list[str]]:
         """By host, the processes that are not the host's own."""
@@ -233,10 +260,6 @@ def guests(pids: list[int]) -> list[str]:
         except psutil.Error:
             continue
     return found
-
-
-def job_of(stdout: str) -> str:
-    return next(line.split()[1] for line in stdout.splitlines() if line.startswith("job "))
 
 
 def undisturbed(workers: Workers) -> Trained:

@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from chaos import Case, Row, heal, undisturbed
+from chaos import Case, Row, undisturbed
 from chaos_table import pytest_terminal_summary  # noqa: F401  (a hook)
 from cluster import Cluster, unavailable_reason
 from test_jobs import Site
@@ -45,5 +45,6 @@ def case(
     row = Row(seed)
     record_property("chaos", row)
     site = Site(cluster, tmp_path)
-    yield Case(site, reference, row=row, dice=Random(seed))
-    heal(site)
+    case = Case(site, reference, row=row, dice=Random(seed))
+    yield case
+    case.leave()

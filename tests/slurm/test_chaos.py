@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from chaos import DATA, SLOW, TRAINING, Case
+from chaos import DATA, JOB, PATIENCE_S, Case
 
 pytestmark = [pytest.mark.slurm, pytest.mark.chaos]
 
@@ -25,6 +25,7 @@ def test_preempted_twice_in_a_row(case: Case) -> None:
     case.assert_said(job, line, times=2)
 
 
+@pytest.mark.chaos_slow
 def test_cancelled_and_resumed(case: Case) -> None:
     job = case.submit(*DATA)
     case.reach(5, 50)
@@ -33,6 +34,7 @@ def test_cancelled_and_resumed(case: Case) -> None:
     case.assert_completed(restarts=1, lost=0)
 
 
+@pytest.mark.chaos_slow
 def test_resumed_on_one_two_and_four_hosts(case: Case) -> None:
     job = case.submit("strategy=single", "nodes=1")
     for low, high, words in (
@@ -46,39 +48,36 @@ def test_resumed_on_one_two_and_four_hosts(case: Case) -> None:
     case.assert_completed(restarts=2, lost=0)
 
 
+@pytest.mark.chaos_slow
 def test_two_resumes_at_once(case: Case) -> None:
     """One goes on, the other refuses."""
     job = case.submit(*DATA)
     case.reach(5, 50)
     case.cancel(job)
-    command = [sys.executable, "-m", "hpc_parallel.run", f"resume={case.folder}"]
+    case.note("two resumes")
     started = [
         subprocess.Popen(
-            command, cwd=case.site.home, env=case.site.environment,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [sys.executable, "-m", "hpc_parallel.run", f"resume={case.folder}"],
+            cwd=case.site.home, env=case.site.environment,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for _ in range(2)
     ]  # fmt: skip
-    case.note("two resumes")
-    said = sorted((process.communicate(timeout=60)[1], process.returncode) for process in started)
-    assert sorted(code for _, code in said) == [0, 2], said
-    (refusal,) = [text for text, code in said if code == 2]
-    assert "is going on already" in refusal
-    (job,) = case.site.cluster.run("squeue", "-h", "-o", "%A").split()
-    assert case.ended(job) == "COMPLETED"
-    case.assert_completed(restarts=1, lost=0)
+    said = [process.communicate(timeout=PATIENCE_S)[0] for process in started]  # both follow, as the first
+    codes = [process.returncode for process in started]
+    assert sorted(codes) == [0, 2], said
+    assert f"resume = {case.folder} is going on already, as " in said[codes.index(2)]
+    found = JOB.search(said[codes.index(0)])
+    assert found is not None
+    assert case.ended(found[1]) == "COMPLETED"
+    case.assert_completed(restarts=1, lost=0, followed=False)
 
 
 def test_the_submitting_terminal_is_closed(case: Case) -> None:
-    words = (*DATA, *TRAINING, *SLOW, "launcher=slurm", "launcher.wait=true", "run_dir=run")
-    following = subprocess.Popen(
-        [sys.executable, "-m", "hpc_parallel.run", *words],
-        cwd=case.site.home, env=case.site.environment, stdout=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+    job = case.submit(*DATA)
     case.reach(5, 60)
-    os.killpg(following.pid, signal.SIGHUP)
-    following.wait(timeout=60)
+    os.killpg(case.following.pid, signal.SIGHUP)
+    case.following.wait(timeout=60)
     case.note("SIGHUP to the terminal's processes")
-    job = case.site.cluster.run("squeue", "-h", "-o", "%A").split()[0]
     assert case.ended(job) == "COMPLETED"
-    case.assert_completed(restarts=0, lost=0)
+    case.assert_completed(restarts=0, lost=0, followed=False)

@@ -17,7 +17,9 @@ from test_jobs import read, wait_for, worker_of
 pytestmark = [pytest.mark.slurm, pytest.mark.chaos]
 
 
-@pytest.mark.parametrize("harm", ["truncated", "one byte flipped"])
+@pytest.mark.parametrize(
+    "harm", [pytest.param("truncated", marks=pytest.mark.chaos_slow), "one byte flipped"]
+)
 def test_the_newest_checkpoint_is_damaged(case: Case, harm: str) -> None:
     job = case.submit(*DATA)
     case.reach(2 * EVERY, 60)
@@ -43,6 +45,7 @@ def test_the_newest_checkpoint_is_damaged(case: Case, harm: str) -> None:
     assert len(told) == 1
 
 
+@pytest.mark.chaos_slow
 def test_killed_in_the_midst_of_a_save(case: Case) -> None:
     job = case.submit(*DATA, "launcher.max_restarts=1")
     step = EVERY * case.dice.randint(2, 6)
@@ -99,6 +102,7 @@ def times_told(case: Case) -> int:
     return len(re.findall(r"WARNING: the checkpoint of step \d+ could not .*No space left on device", told))
 
 
+@pytest.mark.chaos_slow
 def test_the_disk_is_full_for_a_while(small_disk: tuple[Case, str]) -> None:
     """Training goes on, is told, and keeps its state again once it can."""
     case, job = small_disk
@@ -110,6 +114,7 @@ def test_the_disk_is_full_for_a_while(small_disk: tuple[Case, str]) -> None:
     case.assert_completed(restarts=0, lost=0)
 
 
+@pytest.mark.chaos_slow
 def test_the_disk_is_full_at_the_last_save(small_disk: tuple[Case, str]) -> None:
     """There it is a failure; where there is room the run goes on from the checkpoint before."""
     case, job = small_disk

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 
 import pytest
@@ -29,6 +30,7 @@ def test_a_rank_is_killed(case: Case) -> None:
     case.assert_said(job, rf"requeued as job {job}")
 
 
+@pytest.mark.chaos_slow
 def test_a_rank_is_stopped(case: Case) -> None:
     job = case.submit(*DATA, "launcher.max_restarts=1", "cluster.hang_timeout_s=8")
     case.reach(EVERY + 1, 60)
@@ -39,6 +41,7 @@ def test_a_rank_is_stopped(case: Case) -> None:
     case.assert_said(job, line)
 
 
+@pytest.mark.chaos_slow
 def test_a_rank_is_poisoned(case: Case) -> None:
     job = case.submit(*DATA, "training.on_nonfinite=rollback", model=harmed(case, "poison"))
     assert case.ended(job) == "COMPLETED"
@@ -46,6 +49,7 @@ def test_a_rank_is_poisoned(case: Case) -> None:
     case.assert_said(job, r"rank 1 on n2 failed first: the loss of step \d+ is nan; .*; 1 follower")
 
 
+@pytest.mark.chaos_slow
 def test_a_rank_runs_out_of_memory(case: Case) -> None:
     """The same would happen again, so it does not start again by itself."""
     job = case.submit(*DATA, "launcher.max_restarts=1", model=harmed(case, "memory"))
@@ -57,5 +61,7 @@ def test_a_rank_runs_out_of_memory(case: Case) -> None:
         r"rank 1 on n2 failed first: out of memory in block 2 \(asked 4096\.0 TiB, free [^)]*\); 1 follower"
     )
     case.assert_said(job, line)
+    assert case.following.wait(timeout=60) == 1
+    assert re.fullmatch(line, case.told.read_text().splitlines()[-1])
     assert case.ended(case.resume()) == "COMPLETED"
     case.assert_completed(restarts=1, lost=(0, 2 * EVERY))

@@ -93,3 +93,18 @@ def test_run_ids_sort_by_time_and_differ_within_a_second() -> None:
     assert ids == sorted(ids)
     assert ids[0].startswith("20260102-030405-")
     assert len({new_run_id(now) for _ in range(20)}) > 15
+
+
+def test_what_is_set_aside_can_still_be_read(tmp_path: Path) -> None:
+    """Of two that resume a run at once, one looks while the other has begun."""
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    folder.code.mkdir()
+    for number in (1, 2):
+        write_text(folder.config, f"start: {number}\n")
+        write_json(folder.environment, {"start": number})
+        folder.set_aside()
+        assert (folder.path / f"config-{number}.yaml").read_text() == folder.config.read_text()
+        assert read_json(folder.path / f"environment-{number}.json") == {"start": number}
+        assert read_json(folder.environment) == {"start": number}
+    assert [path.name for path in folder.path.glob("code*")] == ["code-1"]
