@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from hpc_parallel.config.schema import TrainingConfig
 from hpc_parallel.launch import checkpoints
 from hpc_parallel.training.checkpoint import State, Writer, random_state
+
+_MARK_EVERY_S = 2.0
 
 
 class SaveError(RuntimeError):
@@ -42,8 +44,11 @@ class Saver:
         device: torch.device,
         group: dist.ProcessGroup,
         saved: int = 0,
+        waiting: Callable[[], None] = lambda: None,
     ) -> None:
-        """`about`: what the manifest says besides; `saved`: the step of the newest checkpoint."""
+        """`about`: what the manifest says besides; `saved`: the step of the newest checkpoint; `waiting`:
+        called every few seconds while a save holds up the training, so that nobody takes it for a hang (a
+        rank that does not come to it ends it by the collectives' time-out)."""
         self._folder = folder
         self._state = state
         self._about = about
@@ -51,6 +56,7 @@ class Saver:
         self._device = device
         self._group = group
         self._saved = saved
+        self._waiting = waiting
         self._pending: Future[Any] | None = None
         self._step = 0  # of the pending save
         on_gpu = device.type == "cuda"
@@ -68,15 +74,15 @@ class Saver:
         every = self._training.checkpoint_every
         return every is not None and (step % every == 0 or step == self._training.steps)
 
-    def save(self, step: int, *, wait: bool = False) -> None:
+    def save(self, step: int, *, whole: bool = False) -> None:
         """Begin to write the state after `step`, on all ranks at the same step.
 
-        With `wait` it is on the disk on return. Raises SaveError then, where that failed.
+        With `whole` it is on the disk on return. Raises SaveError then, where that failed.
         """
         self._finish()
         if step > self._saved:
             self._begin(step)
-        if wait and (error := self._finish()):
+        if whole and (error := self._finish()):
             raise SaveError(f"the checkpoint of step {step} could not be written: {error}")
 
     def close(self) -> None:
@@ -127,6 +133,8 @@ class Saver:
         """Wait for the pending save; the system's words where it failed (on all ranks alike)."""
         if self._pending is None:
             return None
+        while not wait([self._pending], timeout=_MARK_EVERY_S).done:
+            self._waiting()
         error = self._pending.exception()
         self._pending = None
         if error is None:

@@ -95,13 +95,13 @@ class Trainer:
                 started = time.perf_counter()
                 self._progress.mark("save", step)
                 self._step.look(step)  # what is kept must be sound
-                self._saver.save(step, wait=step == steps)
+                self._saver.save(step, whole=step == steps)
                 self._metrics.leave_out(time.perf_counter() - started)
             if step < steps and (asked := self._stop(step)) is not None:
                 if self._saver is not None:
                     self._progress.mark("save", step)
                     self._step.look(step)
-                    self._saver.save(step, wait=True)
+                    self._saver.save(step, whole=True)
                 return asked
         self._progress.mark("done", steps)
         return None

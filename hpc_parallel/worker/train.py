@@ -53,6 +53,7 @@ def train(
     checkpoint can't be written.
     """
     rank = dist.get_rank()
+    progress = progress or Progress()
     session = Session.open(config, device=device)
     optimizer = build_optimizer(session.assembled.named_parameters(), config.optimizer)
     state = partial(state_of, session.assembled, optimizer)
@@ -86,6 +87,7 @@ def train(
         device=device,
         group=saving,
         saved=done,
+        waiting=lambda: progress.mark("save", trainer.done),
     )
     stop = Stop(group=stopping, step=done)
     trainer = Trainer(

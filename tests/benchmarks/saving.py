@@ -73,14 +73,14 @@ def loop_costs(folder: str) -> list[str]:
     ways = {"elsewhere": lambda: time.sleep(STEP_S), "on one core": lambda: compute(products)}
     blocking = new_saver(Path(folder, "blocking"), size=STATE_BYTES, asynchronous=False)
     beside = new_saver(Path(folder, "beside"), size=STATE_BYTES, asynchronous=True)
-    beside.save(1, wait=True)  # takes the memory for the copy
+    beside.save(1, whole=True)  # takes the memory for the copy
     lines, number = [], 1
     for name, step in ways.items():
         costs = []
         for _ in range(ROUNDS):
             number += 1
             began = time.perf_counter()
-            blocking.save(number, wait=True)
+            blocking.save(number, whole=True)
             blocking_s = time.perf_counter() - began
             steps = round((1.5 * blocking_s + 2) / STEP_S)  # so many that the save ends beside them
             alone_s = loop_s(step, steps)
@@ -88,7 +88,7 @@ def loop_costs(folder: str) -> list[str]:
             beside.save(number)
             copy_s = time.perf_counter() - began
             loop_s(step, steps)
-            beside.save(number, wait=True)
+            beside.save(number, whole=True)
             extra_s = time.perf_counter() - began - alone_s
             costs.append(extra_s / blocking_s)
             lines.append(
@@ -111,7 +111,7 @@ def disk_rates(folder: str) -> list[str]:
         began = time.perf_counter()
         subprocess.run(zeros, check=True, stderr=subprocess.DEVNULL)
         between = time.perf_counter()
-        blocking.save(number + 1, wait=True)
+        blocking.save(number + 1, whole=True)
         if number > 1:  # the first take memory that the machine did not have
             theirs_s.append(between - began)
             ours_s.append(time.perf_counter() - between)
