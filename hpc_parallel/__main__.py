@@ -12,7 +12,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = ("run", "export", "parity", "rerun", "tokenize")
     command = words.pop(0) if words and words[0] in commands else "run"
     if command == "export":
-        from hpc_parallel.launch.export import main as export
+        from hpc_parallel.worker.export import main as export
 
         return export(words)
     if command == "parity":

@@ -10,7 +10,8 @@ import yaml
 
 from hpc_parallel.launch.metrics_file import milliseconds, per_second
 from hpc_parallel.launch.run_folder import RunFolder
-from hpc_parallel.worker.summary import INITIAL
+
+INITIAL = "initial"  # weights that no file gave
 
 
 def results(folder: RunFolder, summary: Mapping[str, Any]) -> list[str]:

@@ -16,9 +16,9 @@ import torch
 from hydra.utils import instantiate
 
 from hpc_parallel.launch.checkpoints import Checkpoint, sync_folder
-from hpc_parallel.launch.export import ExportError
 from hpc_parallel.launch.weights import LENGTH_BYTES
 from hpc_parallel.training.weights import CheckpointWeights
+from hpc_parallel.worker.export import ExportError
 
 DTYPES = {  # as the format calls them
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from hpc_parallel.config.problems import ConfigError
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch.checkpoints import Checkpoint
+from hpc_parallel.launch.results import INITIAL
 from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.launch.trust import require_private
 from hpc_parallel.launch.weights import read_header
@@ -24,7 +25,6 @@ from hpc_parallel.models.layered import own_slice
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.training.checkpoint import State, state_of
 from hpc_parallel.training.resume import newest_sound
-from hpc_parallel.worker.summary import INITIAL
 
 PARTS = ("stem.", "blocks.", "head.")  # how our names begin; a library's own file has others
 SHOWN = 3  # names in one message

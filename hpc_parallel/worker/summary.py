@@ -12,8 +12,8 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from hpc_parallel.config.layout import layout_of, processes_per_node
+from hpc_parallel.launch.results import INITIAL
 
-INITIAL = "initial"  # weights that no file gave
 MEASURED = (
     "exposed_communication_share",
     "bubble_share",

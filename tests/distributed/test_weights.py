@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hpc_parallel.config.problems import ConfigError
-from hpc_parallel.launch.export import main as export
+from hpc_parallel.worker.export import main as export
 from tests.parity import largest_difference
 from tests.workers import Trained, Workers
 

@@ -14,9 +14,9 @@ from safetensors.numpy import save_file
 
 from hpc_parallel.config.problems import ConfigError
 from hpc_parallel.launch.checkpoints import beside, publish, sha256
-from hpc_parallel.launch.export import main as export
 from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.launch.weights import read_header
+from hpc_parallel.worker.export import main as export
 from tests.composed import composed, prepared
 
 MODEL = dict(composed("model=tiny").model)
