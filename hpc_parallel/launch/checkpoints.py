@@ -20,6 +20,7 @@ from typing import Any
 from hpc_parallel.launch.run_folder import write_text
 
 MANIFEST, MARKER = "manifest.json", "complete"
+_DAMAGED = "damaged-step-"
 _NAME = re.compile(r"step-(\d+)")
 _CHUNK_BYTES = 4 * 2**20
 
@@ -91,6 +92,9 @@ def publish(
     write_text(path / MARKER, hashlib.sha256(manifest.encode()).hexdigest() + "\n")
     for each in (path, folder):
         sync_folder(each)
+    for damaged in folder.glob(f"{_DAMAGED}*"):
+        if int(damaged.name.removeprefix(_DAMAGED)) <= step:  # there is better now
+            shutil.rmtree(damaged)
 
 
 def prune(folder: Path, *, keep_last: int, keep_every: int | None) -> None:
@@ -110,10 +114,11 @@ def clear(folder: Path) -> None:
 
 
 def set_aside_after(folder: Path, *, step: int) -> None:
-    """Take damaged checkpoints, all that are newer than the sound one of `step`, out of the count."""
+    """Take damaged checkpoints, all that are newer than the sound one of `step`, out of the count, until
+    one of their step or a later one takes their place."""
     for checkpoint in complete(folder):
         if checkpoint.step > step:
-            aside = folder / f"damaged-{checkpoint.path.name}"
+            aside = folder / f"{_DAMAGED}{checkpoint.step}"
             shutil.rmtree(aside, ignore_errors=True)
             checkpoint.path.rename(aside)
 

@@ -107,3 +107,5 @@ def test_a_damaged_newer_one_does_not_cost_the_sound_ones(tmp_path: Path) -> Non
     prune(tmp_path, keep_last=1, keep_every=None)
     assert steps(tmp_path) == [95]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged-step-100", "step-95"]
+    write(tmp_path, 110)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-110", "step-95"]
