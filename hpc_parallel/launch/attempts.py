@@ -29,7 +29,7 @@ def begin(
     kept = [line for line in lines if line["step"] <= step]
     lost = max([line["step"] for line in lines], default=step) - step
     text = "".join(json.dumps(line) + "\n" for line in kept)
-    if text != there:  # lines beyond, or one that was torn
+    if text != (there or ""):  # lines beyond, or one that was torn
         write_text(folder.metrics, text)
     _note(
         folder,
