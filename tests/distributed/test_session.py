@@ -55,7 +55,8 @@ def test_the_default_run_learns_text(tmp_path: Path) -> None:
     assert summary["outcome"] == "completed"
     assert summary["validation_loss"] == validation[-1]
     assert {path.name for path in folder.iterdir()} == {
-        "code", "config.yaml", "environment.json", "logs", "metrics.jsonl", "rendezvous", "summary.json",
+        "attempts.jsonl", "checkpoints", "code", "config.yaml", "environment.json", "logs", "metrics.jsonl",
+        "owner.json", "rendezvous", "summary.json",
     }  # fmt: skip
 
 
