@@ -9,9 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Generator
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from hashlib import sha256
 from io import BufferedWriter, FileIO, IOBase, RawIOBase
 from pathlib import Path
 from typing import Any, cast
@@ -28,11 +26,11 @@ from torch.futures import Future
 from torch.optim import Optimizer
 from torch.utils.serialization import config
 
-from hpc_parallel.launch.checkpoints import Checkpoint, publish
+from hpc_parallel.launch.checkpoints import CHECKSUM, Checkpoint, Digest, publish
 from hpc_parallel.strategies.assemble import Assembled
 
 State = dict[str, Tensor]
-PIECE_BYTES = 8 * 2**20  # hashed and written at once
+BUFFER_BYTES = 2**18  # gathers small writes; larger ones pass by without a copy
 
 
 def state_of(assembled: Assembled, optimizer: Optimizer | None = None) -> State:
@@ -113,16 +111,11 @@ def set_random_state(state: State, *, device: torch.device) -> None:
 
 
 class Hashed(RawIOBase):
-    """A file being written, and the checksum of what went into it.
+    """A file being written, and the checksum of what went into it."""
 
-    Hashing, copying to the system and the disk work at the same time, a piece at a time: otherwise a save
-    takes as long as all three, and torch's one thread a rank is slower than the disk.
-    """
-
-    def __init__(self, file: FileIO, *, hasher: Executor) -> None:
+    def __init__(self, file: FileIO) -> None:
         self._file = file
-        self._hasher = hasher
-        self.digest = sha256()
+        self.digest = Digest()
         self.bytes = 0
 
     def writable(self) -> bool:
@@ -130,13 +123,8 @@ class Hashed(RawIOBase):
 
     def write(self, data: Any) -> int:
         piece = memoryview(data).cast("B")
-        hashing = self._hasher.submit(self.digest.update, piece)
-        done = 0
-        try:
-            while done < len(piece):
-                done += self._file.write(piece[done:])
-        finally:
-            hashing.result()  # whoever called may use its memory again
+        done = self._file.write(piece)
+        self.digest.update(piece[:done])
         # Linux begins to write what will not be needed: else all of it waits for the fsync at the end.
         os.posix_fadvise(self._file.fileno(), self.bytes, done, os.POSIX_FADV_DONTNEED)
         self.bytes += done
@@ -161,14 +149,14 @@ class HashingFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[IOBase, None, None]:
-        with FileIO(path, mode) as file, ThreadPoolExecutor(1) as hasher:
-            hashed = Hashed(file, hasher=hasher)
-            with BufferedWriter(hashed, buffer_size=PIECE_BYTES) as stream:
+        with FileIO(path, mode) as file:
+            hashed = Hashed(file)
+            with BufferedWriter(hashed, buffer_size=BUFFER_BYTES) as stream:
                 yield stream
                 if not stream.closed:  # torch synchronises the index before it has left the buffer
                     stream.flush()
                     os.fsync(stream.fileno())
-        self.written[Path(path).name] = {"bytes": hashed.bytes, "sha256": hashed.digest.hexdigest()}
+        self.written[Path(path).name] = {"bytes": hashed.bytes, CHECKSUM: hashed.digest.hexdigest()}
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
@@ -189,7 +177,7 @@ class Writer(dcp.FileSystemWriter):
         self._folder, self._step, self._about = folder, step, about
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # sha256 is better
+        with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # there are ours
             written = super().write_data(plan, planner).value()
         both: Future[Any] = Future()
         both.set_result([*written, self._files.written])

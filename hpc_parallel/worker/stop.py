@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 ASKING = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
-PERIOD_S = 1.0  # between two looks at what the others were asked
+PERIOD_S = 2.0  # between two looks at what the others were asked
 SAME_S = 2.0  # Slurm says the same thing to a process several times
 
 
@@ -32,7 +32,7 @@ def remember(number: int, frame: FrameType | None) -> None:
 class Stop:
     """This rank's flag, and the agreement of all; a context in which those signals end nothing at once.
 
-    The flags are gathered about once a second, at steps that all ranks compute alike: a collective of two
+    The flags are gathered about every two seconds, at steps that all ranks compute alike: a collective of two
     numbers then, and none in the steps between. A second signal ends the process at once.
     """
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hpc_parallel.training.saver import Saver
 
 ROOT = Path(__file__).resolve().parents[2]
-ROUNDS = 3
+ROUNDS = 5
 STATE_BYTES = 3 * 4 * 100 * 10**6  # 100 M weights in float32, with AdamW's two moments
 TENSORS = 300
 GIB = 2**30
@@ -55,6 +55,7 @@ def loop_costs(folder: str) -> list[str]:
     """
     import torch
 
+    torch.set_num_threads(1)
     matrix = torch.rand(256, 256)
 
     def compute(products: int) -> None:
@@ -96,20 +97,29 @@ def loop_costs(folder: str) -> list[str]:
                 f"of it {copy_s:.2f} s to copy"
             )
         lines.append(
-            f"1.2 GB saved beside steps {name}: {min(costs):.1%} of a blocking save (best of {ROUNDS})"
+            f"1.2 GB saved beside steps {name}: {min(costs):.1%} of a blocking save "
+            f"(best of {ROUNDS}, median {statistics.median(costs):.1%})"
         )
     beside.close()
     return lines
 
 
 def disk_rates(folder: str) -> list[str]:
-    """1 GiB until it is on the disk: a blocking save against dd, in turns."""
+    """1 GiB until it is on the disk: a blocking save against dd, in turns.
+
+    Each writes new files and removes its last ones, so that both need memory and blocks not used before.
+    """
     blocking = new_saver(Path(folder, "disk"), size=GIB, asynchronous=False)
-    zeros = ["dd", "if=/dev/zero", f"of={folder}/zeros", "bs=4M", "count=256", "conv=fsync"]
     ours_s, theirs_s = [], []
     for number in range(ROUNDS + 2):
+        zeros = Path(folder, f"zeros-{number % 2}")
         began = time.perf_counter()
-        subprocess.run(zeros, check=True, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            ["dd", "if=/dev/zero", f"of={zeros}", "bs=4M", "count=256", "conv=fsync"],
+            check=True,
+            stderr=subprocess.DEVNULL,
+        )
+        Path(folder, f"zeros-{(number + 1) % 2}").unlink(missing_ok=True)
         between = time.perf_counter()
         blocking.save(number + 1, whole=True)
         if number > 1:  # the first take memory that the machine did not have

@@ -1,6 +1,6 @@
 """Every strategy on an NVIDIA GPU: alone over NCCL, and two ranks that share it over gloo, against one rank.
 
-Needs torch, hydra-core, submitit, psutil, pyyaml, jinja2, rich, numpy and pytest; nothing is installed:
+Needs torch, numpy, hydra-core, submitit, psutil, pyyaml, jinja2, rich, xxhash, pytest; nothing is installed:
 
     python -m pytest tests/gpu -q -rs
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from hpc_parallel.launch import checkpoints
 from hpc_parallel.launch.checkpoints import beside, clear, complete, prune, publish, set_aside_after
@@ -15,7 +15,7 @@ def write(folder: Path, step: int, content: bytes = b"weights") -> None:
     path = beside(folder, step)
     path.mkdir(parents=True)
     (path / "part").write_bytes(content)
-    described = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    described = {"bytes": len(content), "xxh3_128": xxhash.xxh3_128(content).hexdigest()}
     publish(folder, step=step, files={"part": described}, about={"samples": 16 * step})
 
 
@@ -63,7 +63,7 @@ def test_each_rank_looks_at_its_part(tmp_path: Path) -> None:
     files = {}
     for name in "abcde":
         (path / name).write_bytes(b"x")
-        files[name] = {"bytes": 1, "sha256": hashlib.sha256(b"x").hexdigest()}
+        files[name] = {"bytes": 1, "xxh3_128": xxhash.xxh3_128(b"x").hexdigest()}
     publish(tmp_path, step=1, files=files, about={})
     (tmp_path / "step-1" / "d").write_bytes(b"y")
     found = [complete(tmp_path)[0].damage(part=part, parts=3) for part in range(3)]

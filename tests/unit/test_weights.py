@@ -13,7 +13,7 @@ import yaml
 from safetensors.numpy import save_file
 
 from hpc_parallel.config.problems import ConfigError
-from hpc_parallel.launch.checkpoints import beside, publish, sha256
+from hpc_parallel.launch.checkpoints import beside, checksum, publish
 from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.launch.weights import read_header
 from hpc_parallel.worker.export import main as export
@@ -41,7 +41,7 @@ def run(tmp_path: Path) -> RunFolder:
         beside(folder.checkpoints, step).mkdir()
         part = beside(folder.checkpoints, step) / "part"
         part.write_bytes(b"numbers")
-        files = {"part": {"bytes": 7, "sha256": sha256(part)}}
+        files = {"part": {"bytes": 7, "xxh3_128": checksum(part)}}
         publish(folder.checkpoints, step=step, files=files, about={"config": {"model": MODEL}})
     return folder
 
