@@ -52,6 +52,11 @@ def hand_to_job(folder: RunFolder, job_id: str) -> None:
     write_json(folder.owner, {"job_id": job_id})
 
 
+def is_job(folder: RunFolder, job_id: str) -> bool:
+    """Whether the run is still that job's: whoever resumed it since has taken it."""
+    return (read_json(folder.owner) or {}).get("job_id") == job_id
+
+
 def living_owner(folder: RunFolder) -> str | None:
     """Who runs there, in words; None where nobody does."""
     owner = read_json(folder.owner)

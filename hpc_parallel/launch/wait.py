@@ -6,6 +6,7 @@ import os
 import sys
 import time
 
+from hpc_parallel.launch import owner
 from hpc_parallel.launch.follow import Follower
 from hpc_parallel.launch.job_state import JobState, job_state
 from hpc_parallel.launch.prepare import PreparedRun
@@ -26,12 +27,15 @@ def wait_for_job(run: PreparedRun, job_id: str) -> int:
     try:
         state = _follow(follower, job_id)
         deadline = time.monotonic() + (COMPLETED_WORDS_S if state.state == "COMPLETED" else WORDS_S)
-        while not _has_summary(run) and time.monotonic() < deadline:
+        while _awaits_words(run, job_id) and time.monotonic() < deadline:
             follower.poll()
             time.sleep(PERIOD_S)
     except KeyboardInterrupt:
         print(f"\nno longer following; job {job_id} goes on (scancel {job_id} ends it)", file=sys.stderr)
         return 1
+    if not owner.is_job(run.folder, job_id):
+        print(f"job {job_id} {state}; the run has been resumed since: {run.folder.path}")
+        return 0 if state.state == "COMPLETED" else 1
     if not _has_summary(run):
         if state.state == "COMPLETED":
             print(f"job {job_id} completed; its summary does not show on this host yet: {run.folder.path}")
@@ -52,6 +56,10 @@ def _follow(follower: Follower, job_id: str) -> JobState:
                 return state
         follower.poll()
         time.sleep(PERIOD_S)
+
+
+def _awaits_words(run: PreparedRun, job_id: str) -> bool:
+    return owner.is_job(run.folder, job_id) and not _has_summary(run)
 
 
 def _has_summary(run: PreparedRun) -> bool:

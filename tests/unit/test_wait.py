@@ -1,0 +1,45 @@
+"""Who follows a job speaks for a run only while it is that job's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpc_parallel.launch import wait
+from hpc_parallel.launch.job_state import JobState
+from hpc_parallel.launch.owner import hand_to_job
+from hpc_parallel.launch.prepare import PreparedRun
+from hpc_parallel.launch.run_folder import read_json
+from tests.composed import prepared
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PreparedRun:
+    """Of a job 34 that Slurm says has failed, without a word from any rank."""
+    made = prepared(f"run_dir={tmp_path / 'run'}", "launcher.snapshot=false")
+    made.write()
+    made.folder.slurm.mkdir()
+    monkeypatch.setattr(wait, "job_state", lambda job_id: JobState("FAILED", "NonZeroExitCode"))
+    monkeypatch.setattr(wait, "WORDS_S", 0.0)
+    return made
+
+
+def test_the_end_of_a_job_without_words_is_concluded(run: PreparedRun) -> None:
+    hand_to_job(run.folder, "34")
+    assert wait.wait_for_job(run, "34") == 1
+    assert json.loads(run.folder.failure.read_text())["kind"] == "start"
+    assert json.loads(run.folder.summary.read_text())["outcome"] == "failed"
+
+
+def test_a_run_that_was_resumed_since_is_left_alone(
+    run: PreparedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The follower of job 34 is late: the run goes on as job 36, and has not failed."""
+    hand_to_job(run.folder, "36")
+    assert wait.wait_for_job(run, "34") == 1
+    assert "job 34 failed (NonZeroExitCode); the run has been resumed since" in capsys.readouterr().out
+    assert read_json(run.folder.failure) is None
+    assert read_json(run.folder.summary) is None
+    assert not run.folder.attempts.exists()
