@@ -44,8 +44,8 @@ def begin(
 
 
 def end(folder: RunFolder, *, how: str, host: str | None = None) -> None:
-    """Note how the newest start ended: `completed`, `time_limit`, `preempted`, `cancelled`, or the kind of
-    its failure, and where that came from."""
+    """Note how the newest start ended early: `time_limit`, `preempted`, `cancelled`, or the kind of its
+    failure, and where that came from. Of one that completed the summary tells."""
     _note(folder, {"ended": datetime.now(UTC).isoformat(), "how": how, "host": host})
 
 

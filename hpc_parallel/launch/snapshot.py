@@ -39,11 +39,8 @@ class Snapshot:
             for name in self.files[root]:
                 target = copy / name
                 target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                if (
-                    root / name
-                ).is_dir():  # a link: what is outside stays there, as an installed package does
-                    inside = (root / name).resolve().is_relative_to(root.resolve())
-                    target.symlink_to(os.readlink(root / name) if inside else (root / name).resolve())
+                if (root / name).is_dir():  # a link: git names no other folder
+                    target.symlink_to(_link(root / name, root=root))
                 else:
                     shutil.copy2(root / name, target)
 
@@ -125,7 +122,8 @@ def _is_source(path: Path) -> bool:
 
 
 def _link(link: Path, *, root: Path) -> str:
-    """Where the copy of a link to a folder leads: into the copy; outside, to where the link itself does."""
+    """Where the copy of a link to a folder leads: into the copy too, or outside, to where the link does (what
+    is there stays there, as an installed package does)."""
     target = link.resolve()
     inside = target.is_relative_to(root.resolve())
     return os.path.relpath(target, link.parent.resolve()) if inside else str(target)

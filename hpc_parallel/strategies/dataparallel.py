@@ -154,7 +154,8 @@ class Threads(Module):
     def forward(self, x: Tensor) -> Tensor:
         pieces = x.chunk(self._degree)
         if len(pieces) == 1:
-            return self.module(x)  # type: ignore[no-any-return]
+            alone: Tensor = self.module(x)
+            return alone
         meeting = Meeting(here=self._here, devices=self.funnel.devices, replicas=len(pieces))
         outputs: dict[int, Tensor] = {}
         learns = torch.is_grad_enabled()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -32,13 +34,13 @@ def apply(model: LayeredModel, *, mesh: DeviceMesh, options: StrategyConfig, pre
 
 def _prefetch(model: LayeredModel, *, ahead: int) -> None:
     """Begin to gather the next `ahead` blocks while one is computed; as many more are whole at a time."""
-    blocks = list(model.blocks.values())
+    root, *blocks = (cast(FSDPModule, module) for module in (model, *model.blocks.values()))
     for index, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + ahead])  # type: ignore[operator]
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + ahead])
         before = blocks[max(0, index - ahead) : index]
-        block.set_modules_to_backward_prefetch(before[::-1])  # type: ignore[operator]
-    model.set_modules_to_forward_prefetch(blocks[:ahead])  # type: ignore[operator]
-    model.set_modules_to_backward_prefetch(blocks[: -ahead - 1 : -1])  # type: ignore[operator]
+        block.set_modules_to_backward_prefetch(before[::-1])
+    root.set_modules_to_forward_prefetch(blocks[:ahead])
+    root.set_modules_to_backward_prefetch(blocks[: -ahead - 1 : -1])
 
 
 def release(model: LayeredModel) -> None:

@@ -15,7 +15,7 @@ from hpc_parallel.launch.checkpoints import Checkpoint
 from hpc_parallel.training.checkpoint import State, random_names, random_state, read, set_random_state
 
 
-def newest_sound(folder: Path, *, group: dist.ProcessGroup) -> tuple[Checkpoint | None, list[str]]:
+def newest_sound(folder: Path, *, group: dist.ProcessGroup | None) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint in `folder` whose checksums agree; each rank looks at a part of its files.
 
     Of each damaged one a warning that names it and what it costs, told on the first rank's stderr too.

@@ -57,7 +57,8 @@ class Event(NamedTuple):
 
 def events_of(profiled: profile) -> list[Event]:
     """All that was recorded on this rank."""
-    results = profiled.profiler.kineto_results  # type: ignore[union-attr]
+    assert profiled.profiler is not None
+    results = profiled.profiler.kineto_results
     assert results is not None
     return [
         Event(

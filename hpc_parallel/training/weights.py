@@ -92,8 +92,7 @@ def start_from(config: RunConfig, assembled: Assembled) -> str:
     path = Path(config.weights)
     source: Source
     if path.is_dir():
-        everyone: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]  # once there is a group
-        checkpoint, _ = newest_sound(RunFolder(path).checkpoints, group=everyone)
+        checkpoint, _ = newest_sound(RunFolder(path).checkpoints, group=None)
         if checkpoint is None:
             raise ConfigError([f"weights = {path} has no checkpoint that is sound."])
         if not config.launcher.shared_folder:

@@ -44,19 +44,28 @@ def entered() -> list[dict[str, Any]]:
     """The newest collectives of this process by group, as `by_group` has them; none if torch can't tell."""
     try:
         import torch.distributed as dist
-        from torch._C import _distributed_c10d as c10d
 
         if not dist.is_initialized():
             return []
-        # A build with CUDA keeps NCCL's and gloo's apart.
-        dumps = [getattr(c10d, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")]
-        entries = [entry for dump in dumps if dump for entry in json.loads(dump()).get("entries", [])]
         world = dist.distributed_c10d._world
         members = {str(name): sorted(world.pg_group_ranks[group]) for group, name in world.pg_names.items()}
-        return by_group(entries, members=members)
+        return by_group(recorded(), members=members)
     except Exception as error:  # a failure is being recorded: this must not hide it
         print(f"no word from the flight recorder: {type(error).__name__}: {error}", flush=True)
         return []
+
+
+def recorded() -> list[dict[str, Any]]:
+    """torch's own entries of this process, in the order in which they began.
+
+    Raises what torch raises where its recorder is off (TORCH_FR_BUFFER_SIZE=0).
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    # A build with CUDA keeps NCCL's and gloo's apart.
+    dumps = [getattr(c10d, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")]
+    entries = [entry for dump in dumps if dump for entry in json.loads(dump()).get("entries", [])]
+    return sorted(entries, key=lambda entry: int(entry["time_created_ns"]))
 
 
 def read_dump(path: Path) -> list[dict[str, Any]]:

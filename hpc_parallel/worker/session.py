@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -116,6 +115,7 @@ def complete(
     folder: RunFolder,
     lines: Sequence[Mapping[str, Any]],
     writers: Sequence[Writer],
+    environment: Mapping[str, str],
     measured: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """The end of every task that went well: rank 0 writes the summary, then all leave together."""
@@ -124,7 +124,7 @@ def complete(
             values,
             outcome="completed",
             lines=lines,
-            history=attempts.history(folder, environment=os.environ),
+            history=attempts.history(folder, environment=environment),
             measured=measured,
         )
         write_json(folder.summary, summary)

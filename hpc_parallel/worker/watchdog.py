@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import os
 import socket
 import sys
@@ -17,13 +16,13 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from hpc_parallel.launch.run_folder import RunFolder, read_json
 from hpc_parallel.training.progress import Progress
 from hpc_parallel.worker import failure, standing
+from hpc_parallel.worker.flight_recorder import recorded
 from hpc_parallel.worker.standing import Collective, Standing
 from hpc_parallel.worker.world import World
 
@@ -152,14 +151,11 @@ def last_collective() -> Collective | None:
     None where there was none, or where TORCH_FR_BUFFER_SIZE=0 turned the recorder off.
     """
     try:
-        recorder: Any = torch._C._distributed_c10d
-        dump = recorder._dump_fr_trace_json(includeCollectives=True, onlyActive=False)
-        entries = json.loads(dump).get("entries", [])
+        entries = recorded()
     except (AttributeError, RuntimeError, ValueError):  # not in every build of torch
         return None
     if not entries:
         return None
-    entries.sort(key=lambda entry: entry["record_id"])
     begun = entries[-1]
     for entry in reversed(entries):  # of several under way, they wait for the first
         if entry["retired"]:

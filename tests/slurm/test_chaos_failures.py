@@ -37,7 +37,7 @@ def test_a_rank_is_stopped(case: Case) -> None:
     case.signal_rank(1, signal.SIGSTOP)
     assert case.ended(job) == "COMPLETED"
     case.assert_completed(restarts=1, lost=(0, 2 * EVERY))
-    line = r"rank 1 on n2 failed first: stopped by a signal \(state T\) at \S+ in \w+; others wait in .*"
+    line = r"rank 1 on n2 failed first: stopped by a signal \(state T\) at \S+ in \S+; others wait in .*"
     case.assert_said(job, line)
 
 

@@ -120,12 +120,14 @@ def test_links_lead_where_they_led(checkout: Path, tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "o.py").write_text("value = 7\n")
     (checkout / "within").symlink_to("sub")
+    (checkout / "absolute").symlink_to(checkout / "sub")
     (checkout / "far").symlink_to("../outside")
     (checkout / "file.py").symlink_to("tracked_one.py")
     (checkout / "broken").symlink_to("nowhere")
     plan_snapshot(tmp_path / "code", working_directory=checkout).take()
     copy = tmp_path / "code" / "mine"
     assert (copy / "within").resolve() == copy / "sub"
+    assert (copy / "absolute").resolve() == copy / "sub"
     assert (copy / "far" / "o.py").read_text() == "value = 7\n"
     assert (copy / "file.py").read_text() == "value = 2\n"
     assert not (copy / "broken").is_symlink()
