@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 LOOK_EVERY = 100  # steps after which the host asks, if no logged line has been due
@@ -45,9 +45,10 @@ class Guard:
         *,
         optimizer: Optimizer,
         policy: str,
-        parts: Sequence[Module],
+        buffers: Sequence[Tensor],
     ) -> None:
-        """`parameters`: this rank's by full name, in the order in which `note` gets their norms."""
+        """`parameters`: this rank's by full name, in the order in which `note` gets their norms;
+        `buffers`: what a forward pass changes, which a skipped step must not."""
         self._parameters = parameters
         self._skips = policy == "skip"
         device = next(iter(parameters.values())).device
@@ -56,7 +57,7 @@ class Guard:
         self._norms = torch.zeros(len(parameters), device=device)  # of the first such step, a parameter each
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         optimizer.found_inf = self._held  # type: ignore[attr-defined]
-        self._buffers = _running_buffers(parts) if self._skips else []
+        self._buffers = buffers if self._skips else []
         self._before: list[Tensor] = []
 
     @property
@@ -151,14 +152,3 @@ def order(name: str) -> tuple[int, int, str]:
 def _is_finite(weight: Tensor) -> bool:
     local = weight.to_local() if isinstance(weight, DTensor) else weight
     return bool(local.isfinite().all())
-
-
-def _running_buffers(parts: Sequence[Module]) -> list[Tensor]:
-    """Running statistics: what a forward pass in training changes, which tables and masks are not."""
-    return [
-        buffer
-        for part in parts
-        for module in part.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    ]

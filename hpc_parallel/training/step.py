@@ -18,6 +18,7 @@ from hpc_parallel.models.place import located, mark
 from hpc_parallel.strategies.assemble import Assembled, ForwardBackward
 from hpc_parallel.strategies.mesh import weight_axes
 from hpc_parallel.strategies.parameter_server import ParameterServer
+from hpc_parallel.training.checkpoint import statistics
 from hpc_parallel.training.nonfinite import Guard
 from hpc_parallel.training.optimizer import GradientNorm, clip
 
@@ -72,7 +73,8 @@ class GradientStep:
         )
         names = {id(parameter): name for name, parameter in assembled.named_parameters().items()}
         counted = {names[id(parameter)]: parameter for parameter in self._norm.counted}
-        self._guard = Guard(counted, optimizer=optimizer, policy=on_nonfinite, parts=self._parts)
+        buffers = list(statistics(assembled).values())
+        self._guard = Guard(counted, optimizer=optimizer, policy=on_nonfinite, buffers=buffers)
 
     def run(self, inputs: Tensor, targets: Tensor) -> StepResult:
         loss = self._train(inputs, targets)

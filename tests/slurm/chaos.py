@@ -17,7 +17,7 @@ from random import Random
 from typing import Any
 
 import psutil
-from test_jobs import Site, read, wait_for, worker_of
+from test_jobs import SMALL, Site, read, wait_for, worker_of
 
 from hpc_parallel.launch import attempts
 from hpc_parallel.launch.checkpoints import Checkpoint, complete
@@ -31,19 +31,13 @@ EVERY = 10  # steps from checkpoint to checkpoint
 EQUAL = 1e-6  # of losses and of tensors, relative; float64 leaves 1e-12
 PATIENCE_S = 180.0  # for what a busy machine does in ten
 TRAINING = (
+    *SMALL,
     f"training.steps={STEPS}",
     f"training.checkpoint_every={EVERY}",
-    "training.log_every=1",
     "training.validate_every=null",
     "training.measure_steps=0",
     "training.global_batch_size=8",
     "training.precision=float64",
-    "data.max_bytes=300000",
-    "data.sequence_length=32",
-    "model.layers=4",
-    "model.dim=64",
-    "model.ffn_dim=160",
-    "optimizer.warmup_steps=2",
 )
 JOB = re.compile(r"^job +(\d+)\n", re.MULTILINE)
 SLOW = ("model._target_=tests.models.Slow", "+model.pause_s=0.06")

@@ -31,7 +31,7 @@ def guarded(policy: str, *, steps: int = 6) -> tuple[list[nn.Parameter], Guard, 
     ours = weights()
     optimizer = torch.optim.AdamW(ours, lr=0.1, fused=True)
     names = dict(zip(("stem.weight", "blocks.0.bias"), ours, strict=True))
-    guard = Guard(names, optimizer=optimizer, policy=policy, parts=[])
+    guard = Guard(names, optimizer=optimizer, policy=policy, buffers=[])
     norm = GradientNorm(ours, axes=[])
     counts = []
     for step in range(1, steps + 1):
@@ -78,7 +78,7 @@ def test_running_statistics_skip_the_step_too() -> None:
     norm = nn.BatchNorm1d(2)
     parameters = dict(norm.named_parameters())
     optimizer = torch.optim.AdamW(parameters.values(), fused=True)
-    guard = Guard(parameters, optimizer=optimizer, policy="skip", parts=[norm])
+    guard = Guard(parameters, optimizer=optimizer, policy="skip", buffers=list(norm.buffers()))
     seen = nn.BatchNorm1d(2)
     for value in (1.0, math.nan, 2.0):
         batch = torch.tensor([[value, 1.0], [0.0, 3.0]])
