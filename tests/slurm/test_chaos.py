@@ -9,6 +9,9 @@ import sys
 
 import pytest
 from chaos import DATA, JOB, PATIENCE_S, Case
+from test_jobs import read
+
+from hpc_parallel.launch.job_state import ENDED
 
 pytestmark = [pytest.mark.slurm, pytest.mark.chaos]
 
@@ -23,6 +26,21 @@ def test_preempted_twice_in_a_row(case: Case) -> None:
     case.assert_completed(restarts=2, lost=0)
     line = rf"preempted by Slurm: saved at step \d+; requeued as job {job}"
     case.assert_said(job, line, times=2)
+
+
+@pytest.mark.chaos_slow
+def test_preempted_where_the_site_cancels(case: Case) -> None:
+    """A job that Slurm may not requeue: a new one takes its place."""
+    job = case.submit(*DATA, "+launcher.extra.no-requeue=true", "launcher.resubmit=true")
+    case.reach(5, 50)
+    case.preempt(job)
+    assert case.state(job) in ENDED
+    again = read(case.folder, "owner.json")["job_id"]
+    assert again != job
+    assert case.ended(again) == "COMPLETED"
+    case.assert_completed(restarts=1, lost=0, followed=False)
+    assert read(case.folder, "summary.json")["job_ids"] == [job, again]
+    case.assert_said(job, rf"preempted by Slurm: saved at step \d+; resubmitted as job {again}")
 
 
 @pytest.mark.chaos_slow
