@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from hpc_parallel.launch.metrics_file import MetricsReader
@@ -69,9 +70,11 @@ def ends(folder: RunFolder) -> list[dict[str, Any]]:
     return [line for line in _read(folder.attempts) if "ended" in line]
 
 
-def history(folder: RunFolder, *, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Of `summary.json`: restarts, lost steps, when the run first began, its jobs (this one too, by Slurm's
-    variables)."""
+def history(folder: RunFolder, *, environment: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+    """Of `summary.json`: restarts, lost steps, when the run first began, its jobs.
+
+    environment: Slurm's variables of a job that may have ended before it could note its start.
+    """
     known = starts(folder)
     jobs = [*(line["job_id"] for line in known), environment.get("SLURM_JOB_ID")]
     return {

@@ -64,14 +64,7 @@ def generate(
     texts = continue_prompts(session, prompts, note=note)
     if rank == 0:
         write_text(folder.generated, "".join(json.dumps(text) + "\n" for text in texts))
-    complete(
-        values,
-        folder=folder,
-        lines=lines,
-        writers=writers,
-        environment=environment,
-        measured={"weights": weights},
-    )
+    complete(values, folder=folder, lines=lines, writers=writers, measured={"weights": weights})
     if rank == 0:
         print(*results(folder, read_json(folder.summary) or {}), sep="\n", flush=True)
 

@@ -53,14 +53,7 @@ def infer(
         lines.append({"step": step, **figures, "peak_memory_bytes": int(max(peaks)), "time": now})
         for writer in writers:
             writer.write(lines[-1])
-    complete(
-        values,
-        folder=folder,
-        lines=lines,
-        writers=writers,
-        environment=environment,
-        measured={"weights": weights},
-    )
+    complete(values, folder=folder, lines=lines, writers=writers, measured={"weights": weights})
     if rank == 0:
         print(*results(folder, read_json(folder.summary) or {}), sep="\n", flush=True)
 

@@ -115,7 +115,6 @@ def complete(
     folder: RunFolder,
     lines: Sequence[Mapping[str, Any]],
     writers: Sequence[Writer],
-    environment: Mapping[str, str],
     measured: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """The end of every task that went well: rank 0 writes the summary, then all leave together."""
@@ -124,7 +123,7 @@ def complete(
             values,
             outcome="completed",
             lines=lines,
-            history=attempts.history(folder, environment=environment),
+            history=attempts.history(folder),
             measured=measured,
         )
         write_json(folder.summary, summary)

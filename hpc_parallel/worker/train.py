@@ -123,14 +123,7 @@ def train(
         if signalled is None:
             measured = measurement.figures() | traffic_of(session)
             lines = MetricsReader(folder.metrics).read() if rank == 0 else []
-            complete(
-                values,
-                folder=folder,
-                lines=lines,
-                writers=writers,
-                environment=environment,
-                measured=measured,
-            )
+            complete(values, folder=folder, lines=lines, writers=writers, measured=measured)
         else:
             if rank == 0:
                 now = datetime.now(UTC).isoformat()
