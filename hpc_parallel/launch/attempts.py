@@ -101,9 +101,11 @@ def _read(path: Path) -> list[dict[str, Any]]:
     """Without a line that was torn by a crash."""
     found = []
     if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                found.append(json.loads(line))
+                value = json.loads(line)
             except ValueError:
                 continue
+            if isinstance(value, dict):
+                found.append(value)
     return found
