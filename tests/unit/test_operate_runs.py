@@ -30,7 +30,8 @@ Capture = pytest.CaptureFixture[str]
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "no slurm here"))
+    (tmp_path / "slurm.conf").touch()  # an empty one: where Slurm is installed, it does not answer
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
 
 
 def ran(capsys: Capture, *words: str) -> tuple[int, str, str]:
@@ -118,8 +119,13 @@ class TestLogs:
         (folder.logs / "agent.err").write_text("no torch\n")
         assert ran(capsys, "logs", "1") == (0, "==> agent.err <==\nno torch\n", "")
 
-    @pytest.mark.parametrize(("rank", "said"), [("2", "--rank = 2 is no rank of a run that has 2. Try --rank=1."),
-                                                ("x", "--rank = x is neither a rank's number nor all.")])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("rank", "said"),
+        [
+            ("2", "--rank = 2 is no rank of a run that has 2. Try --rank=1."),
+            ("x", "--rank = x is neither a rank's number nor all. Try --rank=0 or --rank=all."),
+        ],
+    )
     def test_a_wrong_rank(self, rank: str, said: str, tmp_path: Path, capsys: Capture) -> None:
         finished(tmp_path / "runs/a/1", "nodes=2")
         code, out, error = ran(capsys, "logs", "1", "--rank", rank)
@@ -226,7 +232,7 @@ class TestCancel:
         for number in range(2):
             finished(tmp_path / f"runs/a/{number}")
         code, _, error = ran(capsys, "cancel", "runs", "--yes")
-        assert (code, error) == (2, "runs holds 2 runs and is no sweep: name those to end.\n")
+        assert (code, error) == (2, "runs holds 2 runs and is no sweep. Name them.\n")
 
 
 class TestShow:
@@ -302,8 +308,14 @@ class TestShow:
         code, out, _ = ran(capsys, "show", "1")
         lines = [" ".join(line.split()) for line in out.splitlines()]
         assert code == 0
-        for line in ("state failed (error)", "peak memory of a device 1.0 GiB", "pipeline idle (bubble) 12.5%",
-                     "step time 500 ms", "loss 0.1333", "rank 1 on n1 failed first: ValueError: [no]; 1 follower"):  # fmt: skip
+        for line in (
+            "state failed (error)",
+            "peak memory of a device 1.0 GiB",
+            "pipeline idle (bubble) 12.5%",
+            "step time 500 ms",
+            "loss 0.1333",
+            "rank 1 on n1 failed first: ValueError: [no]; 1 follower",
+        ):
             assert line in lines
 
     def test_a_run_that_goes_on(self, tmp_path: Path, capsys: Capture) -> None:
