@@ -10,9 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster import Cluster
 from test_jobs import SMALL, Site
 
 pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture
+def site(cluster: Cluster, tmp_path: Path) -> Site:
+    return Site(cluster, tmp_path)
 
 
 def command(site: Site, *words: str) -> subprocess.CompletedProcess[str]:
@@ -43,7 +49,7 @@ def until(site: Site, job: str, state: str, *, within_s: float = 120) -> dict[st
     return row
 
 
-def test_jobs_are_looked_after_from_elsewhere(site: Site, tmp_path: Path) -> None:
+def test_jobs_are_looked_after_from_elsewhere(site: Site) -> None:
     ends = submitted(site, "nodes=1", "name=ends")
     long = submitted(site, "nodes=4", "training.steps=100000", "name=long", "+launcher.extra.exclusive=true")
     waits = submitted(site, "nodes=4", "name=waits", "+launcher.extra.exclusive=true")
@@ -51,6 +57,10 @@ def test_jobs_are_looked_after_from_elsewhere(site: Site, tmp_path: Path) -> Non
     assert (done["run"].split("/")[0], done["step"], done["steps"], done["ended"]) == ("ends", 10, 10, True)
     running = until(site, long, "running")
     assert (running["nodes"], running["steps"], running["ended"]) == (4, 100000, False)
+    deadline = time.monotonic() + 120
+    while not status(site, long)[long]["step"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
     rows = status(site)
     assert rows.keys() == {ends, long, waits}
     assert (rows[waits]["state"], rows[waits]["step"]) == ("pending", None)
