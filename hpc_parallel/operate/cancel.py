@@ -158,7 +158,7 @@ def _conclude(asked: Sequence[Target]) -> None:
     waited = [target for target in asked if target.state.word == WAITING]
     known = job_states([target.job for target in waited if target.job])
     for target in waited:
-        unheard = known[str(target.job)].state == "CANCELLED" and not target.run.folder.summary.exists()
+        unheard = known[str(target.job)].ended and not target.run.folder.summary.exists()
         if unheard and not starts(target.run.folder):
             conclude(
                 target.run.folder, returncode=1, cancelled=True, environment={"SLURM_JOB_ID": str(target.job)}

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Cluster
+from cluster import Cluster, unavailable_reason
 from test_jobs import SMALL, Site
+
+from hpc_parallel.launch.job_state import job_states
 
 pytestmark = pytest.mark.slurm
 
@@ -84,3 +86,28 @@ def test_jobs_are_looked_after_from_elsewhere(site: Site) -> None:
     refused = command(site, "cancel", long, "--yes")
     assert (refused.returncode, refused.stderr) == (1, f"{stopped['run']} has ended: cancelled\n")
     assert "rank 0 of 4" in command(site, "logs", long).stdout
+
+
+@pytest.mark.parametrize("accounting", [False, True])
+def test_the_tasks_of_an_array(accounting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that wait sacct and squeue print one line; either id of a task is understood."""
+    if reason := unavailable_reason(accounting=accounting):
+        pytest.skip(reason)
+    with Cluster.start(hosts=1, accounting=accounting) as cluster:
+        monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
+        words = ("--parsable", "--array=0-3,7%1", "--output=/dev/null", "--wrap=sleep 600")
+        array = cluster.run("sbatch", *words).strip()
+        tasks = [f"{array}_{task}" for task in (0, 1, 2, 3, 7)]
+        deadline = time.monotonic() + 60
+        while (found := job_states(tasks))[tasks[0]].state != "RUNNING":
+            assert time.monotonic() < deadline, found
+            time.sleep(0.5)
+        assert [found[task].state for task in tasks] == ["RUNNING", *["PENDING"] * 4]
+        cluster.run("scancel", tasks[0], tasks[4])
+        while (found := job_states(tasks))[tasks[0]].state != "CANCELLED":
+            assert time.monotonic() < deadline, found
+            time.sleep(0.5)
+        # One that never ran leaves no record but accounting's.
+        assert found[tasks[4]].state == ("CANCELLED" if accounting else "FORGOTTEN")
+        assert found[tasks[2]].state == "PENDING"
+        assert job_states(["99999", tasks[0]])["99999"].state == "FORGOTTEN"
