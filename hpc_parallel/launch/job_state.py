@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 ENDED = {
@@ -29,6 +30,25 @@ class JobState:
 
     def __str__(self) -> str:
         return self.state.lower() + (f" ({self.reason})" if self.reason not in ("", "None") else "")
+
+
+def job_of(environment: Mapping[str, str]) -> str | None:
+    """The job that these are the variables of, as sacct, scancel and scontrol take it: `123`, or `123_4` of
+    an array, whose raw id only Slurm knows."""
+    if "SLURM_ARRAY_JOB_ID" in environment and "SLURM_ARRAY_TASK_ID" in environment:
+        return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
+    return environment.get("SLURM_JOB_ID")
+
+
+def job_states(job_ids: Sequence[str]) -> dict[str, JobState]:
+    """The states of many jobs at once, tasks of arrays too, of those that squeue still knows."""
+    if not job_ids:
+        return {}
+    whole = ",".join(dict.fromkeys(job.partition("_")[0] for job in job_ids))
+    listed = _ask("squeue", "-h", "-r", "-t", "all", "-j", whole, "-o", "%i|%T|%r")
+    found = [line.split("|", 2) for line in listed.stdout.splitlines() if line.count("|") >= 2]
+    wanted = set(job_ids)
+    return {job: JobState(state, reason) for job, state, reason in found if job in wanted}
 
 
 def job_state(job_id: str) -> JobState:
