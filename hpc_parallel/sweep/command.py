@@ -72,10 +72,8 @@ def submit(plan: SweepPlan) -> int:
     if whole:
         print(f"follow        squeue --array -j {','.join(whole)}")
         print(f"cancel        scancel {' '.join(whole)}")
-    print(
-        f"go on         python -m hpc_parallel.run -m sweep.resume={shlex.quote(str(plan.folder))}",
-        flush=True,
-    )
+    again = shlex.quote(f"sweep.resume={plan.folder}")
+    print(f"what fails    python -m hpc_parallel.run -m {again}", flush=True)
     if refusals:
         return REFUSED
     if not plan.settings.wait:

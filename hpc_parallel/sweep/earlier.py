@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hydra._internal.utils import get_args
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from hpc_parallel.config.problems import ConfigError, Problem, nearest
@@ -88,8 +89,15 @@ def read_earlier(words: Sequence[str]) -> tuple[Earlier | None, list[str]]:
         raise ConfigError([f"sweep.resume = {folder} is not to be trusted: {error}"]) from error
     except ValueError as error:
         raise ConfigError([f"sweep.resume: {error}"]) from error
-    before = [word for word in sweep.command if word not in others]
-    return Earlier(folder, sweep), [*before, *others]
+    (flags, before), (more_flags, more) = _parted(sweep.command), _parted(others)
+    before = [word for word in before if word not in more]
+    return Earlier(folder, sweep), [*flags, *more_flags, *before, *more]
+
+
+def _parted(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Hydra's flags with their values, and overrides: no flag may stand between those."""
+    overrides = get_args(words).overrides
+    return [word for word in words if word not in overrides], overrides
 
 
 def _what(overrides: Sequence[str]) -> frozenset[str]:

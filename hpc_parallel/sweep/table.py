@@ -54,7 +54,7 @@ def notes(plan: SweepPlan) -> list[str]:
     if plan.skipped:
         count = len(plan.skipped)
         lines.append(f"skipped {count} combination{'s' * (count > 1)} that can't run:")
-    said = [set(each.overrides) for each in (*plan.skipped, *plan.runs)]
+    said = [set(each.overrides) for each in plan.skipped] + [set(each.overrides) for each in plan.runs]
     fixed = set[str]().union(*said).intersection(*said)
     for each in plan.skipped:
         words = " ".join(word for word in each.overrides if word not in fixed)
