@@ -41,7 +41,8 @@ class Cells:
     """All combinations of a command, in the order of Hydra's basic sweeper, `hydra.sweep.dir`, and what is
     said to the sweep as a whole.
 
-    Each is to be resolved before the next one is taken: `${hydra:...}` means the newest.
+    Each is to be resolved before the next one is taken: they may share their nodes, and `${hydra:...}`
+    means the newest.
     """
 
     cells: Iterator[Cell]
@@ -92,22 +93,30 @@ def _composed(
     assert isinstance(hydras, list)
     bases: dict[tuple[str, ...], tuple[DictConfig, DictConfig]] = {}
     words = {word for overrides in batch for word in overrides}
+    told = any("${hydra:" in word for word in words)
     parser = OverridesParser.create()
     parsed: dict[str, Override] = {word: parser.parse_override(word) for word in words}
     groups_of = {word for word in words if _chooses(parsed[word], loader=loader)}
     shown: tuple[str, ...] | None = None
+    # Every combination sets the same values, so one copy does for all where none adds or deletes a key.
+    again = all(
+        not (each.is_add() or each.is_force_add() or each.is_delete() or isinstance(each.value(), dict))
+        for word, each in parsed.items() if word not in groups_of
+    )  # fmt: skip
     for number, overrides in enumerate(batch):
         groups = tuple(word for word in overrides if word in groups_of)
         if groups not in bases:
             base = loader.load_configuration(whole.hydra.job.config_name, [*hydras, *groups], RunMode.RUN)
             OmegaConf.copy_cache(from_config=whole, to_config=base)  # one `now` for the whole sweep
             bases[groups] = (base, _without_hydra(base))
+            told = told or "${hydra:" in OmegaConf.to_yaml(bases[groups][1])
         base, plain = bases[groups]
         if groups != shown:
             HydraConfig.instance().set_config(base)
             shown = groups
-        _tell(number, overrides)
-        config = copy.deepcopy(plain)
+        if told:
+            _tell(number, overrides)
+        config = plain if again else copy.deepcopy(plain)
         ConfigLoaderImpl._apply_overrides_to_config([parsed[w] for w in overrides if w not in groups], config)
         yield overrides, config
 

@@ -315,8 +315,6 @@ def register() -> None:
 
 def typed(config: Any) -> RunConfig:
     """The dataclass tree of a resolved configuration (a mapping or an OmegaConf node)."""
-    if isinstance(config, dict) and isinstance(run := _filled(RunConfig, config), RunConfig):
-        return run
     task = TASKS.get(OmegaConf.select(OmegaConf.create(config), "task.name"), TaskConfig)
     merged = OmegaConf.merge(OmegaConf.structured(RunConfig(task=task())), config)
     run = OmegaConf.to_object(merged)
@@ -324,9 +322,14 @@ def typed(config: Any) -> RunConfig:
     return run
 
 
+def filled(values: Any) -> RunConfig | None:
+    """The same for values that have every key and every type already: OmegaConf takes fifty times as long.
+    None where it is to convert, to complete or to complain."""
+    run = _filled(RunConfig, values)
+    return run if isinstance(run, RunConfig) else None
+
+
 def _filled(schema: type, values: Mapping[str, Any]) -> Any:
-    """The same for values that have every key and every type already: a sweep has hundreds, and OmegaConf
-    takes fifty times as long. None where OmegaConf is to convert, to complete or to complain."""
     hints = _hints(schema)
     if values.keys() != hints.keys():
         return None

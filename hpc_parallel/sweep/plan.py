@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -158,12 +159,13 @@ def _gone_on(
     if not state.has_checkpoint:
         return None
     place = str(before.run_dir)
-    with read_write(cell.config), open_dict(cell.config):
-        cell.config.run_dir = cell.config.resume = place
+    config = copy.deepcopy(cell.config)
+    with read_write(config), open_dict(config):
+        config.run_dir = config.resume = place
     quoted = place.replace("\\", "\\\\").replace("'", "\\'")
     words = [*_own(cell.overrides), f"run_dir='{quoted}'", f"resume='{quoted}'"]
     try:
-        return prepare(cell.config, overrides=words, config_dir=config_dir, plan=plan)
+        return prepare(config, overrides=words, config_dir=config_dir, plan=plan)
     except ConfigError:  # its configuration has changed, or its last step is done
         return None
 
