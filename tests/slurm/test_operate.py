@@ -13,7 +13,7 @@ import pytest
 from cluster import Cluster, unavailable_reason
 from test_jobs import SMALL, Site
 
-from hpc_parallel.launch.job_state import job_states
+from hpc_parallel.launch.job_state import states_by_accounting
 
 pytestmark = pytest.mark.slurm
 
@@ -99,14 +99,14 @@ def test_the_tasks_of_an_array(accounting: bool, monkeypatch: pytest.MonkeyPatch
         array = cluster.run("sbatch", *words).strip()
         tasks = [f"{array}_{task}" for task in (0, 1, 2, 3, 7)]
         deadline = time.monotonic() + 60
-        while (found := job_states(tasks))[tasks[0]].state != "RUNNING":
+        while (found := states_by_accounting(tasks))[tasks[0]].state != "RUNNING":
             assert time.monotonic() < deadline, found
             time.sleep(0.5)
         assert [found[task].state for task in tasks] == ["RUNNING", *["PENDING"] * 4]
         cluster.run("scancel", tasks[0], tasks[4])
-        while (found := job_states(tasks))[tasks[0]].state != "CANCELLED":
+        while (found := states_by_accounting(tasks))[tasks[0]].state != "CANCELLED":
             assert time.monotonic() < deadline, found
             time.sleep(0.5)
         assert found[tasks[4]].state in ("CANCELLED", "FORGOTTEN")  # one that never ran may leave no record
         assert found[tasks[2]].state == "PENDING"
-        assert job_states(["99999", tasks[0]])["99999"].state == "FORGOTTEN"
+        assert states_by_accounting(["99999", tasks[0]])["99999"].state == "FORGOTTEN"
