@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from hpc_parallel.launch.job_state import job_of
 from hpc_parallel.launch.metrics_file import MetricsReader
 from hpc_parallel.launch.run_folder import RunFolder, write_text
 
@@ -36,7 +37,7 @@ def begin(
         folder,
         {
             "began": datetime.now(UTC).isoformat(),
-            "job_id": environment.get("SLURM_JOB_ID"),
+            "job_id": job_of(environment),
             "after_step": step,
             "lost_steps": max(0, lost),
             "warnings": list(warnings),
@@ -76,7 +77,7 @@ def history(folder: RunFolder, *, environment: Mapping[str, str] = MappingProxyT
     environment: Slurm's variables of a job that may have ended before it could note its start.
     """
     known = starts(folder)
-    jobs = [*(line["job_id"] for line in known), environment.get("SLURM_JOB_ID")]
+    jobs = [*(line["job_id"] for line in known), job_of(environment)]
     return {
         "restarts": max(0, len(known) - 1),
         "lost_steps": sum(line["lost_steps"] for line in known),
@@ -104,9 +105,11 @@ def _read(path: Path) -> list[dict[str, Any]]:
     """Without a line that was torn by a crash."""
     found = []
     if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                found.append(json.loads(line))
+                value = json.loads(line)
             except ValueError:
                 continue
+            if isinstance(value, dict):
+                found.append(value)
     return found

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+_TAIL_BYTES = 2048  # holds a line or two
+
 
 class MetricsReader:
     """Reads the lines added since the last look."""
@@ -29,6 +31,21 @@ class MetricsReader:
         self._offset_bytes += len(whole)
         values = [_parse(line) for line in whole.splitlines()]
         return [line for line in values if line is not None]
+
+
+def last_line(path: Path) -> dict[str, Any] | None:
+    """The newest whole line, from the end of the file alone; None where there is none."""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        size = 0
+        while size < end:
+            size = min(end, 2 * size or _TAIL_BYTES)
+            file.seek(end - size)
+            tail = file.read(size)
+            for line in reversed(tail[: tail.rfind(b"\n") + 1].splitlines()[size < end :]):
+                if (values := _parse(line)) is not None:
+                    return values
+    return None
 
 
 def describe(metrics: dict[str, Any], *, steps: int) -> str:

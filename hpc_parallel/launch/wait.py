@@ -36,11 +36,11 @@ def wait_for_job(run: PreparedRun, job_id: str) -> int:
     if not owner.is_job(run.folder, job_id):
         print(f"job {job_id} {state}; the run has been resumed since: {run.folder.path}")
         return 0 if state.state == "COMPLETED" else 1
-    if not _has_summary(run):
+    if not has_summary(run):
         if state.state == "COMPLETED":
             print(f"job {job_id} completed; its summary does not show on this host yet: {run.folder.path}")
             return 0
-        _conclude(run, job_id, state)
+        conclude_job(run, job_id, state)
     return follower.finish()
 
 
@@ -59,16 +59,21 @@ def _follow(follower: Follower, job_id: str) -> JobState:
 
 
 def _awaits_words(run: PreparedRun, job_id: str) -> bool:
-    return owner.is_job(run.folder, job_id) and not _has_summary(run)
+    return owner.is_job(run.folder, job_id) and not has_summary(run)
 
 
-def _has_summary(run: PreparedRun) -> bool:
+def has_summary(run: PreparedRun) -> bool:
     """By a listing: a look-up of the one name may be answered "not there" from an NFS client's cache."""
     return run.folder.summary.name in os.listdir(run.folder.path)
 
 
-def _conclude(run: PreparedRun, job_id: str, state: JobState) -> None:
-    """Say how a job ended that could not say so itself: cancelled in the queue, its node lost."""
+def conclude_job(run: PreparedRun, job_id: str, state: JobState) -> None:
+    """Say how a job ended that could not say so itself: cancelled in the queue, its node lost.
+
+    Not of a run that has been resumed since: it has not ended.
+    """
+    if not owner.is_job(run.folder, job_id):
+        return
     logs = sorted(run.folder.slurm.glob(f"{job_id}*.out"))
     text = logs[0].read_text(errors="replace") if logs else ""
     conclude(

@@ -1,0 +1,106 @@
+"""The sweep folder: `sweep.json`, the manifest of the runs that one command made, and where each is.
+
+The runs themselves are ordinary run folders elsewhere; the manifest is what `status`, `cancel`, `report`
+and `sweep.resume` know of them as one sweep.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_parallel.launch.run_folder import write_json
+
+MANIFEST = "sweep.json"
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """One run of a sweep. `job_id`: as sacct and scancel take it (`123_4` of an array); None: no job of
+    Slurm's, or not submitted."""
+
+    overrides: tuple[str, ...]
+    run_dir: Path
+    nodes: int
+    gpus_per_node: int
+    job_id: str | None = None
+
+
+@dataclass(frozen=True)
+class SkippedRun:
+    """A combination that can't run, and why."""
+
+    overrides: tuple[str, ...]
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What `sweep.json` says. `started`: ISO 8601, UTC; `parallelism`: most runs at once (None: no limit)."""
+
+    command: tuple[str, ...]  # the words as typed
+    started: str
+    parallelism: int | None
+    runs: tuple[SweepRun, ...] = ()
+    skipped: tuple[SkippedRun, ...] = ()
+
+
+def is_sweep_folder(path: Path) -> bool:
+    return (path / MANIFEST).is_file()
+
+
+def create(path: Path) -> None:
+    """Make the folder for this user alone (mode 0700).
+
+    Raises FileExistsError where a sweep lives already, OSError where the folder can't be made.
+    """
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+    if is_sweep_folder(path):
+        raise FileExistsError(f"{path} holds a sweep already")
+    path.chmod(0o700)  # an existing folder may be wider
+
+
+def write_sweep(path: Path, sweep: Sweep) -> None:
+    """Replace the manifest in the sweep folder `path`, in one move."""
+    write_json(path / MANIFEST, asdict(sweep, dict_factory=_plain))
+
+
+def read_sweep(path: Path) -> Sweep:
+    """The sweep in the folder `path`.
+
+    Raises FileNotFoundError where there is none, and ValueError where `sweep.json` is no manifest.
+    """
+    file = path / MANIFEST
+    try:
+        said = json.loads(file.read_text(encoding="utf-8"))
+        return Sweep(
+            command=tuple(map(str, said["command"])),
+            started=str(said["started"]),
+            parallelism=said["parallelism"],
+            runs=tuple(_run(each) for each in said["runs"]),
+            skipped=tuple(
+                SkippedRun(tuple(map(str, each["overrides"])), tuple(map(str, each["problems"])))
+                for each in said["skipped"]
+            ),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} is not the manifest of a sweep: {error!r}") from error
+
+
+def _run(said: Mapping[str, Any]) -> SweepRun:
+    job = said["job_id"]
+    return SweepRun(
+        overrides=tuple(map(str, said["overrides"])),
+        run_dir=Path(said["run_dir"]),
+        nodes=int(said["nodes"]),
+        gpus_per_node=int(said["gpus_per_node"]),
+        job_id=None if job is None else str(job),
+    )
+
+
+def _plain(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: str(value) if isinstance(value, Path) else value for key, value in pairs}
