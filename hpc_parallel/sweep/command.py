@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ from hpc_parallel.launch.launchers import Launcher, choose
 from hpc_parallel.launch.sweep_folder import create, write_sweep
 from hpc_parallel.sweep import table
 from hpc_parallel.sweep.plan import SweepPlan, folder_problems
-from hpc_parallel.sweep.write import write_runs
+from hpc_parallel.sweep.write import remove, write_runs
 
 DONE, FAILED, _, REFUSED = range(4)
 
@@ -38,13 +39,34 @@ def start(plan: SweepPlan) -> int:
     if kind == "script":
         return write_scripts(plan, launcher)
     open_folder(plan)
-    write_runs([planned.run for planned in plan.runs])
-    write_sweep(plan.folder, plan.manifest({}))
+    try:
+        write(plan, require_trust=kind == "slurm")
+    except ConfigError:
+        if plan.earlier is None:
+            shutil.rmtree(plan.folder)
+        raise
     if kind == "local":
         from hpc_parallel.sweep.local import run_all
 
         return run_all(plan)
     return submit(plan)
+
+
+def write(plan: SweepPlan, *, require_trust: bool) -> None:
+    """Every run folder and the manifest. Raises ConfigError where one can't be made, or where others could
+    replace what its job runs; then none is left."""
+    runs = [planned.run for planned in plan.runs]
+    write_runs(runs)
+    if require_trust:
+        from hpc_parallel.launch.slurm import require_trusted
+
+        try:
+            for run in runs:
+                require_trusted(run, plan.folder)
+        except ConfigError:
+            remove(runs)
+            raise
+    write_sweep(plan.folder, plan.manifest({}))
 
 
 def open_folder(plan: SweepPlan) -> None:

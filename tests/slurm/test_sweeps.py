@@ -175,7 +175,7 @@ def test_a_requeued_task_goes_on_in_its_own_folder(site: CountedSite) -> None:
     words = ("-m", "seed=1,2", *SMALL, "training.steps=100000", "launcher=slurm", "name=tasks")
     assert site.run(*words).returncode == 0
     _, sweep = only_sweep(site)
-    first, second = sweep.runs
+    first, _ = sweep.runs
     wait_for((first.run_dir / "metrics.jsonl").exists)
     site.cluster.run("scontrol", "requeue", first.job_id or "")
     wait_for(lambda: (first.run_dir / "attempts.jsonl").read_text().count('"began"') == 2, within_s=90)
@@ -184,9 +184,9 @@ def test_a_requeued_task_goes_on_in_its_own_folder(site: CountedSite) -> None:
     assert [line["job_id"] for line in starts] == [first.job_id, first.job_id]
     assert starts[1]["after_step"] > 0
     refused = subprocess.run(
-        [sys.executable, "-m", "hpc_parallel.run", f"resume={second.run_dir}"],
+        [sys.executable, "-m", "hpc_parallel.run", f"resume={first.run_dir}"],
         cwd=site.home, env=site.environment, capture_output=True, text=True,
     )  # fmt: skip
     site.cluster.run("scancel", "--name=tasks")
     assert refused.returncode == 2
-    assert f"is going on already, as job {second.job_id}" in refused.stderr
+    assert f"is going on already, as job {first.job_id}" in refused.stderr

@@ -21,6 +21,7 @@ from hpc_parallel.launch.attempts import history
 from hpc_parallel.launch.job_state import job_of
 from hpc_parallel.launch.run_folder import write_json
 from hpc_parallel.launch.sweep_folder import Sweep, read_sweep
+from hpc_parallel.launch.trust import UntrustedError
 from hpc_parallel.run import main
 
 CONF = str(find_folder("conf"))
@@ -180,6 +181,27 @@ def test_an_array_is_what_sbatch_is_told_alike(slurm: Path, here: Path) -> None:
             assert json.loads((run.run_dir / "owner.json").read_text()) == {"job_id": run.job_id}
             assert (run.run_dir / "batch_script.sh").read_text() == script
             assert str(run.run_dir) in (run.run_dir / "slurm" / "resubmit.sh").read_text()
+
+
+def test_where_one_run_cannot_be_none_is_left(
+    slurm: Path, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["-m", "seed=1,2", "run_dir=${seed}", "launcher=slurm", *CHEAP]
+    assert main([*words, "hydra.sweep.dir=2/x"]) == 2
+    assert "can't hold the run" in capsys.readouterr().err
+    assert not (here / "1").exists()
+    assert not (here / "2" / "x").exists()
+
+    def distrust(path: Path) -> None:
+        raise UntrustedError(f"{path} can be written by anyone.")
+
+    monkeypatch.setattr("hpc_parallel.launch.slurm.require_private", distrust)
+    (here / "2").rmdir()
+    assert main(words) == 2
+    assert "can be written by anyone" in capsys.readouterr().err
+    assert not [path for path in here.glob("*") if path.name in "12"]
+    assert not list(here.glob("runs/sweeps/*"))
+    assert not slurm.exists()
 
 
 def test_a_task_finds_its_run_by_its_number(slurm: Path, here: Path) -> None:
