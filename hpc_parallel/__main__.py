@@ -4,32 +4,66 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from hpc_parallel.config.problems import alternatives, nearest
+
+WRONG = 2
+
+
+@dataclass(frozen=True)
+class Command:
+    """A module whose `main` takes the words after the command's name and returns the exit code."""
+
+    module: str
+    purpose: str
+
+
+COMMANDS = {
+    "run": Command("hpc_parallel.run", "check, then train here or submit; meant where no command is named"),
+    "rerun": Command("hpc_parallel.launch.rerun", "a run once more, from the source that it kept"),
+    "status": Command("hpc_parallel.operate.status", "how runs stand: state, step, loss, speed, time left"),
+    "logs": Command("hpc_parallel.operate.logs", "what the ranks of a run print"),
+    "cancel": Command("hpc_parallel.operate.cancel", "end a run, or all of a sweep"),
+    "show": Command("hpc_parallel.operate.show", "one run in full: settings, layout, figures, failure"),
+    "parity": Command("hpc_parallel.proof.command", "prove that strategies follow one device"),
+    "export": Command("hpc_parallel.worker.export", "a checkpoint's weights as one safetensors file"),
+    "tokenize": Command("hpc_parallel.data.tokenize", "texts to a row of tokens"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Hand the arguments after the command's name to that command; returns its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    commands = ("run", "export", "parity", "rerun", "tokenize")
-    command = words.pop(0) if words and words[0] in commands else "run"
-    if command == "export":
-        from hpc_parallel.worker.export import main as export
+    if words[:1] in (["-h"], ["--help"]):
+        print(usage())
+        return 0
+    if words and _is_name(words[0]) and words[0] not in COMMANDS:
+        near = nearest(words[0], COMMANDS, most=2)
+        hint = f" Try {alternatives(near)}." if near else f"\n\n{usage()}"
+        print(f"There is no command {words[0]}.{hint}", file=sys.stderr)
+        return WRONG
+    command = COMMANDS[words.pop(0) if words and words[0] in COMMANDS else "run"]
+    code: int = import_module(command.module).main(words)
+    return code
 
-        return export(words)
-    if command == "parity":
-        from hpc_parallel.proof.command import main as parity
 
-        return parity(words)
-    if command == "rerun":
-        from hpc_parallel.launch.rerun import main as rerun
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.purpose}" for name, command in COMMANDS.items()]
+    return "\n".join([
+        "usage: python -m hpc_parallel [COMMAND] ...",
+        "",
+        *lines,
+        "",
+        "COMMAND --help tells more. Without a command: python -m hpc_parallel strategy=pipeline nodes=2",
+    ])  # fmt: skip
 
-        return rerun(words)
-    if command == "tokenize":
-        from hpc_parallel.data.tokenize import main as tokenize
 
-        return tokenize(words)
-    from hpc_parallel.run import main as run
-
-    return run(words)
+def _is_name(word: str) -> bool:
+    """Not an override (`nodes=2`, `~key`) or a flag of Hydra's."""
+    return word.isidentifier()
 
 
 if __name__ == "__main__":

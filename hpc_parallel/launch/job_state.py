@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+from collections.abc import Collection
 from dataclasses import dataclass
 
 ENDED = {
@@ -11,7 +13,6 @@ ENDED = {
 }  # fmt: skip
 SILENT = "NO ANSWER"  # no state of Slurm's: its controller is away, the job may go on
 FORGOTTEN = "FORGOTTEN"  # nor this: Slurm knows the job no longer
-
 
 _SHOW = ("scontrol", "--oneliner", "show", "job")
 
@@ -49,10 +50,49 @@ def job_state(job_id: str) -> JobState:
     return JobState(FORGOTTEN)
 
 
+def job_states(job_ids: Collection[str]) -> dict[str, JobState]:
+    """The states of many jobs by one call of sacct, and one of squeue for those that accounting does not
+    know and for why the others wait."""
+    if not job_ids:
+        return {}
+    asked = ("-j", ",".join(job_ids))
+    recorded = _ask("sacct", "-X", "-n", "-P", *asked, "-o", "JobID,JobIDRaw,State")
+    known = _listed(recorded.stdout) if recorded.returncode == 0 else {}
+    open_ones = [job for job in job_ids if job not in known or known[job].state == "PENDING"]
+    if open_ones:
+        queued = _ask("squeue", "-h", "-r", "-t", "all", "-o", "%i|%A|%T|%r", "-j", ",".join(open_ones))
+        known |= _listed(queued.stdout) if queued.returncode == 0 else {}
+        answered = queued.returncode == 0 or "Invalid job id" in queued.stderr
+        known = {job: JobState(FORGOTTEN if answered else SILENT) for job in job_ids} | known
+    return {job: known[job] for job in job_ids}
+
+
 def job_fields(job_id: str) -> dict[str, str] | None:
     """The controller's record of a job; None where it does not answer or knows it no longer."""
     shown = _ask(*_SHOW, job_id)
     return _fields(shown.stdout) if shown.returncode == 0 else None
+
+
+def _listed(text: str) -> dict[str, JobState]:
+    """From lines `id|raw id|state|reason`; of an array's tasks both ids are known."""
+    known = {}
+    for line in text.splitlines():
+        job, raw, state, *reason = line.split("|")
+        for each in (*_tasks(job), raw):
+            known[each] = JobState(state.split()[0], *reason)  # "CANCELLED by 1000"
+    return known
+
+
+def _tasks(job: str) -> list[str]:
+    """`12_[0-2,7%3]`, tasks that wait, as `12_0`, `12_1`, ...; any other id as it is."""
+    array, bracket, rest = job.partition("_[")
+    if not bracket:
+        return [job]
+    found = []
+    for part in rest.rstrip("]").partition("%")[0].split(","):
+        first, _, last = part.partition("-")
+        found += [f"{array}_{task}" for task in range(int(first), int(last or first) + 1)]
+    return found
 
 
 def _fields(line: str) -> dict[str, str]:
@@ -60,7 +100,8 @@ def _fields(line: str) -> dict[str, str]:
 
 
 def _ask(*command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "SLURM_BITSTR_LEN": "0"}  # an array's tasks that wait, all of them
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20)
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, env=environment)
     except (OSError, subprocess.TimeoutExpired) as error:
         return subprocess.CompletedProcess(command, returncode=1, stdout="", stderr=str(error))

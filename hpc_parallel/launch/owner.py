@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,9 +60,17 @@ def living_owner(folder: RunFolder) -> str | None:
     if job := owner.get("job_id"):
         state = job_state(job)
         return None if state.ended else f"job {job} ({state})"
-    if owner["host"] != platform.node():  # not to be seen from here, but what has ended says so
+    lives = process_lives(owner)
+    if lives is None:  # not to be seen from here, but what has ended says so
         return None if folder.summary.exists() else f"process {owner['pid']} on {owner['host']}"
-    return f"process {owner['pid']}" if _began(owner["pid"]) == owner["began"] is not None else None
+    return f"process {owner['pid']}" if lives else None
+
+
+def process_lives(owner: Mapping[str, Any]) -> bool | None:
+    """Whether the process that `owner.json` names still runs; None where it is another host's."""
+    if owner["host"] != platform.node():
+        return None
+    return bool(_began(owner["pid"]) == owner["began"] is not None)
 
 
 def _began(process: int) -> Any:

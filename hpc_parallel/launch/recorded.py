@@ -6,6 +6,7 @@ empty. Nothing is unpickled or executed.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -19,9 +20,9 @@ import yaml
 from hpc_parallel.launch import attempts
 from hpc_parallel.launch.metrics_file import MetricsReader, last_line
 from hpc_parallel.launch.run_folder import RunFolder, read_json
+from hpc_parallel.launch.sweep_folder import MANIFEST, read_sweep
 
 T = TypeVar("T")
-SWEEP_FILE = "sweep.json"
 # A folder that holds two of these is a run's: one name alone is a stranger's too.
 MARKS = {"attempts.jsonl", "config.yaml", "environment.json", "metrics.jsonl", "owner.json", "rendezvous",
          "summary.json"}  # fmt: skip
@@ -72,11 +73,11 @@ class RecordedRun:
 
     @property
     def nodes(self) -> int | None:
-        return _whole(self.head.get("nodes"))
+        return whole(self.head.get("nodes"))
 
     @property
     def gpus_per_node(self) -> int | None:
-        return _whole(self.head.get("gpus_per_node"))
+        return whole(self.head.get("gpus_per_node"))
 
     @cached_property
     def summary(self) -> dict[str, Any] | None:
@@ -169,20 +170,12 @@ def _walk(path: Path) -> list[Path]:
     names = {entry.name for entry in entries}
     if len(MARKS & names) > 1:
         return [path]  # what a run keeps is not searched: it may hold another checkout's runs
-    if SWEEP_FILE in names and (swept := _swept(path / SWEEP_FILE)):
-        return [run for run in swept if is_run(run)]
+    if MANIFEST in names and (sweep := _tolerant(lambda: read_sweep(path))) is not None:
+        return [run.run_dir for run in sweep.runs if is_run(run.run_dir)]
     folders = sorted(
         entry.name for entry in entries if entry.name[0] != "." and entry.is_dir(follow_symlinks=False)
     )
     return [run for name in folders for run in _walk(path / name)]
-
-
-def _swept(path: Path) -> list[Path]:
-    """The run folders that a sweep wrote down."""
-    value: Any = _tolerant(lambda: read_json(path))
-    runs = value.get("runs") if isinstance(value, dict) else None
-    folders = [run.get("run_dir") for run in runs or () if isinstance(run, dict)]
-    return [Path(folder) for folder in folders if isinstance(folder, str)]
 
 
 def _entries(path: Path) -> list[os.DirEntry[str]]:
@@ -194,8 +187,15 @@ def _parse(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _whole(value: Any) -> int | None:
+def whole(value: Any) -> int | None:
+    """A whole number that a file says; None for what is none."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def number(value: Any) -> float | None:
+    """Any finite number; None for what is none."""
+    real = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if real and math.isfinite(value) else None
 
 
 def _tolerant(read: Callable[[], T]) -> T | None:

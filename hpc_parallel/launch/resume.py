@@ -81,8 +81,8 @@ def read_start(folder: RunFolder) -> Mapping[str, Any]:
 
 def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Found:
     """Why a run can't go on as `values`, the resolved configuration, want it to."""
-    before = _flat(yaml.safe_load(folder.config.read_text(encoding="utf-8")))
-    now = _flat(values)
+    before = flat(yaml.safe_load(folder.config.read_text(encoding="utf-8")))
+    now = flat(values)
     for kept, why in KEPT.items():
         for key in sorted(before.keys() | now.keys()):
             if (key == kept or key.startswith(f"{kept}.")) and before.get(key) != now.get(key):
@@ -110,11 +110,12 @@ def _replaced(key: str, anew: set[str]) -> bool:
     return key in anew or inside or key in ("run_dir", "resume", "dry_run")
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by their dotted keys."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{key}.")
+            found |= flat(value, f"{prefix}{key}.")
         else:
             found[f"{prefix}{key}"] = value
     return found

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from hpc_parallel.launch import attempts, recorded
+from hpc_parallel.launch import attempts
 from hpc_parallel.launch.metrics_file import last_line
 from hpc_parallel.launch.recorded import find_runs, read_run
 from hpc_parallel.launch.run_folder import RunFolder, write_json
+from hpc_parallel.launch.sweep_folder import MANIFEST, Sweep, SweepRun, write_sweep
 
 CONFIG = """\
 nodes: 2
@@ -139,14 +140,9 @@ def test_runs_of_a_sweep(tmp_path: Path) -> None:
     second, first = made(tmp_path / "b"), made(tmp_path / "a")
     sweep = tmp_path / "sweeps" / "1"
     sweep.mkdir(parents=True)
-    runs = [
-        {"run_dir": str(second.path)},
-        {"run_dir": str(tmp_path / "gone")},
-        {"run_dir": str(first.path)},
-        3,
-    ]
-    write_json(sweep / recorded.SWEEP_FILE, {"runs": runs})
+    runs = [SweepRun((), tmp_path / name, nodes=1, gpus_per_node=1) for name in ("b", "gone", "a")]
+    write_sweep(sweep, Sweep(("-m",), "2026-11-22T01:01:01+00:00", parallelism=None, runs=tuple(runs)))
     assert [run.path for run in find_runs(sweep)] == [second.path, first.path]
     assert [run.path for run in find_runs(tmp_path)] == [first.path, second.path]  # each once
-    (sweep / recorded.SWEEP_FILE).write_text("{")
+    (sweep / MANIFEST).write_text("{")
     assert find_runs(sweep) == []

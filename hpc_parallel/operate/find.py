@@ -1,0 +1,154 @@
+"""Which runs a word of the command line means."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_parallel.config.problems import ConfigError, alternatives, nearest, spell
+from hpc_parallel.launch.recorded import RecordedRun, find_runs, is_run
+from hpc_parallel.launch.sweep_folder import is_sweep_folder
+
+RUNS = Path("runs")  # where the command `run` puts them
+_NAMED = 5  # near ones that an error tells
+
+
+@dataclass(frozen=True)
+class Named:
+    """One thing that can be named: a run, or a sweep or a job array with its runs."""
+
+    label: str
+    path: Path | None  # None of a job array
+    runs: tuple[RecordedRun, ...]
+
+
+def label(path: Path) -> str:
+    """What a run or sweep is called here: its place in `runs/`, else from this folder, else in full."""
+    for root in (RUNS.absolute(), Path.cwd()):
+        if path != root and path.is_relative_to(root):
+            return str(path.relative_to(root))
+    return str(path)
+
+
+def newest_first(runs: Iterable[RecordedRun]) -> list[RecordedRun]:
+    """By when they were last started."""
+    return sorted(runs, key=lambda run: (_started(run.path), run.path.name), reverse=True)
+
+
+def find_all(words: Sequence[str]) -> list[Named]:
+    """What each word means: a path, a run id, a job id or a unique part of a name.
+
+    Raises ConfigError with every word that is unknown or ambiguous, and what is near it.
+    """
+    found, problems = [], []
+    for word in words:
+        try:
+            found.append(_find(word))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def find_run(word: str) -> RecordedRun:
+    """The one run that `word` means. Raises ConfigError, also where it means several."""
+    (named,) = find_all([word])
+    if len(named.runs) != 1:
+        raise ConfigError([_several(word, [label(run.path) for run in newest_first(named.runs)])])
+    return named.runs[0]
+
+
+def once(named: Iterable[Named]) -> list[RecordedRun]:
+    """Every run that was named, each once."""
+    return list({run.path: run for each in named for run in each.runs}.values())
+
+
+def _find(word: str) -> Named:
+    path = Path(word).expanduser()
+    if word and (runs := find_runs(path)):
+        return Named(label(path.absolute()), path.absolute(), tuple(runs))
+    known = newest_first(find_runs(RUNS))
+    if is_job_id(word) and (runs := [run for run in known if any(_of(job, word) for job in run.job_ids)]):
+        return _run(runs[0]) if len(runs) == 1 else Named(f"job {word}", None, tuple(runs))
+    labels = {label(run.path): run for run in known}
+    sweeps = {label(sweep): sweep for sweep in _sweeps()}
+    names = [*labels, *sweeps]
+    for fits in _fitting(word):
+        if matching := [name for name in names if fits(name)]:
+            break
+    else:
+        raise ConfigError([_unknown(word, labels)])
+    if len(matching) > 1:
+        raise ConfigError([_several(word, matching)])
+    (name,) = matching
+    if name in labels:
+        return _run(labels[name])
+    return Named(name, sweeps[name], tuple(find_runs(sweeps[name])))
+
+
+def _run(run: RecordedRun) -> Named:
+    return Named(label(run.path), run.path, (run,))
+
+
+def _fitting(word: str) -> list[Callable[[str], bool]]:
+    """The closest way first: the whole name, the whole run id, a part."""
+    return [
+        lambda name: name == word,
+        lambda name: name.rpartition("/")[2] == word,
+        lambda name: word != "" and word in name,
+    ]
+
+
+def is_job_id(word: str) -> bool:
+    """`123`, or `123_4` of an array."""
+    return word.replace("_", "", 1).isdecimal()
+
+
+def _of(job: str, word: str) -> bool:
+    return job == word or job.startswith(f"{word}_")
+
+
+def _sweeps() -> list[Path]:
+    return [path.absolute() for path in sorted(RUNS.glob("sweeps/*"), reverse=True) if is_sweep_folder(path)]
+
+
+def _several(word: str, names: Sequence[str]) -> str:
+    more = f" ({len(names) - _NAMED} more)" if len(names) > _NAMED else ""
+    return (
+        f"{spell(word)} means {len(names)} runs, and one is wanted{more}. Try {alternatives(names[:_NAMED])}."
+    )
+
+
+def _unknown(word: str, known: Mapping[str, RecordedRun]) -> str:
+    if is_job_id(word):
+        rule = "is the job id of no run"
+    elif (path := Path(word).expanduser()).exists():
+        rule = "holds no run" if path.is_dir() else "is no run folder"
+    else:
+        rule = "is no path, run id, job id or part of a name of a run"
+    if not known:
+        return f"{spell(word)} {rule}, and {RUNS.absolute()} holds none."
+    names = [
+        *known,
+        *(run.run_id for run in known.values()),
+        *(job for run in known.values() for job in run.job_ids),
+    ]
+    near = nearest(word, names, most=3) or list(known)[:3]
+    return f"{spell(word)} {rule} in {RUNS.absolute()}. Try {alternatives(near)}."
+
+
+def _started(path: Path) -> float:
+    for place in (path / "config.yaml", path):
+        try:
+            return os.stat(place).st_mtime
+        except OSError:
+            continue
+    return 0.0
+
+
+def is_one(named: Named) -> bool:
+    """A run or a sweep, not a whole tree of them."""
+    return named.path is None or is_run(named.path) or is_sweep_folder(named.path)

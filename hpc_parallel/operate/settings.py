@@ -1,0 +1,43 @@
+"""The settings of a run that are not the defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import hydra
+
+from hpc_parallel.config.compose import composing, find_folder, resolve
+from hpc_parallel.config.schema import register
+from hpc_parallel.launch.resume import flat
+
+ONCE = ("run_dir", "resume", "dry_run")  # of one start alone
+FOLLOWING = {"name": "strategy.name"}  # a default that another setting gives
+
+
+@dataclass(frozen=True)
+class Change:
+    """A run's value; `default` is None too where there is none (a key of the chosen model or task)."""
+
+    value: Any
+    default: Any
+    has_default: bool
+
+
+def defaults() -> dict[str, Any]:
+    """What the command without a word composes, by dotted keys."""
+    register()
+    with composing(str(find_folder("conf"))):
+        return flat(resolve(hydra.compose("config"))[1])
+
+
+def changed(config: Mapping[str, Any]) -> dict[str, Change]:
+    """By dotted key."""
+    usual, own = defaults(), flat(config)
+    usual |= {key: own.get(source) for key, source in FOLLOWING.items()}
+    return {
+        key: Change(value, usual.get(key), key in usual)
+        for key, value in own.items()
+        if key not in ONCE and usual.get(key) != value
+    }

@@ -1,0 +1,90 @@
+"""How runs stand: Slurm knows whether a job waits, runs or has ended; the run folder knows how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpc_parallel.launch.job_state import FORGOTTEN, SILENT, JobState, job_states
+from hpc_parallel.launch.owner import process_lives
+from hpc_parallel.launch.recorded import RecordedRun
+
+RUNNING, WAITING, UNKNOWN, NOT_STARTED = "running", "pending", "unknown", "not started"
+SUMMED_UP = ("completed", "failed", "preempted", "cancelled")  # outcomes of `summary.json`
+
+
+@dataclass(frozen=True)
+class State:
+    """`word`: of the run or, in small letters, Slurm's own of its job."""
+
+    word: str
+    reason: str = ""
+    ended: bool = False
+
+    def __str__(self) -> str:
+        return self.word + (f" ({self.reason})" if self.reason else "")
+
+
+def states(runs: Sequence[RecordedRun]) -> list[State]:
+    """Of each run, by one call of Slurm's accounting for all, and one of its queue where that is needed."""
+    jobs = [job_of(run) for run in runs]
+    known = job_states(list(dict.fromkeys(job for job in jobs if job is not None)))
+    return [
+        _of_folder(run) if job is None else _of_job(run, known[job])
+        for run, job in zip(runs, jobs, strict=True)
+    ]
+
+
+def job_of(run: RecordedRun) -> str | None:
+    """The job of the newest start; None where that was no job of Slurm's."""
+    if run.owner is not None and "pid" in run.owner:
+        return None
+    return run.job_ids[-1] if run.job_ids else None
+
+
+def _of_job(run: RecordedRun, job: JobState) -> State:
+    outcome = _outcome(run)
+    if job.state in (SILENT, FORGOTTEN):
+        if outcome not in (None, "preempted"):
+            return _ended(run, str(outcome))
+        if job.state == SILENT:
+            return State(UNKNOWN, "Slurm does not answer")
+        return State("gone", "Slurm knows its job no longer", ended=True)
+    word = job.state.lower()
+    if not job.ended:
+        return State(word, "" if job.reason in ("", "None") else job.reason)
+    if outcome in (None, "preempted"):  # a job that starts again may be ended before it does
+        return State(word, ended=True)
+    return _ended(run, str(outcome), by="" if word in SUMMED_UP else word)
+
+
+def _of_folder(run: RecordedRun) -> State:
+    """Of a local run, or one whose folder names nobody."""
+    lives = _lives(run)
+    outcome = _outcome(run)
+    began = run.attempts["started"] is not None
+    if lives:  # a launcher may start it again after it has failed
+        return State(outcome or (RUNNING if began else "starting"))
+    if outcome is not None:
+        return _ended(run, outcome)
+    if lives is None:
+        return State(UNKNOWN, f"its process is on {(run.owner or {})['host']}")
+    if began or run.last_metrics is not None:
+        return State("broken off", "its process is gone", ended=True)
+    return State(NOT_STARTED, ended=True)
+
+
+def _lives(run: RecordedRun) -> bool | None:
+    """None of a process on another host."""
+    owner = run.owner or {}
+    return process_lives(owner) if owner.keys() >= {"host", "pid", "began"} else False
+
+
+def _outcome(run: RecordedRun) -> str | None:
+    said = (run.summary or {}).get("outcome")
+    return said if said in SUMMED_UP else None
+
+
+def _ended(run: RecordedRun, outcome: str, *, by: str = "") -> State:
+    kind = (run.failure or {}).get("kind") if outcome == "failed" else None
+    return State(outcome, kind if isinstance(kind, str) else by, ended=True)
