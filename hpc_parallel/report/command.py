@@ -64,9 +64,9 @@ def find_problems(folders: Sequence[Path], output: Path) -> Iterator[Problem | s
     if output.exists() and not is_report(output):
         rule = "is there and is no report, which alone would be replaced"
         yield Problem("--output", output, rule, (output.with_name(f"{output.name}-1"),))
-    elif (parent := _parent(output)) is not None and not os.access(parent, os.W_OK | os.X_OK):
+    elif not (parent := _parent(output)).is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         yield Problem(
-            "--output", output, f"can't be made: {parent} is not a folder that you may write", ("report",)
+            "--output", output, f"can't be made: {parent} is no folder that you may write", ("report",)
         )
     if find_spec("matplotlib") is None:
         yield 'The plots need matplotlib: pip install "hpc_parallel[report]", or matplotlib itself.'
@@ -79,9 +79,9 @@ def is_report(path: Path) -> bool:
     )
 
 
-def _parent(path: Path) -> Path | None:
+def _parent(path: Path) -> Path:
     """The folder in which `path` will be made: the nearest above it that is there, or what is in the way."""
-    return next((above for above in path.parents if above.exists()), None)
+    return next(above for above in path.parents if above.exists())
 
 
 def _near(folder: Path) -> list[str]:

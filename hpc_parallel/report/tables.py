@@ -89,8 +89,8 @@ def digits(value: float, count: int) -> str:
     """So many significant ones, and no power of ten."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
-    places = max(0, count - 1 - math.floor(math.log10(abs(value))))
-    return f"{float(f'{value:.{count - 1}e}'):.{places}f}"
+    rounded = float(f"{value:.{count - 1}e}")
+    return f"{rounded:.{max(0, count - 1 - math.floor(math.log10(abs(rounded))))}f}"
 
 
 @dataclass(frozen=True)
