@@ -1,7 +1,9 @@
 """`python -m hpc_parallel COMMAND ...` and the script `hpc-parallel`; `run` where no command is named."""
 
+# PYTHON_ARGCOMPLETE_OK (by which argcomplete's global completion finds `python -m hpc_parallel`)
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +38,10 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Hand the arguments after the command's name to that command; returns its exit code."""
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may come next
+        from hpc_parallel.operate.completion import complete
+
+        complete(COMMANDS)
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] in (["-h"], ["--help"]):
         print(usage())

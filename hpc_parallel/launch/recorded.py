@@ -6,9 +6,9 @@ empty. Nothing is unpickled or executed.
 
 from __future__ import annotations
 
-import math
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -195,7 +195,7 @@ def whole(value: Any) -> int | None:
 def number(value: Any) -> float | None:
     """Any finite number; None for what is none."""
     real = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if real and math.isfinite(value) else None
+    return value if real and abs(value) <= sys.float_info.max else None
 
 
 def _tolerant(read: Callable[[], T]) -> T | None:

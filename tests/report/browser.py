@@ -28,7 +28,7 @@ FOR_THE_PAGE = (
 QUIET = (
     "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-dev-shm-usage",
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run",
-    "--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=2000", "--run-all-compositor-stages-before-draw",
+# Chromium's number for what a page loads (blink_resource_loader), beside its own calls
 )  # fmt: skip
 PATIENCE_S = 180  # on a busy machine
 

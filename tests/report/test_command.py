@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hpc_parallel.__main__ import main
-from tests.recorded_runs import ended, note, started, written
+from tests.report.measured_runs import ended, note, started, written
 
 PARTS = {"compute": 0.2, "communication": 0.03, "bubble": 0.0, "data": 0.001, "other": 0.01}
 

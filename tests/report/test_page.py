@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hpc_parallel.__main__ import main
-from tests.recorded_runs import ended, started
 from tests.report.browser import Opened, open_page, unavailable_reason
+from tests.report.measured_runs import ended, started
 
 RATES = {"a": 9.5, "b": 100.25, "c": 33.0}
 PARTS = {"compute": 0.2, "communication": 0.03, "bubble": 0.0, "data": 0.001, "other": 0.01}

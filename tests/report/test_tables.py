@@ -26,7 +26,7 @@ from hpc_parallel.report.tables import (
     scaling,
     unit_of,
 )
-from tests.recorded_runs import BEGAN, ended, note, started, written
+from tests.report.measured_runs import BEGAN, ended, note, started, written
 
 
 @pytest.fixture

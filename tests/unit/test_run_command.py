@@ -25,12 +25,12 @@ WORKER_HALF = (
     "torch", "numpy", "hpc_parallel.data", "hpc_parallel.models", "hpc_parallel.strategies",
     "hpc_parallel.training", "hpc_parallel.worker",
 )  # fmt: skip
-# What both halves need of the worker's: how a job is supervised, concluded and summed up, what its data are; the one
-# command that reads checkpoints (torch only once what was asked for is right).
+# What both halves need of the worker's: how a job is supervised, concluded and summed up, what its data are;
+# and the one command that reads checkpoints (torch only once what was asked for is right).
 SHARED = (
     "hpc_parallel.worker.conclude", "hpc_parallel.worker.summary", "hpc_parallel.worker.supervise",
-    "hpc_parallel.data.text", "hpc_parallel.data.tokens", "hpc_parallel.data.tokenize", "hpc_parallel.data.codec",
-    "hpc_parallel.worker.export",
+    "hpc_parallel.data.text", "hpc_parallel.data.tokens", "hpc_parallel.data.tokenize",
+    "hpc_parallel.data.codec", "hpc_parallel.worker.export",
 )  # fmt: skip
 
 

@@ -1,0 +1,76 @@
+"""`status`, `logs` and `cancel` on jobs of a real Slurm, from another process than the one that submitted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_jobs import SMALL, Site
+
+pytestmark = pytest.mark.slurm
+
+
+def command(site: Site, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hpc_parallel", *words],
+        cwd=site.home, env=site.environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def status(site: Site, *words: str) -> dict[str, dict[str, Any]]:
+    """By job id."""
+    rows = json.loads(command(site, "status", "--json", *words).stdout)
+    return {row["job_id"]: row for row in rows}
+
+
+def submitted(site: Site, *words: str) -> str:
+    done = site.run(*SMALL, "launcher=slurm", "cluster=cpu", *words)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("job ")]
+    return line.split()[1]
+
+
+def until(site: Site, job: str, state: str, *, within_s: float = 120) -> dict[str, Any]:
+    deadline = time.monotonic() + within_s
+    while (row := status(site, job)[job])["state"] != state:
+        assert time.monotonic() < deadline, row
+        time.sleep(0.5)
+    return row
+
+
+def test_jobs_are_looked_after_from_elsewhere(site: Site, tmp_path: Path) -> None:
+    ends = submitted(site, "nodes=1", "name=ends")
+    long = submitted(site, "nodes=4", "training.steps=100000", "name=long", "+launcher.extra.exclusive=true")
+    waits = submitted(site, "nodes=4", "name=waits", "+launcher.extra.exclusive=true")
+    done = until(site, ends, "completed")
+    assert (done["run"].split("/")[0], done["step"], done["steps"], done["ended"]) == ("ends", 10, 10, True)
+    running = until(site, long, "running")
+    assert (running["nodes"], running["steps"], running["ended"]) == (4, 100000, False)
+    rows = status(site)
+    assert rows.keys() == {ends, long, waits}
+    assert (rows[waits]["state"], rows[waits]["step"]) == ("pending", None)
+    assert rows[waits]["reason"] in ("Resources", "Priority", "")
+
+    with subprocess.Popen(
+        [sys.executable, "-m", "hpc_parallel", "logs", waits, "--follow"],
+        cwd=site.home, env=site.environment, stderr=subprocess.PIPE, text=True,
+    ) as follower:  # fmt: skip
+        assert follower.stderr is not None
+        assert follower.stderr.readline().startswith(f"job {waits}: pending")
+        gone = command(site, "cancel", waits, "--yes")
+        assert (gone.returncode, gone.stderr) == (0, "")
+        assert follower.wait(60) == 0  # it ends with the job
+    assert json.loads((Path(rows[waits]["path"]) / "summary.json").read_text())["outcome"] == "cancelled"
+    assert status(site, waits)[waits]["state"] == "cancelled"
+
+    assert command(site, "cancel", long, ends, "--yes").stderr == f"{done['run']} has ended: completed\n"
+    stopped = until(site, long, "cancelled")
+    assert stopped["ended"]
+    refused = command(site, "cancel", long, "--yes")
+    assert (refused.returncode, refused.stderr) == (1, f"{stopped['run']} has ended: cancelled\n")
+    assert "rank 0 of 4" in command(site, "logs", long).stdout
