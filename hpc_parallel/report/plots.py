@@ -41,7 +41,7 @@ KINDS = {  # of a stage's work: colour, hatch, name
     "loss": (PURPLE, "xx", "loss"),
     "backward": (ORANGE, "//", "backward"),
     "weights": (GREEN, "..", "gradients of weights"),
-    "average": (SKY, "\\\\", "average over replicas"),
+    "average": (SKY, "\\\\", "gradients out"),
 }
 PART_STYLES = {
     "compute": (BLUE, ""), "communication": (VERMILION, "//"), "bubble": (ORANGE, ".."),
@@ -272,7 +272,7 @@ def _timeline(ranks: Sequence[dict[str, Any]]) -> Figure:
     seen: dict[str, Patch] = {}
     for place, rank in enumerate(ranks):
         for start, end, stage, kind, microbatch in rank["chunks"]:
-            colour, hatch, name = KINDS.get(kind, (SKY, "", kind))
+            colour, hatch, name = KINDS.get(kind, KINDS["average"])
             if end - start > length / 200:  # what is to be seen
                 seen[name] = Patch(facecolor=colour, hatch=hatch, edgecolor=_ink(), linewidth=0.4)
             axes.broken_barh(
@@ -296,7 +296,9 @@ def _timeline(ranks: Sequence[dict[str, Any]]) -> Figure:
     axes.grid(axis="y", visible=False)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(f"time since the step's start, {unit.name}")
-    figure.legend(list(seen.values()), list(seen), loc="outside upper left", ncols=len(seen) or 1, fontsize=9)
+    named = [name for _, _, name in KINDS.values() if name in seen]
+    handles = [seen[name] for name in named]
+    figure.legend(handles, named, loc="outside upper left", ncols=len(named) or 1, fontsize=9)
     return figure
 
 
