@@ -35,13 +35,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.argv[1:] = arguments
     register()
     try:
+        if is_sweep():
+            return sweep()
         runs = compose_resumed()
     except ConfigError as error:
         return report(error.problems)
-    try:
-        return max([launch(run) for run in runs], default=DONE)
     except KeyboardInterrupt:  # the launcher has ended what it had started
         return FAILED
+    try:
+        return max([launch(run) for run in runs], default=DONE)
+    except KeyboardInterrupt:
+        return FAILED
+
+
+def is_sweep() -> bool:
+    """Whether `-m` is said, and none of Hydra's flags that only explain."""
+    said = get_args()
+    return said.multirun and not (
+        said.help or said.hydra_help or said.run or said.cfg or said.info or said.shell_completion
+    )
+
+
+def sweep() -> int:
+    """All combinations of the command line, checked together; returns the exit code. Raises ConfigError."""
+    from hpc_parallel.config.cells import compose_cells
+    from hpc_parallel.sweep.command import start
+    from hpc_parallel.sweep.earlier import read_earlier
+    from hpc_parallel.sweep.plan import plan_sweep
+
+    earlier, sys.argv[1:] = read_earlier(sys.argv[1:])
+    said, configs = get_args(), str(find_folder("conf"))
+    try:
+        cells = compose_cells(
+            said.overrides,
+            config_dir=str(Path(said.config_path).absolute()) if said.config_path else configs,
+            config_name=said.config_name or "config",
+            extra_dir=said.config_dir,
+        )
+        if cells is not None:
+            plan = plan_sweep(cells, command=sys.argv[1:], config_dir=said.config_dir, earlier=earlier)
+    except UnresolvedError as error:
+        raise ConfigError(_diagnose(error, configs)) from error
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(_diagnose(error, configs)) from error
+    if cells is None:
+        return max([launch(run) for run in compose()], default=DONE)
+    return start(plan)
 
 
 def compose_resumed() -> list[PreparedRun]:
@@ -74,6 +115,8 @@ def compose() -> list[PreparedRun]:
             # As it was typed: the list's own iteration would resolve ${...}, and in Hydra's configuration.
             said = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
             assert isinstance(said, list)
+            if not get_args().multirun and (of_a_sweep := [w for w in said if w.startswith("sweep.")]):
+                raise ConfigError([f"{w}: only a sweep has this. Try -m {w}." for w in of_a_sweep])
             runs.append(prepare(config, overrides=said, config_dir=get_args().config_dir))
         except ConfigError as error:
             errors.append(error)

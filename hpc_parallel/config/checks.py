@@ -37,6 +37,7 @@ CHOICES = {
     "training.precision": ("float32", "bfloat16", "float64"),
     "training.on_nonfinite": ("stop", "skip", "rollback"),
     "training.activation_checkpointing": ("none", "full", "selective"),
+    "sweep.on_invalid": ("skip", "stop"),
     "launcher.kind": ("auto", "local", "slurm", "script"),
     "cluster.gpu_flag": ("gpus-per-node", "gres"),
     "task.name": tuple(TASKS),
@@ -82,7 +83,7 @@ def _counts(config: RunConfig) -> Found:
         "training.checkpoint_every", "training.keep_last", "training.keep_every",
         "training.validation_samples", "strategy.microbatches", "strategy.stages_per_rank",
         "strategy.prefetch", "launcher.time_minutes", "launcher.cpus_per_device", "launcher.snapshot_mb",
-        "data.sequence_length", "data.max_bytes",
+        "data.sequence_length", "data.max_bytes", "sweep.parallelism",
     ]  # fmt: skip
     if layout_checks.is_transformer(config):
         sizes = ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab_size")

@@ -12,11 +12,11 @@ from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathElement
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hpc_parallel.config.problems import ConfigError, Problem, nearest
-from hpc_parallel.config.schema import RunConfig, typed
+from hpc_parallel.config.schema import RunConfig, filled, typed
 
 REQUIRED = {"data.path": "tokens.npy"}  # keys without a default, with an example
 
@@ -52,6 +52,8 @@ def resolve(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
 
     Raises UnresolvedError with every key that is missing or that no schema has.
     """
+    if (run := _at_once(config)) is not None:
+        return run, asdict(run)
     problems: list[Problem | str] = [
         f"{key} has no value and no default. Try {key}={REQUIRED.get(key, 'VALUE')}."
         for key in missing_keys(config)
@@ -66,6 +68,23 @@ def resolve(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
         return run, asdict(run)
     except OmegaConfBaseException as error:
         raise UnresolvedError([f"{error.full_key}: {str(error).splitlines()[0].rstrip('.')}."]) from error
+
+
+def _at_once(config: DictConfig) -> RunConfig | None:
+    """The typed configuration where nothing is missing, unknown or of another type; a sweep has hundreds."""
+    if any(unknown_keys(config[key]) for key in ("model", "data") if OmegaConf.is_dict(config.get(key))):
+        return None
+    try:
+        values = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException:
+        return None
+    return None if _has_missing(values) else filled(values)
+
+
+def _has_missing(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_missing, value.values()))
+    return any(map(_has_missing, value)) if isinstance(value, list) else value == MISSING
 
 
 def missing_keys(config: DictConfig, prefix: str = "") -> list[str]:

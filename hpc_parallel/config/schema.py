@@ -6,8 +6,11 @@ another type. What can't be seen from one value alone is in `checks.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
@@ -256,6 +259,16 @@ TASKS: dict[str, type[TaskConfig]] = {
 
 
 @dataclass
+class SweepConfig:
+    """How the runs of `-m` go together."""
+
+    on_invalid: str = "skip"  # a combination that can't run: skip (it is listed), stop (nothing starts)
+    parallelism: int | None = None  # runs at once, of each array; null: no limit on Slurm, 1 on this machine
+    wait: bool = False  # follow all runs until they end, and exit with their outcome
+    resume: str | None = None  # a sweep folder: run only what is missing or failed in it
+
+
+@dataclass
 class RunConfig:
     """One run, whole. `model`, `data` and `task` take the schema of the group file chosen, and `model` and
     `data` any class path."""
@@ -277,6 +290,7 @@ class RunConfig:
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
 
     @property
     def devices(self) -> int:
@@ -306,3 +320,47 @@ def typed(config: Any) -> RunConfig:
     run = OmegaConf.to_object(merged)
     assert isinstance(run, RunConfig)
     return run
+
+
+def filled(values: Any) -> RunConfig | None:
+    """The same for values that have every key and every type already: OmegaConf takes fifty times as long.
+    None where it is to convert, to complete or to complain."""
+    run = _filled(RunConfig, values)
+    return run if isinstance(run, RunConfig) else None
+
+
+def _filled(schema: type, values: Mapping[str, Any]) -> Any:
+    hints = _hints(schema)
+    if values.keys() != hints.keys():
+        return None
+    found: dict[str, Any] = {}
+    for name, hint in hints.items():
+        value = values[name]
+        if isinstance(hint, type) and is_dataclass(hint):
+            if not isinstance(value, dict):
+                return None
+            hint = TASKS.get(value.get("name", ""), TaskConfig) if hint is TaskConfig else hint
+            value = _filled(hint, value)
+            if value is None:
+                return None
+        elif hint is not Any and not _is(value, hint):
+            return None
+        found[name] = value
+    return schema(**found)
+
+
+@cache
+def _hints(schema: type) -> dict[str, Any]:
+    hints = get_type_hints(schema)
+    return {each.name: hints[each.name] for each in fields(schema)}
+
+
+def _is(value: Any, hint: Any) -> bool:
+    """Whether the value is what the field says, to the letter: true is no 1, and 1 no 1.0."""
+    if isinstance(hint, UnionType):
+        return any(_is(value, each) for each in get_args(hint))
+    if get_origin(hint) is list:
+        return isinstance(value, list) and all(type(item) is get_args(hint)[0] for item in value)
+    if get_origin(hint) is dict:
+        return isinstance(value, dict) and all(type(key) is str for key in value)
+    return type(value) is hint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,12 +50,18 @@ def _top_level(module: str) -> ModuleSpec | None:
         sys.path.pop(0)
 
 
-def _names_in(source: Path) -> set[str] | None:
+@cache
+def _names_in(source: Path) -> frozenset[str] | None:
     """The names that a module binds at its top level; None where it may bind others."""
     try:
-        tree = ast.parse(source.read_bytes())
+        return _names_of(source.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return None
+
+
+@cache  # the same is asked for every run of a sweep
+def _names_of(text: bytes) -> frozenset[str] | None:
+    tree = ast.parse(text)
     names: set[str] = set()
     for node in tree.body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
@@ -65,4 +72,4 @@ def _names_in(source: Path) -> set[str] | None:
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
         elif not isinstance(node, ast.Expr | ast.AnnAssign):
             return None  # a condition or a loop, which may bind anything
-    return None if "*" in names or "__getattr__" in names else names
+    return None if "*" in names or "__getattr__" in names else frozenset(names)

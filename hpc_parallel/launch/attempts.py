@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from hpc_parallel.launch.job_state import job_of
 from hpc_parallel.launch.metrics_file import MetricsReader
 from hpc_parallel.launch.run_folder import RunFolder, write_text
 
@@ -35,7 +36,7 @@ def begin(
         folder,
         {
             "began": datetime.now(UTC).isoformat(),
-            "job_id": environment.get("SLURM_JOB_ID"),
+            "job_id": job_of(environment),
             "after_step": step,
             "lost_steps": max(0, lost),
             "warnings": list(warnings),
@@ -73,7 +74,7 @@ def history(folder: RunFolder, *, environment: Mapping[str, str]) -> dict[str, A
     """Of `summary.json`: restarts, lost steps, when the run first began, its jobs (this one too, by Slurm's
     variables)."""
     known = starts(folder)
-    jobs = [*(line["job_id"] for line in known), environment.get("SLURM_JOB_ID")]
+    jobs = [*(line["job_id"] for line in known), job_of(environment)]
     return {
         "restarts": max(0, len(known) - 1),
         "lost_steps": sum(line["lost_steps"] for line in known),

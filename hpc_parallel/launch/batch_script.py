@@ -1,4 +1,5 @@
-"""What a run asks of Slurm, and the whole batch script where submitit is not wanted."""
+"""What a run asks of Slurm, and the whole batch script where submitit is not wanted: of one run, or of an
+array of runs that ask for the same."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -16,6 +18,15 @@ from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.launch.run_folder import write_text
 
 Flags = dict[str, str | int | bool]
+JOB = "$SLURM_JOB_ID"
+ARRAY_TASK = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"  # as sacct and scancel take it
+
+
+class ShellWord(str):
+    """A word that the shell is to expand: quoted as it should be already."""
+
+
+RUN = ShellWord('"$hpc_parallel_run"')  # the folder of an array's task
 
 
 def sbatch_flags(run: PreparedRun) -> Flags:
@@ -76,18 +87,56 @@ def environment_block(run: PreparedRun, *, log_suffix: str) -> str:
 
 def render(run: PreparedRun) -> str:
     """A whole batch script that starts the workers without submitit."""
-    output = {"output": f"{run.folder.slurm}/%j.out", "open-mode": "append"}
-    values = {
-        "flags": sbatch_flags(run) | output,
-        "srun_arguments": srun_arguments(run),
-        **_values(run, ".out"),
+    output: Flags = {"output": f"{run.folder.slurm}/%j.out", "open-mode": "append"}
+    return _whole(run, sbatch_flags(run) | output, tasks=None, **_values(run, ".out"))
+
+
+def render_array(
+    run: PreparedRun, *, tasks: Path, name: str, count: int, parallelism: int | None = None
+) -> str:
+    """A whole batch script for an array of `count` runs that ask for the same as `run`.
+
+    tasks: a folder with a link for each task's number, to its run's folder, where its output goes too;
+    parallelism: tasks at once, None for any number.
+    """
+    limit = "" if parallelism is None else f"%{parallelism}"
+    own_flags: Flags = {
+        "job-name": name,
+        "array": f"0-{count - 1}{limit}",
+        "output": f"{tasks}/%a/{run.folder.slurm.name}/%A_%a.out",
+        "open-mode": "append",
     }
-    return _templates().get_template("srun.sh.j2").render(values)
+    own = {
+        "job": ARRAY_TASK,
+        "run_folder": RUN,
+        "log_folder": ShellWord(f"{RUN}/{run.folder.slurm.name}"),
+        "import_path": _import_path(run, folder=RUN),
+    }
+    flags = sbatch_flags(run) | own_flags
+    return _whole(run, flags, tasks=str(tasks), **{**_values(run, ".out"), **own})
+
+
+def _whole(run: PreparedRun, flags: Flags, **values: object) -> str:
+    whole = {"flags": flags, "srun_arguments": srun_arguments(run), **values}
+    return _templates().get_template("srun.sh.j2").render(whole)
+
+
+def _import_path(run: PreparedRun, *, folder: ShellWord) -> ShellWord | str:
+    """PYTHONPATH for a script that many runs share: their copies lie at the same place in each folder."""
+    if run.snapshot is None:
+        return ""
+    path = run.folder.path
+    return ShellWord(os.pathsep.join(
+        f"{folder}/{shlex.quote(str(place.relative_to(path)))}"
+        if place.is_relative_to(path) else shlex.quote(str(place))
+        for place in run.snapshot.import_path
+    ))  # fmt: skip
 
 
 def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
     launcher = run.config.launcher
     return {
+        "job": JOB,
         "python": job_python(run),
         "run_folder": str(run.folder.path),
         "log_folder": str(run.folder.slurm),
@@ -106,6 +155,7 @@ def job_python(run: PreparedRun) -> str:
     return str(Path(run.config.launcher.venv).expanduser().absolute() / "bin" / "python")
 
 
+@cache
 def _templates() -> Environment:
     environment = Environment(
         loader=FileSystemLoader(find_folder("sbatch_templates")),
@@ -115,8 +165,12 @@ def _templates() -> Environment:
         keep_trailing_newline=True,
         autoescape=False,  # shell, not HTML: every value goes through `quote`
     )
-    environment.filters["quote"] = lambda value: shlex.quote(str(value))
+    environment.filters["quote"] = _quote
     return environment
+
+
+def _quote(value: object) -> str:
+    return value if isinstance(value, ShellWord) else shlex.quote(str(value))
 
 
 class ScriptLauncher:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Collection
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 ENDED = {
@@ -32,6 +32,19 @@ class JobState:
         return self.state.lower() + (f" ({self.reason})" if self.reason not in ("", "None") else "")
 
 
+def job_of(environment: Mapping[str, str]) -> str | None:
+    """The job that these are the variables of, as sacct, scancel and scontrol take it: `123`, or `123_4` of
+    an array, whose raw id only Slurm knows."""
+    if "SLURM_ARRAY_JOB_ID" in environment and "SLURM_ARRAY_TASK_ID" in environment:
+        return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
+    return environment.get("SLURM_JOB_ID")
+
+
+def job_states(job_ids: Sequence[str]) -> dict[str, JobState]:
+    """The states of many jobs at once, tasks of arrays too, of those that squeue still knows."""
+    return _queued(job_ids)[0]
+
+
 def job_state(job_id: str) -> JobState:
     """The controller's word, or after it has forgotten the job that of accounting.
 
@@ -50,21 +63,28 @@ def job_state(job_id: str) -> JobState:
     return JobState(FORGOTTEN)
 
 
-def job_states(job_ids: Collection[str]) -> dict[str, JobState]:
-    """The states of many jobs by one call of sacct, and one of squeue for those that accounting does not
-    know and for why the others wait."""
+def states_by_accounting(job_ids: Sequence[str]) -> dict[str, JobState]:
+    """The states of many jobs, each of them, by one call of sacct, and one of squeue for those that
+    accounting does not know and for why the others wait."""
     if not job_ids:
         return {}
-    asked = ("-j", ",".join(job_ids))
-    recorded = _ask("sacct", "-X", "-n", "-P", *asked, "-o", "JobID,JobIDRaw,State")
+    recorded = _ask("sacct", "-X", "-n", "-P", "-j", ",".join(job_ids), "-o", "JobID,JobIDRaw,State")
     known = _listed(recorded.stdout) if recorded.returncode == 0 else {}
-    open_ones = [job for job in job_ids if job not in known or known[job].state == "PENDING"]
-    if open_ones:
-        queued = _ask("squeue", "-h", "-r", "-t", "all", "-o", "%i|%A|%T|%r", "-j", ",".join(open_ones))
-        known |= _listed(queued.stdout) if queued.returncode == 0 else {}
-        answered = queued.returncode == 0 or "Invalid job id" in queued.stderr
-        known = {job: JobState(FORGOTTEN if answered else SILENT) for job in job_ids} | known
+    rest = [job for job in job_ids if job not in known or known[job].state == "PENDING"]
+    queued, answered = _queued(rest)
+    known = {job: JobState(FORGOTTEN if answered else SILENT) for job in rest} | known | queued
     return {job: known[job] for job in job_ids}
+
+
+def _queued(job_ids: Sequence[str]) -> tuple[dict[str, JobState], bool]:
+    """Of those that squeue knows, and whether it answered."""
+    if not job_ids:
+        return {}, True
+    whole = ",".join(dict.fromkeys(job.partition("_")[0] for job in job_ids))
+    listed = _ask("squeue", "-h", "-r", "-t", "all", "-j", whole, "-o", "%i|%A|%T|%r")
+    known = _listed(listed.stdout)
+    answered = listed.returncode == 0 or "Invalid job id" in listed.stderr
+    return {job: known[job] for job in job_ids if job in known}, answered
 
 
 def job_fields(job_id: str) -> dict[str, str] | None:

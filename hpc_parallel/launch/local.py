@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 AGENT = ("-m", "hpc_parallel.worker.local")
-_PERIOD_S = 0.1
+PERIOD_S = 0.1
 _SAME_S = 0.3  # a process and its group are often sent the same signal both
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -57,35 +57,57 @@ def follow_agent(
     The first Ctrl-C lets the agent end the ranks in order, the second kills all at once. If this
     process dies, the agent ends too, and the ranks with it.
     """
-    log = folder.logs / "agent.err"
-    with log.open("ab") as output, _counting_signals() as asked:
-        # A session of its own: the terminal's Ctrl-C reaches this process alone.
-        process = subprocess.Popen(
-            [*_command(folder, agent), "--parent", str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env={**os.environ, **variables},
-            start_new_session=True,
-        )
+    with counting_signals() as asked:
+        process = Agent(folder, variables=variables, agent=agent)
         try:
             from hpc_parallel.launch.follow import Follower  # rich loads while the agent loads torch
 
             follower = Follower(folder, steps=steps, console=console)
             follower.note("starting")
             forwarded = 0
-            while not _has_ended(process.pid):
+            while not process.has_ended():
                 if len(asked) > forwarded:
                     follower.note("stopping; Ctrl-C again kills at once")
-                    _signal(process, asked)
+                    process.stop(asked)
                     forwarded = len(asked)
                 follower.poll()
-                time.sleep(_PERIOD_S)
+                time.sleep(PERIOD_S)
         finally:
-            returncode = _end(process)
-    if returncode != 0:
-        _conclude(folder, returncode=returncode, log=str(log), cancelled=bool(asked))
+            process.end(cancelled=bool(asked))
     return follower.finish()
+
+
+class Agent:
+    """The process that runs a run's ranks (`worker/local.py`), from its start to its last word."""
+
+    def __init__(
+        self, folder: RunFolder, *, variables: Mapping[str, str], agent: Sequence[str] = AGENT
+    ) -> None:
+        self._folder = folder
+        self._log = folder.logs / "agent.err"
+        with self._log.open("ab") as output:
+            # A session of its own: the terminal's Ctrl-C reaches this process alone.
+            self._process = subprocess.Popen(
+                [*_command(folder, agent), "--parent", str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **variables},
+                start_new_session=True,
+            )
+
+    def has_ended(self) -> bool:
+        return _has_ended(self._process.pid)
+
+    def stop(self, asked: list[int]) -> None:
+        """Let it end in order at the first of the signals `asked`, kill it at the second."""
+        _signal(self._process, asked)
+
+    def end(self, *, cancelled: bool) -> None:
+        """Kill what is left of it, and see that the run folder says how the run ended."""
+        returncode = _end(self._process)
+        if returncode != 0:
+            _conclude(self._folder, returncode=returncode, log=str(self._log), cancelled=cancelled)
 
 
 def _command(folder: RunFolder, agent: Sequence[str]) -> list[str]:
@@ -121,7 +143,7 @@ def _conclude(folder: RunFolder, *, returncode: int, log: str, cancelled: bool) 
 
 
 @contextlib.contextmanager
-def _counting_signals() -> Iterator[list[int]]:
+def counting_signals() -> Iterator[list[int]]:
     """Collect the signals that ask this process to end, in place of ending it."""
     asked: list[int] = []
     last_s = -math.inf

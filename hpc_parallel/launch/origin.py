@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import distributions
 from pathlib import Path
@@ -15,16 +15,24 @@ from typing import Any
 from hpc_parallel.launch.run_folder import RunFolder, read_json
 from hpc_parallel.launch.snapshot import Snapshot
 
+State = Callable[[Path], dict[str, Any]]
+
 
 def origin(
-    folder: RunFolder, *, overrides: Sequence[str], config_dir: Path | None, snapshot: Snapshot | None
+    folder: RunFolder,
+    *,
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    snapshot: Snapshot | None,
+    state: State | None = None,
 ) -> dict[str, Any]:
-    """What only the submitting process knows; rank 0 adds what only the job does.
+    """What only the submitting process knows; rank 0 adds what only the job does. `state`: `source_state`,
+    or one that remembers for many runs what git said.
 
     `import_path` is what `rerun` imports from, relative to the run folder where it is kept there; null
     where no source was to be kept, empty where there was none but what is installed.
     """
-    here = Path.cwd()
+    here, state = Path.cwd(), state or source_state
     said: dict[str, Any] = {
         "command": sys.argv,
         "overrides": list(overrides),
@@ -36,7 +44,7 @@ def origin(
         "rerun_of": None,
         "import_path": None,
         "checkouts": {},
-        **source_state(here),
+        **state(here),
     }
     if snapshot is None:
         return said
@@ -46,12 +54,12 @@ def origin(
     ]
     if snapshot.origin is not None:  # today's checkouts are not what runs
         first = read_json(snapshot.origin.environment) or {}
-        state = {key: first.get(key) for key in ("git_commit", "git_diff", "checkouts")}
+        then = {key: first.get(key) for key in ("git_commit", "git_diff", "checkouts")}
         if config_dir is not None and config_dir.is_relative_to(snapshot.origin.code):  # kept again, too
             said["config_dir"] = str(folder.code / config_dir.relative_to(snapshot.origin.code))
-        return said | state | {"import_path": kept, "rerun_of": str(snapshot.origin.path)}
+        return said | then | {"import_path": kept, "rerun_of": str(snapshot.origin.path)}
     checkouts = {
-        str(root): {"copy": copy.name, "git_commit": source_state(root)["git_commit"]}
+        str(root): {"copy": copy.name, "git_commit": state(root)["git_commit"]}
         for root, copy in snapshot.copies.items()
     }
     return said | {"import_path": kept, "checkouts": checkouts}

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import time
 from contextlib import redirect_stderr
+from pathlib import Path
 from typing import Any
 
 from submitit.core.utils import FailedJobError, FailedSubmissionError
@@ -99,14 +100,7 @@ def submit(run: PreparedRun) -> str:
 
     Raises ConfigError where others could replace what the job unpickles: they would run as this user.
     """
-    if not run.config.launcher.shared_folder:
-        try:
-            require_private(run.folder.path)
-        except UntrustedError as error:
-            raise ConfigError([
-                f"run_dir = {spell(str(run.folder.path))} would hold what the job unpickles, and others "
-                f"could replace it: {error} If you trust them: launcher.shared_folder=true"
-            ]) from error  # fmt: skip
+    require_trusted(run)
     run.folder.slurm.mkdir(mode=0o700, exist_ok=run.resumes)
     submitter = executor(run)
     try:
@@ -129,6 +123,20 @@ def submit(run: PreparedRun) -> str:
     write_text(run.folder.resubmission, render(run))
     write_text(run.folder.batch_script, job.paths.submission_file.read_text(encoding="utf-8"))
     return str(job.job_id)
+
+
+def require_trusted(run: PreparedRun, *more: Path) -> None:
+    """Raises ConfigError where others could put their own into the run folder, or into `more`."""
+    if run.config.launcher.shared_folder:
+        return
+    for folder in (run.folder.path, *more):
+        try:
+            require_private(folder)
+        except UntrustedError as error:
+            raise ConfigError([
+                f"run_dir = {spell(str(folder))} would hold what the job unpickles, and others "
+                f"could replace it: {error} If you trust them: launcher.shared_folder=true"
+            ]) from error  # fmt: skip
 
 
 def doubted(script: str) -> str | None:

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -46,6 +46,27 @@ class Snapshot:
                     target.symlink_to(os.readlink(root / name) if inside else (root / name).resolve())
                 else:
                     shutil.copy2(root / name, target)
+
+    def take_as(self, taken: Snapshot) -> None:
+        """The same files once more, by hard links to those of `taken`, where the file system has such."""
+        for root, copy in self.copies.items():
+            for folder in sorted({os.path.dirname(name) for name in self.files[root]}):
+                (copy / folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+            before, after = str(taken.copies[root]), str(copy)
+            for name in self.files[root]:
+                try:
+                    os.link(f"{before}/{name}", f"{after}/{name}", follow_symlinks=False)
+                except OSError:
+                    shutil.copy2(f"{before}/{name}", f"{after}/{name}", follow_symlinks=False)
+
+    def moved(self, old: Path, new: Path) -> Snapshot:
+        """The same, to be kept in the folder `new` in place of `old`."""
+
+        def move(place: Path) -> Path:
+            return new / place.relative_to(old) if place.is_relative_to(old) else place
+
+        copies = {root: move(copy) for root, copy in self.copies.items()}
+        return replace(self, copies=copies, import_path=tuple(map(move, self.import_path)))
 
 
 def plan_snapshot(

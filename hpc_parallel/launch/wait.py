@@ -26,17 +26,17 @@ def wait_for_job(run: PreparedRun, job_id: str) -> int:
     try:
         state = _follow(follower, job_id)
         deadline = time.monotonic() + (COMPLETED_WORDS_S if state.state == "COMPLETED" else WORDS_S)
-        while not _has_summary(run) and time.monotonic() < deadline:
+        while not has_summary(run) and time.monotonic() < deadline:
             follower.poll()
             time.sleep(PERIOD_S)
     except KeyboardInterrupt:
         print(f"\nno longer following; job {job_id} goes on (scancel {job_id} ends it)", file=sys.stderr)
         return 1
-    if not _has_summary(run):
+    if not has_summary(run):
         if state.state == "COMPLETED":
             print(f"job {job_id} completed; its summary does not show on this host yet: {run.folder.path}")
             return 0
-        _conclude(run, job_id, state)
+        conclude_job(run, job_id, state)
     return follower.finish()
 
 
@@ -54,12 +54,12 @@ def _follow(follower: Follower, job_id: str) -> JobState:
         time.sleep(PERIOD_S)
 
 
-def _has_summary(run: PreparedRun) -> bool:
+def has_summary(run: PreparedRun) -> bool:
     """By a listing: a look-up of the one name may be answered "not there" from an NFS client's cache."""
     return run.folder.summary.name in os.listdir(run.folder.path)
 
 
-def _conclude(run: PreparedRun, job_id: str, state: JobState) -> None:
+def conclude_job(run: PreparedRun, job_id: str, state: JobState) -> None:
     """Say how a job ended that could not say so itself: cancelled in the queue, its node lost."""
     logs = sorted(run.folder.slurm.glob(f"{job_id}*.out"))
     text = logs[0].read_text(errors="replace") if logs else ""

@@ -19,7 +19,7 @@ from typing import Any
 
 from hpc_parallel.config.problems import ConfigError
 from hpc_parallel.launch.attempts import starts
-from hpc_parallel.launch.job_state import job_states
+from hpc_parallel.launch.job_state import states_by_accounting
 from hpc_parallel.launch.owner import process_lives
 from hpc_parallel.launch.recorded import RecordedRun
 from hpc_parallel.operate.find import find_all, is_one, label, once
@@ -156,9 +156,9 @@ def _scancel(jobs: Sequence[str]) -> subprocess.CompletedProcess[str]:
 def _conclude(asked: Sequence[Target]) -> None:
     """Say in the run folder how a job ended that could not say so itself, since it had never started."""
     waited = [target for target in asked if target.state.word == WAITING]
-    known = job_states([target.job for target in waited if target.job])
+    known = states_by_accounting([target.job for target in waited if target.job])
     for target in waited:
-        unheard = known[str(target.job)].state == "CANCELLED" and not target.run.folder.summary.exists()
+        unheard = known[str(target.job)].ended and not target.run.folder.summary.exists()
         if unheard and not starts(target.run.folder):
             conclude(
                 target.run.folder, returncode=1, cancelled=True, environment={"SLURM_JOB_ID": str(target.job)}

@@ -39,7 +39,7 @@ def parser(commands: Iterable[str]) -> argparse.ArgumentParser:
         inner.add_parser(name, parents=[own], add_help=False)
         for action in own._actions:
             if action.dest in ("run", "runs"):
-                action.completer = names  # type: ignore[attr-defined]
+                action.completer = names
     return made
 
 

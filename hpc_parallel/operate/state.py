@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpc_parallel.launch.job_state import FORGOTTEN, SILENT, JobState, job_states
+from hpc_parallel.launch.job_state import FORGOTTEN, SILENT, JobState, states_by_accounting
 from hpc_parallel.launch.owner import process_lives
 from hpc_parallel.launch.recorded import RecordedRun
 
@@ -28,7 +28,7 @@ class State:
 def states(runs: Sequence[RecordedRun]) -> list[State]:
     """Of each run, by one call of Slurm's accounting for all, and one of its queue where that is needed."""
     jobs = [job_of(run) for run in runs]
-    known = job_states(list(dict.fromkeys(job for job in jobs if job is not None)))
+    known = states_by_accounting(list(dict.fromkeys(job for job in jobs if job is not None)))
     return [
         _of_folder(run) if job is None else _of_job(run, known[job])
         for run, job in zip(runs, jobs, strict=True)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpc_parallel.launch import attempts, owner
-from hpc_parallel.launch.job_state import job_fields
+from hpc_parallel.launch.job_state import job_fields, job_of
 from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.worker import failure
 
@@ -23,7 +23,7 @@ TWICE = 2  # failures of a host, after which the next start leaves it out
 def why_stopped(signal_name: str, *, environment: Mapping[str, str]) -> str:
     """What a signal that all ranks heeded meant. Slurm's SIGTERM is a preemption's, an scancel's, or that
     of a time limit; its record of the job tells."""
-    job = environment.get("SLURM_JOB_ID")
+    job = job_of(environment)
     if signal_name == "SIGUSR2":
         return TIME_LIMIT
     if signal_name != "SIGTERM" or job is None:
@@ -67,7 +67,8 @@ def start_again(folder: RunFolder, *, launcher: Mapping[str, Any], environment: 
     Where Slurm will not requeue it (the site's setting, or its state), a new job takes its place with
     `launcher.resubmit`.
     """
-    job = environment["SLURM_JOB_ID"]
+    job = job_of(environment)
+    assert job is not None  # it is called in one
     done = _run("scontrol", "requeue", job)
     if done.returncode == 0:
         excluded = hosts_to_exclude(folder)

@@ -28,7 +28,7 @@ _SRUN_ENDS = {
 _SRUN_KILLED = re.compile(rf"^srun: error: (\S+): tasks? ([\d,-]+): ({'|'.join(_SRUN_ENDS)})", re.MULTILINE)
 _NODE_LOST = re.compile(
     r"node failure on (?P<host>[\w.-]+)|due to node (?P<other>[\w.-]+ )?failure"
-    r"|^slurm says of job \d+: node_fail",
+    r"|^slurm says of job [\d_]+: node_fail",
     re.IGNORECASE | re.MULTILINE,
 )
 _FOLLOWERS = (failure.LOST_PEER, failure.STOPPED, failure.COLLECTIVE_TIMEOUT)

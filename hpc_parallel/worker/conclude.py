@@ -28,7 +28,7 @@ from hpc_parallel.worker.standing import cause_of
 from hpc_parallel.worker.summary import summarise
 
 _LOG_LINES = 40
-_TIME_LIMIT = re.compile(r"DUE TO TIME LIMIT|^Slurm says of job \d+: timeout", re.MULTILINE)
+_TIME_LIMIT = re.compile(r"DUE TO TIME LIMIT|^Slurm says of job [\d_]+: timeout", re.MULTILINE)
 
 
 def conclude(

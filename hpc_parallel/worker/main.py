@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from hpc_parallel.config.layout import layout_of, processes_per_node
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.launch.job_state import job_of
 from hpc_parallel.launch.owner import hold_by_job
 from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
 from hpc_parallel.worker import fabric, failure, flight_recorder, stop
@@ -131,8 +132,8 @@ def join(
     ranks: list[dict[str, str] | None] = [None] * world.world_size
     dist.all_gather_object(ranks, place)
     if world.rank == 0:
-        if world.launcher == "slurm":
-            hold_by_job(folder, os.environ["SLURM_JOB_ID"])
+        if world.launcher == "slurm" and (job := job_of(os.environ)) is not None:
+            hold_by_job(folder, job)
         folder.begin_anew()
         known = read_json(folder.environment) or {}
         variables = fabric.recorded(os.environ, also=variables)

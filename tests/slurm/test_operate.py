@@ -10,9 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster import Cluster, unavailable_reason
 from test_jobs import SMALL, Site
 
+from hpc_parallel.launch.job_state import states_by_accounting
+
 pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture
+def site(cluster: Cluster, tmp_path: Path) -> Site:
+    return Site(cluster, tmp_path)
 
 
 def command(site: Site, *words: str) -> subprocess.CompletedProcess[str]:
@@ -43,7 +51,7 @@ def until(site: Site, job: str, state: str, *, within_s: float = 120) -> dict[st
     return row
 
 
-def test_jobs_are_looked_after_from_elsewhere(site: Site, tmp_path: Path) -> None:
+def test_jobs_are_looked_after_from_elsewhere(site: Site) -> None:
     ends = submitted(site, "nodes=1", "name=ends")
     long = submitted(site, "nodes=4", "training.steps=100000", "name=long", "+launcher.extra.exclusive=true")
     waits = submitted(site, "nodes=4", "name=waits", "+launcher.extra.exclusive=true")
@@ -51,6 +59,10 @@ def test_jobs_are_looked_after_from_elsewhere(site: Site, tmp_path: Path) -> Non
     assert (done["run"].split("/")[0], done["step"], done["steps"], done["ended"]) == ("ends", 10, 10, True)
     running = until(site, long, "running")
     assert (running["nodes"], running["steps"], running["ended"]) == (4, 100000, False)
+    deadline = time.monotonic() + 120
+    while not status(site, long)[long]["step"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
     rows = status(site)
     assert rows.keys() == {ends, long, waits}
     assert (rows[waits]["state"], rows[waits]["step"]) == ("pending", None)
@@ -74,3 +86,27 @@ def test_jobs_are_looked_after_from_elsewhere(site: Site, tmp_path: Path) -> Non
     refused = command(site, "cancel", long, "--yes")
     assert (refused.returncode, refused.stderr) == (1, f"{stopped['run']} has ended: cancelled\n")
     assert "rank 0 of 4" in command(site, "logs", long).stdout
+
+
+@pytest.mark.parametrize("accounting", [False, True])
+def test_the_tasks_of_an_array(accounting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that wait sacct and squeue print one line; either id of a task is understood."""
+    if reason := unavailable_reason(accounting=accounting):
+        pytest.skip(reason)
+    with Cluster.start(hosts=1, accounting=accounting) as cluster:
+        monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
+        words = ("--parsable", "--array=0-3,7%1", "--output=/dev/null", "--wrap=sleep 600")
+        array = cluster.run("sbatch", *words).strip()
+        tasks = [f"{array}_{task}" for task in (0, 1, 2, 3, 7)]
+        deadline = time.monotonic() + 60
+        while (found := states_by_accounting(tasks))[tasks[0]].state != "RUNNING":
+            assert time.monotonic() < deadline, found
+            time.sleep(0.5)
+        assert [found[task].state for task in tasks] == ["RUNNING", *["PENDING"] * 4]
+        cluster.run("scancel", tasks[0], tasks[4])
+        while (found := states_by_accounting(tasks))[tasks[0]].state != "CANCELLED":
+            assert time.monotonic() < deadline, found
+            time.sleep(0.5)
+        assert found[tasks[4]].state in ("CANCELLED", "FORGOTTEN")  # one that never ran may leave no record
+        assert found[tasks[2]].state == "PENDING"
+        assert states_by_accounting(["99999", tasks[0]])["99999"].state == "FORGOTTEN"

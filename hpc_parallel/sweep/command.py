@@ -1,0 +1,126 @@
+"""A planned sweep from its folder to its submission, or to its end on this machine."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import subprocess
+import sys
+
+from hpc_parallel.config.problems import ConfigError, Problem
+from hpc_parallel.launch.job_state import job_states
+from hpc_parallel.launch.launchers import Launcher, choose
+from hpc_parallel.launch.sweep_folder import create, write_sweep
+from hpc_parallel.sweep import table
+from hpc_parallel.sweep.plan import SweepPlan, folder_problems
+from hpc_parallel.sweep.write import write_runs
+
+DONE, FAILED, _, REFUSED = range(4)
+
+
+def start(plan: SweepPlan) -> int:
+    """Run or submit the plan; returns the exit code. Raises ConfigError where nothing was started."""
+    for line in table.notes(plan):
+        print(line)
+    if not plan.runs:
+        table.console().print(table.submitted(plan, {}, {}))
+        print(f"nothing is missing in {plan.folder}")
+        return DONE
+    kind = plan.runs[0].run.config.launcher.kind
+    launcher, choice = choose(kind)
+    kind = choice.split()[1].rstrip(":")
+    if plan.runs[0].run.config.dry_run:
+        return preview(plan, kind=kind, launcher=launcher)
+    if plan.earlier is None and (problems := folder_problems(plan.folder)):
+        raise ConfigError(problems)
+    count = len(plan.runs)
+    print(f"sweep of {count} run{'s' * (count > 1)}; {choice}", flush=True)
+    if kind == "script":
+        return write_scripts(plan, launcher)
+    open_folder(plan)
+    write_runs([planned.run for planned in plan.runs])
+    write_sweep(plan.folder, plan.manifest({}))
+    if kind == "local":
+        from hpc_parallel.sweep.local import run_all
+
+        return run_all(plan)
+    return submit(plan)
+
+
+def open_folder(plan: SweepPlan) -> None:
+    """Raises ConfigError where the sweep folder can't be made."""
+    if plan.earlier is not None:
+        return
+    try:
+        create(plan.folder)
+    except OSError as error:
+        rule = f"can't hold the sweep: {error.strerror or error}"
+        raise ConfigError([Problem("hydra.sweep.dir", plan.folder, rule)]) from error
+
+
+def submit(plan: SweepPlan) -> int:
+    """To Slurm, one array a shape; returns once submitted, or with `sweep.wait` when all have ended."""
+    from hpc_parallel.sweep.arrays import submit as submit_arrays
+
+    jobs, refusals = submit_arrays(plan)
+    states = job_states(list(jobs.values()))
+    table.console().print(table.submitted(plan, jobs, states, word="refused"))
+    for refusal in refusals:
+        print(refusal, file=sys.stderr)
+    print(f"sweep folder  {plan.folder}")
+    whole = list(dict.fromkeys(job.partition("_")[0] for job in jobs.values()))
+    if whole:
+        print(f"follow        squeue --array -j {','.join(whole)}")
+        print(f"cancel        scancel {' '.join(whole)}")
+    again = shlex.quote(f"sweep.resume={plan.folder}")
+    print(f"what fails    python -m hpc_parallel.run -m {again}", flush=True)
+    if refusals:
+        return REFUSED
+    if not plan.settings.wait:
+        return DONE
+    from hpc_parallel.sweep.follow import follow_jobs
+
+    return follow_jobs(plan, jobs)
+
+
+def write_scripts(plan: SweepPlan, launcher: Launcher) -> int:
+    """A batch script a run, to be submitted by hand."""
+    open_folder(plan)
+    write_sweep(plan.folder, plan.manifest({}))
+    codes = [launcher.launch(planned.run) for planned in plan.runs]
+    print(f"sweep folder  {plan.folder}")
+    return max(codes)
+
+
+def preview(plan: SweepPlan, *, kind: str, launcher: Launcher) -> int:
+    """All batch scripts, when Slurm would start them, and what they may use; writes nothing."""
+    runs = [planned.run for planned in plan.runs]
+    if kind != "slurm":
+        for run in runs:
+            print(launcher.preview(run))
+    else:
+        from hpc_parallel.sweep.arrays import arrays
+
+        for array in arrays(plan):
+            print(array.script)
+            for number, planned in enumerate(array.runs):
+                print(f"# {number}: {planned.label}")
+            print(f"# {estimate(array.script)}\n")
+    devices = sum(run.config.devices for run in runs)
+    line = f"{len(runs)} runs of {devices} devices together"
+    if kind != "local":
+        hours = math.fsum(run.config.devices * run.config.launcher.time_minutes / 60 for run in runs)
+        line += f", at most {hours:g} device-hours by their time limits"
+    print(f"# {line}")
+    return DONE
+
+
+def estimate(script: str) -> str:
+    """When Slurm would start this script, in its own words, or why it would not; nothing is submitted."""
+    try:
+        tried = subprocess.run(
+            ["sbatch", "--test-only"], input=script, capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"no estimate of its start: {error}"
+    return " ".join(tried.stderr.split()) or "Slurm gives no estimate of its start"

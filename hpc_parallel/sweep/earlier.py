@@ -1,0 +1,104 @@
+"""`sweep.resume=FOLDER`: the words of that sweep before yours, and how each of its runs stands now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hydra._internal.utils import get_args
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from hpc_parallel.config.problems import ConfigError, Problem, nearest
+from hpc_parallel.launch.checkpoints import complete
+from hpc_parallel.launch.owner import living_owner
+from hpc_parallel.launch.run_folder import RunFolder, is_run_folder, read_json
+from hpc_parallel.launch.sweep_folder import MANIFEST, Sweep, SweepRun, is_sweep_folder, read_sweep
+from hpc_parallel.launch.trust import UntrustedError, require_private
+
+KEY = "sweep.resume="
+# Where and how a run is placed is no part of what it is: it may be said differently the second time.
+_PLACING = ("launcher.", "launcher=", "cluster.", "cluster=")
+
+
+@dataclass(frozen=True)
+class State:
+    """How a run of an earlier start stands. settled: completed or going on, in `words`."""
+
+    words: str
+    settled: bool
+    has_checkpoint: bool = False
+
+
+@dataclass
+class Earlier:
+    """The sweep to go on with; each of its runs is found once."""
+
+    folder: Path
+    sweep: Sweep
+    _left: list[SweepRun] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._left = list(self.sweep.runs)
+
+    def find(self, overrides: Sequence[str]) -> SweepRun | None:
+        """The run of these overrides, else one that differs only in where it is placed."""
+        exact = [run for run in self._left if set(run.overrides) == set(overrides)]
+        alike = [run for run in self._left if _what(run.overrides) == _what(overrides)]
+        for run in (*exact, *alike):
+            self._left.remove(run)
+            return run
+        return None
+
+    def state(self, run: SweepRun) -> State:
+        folder = RunFolder(run.run_dir)
+        if not is_run_folder(folder.path):
+            return State("missing", settled=False)
+        if (owner := living_owner(folder)) is not None:
+            return State(f"going on as {owner}", settled=True)
+        try:
+            outcome = (read_json(folder.summary) or {}).get("outcome", "unfinished")
+        except ValueError:
+            outcome = "unfinished"
+        if outcome == "completed":
+            return State(outcome, settled=True)
+        return State(outcome, settled=False, has_checkpoint=bool(complete(folder.checkpoints)))
+
+
+def read_earlier(words: Sequence[str]) -> tuple[Earlier | None, list[str]]:
+    """The sweep that `sweep.resume=` names in `words`, and the words of both commands.
+
+    Raises ConfigError where there is none to go on with.
+    """
+    named = [word for word in words if word.startswith(KEY)]
+    value = OverridesParser.create().parse_override(named[-1]).value() if named else None
+    others = [word for word in words if not word.startswith(KEY)]
+    if value is None:
+        return None, others
+    folder = Path(str(value)).expanduser().absolute()
+    if not is_sweep_folder(folder):
+        near = nearest(folder.name, [path.name for path in folder.parent.glob("*") if is_sweep_folder(path)])
+        legal = tuple(folder.parent / name for name in near)
+        raise ConfigError(
+            [Problem("sweep.resume", folder, f"is not a sweep folder (no {MANIFEST})", legal or (None,))]
+        )
+    try:
+        require_private(folder)  # its words are about to be obeyed
+        sweep = read_sweep(folder)
+    except UntrustedError as error:
+        raise ConfigError([f"sweep.resume = {folder} is not to be trusted: {error}"]) from error
+    except ValueError as error:
+        raise ConfigError([f"sweep.resume: {error}"]) from error
+    (flags, before), (more_flags, more) = _parted(sweep.command), _parted(others)
+    before = [word for word in before if word not in more]
+    return Earlier(folder, sweep), [*flags, *more_flags, *before, *more]
+
+
+def _parted(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Hydra's flags with their values, and overrides: no flag may stand between those."""
+    overrides = get_args(words).overrides
+    return [word for word in words if word not in overrides], overrides
+
+
+def _what(overrides: Sequence[str]) -> frozenset[str]:
+    return frozenset(word for word in overrides if not word.lstrip("+~").startswith(_PLACING))

@@ -1,0 +1,102 @@
+"""How many runs go on at once, in one display: a bar for each that runs, one for all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from hpc_parallel.launch.metrics_file import MetricsReader, describe
+from hpc_parallel.launch.run_folder import RunFolder, read_json
+from hpc_parallel.sweep.plan import PlannedRun
+
+
+class SweepView:
+    """Shows runs from their start to their end; a context manager.
+
+    On a terminal the runs that go on have a bar each; elsewhere each start and end is a line.
+    """
+
+    def __init__(self, count: int, *, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+        self._count = count
+        self._ended: list[str] = []
+        self._readers: dict[Path, MetricsReader] = {}
+        self._tasks: dict[Path, TaskID] = {}
+        self._notes: dict[Path, str] = {}
+        self._bars = Progress(
+            BarColumn(bar_width=24),
+            TextColumn("{task.description}", markup=False),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._whole = self._bars.add_task(f"0 of {count} ended", total=count)
+
+    def __enter__(self) -> SweepView:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+
+    def start(self, planned: PlannedRun, note: str = "starting") -> None:
+        """The run has been started, or waits in a queue."""
+        path = planned.run.folder.path
+        self._readers[path] = MetricsReader(planned.run.folder.metrics)
+        self._tasks[path] = self._bars.add_task(f"{planned.label}: {note}", total=planned.run.steps)
+        self.note(planned, note)
+
+    def note(self, planned: PlannedRun, note: str) -> None:
+        """What it waits for, or its job's state; told once for each change."""
+        path = planned.run.folder.path
+        if self._notes.get(path) == note:
+            return
+        self._notes[path] = note
+        self._bars.update(self._tasks[path], description=f"{planned.label}: {note}")
+        if not self._console.is_terminal:
+            self.say(f"{planned.label}: {note}")
+
+    def poll(self, planned: PlannedRun) -> None:
+        """Show the newest of its logged steps."""
+        path = planned.run.folder.path
+        if lines := self._readers[path].read():
+            text = f"{planned.label}: {describe(lines[-1], steps=planned.run.steps)}"
+            self._bars.update(self._tasks[path], description=text, completed=lines[-1]["step"])
+
+    def end(self, planned: PlannedRun) -> bool:
+        """Tell how it ended, in one line, a failure with its cause; returns whether it completed."""
+        self.poll(planned)
+        outcome, line = how_it_ended(planned.run.folder)
+        self._ended.append(outcome)
+        self._bars.remove_task(self._tasks.pop(planned.run.folder.path))
+        text = f"{len(self._ended)} of {self._count} ended"
+        self._bars.update(self._whole, completed=len(self._ended), description=text)
+        self.say(f"[{len(self._ended)}/{self._count}] {planned.label}: {line}")
+        return outcome == "completed"
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def last_word(self) -> str:
+        """How many ended how: `5 completed, 1 failed`."""
+        counts = {outcome: self._ended.count(outcome) for outcome in dict.fromkeys(sorted(self._ended))}
+        return ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+
+
+def how_it_ended(folder: RunFolder) -> tuple[str, str]:
+    """Its outcome, and one line that tells it with the loss or the cause."""
+    summary = read_json(folder.summary) or {"outcome": "failed"}
+    outcome = str(summary["outcome"])
+    if outcome == "failed" and (failure := read_json(folder.failure)) is not None:
+        return outcome, f"failed: {failure['line']}"
+    parts = [outcome]
+    if summary.get("final_loss") is not None:
+        parts.append(f"loss {summary['final_loss']:.4g}")
+    if summary.get("samples_per_s") is not None:
+        parts.append(f"{summary['samples_per_s']:.3g} samples/s")
+    return outcome, ", ".join(parts)

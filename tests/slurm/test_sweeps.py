@@ -1,0 +1,192 @@
+"""`-m` on a real Slurm: an array for each resource shape, counted in Slurm's records and calls of sbatch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+from test_jobs import SMALL, Site, read, wait_for, worker_of
+
+from hpc_parallel.launch.sweep_folder import Sweep, read_sweep
+
+pytestmark = pytest.mark.slurm
+
+# Every call of sbatch leaves a line, then Slurm's own gets it.
+COUNTED = """#!/bin/sh
+printf '%s\\n' "$*" >> "$SBATCH_CALLS"
+exec {sbatch} "$@"
+"""
+
+
+class CountedSite(Site):
+    """A site on which calls of sbatch are counted."""
+
+    @property
+    def calls(self) -> list[str]:
+        file = self.home / "calls"
+        return file.read_text().splitlines() if file.exists() else []
+
+    @property
+    def environment(self) -> dict[str, str]:
+        bin_ = self.home / "bin"
+        path = f"{bin_}:{os.environ['PATH']}"
+        return {**super().environment, "PATH": path, "SBATCH_CALLS": str(self.home / "calls")}
+
+
+@pytest.fixture
+def site(cluster: Cluster, tmp_path: Path) -> CountedSite:
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(COUNTED.format(sbatch=shutil.which("sbatch")))
+    sbatch.chmod(0o755)
+    return CountedSite(cluster, tmp_path)
+
+
+def only_sweep(site: Site) -> tuple[Path, Sweep]:
+    (folder,) = site.home.glob("runs/sweeps/*")
+    return folder, read_sweep(folder)
+
+
+def job_of(sweep: Sweep, *words: str) -> str:
+    """The job of the run whose overrides have all these words."""
+    (run,) = [run for run in sweep.runs if set(words) <= set(run.overrides)]
+    assert run.job_id is not None
+    return run.job_id
+
+
+def test_a_sweep_is_an_array_a_shape_and_goes_on_with_what_failed(site: CountedSite) -> None:
+    """`strategy=data,pipeline nodes=1,2,4` and a shape that can't be: a batch of 16 over 5 devices."""
+    words = ("-m", "strategy=data,pipeline", "nodes=1,2,4,5", *SMALL, "strategy.balance=parameters",
+             "training.steps=30", "launcher=slurm")  # fmt: skip
+    started_s = time.monotonic()
+    done = site.run(*words)
+    took_s = time.monotonic() - started_s
+    print(f"{took_s:.1f} s from Enter to the prompt")
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder, sweep = only_sweep(site)
+    # what can't be is told with its reason, and left out
+    assert len(sweep.skipped) == 2
+    assert all("nodes=5" in each.overrides for each in sweep.skipped)
+    assert "skipped 2 combinations that can't run:" in done.stdout
+    # three arrays of two, six runs, each with its own nodes: Slurm's records
+    assert len(site.calls) == 3
+    arrays = {job.partition("_")[0] for job in (run.job_id or "" for run in sweep.runs)}
+    assert (len(arrays), len(sweep.runs)) == (3, 6)
+    for run in sweep.runs:
+        assert run.job_id is not None
+        record = site.record(run.job_id)
+        assert (record["ArrayJobId"], record["ArrayTaskId"]) == tuple(run.job_id.split("_"))
+        assert record["NumNodes"].partition("-")[0] == str(run.nodes)
+        assert f"nodes={run.nodes}" in run.overrides
+        assert re.search(rf"{run.run_dir.name} .* {run.nodes} +{run.job_id} ", done.stdout)
+    # one is killed: its array's other run is not touched
+    killed = next(run for run in sweep.runs if {"strategy=pipeline", "nodes=2"} <= set(run.overrides))
+    wait_for(lambda: worker_of(killed.run_dir, rank=1), within_s=120)
+    worker = worker_of(killed.run_dir, rank=1)
+    assert worker is not None
+    worker.send_signal(signal.SIGKILL)
+    for run in sweep.runs:
+        site.ended(run.job_id or "", within_s=120)
+    wait_for(lambda: all((run.run_dir / "summary.json").exists() for run in sweep.runs), within_s=20)
+    outcomes = {run.run_dir: read(run.run_dir, "summary.json")["outcome"] for run in sweep.runs}
+    assert [path for path, outcome in outcomes.items() if outcome != "completed"] == [killed.run_dir]
+    assert "rank 1 on" in str(read(killed.run_dir, "failure.json")["line"])
+    for run in sweep.runs:  # the job is known by the name that Slurm's commands take
+        assert read(run.run_dir, "summary.json")["job_ids"] == [run.job_id]
+        assert read(run.run_dir, "owner.json") == {"job_id": run.job_id}
+        assert (run.run_dir / "slurm" / f"{run.job_id}.out").exists()
+    # and only that one is run again
+    again = site.run("-m", f"sweep.resume={folder}", "sweep.wait=true")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert len(site.calls) == 4
+    _, resumed = only_sweep(site)
+    assert len(resumed.runs) == 6
+    changed = [new for old, new in zip(sweep.runs, resumed.runs, strict=True) if old != new]
+    assert [run.overrides for run in changed] == [killed.overrides]
+    assert read(changed[0].run_dir, "summary.json")["outcome"] == "completed"
+    assert again.stdout.count("completed") >= 5
+    nothing = site.run("-m", f"sweep.resume={folder}")
+    assert (nothing.returncode, len(site.calls)) == (0, 4)
+    assert f"nothing is missing in {folder}" in nothing.stdout
+
+
+def test_two_hundred_runs_of_four_shapes_are_four_calls(site: CountedSite) -> None:
+    """Held, so that submitting is all that is done."""
+    words = ("-m", "nodes=1,2,3,4", "seed=range(50)", "training.global_batch_size=12", *SMALL[1:],
+             "training.steps=2", "launcher=slurm", "+launcher.extra.hold=true")  # fmt: skip
+    started_s = time.monotonic()
+    done = site.run(*words)
+    took_s = time.monotonic() - started_s
+    try:
+        assert done.returncode == 0, done.stdout + done.stderr
+        print(f"{took_s:.1f} s from Enter to the prompt")
+        assert len(site.calls) == 4
+        _, sweep = only_sweep(site)
+        assert len({run.run_dir for run in sweep.runs}) == 200
+        assert len({run.job_id for run in sweep.runs}) == 200
+        arrays = sorted({(run.job_id or "").partition("_")[0] for run in sweep.runs}, key=int)
+        for nodes, array in enumerate(arrays, start=1):
+            record = site.record(array)
+            assert (record["ArrayTaskId"], record["NumNodes"].partition("-")[0]) == ("0-49", str(nodes))
+        linked = [run.run_dir / "code" for run in sweep.runs]
+        assert all((code).is_dir() for code in linked)
+    finally:
+        names = {path.name for path in site.home.glob("runs/sweeps/*")}
+        site.cluster.run("scancel", "--name=data", *(f"--name={name}" for name in names))
+
+
+def test_parallelism_limits_an_array(site: CountedSite) -> None:
+    words = ("-m", "seed=1,2,3", *SMALL, "launcher=slurm", "sweep.parallelism=1", "sweep.wait=true")
+    done = site.run(*words, timeout_s=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, sweep = only_sweep(site)
+    assert sweep.parallelism == 1
+    times = sorted(
+        tuple(site.record(run.job_id or "")[key] for key in ("StartTime", "EndTime")) for run in sweep.runs
+    )
+    assert all(end <= start for (_, end), (start, _) in pairwise(times))
+    assert done.stdout.splitlines()[-1] == "3 completed"
+
+
+def test_a_shape_that_can_never_start_is_refused_and_the_others_stay(site: CountedSite) -> None:
+    words = ("-m", "nodes=1,8", "seed=1,2", *SMALL, "launcher=slurm")
+    done = site.run(*words)
+    assert done.returncode == 3
+    assert "nodes=8 gpus_per_node=1 (nodes=8 seed=1 and 1 more): Slurm refused the job" in done.stderr
+    _, sweep = only_sweep(site)
+    assert [(run.nodes, run.job_id is None, run.run_dir.exists()) for run in sweep.runs] == [
+        (1, False, True), (1, False, True), (8, True, False), (8, True, False),
+    ]  # fmt: skip
+    for run in sweep.runs[:2]:
+        assert site.ended(run.job_id or "", within_s=120)["JobState"] == "COMPLETED"
+
+
+def test_a_requeued_task_goes_on_in_its_own_folder(site: CountedSite) -> None:
+    words = ("-m", "seed=1,2", *SMALL, "training.steps=100000", "launcher=slurm", "name=tasks")
+    assert site.run(*words).returncode == 0
+    _, sweep = only_sweep(site)
+    first, second = sweep.runs
+    wait_for((first.run_dir / "metrics.jsonl").exists)
+    site.cluster.run("scontrol", "requeue", first.job_id or "")
+    wait_for(lambda: (first.run_dir / "attempts.jsonl").read_text().count('"began"') == 2, within_s=90)
+    began = [json.loads(line) for line in (first.run_dir / "attempts.jsonl").read_text().splitlines()]
+    starts = [line for line in began if "began" in line]
+    assert [line["job_id"] for line in starts] == [first.job_id, first.job_id]
+    assert starts[1]["after_step"] > 0
+    refused = subprocess.run(
+        [sys.executable, "-m", "hpc_parallel.run", f"resume={second.run_dir}"],
+        cwd=site.home, env=site.environment, capture_output=True, text=True,
+    )  # fmt: skip
+    site.cluster.run("scancel", "--name=tasks")
+    assert refused.returncode == 2
+    assert f"is going on already, as job {second.job_id}" in refused.stderr
