@@ -93,10 +93,10 @@ def _composed(
     assert isinstance(hydras, list)
     bases: dict[tuple[str, ...], tuple[DictConfig, DictConfig]] = {}
     words = {word for overrides in batch for word in overrides}
-    told = any("${hydra:" in word for word in words)
     parser = OverridesParser.create()
     parsed: dict[str, Override] = {word: parser.parse_override(word) for word in words}
     groups_of = {word for word in words if _chooses(parsed[word], loader=loader)}
+    told = any("${hydra:" in str(each.value()) for each in parsed.values())
     shown: tuple[str, ...] | None = None
     # Every combination sets the same values, so one copy does for all where none adds or deletes a key.
     again = all(

@@ -494,7 +494,7 @@ def test_all_problems_are_told_in_the_order_of_the_command(
 def test_a_sweep_starts_nothing_unless_all_its_runs_are_right(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = refused(["-m", "nodes=1,0", "seed=1,-1", "launcher=script"], capsys)
+    told = refused(["-m", "nodes=1,0", "seed=1,-1", "sweep.on_invalid=stop", "launcher=script"], capsys)
     assert "2 problems" in told
     assert not (here / "runs").exists()
 

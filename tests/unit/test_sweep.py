@@ -1,0 +1,266 @@
+"""What `-m` starts: composed as Hydra would, checked together, grouped by what Slurm is asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose
+from omegaconf import OmegaConf
+
+from hpc_parallel.config.cells import compose_cells
+from hpc_parallel.config.compose import composing, find_folder, resolve
+from hpc_parallel.config.schema import RunConfig, typed
+from hpc_parallel.launch.attempts import history
+from hpc_parallel.launch.job_state import job_of
+from hpc_parallel.launch.run_folder import write_json
+from hpc_parallel.launch.sweep_folder import Sweep, read_sweep
+from hpc_parallel.run import main
+
+CONF = str(find_folder("conf"))
+CHEAP = ("launcher.snapshot=false", "cluster=cpu")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["run"])
+    return tmp_path
+
+
+def only_sweep(here: Path) -> tuple[Path, Sweep]:
+    (folder,) = here.glob("runs/sweeps/*")
+    return folder, read_sweep(folder)
+
+
+def cells(*words: str, extra_dir: str | None = None) -> list[tuple[list[str], list[str], RunConfig]]:
+    found = compose_cells(words, config_dir=CONF, config_name="config", extra_dir=extra_dir)
+    assert found is not None
+    return [(cell.overrides, cell.swept, resolve(cell.config)[0]) for cell in found.cells]
+
+
+def hydras(overrides: Sequence[str]) -> RunConfig:
+    """The same as Hydra composes it alone."""
+    with composing(CONF):
+        return typed(OmegaConf.to_container(compose("config", overrides=list(overrides)), resolve=True))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["strategy=data,pipeline,tensor", "nodes=1,2,4"],
+        ["nodes=range(1,4)", "strategy.pipeline=1", "model=choice(tiny,124m)"],
+        ["strategy=glob(*sdp)", "training.clip_norm=null,0.5"],
+        ["+launcher.extra.nice=1,2", "name=x-${nodes}-${strategy.name}", "nodes=1,3"],
+        ["~nodes", "seed=1,2", "data.pattern='*.md','*.txt'"],
+        ["optimizer.betas=[0.1,0.2],[0.3,0.4]", "optimizer.eps=1e-6"],
+        ["task=infer,generate", "seed=1,2"],
+    ],
+)  # fmt: skip
+def test_combinations_are_what_hydra_composes_one_by_one(words: list[str]) -> None:
+    found = cells(*words)
+    assert len({tuple(overrides) for overrides, _, _ in found}) == len(found) > 1
+    for overrides, swept, config in found:
+        assert config == hydras(overrides)
+        assert set(swept) < set(overrides) or set(swept) == set(overrides)
+
+
+def test_the_order_and_the_words_are_the_basic_sweepers() -> None:
+    found = cells("nodes=1,2", "strategy=data,fsdp", "seed=7")
+    assert [overrides for overrides, _, _ in found] == [
+        ["nodes=1", "strategy=data", "seed=7"], ["nodes=1", "strategy=fsdp", "seed=7"],
+        ["nodes=2", "strategy=data", "seed=7"], ["nodes=2", "strategy=fsdp", "seed=7"],
+    ]  # fmt: skip
+    assert [swept for _, swept, _ in found][1] == ["nodes=1", "strategy=fsdp"]
+
+
+def test_a_file_of_parameters_is_swept(here: Path) -> None:
+    """As a study in `jobs/` says them: hydra.sweeper.params."""
+    study = here / "conf" / "jobs" / "mine.yaml"
+    study.parent.mkdir(parents=True)
+    study.write_text(
+        "# @package _global_\nhydra:\n  sweeper:\n    params:\n      nodes: 1,2\n      strategy: data,fsdp\n"
+        "training:\n  steps: 7\n"
+    )
+    found = cells("+jobs=mine", "seed=3", extra_dir=str(here / "conf"))
+    kept = [(config.nodes, config.strategy.name, config.seed, config.training.steps) for *_, config in found]
+    assert kept == [(1, "data", 3, 7), (1, "fsdp", 3, 7), (2, "data", 3, 7), (2, "fsdp", 3, 7)]
+
+
+def test_hydras_own_values_are_the_combinations(here: Path) -> None:
+    found = cells("seed=5,6", "name=n${hydra:job.num}")
+    assert [(config.name, config.seed) for *_, config in found] == [("n0", 5), ("n1", 6)]
+
+
+def test_another_sweeper_has_its_way() -> None:
+    assert compose_cells(
+        ["nodes=1,2", "hydra.launcher._target_=other.Launcher"], config_dir=CONF, config_name="config"
+    ) is None  # fmt: skip
+
+
+def test_impossible_ones_are_listed_and_skipped_and_duplicates_dropped(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["-m", "strategy=pipeline", "nodes=1,2,2,8", "launcher=script", *CHEAP]) == 0
+    told = capsys.readouterr().out
+    assert "skipped 1 combination that can't run:\n  nodes=8: strategy.pipeline = 8 gives 8 stages" in told
+    assert "dropped 1 duplicate" in told
+    folder, sweep = only_sweep(here)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert [run.nodes for run in sweep.runs] == [1, 2]
+    assert "nodes=8" in sweep.skipped[0].overrides
+    assert sweep.command[:3] == ("-m", "strategy=pipeline", "nodes=1,2,2,8")
+    for run in sweep.runs:
+        assert yaml.safe_load((run.run_dir / "config.yaml").read_text())["nodes"] == run.nodes
+
+
+def test_on_invalid_stop_starts_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", "nodes=1,0", "sweep.on_invalid=stop", "launcher=script"]) == 2
+    assert "nodes = 0 must be at least 1. Try nodes=1." in capsys.readouterr().err
+    assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize("word", ["sweep.wait=true", "sweep.resume=x", "sweep.parallelism=2"])
+def test_only_a_sweep_has_keys_of_a_sweep(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word, "launcher=script"]) == 2
+    assert f"{word}: only a sweep has this. Try -m {word}." in capsys.readouterr().err
+
+
+STUB = """#!/bin/sh
+case "${0##*/} $1 $2" in
+  sbatch*) for last; do :; done; cp "$last" "$CALLS.$$"; echo "$$" >> "$CALLS"; tail -1 "$CALLS" ;;
+  "scontrol ping"*) echo "Slurmctld(primary) at here is UP" ;;
+  "scontrol --oneliner show") echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1 ;;
+  "scontrol show config") echo "MaxArraySize            = $MOST" ;;
+esac
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands in for a Slurm that takes everything: the file of calls; a script a call beside it."""
+    folder = tmp_path_factory.mktemp("slurm")
+    for name in ("sbatch", "scontrol", "squeue", "scancel", "sinfo"):
+        (folder / name).write_text(STUB)
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(folder / "calls"))
+    monkeypatch.setenv("MOST", "1001")
+    return folder / "calls"
+
+
+def scripts(calls: Path) -> dict[str, str]:
+    return {job: Path(f"{calls}.{job}").read_text() for job in calls.read_text().split()}
+
+
+def test_an_array_is_what_sbatch_is_told_alike(slurm: Path, here: Path) -> None:
+    """Not the node count alone: time limits are resources, too; names, seeds and strategies are not."""
+    words = ["strategy=data,fsdp", "launcher.time_minutes=10,20", "seed=1,2", "nodes=2", "launcher=slurm"]
+    assert main(["-m", *words, *CHEAP, "sweep.parallelism=3"]) == 0
+    folder, sweep = only_sweep(here)
+    given = scripts(slurm)
+    assert len(given) == 2
+    for job, script in given.items():
+        runs = [run for run in sweep.runs if (run.job_id or "").startswith(f"{job}_")]
+        assert [run.job_id for run in runs] == [f"{job}_{index}" for index in range(4)]
+        minutes = {word for run in runs for word in run.overrides if "time_minutes" in word}
+        assert len(minutes) == 1
+        assert f"#SBATCH --time={minutes.pop().partition('=')[2]}\n" in script
+        assert "#SBATCH --array=0-3%3\n" in script
+        (tasks,) = {path.parent for path in folder.glob("arrays/*/0") if path.resolve() == runs[0].run_dir}
+        assert [(tasks / str(index)).resolve() for index in range(4)] == [run.run_dir for run in runs]
+        assert f"#SBATCH --output={tasks}/%a/slurm/%A_%a.out\n" in script
+        for run in runs:
+            assert json.loads((run.run_dir / "owner.json").read_text()) == {"job_id": run.job_id}
+            assert (run.run_dir / "batch_script.sh").read_text() == script
+            assert str(run.run_dir) in (run.run_dir / "slurm" / "resubmit.sh").read_text()
+
+
+def test_a_task_finds_its_run_by_its_number(slurm: Path, here: Path) -> None:
+    assert main(["-m", "seed=1,2,3", "name='it is'", "launcher=slurm", *CHEAP]) == 0
+    _, sweep = only_sweep(here)
+    (script,) = scripts(slurm).values()
+    shown = script.replace("\nsrun ", "\nprintf '%s\\n' ")
+    for index, run in enumerate(sweep.runs):
+        environment = {**os.environ, "SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": str(index)}
+        done = subprocess.run(["bash", "-c", shown], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == str(run.run_dir)
+        assert f"of job 9_{index} on" in done.stderr
+    lost = {**os.environ, "SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "7"}
+    assert subprocess.run(["bash", "-c", shown], env=lost, capture_output=True).returncode != 0
+
+
+def test_arrays_that_the_site_would_not_take_are_split(
+    slurm: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOST", "3")  # task numbers 0 to 2
+    assert main(["-m", "seed=range(7)", "launcher=slurm", *CHEAP]) == 0
+    lines = [line for script in scripts(slurm).values() for line in script.splitlines() if "--array" in line]
+    assert lines == ["#SBATCH --array=0-2", "#SBATCH --array=0-2"]  # and one that is no array
+    _, sweep = only_sweep(here)
+    assert [(run.job_id or "").partition("_")[2] for run in sweep.runs] == ["0", "1", "2", "0", "1", "2", ""]
+
+
+def test_resume_runs_only_what_is_missing_or_failed(slurm: Path, here: Path) -> None:
+    words = ["-m", "seed=range(4)", "launcher=slurm", *CHEAP]
+    assert main(words) == 0
+    folder, first = only_sweep(here)
+    write_json(first.runs[0].run_dir / "summary.json", {"outcome": "completed"})
+    write_json(first.runs[1].run_dir / "summary.json", {"outcome": "failed"})
+    write_json(first.runs[2].run_dir / "owner.json", {"host": "elsewhere", "pid": 1, "began": None})
+    # the fourth: its job is gone without a word
+    assert main(["-m", f"sweep.resume={folder}", "launcher.time_minutes=90"]) == 0
+    assert read_sweep(folder).started == first.started
+    again = read_sweep(folder).runs
+    assert len(again) == 4
+    assert [old == new for old, new in zip(first.runs, again, strict=True)] == [True, False, True, False]
+    assert again[1].run_dir != first.runs[1].run_dir
+    assert "launcher.time_minutes=90" in again[3].overrides
+    assert len(scripts(slurm)) == 2
+    assert main([*words, f"sweep.resume={folder}", "dry_run=true"]) == 0
+    assert read_sweep(folder).runs == again
+
+
+def test_source_is_copied_once_and_linked(here: Path) -> None:
+    subprocess.run(["git", "init", "-q"], check=True)
+    (here / "sub").mkdir()
+    (here / "sub" / "mine_one.py").write_text("value = 1\n")
+    assert main(["-m", "seed=1,2,3", "launcher=script", "cluster=cpu"]) == 0
+    _, sweep = only_sweep(here)
+    files = [run.run_dir / "code" / here.name / "sub" / "mine_one.py" for run in sweep.runs]
+    assert {file.read_text() for file in files} == {"value = 1\n"}
+    paths = {
+        (run.run_dir / "batch_script.sh").read_text().count(f"{run.run_dir}/code/{here.name}")
+        for run in sweep.runs
+    }
+    assert paths == {1}
+
+
+def test_a_task_of_an_array_is_known_by_its_number(tmp_path: Path) -> None:
+    raw = {"SLURM_JOB_ID": "127"}
+    task = {**raw, "SLURM_ARRAY_JOB_ID": "123", "SLURM_ARRAY_TASK_ID": "4"}
+    assert (job_of(raw), job_of(task), job_of({})) == ("127", "123_4", None)
+    from hpc_parallel.launch.run_folder import RunFolder
+
+    assert history(RunFolder(tmp_path), environment=task)["job_ids"] == ["123_4"]
+
+
+def test_a_sweep_never_imports_torch(slurm: Path) -> None:
+    words = ["-m", "nodes=1,2", "launcher=slurm", *CHEAP]
+    code = (
+        f"import sys, hpc_parallel.run as run; assert run.main({words}) == 0; print('torch' in sys.modules)"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "False"
