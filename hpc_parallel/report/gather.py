@@ -249,15 +249,21 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _left_out(folders: Sequence[Path], known: Iterable[Path]) -> Iterable[tuple[str, str]]:
-    """Overrides and reason."""
+    """The overrides that not all of the sweep have, and the reason."""
     there = set(known)
     for path in sorted({path for folder in folders for at in SWEEPS for path in folder.glob(at + MANIFEST)}):
         try:
             sweep = read_sweep(path.parent)
         except (OSError, ValueError):
             continue
+        asked = [set(each.overrides) for each in (*sweep.runs, *sweep.skipped)]
+        common = set.intersection(*asked) if len(asked) > 1 else set()
         for skipped in sweep.skipped:
-            yield " ".join(skipped.overrides), " ".join(skipped.problems)
+            yield _but(common, skipped.overrides), " ".join(skipped.problems)
         for run in sweep.runs:
             if run.run_dir.absolute() not in there:
-                yield " ".join(run.overrides), f"{run.run_dir} is not there (any more)"
+                yield _but(common, run.overrides), f"{run.run_dir} is not there (any more)"
+
+
+def _but(common: Iterable[str], overrides: Iterable[str]) -> str:
+    return " ".join(override for override in overrides if override not in common)

@@ -188,8 +188,10 @@ def test_what_a_sweep_left_out_is_told(tmp_path: Path) -> None:
         sweep,
         Sweep(
             ("-m",), "2026-11-22T01:00:00+00:00", None,
-            runs=(SweepRun(("nodes=2",), run.path, 2, 1), SweepRun(("nodes=4",), tmp_path / "gone", 4, 1)),
-            skipped=(SkippedRun(("nodes=3",), ("3 does not divide 16.",)),),
+            runs=(SweepRun(("seed=1", "nodes=2"), run.path, 2, 1),
+                SweepRun(("seed=1", "nodes=4"), tmp_path / "gone", 4, 1),
+            ),
+            skipped=(SkippedRun(("seed=1", "nodes=3"), ("3 does not divide 16.",)),),
         ),
     )  # fmt: skip
     gathered = gather([sweep, run.path])
