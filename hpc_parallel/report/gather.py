@@ -256,7 +256,7 @@ def _left_out(folders: Sequence[Path], known: Iterable[Path]) -> Iterable[tuple[
             sweep = read_sweep(path.parent)
         except (OSError, ValueError):
             continue
-        asked = [set(each.overrides) for each in (*sweep.runs, *sweep.skipped)]
+        asked = [set(run.overrides) for run in sweep.runs] + [set(left.overrides) for left in sweep.skipped]
         common = set.intersection(*asked) if len(asked) > 1 else set()
         for skipped in sweep.skipped:
             yield _but(common, skipped.overrides), " ".join(skipped.problems)
