@@ -166,7 +166,7 @@ def _measured(rows: Sequence[Row], strategy: str, key: str) -> list[Row]:
 
 
 def _same_work(a: Row, b: Row) -> bool:
-    sizes = [row.config.get("training", {}).get("global_batch_size") for row in (a, b)]
+    sizes = [row.section("training").get("global_batch_size") for row in (a, b)]
     return a.workload == b.workload and sizes[0] == sizes[1]
 
 

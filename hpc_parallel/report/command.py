@@ -1,7 +1,7 @@
 """`python -m hpc_parallel report FOLDER... [--output FOLDER]`: what runs show, as a page, Markdown and CSV.
 
-FOLDER is a run folder, a sweep folder or one that holds some. Exit codes: 0 done, 2 something of the
-command line is wrong (nothing was written).
+FOLDER is a run folder, a sweep folder or one that holds some. Exit codes: 0 done, 1 it could
+not be written, 2 something of the command line is wrong (nothing was written).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hpc_parallel.launch.recorded import find_runs
 if TYPE_CHECKING:
     from hpc_parallel.report.page import Report
 
-DONE, WRONG_USAGE = 0, 2
+DONE, FAILED, WRONG_USAGE = range(3)
 PAGE, MARKDOWN, TABLE, PLOTS = "index.html", "report.md", "report.csv", "plots"
 
 
@@ -47,7 +47,11 @@ def main(arguments: Sequence[str]) -> int:
     from hpc_parallel.report.page import render
 
     gathered = gather(folders)
-    write(render(gathered), output)
+    try:
+        write(render(gathered), output)
+    except OSError as error:  # a full disk, say
+        print(f"{output} can't be written: {error.strerror or error}", file=sys.stderr)
+        return FAILED
     print(f"{len(gathered.rows)} run{'s' * (len(gathered.rows) > 1)}: {output / PAGE}")
     return DONE
 

@@ -80,6 +80,11 @@ class Row:
     def config(self) -> dict[str, Any]:
         return self.run.config or {}
 
+    def section(self, name: str) -> dict[str, Any]:
+        """A table of the configuration, empty where a stranger's file has none."""
+        said = self.config.get(name)
+        return said if isinstance(said, dict) else {}
+
     @property
     def layout_text(self) -> str:
         return str(Layout(**self.layout)) if self.layout else "unknown"
@@ -151,8 +156,9 @@ def _row(run: RecordedRun, *, state: str, ended: bool, label: str, differs: str)
     figures = {key: number(said.get(key)) for key in FIGURES}
     parts = said.get("step_parts_s")
     parts = {part: number(parts.get(part)) for part in PARTS} if isinstance(parts, dict) else {}
-    layout = said.get("layout")
-    if not isinstance(layout, dict) or set(layout) != set(AXES):
+    layout: Any = said.get("layout")
+    whole = isinstance(layout, dict) and set(layout) == set(AXES)
+    if not whole or not all(isinstance(degree, int) for degree in layout.values()):
         layout = _layout(run)
     devices = None if run.nodes is None or run.gpus_per_node is None else run.nodes * run.gpus_per_node
     figures["device_hours"] = device_hours(run, devices=devices)

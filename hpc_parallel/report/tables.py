@@ -180,15 +180,16 @@ def scaling(rows: Sequence[Row]) -> list[Series]:
     """Every group of completed runs that are the same but for their number of devices."""
     groups: dict[tuple[str, str, str, str], dict[int, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        batch = _batch(row)
-        if not row.completed or not row.layout or row.figures["samples_per_s"] is None or batch is None:
+        batch, devices = _batch(row), row.devices
+        if not row.completed or not row.layout or batch is None or not devices or devices < 1:
             continue
-        assert row.devices is not None
+        if row.figures["samples_per_s"] is None:
+            continue
         what = _but_for_devices(row)
         for axis in AXES:
             others = json.dumps({other: row.layout[other] for other in AXES if other != axis})
-            groups[STRONG, axis, what + others, f"{batch}"][row.devices].append(row)
-            groups[WEAK, axis, what + others, f"{batch / row.devices:g}"][row.devices].append(row)
+            groups[STRONG, axis, what + others, f"{batch}"][devices].append(row)
+            groups[WEAK, axis, what + others, f"{batch / devices:g}"][devices].append(row)
     return [
         _series(kind, by_devices)
         for (kind, *_), by_devices in groups.items()
@@ -213,16 +214,17 @@ def _series(kind: str, by_devices: dict[int, list[Row]]) -> Series:
 
 
 def _batch(row: Row) -> int | None:
-    training = row.config.get("training")
-    size = training.get("global_batch_size") if isinstance(training, dict) else None
+    size = row.section("training").get("global_batch_size")
     return size if isinstance(size, int) and size > 0 else None
 
 
 def _but_for_devices(row: Row) -> str:
     """The configuration, as far as it decides how fast a step is, without what devices there are."""
     config = {key: value for key, value in row.config.items() if key not in (*BESIDE, "optimizer", "seed")}
-    training = {k: v for k, v in config["training"].items() if k not in (*SPEEDLESS, "global_batch_size")}
-    strategy = {k: v for k, v in config.get("strategy", {}).items() if k not in AXES}
+    training = {
+        k: v for k, v in row.section("training").items() if k not in (*SPEEDLESS, "global_batch_size")
+    }
+    strategy = {k: v for k, v in row.section("strategy").items() if k not in AXES}
     return json.dumps({**config, "training": training, "strategy": strategy}, sort_keys=True, default=str)
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from hpc_parallel.launch import owner
 from hpc_parallel.launch.run_folder import RunFolder, write_json
 from hpc_parallel.launch.sweep_folder import SkippedRun, Sweep, SweepRun, create, write_sweep
 from hpc_parallel.report.claims import BACKED, CONTRADICTED, EVEN, OPEN, Runs, judged
-from hpc_parallel.report.gather import Row, gather, timeline
+from hpc_parallel.report.gather import Gathered, Row, gather, timeline
+from hpc_parallel.report.page import table
 from hpc_parallel.report.tables import (
     COLUMNS,
     STRONG,
@@ -178,6 +182,29 @@ def test_every_state_is_a_row(tmp_path: Path, new: Callable[[], Path]) -> None:
     assert [timeline(row) for row in found] == [[]] * 6
     assert compare(found).cells[5][0].text == UNMEASURED
     assert scaling(found) == predictions(found) == []
+
+
+@pytest.mark.parametrize("value", ["x", -7, [1], None], ids=str)
+def test_no_strangers_value_ends_a_report(tmp_path: Path, new: Callable[[], Path], value: Any) -> None:
+    """Each key of a summary and each table of a configuration in turn; the other rows stay as they are."""
+    whole = [ended(new(), "strategy=data", f"nodes={nodes}", samples_per_s=50 * nodes) for nodes in (1, 2)]
+    summary = json.loads(whole[1].summary.read_text())
+    config = yaml.safe_load(whole[1].config.read_text())
+    for file, values in (("summary.json", summary), ("config.yaml", config)):
+        for key in values:
+            path = new()
+            shutil.copytree(whole[1].path, path)
+            (path / file).write_text(json.dumps({**values, key: value}))
+    found = rows(tmp_path)
+    assert len(found) == 2 + len(summary) + len(config)
+    comparison = compare(found)
+    assert [cell.value for cell in comparison.cells[1][:4]] == [100.0, None, 0.16, 10**8]
+    series = scaling(found)
+    table(Gathered([], found), series)
+    judged(Runs(found, series))
+    predictions(found)
+    (strong,) = [each for each in series if whole[0].path in {row.run.path for row in each.points[0].runs}]
+    assert strong.points[1].efficiency == pytest.approx(1)
 
 
 def test_what_a_sweep_left_out_is_told(tmp_path: Path) -> None:
