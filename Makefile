@@ -11,6 +11,7 @@ train: $(STAMP)  ## the reference transformer over two simulated nodes
 
 test: $(STAMP)  ## the whole suite, with a real Slurm where this machine can have one
 	@$(RUN) tests/slurm/cluster.py install || echo "make test leaves out the tests that need a real Slurm."
+	@$(RUN) tests/report/browser.py install || echo "make test leaves out the tests that open a report."
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy

@@ -29,6 +29,7 @@ COMMANDS = {
     "logs": Command("hpc_parallel.operate.logs", "what the ranks of a run print"),
     "cancel": Command("hpc_parallel.operate.cancel", "end a run, or all of a sweep"),
     "show": Command("hpc_parallel.operate.show", "one run in full: settings, layout, figures, failure"),
+    "report": Command("hpc_parallel.report.command", "what runs show, as a page with tables and plots"),
     "parity": Command("hpc_parallel.proof.command", "prove that strategies follow one device"),
     "export": Command("hpc_parallel.worker.export", "a checkpoint's weights as one safetensors file"),
     "tokenize": Command("hpc_parallel.data.tokenize", "texts to a row of tokens"),

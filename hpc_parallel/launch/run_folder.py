@@ -68,6 +68,11 @@ class RunFolder:
         return self.path / "summary.json"
 
     @property
+    def timeline(self) -> Path:
+        """What each stage of a pipeline did when, in one step that was watched."""
+        return self.path / "timeline.json"
+
+    @property
     def failure(self) -> Path:
         return self.path / "failure.json"
 
@@ -130,7 +135,7 @@ class RunFolder:
 
     def begin_anew(self) -> None:
         """Drop how an earlier start ended."""
-        for file in (self.generated, self.summary, self.failure, self.stopped):
+        for file in (self.generated, self.summary, self.timeline, self.failure, self.stopped):
             file.unlink(missing_ok=True)
 
 

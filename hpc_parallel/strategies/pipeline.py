@@ -45,9 +45,15 @@ KINDS = {
 }
 
 
-def busy() -> AbstractContextManager[object]:
-    """Marks a stage's work for a profiler (training/timeline.py); nothing where none is there."""
-    return record_function(BUSY) if torch.autograd._profiler_enabled() else nullcontext()
+def busy(stage: int, kind: str, microbatch: int | None = None) -> AbstractContextManager[object]:
+    """Marks a stage's work for a profiler (training/timeline.py); nothing where none is there.
+
+    kind: forward, loss, backward (of inputs and weights, or of inputs alone), weights (their gradients,
+    where a schedule puts them off), average (over replicas).
+    """
+    if not torch.autograd._profiler_enabled():
+        return nullcontext()
+    return record_function(f"{BUSY} {stage} {kind}" + ("" if microbatch is None else f" {microbatch}"))
 
 
 class Stage(PipelineStage):
@@ -61,22 +67,24 @@ class Stage(PipelineStage):
     """Whether the schedule runs again before the optimizer does: replicas wait for the last time."""
     average: Average | None = None
     """Averages gradients over replicas that no DistributedDataParallel wraps."""
+    passed = 0
+    """Microbatches of this step that went through in earlier passes of the schedule."""
 
-    def forward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
         if self.has_backward and not self.submod.training:
             self.submod.train()
-        with busy():
-            return super().forward_one_chunk(*arguments, **options)
+        with busy(self.stage_index, "forward", self.passed + fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
 
-    def backward_one_chunk(self, *arguments: Any, **options: Any) -> None:
+    def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> None:
         if self.gradients_go_on:
             options["last_backward"] = False
-        with busy():
-            super().backward_one_chunk(*arguments, **options)
+        with busy(self.stage_index, "backward", self.passed + bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, *arguments, **options)
 
-    def backward_weight_one_chunk(self, *arguments: Any, **options: Any) -> None:
-        with busy():
-            super().backward_weight_one_chunk(*arguments, **options)
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> None:
+        with busy(self.stage_index, "weights", self.passed + bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, *arguments, **options)
 
     # In evaluation torch 2.13 hands gradients between two stages of one rank all the same, and then refuses.
     def get_local_bwd_output(self, mb_index: int) -> Any:
@@ -90,7 +98,7 @@ class Stage(PipelineStage):
         """Called by the schedule when the last gradient of the stage is there, in evaluation too."""
         if self.gradients_go_on:
             return
-        with busy():
+        with busy(self.stage_index, "average"):
             super().perform_reduce_grad(*arguments)
         if self.has_backward:
             lay_out_gradients(self.submod)
@@ -153,10 +161,11 @@ class Pipeline:
         self._tied = TiedEnds(stages, mesh=mesh, v_shaped=SCHEDULES[schedule].v_shaped)
         self.copies: Sequence[Parameter] = self._tied.copies
         self._passes = microbatches if SCHEDULES[schedule].in_turn else 1
+        self._each = microbatches // self._passes
         kind = KINDS[schedule]
         wanted = inspect.signature(kind).parameters  # the arguments move between releases of torch
         given = {
-            "n_microbatches": microbatches // self._passes,
+            "n_microbatches": self._each,
             "loss_fn": self._loss,
             "scale_grads": False,
             "stage" if "stage" in wanted else "stages": self._parts[0] if "stage" in wanted else self._parts,
@@ -164,7 +173,7 @@ class Pipeline:
         self._schedule = kind(**given)
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
-        with busy():
+        with busy(self._parts[-1].stage_index, "loss"):
             return telling(self._model.loss(output, target) / self._terms)
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -190,6 +199,7 @@ class Pipeline:
         for index, (samples, expected) in enumerate(passes):
             for part in self._parts:
                 part.gradients_go_on = index < self._passes - 1
+                part.passed = index * self._each
             given = (samples,) if self._first else ()
             losses: list[Tensor] = []
             if self._last:

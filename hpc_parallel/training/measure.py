@@ -22,6 +22,7 @@ from hpc_parallel.training.collectives import NAMES, Traffic
 from hpc_parallel.training.metrics import Metrics, finite, gathered
 from hpc_parallel.training.timeline import STEP, Interval, Timeline, events_of, marked_waits
 
+CHUNK_COLUMNS = ("start_s", "end_s", "stage", "kind", "microbatch")  # of `timeline.json`
 WARM_UP = 2  # steps: after the first comes a validation, and then a pipeline learns its shapes again
 
 
@@ -40,12 +41,23 @@ class Measurement:
         self._pipeline = dist.get_process_group_ranks(pipeline.get_group()) if pipeline is not None else []
         self._traffic: Traffic | None = None
         self._timelines: list[Timeline] = []
+        self._loading_s: list[float] = []
 
     def watch(self, step: int) -> AbstractContextManager[None]:
         """What the 1-based `step` runs under."""
         if step == self._counted:
             return self._left_out(self._count())
         return self._left_out(self._time()) if step in self._timed else nullcontext()
+
+    def loading(self, step: int) -> AbstractContextManager[None]:
+        """What the 1-based `step`'s batch is fetched under."""
+        return self._load() if step in self._timed else nullcontext()
+
+    @contextmanager
+    def _load(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._loading_s.append(time.perf_counter() - started)
 
     @contextmanager
     def _left_out(self, watched: AbstractContextManager[None]) -> Iterator[None]:
@@ -98,17 +110,45 @@ class Measurement:
         }
 
     def _shares(self) -> dict[str, Any]:
-        """Medians over the steps of means over the ranks."""
+        """Medians over the steps of means over the ranks; of the step's parts means, so that they add up."""
         if not self._timelines:
             return {}
         shares: list[float] = []
+        parts: list[float] = []
         for timeline, schedule in zip(self._timelines, self._schedules(), strict=True):
             shares += [timeline.exposed(schedule) / timeline.length, timeline.bubble(schedule)]
-        means = [fmean(column) for column in gathered(shares, device=self._device)]
+            parts += timeline.parts(schedule).values()
+        loading = [fmean(self._loading_s)]
+        means = [fmean(column) for column in gathered(shares + parts + loading, device=self._device)]
+        means, parts, loading = means[: len(shares)], means[len(shares) : -1], means[-1:]
+        names = list(self._timelines[0].parts(None))
         return {
             "exposed_communication_share": finite(median(means[::2])),
             "bubble_share": finite(median(means[1::2])),
+            "step_parts_s": {
+                **{name: fmean(parts[at :: len(names)]) / 1e9 for at, name in enumerate(names)},
+                "data": loading[0],
+            },
         }
+
+    def schedule_chart(self) -> dict[str, Any] | None:
+        """What each stage of the first pipeline did when, in the last watched step; None without one.
+
+        The content of `timeline.json`, the same on all ranks, who ask together.
+        """
+        mine: dict[str, Any] | None = None
+        if self._timelines and 0 in self._pipeline:
+            last = self._timelines[-1]
+            mine = {
+                "rank": dist.get_rank(),
+                "length_s": last.length / 1e9,
+                "chunks": [[start / 1e9, end / 1e9, *what] for start, end, *what in last.chunks],
+                "waiting": [[start / 1e9, end / 1e9] for start, end in last.waiting],
+            }
+        everywhere: list[dict[str, Any] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, mine)
+        ranks = [found for found in everywhere if found is not None]
+        return {"columns": CHUNK_COLUMNS, "ranks": ranks} if ranks else None
 
     def _schedules(self) -> list[Interval | None]:
         """Of each step, from the first to the last work of any rank of this one's pipeline."""

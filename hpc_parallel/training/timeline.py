@@ -6,6 +6,7 @@ their clocks say.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ WAIT = "wait for others"
 WAITS = (WAIT, "_c10d_functional::wait_tensor")  # the second: DTensor's, and other functional collectives
 ENGINE = "autograd::engine::evaluate_function"
 PEER_TO_PEER = ("gloo:send", "gloo:recv")
+COMMUNICATION = ("c10d::", "_c10d_functional::", "gloo:", "nccl:", "record_param_comms")
+CHUNK = re.compile(rf"{BUSY} (\d+) (\w+)(?: (\d+))?")
 
 Interval = tuple[int, int]  # start, end
 
@@ -73,6 +76,16 @@ def events_of(profiled: profile) -> list[Event]:
     ]
 
 
+class Chunk(NamedTuple):
+    """What a stage of a pipeline did from `start` to `end`; `kind` as of `strategies.pipeline.busy`."""
+
+    start: int
+    end: int
+    stage: int
+    kind: str
+    microbatch: int | None
+
+
 @dataclass(frozen=True)
 class Timeline:
     """One step of one rank; intervals are in order and apart from each other."""
@@ -80,6 +93,8 @@ class Timeline:
     length: int
     waiting: list[Interval]  # communication runs and nothing is computed
     stages: list[Interval]  # a pipeline's, busy with a microbatch
+    computing: list[Interval]  # kernels run on the GPU, or operators on the host where there is none
+    chunks: list[Chunk]  # of `stages`, by start; one may lie within another
 
     @classmethod
     def read(cls, events: Sequence[Event], *, on_gpu: bool) -> Timeline:
@@ -92,7 +107,13 @@ class Timeline:
         kernels = [event for event in events if event.on_device and not event.is_mark]
         communicating = [event for event in kernels if event.name.startswith("nccl")]
         computing = [event for event in kernels if not event.name.startswith("nccl")]
-        stages = [event for event in events if event.name == BUSY and event.on_device == on_gpu]
+        stages = [event for event in events if event.name.startswith(BUSY) and event.on_device == on_gpu]
+        operators = [
+            event
+            for event in events
+            if not (event.on_device or event.is_mark or event is step or event.name in WAITS)
+            and not event.name.startswith((*COMMUNICATION, BUSY))
+        ]
         waits = spans(call for call in calls if call.name in WAITS) + ends_of_backward(
             [*(call for call in calls if call is not step), Event("end", step.end, step.end)],
             collectives=[event for event in events if event.name.startswith("gloo:")],
@@ -106,6 +127,12 @@ class Timeline:
             length=step.end - step.start,
             waiting=without(within([*waits, *spans(communicating)]), within(spans(computing))),
             stages=within(spans(stages)),
+            computing=within(spans(computing if on_gpu else operators)),
+            chunks=sorted(
+                Chunk(event.start - step.start, event.end - step.start, *what)
+                for event in stages
+                if (what := chunk_of(event.name)) is not None
+            ),
         )
 
     def ends_of_stages(self) -> tuple[float, float]:
@@ -123,8 +150,34 @@ class Timeline:
 
     def exposed(self, schedule: Interval | None) -> int:
         """Nanoseconds of communication that no computation hides, the pipeline's bubble left out."""
-        idle = without([schedule], self.stages) if schedule else []
-        return length(without(self.waiting, idle))
+        return length(without(self.waiting, self.idle(schedule)))
+
+    def idle(self, schedule: Interval | None) -> list[Interval]:
+        """Its pipeline's `schedule` goes on and this rank's stages have no work."""
+        return without([schedule], self.stages) if schedule else []
+
+    def parts(self, schedule: Interval | None) -> dict[str, int]:
+        """Nanoseconds of the step by what they went to; together its length.
+
+        `compute`: an operator or a kernel runs; `communication`: as `exposed`; `bubble`: as `idle`;
+        `other`: the host's own work in between, and whatever else nothing was seen of.
+        """
+        idle = self.idle(schedule)
+        parts = {
+            "compute": length(without(without(self.computing, self.waiting), idle)),
+            "communication": self.exposed(schedule),
+            "bubble": length(idle),
+        }
+        return {**parts, "other": self.length - sum(parts.values())}
+
+
+def chunk_of(name: str) -> tuple[int, str, int | None] | None:
+    """Stage, kind and microbatch of a range that `strategies.pipeline.busy` marked; None of another."""
+    found = CHUNK.fullmatch(name)
+    if found is None:
+        return None
+    stage, kind, microbatch = found.groups()
+    return int(stage), kind, None if microbatch is None else int(microbatch)
 
 
 def ends_of_backward(calls: Iterable[Event], *, collectives: Sequence[Event]) -> list[Interval]:

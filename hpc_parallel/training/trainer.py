@@ -74,7 +74,8 @@ class Trainer:
             rate = learning_rate(step, steps=steps, config=self._schedule)
             set_learning_rate(self._optimizer, rate)
             self._progress.mark("data", step)
-            batch = to_device(self._batches.at(step - 1), self._device)
+            with self._measurement.loading(step - started_after):
+                batch = to_device(self._batches.at(step - 1), self._device)
             self._progress.mark("step", step)
             with at_step(step), self._measurement.watch(step - started_after):
                 result = self._step.run(*batch)

@@ -17,6 +17,7 @@ from hpc_parallel.launch.results import INITIAL
 MEASURED = (
     "exposed_communication_share",
     "bubble_share",
+    "step_parts_s",
     "traffic_bytes",
     "busiest_rank_traffic_bytes",
     "traffic",
@@ -41,7 +42,10 @@ def summarise(
     `exposed_communication_share`: of a step, the time in which a device waits for others and computes
     nothing, a pipeline's bubble left out; mean over the ranks. `bubble_share`: of the time from the first
     stage's start to the last one's end, that in which a rank's stages have no work (the transfers between
-    them are in it); mean over the ranks, 0 without a pipeline. `traffic_bytes`: sent in one step by all
+    them are in it); mean over the ranks, 0 without a pipeline. `step_parts_s`: where the time of a watched
+    step went, seconds, mean over the ranks: `compute`, `communication` (exposed), `bubble`, `data` (fetching
+    the batch, before the step), `other` (the host's own work); watching makes it longer than `step_time_s`.
+    `traffic_bytes`: sent in one step by all
     ranks; `traffic`: the same by kind of collective; `busiest_rank_traffic_bytes`: sent and received by
     the one that moves most (of a process that drives several devices, by the busiest device);
     `ring_all_reduce`: both, if the same gradients were averaged by one.

@@ -122,6 +122,9 @@ def train(
         saver.close()
         if signalled is None:
             measured = measurement.figures() | traffic_of(session)
+            chart = measurement.schedule_chart()
+            if rank == 0 and chart is not None:
+                write_json(folder.timeline, chart)
             lines = MetricsReader(folder.metrics).read() if rank == 0 else []
             complete(values, folder=folder, lines=lines, writers=writers, measured=measured)
         else:

@@ -90,6 +90,53 @@ def test_short_runs_measure_what_they_can(workers: Workers) -> None:
 def test_one_device_waits_for_nobody(workers: Workers) -> None:
     found = summary(workers, "strategy=single")
     assert (found["exposed_communication_share"], found["bubble_share"]) == (0.0, 0.0)
+    parts = found["step_parts_s"]
+    assert (parts["communication"], parts["bubble"]) == (0.0, 0.0)
+    assert parts["compute"] > parts["other"] > 0
+    assert parts["data"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "kinds"),
+    [
+        (("strategy=pipeline", "strategy.schedule=1f1b"), ("forward", "backward")),
+        (("strategy=model", "strategy.microbatches=4"), ("forward", "backward")),
+        (
+            ("strategy=pipeline", "strategy.schedule=interleaved_zero_bubble"),
+            ("forward", "backward", "weights"),
+        ),
+    ],
+    ids=["1f1b", "naive", "zero bubble"],
+)
+def test_a_pipelines_timeline_has_every_chunk_once(
+    workers: Workers, options: tuple[str, ...], kinds: tuple[str, ...]
+) -> None:
+    """Of the first pipeline alone, each microbatch through each stage, and not before it could go there."""
+    words = (*SHORT, "nodes=2", "gpus_per_node=2", "strategy.pipeline=2", "strategy.replicate=2")
+    many = ("strategy.microbatches=4",) if "strategy=pipeline" in options else ()
+    folder = workers.train(*words, *options, *many).folder
+    chart = json.loads((folder / "timeline.json").read_text())
+    ranks = {rank["rank"]: rank for rank in chart["ranks"]}
+    assert sorted(ranks) == [0, 2]  # pipeline is the outer axis
+    ends: dict[tuple[int, str, int], tuple[float, float]] = {}
+    for rank in ranks.values():
+        for start, end, stage, kind, microbatch in rank["chunks"]:
+            assert 0 <= start < end <= rank["length_s"]
+            if microbatch is not None:
+                assert (stage, kind, microbatch) not in ends
+                ends[stage, kind, microbatch] = start, end
+    stages = 1 + max(stage for stage, _, _ in ends)
+    assert stages == (4 if "weights" in kinds else 2)
+    expected = {
+        (stage, kind, m) for stage in range(stages) for kind in ("forward", "backward") for m in range(4)
+    }
+    assert {key for key in ends if key[1] != "weights"} == expected
+    assert {kind for _, kind, _ in ends} == set(kinds)
+    together_s = 0.02  # ranks leave the barrier that a step starts with: not at the same instant
+    for stage in range(stages - 1):
+        for m in range(4):
+            assert ends[stage, "forward", m][1] < ends[stage + 1, "forward", m][1] + together_s
+            assert ends[stage + 1, "backward", m][1] < ends[stage, "backward", m][1] + together_s
 
 
 @pytest.mark.parametrize("strategy", ["data", "fsdp", "tensor", "pipeline"])

@@ -65,6 +65,7 @@ def test_the_wheel_holds_every_file_of_the_checkout(wheel: Path) -> None:
         ("hpc_parallel", "py", ""),
         ("conf", "yaml", "hpc_parallel/"),
         ("sbatch_templates", "j2", "hpc_parallel/"),
+        ("hpc_parallel", "j2", ""),
     ):
         files = {f"{inside}{file.relative_to(ROOT)}" for file in (ROOT / folder).rglob(f"*.{suffix}")}
         assert files

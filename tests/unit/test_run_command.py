@@ -18,18 +18,19 @@ from hpc_parallel.run import main
 ROOT = Path(__file__).resolve().parents[2]
 LOGIN_HALF = sorted(
     [ROOT / "hpc_parallel/run.py", ROOT / "hpc_parallel/__main__.py",
-     *(file for part in ("config", "launch", "sweep") for file in ROOT.glob(f"hpc_parallel/{part}/*.py"))]
+     *(file for part in ("config", "launch", "report", "sweep")
+       for file in ROOT.glob(f"hpc_parallel/{part}/*.py"))]
 )  # fmt: skip
 WORKER_HALF = (
     "torch", "numpy", "hpc_parallel.data", "hpc_parallel.models", "hpc_parallel.strategies",
     "hpc_parallel.training", "hpc_parallel.worker",
 )  # fmt: skip
-# What both halves need of the worker's: how a job is supervised and concluded, what its data are; and the one
-# command that reads checkpoints (torch only once what was asked for is right).
+# What both halves need of the worker's: how a job is supervised, concluded and summed up, what its data are;
+# and the one command that reads checkpoints (torch only once what was asked for is right).
 SHARED = (
-    "hpc_parallel.worker.conclude", "hpc_parallel.worker.supervise", "hpc_parallel.data.text",
-    "hpc_parallel.data.tokens", "hpc_parallel.data.tokenize", "hpc_parallel.data.codec",
-    "hpc_parallel.worker.export",
+    "hpc_parallel.worker.conclude", "hpc_parallel.worker.summary", "hpc_parallel.worker.supervise",
+    "hpc_parallel.data.text", "hpc_parallel.data.tokens", "hpc_parallel.data.tokenize",
+    "hpc_parallel.data.codec", "hpc_parallel.worker.export",
 )  # fmt: skip
 
 

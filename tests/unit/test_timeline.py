@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpc_parallel.strategies.pipeline import BUSY
-from hpc_parallel.training.timeline import STEP, WAIT, Event, Timeline, union, without
+from hpc_parallel.training.timeline import STEP, WAIT, Chunk, Event, Timeline, union, without
 
 BACKWARD = "autograd::engine::evaluate_function: AddBackward0"
 
@@ -72,6 +72,7 @@ def test_kernels_tell_on_a_gpu() -> None:
     timeline = Timeline.read(events, on_gpu=True)
     assert timeline.waiting == [(300, 450)]
     assert timeline.stages == [(100, 600)]
+    assert timeline.parts(None) == {"compute": 350, "communication": 150, "bubble": 0, "other": 500}
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 8), (4, 8), (2, 4)])
@@ -91,3 +92,31 @@ def test_gpipe_by_hand(ranks: int, microbatches: int) -> None:
 
 def test_a_bubble_that_was_not_seen_is_no_number() -> None:
     assert math.isnan(Timeline.read([Event(STEP, 0, 10)], on_gpu=True).bubble((0, 0)))
+
+
+def test_the_parts_of_a_step_add_up() -> None:
+    """On a host operators compute, marks and collectives do not; a schedule without work is bubble."""
+    events = [
+        Event(STEP, 1000, 2000, is_mark=True),
+        Event(f"{BUSY} 1 forward 0", 1100, 1300, is_mark=True),
+        Event("aten::mm", 1120, 1280),
+        Event("aten::mul", 1150, 1160),  # inside: counted once
+        Event("aten::mm", 1400, 1420),  # while the stage has no work
+        Event("c10d::send", 1300, 1390),
+        Event("gloo:send", 1300, 1990, thread=3, is_mark=True),
+        Event(f"{BUSY} 1 loss", 1500, 1520, is_mark=True),
+        Event(f"{BUSY} 1 backward 0", 1500, 1800, is_mark=True),
+        Event("aten::mm", 1510, 1700, thread=2),  # a device's own thread
+        Event(WAIT, 1900, 2100, is_mark=True),
+        Event("aten::add_", 1850, 1950),
+    ]
+    timeline = Timeline.read(events, on_gpu=False)
+    assert timeline.parts((50, 800)) == {
+        "compute": 160 + 190 + 50,
+        "communication": 100,
+        "bubble": 50 + 200,
+        "other": 1000 - 400 - 100 - 250,
+    }
+    assert timeline.chunks == [
+        Chunk(100, 300, 1, "forward", 0), Chunk(500, 520, 1, "loss", None), Chunk(500, 800, 1, "backward", 0),
+    ]  # fmt: skip

@@ -1,0 +1,118 @@
+"""`python -m hpc_parallel report FOLDER... [--output FOLDER]`: what runs show, as a page, Markdown and CSV.
+
+FOLDER is a run folder, a sweep folder or one that holds some. Exit codes: 0 done, 1 it could
+not be written, 2 something of the command line is wrong (nothing was written).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpc_parallel.config.problems import Problem, alternatives, nearest
+from hpc_parallel.launch.recorded import find_runs
+
+if TYPE_CHECKING:
+    from hpc_parallel.report.page import Report
+
+DONE, FAILED, WRONG_USAGE = range(3)
+PAGE, MARKDOWN, TABLE, PLOTS = "index.html", "report.md", "report.csv", "plots"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write what the arguments ask for; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hpc_parallel report", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", type=Path)
+    parser.add_argument("--output", type=Path, help="where to write (default: FOLDER/report of the first)")
+    given = parser.parse_args(list(arguments))
+    folders = [folder.expanduser().absolute() for folder in given.folders]
+    output = (given.output or folders[0] / "report").expanduser().absolute()
+    if problems := list(find_problems(folders, output)):
+        count = len(problems)
+        print(f"{count} problem{'s' * (count > 1)}; nothing was written.", file=sys.stderr)
+        for problem in problems:
+            print(f"  {problem}", file=sys.stderr)
+        return WRONG_USAGE
+    from hpc_parallel.report.gather import gather
+    from hpc_parallel.report.page import render
+
+    gathered = gather(folders)
+    try:
+        write(render(gathered), output)
+    except OSError as error:  # a full disk, say
+        print(f"{output} can't be written: {error.strerror or error}", file=sys.stderr)
+        return FAILED
+    print(f"{len(gathered.rows)} run{'s' * (len(gathered.rows) > 1)}: {output / PAGE}")
+    return DONE
+
+
+def find_problems(folders: Sequence[Path], output: Path) -> Iterator[Problem | str]:
+    """All that is wrong with the command line."""
+    for folder in dict.fromkeys(folders):
+        if not folder.is_dir():
+            rule = "is a file, and a report is on folders" if folder.exists() else "is not there"
+            near = f" Try {alternatives(found)}." if (found := _near(folder)) else ""
+            yield f"{folder} {rule}.{near}"
+        elif not find_runs(folder):
+            yield f"{folder} holds no run, nor does any folder in it. Try runs, where `run` puts them."
+    if output.exists() and not is_report(output):
+        rule = "is there and is no report, which alone would be replaced"
+        yield Problem("--output", output, rule, (output.with_name(f"{output.name}-1"),))
+    elif not (parent := _parent(output)).is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        yield Problem(
+            "--output", output, f"can't be made: {parent} is no folder that you may write", ("report",)
+        )
+    if find_spec("matplotlib") is None:
+        yield 'The plots need matplotlib: pip install "hpc_parallel[report]", or matplotlib itself.'
+
+
+def is_report(path: Path) -> bool:
+    """Whether a report may take its place: another one, or an empty folder."""
+    return path.is_dir() and (
+        not any(path.iterdir()) or ((path / PAGE).is_file() and (path / TABLE).is_file())
+    )
+
+
+def _parent(path: Path) -> Path:
+    """The folder in which `path` will be made: the nearest above it that is there, or what is in the way."""
+    return next(above for above in path.parents if above.exists())
+
+
+def _near(folder: Path) -> list[str]:
+    try:
+        names = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()]
+    except OSError:
+        return []
+    return [str(folder.with_name(name)) for name in nearest(folder.name, names)]
+
+
+def write(report: Report, output: Path) -> None:
+    """Put the whole report at `output` in one move, in place of an earlier one."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}."))
+    try:
+        (beside / PLOTS).mkdir()
+        for name, text in ((PAGE, report.html), (MARKDOWN, report.markdown), (TABLE, report.csv)):
+            (beside / name).write_text(text, encoding="utf-8")
+        for plot in report.plots:
+            (beside / PLOTS / f"{plot.name}.png").write_bytes(plot.png)
+        if output.exists():
+            before = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}-before."))
+            output.rename(before / output.name)
+            beside.rename(output)
+            shutil.rmtree(before)
+        else:
+            beside.rename(output)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise

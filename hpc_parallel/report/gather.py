@@ -1,0 +1,275 @@
+"""Runs as rows: what their folders say, in SI units, and a label that tells them apart.
+
+A folder may be half-written, running, failed or damaged: what it does not say is None, never a guess.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from hpc_parallel.config.layout import AXES, Layout, layout_of
+from hpc_parallel.config.problems import spell
+from hpc_parallel.launch import attempts
+from hpc_parallel.launch.recorded import RecordedRun, find_runs
+from hpc_parallel.launch.run_folder import read_json
+from hpc_parallel.launch.sweep_folder import MANIFEST, read_sweep
+from hpc_parallel.operate.state import states
+from hpc_parallel.worker.summary import summarise
+
+COMPLETED = "completed"
+FIGURES = (  # of summary.json: keys and units are the contract's
+    "samples_per_s", "tokens_per_s", "latency_s", "step_time_s", "peak_memory_bytes", "bubble_share",
+    "exposed_communication_share", "traffic_bytes", "busiest_rank_traffic_bytes", "final_loss", "restarts",
+    "steps", "samples",
+)  # fmt: skip
+PARTS = ("compute", "communication", "bubble", "data", "other")  # of a step's time
+# Of training: what changes how long a run trains or what it writes, and not how fast a step is.
+SPEEDLESS = (
+    "steps", "log_every", "validate_every", "validation_samples", "measure_steps", "checkpoint_every",
+    "checkpoint_async", "keep_last", "keep_every", "tensorboard", "wandb",
+)  # fmt: skip
+# What tells runs of one command apart without changing what is computed.
+BESIDE = ("name", "run_dir", "resume", "dry_run", "launcher", "sweep", "nodes", "gpus_per_node", "jobs")
+STRATEGY = ("name", "execution", *AXES)
+SWEEPS = ("", "*/", "*/*/")  # where sweep folders lie in a folder of runs
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run. `figures`: of `FIGURES`, and `device_hours`; None where it is not measured. `parts`: seconds
+    of a watched step by `PARTS`; `layout`: axis -> degree; `differs`: options that set it apart from most
+    of its strategy."""
+
+    run: RecordedRun
+    state: str
+    ended: bool
+    label: str
+    layout: Mapping[str, int]
+    devices: int | None
+    figures: Mapping[str, float | None]
+    parts: Mapping[str, float] | None
+    differs: str = ""
+
+    @property
+    def completed(self) -> bool:
+        return self.state == COMPLETED
+
+    @property
+    def strategy(self) -> str:
+        return self.run.strategy or "unknown"
+
+    @property
+    def shape(self) -> str:
+        """Nodes and devices of each."""
+        nodes, gpus = self.run.nodes, self.run.gpus_per_node
+        return "unknown" if nodes is None or gpus is None else f"{nodes} x {gpus}"
+
+    @property
+    def processes(self) -> int:
+        said = self.run.summary or {}
+        return int(number(said.get("world_size")) or self.devices or 1)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.run.config or {}
+
+    def section(self, name: str) -> dict[str, Any]:
+        """A table of the configuration, empty where a stranger's file has none."""
+        said = self.config.get(name)
+        return said if isinstance(said, dict) else {}
+
+    @property
+    def layout_text(self) -> str:
+        return str(Layout(**self.layout)) if self.layout else "unknown"
+
+    @property
+    def cause(self) -> str | None:
+        """Why it failed, in one line."""
+        said = (self.run.failure or self.run.stopped or {}).get("line")
+        return said if isinstance(said, str) else None
+
+    @property
+    def notes(self) -> list[str]:
+        damaged = ", ".join(self.run.damaged)
+        return [text for text in (damaged and f"can't be read: {damaged}", self.cause) if text]
+
+    @property
+    def workload(self) -> tuple[str, str, str]:
+        """What it computes: figures of one workload compare."""
+        kept = (self.config.get(key) for key in ("task", "model", "data"))
+        task, model, data = (repr(_flat(value)) if isinstance(value, dict) else repr(value) for value in kept)
+        return task, model, data
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """All that a report is about. `left_out`: what a sweep did not run, and why."""
+
+    folders: Sequence[Path]
+    rows: Sequence[Row]
+    left_out: Sequence[tuple[str, str]] = field(default_factory=list)
+
+
+def gather(folders: Sequence[Path]) -> Gathered:
+    """The runs of run folders, sweep folders and folders that hold some, each once."""
+    runs = list({run.path: run for folder in folders for run in find_runs(folder)}.values())
+    labels, differs = _labels(runs)
+    rows = [
+        _row(run, state=state.word, ended=state.ended, label=label, differs=said)
+        for run, state, label, said in zip(runs, states(runs), labels, differs, strict=True)
+    ]
+    known = {run.path for run in runs}
+    return Gathered(folders, rows, left_out=list(_left_out(folders, known)))
+
+
+def number(value: Any) -> float | None:
+    """A finite number, whatever a file says."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value
+
+
+def timeline(row: Row) -> list[dict[str, Any]]:
+    """The ranks of `timeline.json` by rank: `rank`, `length_s`, `chunks` of (start_s, end_s, stage, kind,
+    microbatch); none where it is not there or is another's."""
+    try:
+        ranks = (read_json(row.run.folder.timeline) or {})["ranks"]
+        for rank in ranks:
+            float(rank["length_s"])
+            for start, end, stage, kind, _ in rank["chunks"]:
+                assert start <= end, stage >= 0
+                assert isinstance(kind, str)
+        return sorted(ranks, key=lambda rank: int(rank["rank"]))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, AssertionError):
+        return []
+
+
+def _row(run: RecordedRun, *, state: str, ended: bool, label: str, differs: str) -> Row:
+    said = run.summary or _so_far(run)
+    figures = {key: number(said.get(key)) for key in FIGURES}
+    parts = said.get("step_parts_s")
+    parts = {part: number(parts.get(part)) for part in PARTS} if isinstance(parts, dict) else {}
+    layout: Any = said.get("layout")
+    whole = isinstance(layout, dict) and set(layout) == set(AXES)
+    if not whole or not all(isinstance(degree, int) for degree in layout.values()):
+        layout = _layout(run)
+    devices = None if run.nodes is None or run.gpus_per_node is None else run.nodes * run.gpus_per_node
+    figures["device_hours"] = device_hours(run, devices=devices)
+    return Row(
+        run, state=state, ended=ended, label=label, layout=layout, devices=devices, figures=figures,
+        parts=None if not parts or None in parts.values() else parts,
+        differs=differs,
+    )  # fmt: skip
+
+
+def _so_far(run: RecordedRun) -> dict[str, Any]:
+    """What the summary would say of a run that has none (yet)."""
+    try:
+        return summarise(run.config or {}, outcome="", lines=run.metrics, history=run.attempts)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return dict(run.attempts)
+
+
+def _layout(run: RecordedRun) -> dict[str, int]:
+    try:
+        strategy = SimpleNamespace(**(run.config or {})["strategy"])
+        return layout_of(strategy, devices=(run.nodes or 0) * (run.gpus_per_node or 0)).degrees
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return {}
+
+
+def device_hours(run: RecordedRun, *, devices: int | None) -> float | None:
+    """Hours from each start to its end, times the devices it held; None where an end is not known.
+
+    A run that goes on, or broke off, is counted to its last line of metrics.
+    """
+    try:
+        starts = [_time(line["began"]) for line in attempts.starts(run.folder)]
+        ends = [_time(line["ended"]) for line in attempts.ends(run.folder)]
+        last = (run.summary or {}).get("ended") or (run.last_metrics or {}).get("time")
+        ends += [_time(last)] if last else []
+        spans = []
+        for start, following in zip(starts, [*starts[1:], None], strict=True):
+            until = [end for end in ends if end >= start and (following is None or end <= following)]
+            if not until:
+                return None
+            spans.append((min(until) - start).total_seconds())
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return sum(spans) / 3600 * devices if spans and devices else None
+
+
+def _time(text: str) -> datetime:
+    return datetime.fromisoformat(text)
+
+
+def _labels(runs: Sequence[RecordedRun]) -> tuple[list[str], list[str]]:
+    """`pipeline 2 x 1`, and the options in which a run departs from most others of its strategy."""
+    flat = [_options(run) for run in runs]
+    counts: dict[tuple[str | None, str], Counter[str]] = defaultdict(Counter)
+    for run, options in zip(runs, flat, strict=True):
+        for key, value in options.items():
+            counts[run.strategy, key][spell(value)] += 1
+    usual = {key: found.most_common(1)[0][0] for key, found in counts.items()}
+    differs = [
+        ", ".join(
+            f"{key.removesuffix('.name').rpartition('.')[2]}={spell(value)}"
+            for key, value in options.items()
+            if usual[run.strategy, key] != spell(value)
+        )
+        for run, options in zip(runs, flat, strict=True)
+    ]
+    short = []
+    for run, said in zip(runs, differs, strict=True):
+        shape = f"{run.nodes or '?'} x {run.gpus_per_node or '?'}"
+        short.append(f"{run.strategy or run.run_id} {shape}" + (f", {said}" if said else ""))
+    count = Counter(short)
+    labels = [
+        f"{text} ({run.run_id})" if count[text] > 1 else text for run, text in zip(runs, short, strict=True)
+    ]
+    return labels, differs
+
+
+def _options(run: RecordedRun) -> dict[str, Any]:
+    """What may tell a run apart, beside its strategy and its devices."""
+    config = {key: value for key, value in (run.config or {}).items() if key not in BESIDE}
+    left_out = {f"strategy.{key}" for key in STRATEGY} | {
+        f"training.{key}" for key in SPEEDLESS if key != "steps"
+    }
+    return {key: value for key, value in _flat(config).items() if key not in left_out}
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        found |= _flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+    return found
+
+
+def _left_out(folders: Sequence[Path], known: Iterable[Path]) -> Iterable[tuple[str, str]]:
+    """The overrides that not all of the sweep have, and the reason."""
+    there = set(known)
+    for path in sorted({path for folder in folders for at in SWEEPS for path in folder.glob(at + MANIFEST)}):
+        try:
+            sweep = read_sweep(path.parent)
+        except (OSError, ValueError):
+            continue
+        asked = [set(run.overrides) for run in sweep.runs] + [set(left.overrides) for left in sweep.skipped]
+        common = set.intersection(*asked) if len(asked) > 1 else set()
+        for skipped in sweep.skipped:
+            yield _but(common, skipped.overrides), " ".join(skipped.problems)
+        for run in sweep.runs:
+            if run.run_dir.absolute() not in there:
+                yield _but(common, run.overrides), f"{run.run_dir} is not there (any more)"
+
+
+def _but(common: Iterable[str], overrides: Iterable[str]) -> str:
+    return " ".join(override for override in overrides if override not in common)

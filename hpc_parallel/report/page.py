@@ -1,0 +1,143 @@
+"""One report in three forms: a page that needs nothing but itself, the same as Markdown, and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+
+from hpc_parallel.config.problems import alternatives
+from hpc_parallel.report.claims import Runs, judged
+from hpc_parallel.report.gather import FIGURES, PARTS, Gathered
+from hpc_parallel.report.plots import Plot, draw
+from hpc_parallel.report.tables import (
+    COLUMNS,
+    UNMEASURED,
+    Comparison,
+    Series,
+    compare,
+    digits,
+    predictions,
+    scaling,
+    unit_of,
+)
+
+DEFINITIONS = (
+    "Throughput: samples a second, median after the warm-up. Latency: of one sample through (task=infer). "
+    "Step time: of one optimizer step, median after the warm-up.",
+    "Memory per device: the most that any rank held at once; on a CPU with the interpreter and libraries.",
+    "Bubble: the share of a pipeline's schedule in which a rank's stages have no work. Exposed "
+    "communication: the share of a step in which a device waits for others and computes nothing, the bubble "
+    "left out. Both are means over the ranks in watched steps. '-': there is nobody to wait for.",
+    "Traffic per step: bytes sent by all ranks. Device-hours: from each start to its end, times the devices.",
+    "'not measured': the run folder has no figure for it. Nothing is estimated.",
+    "On CPUs all devices of a machine share its cores, and speeds compare only where each has its own.",
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The three forms as text, and the plots that go with them."""
+
+    html: str
+    markdown: str
+    csv: str
+    plots: Sequence[Plot]
+
+
+def render(gathered: Gathered) -> Report:
+    """All of a report, in memory."""
+    rows = gathered.rows
+    comparison, series, predicted = compare(rows), scaling(rows), predictions(rows)
+    plots = draw(rows, series=series, predictions=predicted)
+    parts = [row for row in rows if row.parts is not None]
+    values: dict[str, Any] = {
+        "title": f"Report on {alternatives_of(gathered.folders)}",
+        "summary": _summary(gathered),
+        "best_note": _best_note(comparison),
+        "comparison": comparison,
+        "columns": COLUMNS,
+        "states": sorted({row.state for row in rows}),
+        "troubles": [row for row in rows if not row.completed or row.notes],
+        "left_out": gathered.left_out,
+        "series": series,
+        "parts": parts,
+        "part_names": PARTS,
+        "parts_unit": unit_of("seconds", (sum((row.parts or {}).values()) for row in parts)),
+        "predictions": predicted,
+        "claims": judged(Runs(rows, series)),
+        "definitions": DEFINITIONS,
+        "plots": plots,
+        "zip": zip,
+    }
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=select_autoescape(["html.j2"]),
+        undefined=StrictUndefined,
+        keep_trailing_newline=False,
+    )
+    templates.filters |= {
+        "raw": lambda value: "" if value is None else repr(value),
+        "digits": lambda value: UNMEASURED if value is None else digits(value, 3),
+        "cell": lambda text: " ".join(str(text).replace("|", r"\|").split()),
+    }
+    html, markdown = (
+        templates.get_template(f"report.{kind}.j2").render(values).strip() + "\n" for kind in ("html", "md")
+    )
+    return Report(html, markdown, table(gathered, series), plots)
+
+
+def table(gathered: Gathered, series: Sequence[Series]) -> str:
+    """A line a run, in SI units, by the names of `summary.json`; empty where nothing is measured."""
+    efficiency = {
+        (each.kind, row.run.path): point.efficiency
+        for each in series
+        for point in each.points
+        for row in point.runs
+    }
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    kinds = ("strong", "weak")
+    writer.writerow(
+        ["run", "folder", "state", "strategy", "layout", "nodes", "gpus_per_node", *FIGURES, "device_hours"]
+        + [f"{part}_s" for part in PARTS]
+        + [f"{kind}_efficiency" for kind in kinds]
+    )
+    for row in gathered.rows:
+        writer.writerow(
+            [row.label, row.run.path, row.state, row.strategy, row.layout_text]
+            + [row.run.nodes, row.run.gpus_per_node]
+            + [row.figures[key] for key in (*FIGURES, "device_hours")]
+            + [(row.parts or {}).get(part) for part in PARTS]
+            + [efficiency.get((kind, row.run.path)) for kind in kinds]
+        )
+    return text.getvalue()
+
+
+def alternatives_of(folders: Sequence[Path]) -> str:
+    names = [folder.name for folder in folders]
+    return alternatives(names[:3]).replace(" or ", " and ") + f" and {len(names) - 3} more" * (len(names) > 3)
+
+
+def _summary(gathered: Gathered) -> str:
+    count = Counter(row.state for row in gathered.rows)
+    told = ", ".join(f"{number} {state}" for state, number in count.most_common())
+    now = datetime.now(UTC)
+    return f"{len(gathered.rows)} run{'s' * (len(gathered.rows) > 1)}: {told}. Made {now:%Y-%m-%d %H:%M} UTC."
+
+
+def _best_note(comparison: Comparison) -> str:
+    text = "The best figure of each column is marked, among completed runs; none where all are alike."
+    if comparison.workloads > 1:
+        text += (
+            f" There are {comparison.workloads} kinds of runs here (model, data, task), and each has its own "
+            "best; losses, restarts and device-hours compare after as many samples."
+        )
+    return text

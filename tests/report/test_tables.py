@@ -1,0 +1,323 @@
+"""What a report reckons: best figures, scaling, hours, claims, each against numbers made by hand."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hpc_parallel.launch import owner
+from hpc_parallel.launch.run_folder import RunFolder, write_json
+from hpc_parallel.launch.sweep_folder import SkippedRun, Sweep, SweepRun, create, write_sweep
+from hpc_parallel.report.claims import BACKED, CONTRADICTED, EVEN, OPEN, Runs, judged
+from hpc_parallel.report.gather import Gathered, Row, gather, timeline
+from hpc_parallel.report.page import table
+from hpc_parallel.report.tables import (
+    COLUMNS,
+    STRONG,
+    UNMEASURED,
+    WEAK,
+    compare,
+    digits,
+    predictions,
+    scaling,
+    unit_of,
+)
+from tests.report.measured_runs import BEGAN, ended, note, started, written
+
+
+@pytest.fixture
+def new(tmp_path: Path) -> Callable[[], Path]:
+    """Folders that are gathered in this order."""
+    numbers = itertools.count()
+    return lambda: tmp_path / "runs" / f"{next(numbers):03}"
+
+
+def rows(tmp_path: Path) -> list[Row]:
+    return list(gather([tmp_path / "runs"]).rows)
+
+
+def best(tmp_path: Path) -> dict[str, list[int]]:
+    """Column -> places of the rows that are marked."""
+    cells = compare(rows(tmp_path)).cells
+    return {
+        column.key: [place for place, row in enumerate(cells) if row[at].best]
+        for at, column in enumerate(COLUMNS)
+    }
+
+
+def test_best_is_more_of_throughput_and_less_of_all_else(tmp_path: Path, new: Callable[[], Path]) -> None:
+    shares = {"bubble_share": 0.2, "exposed_communication_share": 0.3, "traffic_bytes": 900, "latency_s": 0.2}
+    words = ("strategy=pipeline", "nodes=2")
+    ended(
+        new(), *words, samples_per_s=50, peak_memory_bytes=400, hours=2, final_loss=2.5, restarts=1, **shares
+    )
+    ended(
+        new(), *words, samples_per_s=80, peak_memory_bytes=300, hours=1, final_loss=2.4, restarts=0,
+        **{key: value / 2 for key, value in shares.items()},
+    )  # fmt: skip
+    assert best(tmp_path) == {column.key: [1] for column in COLUMNS}
+
+
+def test_only_what_competes_can_be_best(tmp_path: Path, new: Callable[[], Path]) -> None:
+    """One device waits for nobody, data has no bubble; what failed or goes on or is not measured is none."""
+    zero = {"bubble_share": 0.0, "exposed_communication_share": 0.0, "traffic_bytes": 0}
+    ended(new(), "strategy=single", samples_per_s=10, **zero)
+    ended(new(), "strategy=data", "nodes=2", samples_per_s=20, **{**zero, "exposed_communication_share": 0.3})
+    ended(
+        new(), "strategy=pipeline", "nodes=2", samples_per_s=20.004, bubble_share=0.4,
+        exposed_communication_share=0.2, traffic_bytes=70,
+    )  # fmt: skip
+    ended(new(), "strategy=pipeline", "nodes=2", samples_per_s=99, outcome="failed", bubble_share=0.1)
+    started(new(), "strategy=pipeline", "nodes=2", samples_per_s=99)
+    ended(new(), "strategy=data", "nodes=2", samples_per_s=15)
+    found = best(tmp_path)
+    assert found["samples_per_s"] == [1, 2]  # alike to the digits shown
+    assert found["bubble_share"] == []  # one alone
+    assert found["exposed_communication_share"] == [2]
+    assert found["traffic_bytes"] == [1]
+    assert found["final_loss"] == found["peak_memory_bytes"] == []  # all alike
+    assert found["latency_s"] == []
+    texts = {
+        column.key: [row[at].text for row in compare(rows(tmp_path)).cells]
+        for at, column in enumerate(COLUMNS)
+    }
+    assert texts["latency_s"] == [UNMEASURED] * 6
+    assert texts["bubble_share"] == ["-", "-", "40.0", "10.0", UNMEASURED, UNMEASURED]
+
+
+def test_losses_compare_after_as_many_samples_of_the_same_work(
+    tmp_path: Path, new: Callable[[], Path]
+) -> None:
+    ended(new(), "strategy=single", final_loss=2.0)
+    ended(new(), "strategy=data", "nodes=2", final_loss=2.1)
+    ended(new(), "strategy=data", "nodes=2", "training.global_batch_size=32", final_loss=1.0)
+    ended(new(), "strategy=data", "nodes=2", "model.layers=8", final_loss=0.5)
+    assert best(tmp_path)["final_loss"] == [0]
+
+
+def test_scaling_is_found_and_reckoned(tmp_path: Path, new: Callable[[], Path]) -> None:
+    for nodes, rate in ((1, 100), (2, 180), (4, 320), (4, 300), (4, 340)):
+        ended(new(), "strategy=data", f"nodes={nodes}", samples_per_s=rate)
+    for nodes, rate in ((2, 190), (4, 360)):
+        ended(
+            new(), "strategy=data", f"nodes={nodes}", f"training.global_batch_size={16 * nodes}",
+            samples_per_s=rate,
+        )  # fmt: skip
+    ended(new(), "strategy=data", "nodes=2", "strategy.bucket_mb=1", samples_per_s=1)  # another configuration
+    ended(new(), "strategy=data", "nodes=2", outcome="failed", samples_per_s=1)
+    for gpus in (1, 2):  # of two axes one is held
+        ended(new(), "strategy=hsdp", "nodes=2", f"gpus_per_node={gpus}", samples_per_s=50 * gpus)
+    found = {(each.kind, each.label): each.points for each in scaling(rows(tmp_path))}
+    assert {key: [point.devices for point in points] for key, points in found.items()} == {
+        (STRONG, "data, batch 16"): [1, 2, 4],
+        (WEAK, "data, batch 16 a device"): [1, 2, 4],
+        (STRONG, "hsdp, batch 16"): [2, 4],
+    }
+    strong, weak = (found[key] for key in list(found)[:2])
+    assert [point.efficiency for point in strong] == pytest.approx([1, 0.9, 0.8])  # of 4: the median of three
+    assert [point.speedup for point in strong] == pytest.approx([1, 1.8, 3.2])
+    assert [point.efficiency for point in weak] == pytest.approx([1, 0.95, 0.9])
+    assert [point.global_batch_size for point in weak] == [16, 32, 64]
+    assert [point.efficiency for point in found[STRONG, "hsdp, batch 16"]] == [1, 1]
+
+
+def test_device_hours_are_those_of_every_start(tmp_path: Path, new: Callable[[], Path]) -> None:
+    twice = ended(new(), "strategy=data", "nodes=2", "gpus_per_node=2", hours=5)
+    note(twice.attempts, ended=(BEGAN + timedelta(hours=2)).isoformat(), how="preempted", host=None)
+    note(
+        twice.attempts,
+        began=(BEGAN + timedelta(hours=4)).isoformat(),
+        job_id=None,
+        after_step=3,
+        lost_steps=1,
+    )
+    lost = ended(new(), hours=5)  # nobody noted how its first start ended
+    note(
+        lost.attempts, began=(BEGAN + timedelta(hours=4)).isoformat(), job_id=None, after_step=3, lost_steps=1
+    )
+    started(new(), "strategy=data", "nodes=3", "training.global_batch_size=12")  # to its last line
+    written(new())
+    hours = [row.figures["device_hours"] for row in rows(tmp_path)]
+    assert hours == [pytest.approx((2 + 1) * 4), None, pytest.approx(3 * 4 / 60), None]
+
+
+def test_every_state_is_a_row(tmp_path: Path, new: Callable[[], Path]) -> None:
+    ended(new(), "strategy=data", "nodes=2")
+    owner.take(started(new(), "strategy=data", "nodes=2"))  # by this process
+    failed = ended(new(), "strategy=data", "nodes=2", outcome="failed")
+    write_json(failed.failure, {"kind": "error", "line": "rank 1 on n2 failed first: no"})
+    torn = started(new(), "strategy=tensor", "nodes=2")
+    torn.summary.write_text('{"outcome": "comp')
+    torn.timeline.write_text("[1]")
+    with torn.metrics.open("a") as file:
+        file.write('{"step": 5, "lo')
+    foreign = ended(new(), "strategy=data", "nodes=2")
+    (foreign.path / "notes.txt").write_text("mine")
+    foreign.summary.write_text(
+        json.dumps({"outcome": "completed", "samples_per_s": "fast", "layout": 7, "step_parts_s": [1]})
+    )
+    for name, text in (("config.yaml", "[1, 2"), ("metrics.jsonl", "no json\n")):
+        path = tmp_path / "runs" / "strange"
+        path.mkdir(exist_ok=True)
+        (path / name).write_text(text)
+    (tmp_path / "runs" / "file.txt").write_text("no run")
+    found = rows(tmp_path)
+    assert [row.state for row in found] == [
+        "completed", "running", "failed", "broken off", "completed", "not started",
+    ]  # fmt: skip
+    assert [row.figures["samples_per_s"] for row in found] == [100, 100, 100, 100, None, None]
+    assert [row.figures["final_loss"] for row in found] == [1, 1, 1, 1, None, None]
+    assert found[2].notes == ["rank 1 on n2 failed first: no"]
+    assert found[3].notes == ["can't be read: summary.json"]
+    assert found[4].layout_text == "replicate 2"
+    assert found[5].layout_text == "unknown"
+    assert [timeline(row) for row in found] == [[]] * 6
+    assert compare(found).cells[5][0].text == UNMEASURED
+    assert scaling(found) == predictions(found) == []
+
+
+@pytest.mark.parametrize("value", ["x", -7, [1], None], ids=str)
+def test_no_strangers_value_ends_a_report(tmp_path: Path, new: Callable[[], Path], value: Any) -> None:
+    """Each key of a summary and each table of a configuration in turn; the other rows stay as they are."""
+    whole = [ended(new(), "strategy=data", f"nodes={nodes}", samples_per_s=50 * nodes) for nodes in (1, 2)]
+    summary = json.loads(whole[1].summary.read_text())
+    config = yaml.safe_load(whole[1].config.read_text())
+    for file, values in (("summary.json", summary), ("config.yaml", config)):
+        for key in values:
+            path = new()
+            shutil.copytree(whole[1].path, path)
+            (path / file).write_text(json.dumps({**values, key: value}))
+    found = rows(tmp_path)
+    assert len(found) == 2 + len(summary) + len(config)
+    comparison = compare(found)
+    assert [cell.value for cell in comparison.cells[1][:4]] == [100.0, None, 0.16, 10**8]
+    series = scaling(found)
+    table(Gathered([], found), series)
+    judged(Runs(found, series))
+    predictions(found)
+    (strong,) = [each for each in series if whole[0].path in {row.run.path for row in each.points[0].runs}]
+    assert strong.points[1].efficiency == pytest.approx(1)
+
+
+def test_what_a_sweep_left_out_is_told(tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep"
+    run = ended(tmp_path / "a", "strategy=data", "nodes=2")
+    create(sweep)
+    write_sweep(
+        sweep,
+        Sweep(
+            ("-m",), "2026-11-22T01:00:00+00:00", None,
+            runs=(SweepRun(("seed=1", "nodes=2"), run.path, 2, 1),
+                SweepRun(("seed=1", "nodes=4"), tmp_path / "gone", 4, 1),
+            ),
+            skipped=(SkippedRun(("seed=1", "nodes=3"), ("3 does not divide 16.",)),),
+        ),
+    )  # fmt: skip
+    gathered = gather([sweep, run.path])
+    assert [row.run.path for row in gathered.rows] == [run.path]
+    assert gathered.left_out == [
+        ("nodes=3", "3 does not divide 16."), ("nodes=4", f"{tmp_path / 'gone'} is not there (any more)"),
+    ]  # fmt: skip
+
+
+def test_labels_tell_runs_apart(tmp_path: Path, new: Callable[[], Path]) -> None:
+    for words in (("nodes=1",), ("nodes=2",), ("nodes=2", "strategy.bucket_mb=5"), ("nodes=2",)):
+        ended(new(), "strategy=data", *words)
+    ended(new(), "strategy=pipeline", "nodes=2")
+    assert [row.label for row in rows(tmp_path)] == [
+        "data 1 x 1", "data 2 x 1 (001)", "data 2 x 1, bucket_mb=5", "data 2 x 1 (003)", "pipeline 2 x 1",
+    ]  # fmt: skip
+
+
+def verdicts(tmp_path: Path) -> dict[tuple[str, str], tuple[str, str]]:
+    found = rows(tmp_path)
+    return {
+        (approach.strategy, claim.text): (evidence.verdict, evidence.figure)
+        for approach, claims in judged(Runs(found, scaling(found)))
+        for claim, evidence in claims
+    }
+
+
+def test_claims_are_backed_or_contradicted_by_figures(tmp_path: Path, new: Callable[[], Path]) -> None:
+    assert {verdict for verdict, _ in verdicts(tmp_path).values()} == {OPEN}
+    ended(new(), "strategy=single", peak_memory_bytes=1000)
+    for nodes, rate in ((1, 100), (4, 360)):
+        ended(new(), "strategy=data", f"nodes={nodes}", samples_per_s=rate, peak_memory_bytes=1010,
+              exposed_communication_share=0.04, busiest_rank_traffic_bytes=300)  # fmt: skip
+    ended(new(), "strategy=model", "nodes=4", samples_per_s=100, bubble_share=0.75, peak_memory_bytes=400)
+    ended(new(), "strategy=pipeline", "nodes=4", samples_per_s=98, bubble_share=0.2)
+    ended(
+        new(),
+        "strategy=tensor",
+        "nodes=4",
+        "strategy.tensor=2",
+        "strategy.replicate=2",
+        peak_memory_bytes=500,
+        exposed_communication_share=0.5,
+    )
+    found = verdicts(tmp_path)
+    verdict, figure = found["data", "close to n times as fast on up to 8 devices"]
+    assert verdict == BACKED
+    assert figure.startswith("efficiency 90% on 4 devices, from 1 (strong scaling")
+    assert found["data", "high communication overhead"] == (
+        CONTRADICTED, "exposed communication: 4.00 % (data 4 x 1); 10 % or more would be much",
+    )  # fmt: skip
+    assert found["model", "trains models that one device can't hold"][0] == BACKED
+    assert found["pipeline", "less idle time than layers in turn"] == (
+        BACKED, "bubble: 20.0 % (pipeline 4 x 1) against 75.0 % (model 4 x 1)",
+    )  # fmt: skip
+    assert found["pipeline", "uses the devices well"][0] == EVEN  # 2 % apart
+    assert found["data", "moves less than a parameter server does"] == (OPEN, "")
+    assert found["tensor", "less memory for each device"][0] == BACKED
+
+
+def test_a_prediction_stands_beside_what_came(tmp_path: Path, new: Callable[[], Path]) -> None:
+    ended(
+        new(), "nodes=2", samples_per_s=50, predicted={"samples_per_s": 40.0, "latency_s": 1.0, "layout": {}}
+    )
+    ended(new(), "nodes=2")
+    found = [(each.key, each.predicted, each.measured, each.ratio) for each in predictions(rows(tmp_path))]
+    assert found == [("samples_per_s", 40.0, 50, 1.25), ("latency_s", 1.0, None, None)]
+
+
+def test_a_timeline_is_read_by_rank(tmp_path: Path) -> None:
+    folder: RunFolder = ended(tmp_path / "runs" / "a", "strategy=pipeline", "nodes=2")
+    chunk = [0.0, 0.5, 1, "forward", 0]
+    ranks = [{"rank": 1, "length_s": 1.0, "chunks": [chunk]}, {"rank": 0, "length_s": 1.0, "chunks": []}]
+    write_json(folder.timeline, {"ranks": ranks})
+    assert timeline(rows(tmp_path)[0]) == ranks[::-1]
+    write_json(
+        folder.timeline, {"ranks": [{"rank": 0, "length_s": 1.0, "chunks": [[1, 0, 0, "forward", 0]]}]}
+    )
+    assert timeline(rows(tmp_path)[0]) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (123.4, "123"),
+        (1234.0, "1230"),
+        (0.012345, "0.0123"),
+        (9.996, "10.0"),
+        (1e-7, "0.000000100"),
+    ],
+)
+def test_digits(value: float, text: str) -> None:
+    assert digits(value, 3) == text
+
+
+def test_one_unit_for_a_column() -> None:
+    assert [unit_of("seconds", [0.2, 0.003]).show(value) for value in (0.2, 0.003, None)] == [
+        "200", "3.00", UNMEASURED,
+    ]  # fmt: skip
+    assert unit_of("bytes", [3e9, 5e6]).name == "GB"
+    assert unit_of("seconds", [None]).name == "s"
