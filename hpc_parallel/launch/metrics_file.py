@@ -80,3 +80,12 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return values if isinstance(values, dict) and "step" in values else None
+
+
+def size(count: int) -> str:
+    """`count` bytes in the unit that people read: 300 MiB are 0.3 GiB."""
+    units = (("TiB", 2**40, 2**40), ("GiB", 2**30, 2**30 // 10), ("MiB", 2**20, 2**20), ("KiB", 2**10, 2**10))
+    for unit, scale, least in units:
+        if count >= least:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count} bytes"

@@ -183,7 +183,11 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
 
 
 def _parse(text: str) -> dict[str, Any] | None:
-    value = yaml.load(text, Loader=_Loader)  # a safe one: plain values alone
+    loader = _Loader(text)  # as yaml.safe_load, plain values alone, but by libyaml
+    try:
+        value = loader.get_single_data()
+    finally:
+        loader.dispose()
     return value if isinstance(value, dict) else None
 
 

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_parallel.config.problems import spell
 from hpc_parallel.launch.checkpoints import complete
-from hpc_parallel.launch.metrics_file import milliseconds, per_second
+from hpc_parallel.launch.metrics_file import milliseconds, per_second, size
 from hpc_parallel.launch.recorded import RecordedRun, number
 from hpc_parallel.launch.results import results
 from hpc_parallel.operate import grid
 from hpc_parallel.operate.find import find_run
 from hpc_parallel.operate.rows import Row, duration, rows_of
 from hpc_parallel.operate.terminal import DONE, console, guarded, print_json
-from hpc_parallel.worker.oom import size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from hpc_parallel.launch.metrics_file import size
+
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = rf"([\d.]+) ({'|'.join(_UNITS)})"
 # torch's CUDA allocator, its CPU allocator, numpy's
@@ -29,14 +31,6 @@ def describe(error: BaseException, *, where: str | None) -> tuple[str, dict[str,
     line = "out of memory" + (f" in {where}" if where else "")
     line += f" ({', '.join(figures)})" if figures else ""
     return line, {"where": where, "asked_bytes": asked, "free_bytes": free}
-
-
-def size(count: int) -> str:
-    """`count` bytes in the unit that people read: 300 MiB are 0.3 GiB."""
-    for unit, least in (("TiB", 2**40), ("GiB", 2**30 // 10), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= least:
-            return f"{count / _UNITS[unit]:.1f} {unit}"
-    return f"{count} bytes"
 
 
 def _bytes(pattern: re.Pattern[str], words: str) -> int | None:

@@ -19,21 +19,22 @@ from hypothesis import strategies as st
 from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.problems import ConfigError
 from hpc_parallel.launch import attempts
+from hpc_parallel.launch.metrics_file import size
 from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
 from hpc_parallel.models.place import at_step, located
 from hpc_parallel.worker import failure, flight_recorder
 from hpc_parallel.worker.conclude import conclude, first_cause
 from hpc_parallel.worker.desync import compare
 from hpc_parallel.worker.failure import Record
-from hpc_parallel.worker.oom import size
 from hpc_parallel.worker.world import World
 
 SUMMARY_KEYS = {
     "weights",
     "outcome", "strategy", "layout", "nodes", "gpus_per_node", "world_size", "steps", "samples",
     "final_loss", "validation_loss", "samples_per_s", "step_time_s", "latency_s", "peak_memory_bytes",
-    "exposed_communication_share", "bubble_share", "step_parts_s", "traffic_bytes", "busiest_rank_traffic_bytes",
-    "traffic", "ring_all_reduce", "predicted", "restarts", "lost_steps", "skipped_steps", "started", "ended", "job_ids",
+    "exposed_communication_share", "bubble_share", "step_parts_s", "traffic_bytes",
+    "busiest_rank_traffic_bytes", "traffic", "ring_all_reduce", "predicted", "restarts", "lost_steps",
+    "skipped_steps", "started", "ended", "job_ids",
 }  # fmt: skip
 MS = 1_000_000
 

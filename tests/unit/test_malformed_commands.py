@@ -396,7 +396,7 @@ HUGGINGFACE = [
 ]  # fmt: skip
 SWEEPS = [
     wrong("-m nodes=1,x", "nodes = x", offers="nodes=1"),
-    wrong("-m nodes=1,0 strategy=data", "nodes = 0", offers="nodes=1"),
+    wrong("-m nodes=1,0 strategy=data sweep.on_invalid=stop", "nodes = 0", offers="nodes=1"),
     wrong("-m nodes=1,2 nodez=3", "nodez", offers="nodes=3"),
     wrong("-m strategy=data,pipelin", "strategy = pipelin", offers="strategy=pipeline"),
 ]

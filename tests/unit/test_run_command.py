@@ -18,7 +18,7 @@ from hpc_parallel.run import main
 ROOT = Path(__file__).resolve().parents[2]
 LOGIN_HALF = sorted(
     [ROOT / "hpc_parallel/run.py", ROOT / "hpc_parallel/__main__.py",
-     *(file for part in ("config", "launch", "report", "sweep")
+     *(file for part in ("config", "launch", "operate", "report", "sweep")
        for file in ROOT.glob(f"hpc_parallel/{part}/*.py"))]
 )  # fmt: skip
 WORKER_HALF = (
