@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra._internal.utils import get_args
@@ -66,12 +67,7 @@ def sweep() -> int:
     earlier, sys.argv[1:] = read_earlier(sys.argv[1:])
     said, configs = get_args(), str(find_folder("conf"))
     try:
-        cells = compose_cells(
-            said.overrides,
-            config_dir=str(Path(said.config_path).absolute()) if said.config_path else configs,
-            config_name=said.config_name or "config",
-            extra_dir=said.config_dir,
-        )
+        cells = compose_cells(said.overrides, **_places(configs))
         if cells is not None:
             plan = plan_sweep(cells, command=sys.argv[1:], config_dir=said.config_dir, earlier=earlier)
     except UnresolvedError as error:
@@ -155,6 +151,16 @@ def launch(run: PreparedRun) -> int:
         return REFUSED
 
 
+def _places(configs: str) -> dict[str, Any]:
+    """Where the command line has its configuration from: ours, unless Hydra's flags name another."""
+    said = get_args()
+    return {
+        "config_dir": str(Path(said.config_path).absolute()) if said.config_path else configs,
+        "config_name": said.config_name or "config",
+        "extra_dir": said.config_dir,
+    }
+
+
 def _diagnose(error: Exception, configs: str) -> list[Problem | str]:
     """All that is wrong with the command line that Hydra (or the schema) refused with `error`."""
     from hpc_parallel.config.diagnose import COMPOSE_ERRORS, diagnose
@@ -163,13 +169,7 @@ def _diagnose(error: Exception, configs: str) -> list[Problem | str]:
         raise error
     words = get_args()
     try:
-        found = diagnose(
-            words.overrides,
-            config_dir=str(Path(words.config_path).absolute()) if words.config_path else configs,
-            config_name=words.config_name or "config",
-            extra_dir=words.config_dir,
-            sweep=words.multirun,
-        )
+        found = diagnose(words.overrides, **_places(configs), sweep=words.multirun)
     except COMPOSE_ERRORS:  # the primary configuration itself can't be composed
         found = []
     if not found and isinstance(error, ConfigError):

@@ -49,8 +49,8 @@ def row_of(run: RecordedRun, state: State) -> Row:
     step, steps = whole(last.get("step")), total_steps(run, state)
     pace_s = number(last.get("step_time_s"))
     left_s = None
-    if state.word == RUNNING and None not in (step, steps, pace_s):
-        left_s = max(0, steps - step) * pace_s  # type: ignore[operator]
+    if state.word == RUNNING and step is not None and steps is not None and pace_s is not None:
+        left_s = max(0, steps - step) * pace_s
     rate = summary.get("samples_per_s") if state.ended else None
     return Row(
         run=label(run.path),

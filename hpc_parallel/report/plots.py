@@ -10,6 +10,7 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import matplotlib as mpl
@@ -71,7 +72,7 @@ def draw(rows: Sequence[Row], *, series: Sequence[Series], predictions: Sequence
                 _plot(
                     f"{kind}_scaling", "scaling", f"{kind.capitalize()} scaling",
                     f"More devices, and {held} the same. Dotted: as many times the throughput as devices.",
-                    lambda found=found: _scaling(found),  # type: ignore[misc]
+                    partial(_scaling, found),
                 )
             )  # fmt: skip
     if parted := [row for row in rows if row.parts is not None]:
@@ -106,7 +107,7 @@ def draw(rows: Sequence[Row], *, series: Sequence[Series], predictions: Sequence
                 f"timeline_{number_}", "timeline", f"One step of {row.label}",
                 "What each device's stages did when, in one watched step; numbers are microbatches "
                 "(stage:microbatch where a device has several stages). Blank is idle.",
-                lambda ranks=ranks: _timeline(ranks),  # type: ignore[misc]
+                partial(_timeline, ranks),
             )
         )  # fmt: skip
     if ratios := [each for each in predictions if each.ratio is not None]:
