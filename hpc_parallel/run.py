@@ -59,7 +59,7 @@ def is_sweep() -> bool:
 
 def sweep() -> int:
     """All combinations of the command line, checked together; returns the exit code. Raises ConfigError."""
-    from hpc_parallel.config.cells import compose_cells
+    from hpc_parallel.config.cells import CellError, compose_cells
     from hpc_parallel.sweep.command import start
     from hpc_parallel.sweep.earlier import read_earlier
     from hpc_parallel.sweep.plan import plan_sweep
@@ -74,6 +74,8 @@ def sweep() -> int:
         raise ConfigError(_diagnose(error, configs)) from error
     except ConfigError:
         raise
+    except CellError as error:  # told by its own words where those of the command line are not to blame
+        raise ConfigError(_diagnose(error.refusal, configs, also=error.overrides)) from error
     except Exception as error:
         raise ConfigError(_diagnose(error, configs)) from error
     if cells is None:
@@ -113,6 +115,8 @@ def compose() -> list[PreparedRun]:
             assert isinstance(said, list)
             if not get_args().multirun and (of_a_sweep := [w for w in said if w.startswith("sweep.")]):
                 raise ConfigError([f"{w}: only a sweep has this. Try -m {w}." for w in of_a_sweep])
+            if not get_args().multirun and (refusal := _unsaid_of_a_study(said)):
+                raise ConfigError([refusal])
             runs.append(prepare(config, overrides=said, config_dir=get_args().config_dir))
         except ConfigError as error:
             errors.append(error)
@@ -133,6 +137,18 @@ def compose() -> list[PreparedRun]:
         rule = "is the same for several runs of the sweep, and each needs a folder of its own"
         raise ConfigError([Problem("run_dir", runs[0].config.run_dir, rule, (None,))])
     return runs
+
+
+def _unsaid_of_a_study(said: Sequence[str]) -> str | None:
+    """Why one run of a study can't be told from the others; None where all that it sweeps is said."""
+    hydra = HydraConfig.get()
+    study = hydra.runtime.choices.get("jobs")
+    keys = {word.partition("=")[0].lstrip("+") for word in said}
+    unsaid = [key for key in hydra.sweeper.get("params") or () if key not in keys]
+    if study is None or not unsaid:
+        return None
+    one = " ".join([f"jobs={study}", *(f"{key}=..." for key in unsaid)])
+    return f"jobs={study}: a study is many runs. Try -m jobs={study}, or one of them: {one}."
 
 
 def launch(run: PreparedRun) -> int:
@@ -161,8 +177,11 @@ def _places(configs: str) -> dict[str, Any]:
     }
 
 
-def _diagnose(error: Exception, configs: str) -> list[Problem | str]:
-    """All that is wrong with the command line that Hydra (or the schema) refused with `error`."""
+def _diagnose(error: Exception, configs: str, *, also: Sequence[str] = ()) -> list[Problem | str]:
+    """All that is wrong with the command line that Hydra (or the schema) refused with `error`.
+
+    `also`: the overrides of one combination, which a study may have other words of than the command line.
+    """
     from hpc_parallel.config.diagnose import COMPOSE_ERRORS, diagnose
 
     if not isinstance(error, COMPOSE_ERRORS):
@@ -170,6 +189,7 @@ def _diagnose(error: Exception, configs: str) -> list[Problem | str]:
     words = get_args()
     try:
         found = diagnose(words.overrides, **_places(configs), sweep=words.multirun)
+        found = found or diagnose(also, **_places(configs))
     except COMPOSE_ERRORS:  # the primary configuration itself can't be composed
         found = []
     if not found and isinstance(error, ConfigError):
