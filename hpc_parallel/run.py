@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from hpc_parallel.config.compose import UnresolvedError, find_folder
@@ -144,11 +146,13 @@ def _unsaid_of_a_study(said: Sequence[str]) -> str | None:
     hydra = HydraConfig.get()
     study = hydra.runtime.choices.get("jobs")
     keys = {word.partition("=")[0].lstrip("+") for word in said}
-    unsaid = [key for key in hydra.sweeper.get("params") or () if key not in keys]
-    if study is None or not unsaid:
+    swept = [
+        f"{key}={value}" for key, value in (hydra.sweeper.get("params") or {}).items() if key not in keys
+    ]
+    if study is None or not swept:
         return None
-    one = " ".join([f"jobs={study}", *(f"{key}=..." for key in unsaid)])
-    return f"jobs={study}: a study is many runs. Try -m jobs={study}, or one of them: {one}."
+    (first, *_), *_ = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(swept), None)
+    return f"jobs={study}: a study is many runs. Try -m jobs={study}, or one: jobs={study} {' '.join(first)}."
 
 
 def launch(run: PreparedRun) -> int:

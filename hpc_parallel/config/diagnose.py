@@ -115,7 +115,9 @@ def _explain(override: str, *, error: Exception, plain: DictConfig, chosen: Dict
     key = key.lstrip("+")
     text = str(error.__cause__ or error)
     choices = _choices(key)
-    if key == "jobs" and value in choices:
+    if value in choices and override.startswith("+"):
+        return f"{override}: {key} has a place already, and + makes a new one. Try {key}={value}."
+    if value in choices and key == "jobs":
         first = "# @package _global_"
         return f"{override}: the first line of {value}.yaml must be {first!r}, and its keys the run's own."
     if choices:
