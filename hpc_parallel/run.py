@@ -151,7 +151,7 @@ def _unsaid_of_a_study(said: Sequence[str]) -> str | None:
     ]
     if study is None or not swept:
         return None
-    (first, *_), *_ = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(swept), None)
+    first = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(swept), None)[0][0]
     return f"jobs={study}: a study is many runs. Try -m jobs={study}, or one: jobs={study} {' '.join(first)}."
 
 
