@@ -98,3 +98,14 @@ def test_one_run_of_a_study_is_a_run(here: Path, capsys: pytest.CaptureFixture[s
     words = ("jobs=server_traffic", "strategy=data", "nodes=3", "dry_run=true", "launcher=script")
     assert main(words) == 0
     assert "#SBATCH --nodes=3" in capsys.readouterr().out
+
+
+def test_the_readmes_study_is_one(here: Path) -> None:
+    text = re.search(r"```yaml\n(# @package.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert text is not None
+    (here / "jobs").mkdir()
+    (here / "jobs" / "mine.yaml").write_text(text[1])
+    runs = [each.run.config for each in planned("jobs=mine", extra_dir=str(here)).runs]
+    assert [(run.strategy.name, run.nodes, run.training.global_batch_size) for run in runs] == [
+        ("data", 2, 16), ("data", 4, 32), ("fsdp", 2, 16), ("fsdp", 4, 32), ("single", 1, 8)
+    ]  # fmt: skip
