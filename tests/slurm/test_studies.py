@@ -18,8 +18,9 @@ GRADIENTS_BYTES = 4 * (256 * 128 + 4 * (128 * 128 * 3 + 3 * 128 * 344 + 2 * 128)
 
 def test_over_slow_links_tensor_loses_to_data_with_accumulation(cluster: Cluster, tmp_path: Path) -> None:
     site = Site(cluster, tmp_path)
-    words = ("jobs=compare_strategies", "strategy=data,tensor", "sweep.also=[]", "model=tiny", "nodes=2",
-             "training.steps=6", "sweep.parallelism=1", "sweep.wait=true", "hydra.sweep.dir=study")  # fmt: skip
+    words = ("jobs=compare_strategies", "strategy=data,tensor", "sweep.also=[]", "nodes=2",
+             "model=tiny", "training.steps=6", "sweep.parallelism=1", "sweep.wait=true",
+             "hydra.sweep.dir=study")  # fmt: skip
     cluster.shape("100mbit")
     try:
         done = site.run("-m", *words, timeout_s=300)
@@ -30,7 +31,7 @@ def test_over_slow_links_tensor_loses_to_data_with_accumulation(cluster: Cluster
     with (tmp_path / "study" / "report" / "report.csv").open() as file:
         found = {row["strategy"]: row for row in csv.DictReader(file)}
     data, tensor = found["data"], found["tensor"]
-    # A ring over two sends each device's gradients once: 2 (n-1)/n = 1. Once a step, whatever the microbatches.
+    # A ring over two devices sends the gradients once from each, and once a step, whatever the microbatches.
     assert float(data["traffic_bytes"]) == pytest.approx(2 * GRADIENTS_BYTES, rel=0.01)
     assert float(tensor["traffic_bytes"]) > 4 * float(data["traffic_bytes"])
     wire_s = float(tensor["busiest_rank_traffic_bytes"]) * 8 / 100e6
