@@ -34,8 +34,9 @@ DONE, FAILED, WRONG_CONFIGURATION, REFUSED = range(4)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `arguments` (default: this process's own); returns the exit code."""
-    if arguments is not None:
-        sys.argv[1:] = arguments
+    words = sys.argv[1:] if arguments is None else arguments
+    # Hydra wants a plus where no default names the group; a study is said both ways.
+    sys.argv[1:] = [word.removeprefix("+") if word.startswith("+jobs=") else word for word in words]
     register()
     try:
         if is_sweep():

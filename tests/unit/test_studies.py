@@ -96,8 +96,9 @@ def test_one_run_of_a_study_is_a_run(here: Path, capsys: pytest.CaptureFixture[s
     ]
     assert list(here.iterdir()) == []
     words = ("jobs=server_traffic", "strategy=data", "nodes=3", "dry_run=true", "launcher=script")
-    assert main(words) == 0
-    assert "#SBATCH --nodes=3" in capsys.readouterr().out
+    for said in (words, (f"+{words[0]}", *words[1:])):
+        assert main(said) == 0
+        assert "#SBATCH --nodes=3" in capsys.readouterr().out
 
 
 def test_the_readmes_study_is_one(here: Path) -> None:
