@@ -49,7 +49,7 @@ def ask(runs: Path, tmp_path: Path) -> Ask:
 def test_it_opens_without_an_error_or_a_request(ask: Ask) -> None:
     opened = ask("return document.querySelectorAll('figure svg').length;")
     assert (opened.console, opened.asked) == ([], [])
-    assert opened.answer == 3  # parts, memory, loss
+    assert opened.answer == 4  # parts, memory, bubble, loss
 
 
 def test_the_browser_would_have_seen_an_error_and_a_request(ask: Ask) -> None:
