@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hpc_parallel.report.page import Report
 
 DONE, FAILED, WRONG_USAGE = range(3)
-PAGE, MARKDOWN, TABLE, PLOTS = "index.html", "report.md", "report.csv", "plots"
+PAGE, MARKDOWN, TABLE, LATENCY, PLOTS = "index.html", "report.md", "report.csv", "latency.csv", "plots"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -104,6 +104,8 @@ def write(report: Report, output: Path) -> None:
         (beside / PLOTS).mkdir()
         for name, text in ((PAGE, report.html), (MARKDOWN, report.markdown), (TABLE, report.csv)):
             (beside / name).write_text(text, encoding="utf-8")
+        if report.latency_csv:
+            (beside / LATENCY).write_text(report.latency_csv, encoding="utf-8")
         for plot in report.plots:
             (beside / PLOTS / f"{plot.name}.png").write_bytes(plot.png)
         if output.exists():

@@ -6,8 +6,9 @@ A folder may be half-written, running, failed or damaged: what it does not say i
 from __future__ import annotations
 
 import math
+import shlex
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -19,7 +20,7 @@ from hpc_parallel.config.problems import spell
 from hpc_parallel.launch import attempts
 from hpc_parallel.launch.recorded import RecordedRun, find_runs
 from hpc_parallel.launch.run_folder import read_json
-from hpc_parallel.launch.sweep_folder import MANIFEST, read_sweep
+from hpc_parallel.launch.sweep_folder import MANIFEST, Sweep, read_sweep
 from hpc_parallel.operate.state import states
 from hpc_parallel.worker.summary import summarise
 
@@ -37,6 +38,7 @@ SPEEDLESS = (
 )  # fmt: skip
 # What tells runs of one command apart without changing what is computed.
 BESIDE = ("name", "run_dir", "resume", "dry_run", "launcher", "sweep", "nodes", "gpus_per_node", "jobs")
+CLASS = "._target_"
 STRATEGY = ("name", "execution", *AXES)
 SWEEPS = ("", "*/", "*/*/")  # where sweep folders lie in a folder of runs
 
@@ -110,11 +112,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Gathered:
-    """All that a report is about. `left_out`: what a sweep did not run, and why."""
+    """All that a report is about. `left_out`: what a sweep did not run, and why; `commands`: that of each
+    sweep, with its folder's name."""
 
     folders: Sequence[Path]
     rows: Sequence[Row]
     left_out: Sequence[tuple[str, str]] = field(default_factory=list)
+    commands: Sequence[tuple[str, str]] = field(default_factory=list)
 
 
 def gather(folders: Sequence[Path]) -> Gathered:
@@ -126,7 +130,16 @@ def gather(folders: Sequence[Path]) -> Gathered:
         for run, state, label, said in zip(runs, states(runs), labels, differs, strict=True)
     ]
     known = {run.path for run in runs}
-    return Gathered(folders, rows, left_out=list(_left_out(folders, known)))
+    sweeps = _sweeps(folders)
+    return Gathered(
+        folders,
+        rows,
+        left_out=[left for sweep in sweeps.values() for left in _left_out(sweep, known)],
+        commands=[
+            (path.name, shlex.join(("python", "-m", "hpc_parallel.run", *sweep.command)))
+            for path, sweep in sweeps.items()
+        ],
+    )
 
 
 def number(value: Any) -> float | None:
@@ -211,21 +224,25 @@ def _time(text: str) -> datetime:
 
 
 def _labels(runs: Sequence[RecordedRun]) -> tuple[list[str], list[str]]:
-    """`pipeline 2 x 1`, and the options in which a run departs from most others of its strategy."""
+    """`pipeline 2 x 1`, and the options in which a run departs from most others of its strategy; where most
+    have no value in common, each run says its own."""
     flat = [_options(run) for run in runs]
     counts: dict[tuple[str | None, str], Counter[str]] = defaultdict(Counter)
     for run, options in zip(runs, flat, strict=True):
         for key, value in options.items():
             counts[run.strategy, key][spell(value)] += 1
-    usual = {key: found.most_common(1)[0][0] for key, found in counts.items()}
-    differs = [
-        ", ".join(
-            f"{key.removesuffix('.name').rpartition('.')[2]}={spell(value)}"
-            for key, value in options.items()
-            if usual[run.strategy, key] != spell(value)
-        )
-        for run, options in zip(runs, flat, strict=True)
-    ]
+    usual = {
+        key: value
+        for key, found in counts.items()
+        for value, count in found.most_common(1)
+        if 2 * count > found.total()
+    }
+    differs = []
+    for run, options in zip(runs, flat, strict=True):
+        apart = {
+            key: value for key, value in options.items() if usual.get((run.strategy, key)) != spell(value)
+        }
+        differs.append(", ".join(_said(apart)))
     short = []
     for run, said in zip(runs, differs, strict=True):
         shape = f"{run.nodes or '?'} x {run.gpus_per_node or '?'}"
@@ -237,12 +254,22 @@ def _labels(runs: Sequence[RecordedRun]) -> tuple[list[str], list[str]]:
     return labels, differs
 
 
+def _said(apart: Mapping[str, Any]) -> Iterable[str]:
+    """`microbatches=8`; of another class its name alone, which tells more than all of its keys."""
+    classes = {key.removesuffix(CLASS): value for key, value in apart.items() if key.endswith(CLASS)}
+    for key, value in apart.items():
+        section = key.partition(".")[0]
+        if section not in classes:
+            yield f"{key.removesuffix('.name').rpartition('.')[2]}={spell(value)}"
+        elif key == section + CLASS:
+            yield f"{section}={str(value).rpartition('.')[2]}"
+
+
 def _options(run: RecordedRun) -> dict[str, Any]:
     """What may tell a run apart, beside its strategy and its devices."""
     config = {key: value for key, value in (run.config or {}).items() if key not in BESIDE}
-    left_out = {f"strategy.{key}" for key in STRATEGY} | {
-        f"training.{key}" for key in SPEEDLESS if key != "steps"
-    }
+    speedless = [key for key in SPEEDLESS if key != "steps" or run.task not in (None, "train")]
+    left_out = {f"strategy.{key}" for key in STRATEGY} | {f"training.{key}" for key in speedless}
     return {key: value for key, value in _flat(config).items() if key not in left_out}
 
 
@@ -254,21 +281,26 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _left_out(folders: Sequence[Path], known: Iterable[Path]) -> Iterable[tuple[str, str]]:
-    """The overrides that not all of the sweep have, and the reason."""
-    there = set(known)
+def _sweeps(folders: Sequence[Path]) -> dict[Path, Sweep]:
+    """The sweeps of these folders, by their own."""
+    found = {}
     for path in sorted({path for folder in folders for at in SWEEPS for path in folder.glob(at + MANIFEST)}):
         try:
-            sweep = read_sweep(path.parent)
+            found[path.parent] = read_sweep(path.parent)
         except (OSError, ValueError):
             continue
-        asked = [set(run.overrides) for run in sweep.runs] + [set(left.overrides) for left in sweep.skipped]
-        common = set.intersection(*asked) if len(asked) > 1 else set()
-        for skipped in sweep.skipped:
-            yield _but(common, skipped.overrides), " ".join(skipped.problems)
-        for run in sweep.runs:
-            if run.run_dir.absolute() not in there:
-                yield _but(common, run.overrides), f"{run.run_dir} is not there (any more)"
+    return found
+
+
+def _left_out(sweep: Sweep, known: Set[Path]) -> Iterable[tuple[str, str]]:
+    """The overrides that not all of the sweep have, and the reason."""
+    asked = [set(run.overrides) for run in sweep.runs] + [set(left.overrides) for left in sweep.skipped]
+    common = set.intersection(*asked) if len(asked) > 1 else set()
+    for skipped in sweep.skipped:
+        yield _but(common, skipped.overrides), " ".join(skipped.problems)
+    for run in sweep.runs:
+        if run.run_dir.absolute() not in known:
+            yield _but(common, run.overrides), f"{run.run_dir} is not there (any more)"
 
 
 def _but(common: Iterable[str], overrides: Iterable[str]) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
 from hpc_parallel.config.problems import alternatives
+from hpc_parallel.report import latency
 from hpc_parallel.report.claims import Runs, judged
 from hpc_parallel.report.gather import FIGURES, PARTS, Gathered
 from hpc_parallel.report.plots import Plot, draw
@@ -44,11 +45,13 @@ DEFINITIONS = (
 
 @dataclass(frozen=True)
 class Report:
-    """The three forms as text, and the plots that go with them."""
+    """The three forms as text, and the plots that go with them. `latency_csv`: empty where no batch was
+    timed."""
 
     html: str
     markdown: str
     csv: str
+    latency_csv: str
     plots: Sequence[Plot]
 
 
@@ -56,6 +59,7 @@ def render(gathered: Gathered) -> Report:
     """All of a report, in memory."""
     rows = gathered.rows
     comparison, series, predicted = compare(rows), scaling(rows), predictions(rows)
+    timed = latency.curves(rows)
     plots = draw(rows, series=series, predictions=predicted)
     parts = [row for row in rows if row.parts is not None]
     values: dict[str, Any] = {
@@ -67,6 +71,9 @@ def render(gathered: Gathered) -> Report:
         "states": sorted({row.state for row in rows}),
         "troubles": [row for row in rows if not row.completed or row.notes],
         "left_out": gathered.left_out,
+        "commands": gathered.commands,
+        "timed": timed,
+        "latency_unit": unit_of("seconds", (point.latency_s for curve in timed for point in curve.points)),
         "series": series,
         "parts": parts,
         "part_names": PARTS,
@@ -91,7 +98,7 @@ def render(gathered: Gathered) -> Report:
     html, markdown = (
         templates.get_template(f"report.{kind}.j2").render(values).strip() + "\n" for kind in ("html", "md")
     )
-    return Report(html, markdown, table(gathered, series), plots)
+    return Report(html, markdown, table(gathered, series), latency.table(timed), plots)
 
 
 def table(gathered: Gathered, series: Sequence[Series]) -> str:

@@ -1,42 +1,40 @@
-"""The plots of a report, each drawn once for the page (SVG in the text's own colour) and once as PNG.
-
-Colours are those of Okabe and Ito (2008), which colour-blind readers tell apart; markers, dashes and
-hatches say the same again. matplotlib is an extra, and imported with this module.
-"""
+"""The plots of a report: which there are, and what each shows."""
 
 from __future__ import annotations
 
-import io
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import matplotlib as mpl
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from hpc_parallel.report import bubble, latency
+from hpc_parallel.report.drawing import (
+    BLUE,
+    COLOURS,
+    GREEN,
+    HATCHES,
+    MOST_CURVES,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    Plot,
+    bar_chart,
+    canvas,
+    first_of,
+    ink,
+    plot,
+    short,
+    style,
+)
 from hpc_parallel.report.gather import PARTS, Row, number, timeline
 from hpc_parallel.report.tables import STRONG, WEAK, Prediction, Series, digits, unit_of
 
-BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
-COLOURS = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY)
-MARKERS, DASHES = "osD^vPX*", ("-", "--", ":", "-.")
-HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")
-INK = "#0a0b0c"  # stands for the text's colour until the page gives it one
-PNG = {"text.color": "black", "axes.labelcolor": "black", "axes.edgecolor": "black", "xtick.color": "black",
-       "ytick.color": "black", "hatch.color": "black", "figure.facecolor": "white"}  # fmt: skip
-SVG = {**dict.fromkeys(PNG, INK), "figure.facecolor": "none", "svg.fonttype": "none"}
-COMMON = {
-    "font.family": "DejaVu Sans", "font.size": 10, "axes.facecolor": "none", "axes.spines.top": False,
-    "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "grid.color": "#808080",
-    "legend.frameon": False, "hatch.linewidth": 0.6, "axes.titlesize": 11, "axes.axisbelow": True,
-}  # fmt: skip
-WIDTH = 9.0  # inches
-MOST_BARS, MOST_CURVES, MOST_TIMELINES, MOST_POINTS = 40, 18, 6, 300
+MOST_BARS, MOST_TIMELINES, MOST_POINTS = 40, 6, 300
 KINDS = {  # of a stage's work: colour, hatch, name
     "forward": (BLUE, "", "forward"),
     "loss": (PURPLE, "xx", "loss"),
@@ -50,18 +48,6 @@ PART_STYLES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Plot:
-    """`name`: of its PNG file; `svg`: an element to stand in a page; `caption`: how it is to be read."""
-
-    name: str
-    section: str
-    title: str
-    caption: str
-    svg: str
-    png: bytes
-
-
 def draw(rows: Sequence[Row], *, series: Sequence[Series], predictions: Sequence[Prediction]) -> list[Plot]:
     """All plots that these runs have figures for."""
     plots = []
@@ -69,15 +55,25 @@ def draw(rows: Sequence[Row], *, series: Sequence[Series], predictions: Sequence
         if found := [each for each in series if each.kind == kind]:
             held = "the global batch stays" if kind == STRONG else "the batch of a device stays"
             plots.append(
-                _plot(
+                plot(
                     f"{kind}_scaling", "scaling", f"{kind.capitalize()} scaling",
                     f"More devices, and {held} the same. Dotted: as many times the throughput as devices.",
                     partial(_scaling, found),
                 )
             )  # fmt: skip
+    if timed := latency.curves(rows):
+        plots.append(
+            plot(
+                "latency", "latency", "Latency against throughput",
+                "Of each run by batch size, which stands at the points where there is room: the median, and "
+                "by a thin line up to the 99th percentile. Better is down and to the right."
+                + first_of(MOST_CURVES, len(timed)),
+                lambda: latency.figure(timed[:MOST_CURVES]),
+            )
+        )  # fmt: skip
     if parted := [row for row in rows if row.parts is not None]:
         plots.append(
-            _plot(
+            plot(
                 "step_parts", "parts", "Where the time of a step goes",
                 "Of a watched step, mean over the ranks; watching makes it longer than an ordinary one.",
                 lambda: _parts(parted[:MOST_BARS]),
@@ -85,16 +81,26 @@ def draw(rows: Sequence[Row], *, series: Sequence[Series], predictions: Sequence
         )  # fmt: skip
     if measured := [row for row in rows if row.figures["peak_memory_bytes"] is not None]:
         plots.append(
-            _plot(
+            plot(
                 "memory", "memory", "Memory per device",
                 "The most that any rank held at once: allocated on a GPU, resident (with the interpreter and "
                 "its libraries) on a CPU.",
                 lambda: _memory(measured[:MOST_BARS]),
             )
         )  # fmt: skip
+    if families := bubble.families(rows):
+        plots.append(
+            plot(
+                "bubble", "bubble", "Bubble against memory",
+                "A point is a run, its number that of its microbatches; a line joins runs that differ in "
+                "nothing else. Hollow: what the formula of its schedule says of it, which was not measured. "
+                "Better is down and to the left." + first_of(MOST_CURVES, len(families)),
+                lambda: bubble.figure(families[:MOST_CURVES]),
+            )
+        )  # fmt: skip
     if curves := [row for row in rows if len(_losses(row)) > 1]:
         plots.append(
-            _plot(
+            plot(
                 "loss", "loss", "Training loss",
                 "Runs of the same configuration should lie on each other, whatever their layout.",
                 lambda: _loss(curves[:MOST_CURVES]),
@@ -103,7 +109,7 @@ def draw(rows: Sequence[Row], *, series: Sequence[Series], predictions: Sequence
     charts = [(row, ranks) for row in rows if (ranks := timeline(row))]
     for number_, (row, ranks) in enumerate(charts[:MOST_TIMELINES], start=1):
         plots.append(
-            _plot(
+            plot(
                 f"timeline_{number_}", "timeline", f"One step of {row.label}",
                 "What each device's stages did when, in one watched step; numbers are microbatches "
                 "(stage:microbatch where a device has several stages). Blank is idle.",
@@ -112,7 +118,7 @@ def draw(rows: Sequence[Row], *, series: Sequence[Series], predictions: Sequence
         )  # fmt: skip
     if ratios := [each for each in predictions if each.ratio is not None]:
         plots.append(
-            _plot(
+            plot(
                 "predicted", "predicted", "Measured by predicted",
                 "1 is a prediction that came true; twice as much and half as much are as far from it.",
                 lambda: _ratios(ratios[:MOST_BARS]),
@@ -121,55 +127,20 @@ def draw(rows: Sequence[Row], *, series: Sequence[Series], predictions: Sequence
     return plots
 
 
-def _plot(name: str, section: str, title: str, caption: str, figure: Callable[[], Figure]) -> Plot:
-    with mpl.rc_context({**COMMON, **PNG}):
-        png = io.BytesIO()
-        figure().savefig(png, format="png", dpi=144, bbox_inches="tight")
-    with mpl.rc_context({**COMMON, **SVG, "svg.hashsalt": name}):
-        svg = io.StringIO()
-        figure().savefig(svg, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
-    return Plot(name, section, title, caption, _inline(svg.getvalue(), title), png.getvalue())
-
-
-def _inline(svg: str, title: str) -> str:
-    """The element alone, in the page's own ink; groups lose their names, which all plots have alike."""
-    body = svg[svg.index("<svg") :]
-    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
-    body = re.sub(r'<g id="[^"]*">', "<g>", body).replace(INK, "currentColor")
-    return body.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
-
-
-def _axes(height: float, *, columns: int = 1) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    return figure, figure.subplots(1, columns)
-
-
-def _ink() -> str:
-    return str(mpl.rcParams["text.color"])
-
-
-def _style(place: int) -> dict[str, Any]:
-    return {
-        "color": COLOURS[place % len(COLOURS)],
-        "marker": MARKERS[place % len(MARKERS)],
-        "linestyle": DASHES[place // len(COLOURS) % len(DASHES)],
-    }
-
-
 def _scaling(series: Sequence[Series]) -> Figure:
-    figure, (rates, efficiencies) = _axes(4.4, columns=2)
+    figure, (rates, efficiencies) = canvas(4.4, columns=2)
     shown = series[:MOST_CURVES]
     for place, each in enumerate(shown):
         devices = [point.devices for point in each.points]
         first = each.points[0]
-        rates.plot(devices, [point.samples_per_s for point in each.points], label=each.label, **_style(place))
+        rates.plot(devices, [point.samples_per_s for point in each.points], label=each.label, **style(place))
         rates.plot(
             devices, [first.samples_per_s * n / first.devices for n in devices],
             color=COLOURS[place % len(COLOURS)], linestyle=(0, (1, 1.5)), linewidth=1,
         )  # fmt: skip
-        efficiencies.plot(devices, [100 * point.efficiency for point in each.points], **_style(place))
+        efficiencies.plot(devices, [100 * point.efficiency for point in each.points], **style(place))
     ticks = sorted({point.devices for each in shown for point in each.points})
-    efficiencies.axhline(100, color=_ink(), linestyle=(0, (1, 1.5)), linewidth=1)
+    efficiencies.axhline(100, color=ink(), linestyle=(0, (1, 1.5)), linewidth=1)
     efficiencies.annotate("ideal", (ticks[-1], 100), ha="right", va="bottom", fontsize=9)
     efficiencies.set_ylim(bottom=0)
     rates.set_yscale("log", base=2)
@@ -182,26 +153,13 @@ def _scaling(series: Sequence[Series]) -> Figure:
     rates.set_ylabel("throughput, samples/s")
     efficiencies.set_ylabel(f"efficiency, % of {ticks[0]} device{'s' * (ticks[0] > 1)}")
     handles, labels = rates.get_legend_handles_labels()
-    handles.append(mpl.lines.Line2D([], [], color=_ink(), linestyle=(0, (1, 1.5)), linewidth=1))
+    handles.append(mpl.lines.Line2D([], [], color=ink(), linestyle=(0, (1, 1.5)), linewidth=1))
     figure.legend(handles, [*labels, "ideal"], loc="outside lower left", ncols=2, fontsize=9)
     return figure
 
 
-def _bars(rows: Sequence[Row]) -> tuple[Figure, Axes]:
-    figure, axes = _axes(1.1 + 0.36 * len(rows))
-    axes.set_yticks(range(len(rows)), labels=[_short(row.label) for row in rows])
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.grid(axis="y", visible=False)
-    axes.tick_params(axis="y", length=0)
-    return figure, axes
-
-
-def _short(label: str) -> str:
-    return label if len(label) <= 48 else label[:47] + "…"
-
-
 def _parts(rows: Sequence[Row]) -> Figure:
-    figure, axes = _bars(rows)
+    figure, axes = bar_chart(rows)
     parts = [row.parts or {} for row in rows]
     unit = unit_of("seconds", (sum(each.values()) for each in parts))
     left = [0.0] * len(rows)
@@ -210,7 +168,7 @@ def _parts(rows: Sequence[Row]) -> Figure:
         widths = [each[part] / unit.size for each in parts]
         axes.barh(
             range(len(rows)), widths, left=left, height=0.7, color=colour, hatch=hatch, label=part,
-            edgecolor=_ink(), linewidth=0.4,
+            edgecolor=ink(), linewidth=0.4,
         )  # fmt: skip
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.set_xlabel(f"time of one step, {unit.name}")
@@ -219,7 +177,7 @@ def _parts(rows: Sequence[Row]) -> Figure:
 
 
 def _memory(rows: Sequence[Row]) -> Figure:
-    figure, axes = _bars(rows)
+    figure, axes = bar_chart(rows)
     unit = unit_of("bytes", (row.figures["peak_memory_bytes"] for row in rows))
     strategies = list(dict.fromkeys(row.strategy for row in rows))
     for place, row in enumerate(rows):
@@ -228,7 +186,7 @@ def _memory(rows: Sequence[Row]) -> Figure:
         assert value is not None
         axes.barh(
             place, value / unit.size, height=0.7, color=COLOURS[kind % len(COLOURS)],
-            hatch=HATCHES[kind % len(HATCHES)], edgecolor=_ink(), linewidth=0.4,
+            hatch=HATCHES[kind % len(HATCHES)], edgecolor=ink(), linewidth=0.4,
         )  # fmt: skip
         axes.annotate(
             unit.show(value), (value / unit.size, place), xytext=(4, 0), textcoords="offset points",
@@ -251,13 +209,13 @@ def _losses(row: Row) -> list[tuple[float, float]]:
 
 
 def _loss(rows: Sequence[Row]) -> Figure:
-    figure, axes = _axes(4.4)
+    figure, axes = canvas(4.4)
     for place, row in enumerate(rows):
         samples, losses = zip(*_losses(row), strict=True)
         apart = max(1, len(samples) // 8)
         axes.plot(
-            samples, losses, label=_short(row.label), markevery=(place % apart, apart), markersize=5,
-            linewidth=1.3, **_style(place),
+            samples, losses, label=short(row.label), markevery=(place % apart, apart), markersize=5,
+            linewidth=1.3, **style(place),
         )  # fmt: skip
     axes.set_xlabel("samples consumed")
     axes.set_ylabel("training loss")
@@ -266,7 +224,7 @@ def _loss(rows: Sequence[Row]) -> Figure:
 
 
 def _timeline(ranks: Sequence[dict[str, Any]]) -> Figure:
-    figure, axes = _axes(1.3 + 0.42 * len(ranks))
+    figure, axes = canvas(1.3 + 0.42 * len(ranks))
     length = max(float(rank["length_s"]) for rank in ranks)
     unit = unit_of("seconds", [length])
     several = any(len({stage for _, _, stage, _, _ in rank["chunks"]}) > 1 for rank in ranks)
@@ -275,10 +233,10 @@ def _timeline(ranks: Sequence[dict[str, Any]]) -> Figure:
         for start, end, stage, kind, microbatch in rank["chunks"]:
             colour, hatch, name = KINDS.get(kind, KINDS["average"])
             if end - start > length / 200:  # what is to be seen
-                seen[name] = Patch(facecolor=colour, hatch=hatch, edgecolor=_ink(), linewidth=0.4)
+                seen[name] = Patch(facecolor=colour, hatch=hatch, edgecolor=ink(), linewidth=0.4)
             axes.broken_barh(
                 [(start / unit.size, (end - start) / unit.size)], (place - 0.38, 0.76), facecolor=colour,
-                edgecolor=_ink(), linewidth=0.4, hatch=hatch,
+                edgecolor=ink(), linewidth=0.4, hatch=hatch,
             )  # fmt: skip
             text = "" if microbatch is None else f"{stage}:{microbatch}" if several else f"{microbatch}"
             if (end - start) / length > 0.011 * (len(text) + 0.4):
@@ -304,12 +262,12 @@ def _timeline(ranks: Sequence[dict[str, Any]]) -> Figure:
 
 
 def _ratios(found: Sequence[Prediction]) -> Figure:
-    figure, axes = _axes(1.1 + 0.36 * len(found))
+    figure, axes = canvas(1.1 + 0.36 * len(found))
     ratios = [each.ratio or 1.0 for each in found]
     colours = [VERMILION if ratio > 1 else BLUE for ratio in ratios]
     bars = axes.barh(
         range(len(found)), [ratio - 1 for ratio in ratios], left=1, height=0.7, color=colours,
-        edgecolor=_ink(), linewidth=0.4,
+        edgecolor=ink(), linewidth=0.4,
     )  # fmt: skip
     for bar, ratio in zip(bars, ratios, strict=True):
         bar.set_hatch("//" if ratio > 1 else "")
@@ -321,8 +279,8 @@ def _ratios(found: Sequence[Prediction]) -> Figure:
     reach = max(max(ratios), 1 / min(ratios), 2)
     axes.set_xlim(1 / reach / 1.2, reach * 1.2)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: digits(value, 2)))
-    axes.axvline(1, color=_ink(), linewidth=1)
-    axes.set_yticks(range(len(found)), labels=[_short(f"{each.row.label}: {each.key}") for each in found])
+    axes.axvline(1, color=ink(), linewidth=1)
+    axes.set_yticks(range(len(found)), labels=[short(f"{each.row.label}: {each.key}") for each in found])
     axes.set_ylim(len(found) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("measured / predicted")

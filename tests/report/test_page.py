@@ -49,7 +49,7 @@ def ask(runs: Path, tmp_path: Path) -> Ask:
 def test_it_opens_without_an_error_or_a_request(ask: Ask) -> None:
     opened = ask("return document.querySelectorAll('figure svg').length;")
     assert (opened.console, opened.asked) == ([], [])
-    assert opened.answer == 3  # parts, memory, loss
+    assert opened.answer == 4  # parts, memory, bubble, loss
 
 
 def test_the_browser_would_have_seen_an_error_and_a_request(ask: Ask) -> None:
@@ -106,16 +106,17 @@ def test_rows_are_filtered_by_words_and_state(ask: Ask) -> None:
         "const look = (words, of) => { filter.value = words; state.value = of;"
         " filter.dispatchEvent(new Event('input'));"
         " return [rows.filter(row => row.getClientRects().length).map(named),"
+        " document.querySelectorAll('#parts tbody tr:not([hidden])').length,"
         " document.getElementById('shown').textContent]; };"
         "return [look('', ''), look('DATA 2', ''), look('pipeline data', ''), look('', 'completed'),"
         " look('', '')];"
     )
     assert opened.answer == [
-        [["a", "b", "c", "d"], "4 of 4 runs"],
-        [["d"], "1 of 4 runs"],
-        [[], "0 of 4 runs"],
-        [["a", "b", "c"], "3 of 4 runs"],
-        [["a", "b", "c", "d"], "4 of 4 runs"],
+        [["a", "b", "c", "d"], 3, "4 of 4 runs"],
+        [["d"], 0, "1 of 4 runs"],
+        [[], 0, "0 of 4 runs"],
+        [["a", "b", "c"], 3, "3 of 4 runs"],
+        [["a", "b", "c", "d"], 3, "4 of 4 runs"],
     ]
 
 

@@ -214,7 +214,7 @@ def test_what_a_sweep_left_out_is_told(tmp_path: Path) -> None:
     write_sweep(
         sweep,
         Sweep(
-            ("-m",), "2026-11-22T01:00:00+00:00", None,
+            ("-m", "seed=1", "task.prompts=[a b]"), "2026-11-22T01:00:00+00:00", None,
             runs=(SweepRun(("seed=1", "nodes=2"), run.path, 2, 1),
                 SweepRun(("seed=1", "nodes=4"), tmp_path / "gone", 4, 1),
             ),
@@ -223,6 +223,7 @@ def test_what_a_sweep_left_out_is_told(tmp_path: Path) -> None:
     )  # fmt: skip
     gathered = gather([sweep, run.path])
     assert [row.run.path for row in gathered.rows] == [run.path]
+    assert gathered.commands == [("sweep", "python -m hpc_parallel.run -m seed=1 'task.prompts=[a b]'")]
     assert gathered.left_out == [
         ("nodes=3", "3 does not divide 16."), ("nodes=4", f"{tmp_path / 'gone'} is not there (any more)"),
     ]  # fmt: skip
@@ -234,6 +235,18 @@ def test_labels_tell_runs_apart(tmp_path: Path, new: Callable[[], Path]) -> None
     ended(new(), "strategy=pipeline", "nodes=2")
     assert [row.label for row in rows(tmp_path)] == [
         "data 1 x 1", "data 2 x 1 (001)", "data 2 x 1, bucket_mb=5", "data 2 x 1 (003)", "pipeline 2 x 1",
+    ]  # fmt: skip
+
+
+def test_a_label_says_what_most_runs_have_not_in_common(tmp_path: Path, new: Callable[[], Path]) -> None:
+    """And of a model of another class that alone, not each of its keys."""
+    for count in (4, 8):
+        ended(new(), "strategy=pipeline", "nodes=2", f"strategy.microbatches={count}")
+    for words in ((), (), ("model=convnet", "data=digits")):
+        ended(new(), "strategy=single", *words)
+    assert [row.label for row in rows(tmp_path)] == [
+        "pipeline 2 x 1, microbatches=4", "pipeline 2 x 1, microbatches=8", "single 1 x 1 (002)",
+        "single 1 x 1 (003)", "single 1 x 1, model=ConvNet, data=DigitsData",
     ]  # fmt: skip
 
 
