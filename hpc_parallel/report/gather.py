@@ -64,6 +64,12 @@ class Row:
         return self.state == COMPLETED
 
     @property
+    def folder(self) -> str:
+        """From where the report is made, if it lies below: a report may be passed on."""
+        path, here = self.run.path, Path.cwd()
+        return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+    @property
     def strategy(self) -> str:
         return self.run.strategy or "unknown"
 

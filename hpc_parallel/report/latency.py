@@ -64,7 +64,7 @@ def table(found: Sequence[Curve]) -> str:
     for curve in found:
         for point in curve.points:
             figures = [getattr(point, key) for key in KEYS]
-            writer.writerow([curve.row.label, curve.row.run.path, curve.row.state, *figures])
+            writer.writerow([curve.row.label, curve.row.folder, curve.row.state, *figures])
     return text.getvalue()
 
 

@@ -119,7 +119,7 @@ def table(gathered: Gathered, series: Sequence[Series]) -> str:
     )
     for row in gathered.rows:
         writer.writerow(
-            [row.label, row.run.path, row.state, row.strategy, row.layout_text]
+            [row.label, row.folder, row.state, row.strategy, row.layout_text]
             + [row.run.nodes, row.run.gpus_per_node]
             + [row.figures[key] for key in (*FIGURES, "device_hours")]
             + [(row.parts or {}).get(part) for part in PARTS]

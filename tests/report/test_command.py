@@ -200,3 +200,15 @@ def test_torch_is_not_imported(runs: Path) -> None:
         env=os.environ, capture_output=True, text=True,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_report_that_is_passed_on_names_no_place_of_the_machine(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(runs.parent)
+    assert report(str(runs), "--output", "out") == 0
+    (line,) = csv.DictReader(io.StringIO(Path("out/report.csv").read_text()))
+    (run,) = runs.iterdir()
+    assert line["folder"] == f"{runs.name}/{run.name}"
+    for name in ("index.html", "report.md", "report.csv"):
+        assert str(runs) not in Path("out", name).read_text()
