@@ -137,7 +137,7 @@ def _queued(job_ids: Sequence[str], slurm: Inquiry) -> tuple[dict[str, JobState]
 def jobs_by_script(slurm: Inquiry) -> dict[str, tuple[str, JobState]]:
     """Batch script -> the job of this user that is to run it or does, and how it stands."""
     listed = slurm.ask("squeue", "-h", "--me", "-o", "%i|%T|%r|%o")
-    lines = [line.split("|", 3) for line in listed.stdout.splitlines()]
+    lines = [line.split("|", 3) for line in listed.stdout.splitlines() if line.count("|") > 2]
     return {script: (job, JobState(state, reason)) for job, state, reason, script in lines}
 
 
