@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -28,6 +28,9 @@ from hpc_parallel.config.schema import register
 from hpc_parallel.launch.launchers import SiteRefusedError, choose
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.launch.resume import resumed
+
+if TYPE_CHECKING:
+    from hpc_parallel.sweep.earlier import Earlier
 
 DONE, FAILED, WRONG_CONFIGURATION, REFUSED = range(4)
 
@@ -62,12 +65,21 @@ def is_sweep() -> bool:
 
 def sweep() -> int:
     """All combinations of the command line, checked together; returns the exit code. Raises ConfigError."""
-    from hpc_parallel.config.cells import CellError, compose_cells
-    from hpc_parallel.sweep.command import start
-    from hpc_parallel.sweep.earlier import read_earlier
-    from hpc_parallel.sweep.plan import plan_sweep
+    from hpc_parallel.sweep.earlier import KEY, Earlier, read_earlier
+    from hpc_parallel.sweep.hold import held
 
     earlier, sys.argv[1:] = read_earlier(sys.argv[1:])
+    if earlier is None:
+        return _sweep(None)
+    with held(earlier.folder, key=KEY.rstrip("=")):
+        return _sweep(Earlier.read(earlier.folder))  # as it is now that nobody else goes on with it
+
+
+def _sweep(earlier: Earlier | None) -> int:
+    from hpc_parallel.config.cells import CellError, compose_cells
+    from hpc_parallel.sweep.command import start
+    from hpc_parallel.sweep.plan import plan_sweep
+
     said, configs = get_args(), str(find_folder("conf"))
     try:
         cells = compose_cells(said.overrides, **_places(configs))

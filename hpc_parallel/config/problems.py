@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+_PLAIN_PATH = re.compile(r"/[\w./-]*", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,14 @@ def spell(value: Any) -> str:
         return f"{{{','.join(f'{key}:{spell(item)}' for key, item in value.items())}}}"
     text = str(value)
     return text if text and text.isprintable() and not set(text) & set(" '\"$`\\") else repr(text)
+
+
+def quoted(text: object) -> str:
+    """Any text as one value of an override, whatever Hydra would read into it; a plain path as it is."""
+    if _PLAIN_PATH.fullmatch(str(text)):
+        return str(text)
+    inner = str(text).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{inner}'"
 
 
 def alternatives(texts: Sequence[str]) -> str:

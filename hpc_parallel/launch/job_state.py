@@ -15,6 +15,10 @@ SILENT = "NO ANSWER"  # no state of Slurm's: its controller is away, the job may
 FORGOTTEN = "FORGOTTEN"  # nor this: Slurm knows the job no longer
 
 _SHOW = ("scontrol", "--oneliner", "show", "job")
+_UNANSWERED = 124  # as of timeout(1)
+_PROMPT_S = 1.0  # after which we look whether the controller is there at all
+_PING_S = 2.0
+_PATIENCE_S = 20.0  # with a busy one
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,46 @@ class JobState:
         return self.state.lower() + (f" ({self.reason})" if self.reason not in ("", "None") else "")
 
 
+class Inquiry:
+    """Questions to Slurm for somebody who waits. While it is there it may take its time over an answer; that
+    it is not (its controller down, slurm.conf away) takes three seconds once, however much is asked."""
+
+    def __init__(self) -> None:
+        self.silent = False
+
+    def ask(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Return code `_UNANSWERED` where there is no answer."""
+        unanswered = subprocess.CompletedProcess(command, returncode=_UNANSWERED, stdout="", stderr="")
+        if self.silent:
+            return unanswered
+        environment = {**os.environ, "SLURM_BITSTR_LEN": "0"}  # an array's tasks that wait, all of them
+        try:
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+            )
+        except OSError as error:
+            return subprocess.CompletedProcess(command, returncode=1, stdout="", stderr=str(error))
+        with process:
+            for more_s in (_PROMPT_S, _PATIENCE_S):
+                try:
+                    out, err = process.communicate(timeout=more_s)
+                    return subprocess.CompletedProcess(command, process.returncode, out, err)
+                except subprocess.TimeoutExpired:
+                    self.silent = not controller_answers(within_s=_PING_S)
+                if self.silent:
+                    break
+            process.kill()
+        return unanswered
+
+
+def controller_answers(*, within_s: float) -> bool:
+    try:
+        answer = subprocess.run(["scontrol", "ping"], capture_output=True, timeout=within_s, text=True)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return answer.returncode == 0 and "UP" in answer.stdout
+
+
 def job_of(environment: Mapping[str, str]) -> str | None:
     """The job that these are the variables of, as sacct, scancel and scontrol take it: `123`, or `123_4` of
     an array, whose raw id only Slurm knows."""
@@ -42,7 +86,7 @@ def job_of(environment: Mapping[str, str]) -> str | None:
 
 def job_states(job_ids: Sequence[str]) -> dict[str, JobState]:
     """The states of many jobs at once, tasks of arrays too, of those that squeue still knows."""
-    return _queued(job_ids)[0]
+    return _queued(job_ids, Inquiry())[0]
 
 
 def job_state(job_id: str) -> JobState:
@@ -51,45 +95,55 @@ def job_state(job_id: str) -> JobState:
     A site may run without accounting, and the controller forgets a job some minutes after its end; one
     that does not answer (a restart, a busy hour) says nothing of the job.
     """
-    shown = _ask(*_SHOW, job_id)
+    slurm = Inquiry()
+    shown = slurm.ask(*_SHOW, job_id)
     if shown.returncode == 0:
         fields = _fields(shown.stdout)
         return JobState(fields["JobState"], fields.get("Reason", ""))
     if "Invalid job id" not in shown.stderr:
         return JobState(SILENT)
-    recorded = _ask("sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State")
+    recorded = slurm.ask("sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State")
     if recorded.returncode == 0 and (words := recorded.stdout.split()):
         return JobState(words[0])  # "CANCELLED by 1000"
-    return JobState(FORGOTTEN)
+    return JobState(SILENT if recorded.returncode == _UNANSWERED else FORGOTTEN)
 
 
-def states_by_accounting(job_ids: Sequence[str]) -> dict[str, JobState]:
+def states_by_accounting(job_ids: Sequence[str], *, slurm: Inquiry | None = None) -> dict[str, JobState]:
     """The states of many jobs, each of them, by one call of sacct, and one of squeue for those that
     accounting does not know and for why the others wait."""
     if not job_ids:
         return {}
-    recorded = _ask("sacct", "-X", "-n", "-P", "-j", ",".join(job_ids), "-o", "JobID,JobIDRaw,State")
+    slurm = slurm or Inquiry()
+    recorded = slurm.ask("sacct", "-X", "-n", "-P", "-j", ",".join(job_ids), "-o", "JobID,JobIDRaw,State")
     known = _listed(recorded.stdout) if recorded.returncode == 0 else {}
     rest = [job for job in job_ids if job not in known or known[job].state == "PENDING"]
-    queued, answered = _queued(rest)
+    queued, answered = _queued(rest, slurm)
+    answered = answered and recorded.returncode != _UNANSWERED  # of what has ended only accounting knows
     known = {job: JobState(FORGOTTEN if answered else SILENT) for job in rest} | known | queued
     return {job: known[job] for job in job_ids}
 
 
-def _queued(job_ids: Sequence[str]) -> tuple[dict[str, JobState], bool]:
+def _queued(job_ids: Sequence[str], slurm: Inquiry) -> tuple[dict[str, JobState], bool]:
     """Of those that squeue knows, and whether it answered."""
     if not job_ids:
         return {}, True
     whole = ",".join(dict.fromkeys(job.partition("_")[0] for job in job_ids))
-    listed = _ask("squeue", "-h", "-r", "-t", "all", "-j", whole, "-o", "%i|%A|%T|%r")
+    listed = slurm.ask("squeue", "-h", "-r", "-t", "all", "-j", whole, "-o", "%i|%A|%T|%r")
     known = _listed(listed.stdout)
     answered = listed.returncode == 0 or "Invalid job id" in listed.stderr
     return {job: known[job] for job in job_ids if job in known}, answered
 
 
+def jobs_by_script(slurm: Inquiry) -> dict[str, tuple[str, JobState]]:
+    """Batch script -> the job of this user that is to run it or does, and how it stands."""
+    listed = slurm.ask("squeue", "-h", "--me", "-o", "%i|%T|%r|%o")
+    lines = [line.split("|", 3) for line in listed.stdout.splitlines() if line.count("|") > 2]
+    return {script: (job, JobState(state, reason)) for job, state, reason, script in lines}
+
+
 def job_fields(job_id: str) -> dict[str, str] | None:
     """The controller's record of a job; None where it does not answer or knows it no longer."""
-    shown = _ask(*_SHOW, job_id)
+    shown = Inquiry().ask(*_SHOW, job_id)
     return _fields(shown.stdout) if shown.returncode == 0 else None
 
 
@@ -117,11 +171,3 @@ def _tasks(job: str) -> list[str]:
 
 def _fields(line: str) -> dict[str, str]:
     return dict(word.split("=", 1) for word in line.split() if "=" in word)
-
-
-def _ask(*command: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "SLURM_BITSTR_LEN": "0"}  # an array's tasks that wait, all of them
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, env=environment)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return subprocess.CompletedProcess(command, returncode=1, stdout="", stderr=str(error))

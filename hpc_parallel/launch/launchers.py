@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from collections.abc import Mapping
 from typing import Protocol
 
+from hpc_parallel.launch.job_state import controller_answers
 from hpc_parallel.launch.prepare import PreparedRun
 
 
@@ -50,10 +50,6 @@ def choose_automatically(environment: Mapping[str, str]) -> tuple[str, str]:
         return "local", f"already inside the allocation of job {job}"
     if shutil.which("sbatch") is None:
         return "local", "there is no sbatch on this machine"
-    try:
-        answer = subprocess.run(["scontrol", "ping"], capture_output=True, timeout=5, text=True)
-    except (OSError, subprocess.TimeoutExpired):
-        return "local", "sbatch is here, but Slurm's controller does not answer"
-    if answer.returncode != 0 or "UP" not in answer.stdout:
+    if not controller_answers(within_s=5):
         return "local", "sbatch is here, but Slurm's controller does not answer"
     return "slurm", "sbatch is here and Slurm's controller answers"

@@ -38,6 +38,36 @@ def take(folder: RunFolder) -> None:
     write_json(folder.owner, this_process())
 
 
+def queue(folder: RunFolder) -> None:
+    """Let the run wait until this process, which has claimed it, begins it (`take_turn`)."""
+    write_json(folder.owner, {**this_process(), "waits": True})
+
+
+def take_turn(folder: RunFolder) -> bool:
+    """Whether a run that waited may begin now; then it waits no longer. Not where it was withdrawn."""
+    with _alone(folder):
+        if not (read_json(folder.owner) or {}).get("waits"):
+            return False
+        write_json(folder.owner, {**this_process(), "waits": False})
+        return True
+
+
+def withdraw(folder: RunFolder) -> bool:
+    """Keep a run that waits from beginning; False where it has begun."""
+    with _alone(folder):
+        if not (read_json(folder.owner) or {}).get("waits"):
+            return False
+        folder.owner.unlink()
+        return True
+
+
+def release(folder: RunFolder) -> None:
+    """Own it no longer, where this process does."""
+    with _alone(folder):
+        if read_json(folder.owner) == this_process():
+            folder.owner.unlink()
+
+
 def hold_by_job(folder: RunFolder, job_id: str) -> None:
     """Make the job that this process belongs to the owner. Raises OwnedError where another job runs."""
     with _alone(folder):

@@ -19,6 +19,7 @@ from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.tasks import total_steps
 from hpc_parallel.launch import attempts, owner, resume, weights
+from hpc_parallel.launch.names import RUNS
 from hpc_parallel.launch.origin import State, origin
 from hpc_parallel.launch.run_folder import RunFolder, new_run_id, write_json, write_text
 from hpc_parallel.launch.snapshot import Snapshot, plan_snapshot
@@ -122,7 +123,7 @@ def prepare(
     config, values = resolve(composed)
     if problems := [*find_problems(config, overrides), *weights.find_problems(config)]:
         raise ConfigError(in_order(problems, overrides))
-    path = Path(config.run_dir).expanduser() if config.run_dir else Path("runs", config.name, new_run_id())
+    path = Path(config.run_dir).expanduser() if config.run_dir else RUNS / config.name / new_run_id()
     layout = layout_of(config.strategy, devices=config.devices)
     batch = plan_batch(
         config.training.global_batch_size,

@@ -12,8 +12,9 @@ from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
-from hpc_parallel.config.problems import ConfigError, Found, Problem, nearest
+from hpc_parallel.config.problems import ConfigError, Found, Problem, nearest, quoted
 from hpc_parallel.launch.checkpoints import complete
 from hpc_parallel.launch.run_folder import RunFolder, is_run_folder, read_json
 from hpc_parallel.launch.trust import UntrustedError, require_private
@@ -35,18 +36,28 @@ def resumed(words: Sequence[str]) -> list[str]:
     Raises ConfigError where there is no such run.
     """
     named = [word for word in words if word.startswith("resume=")]
-    value = OverridesParser.create().parse_override(named[-1]).value() if named else None
+    value = value_of(named[-1]) if named else None
     if value is None:
         return list(words)
     folder = RunFolder(newest(words) if value == AUTO else Path(str(value)).expanduser().absolute())
     kept = read_start(folder)
     anew = {_key(word) for word in words if not word.startswith("-")}
     before = [word for word in kept["overrides"] if not _replaced(_key(word), anew)]
-    place = str(folder.path).replace("\\", "\\\\").replace("'", "\\'")
+    place = quoted(folder.path)
     own_dir = any(word.startswith(("--config-dir", "-cd")) for word in words)
     flags = ["--config-dir", kept["config_dir"]] if kept["config_dir"] and not own_dir else []
     others = [word for word in words if word not in named]
-    return [*flags, *before, *others, f"run_dir='{place}'", f"resume='{place}'"]
+    return [*flags, *before, *others, f"run_dir={place}", f"resume={place}"]
+
+
+def value_of(override: str) -> Any:
+    """What follows the `=`, as Hydra reads it. Raises ConfigError where it can't."""
+    try:
+        return OverridesParser.create().parse_override(override).value()
+    except HydraException as error:
+        key, _, value = override.partition("=")
+        rule = "can't be read: quote what is special in it, once more for the shell"
+        raise ConfigError([Problem(key, value, rule, (quoted(value),))]) from error
 
 
 def newest(words: Sequence[str]) -> Path:

@@ -26,6 +26,7 @@ from hpc_parallel.launch.batch_script import (
 )
 from hpc_parallel.launch.job_state import job_state
 from hpc_parallel.launch.launchers import SiteRefusedError
+from hpc_parallel.launch.names import command_on
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.launch.run_folder import write_text
 from hpc_parallel.launch.trust import UntrustedError, require_private
@@ -67,8 +68,8 @@ class SlurmLauncher:
         path = run.folder.path
         print(f"job         {job_id}")
         print(f"run folder  {path}")
-        print(f"follow      tail -F {shlex.quote(str(run.folder.log(0, 'out')))}")
-        print(f"cancel      scancel {job_id}", flush=True)
+        print(f"follow      {command_on(path, 'logs', '--follow')}")
+        print(f"cancel      {command_on(path, 'cancel')}", flush=True)
         if not run.config.launcher.wait:
             return 0
         from hpc_parallel.launch.wait import wait_for_job

@@ -9,6 +9,7 @@ import time
 from hpc_parallel.launch import owner
 from hpc_parallel.launch.follow import Follower
 from hpc_parallel.launch.job_state import JobState, job_state
+from hpc_parallel.launch.names import command_on
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.worker.conclude import conclude
 
@@ -31,7 +32,8 @@ def wait_for_job(run: PreparedRun, job_id: str) -> int:
             follower.poll()
             time.sleep(PERIOD_S)
     except KeyboardInterrupt:
-        print(f"\nno longer following; job {job_id} goes on (scancel {job_id} ends it)", file=sys.stderr)
+        end = command_on(run.folder.path, "cancel")
+        print(f"\nno longer following; job {job_id} goes on ({end} ends it)", file=sys.stderr)
         return 1
     if not owner.is_job(run.folder, job_id):
         print(f"job {job_id} {state}; the run has been resumed since: {run.folder.path}")

@@ -12,6 +12,7 @@ import platform
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +21,15 @@ from typing import Any
 from hpc_parallel.config.problems import ConfigError
 from hpc_parallel.launch.attempts import starts
 from hpc_parallel.launch.job_state import states_by_accounting
-from hpc_parallel.launch.owner import process_lives
-from hpc_parallel.launch.recorded import RecordedRun
-from hpc_parallel.operate.find import find_all, is_one, label, once
-from hpc_parallel.operate.state import NOT_STARTED, UNKNOWN, WAITING, State, job_of, states
+from hpc_parallel.launch.names import label
+from hpc_parallel.launch.owner import process_lives, withdraw
+from hpc_parallel.launch.recorded import RecordedRun, read_run
+from hpc_parallel.operate.find import find_all, is_one, once
+from hpc_parallel.operate.state import NOT_STARTED, UNKNOWN, WAITING, State, states, waits
 from hpc_parallel.operate.terminal import DONE, FAILED, REFUSED, guarded, print_json
 from hpc_parallel.worker.conclude import conclude
+
+BEGINNING_S = 10.0  # at most, from a run's turn in a sweep to a process of its own
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Target:
 
     @property
     def job(self) -> str | None:
-        return job_of(self.run)
+        return self.state.job
 
     @property
     def pid(self) -> int:
@@ -134,16 +138,40 @@ def _end(going: Sequence[Target]) -> dict[Path, str]:
             whom = {job: lines or [words] for job, lines in told.items() if lines or not any(told.values())}
             refused |= {jobs[job]: " ".join(lines) for job, lines in whom.items()}
         _conclude([target for target in going if target.job and target.run.path not in refused])
-    for target in going:
-        if target.job is None:
-            try:
-                if process_lives(target.run.owner or {}):  # else it has ended while we asked
-                    os.kill(target.pid, signal.SIGTERM)
-            except ProcessLookupError:
-                continue
-            except PermissionError:
-                refused[target.run.path] = f"process {target.pid} is another user's"
+    # First what waits for its turn: the end of another would let it begin.
+    begun = [target.run for target in going if not _withdrawn(target)]
+    for run in begun:
+        if why := _terminate(run):
+            refused[run.path] = why
     return refused
+
+
+def _withdrawn(target: Target) -> bool:
+    if target.job is not None:
+        return True
+    if not waits(target.run) or not withdraw(target.run.folder):
+        return False
+    conclude(target.run.folder, returncode=1, cancelled=True, environment={})
+    return True
+
+
+def _terminate(run: RecordedRun) -> str | None:
+    """Ask a local run's process to end; returns why it can't be."""
+    deadline = time.monotonic() + BEGINNING_S
+    while "waits" in (run.owner or {}) and time.monotonic() < deadline:  # its process is the whole sweep's
+        time.sleep(0.1)
+        run = read_run(run.path)
+    owner = run.owner or {}
+    if "waits" in owner:
+        return "begins just now. Try again"
+    try:
+        if process_lives(owner):  # else it has ended while we asked
+            os.kill(owner["pid"], signal.SIGTERM)
+    except ProcessLookupError:
+        pass
+    except PermissionError:
+        return f"process {owner['pid']} is another user's"
+    return None
 
 
 def _scancel(jobs: Sequence[str]) -> subprocess.CompletedProcess[str]:

@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
+from hpc_parallel.launch.names import RUNS, label
 from hpc_parallel.launch.recorded import find_runs
-from hpc_parallel.operate.find import RUNS, label, newest_first
+from hpc_parallel.operate.find import newest_first
 
 WITH_RUN = ("rerun", "export")  # whose own parsers load more than a key press has time for
 

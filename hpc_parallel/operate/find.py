@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_parallel.config.problems import ConfigError, alternatives, nearest, spell
-from hpc_parallel.launch.recorded import RecordedRun, find_runs, is_run
-from hpc_parallel.launch.sweep_folder import is_sweep_folder
+from hpc_parallel.launch.names import RUNS, is_job_id, label
+from hpc_parallel.launch.recorded import RecordedRun, find_runs, is_run, read_run
+from hpc_parallel.launch.sweep_folder import Sweep, is_sweep_folder, read_sweep
 
-RUNS = Path("runs")  # where the command `run` puts them
 _NAMED = 5  # near ones that an error tells
 
 
@@ -22,14 +22,6 @@ class Named:
     label: str
     path: Path | None  # None of a job array
     runs: tuple[RecordedRun, ...]
-
-
-def label(path: Path) -> str:
-    """What a run or sweep is called here: its place in `runs/`, else from this folder, else in full."""
-    for root in (RUNS.absolute(), Path.cwd()):
-        if path != root and path.is_relative_to(root):
-            return str(path.relative_to(root))
-    return str(path)
 
 
 def newest_first(runs: Iterable[RecordedRun]) -> list[RecordedRun]:
@@ -67,14 +59,14 @@ def once(named: Iterable[Named]) -> list[RecordedRun]:
 
 
 def _find(word: str) -> Named:
-    path = Path(word).expanduser()
-    if word and (runs := find_runs(path)):
-        return Named(label(path.absolute()), path.absolute(), tuple(runs))
+    path = _path(word)
+    if word and (runs := _runs_in(path)):
+        return Named(label(path), path, tuple(runs))
     known = newest_first(find_runs(RUNS))
     if is_job_id(word) and (runs := [run for run in known if any(_of(job, word) for job in run.job_ids)]):
         return _run(runs[0]) if len(runs) == 1 else Named(f"job {word}", None, tuple(runs))
     labels = {label(run.path): run for run in known}
-    sweeps = {label(sweep): sweep for sweep in _sweeps()}
+    sweeps = {label(sweep): sweep for sweep in _sweeps(word)}
     names = [*labels, *sweeps]
     for fits in _fitting(word):
         if matching := [name for name in names if fits(name)]:
@@ -86,7 +78,25 @@ def _find(word: str) -> Named:
     (name,) = matching
     if name in labels:
         return _run(labels[name])
-    return Named(name, sweeps[name], tuple(find_runs(sweeps[name])))
+    return Named(name, sweeps[name], tuple(_runs_in(sweeps[name])))
+
+
+def _path(word: str) -> Path:
+    return Path(os.path.expanduser(word)).absolute()
+
+
+def _runs_in(path: Path) -> list[RecordedRun]:
+    """`find_runs`; of a sweep also those that have no folder: refused, or taken away before they began."""
+    sweep = sweep_of(path)
+    return find_runs(path) if sweep is None else [read_run(run.run_dir) for run in sweep.runs]
+
+
+def sweep_of(path: Path) -> Sweep | None:
+    """What the sweep folder `path` says; None where it is none."""
+    try:
+        return read_sweep(path)
+    except (OSError, ValueError):
+        return None
 
 
 def _run(run: RecordedRun) -> Named:
@@ -102,17 +112,14 @@ def _fitting(word: str) -> list[Callable[[str], bool]]:
     ]
 
 
-def is_job_id(word: str) -> bool:
-    """`123`, or `123_4` of an array."""
-    return word.replace("_", "", 1).isdecimal()
-
-
 def _of(job: str, word: str) -> bool:
     return job == word or job.startswith(f"{word}_")
 
 
-def _sweeps() -> list[Path]:
-    return [path.absolute() for path in sorted(RUNS.glob("sweeps/*"), reverse=True) if is_sweep_folder(path)]
+def _sweeps(word: str) -> list[Path]:
+    """Those of the usual place, and the one that `word` is the whole label of (hydra.sweep.dir)."""
+    places = dict.fromkeys([*sorted(RUNS.glob("sweeps/*"), reverse=True), RUNS / word])
+    return [path.absolute() for path in places if is_sweep_folder(path)]
 
 
 def _several(word: str, names: Sequence[str]) -> str:
@@ -125,7 +132,7 @@ def _several(word: str, names: Sequence[str]) -> str:
 def _unknown(word: str, known: Mapping[str, RecordedRun]) -> str:
     if is_job_id(word):
         rule = "is the job id of no run"
-    elif (path := Path(word).expanduser()).exists():
+    elif (path := _path(word)).exists():
         rule = "holds no run" if path.is_dir() else "is no run folder"
     else:
         rule = "is no path, run id, job id or part of a name of a run"

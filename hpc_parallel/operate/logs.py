@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_parallel.config.problems import ConfigError, Problem
+from hpc_parallel.launch.names import label
 from hpc_parallel.launch.recorded import RecordedRun, read_run
-from hpc_parallel.operate.find import find_run, label
+from hpc_parallel.operate.find import find_run
 from hpc_parallel.operate.rows import failure_line
-from hpc_parallel.operate.state import State, job_of, states
+from hpc_parallel.operate.state import State, states
 from hpc_parallel.operate.terminal import DONE, guarded
 
 ALL = "all"
@@ -182,7 +183,7 @@ def _headed() -> Callable[[Source, str], None]:
 
 def _tell(run: RecordedRun, state: State) -> None:
     """How the run stands, beside the logs: on stderr."""
-    job = job_of(run)
+    job = state.job
     line = failure_line(run) if state.word == "failed" else None
     print(
         f"{f'job {job}' if job else label(run.path)}: {state}" + (f": {line}" if line else ""),

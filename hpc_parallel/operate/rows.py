@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc_parallel.launch.metrics_file import per_second
+from hpc_parallel.launch.names import label
 from hpc_parallel.launch.recorded import RecordedRun, number, whole
-from hpc_parallel.operate.find import label
-from hpc_parallel.operate.state import RUNNING, State, job_of, states
+from hpc_parallel.operate.state import RUNNING, State, states
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def row_of(run: RecordedRun, state: State) -> Row:
         samples_per_s=number(rate if rate is not None else last.get("samples_per_s")),
         time_left_s=left_s,
         restarts=run.attempts["restarts"],
-        job_id=job_of(run),
+        job_id=state.job,
         failure=failure_line(run) if state.word == "failed" else None,
     )
 

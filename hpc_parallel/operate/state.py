@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from hpc_parallel.launch.job_state import FORGOTTEN, SILENT, JobState, states_by_accounting
+from hpc_parallel.launch.job_state import (
+    FORGOTTEN,
+    SILENT,
+    Inquiry,
+    JobState,
+    jobs_by_script,
+    states_by_accounting,
+)
 from hpc_parallel.launch.owner import process_lives
 from hpc_parallel.launch.recorded import RecordedRun
 
 RUNNING, WAITING, UNKNOWN, NOT_STARTED = "running", "pending", "unknown", "not started"
+BROKEN_OFF = "broken off"
+NO_ANSWER, ITS_TURN = "Slurm does not answer", "its turn in a sweep"  # reasons
 SUMMED_UP = ("completed", "failed", "preempted", "cancelled")  # outcomes of `summary.json`
 
 
 @dataclass(frozen=True)
 class State:
-    """`word`: of the run or, in small letters, Slurm's own of its job."""
+    """`word`: of the run or, in small letters, Slurm's own of its `job` (None: the run has none)."""
 
     word: str
     reason: str = ""
     ended: bool = False
+    job: str | None = None
 
     def __str__(self) -> str:
         return self.word + (f" ({self.reason})" if self.reason else "")
@@ -27,15 +37,32 @@ class State:
 
 def states(runs: Sequence[RecordedRun]) -> list[State]:
     """Of each run, by one call of Slurm's accounting for all, and one of its queue where that is needed."""
-    jobs = [job_of(run) for run in runs]
-    known = states_by_accounting(list(dict.fromkeys(job for job in jobs if job is not None)))
-    return [
-        _of_folder(run) if job is None else _of_job(run, known[job])
+    slurm = Inquiry()
+    jobs = [_job_of(run) for run in runs]
+    known = states_by_accounting(list(dict.fromkeys(job for job in jobs if job is not None)), slurm=slurm)
+    found = [
+        _of_folder(run) if job is None else replace(_of_job(run, known[job]), job=job)
         for run, job in zip(runs, jobs, strict=True)
     ]
+    return _with_those_by_hand(runs, found, slurm)
 
 
-def job_of(run: RecordedRun) -> str | None:
+def _with_those_by_hand(runs: Sequence[RecordedRun], found: list[State], slurm: Inquiry) -> list[State]:
+    """Also of runs whose batch script was given to sbatch by hand: their folders don't name the job before
+    its ranks have met."""
+    idle = [
+        at for at, (run, state) in enumerate(zip(runs, found, strict=True))
+        if state.job is None and state.word in (NOT_STARTED, BROKEN_OFF) and run.folder.batch_script.exists()
+    ]  # fmt: skip
+    by_script = jobs_by_script(slurm) if idle else {}
+    for at in idle:
+        if (known := by_script.get(str(runs[at].folder.batch_script))) is not None:
+            job, state = known
+            found[at] = replace(_of_job(runs[at], state), job=job)
+    return found
+
+
+def _job_of(run: RecordedRun) -> str | None:
     """The job of the newest start; None where that was no job of Slurm's."""
     if run.owner is not None and "pid" in run.owner:
         return None
@@ -48,7 +75,7 @@ def _of_job(run: RecordedRun, job: JobState) -> State:
         if outcome not in (None, "preempted"):
             return _ended(run, str(outcome))
         if job.state == SILENT:
-            return State(UNKNOWN, "Slurm does not answer")
+            return State(UNKNOWN, NO_ANSWER)
         return State("gone", "Slurm knows its job no longer", ended=True)
     word = job.state.lower()
     if not job.ended:
@@ -63,6 +90,8 @@ def _of_folder(run: RecordedRun) -> State:
     lives = _lives(run)
     outcome = _outcome(run)
     began = run.attempts["started"] is not None
+    if lives and waits(run):
+        return State(WAITING, ITS_TURN)
     if lives:  # a launcher may start it again after it has failed
         return State(outcome or (RUNNING if began else "starting"))
     if outcome is not None:
@@ -70,8 +99,13 @@ def _of_folder(run: RecordedRun) -> State:
     if lives is None:
         return State(UNKNOWN, f"its process is on {(run.owner or {})['host']}")
     if began or run.last_metrics is not None:
-        return State("broken off", "its process is gone", ended=True)
+        return State(BROKEN_OFF, "its process is gone", ended=True)
     return State(NOT_STARTED, ended=True)
+
+
+def waits(run: RecordedRun) -> bool:
+    """Whether it waits for its turn in a sweep on this machine."""
+    return (run.owner or {}).get("waits") is True
 
 
 def _lives(run: RecordedRun) -> bool | None:

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from hpc_parallel.launch.names import RUNS
 from hpc_parallel.launch.recorded import RecordedRun, find_runs, read_run
-from hpc_parallel.launch.sweep_folder import SkippedRun, is_sweep_folder, read_sweep
-from hpc_parallel.operate.find import RUNS, Named, find_all, newest_first, once
+from hpc_parallel.launch.sweep_folder import Sweep
+from hpc_parallel.operate.find import Named, find_all, newest_first, once, sweep_of
 from hpc_parallel.operate.rows import HEADINGS, RIGHT, Row, cells, counted, rows_of
+from hpc_parallel.operate.state import NO_ANSWER, NOT_STARTED
 from hpc_parallel.operate.terminal import DONE, console, guarded, print_json, say
 
 if TYPE_CHECKING:
@@ -66,6 +68,8 @@ def _status(given: argparse.Namespace) -> int:
     else:
         screen = console()
         screen.print(_table(rows, columns=screen.width))
+    if any(row.reason == NO_ANSWER for row in rows):
+        say(f"{NO_ANSWER}: how its jobs stand is not known now. `scontrol ping` may say why.")
     if named:
         say(*_notes(rows, named))
     elif len(runs) < len(every):
@@ -131,10 +135,22 @@ def _notes(rows: Sequence[Row], named: Sequence[Named]) -> list[str]:
     """Why runs failed, and what a sweep left out."""
     lines = [f"{row.run}: {row.failure}" for row in rows if row.failure]
     for each in named:
-        if each.path is not None and is_sweep_folder(each.path):
-            lines += [_left_out(skipped) for skipped in read_sweep(each.path).skipped]
+        if each.path is not None and (sweep := sweep_of(each.path)) is not None:
+            lines += _of_sweep(rows, sweep)
     return lines
 
 
-def _left_out(skipped: SkippedRun) -> str:
-    return f"left out: {' '.join(skipped.overrides)}: {' '.join(skipped.problems)}"
+def _of_sweep(rows: Sequence[Row], sweep: Sweep) -> list[str]:
+    """Which of its runs have no folder to tell of them, and what can't run."""
+    idle = {row.path for row in rows if row.state == NOT_STARTED and row.nodes is None}
+    gone = [run for run in sweep.runs if str(run.run_dir) in idle]
+    asked = [set(run.overrides) for run in sweep.runs] + [set(left.overrides) for left in sweep.skipped]
+    common = set.intersection(*asked) if len(asked) > 1 else set()
+
+    def own(overrides: Sequence[str]) -> str:
+        return " ".join(word for word in overrides if word not in common)
+
+    return [
+        *(f"not started: {own(run.overrides)}" for run in gone),
+        *(f"left out: {own(left.overrides)}: {' '.join(left.problems)}" for left in sweep.skipped),
+    ]

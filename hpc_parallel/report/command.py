@@ -1,4 +1,5 @@
-"""`python -m hpc_parallel report FOLDER... [--output FOLDER]`: what runs show, as a page, Markdown and CSV.
+"""`python -m hpc_parallel report FOLDER... [--output FOLDER]`: what runs show, as a page, Markdown and CSV;
+with `--json` on stdout instead.
 
 FOLDER is a run folder, a sweep folder or one that holds some. Exit codes: 0 done, 1 it could
 not be written, 2 something of the command line is wrong (nothing was written).
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from hpc_parallel.config.problems import Problem, alternatives, nearest
 from hpc_parallel.launch.recorded import find_runs
+from hpc_parallel.operate.terminal import print_json
 
 if TYPE_CHECKING:
     from hpc_parallel.report.page import Report
@@ -34,19 +36,29 @@ def main(arguments: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument("folders", nargs="+", metavar="FOLDER", type=Path)
     parser.add_argument("--output", type=Path, help="where to write (default: FOLDER/report of the first)")
+    parser.add_argument("--json", action="store_true", help="the rows of report.csv as a list of objects")
     given = parser.parse_args(list(arguments))
-    folders = [folder.expanduser().absolute() for folder in given.folders]
-    output = (given.output or folders[0] / "report").expanduser().absolute()
-    if problems := list(find_problems(folders, output)):
+    if given.json and given.output:
+        parser.error("--json prints and writes nothing: leave --output out")
+    folders = [Path(os.path.expanduser(folder)).absolute() for folder in given.folders]
+    output = Path(os.path.expanduser(given.output or folders[0] / "report")).absolute()
+    problems = list(find_problems(folders))
+    if problems := problems if given.json else [*problems, *output_problems(output)]:
         count = len(problems)
         print(f"{count} problem{'s' * (count > 1)}; nothing was written.", file=sys.stderr)
         for problem in problems:
             print(f"  {problem}", file=sys.stderr)
         return WRONG_USAGE
     from hpc_parallel.report.gather import gather
-    from hpc_parallel.report.page import render
 
     gathered = gather(folders)
+    if given.json:
+        from hpc_parallel.report.tables import records, scaling
+
+        print_json(records(gathered.rows, scaling(gathered.rows)))
+        return DONE
+    from hpc_parallel.report.page import render
+
     try:
         write(render(gathered), output)
     except OSError as error:  # a full disk, say
@@ -56,8 +68,8 @@ def main(arguments: Sequence[str]) -> int:
     return DONE
 
 
-def find_problems(folders: Sequence[Path], output: Path) -> Iterator[Problem | str]:
-    """All that is wrong with the command line."""
+def find_problems(folders: Sequence[Path]) -> Iterator[Problem | str]:
+    """All that is wrong with what the report is to be on."""
     for folder in dict.fromkeys(folders):
         if not folder.is_dir():
             rule = "is a file, and a report is on folders" if folder.exists() else "is not there"
@@ -65,6 +77,10 @@ def find_problems(folders: Sequence[Path], output: Path) -> Iterator[Problem | s
             yield f"{folder} {rule}.{near}"
         elif not find_runs(folder):
             yield f"{folder} holds no run, nor does any folder in it. Try runs, where `run` puts them."
+
+
+def output_problems(output: Path) -> Iterator[Problem | str]:
+    """Why no report can be written there."""
     if output.exists() and not is_report(output):
         rule = "is there and is no report, which alone would be replaced"
         yield Problem("--output", output, rule, (output.with_name(f"{output.name}-1"),))

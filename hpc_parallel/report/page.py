@@ -16,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from hpc_parallel.config.problems import alternatives
 from hpc_parallel.report import latency
 from hpc_parallel.report.claims import Runs, judged
-from hpc_parallel.report.gather import FIGURES, PARTS, Gathered
+from hpc_parallel.report.gather import PARTS, Gathered
 from hpc_parallel.report.plots import Plot, draw
 from hpc_parallel.report.tables import (
     COLUMNS,
@@ -26,6 +26,7 @@ from hpc_parallel.report.tables import (
     compare,
     digits,
     predictions,
+    records,
     scaling,
     unit_of,
 )
@@ -102,29 +103,12 @@ def render(gathered: Gathered) -> Report:
 
 
 def table(gathered: Gathered, series: Sequence[Series]) -> str:
-    """A line a run, in SI units, by the names of `summary.json`; empty where nothing is measured."""
-    efficiency = {
-        (each.kind, row.run.path): point.efficiency
-        for each in series
-        for point in each.points
-        for row in point.runs
-    }
+    """A line a run; empty where nothing is measured."""
+    found = records(gathered.rows, series)
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    kinds = ("strong", "weak")
-    writer.writerow(
-        ["run", "folder", "state", "strategy", "layout", "nodes", "gpus_per_node", *FIGURES, "device_hours"]
-        + [f"{part}_s" for part in PARTS]
-        + [f"{kind}_efficiency" for kind in kinds]
-    )
-    for row in gathered.rows:
-        writer.writerow(
-            [row.label, row.folder, row.state, row.strategy, row.layout_text]
-            + [row.run.nodes, row.run.gpus_per_node]
-            + [row.figures[key] for key in (*FIGURES, "device_hours")]
-            + [(row.parts or {}).get(part) for part in PARTS]
-            + [efficiency.get((kind, row.run.path)) for kind in kinds]
-        )
+    writer = csv.DictWriter(text, found[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(found)
     return text.getvalue()
 
 

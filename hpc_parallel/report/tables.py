@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from hpc_parallel.config.layout import AXES
-from hpc_parallel.report.gather import BESIDE, SPEEDLESS, Row, number
+from hpc_parallel.report.gather import BESIDE, FIGURES, PARTS, SPEEDLESS, Row, number
 
 UNMEASURED = "not measured"
 STRONG, WEAK = "strong", "weak"
@@ -195,6 +195,31 @@ def scaling(rows: Sequence[Row]) -> list[Series]:
         for (kind, *_), by_devices in groups.items()
         if len(by_devices) > 1
     ]  # fmt: skip
+
+
+def records(rows: Sequence[Row], series: Sequence[Series]) -> list[dict[str, Any]]:
+    """A flat object a run, in SI units, by the names of `summary.json`; None where nothing is measured."""
+    efficiency = {
+        (each.kind, row.run.path): point.efficiency
+        for each in series
+        for point in each.points
+        for row in point.runs
+    }
+    return [
+        {
+            "run": row.label,
+            "folder": row.folder,
+            "state": row.state,
+            "strategy": row.strategy,
+            "layout": row.layout_text,
+            "nodes": row.run.nodes,
+            "gpus_per_node": row.run.gpus_per_node,
+            **{key: row.figures[key] for key in (*FIGURES, "device_hours")},
+            **{f"{part}_s": (row.parts or {}).get(part) for part in PARTS},
+            **{f"{kind}_efficiency": efficiency.get((kind, row.run.path)) for kind in (STRONG, WEAK)},
+        }
+        for row in rows
+    ]
 
 
 def _series(kind: str, by_devices: dict[int, list[Row]]) -> Series:

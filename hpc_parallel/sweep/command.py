@@ -7,12 +7,16 @@ import shlex
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 
-from hpc_parallel.config.problems import ConfigError, Problem
+from hpc_parallel.config.problems import ConfigError, Problem, quoted
 from hpc_parallel.launch.job_state import job_states
 from hpc_parallel.launch.launchers import Launcher, choose
+from hpc_parallel.launch.names import command_on
 from hpc_parallel.launch.sweep_folder import create, write_sweep
 from hpc_parallel.sweep import table
+from hpc_parallel.sweep.earlier import KEY
+from hpc_parallel.sweep.hold import held, release
 from hpc_parallel.sweep.plan import SweepPlan, folder_problems
 from hpc_parallel.sweep.write import remove, write_runs
 
@@ -39,17 +43,18 @@ def start(plan: SweepPlan) -> int:
     if kind == "script":
         return write_scripts(plan, launcher)
     open_folder(plan)
-    try:
-        write(plan, require_trust=kind == "slurm")
-    except ConfigError:
-        if plan.earlier is None:
-            shutil.rmtree(plan.folder)
-        raise
-    if kind == "local":
-        from hpc_parallel.sweep.local import run_all
+    with nullcontext() if plan.earlier is not None else held(plan.folder, key="hydra.sweep.dir"):
+        try:
+            write(plan, require_trust=kind == "slurm")
+        except ConfigError:
+            if plan.earlier is None:
+                shutil.rmtree(plan.folder)
+            raise
+        if kind == "local":
+            from hpc_parallel.sweep.local import run_all
 
-        return run_all(plan)
-    return submit(plan)
+            return run_all(plan)
+        return submit(plan)
 
 
 def write(plan: SweepPlan, *, require_trust: bool) -> None:
@@ -85,16 +90,16 @@ def submit(plan: SweepPlan) -> int:
     from hpc_parallel.sweep.arrays import submit as submit_arrays
 
     jobs, refusals = submit_arrays(plan)
+    release(plan.folder)  # its jobs own their runs
     states = job_states(list(jobs.values()))
     table.console().print(table.submitted(plan, jobs, states, word="refused"))
     for refusal in refusals:
         print(refusal, file=sys.stderr)
     print(f"sweep folder  {plan.folder}")
-    whole = list(dict.fromkeys(job.partition("_")[0] for job in jobs.values()))
-    if whole:
-        print(f"follow        squeue --array -j {','.join(whole)}")
-        print(f"cancel        scancel {' '.join(whole)}")
-    again = shlex.quote(f"sweep.resume={plan.folder}")
+    if jobs:
+        print(f"follow        {command_on(plan.folder, 'status', '--watch')}")
+        print(f"cancel        {command_on(plan.folder, 'cancel')}")
+    again = shlex.quote(f"{KEY}{quoted(plan.folder)}")
     print(f"what fails    python -m hpc_parallel.run -m {again}", flush=True)
     if refusals:
         return REFUSED

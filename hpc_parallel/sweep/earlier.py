@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hydra._internal.utils import get_args
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from hpc_parallel.config.problems import ConfigError, Problem, nearest
 from hpc_parallel.launch.checkpoints import complete
 from hpc_parallel.launch.owner import living_owner
+from hpc_parallel.launch.resume import value_of
 from hpc_parallel.launch.run_folder import RunFolder, is_run_folder, read_json
 from hpc_parallel.launch.sweep_folder import MANIFEST, Sweep, SweepRun, is_sweep_folder, read_sweep
 from hpc_parallel.launch.trust import UntrustedError, require_private
@@ -40,6 +40,10 @@ class Earlier:
 
     def __post_init__(self) -> None:
         self._left = list(self.sweep.runs)
+
+    @classmethod
+    def read(cls, folder: Path) -> Earlier:
+        return cls(folder, read_sweep(folder))
 
     def find(self, overrides: Sequence[str]) -> SweepRun | None:
         """The run of these overrides, else one that differs only in where it is placed."""
@@ -71,7 +75,7 @@ def read_earlier(words: Sequence[str]) -> tuple[Earlier | None, list[str]]:
     Raises ConfigError where there is none to go on with.
     """
     named = [word for word in words if word.startswith(KEY)]
-    value = OverridesParser.create().parse_override(named[-1]).value() if named else None
+    value = value_of(named[-1]) if named else None
     others = [word for word in words if not word.startswith(KEY)]
     if value is None:
         return None, others
@@ -84,14 +88,14 @@ def read_earlier(words: Sequence[str]) -> tuple[Earlier | None, list[str]]:
         )
     try:
         require_private(folder)  # its words are about to be obeyed
-        sweep = read_sweep(folder)
+        earlier = Earlier.read(folder)
     except UntrustedError as error:
         raise ConfigError([f"sweep.resume = {folder} is not to be trusted: {error}"]) from error
     except ValueError as error:
         raise ConfigError([f"sweep.resume: {error}"]) from error
-    (flags, before), (more_flags, more) = _parted(sweep.command), _parted(others)
+    (flags, before), (more_flags, more) = _parted(earlier.sweep.command), _parted(others)
     before = [word for word in before if word not in more]
-    return Earlier(folder, sweep), [*flags, *more_flags, *before, *more]
+    return earlier, [*flags, *more_flags, *before, *more]
 
 
 def _parted(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from hpc_parallel.launch import owner
 from hpc_parallel.launch.local import PERIOD_S, Agent, counting_signals
 from hpc_parallel.sweep.plan import PlannedRun, SweepPlan
 from hpc_parallel.sweep.view import SweepView
-from hpc_parallel.sweep.write import remove
+from hpc_parallel.sweep.write import each_of, remove
 
 
 def run_all(plan: SweepPlan) -> int:
     """Run what is written; returns 0 if all completed, else 1. One failure does not stop the others.
 
     The first Ctrl-C (or SIGTERM) ends what runs in order and starts nothing more, the second kills at once;
-    then KeyboardInterrupt is raised.
+    then KeyboardInterrupt is raised. A run that is cancelled before its turn is passed over.
     """
+    each_of(lambda planned: owner.queue(planned.run.folder), plan.runs)
     most = plan.settings.parallelism or 1
     waiting = deque(plan.runs)
     going: dict[PlannedRun, Agent] = {}
@@ -27,6 +29,10 @@ def run_all(plan: SweepPlan) -> int:
             while going or (waiting and not asked):
                 while waiting and len(going) < most and not asked:
                     planned = waiting.popleft()
+                    if not owner.take_turn(planned.run.folder):
+                        view.pass_over(planned)
+                        completed = False
+                        continue
                     view.start(planned)
                     going[planned] = Agent(planned.run.folder, variables=planned.run.variables)
                 if len(asked) > heeded:

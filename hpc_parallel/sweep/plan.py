@@ -13,7 +13,7 @@ from omegaconf import open_dict, read_write
 
 from hpc_parallel.config.cells import Cell, Cells
 from hpc_parallel.config.compose import UnresolvedError
-from hpc_parallel.config.problems import ConfigError, Problem
+from hpc_parallel.config.problems import ConfigError, Problem, quoted
 from hpc_parallel.config.schema import SweepConfig
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.launch.snapshot import Snapshot, plan_snapshot
@@ -162,8 +162,7 @@ def _gone_on(
     config = copy.deepcopy(cell.config)
     with read_write(config), open_dict(config):
         config.run_dir = config.resume = place
-    quoted = place.replace("\\", "\\\\").replace("'", "\\'")
-    words = [*_own(cell.overrides), f"run_dir='{quoted}'", f"resume='{quoted}'"]
+    words = [*_own(cell.overrides), f"run_dir={quoted(place)}", f"resume={quoted(place)}"]
     try:
         return prepare(config, overrides=words, config_dir=config_dir, plan=plan)
     except ConfigError:  # its configuration has changed, or its last step is done

@@ -71,13 +71,20 @@ class SweepView:
     def end(self, planned: PlannedRun) -> bool:
         """Tell how it ended, in one line, a failure with its cause; returns whether it completed."""
         self.poll(planned)
-        outcome, line = how_it_ended(planned.run.folder)
-        self._ended.append(outcome)
         self._bars.remove_task(self._tasks.pop(planned.run.folder.path))
+        outcome, line = how_it_ended(planned.run.folder)
+        self._tell(planned, outcome, line)
+        return outcome == "completed"
+
+    def pass_over(self, planned: PlannedRun) -> None:
+        """Tell that it was cancelled before it began."""
+        self._tell(planned, "cancelled", "cancelled before its turn")
+
+    def _tell(self, planned: PlannedRun, outcome: str, line: str) -> None:
+        self._ended.append(outcome)
         text = f"{len(self._ended)} of {self._count} ended"
         self._bars.update(self._whole, completed=len(self._ended), description=text)
         self.say(f"[{len(self._ended)}/{self._count}] {planned.label}: {line}")
-        return outcome == "completed"
 
     def say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from hpc_parallel.__main__ import main
+from tests.recorded_runs import failed, finished, foreign, half_written, own
+from tests.recorded_runs import started as recorded_start
 from tests.report.measured_runs import ended, note, started, written
 
 PARTS = {"compute": 0.2, "communication": 0.03, "bubble": 0.0, "data": 0.001, "other": 0.01}
@@ -127,8 +129,8 @@ def test_plots_name_their_units_and_take_the_pages_ink(reported: Path) -> None:
 
 
 def test_text_of_a_run_is_text_in_the_page(runs: Path) -> None:
-    failed = ended(runs / "failed", "strategy=data", "nodes=2", outcome="failed")
-    failed.failure.write_text(json.dumps({"line": "<script>alert(1)</script> | a\nb"}))
+    broken = ended(runs / "failed", "strategy=data", "nodes=2", outcome="failed")
+    broken.failure.write_text(json.dumps({"line": "<script>alert(1)</script> | a\nb"}))
     assert report(str(runs)) == 0
     page = (runs / "report/index.html").read_text()
     assert "<script>alert" not in page
@@ -181,6 +183,40 @@ def test_everything_wrong_is_told_at_once(
         '  The plots need matplotlib: pip install "hpc_parallel[report]", or matplotlib itself.',
     ]
     assert sorted(runs.parent.rglob("*")) == before
+
+
+def test_runs_in_every_condition(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The page and --json tell the same of each; a script needs no page for it."""
+    root = tmp_path / "runs"
+    folders = [recorded(root / "a" / recorded.__name__) for recorded in
+               (finished, failed, recorded_start, half_written, foreign)]  # fmt: skip
+    own(folders[2], os.getpid())
+    assert report(str(root), "--json") == 0
+    rows = {Path(row["folder"]).name: row for row in json.loads(capsys.readouterr().out)}
+    assert {name: (row["state"], row["samples_per_s"], row["nodes"]) for name, row in rows.items()} == {
+        "finished": ("completed", 31.0, 1),
+        "failed": ("failed", 31.0, 1),
+        "started": ("running", 32.0, 1),
+        "half_written": ("not started", None, 2),
+        "foreign": ("completed", 31.0, 1),
+    }
+    assert not (root / "report").exists()
+    assert report(str(root)) == 0
+    lines = csv.DictReader(io.StringIO((root / "report" / "report.csv").read_text()))
+    for line in lines:
+        row = rows[Path(line["folder"]).name]
+        assert line == {key: "" if value is None else str(value) for key, value in row.items()}
+    page = (root / "report" / "index.html").read_text()
+    assert "rank 1 on n1 failed first: ValueError: [no]; 1 follower" in page
+    assert "be read: failure.json, environment.json" in page
+
+
+def test_json_goes_to_stdout_alone(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        report(str(runs), "--json", "--output", "x")
+    assert left.value.code == 2
+    assert report("~no_such_user", "--json") == 2
+    assert "~no_such_user is not there." in capsys.readouterr().err
 
 
 def test_a_report_without_any_figure(tmp_path: Path) -> None:

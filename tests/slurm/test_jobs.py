@@ -66,6 +66,14 @@ class Site:
             timeout=timeout_s,
         )
 
+    def pasted(self, line: str) -> subprocess.CompletedProcess[str]:
+        """A line that the project printed, as a shell takes it."""
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        return subprocess.run(
+            ["bash", "-c", line], cwd=self.home, env={**self.environment, "PATH": path},
+            capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+
     def follow(self, *words: str) -> subprocess.Popen[str]:
         """The command with `launcher.wait`, running; its stdout is to be read."""
         return subprocess.Popen(
@@ -170,8 +178,10 @@ def test_submission_returns_with_what_a_user_needs(site: Site) -> None:
     folder = only_run(site)
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line[:6].strip())
     job_id = lines["job"]
-    assert lines["cancel"] == f"scancel {job_id}"
-    assert lines["follow"].startswith("tail -F ")
+    assert lines["cancel"] == f"python -m hpc_parallel cancel data/{folder.name}"
+    assert lines["follow"] == f"python -m hpc_parallel logs data/{folder.name} --follow"
+    followed = site.pasted(lines["follow"])
+    assert (followed.returncode, "rank 0 of 2" in followed.stdout) == (0, True)
     assert str(folder) in done.stdout
     assert folder.stat().st_mode & 0o777 == 0o700
     assert site.ended(job_id)["JobState"] == "COMPLETED"
@@ -196,13 +206,23 @@ def test_dry_run_shows_what_is_submitted(site: Site) -> None:
     assert (site.home / "runs/same/one/batch_script.sh").read_text().strip() == shown.stdout.strip()
 
 
+def hand_submitted(site: Site) -> tuple[str, str]:
+    """State and job id of the site's only run, as `status` has them."""
+    (row,) = json.loads(site.pasted("python -m hpc_parallel status --json").stdout)
+    return row["state"], row["job_id"]
+
+
 def test_a_written_script_runs_by_sbatch(site: Site, workers: Workers) -> None:
     awkward = 'runs/a "quoted" $(touch pwned) name'
     done = site.run("strategy=data", "nodes=2", *SMALL, "launcher=script", f"run_dir='{awkward}'")
     assert done.returncode == 0, done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("submit"))
     sbatch, script = shlex.split(line.removeprefix("submit"))
-    job_id = site.cluster.run(sbatch, "--parsable", script).strip()
+    job_id = site.cluster.run(sbatch, "--parsable", "--hold", script).strip()
+    assert hand_submitted(site) == ("pending", job_id)
+    site.cluster.run("scontrol", "release", job_id)
+    wait_for(lambda: site.record(job_id)["JobState"] == "RUNNING")
+    assert hand_submitted(site) == ("running", job_id)  # long before its ranks have met
     assert site.ended(job_id)["JobState"] == "COMPLETED"
     folder = site.home / awkward
     assert read(folder, "summary.json")["outcome"] == "completed"

@@ -163,12 +163,18 @@ def test_a_shape_that_can_never_start_is_refused_and_the_others_stay(site: Count
     done = site.run(*words)
     assert done.returncode == 3
     assert "nodes=8 gpus_per_node=1 (nodes=8 seed=1 and 1 more): Slurm refused the job" in done.stderr
-    _, sweep = only_sweep(site)
+    folder, sweep = only_sweep(site)
     assert [(run.nodes, run.job_id is None, run.run_dir.exists()) for run in sweep.runs] == [
         (1, False, True), (1, False, True), (8, True, False), (8, True, False),
     ]  # fmt: skip
     for run in sweep.runs[:2]:
         assert site.ended(run.job_id or "", within_s=120)["JobState"] == "COMPLETED"
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("follow", "cancel"))]
+    words = [f"python -m hpc_parallel {word}" for word in
+             (f"status sweeps/{folder.name} --watch", f"cancel sweeps/{folder.name}")]  # fmt: skip
+    assert [line[14:] for line in lines] == words
+    followed = site.pasted(words[0])
+    assert (followed.returncode, followed.stdout.count("not started: nodes=8")) == (0, 2)
 
 
 def test_a_requeued_task_goes_on_in_its_own_folder(site: CountedSite) -> None:

@@ -95,6 +95,16 @@ class TestFind:
 
 
 class TestLogs:
+    @pytest.mark.parametrize("make", [finished, started])
+    def test_of_one_that_has_ended_or_goes_on(self, make: Any, tmp_path: Path, capsys: Capture) -> None:
+        """Without --follow, and after the end with it, the lines there are."""
+        folder = make(tmp_path / "runs/a/1", "nodes=2")
+        if make is started:
+            own(folder, os.getpid())
+        assert ran(capsys, "logs", "1", "--rank", "1") == (0, "rank 1 on n1\n", "")
+        if make is finished:
+            assert ran(capsys, "logs", "1", "--follow") == (0, "rank 0 on n1\n", "a/1: completed\n")
+
     def test_one_rank(self, tmp_path: Path, capsys: Capture) -> None:
         folder = failed(tmp_path / "runs/a/1", "nodes=2")
         assert ran(capsys, "logs", "1") == (0, "rank 0 on n1\n", "")

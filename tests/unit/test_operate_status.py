@@ -150,6 +150,13 @@ def test_a_sweep_in_its_own_order(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "left out: nodes=3 strategy=x: nodes = 3 is odd.\n" in out
 
 
+def test_a_stranger_in_place_of_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finished(tmp_path / "runs/sweeps/1/a")
+    (tmp_path / "runs/sweeps/1/sweep.json").write_text("[1, 2]")
+    assert [found["state"] for found in rows(capsys, "runs/sweeps/1")] == ["completed"]
+    assert main(["status", "runs/sweeps/1"]) == 0
+
+
 def test_watching_ends_with_the_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = started(tmp_path / "runs/a/1")
     with living() as process:

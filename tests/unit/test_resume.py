@@ -40,7 +40,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 
 
 def test_the_old_line_comes_first_and_what_is_said_anew_replaces_it(started: RunFolder) -> None:
-    place = f"'{started.path}'"
+    place = str(started.path)
     end = [f"run_dir={place}", f"resume={place}"]
     kept = ["launcher=local", "launcher.snapshot=false"]
     assert resumed(["resume=run"]) == [*STARTED, *kept, *end]

@@ -1,0 +1,100 @@
+"""What `status` knows, and how soon, where Slurm's commands hang, answer late or know a job by its script."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_parallel.__main__ import main
+from hpc_parallel.launch.job_state import FORGOTTEN, SILENT, states_by_accounting
+from hpc_parallel.launch.run_folder import write_json
+from tests.recorded_runs import finished, prepared, started
+
+STUB = """#!/bin/sh
+case "${0##*/} $1" in
+  "scontrol ping") sleep ${PING_S:-0}; echo "Slurmctld(primary) at here is ${PING:-UP}" ;;
+  sacct*) sleep ${SACCT_S:-0}; printf "$SACCT" ;;
+  squeue*) sleep ${SQUEUE_S:-0}; printf "$SQUEUE" ;;
+esac
+"""
+
+
+@pytest.fixture(autouse=True)
+def _slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands in for Slurm's commands; how long each takes and what it says is told by variables."""
+    bin_ = tmp_path / "bin"
+    bin_.mkdir()
+    for name in ("scontrol", "sacct", "squeue"):
+        (bin_ / name).write_text(STUB)
+        (bin_ / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin_}:{os.environ['PATH']}")
+    for name in ("SACCT", "SQUEUE"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.chdir(tmp_path)
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
+    assert main(["status", "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("ping_s", "ping"), [("60", "UP"), ("0", "DOWN")])
+def test_commands_that_hang_cost_seconds_once(
+    ping_s: str,
+    ping: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where slurm.conf is away: each of Slurm's commands looks for it for a minute."""
+    for name, value in {"SACCT_S": "60", "SQUEUE_S": "60", "PING_S": ping_s, "PING": ping}.items():
+        monkeypatch.setenv(name, value)
+    for number in range(3):
+        write_json(started(tmp_path / f"runs/a/{number}").owner, {"job_id": str(number + 1)})
+    write_json(finished(tmp_path / "runs/a/9").owner, {"job_id": "9"})
+    prepared(tmp_path / "runs/a/8").batch_script.touch()  # perhaps given to sbatch by hand
+    began_s = time.monotonic()
+    assert main(["status"]) == 0
+    assert time.monotonic() - began_s < 5
+    *lines, note = capsys.readouterr().out.splitlines()
+    counts = [sorted(line.strip().split(", ")) for line in lines]
+    assert ["1 completed", "1 not started", "3 unknown"] in counts
+    assert note.startswith("Slurm does not answer: how its jobs stand is not known now.")
+
+
+def test_one_that_answers_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SACCT_S", "1.5")
+    monkeypatch.setenv("SACCT", "7|7|TIMEOUT\n")
+    assert states_by_accounting(["7"])["7"].state == "TIMEOUT"
+
+
+def test_of_what_accounting_does_not_tell_in_time_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue answers, and has forgotten the job: it is gone only where accounting says so, too."""
+    assert states_by_accounting(["7"])["7"].state == FORGOTTEN
+    monkeypatch.setattr("hpc_parallel.launch.job_state._PATIENCE_S", 0.2)
+    monkeypatch.setenv("SACCT_S", "60")
+    assert states_by_accounting(["7"])["7"].state == SILENT
+
+
+def test_a_job_submitted_by_hand_is_known_by_its_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [prepared(tmp_path / f"runs/by hand/{number}") for number in range(3)]
+    for folder in folders:
+        folder.batch_script.touch()
+    lines = [f"{9 + at}|PENDING|JobHeldUser|{folder.batch_script}" for at, folder in enumerate(folders[:2])]
+    monkeypatch.setenv("SQUEUE", "\\n".join([*lines, "4|RUNNING|None|/home/me/x|y.sh"]) + "\\n")
+    rows = {row["run"]: (row["state"], row["reason"], row["job_id"], row["ended"]) for row in told(capsys)}
+    assert rows == {
+        "by hand/0": ("pending", "JobHeldUser", "9", False),
+        "by hand/1": ("pending", "JobHeldUser", "10", False),
+        "by hand/2": ("not started", "", None, True),
+    }
+    monkeypatch.setenv("SQUEUE", lines[0].replace("PENDING|JobHeldUser", "RUNNING|None") + "\\n")
+    (row,) = told(capsys, "by hand/0")
+    assert (row["state"], row["reason"], row["job_id"]) == ("running", "", "9")

@@ -1,0 +1,185 @@
+"""Who may start the runs of a sweep: one command at a time; on this machine each in its turn, unless it is
+cancelled before."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_parallel.__main__ import main as command
+from hpc_parallel.launch import local, owner
+from hpc_parallel.launch.run_folder import RunFolder, write_json
+from hpc_parallel.launch.sweep_folder import read_sweep
+from hpc_parallel.run import main
+
+# Plays `worker.local`: owns the run, is asked to end, says so.
+AGENT = """
+import json, os, signal, sys, time
+from pathlib import Path
+from hpc_parallel.launch import owner
+from hpc_parallel.launch.run_folder import RunFolder, write_json
+from hpc_parallel.worker.conclude import conclude
+folder = RunFolder(Path(sys.argv[1]))
+def leave(number, frame):
+    conclude(folder, returncode=-number, cancelled=True, environment={})
+    os._exit(1)
+signal.signal(signal.SIGTERM, leave)
+folder.begin_anew()
+time.sleep(0.3)  # Python's start, before the run has a process of its own
+owner.take(folder)
+(folder.path / "began").touch()
+time.sleep(60)
+"""
+WORDS = ("-m", "seed=1,2,3,4,5", "launcher=local", "launcher.snapshot=false", "sweep.parallelism=2")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["run"])
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
+    monkeypatch.setattr(
+        local, "_command", lambda folder, agent: [sys.executable, "-c", AGENT, str(folder.path)]
+    )
+    return tmp_path
+
+
+def meanwhile(act: Callable[[Path], None]) -> tuple[int, Path]:
+    """The exit code of a local sweep of five runs, two at once, in which `act` is done once two have begun,
+    and its folder. Whatever goes wrong, it ends."""
+    wrong: list[BaseException] = []
+
+    def watch() -> None:
+        try:
+            deadline = time.monotonic() + 60
+            while len(list(Path().glob("runs/*/*/began"))) < 2:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            (folder,) = Path().glob("runs/sweeps/*")
+            act(folder.absolute())
+        except BaseException as error:
+            wrong.append(error)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    code = main(list(WORDS))
+    watcher.join()
+    if wrong:
+        raise wrong[0]
+    (folder,) = Path().glob("runs/sweeps/*")
+    return code, folder.absolute()
+
+
+def cancel(*words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hpc_parallel", "cancel", *words, "--yes"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def rows(sweep: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    capsys.readouterr()
+    assert command(["status", str(sweep), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_cancelled_sweep_begins_nothing_more(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, sweep = meanwhile(lambda folder: cancel(str(folder)))
+    assert code == 1
+    assert capsys.readouterr().out.count("cancelled before its turn") == 3
+    began = [(run.run_dir / "began").exists() for run in read_sweep(sweep).runs]
+    assert began == [True, True, False, False, False]
+    assert [(row["state"], row["ended"]) for row in rows(sweep, capsys)] == [("cancelled", True)] * 5
+    assert not (sweep / "owner.json").exists()
+
+
+def test_a_run_that_waits_is_cancelled_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its owner is the process of the whole sweep, which has to go on."""
+    seen: dict[str, Any] = {}
+
+    def act(folder: Path) -> None:
+        runs = [run.run_dir for run in read_sweep(folder).runs]
+        listed = subprocess.run(
+            [sys.executable, "-m", "hpc_parallel", "status", str(folder), "--json"], capture_output=True
+        )
+        seen["rows"] = json.loads(listed.stdout)
+        cancel(str(runs[2]))
+        cancel(str(runs[0]))  # then the fourth begins
+        deadline = time.monotonic() + 30
+        while not (runs[3] / "began").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        seen["third"] = (runs[2] / "began").exists()
+        cancel(str(folder))
+
+    code, sweep = meanwhile(act)
+    assert [row["state"] for row in seen["rows"][2:]] == ["pending"] * 3
+    assert (code, seen["third"]) == (1, False)
+    began = [(run.run_dir / "began").exists() for run in read_sweep(sweep).runs]
+    assert began == [True, True, False, True, False]
+    assert [row["state"] for row in rows(sweep, capsys)] == ["cancelled"] * 5
+
+
+def test_after_a_signal_what_never_began_is_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, sweep = meanwhile(lambda folder: os.kill(os.getpid(), signal.SIGTERM))
+    assert code == 1
+    assert [row["state"] for row in rows(sweep, capsys)] == ["cancelled"] * 2 + ["not started"] * 3
+    assert command(["status", str(sweep)]) == 0
+    assert capsys.readouterr().out.endswith("not started: seed=3\nnot started: seed=4\nnot started: seed=5\n")
+
+
+def test_of_two_that_go_on_with_a_sweep_one_must_refuse(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["-m", "seed=1,2", "launcher=script", "launcher.snapshot=false", "cluster=cpu"]
+    assert main(words) == 0
+    (sweep,) = here.glob("runs/sweeps/*")
+    before = sorted(here.rglob("*"))
+    again = ["-m", f"sweep.resume={sweep}"]
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        began = owner._began(other.pid)
+        write_json(sweep / "owner.json", {**owner.this_process(), "pid": other.pid, "began": began})
+        capsys.readouterr()
+        assert main(again) == 2
+        assert f"{sweep} is going on already, as process {other.pid}.\n" in capsys.readouterr().err
+        write_json(sweep / "owner.json", {"host": "elsewhere", "pid": 1, "began": "x"})
+        assert main(again) == 2
+        said = capsys.readouterr().err
+        assert f"as process 1 on elsewhere. If that is gone: rm {sweep}/owner.json." in said
+        assert sorted(path for path in here.rglob("*") if path.name != "owner.json") == [
+            path for path in before if path.name != "owner.json"
+        ]
+        write_json(sweep / "owner.json", {**owner.this_process(), "pid": other.pid, "began": began})
+    finally:
+        other.kill()
+        other.wait()
+    assert main(again) == 0  # who held it is gone
+    assert not (sweep / "owner.json").exists()
+
+
+def test_a_sweep_is_let_go_only_by_who_holds_it(here: Path) -> None:
+    folder = RunFolder(here)
+    owner.claim(folder)
+    write_json(folder.owner, {"host": "elsewhere", "pid": 1, "began": "x"})
+    owner.release(folder)
+    assert folder.owner.exists()
+
+
+@pytest.mark.parametrize("word", ["sweep.resume=/a/(b", "resume=/a/(b"])
+def test_what_hydra_can_not_read_is_told(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", word] if word.startswith("sweep") else [word]) == 2
+    key = word.partition("=")[0]
+    said = f"{key} = /a/(b can't be read: quote what is special in it, once more for the shell."
+    assert f"""{said} Try {key}="'/a/(b'".""" in capsys.readouterr().err
