@@ -15,6 +15,7 @@ from typing import Any
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -26,6 +27,7 @@ from hpc_parallel.config.site_checks import minutes_of
 
 # ValueError: Hydra's answer to `strategy=null`
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError)
+PLUGINS = {"hydra/sweeper": "sweeper", "hydra/launcher": "launcher"}
 
 
 def diagnose(
@@ -45,6 +47,17 @@ def diagnose(
 
 
 def _diagnose(overrides: Sequence[str], *, config_name: str, sweep: bool) -> list[Problem | str]:
+    problems, accepted = try_each(overrides, config_name=config_name, sweep=sweep)
+    return in_order(problems + _rest(config_name, accepted), overrides)
+
+
+def try_each(
+    overrides: Sequence[str], *, config_name: str, sweep: bool
+) -> tuple[list[Problem | str], list[str]]:
+    """What Hydra refuses, each override tried alone, and those that it takes (of a sweep, the first value).
+
+    To be asked while `composing`.
+    """
     chosen = compose(config_name, return_hydra_config=True).hydra.runtime.choices
     verdicts: dict[str, list[Problem | str]] = {}
     accepted: list[str] = []
@@ -65,8 +78,7 @@ def _diagnose(overrides: Sequence[str], *, config_name: str, sweep: bool) -> lis
             verdicts[override] = refusals
         else:
             accepted.append(singles[0])
-    problems = [problem for override in overrides for problem in verdicts.pop(override, [])]
-    return in_order(problems + _rest(config_name, accepted), overrides)
+    return [problem for override in overrides for problem in verdicts.pop(override, [])], accepted
 
 
 def _rest(config_name: str, accepted: list[str]) -> list[Problem | str]:
@@ -93,11 +105,15 @@ def _choices(key: str) -> list[str]:
 
 
 def _expand(override: str) -> list[str]:
-    """`nodes=1,2` of a sweep as the overrides of its runs."""
-    parsed = OverridesParser.create().parse_override(override)
+    """`nodes=1,2` of a sweep as the overrides of its runs; the ends stand for an interval."""
+    loader = GlobalHydra.instance().config_loader()  # who knows what glob() means
+    parsed = OverridesParser.create(config_loader=loader).parse_override(override)
     if not parsed.is_sweep_override():
         return [override]
-    return [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
+    value, key = parsed.value(), parsed.get_key_element()
+    if isinstance(value, IntervalSweep):
+        return [f"{key}={value.start}", f"{key}={value.end}"]
+    return [f"{key}={value}" for value in parsed.sweep_string_iterator()]
 
 
 def _explain(override: str, *, error: Exception, plain: DictConfig, chosen: DictConfig) -> Problem | str:
@@ -115,6 +131,12 @@ def _explain(override: str, *, error: Exception, plain: DictConfig, chosen: Dict
     key = key.lstrip("+")
     text = str(error.__cause__ or error)
     if choices := _choices(key):
+        if key in PLUGINS and value not in choices:
+            kind = PLUGINS[key]
+            return (
+                f"{override}: this is not one of {', '.join(choices)}, the {kind}s that are installed here. "
+                f"Another's package is often named pip install hydra-{value}-{kind}."
+            )
         close = nearest(value, choices, most=2) or [chosen.get(key) or choices[0]]
         return Problem(key, value, f"is not one of {', '.join(choices)}", tuple(close))
     if "Ambiguous value" in text:

@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import platform
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hpc_parallel.launch.job_state import job_state
-from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
+from hpc_parallel.launch.run_folder import RunFolder, alone, read_json, write_json
 
 
 class OwnedError(RuntimeError):
@@ -23,7 +21,7 @@ class OwnedError(RuntimeError):
 
 def claim(folder: RunFolder) -> None:
     """Make this process the owner. Raises OwnedError."""
-    with _alone(folder):
+    with alone(folder.path):
         if (owner := living_owner(folder)) is not None:
             raise OwnedError(f"is going on already, as {owner}")
         write_json(folder.owner, this_process())
@@ -40,7 +38,7 @@ def take(folder: RunFolder) -> None:
 
 def hold_by_job(folder: RunFolder, job_id: str) -> None:
     """Make the job that this process belongs to the owner. Raises OwnedError where another job runs."""
-    with _alone(folder):
+    with alone(folder.path):
         before = read_json(folder.owner) or {}
         if before.get("job_id") not in (None, job_id) and (other := living_owner(folder)) is not None:
             raise OwnedError(f"the run is going on already, as {other}")
@@ -86,13 +84,3 @@ def _began(process: int) -> Any:
         return None
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return None if fields[0] in "ZX" else f"{boot} {fields[19]}"
-
-
-@contextmanager
-def _alone(folder: RunFolder) -> Iterator[None]:
-    handle = os.open(folder.path, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
