@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -61,16 +60,15 @@ def try_each(
     chosen = compose(config_name, return_hydra_config=True).hydra.runtime.choices
     verdicts: dict[str, list[Problem | str]] = {}
     accepted: list[str] = []
+    values = {override: _expand(override) if sweep else [override] for override in overrides}
+    firsts = [singles[0] for singles in values.values()]
+    fine = _refusal(firsts, config_name=config_name) is None  # then only what else they may be is to be tried
     # a group's choice decides which keys there are, so groups are tried, and kept, before values
     for override in sorted(overrides, key=lambda text: not _choices(text.partition("=")[0])):
-        singles, refusals = [override], []
-        with suppress(*COMPOSE_ERRORS):  # raised again, and caught, below
-            singles = _expand(override) if sweep else singles
-        for single in singles:
-            try:
-                if unknown_keys(compose(config_name, overrides=[*accepted, single])):
-                    raise HydraException("Could not override")
-            except COMPOSE_ERRORS as error:
+        singles, refusals = values[override], []
+        for single in singles[1:] if fine else singles:
+            error = _refusal([*accepted, single], config_name=config_name)
+            if error is not None:
                 # the groups chosen decide which keys there are
                 plain = compose(config_name, overrides=accepted)
                 refusals.append(_explain(single, error=error, plain=plain, chosen=chosen))
@@ -79,6 +77,16 @@ def try_each(
         else:
             accepted.append(singles[0])
     return [problem for override in overrides for problem in verdicts.pop(override, [])], accepted
+
+
+def _refusal(overrides: list[str], *, config_name: str) -> Exception | None:
+    """Why Hydra, or a schema, does not take them together."""
+    try:
+        if unknown_keys(compose(config_name, overrides=overrides)):
+            return HydraException("Could not override")
+    except COMPOSE_ERRORS as error:
+        return error
+    return None
 
 
 def _rest(config_name: str, accepted: list[str]) -> list[Problem | str]:
@@ -107,13 +115,16 @@ def _choices(key: str) -> list[str]:
 def _expand(override: str) -> list[str]:
     """`nodes=1,2` of a sweep as the overrides of its runs; the ends stand for an interval."""
     loader = GlobalHydra.instance().config_loader()  # who knows what glob() means
-    parsed = OverridesParser.create(config_loader=loader).parse_override(override)
-    if not parsed.is_sweep_override():
+    try:
+        (parsed,) = OverridesParser.create(config_loader=loader).parse_overrides([override])
+        if not parsed.is_sweep_override():
+            return [override]
+        value, key = parsed.value(), parsed.get_key_element()
+        if isinstance(value, IntervalSweep):
+            return [f"{key}={value.start}", f"{key}={value.end}"]
+        return [f"{key}={value}" for value in parsed.sweep_string_iterator()] or [override]
+    except COMPOSE_ERRORS:  # raised again where it is composed
         return [override]
-    value, key = parsed.value(), parsed.get_key_element()
-    if isinstance(value, IntervalSweep):
-        return [f"{key}={value.start}", f"{key}={value.end}"]
-    return [f"{key}={value}" for value in parsed.sweep_string_iterator()]
 
 
 def _explain(override: str, *, error: Exception, plain: DictConfig, chosen: DictConfig) -> Problem | str:

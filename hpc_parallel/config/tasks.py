@@ -39,7 +39,7 @@ def objective_problems(config: RunConfig) -> Found:
         return
     if "validation_loss" in wanted and training.validate_every is None:
         rule = "leaves no validation_loss for sweep.objective"
-        yield Problem("training.validate_every", None, rule, (training.steps,))
+        yield Problem("training.validate_every", None, rule, (100,))
     if training.measure_steps == 0 and (watched := [name for name in wanted if name in _WATCHED]):
         yield Problem("training.measure_steps", 0, f"leaves no {watched[0]} for sweep.objective", (2,))
 

@@ -26,8 +26,8 @@ from hpc_parallel.config.tasks import objective_problems, objectives
 from hpc_parallel.launch.launchers import SiteRefusedError
 from hpc_parallel.launch.sweep_folder import MANIFEST, Sweep, create, is_sweep_folder, read_sweep, write_sweep
 from hpc_parallel.sweep import table
-from hpc_parallel.sweep.plan import quoted
-from hpc_parallel.sweep.trial import RunFailedError, Trial, failure, figures
+from hpc_parallel.sweep.plan import OF_THE_SWEEP, quoted
+from hpc_parallel.sweep.trial import RunFailedError, Trial, key_of, read_result
 
 DONE, FAILED, _, REFUSED = range(4)
 RESULTS = "optimization_results.yaml"  # of Hydra's plugins for Optuna, Ax and Nevergrad
@@ -55,10 +55,10 @@ def guide(
         folder = Path(str(whole.hydra.sweep.dir)).expanduser().absolute()
         params = [f"{key}={value}" for key, value in (whole.hydra.sweeper.get("params") or {}).items()]
         problems, first = try_each([*params, *words], config_name=config_name, sweep=True)
+        fixed = [word for word in [*params, *words] if word in first]
         with suppress(UnresolvedError):  # the sweeper may have what is missing
             config = resolve(compose(config_name, overrides=first))[0]
-            fixed = [word for word in words if word in first]
-            problems += _problems(config, fixed=fixed, folder=folder, earlier=earlier)
+            problems += _problems(config, words=words, fixed=fixed, folder=folder, earlier=earlier)
     if problems:
         others = diagnose(
             words, config_dir=config_dir, config_name=config_name, extra_dir=extra_dir, sweep=True
@@ -66,7 +66,7 @@ def guide(
         known = {str(each): each for each in [*problems, *others]}
         raise ConfigError(in_order(list(known.values()), words))
     _open(folder, command)
-    trial = Trial(folder, tuple(command), extra_dir)
+    trial = Trial(folder, frozenset(map(key_of, fixed)), extra_dir)
     stopped: Exception | None = None
     try:
         with composing(config_dir, extra_dir=extra_dir):
@@ -74,17 +74,25 @@ def guide(
             assert sweeping is not None
             sweeping.multirun(config_name, trial, [*words, f"hydra.sweep.dir={quoted(str(folder))}"])
     except KeyboardInterrupt:
-        _tell(folder, None, wanted=wanted)
+        with suppress(ConfigError):  # nothing ran yet
+            _tell(trial, None, wanted=wanted)
         raise
     except Exception as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":  # Hydra's own switch
             raise
         stopped = error
-    return _tell(folder, stopped, wanted=wanted)
+    return _tell(trial, stopped, wanted=wanted)
 
 
-def _problems(config: RunConfig, *, fixed: Sequence[str], folder: Path, earlier: Path | None) -> Found:
-    """What none of the sweeper's runs can be, by the one of the first values; `fixed`: words of them all."""
+def _problems(
+    config: RunConfig, *, words: Sequence[str], fixed: Sequence[str], folder: Path, earlier: Path | None
+) -> Found:
+    """What none of the sweeper's runs can be, by the one of the first values; `fixed`: said of all alike."""
+    for word in words:
+        if word.startswith(OF_THE_SWEEP) and word not in fixed:
+            key, _, value = word.partition("=")
+            rule = "has several values, and counts for the sweep as a whole"
+            yield Problem(key, value, rule, (value.partition(",")[0],))
     own = SweepConfig()
     for key in (each.name for each in fields(SweepConfig) if each.name not in _COUNTING):
         if (value := getattr(config.sweep, key)) != getattr(own, key):
@@ -118,11 +126,12 @@ def _open(folder: Path, command: Sequence[str]) -> None:
     write_sweep(folder, Sweep(tuple(command), f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", None))
 
 
-def _tell(folder: Path, stopped: Exception | None, *, wanted: Sequence[str]) -> int:
+def _tell(trial: Trial, stopped: Exception | None, *, wanted: Sequence[str]) -> int:
     """What ran, what the sweeper made of it, and what stopped it; returns the exit code.
 
     Raises ConfigError where nothing ran.
     """
+    folder, fixed = trial.folder, trial.fixed
     sweep = read_sweep(folder)
     if not sweep.runs:
         _remove(folder)
@@ -133,14 +142,13 @@ def _tell(folder: Path, stopped: Exception | None, *, wanted: Sequence[str]) -> 
         if stopped is not None and not reasons:
             reasons = [_line(stopped)]
         raise ConfigError(list(dict.fromkeys(reasons)) or ["the sweeper asked for no run"])
-    fixed = table.common([run.overrides for run in sweep.runs])
     rows, failed = [], False
     for run in sweep.runs:
-        found = ["" if value is None else f"{value:.6g}" for value in figures(run.run_dir, wanted)]
-        problem = failure(run.run_dir, wanted)
-        failed = failed or problem is not None
-        label = " ".join(word for word in run.overrides if word not in fixed)
-        rows.append((os.path.relpath(run.run_dir), label, *found, problem or "completed"))
+        result = read_result(run.run_dir, wanted=wanted)
+        found = [f"{result.figures[name]:.6g}" if name in result.figures else "" for name in wanted]
+        label = " ".join(word for word in run.overrides if key_of(word) not in fixed)
+        rows.append((os.path.relpath(run.run_dir), label, *found, result.failure or "completed"))
+        failed = failed or result.failure is not None
     print(flush=True)
     table.console().print(table.table(("run", "overrides", *wanted, "state"), rows))
     for line in table.skipped(sweep.skipped, [run.overrides for run in sweep.runs]):

@@ -26,11 +26,11 @@ class RunFailedError(RuntimeError):
 class Trial:
     """Hydra's task function. Plain values alone: some launchers send it to other processes.
 
-    `folder`: of the sweep; `command`: the words as typed; `config_dir`: the user's own configurations.
+    `folder`: of the sweep; `fixed`: keys that are alike in all runs; `config_dir`: the user's own files.
     """
 
     folder: Path
-    command: tuple[str, ...]
+    fixed: frozenset[str]
     config_dir: str | None
 
     def __call__(self, composed: DictConfig) -> float | list[float]:
@@ -43,7 +43,7 @@ class Trial:
         words = OmegaConf.to_container(hydra.overrides.task, resolve=False)
         assert isinstance(words, list)
         words = own(words)
-        chosen = tuple(word for word in words if word not in self.command)
+        chosen = tuple(word for word in words if key_of(word) not in self.fixed)
         print(f"\nrun {hydra.job.num} of the sweep: {' '.join(chosen) or 'as said'}", flush=True)
         try:
             planned = PlannedRun(self._prepare(composed, words), tuple(words), chosen)
@@ -77,28 +77,36 @@ class Trial:
         job = next(iter(read_run(path).job_ids[-1:]), None)
         if job is not None:
             change_sweep(self.folder, lambda sweep: _with_job(sweep, path, job))
-        wanted = objectives(run.config.sweep.objective)
-        found = figures(path, wanted)
-        print(", ".join(f"{name} = {value}" for name, value in zip(wanted, found, strict=True)), flush=True)
-        if (problem := failure(path, wanted)) is not None:
-            raise RunFailedError(f"{problem}: {path}")
-        return [value for value in found if value is not None]
+        result = read_result(path, wanted=objectives(run.config.sweep.objective))
+        if result.failure is not None:
+            raise RunFailedError(f"{result.failure}: {path}")
+        print(", ".join(f"{name} = {value}" for name, value in result.figures.items()), flush=True)
+        return list(result.figures.values())
 
 
-def figures(path: Path, wanted: Sequence[str]) -> list[float | None]:
-    """What the run in `path` has of them."""
-    summary = read_run(path).summary or {}
-    return [number(summary.get(name)) for name in wanted]
+def key_of(word: str) -> str:
+    return word.partition("=")[0]
 
 
-def failure(path: Path, wanted: Sequence[str]) -> str | None:
-    """Why the run in `path` has no figures for a sweeper; None where it completed with all of them."""
+@dataclass(frozen=True)
+class Result:
+    """What a run has for the sweeper; `failure`: why it has not all of it."""
+
+    figures: dict[str, float]
+    failure: str | None
+
+
+def read_result(path: Path, *, wanted: Sequence[str]) -> Result:
+    """Of the run in the folder `path`; the figures of one that did not complete count for nothing."""
     run = read_run(path)
-    outcome = (run.summary or {}).get("outcome", "unfinished")
+    summary = run.summary or {}
+    outcome = summary.get("outcome", "unfinished")
     if outcome != "completed":
-        return (run.failure or {}).get("line") or f"the run {outcome}"
-    missing = [name for name, value in zip(wanted, figures(path, wanted), strict=True) if value is None]
-    return f"the run completed without {' and '.join(missing)}" if missing else None
+        return Result({}, (run.failure or {}).get("line") or str(outcome))
+    read = {name: number(summary.get(name)) for name in wanted}
+    found = {name: value for name, value in read.items() if value is not None}
+    missing = [name for name in wanted if name not in found]
+    return Result(found, f"completed without {' and '.join(missing)}" if missing else None)
 
 
 def _without(sweep: Sweep, path: Path) -> Sweep:
