@@ -142,14 +142,11 @@ def _explain(override: str, *, error: Exception, plain: DictConfig, chosen: Dict
     key = key.lstrip("+")
     text = str(error.__cause__ or error)
     if choices := _choices(key):
-        if key in PLUGINS and value not in choices:
-            kind = PLUGINS[key]
-            return (
-                f"{override}: this is not one of {', '.join(choices)}, the {kind}s that are installed here. "
-                f"Another's package is often named pip install hydra-{value}-{kind}."
-            )
         close = nearest(value, choices, most=2) or [chosen.get(key) or choices[0]]
-        return Problem(key, value, f"is not one of {', '.join(choices)}", tuple(close))
+        rule = f"is not one of {', '.join(choices)}"
+        if kind := PLUGINS.get(key):
+            rule += f", the {kind}s installed here (another's package is often hydra-{value}-{kind})"
+        return Problem(key, value, rule, tuple(close))
     if "Ambiguous value" in text:
         first = value.partition(",")[0]
         return f"{override}: several values are a sweep. Try -m {override}, or one value: {key}={first}."
