@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from hpc_parallel.config.compose import UnresolvedError, find_folder
@@ -32,8 +34,9 @@ DONE, FAILED, WRONG_CONFIGURATION, REFUSED = range(4)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `arguments` (default: this process's own); returns the exit code."""
-    if arguments is not None:
-        sys.argv[1:] = arguments
+    words = sys.argv[1:] if arguments is None else arguments
+    # Hydra wants a plus where no default names the group; a study is said both ways.
+    sys.argv[1:] = [word.removeprefix("+") if word.startswith("+jobs=") else word for word in words]
     register()
     try:
         if is_sweep():
@@ -60,7 +63,7 @@ def is_sweep() -> bool:
 
 def sweep() -> int:
     """All combinations of the command line, checked together; returns the exit code. Raises ConfigError."""
-    from hpc_parallel.config.cells import compose_cells
+    from hpc_parallel.config.cells import CellError, compose_cells
     from hpc_parallel.sweep.command import start
     from hpc_parallel.sweep.earlier import read_earlier
     from hpc_parallel.sweep.plan import plan_sweep
@@ -75,6 +78,8 @@ def sweep() -> int:
         raise ConfigError(_diagnose(error, configs)) from error
     except ConfigError:
         raise
+    except CellError as error:  # told by its own words where those of the command line are not to blame
+        raise ConfigError(_diagnose(error.refusal, configs, also=error.overrides)) from error
     except Exception as error:
         raise ConfigError(_diagnose(error, configs)) from error
     if cells is None:
@@ -117,6 +122,8 @@ def compose() -> list[PreparedRun]:
             assert isinstance(said, list)
             if of_a_sweep := [word for word in said if word.startswith("sweep.")]:
                 raise ConfigError([f"{w}: only a sweep has this. Try -m {w}." for w in of_a_sweep])
+            if not get_args().multirun and (refusal := _unsaid_of_a_study(said)):
+                raise ConfigError([refusal])
             runs.append(prepare(config, overrides=said, config_dir=get_args().config_dir))
         except ConfigError as error:
             errors.append(error)
@@ -131,6 +138,20 @@ def compose() -> list[PreparedRun]:
             raise ConfigError(_diagnose(refused, configs))
         raise refused
     return runs
+
+
+def _unsaid_of_a_study(said: Sequence[str]) -> str | None:
+    """Why one run of a study can't be told from the others; None where all that it sweeps is said."""
+    hydra = HydraConfig.get()
+    study = hydra.runtime.choices.get("jobs")
+    keys = {word.partition("=")[0].lstrip("+") for word in said}
+    swept = [
+        f"{key}={value}" for key, value in (hydra.sweeper.get("params") or {}).items() if key not in keys
+    ]
+    if study is None or not swept:
+        return None
+    first = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(swept), None)[0][0]
+    return f"jobs={study}: a study is many runs. Try -m jobs={study}, or one: jobs={study} {' '.join(first)}."
 
 
 def launch(run: PreparedRun) -> int:
@@ -159,8 +180,11 @@ def _places(configs: str) -> dict[str, Any]:
     }
 
 
-def _diagnose(error: Exception, configs: str) -> list[Problem | str]:
-    """All that is wrong with the command line that Hydra (or the schema) refused with `error`."""
+def _diagnose(error: Exception, configs: str, *, also: Sequence[str] = ()) -> list[Problem | str]:
+    """All that is wrong with the command line that Hydra (or the schema) refused with `error`.
+
+    `also`: the overrides of one combination, which a study may have other words of than the command line.
+    """
     from hpc_parallel.config.diagnose import COMPOSE_ERRORS, diagnose
 
     if not isinstance(error, COMPOSE_ERRORS):
@@ -168,6 +192,7 @@ def _diagnose(error: Exception, configs: str) -> list[Problem | str]:
     words = get_args()
     try:
         found = diagnose(words.overrides, **_places(configs), sweep=is_sweep())
+        found = found or diagnose(also, **_places(configs))
     except COMPOSE_ERRORS:  # the primary configuration itself can't be composed
         found = []
     if not found and isinstance(error, ConfigError):

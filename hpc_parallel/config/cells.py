@@ -1,5 +1,8 @@
 """The combinations of a sweep, composed as Hydra's basic sweeper would, but each once and quickly.
 
+Two things are more than Hydra's: what is said on the command line takes the place of what a study sweeps
+by the same key (Hydra would run both), and `sweep.also` adds combinations outside the product.
+
 Hydra composes every job of a sweep twice, and reads all files of `conf/` anew for each: a tenth of a
 second each time. Here what depends on the groups chosen (`strategy=data,pipeline`) is composed once for
 each choice of them; values (`nodes=1,2,4`) are then set in a copy, by Hydra's own function for that.
@@ -8,7 +11,9 @@ each choice of them; values (`nodes=1,2,4`) are then set in a copy, by Hydra's o
 from __future__ import annotations
 
 import copy
+import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +26,12 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.errors import OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from hpc_parallel.config.compose import composing
+from hpc_parallel.config.problems import ConfigError, Problem
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,15 @@ class Cell:
     overrides: list[str]
     swept: list[str]
     config: DictConfig
+
+
+class CellError(Exception):
+    """Hydra refuses a combination."""
+
+    def __init__(self, overrides: list[str], refusal: Exception) -> None:
+        super().__init__(f"{' '.join(overrides)}: {refusal}")
+        self.overrides = overrides
+        self.refusal = refusal
 
 
 @dataclass(frozen=True)
@@ -55,7 +71,8 @@ def compose_cells(
 ) -> Cells | None:
     """None where another sweeper, launcher or a callback is to have its say: that is Hydra's own way.
 
-    `words`: overrides; `extra_dir`: a folder of the user's own (`--config-dir`). Raises what Hydra does.
+    `words`: overrides; `extra_dir`: a folder of the user's own (`--config-dir`). Raises what Hydra does, and
+    ConfigError for `sweep.also`; the cells raise CellError.
     """
     version.setbase("1.3")
     with composing(config_dir, extra_dir=extra_dir):
@@ -64,20 +81,51 @@ def compose_cells(
         whole = loader.load_configuration(config_name, list(words), run_mode=RunMode.MULTIRUN)
         if not _is_basic(whole):
             return None
-        params = [f"{key}={value}" for key, value in (whole.hydra.sweeper.params or {}).items()]
         said = OmegaConf.to_container(whole.hydra.overrides.task, resolve=False)
-        assert isinstance(said, list)
-        parsed = OverridesParser.create(config_loader=loader).parse_overrides([*params, *said])
-        (batch,) = BasicSweeper.split_arguments(parsed, None)
-        fixed = set(batch[0]).intersection(*batch) if len(batch) > 1 else set()
         settings = OmegaConf.to_container(whole.sweep, resolve=True)
+        assert isinstance(said, list)
         assert isinstance(settings, dict)
+        params = [f"{key}={value}" for key, value in (whole.hydra.sweeper.params or {}).items()]
+        parser = OverridesParser.create(config_loader=loader)
+        spoken = parser.parse_overrides(said)
+        _require_one_study(spoken)
+        swept = _but_said_again(parser.parse_overrides(params), spoken)
+        (batch,) = BasicSweeper.split_arguments(swept, None)
+        for more in settings["also"]:
+            instead = _read_also(more, parser)
+            (added,) = BasicSweeper.split_arguments(_but_said_again(swept, instead), None)
+            batch += added
+        fixed = set(batch[0]).intersection(*batch) if len(batch) > 1 else set()
         cells = (
             Cell(overrides, [word for word in overrides if word not in fixed], config)
             for overrides, config in _composed(batch, whole=whole, loader=loader)
         )
         folder = Path(str(whole.hydra.sweep.dir)).expanduser().absolute()
         return Cells(cells, folder, {str(key): value for key, value in settings.items()})
+
+
+def _read_also(text: str, parser: OverridesParser) -> list[Override]:
+    try:
+        return parser.parse_overrides(shlex.split(text))
+    except (ValueError, OverrideParseException) as error:
+        rule = "is not key=value, nor several of them with blanks between"
+        mend = "Try 'sweep.also=[\"strategy=single nodes=1\"]'."
+        raise ConfigError([f"sweep.also: {text!r} {rule}. {mend}"]) from error
+
+
+def _require_one_study(said: Sequence[Override]) -> None:
+    """What a study sweeps is read before the runs' files are chosen, so several would lose theirs."""
+    for each in said:
+        if each.key_or_group == "jobs" and each.is_sweep_override():
+            several = list(each.sweep_string_iterator())
+            rule = "is more than one study, and a sweep is of one"
+            raise ConfigError([Problem("jobs", ",".join(several), rule, tuple(several))])
+
+
+def _but_said_again(overrides: Sequence[Override], later: Sequence[Override]) -> list[Override]:
+    """All of both, of the first without those whose key the second has: a study's sweep gives way."""
+    keys = {each.get_key_element().lstrip("+") for each in later}
+    return [each for each in overrides if each.get_key_element().lstrip("+") not in keys] + list(later)
 
 
 def _is_basic(whole: DictConfig) -> bool:
@@ -98,27 +146,38 @@ def _composed(
     groups_of = {word for word in words if _chooses(parsed[word], loader=loader)}
     told = any("${hydra:" in str(each.value()) for each in parsed.values())
     shown: tuple[str, ...] | None = None
-    # Every combination sets the same values, so one copy does for all where none adds or deletes a key.
-    again = all(
+    # Where every combination sets the same keys, one copy does for all, if none adds or deletes a key.
+    set_by = {frozenset(parsed[w].key_or_group for w in some if w not in groups_of) for some in batch}
+    again = len(set_by) == 1 and all(
         not (each.is_add() or each.is_force_add() or each.is_delete() or isinstance(each.value(), dict))
         for word, each in parsed.items() if word not in groups_of
     )  # fmt: skip
     for number, overrides in enumerate(batch):
         groups = tuple(word for word in overrides if word in groups_of)
-        if groups not in bases:
-            base = loader.load_configuration(whole.hydra.job.config_name, [*hydras, *groups], RunMode.RUN)
-            OmegaConf.copy_cache(from_config=whole, to_config=base)  # one `now` for the whole sweep
-            bases[groups] = (base, _without_hydra(base))
-            told = told or "${hydra:" in OmegaConf.to_yaml(bases[groups][1])
-        base, plain = bases[groups]
-        if groups != shown:
-            HydraConfig.instance().set_config(base)
-            shown = groups
-        if told:
-            _tell(number, overrides)
-        config = plain if again else copy.deepcopy(plain)
-        ConfigLoaderImpl._apply_overrides_to_config([parsed[w] for w in overrides if w not in groups], config)
+        with _naming(overrides):
+            if groups not in bases:
+                base = loader.load_configuration(whole.hydra.job.config_name, [*hydras, *groups], RunMode.RUN)
+                OmegaConf.copy_cache(from_config=whole, to_config=base)  # one `now` for the whole sweep
+                bases[groups] = (base, _without_hydra(base))
+                told = told or "${hydra:" in OmegaConf.to_yaml(bases[groups][1])
+            base, plain = bases[groups]
+            if groups != shown:
+                HydraConfig.instance().set_config(base)
+                shown = groups
+            if told:
+                _tell(number, overrides)
+            config = plain if again else copy.deepcopy(plain)
+            values = [parsed[word] for word in overrides if word not in groups]
+            ConfigLoaderImpl._apply_overrides_to_config(values, config)
         yield overrides, config
+
+
+@contextmanager
+def _naming(overrides: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise CellError(overrides, error) from error
 
 
 def _without_hydra(base: DictConfig) -> DictConfig:

@@ -141,7 +141,13 @@ def _explain(override: str, *, error: Exception, plain: DictConfig, chosen: Dict
         return f"{override}: {key[1:]} can't be deleted, as it has a default or is not there."
     key = key.lstrip("+")
     text = str(error.__cause__ or error)
-    if choices := _choices(key):
+    choices = _choices(key)
+    if value in choices and override.startswith("+"):
+        return f"{override}: {key} has a place already, and + makes a new one. Try {key}={value}."
+    if value in choices and key == "jobs":
+        first = "# @package _global_"
+        return f"{override}: the first line of {value}.yaml must be {first!r}, and its keys the run's own."
+    if choices:
         close = nearest(value, choices, most=2) or [chosen.get(key) or choices[0]]
         rule = f"is not one of {', '.join(choices)}"
         if kind := PLUGINS.get(key):

@@ -6,6 +6,7 @@ another type. What can't be seen from one value alone is in `checks.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
@@ -267,6 +268,7 @@ class SweepConfig:
     wait: bool = False  # follow all runs until they end, and exit with their outcome
     resume: str | None = None  # a sweep folder: run only what is missing or failed in it
     objective: Any = "final_loss"  # what another sweeper gets of summary.json; a list: several figures
+    also: list[str] = field(default_factory=list)  # more runs: overrides in one text, in place of the sweep's
 
 
 @dataclass
@@ -299,7 +301,9 @@ class RunConfig:
 
 
 def register() -> None:
-    """Put the schemas where the files of `conf/` name them in their defaults lists."""
+    """Put the schemas where the files of `conf/` name them in their defaults lists, and let values be
+    products: `${product:16,${nodes},${gpus_per_node}}`."""
+    OmegaConf.register_new_resolver("product", lambda *factors: math.prod(factors), replace=True)
     store = ConfigStore.instance()
     store.store(name="run_schema", node=RunConfig)
     store.store(group="model", name="transformer_schema", node=TransformerConfig)

@@ -118,8 +118,8 @@ def preview(plan: SweepPlan, *, kind: str, launcher: Launcher) -> int:
     """All batch scripts, when Slurm would start them, and what they may use; writes nothing."""
     runs = [planned.run for planned in plan.runs]
     if kind != "slurm":
-        for run in runs:
-            print(launcher.preview(run))
+        for number, planned in enumerate(plan.runs):
+            print(f"# {number}: {planned.label}\n{launcher.preview(planned.run)}")
     else:
         from hpc_parallel.sweep.arrays import arrays
 

@@ -1,6 +1,7 @@
 """A real Slurm on this machine, for tests and to try things by hand.
 
-    python tests/slurm/cluster.py install [--accounting] | up [--hosts 4] [--accounting] | status | down
+    python tests/slurm/cluster.py install [--accounting]
+    python tests/slurm/cluster.py up [--hosts 4] [--rate 1gbit] [--accounting] | status | down
 
 Every host is a network namespace with an address on the cluster's own bridge, a host name, a
 hosts file and a slurmd; slurmctld sits on one more, `login`. Jobs run as root and see this
@@ -113,8 +114,11 @@ class Cluster:
 
     def run(self, *command: str, host: str | None = None) -> str:
         """What a command prints, with this cluster's environment, here or on a host's network."""
-        enter = ["nsenter", f"--net={self._namespaces[host]}"] if host else []
-        return run(*enter, *command, environment=self.environment)
+        return run(*self.on(host, *command), environment=self.environment)
+
+    def on(self, host: str | None, *command: str) -> list[str]:
+        """The command on a host's network; here without a host."""
+        return ["nsenter", f"--net={self._namespaces[host]}", *command] if host else list(command)
 
     def pids(self, host: str) -> list[int]:
         """The processes on a host: slurmd, and its jobs' steps and tasks."""
@@ -134,6 +138,20 @@ class Cluster:
 
     def mend(self, host: str) -> None:
         self.run("ip", "link", "set", "fabric0", "up", host=host)
+
+    def shape(self, rate: str) -> None:
+        """Give every host a link of this rate (`1gbit`), out and in; `unshape` takes the limit away."""
+        for host in self.hosts:
+            self._queue(host, "replace", "tbf", "rate", rate, "burst", "1m", "latency", "50ms")
+
+    def unshape(self) -> None:
+        for host in self.hosts:
+            self._queue(host, "delete")
+
+    def _queue(self, host: str, verb: str, *discipline: str) -> None:
+        """What waits at the two ends of a host's link; each end holds back what it sends."""
+        self.run("tc", "qdisc", verb, "dev", "fabric0", "root", *discipline, host=host)
+        self.run("tc", "qdisc", verb, "dev", self._cable(host), "root", *discipline)
 
     def restart_controller(self) -> None:
         """End slurmctld and start it again; returns once it answers."""
@@ -363,6 +381,7 @@ def main() -> None:
         command.add_argument("--accounting", action="store_true", help="with slurmdbd, for sacct")
         if verb == "up":
             command.add_argument("--hosts", type=int, default=4)
+            command.add_argument("--rate", help="of the hosts' links: 1gbit (default: as fast as they go)")
     verbs.add_parser("down", help="stop what `up` started")
     verbs.add_parser("status", help="show the clusters on this machine")
     verbs.add_parser("watch").add_argument("record", type=Path)
@@ -375,6 +394,8 @@ def main() -> None:
             running = started_by_hand()
             if not running:
                 running = [Cluster.start(hosts=chosen.hosts, accounting=chosen.accounting, owned=False)]
+            if chosen.rate:
+                running[0].shape(chosen.rate)
             print(running[0].usage())
         case "down":
             reap()

@@ -73,6 +73,35 @@ def test_tasks_run_on_hosts_with_their_own_name_and_address(cluster: Cluster) ->
     assert sorted(lines) == [f"{host} {address} {address}" for host, address in cluster.hosts.items()]
 
 
+def test_links_can_be_slowed_down(cluster: Cluster) -> None:
+    free = bits_per_s(cluster, size=8 << 20)
+    cluster.shape("100mbit")
+    try:
+        shaped = bits_per_s(cluster, size=8 << 20)
+    finally:
+        cluster.unshape()
+    assert shaped < 120e6  # the first MiB, the bucket, is free
+    assert min(free, bits_per_s(cluster, size=8 << 20)) > 2 * shaped
+
+
+def bits_per_s(cluster: Cluster, *, size: int) -> float:
+    """From n1 to n2, by a connection of TCP's own, counted from its first byte to its last."""
+    receive = (
+        "import socket, time; server = socket.create_server(('', 5001)); print(flush=True);"
+        "peer, _ = server.accept(); peer.recv(1); began = time.perf_counter()\n"
+        "while peer.recv(1 << 16): pass\n"
+        "print(time.perf_counter() - began)"
+    )
+    send = f"import socket; socket.create_connection(('{cluster.hosts['n2']}', 5001)).sendall(bytes({size}))"
+    with subprocess.Popen(
+        cluster.on("n2", sys.executable, "-c", receive), stdout=subprocess.PIPE, text=True
+    ) as receiver:
+        assert receiver.stdout is not None
+        receiver.stdout.readline()
+        cluster.run(sys.executable, "-c", send, host="n1")
+        return 8 * size / float(receiver.stdout.readline())
+
+
 def test_slurm_hands_out_gpus(cluster: Cluster) -> None:
     show = "echo $CUDA_VISIBLE_DEVICES $SLURM_GPUS_ON_NODE"
     lines = cluster.run("srun", "--nodes=2", "--gpus-per-node=2", "sh", "-c", show).splitlines()

@@ -81,17 +81,16 @@ def test_the_order_and_the_words_are_the_basic_sweepers() -> None:
     assert [swept for _, swept, _ in found][1] == ["nodes=1", "strategy=fsdp"]
 
 
-def test_a_file_of_parameters_is_swept(here: Path) -> None:
-    """As a study in `jobs/` says them: hydra.sweeper.params."""
-    study = here / "conf" / "jobs" / "mine.yaml"
-    study.parent.mkdir(parents=True)
-    study.write_text(
-        "# @package _global_\nhydra:\n  sweeper:\n    params:\n      nodes: 1,2\n      strategy: data,fsdp\n"
-        "training:\n  steps: 7\n"
-    )
-    found = cells("+jobs=mine", "seed=3", extra_dir=str(here / "conf"))
-    kept = [(config.nodes, config.strategy.name, config.seed, config.training.steps) for *_, config in found]
-    assert kept == [(1, "data", 3, 7), (1, "fsdp", 3, 7), (2, "data", 3, 7), (2, "fsdp", 3, 7)]
+def test_more_combinations_are_what_hydra_composes_one_by_one() -> None:
+    more = ["strategy=hybrid strategy.pipeline=2", "strategy=hybrid training.steps=5 nodes=4"]
+    found = cells("strategy=data,fsdp", "nodes=2,4", "training.steps=3", f"sweep.also={json.dumps(more)}")
+    assert [swept for _, swept, _ in found[4:]] == [
+        ["nodes=2", "training.steps=3", "strategy=hybrid", "strategy.pipeline=2"],
+        ["nodes=4", "training.steps=3", "strategy=hybrid", "strategy.pipeline=2"],
+        ["strategy=hybrid", "training.steps=5", "nodes=4"],  # and its pipeline is nobody's but its own
+    ]
+    for overrides, _, config in found:
+        assert config == hydras(overrides)
 
 
 def test_hydras_own_values_are_the_combinations(here: Path) -> None:

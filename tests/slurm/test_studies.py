@@ -1,0 +1,40 @@
+"""A study on a real Slurm whose links are slow: its report says what physics says."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+from test_jobs import Site
+
+pytestmark = pytest.mark.slurm
+
+GRADIENTS_BYTES = 4 * (256 * 128 + 4 * (128 * 128 * 3 + 3 * 128 * 344 + 2 * 128) + 128)  # of model=tiny
+
+
+def test_over_slow_links_tensor_loses_to_data_with_accumulation(cluster: Cluster, tmp_path: Path) -> None:
+    site = Site(cluster, tmp_path)
+    words = ("jobs=compare_strategies", "strategy=data,tensor", "sweep.also=[]", "nodes=2",
+             "model=tiny", "training.steps=6", "sweep.parallelism=1", "sweep.wait=true",
+             "hydra.sweep.dir=study")  # fmt: skip
+    cluster.shape("100mbit")
+    try:
+        done = site.run("-m", *words, timeout_s=300)
+    finally:
+        cluster.unshape()
+    assert done.returncode == 0, done.stdout + done.stderr
+    subprocess.run([sys.executable, "-m", "hpc_parallel", "report", "study"], cwd=tmp_path, check=True)
+    with (tmp_path / "study" / "report" / "report.csv").open() as file:
+        found = {row["strategy"]: row for row in csv.DictReader(file)}
+    data, tensor = found["data"], found["tensor"]
+    # A ring over two devices sends the gradients once from each, and once a step, whatever the microbatches.
+    assert float(data["traffic_bytes"]) == pytest.approx(2 * GRADIENTS_BYTES, rel=0.01)
+    assert float(tensor["traffic_bytes"]) > 4 * float(data["traffic_bytes"])
+    wire_s = float(tensor["busiest_rank_traffic_bytes"]) * 8 / 100e6
+    assert float(tensor["step_time_s"]) > 0.8 * wire_s > float(data["busiest_rank_traffic_bytes"]) * 8 / 100e6
+    assert float(tensor["samples_per_s"]) < 0.5 * float(data["samples_per_s"])
+    assert float(tensor["exposed_communication_share"]) > float(data["exposed_communication_share"])

@@ -1,0 +1,112 @@
+"""The studies of `jobs/`: each composes whole, and the user's own words come before its."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hpc_parallel.config.cells import compose_cells
+from hpc_parallel.config.compose import find_folder
+from hpc_parallel.run import main
+from hpc_parallel.sweep.plan import SweepPlan, plan_sweep
+
+ROOT = Path(__file__).resolve().parents[2]
+STUDIES = sorted((ROOT / "jobs").glob("*.yaml"))
+NAMES = {
+    "compare_strategies", "strong_scaling", "weak_scaling", "microbatches", "pipeline_schedules",
+    "batch_latency", "communication", "thread_bottleneck", "server_traffic", "tiles",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["run"])
+    return tmp_path
+
+
+def planned(*words: str, extra_dir: str | None = None) -> SweepPlan:
+    cells = compose_cells(
+        ["launcher.snapshot=false", *words],
+        config_dir=str(find_folder("conf")), config_name="config", extra_dir=extra_dir,
+    )  # fmt: skip
+    assert cells is not None
+    return plan_sweep(cells, command=words)
+
+
+def test_all_studies_are_there() -> None:
+    assert {path.stem for path in STUDIES} == NAMES
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_every_run_of_a_study_can_run(path: Path) -> None:
+    said = yaml.safe_load(path.read_text())
+    choices = [str(values).split(",") for values in said["hydra"]["sweeper"]["params"].values()]
+    plan = planned(f"jobs={path.stem}")
+    assert (plan.skipped, plan.duplicates) == ([], 0)
+    assert len(plan.runs) == math.prod(map(len, choices)) + len(said.get("sweep", {}).get("also", []))
+    assert all(each.run.config.devices <= 4 for each in plan.runs)  # as many as the example cluster has hosts
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_a_studys_head_tells_its_question_and_its_time(path: Path) -> None:
+    package, question, time, *_ = path.read_text().splitlines()
+    assert package == "# @package _global_"
+    assert re.fullmatch(r"# Question: .+\?", question)
+    assert re.fullmatch(r"# Takes: .+ here \(.+\); on a cluster .+\.", time)
+
+
+def test_what_is_said_takes_the_place_of_what_a_study_sweeps() -> None:
+    plan = planned("jobs=microbatches", "strategy.schedule=gpipe", "strategy.microbatches=2,4", "nodes=2")
+    strategies = [each.run.config.strategy for each in plan.runs]
+    assert [(each.schedule, each.microbatches) for each in strategies] == [("gpipe", 2), ("gpipe", 4)]
+    assert {each.run.config.nodes for each in plan.runs} == {2}
+
+
+def test_a_device_has_as_much_work_as_there_are_more_of_them() -> None:
+    runs = [each.run.config for each in planned("jobs=weak_scaling", "gpus_per_node=2").runs]
+    assert {config.devices for config in runs} == {2, 4, 8}
+    assert all(config.training.global_batch_size == 16 * config.devices for config in runs)
+
+
+def test_a_study_of_the_users_own(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study = here / "mine" / "jobs" / "mine.yaml"
+    study.parent.mkdir(parents=True)
+    text = "training: {steps: 7}\nhydra: {sweeper: {params: {nodes: '1,2', strategy: 'data,fsdp'}}}\n"
+    study.write_text(f"# @package _global_\n{text}")
+    runs = [each.run.config for each in planned("jobs=mine", "seed=3", extra_dir=str(here / "mine")).runs]
+    assert [(run.nodes, run.strategy.name, run.seed, run.training.steps) for run in runs] == [
+        (1, "data", 3, 7), (1, "fsdp", 3, 7), (2, "data", 3, 7), (2, "fsdp", 3, 7)
+    ]  # fmt: skip
+    study.write_text(text)
+    assert main(["--config-dir", "mine", "-m", "jobs=mine", "launcher=script"]) == 2
+    assert "the first line of mine.yaml must be '# @package _global_'" in capsys.readouterr().err
+    assert list(here.iterdir()) == [here / "mine"]
+
+
+def test_one_run_of_a_study_is_a_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["jobs=server_traffic", "strategy=data", "launcher=script"]) == 2
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "  jobs=server_traffic: a study is many runs. Try -m jobs=server_traffic, or one: "
+        "jobs=server_traffic nodes=2."
+    ]
+    assert list(here.iterdir()) == []
+    words = ("jobs=server_traffic", "strategy=data", "nodes=3", "dry_run=true", "launcher=script")
+    for said in (words, (f"+{words[0]}", *words[1:])):
+        assert main(said) == 0
+        assert "#SBATCH --nodes=3" in capsys.readouterr().out
+
+
+def test_the_readmes_study_is_one(here: Path) -> None:
+    text = re.search(r"```yaml\n(# @package.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert text is not None
+    (here / "jobs").mkdir()
+    (here / "jobs" / "mine.yaml").write_text(text[1])
+    runs = [each.run.config for each in planned("jobs=mine", extra_dir=str(here)).runs]
+    assert [(run.strategy.name, run.nodes, run.training.global_batch_size) for run in runs] == [
+        ("data", 2, 16), ("data", 4, 32), ("fsdp", 2, 16), ("fsdp", 4, 32), ("single", 1, 8)
+    ]  # fmt: skip
