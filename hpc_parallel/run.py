@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,9 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def is_sweep() -> bool:
-    """Whether `-m` is said, and none of Hydra's flags that only explain."""
+    """Whether `-m` is said (or what Hydra means by it), and none of Hydra's flags that only explain."""
     said = get_args()
-    return said.multirun and not (
+    mode = any(word.lower() == "hydra.mode=multirun" for word in said.overrides)
+    return (said.multirun or mode) and not (
         said.help or said.hydra_help or said.run or said.cfg or said.info or said.shell_completion
     )
 
@@ -94,7 +95,10 @@ def _sweep(earlier: Earlier | None) -> int:
     except Exception as error:
         raise ConfigError(_diagnose(error, configs)) from error
     if cells is None:
-        return max([launch(run) for run in compose()], default=DONE)
+        from hpc_parallel.sweep.guided import guide
+
+        folder = earlier.folder if earlier is not None else None
+        return guide(said.overrides, command=sys.argv[1:], earlier=folder, **_places(configs))
     return start(plan)
 
 
@@ -114,9 +118,9 @@ def compose_resumed() -> list[PreparedRun]:
 
 
 def compose() -> list[PreparedRun]:
-    """The checked runs of this process's command line, several of a sweep; none where it asks for help.
+    """The checked run of this process's command line; none where it asks for help.
 
-    Nothing starts before all are right. Raises ConfigError with the problems of all.
+    Raises ConfigError with all problems.
     """
     configs = str(find_folder("conf"))
     runs: list[PreparedRun] = []
@@ -128,7 +132,7 @@ def compose() -> list[PreparedRun]:
             # As it was typed: the list's own iteration would resolve ${...}, and in Hydra's configuration.
             said = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
             assert isinstance(said, list)
-            if not get_args().multirun and (of_a_sweep := [w for w in said if w.startswith("sweep.")]):
+            if of_a_sweep := [word for word in said if word.startswith("sweep.")]:
                 raise ConfigError([f"{w}: only a sweep has this. Try -m {w}." for w in of_a_sweep])
             if not get_args().multirun and (refusal := _unsaid_of_a_study(said)):
                 raise ConfigError([refusal])
@@ -136,21 +140,15 @@ def compose() -> list[PreparedRun]:
         except ConfigError as error:
             errors.append(error)
 
-    with _leaving_nothing():
-        try:
-            with _hydra_raises():
-                compose_one()
-        except Exception as error:
-            raise ConfigError(_diagnose(error, configs)) from error
-        for unresolved in errors:
-            if isinstance(unresolved, UnresolvedError):
-                raise ConfigError(_diagnose(unresolved, configs))
-        if errors:
-            problems = {str(problem): problem for each in errors for problem in each.problems}
-            raise ConfigError(list(problems.values()))
-    if len({run.folder.path for run in runs}) < len(runs):
-        rule = "is the same for several runs of the sweep, and each needs a folder of its own"
-        raise ConfigError([Problem("run_dir", runs[0].config.run_dir, rule, (None,))])
+    try:
+        with _hydra_raises():
+            compose_one()
+    except Exception as error:
+        raise ConfigError(_diagnose(error, configs)) from error
+    for refused in errors:
+        if isinstance(refused, UnresolvedError):
+            raise ConfigError(_diagnose(refused, configs))
+        raise refused
     return runs
 
 
@@ -205,28 +203,13 @@ def _diagnose(error: Exception, configs: str, *, also: Sequence[str] = ()) -> li
         raise error
     words = get_args()
     try:
-        found = diagnose(words.overrides, **_places(configs), sweep=words.multirun)
+        found = diagnose(words.overrides, **_places(configs), sweep=is_sweep())
         found = found or diagnose(also, **_places(configs))
     except COMPOSE_ERRORS:  # the primary configuration itself can't be composed
         found = []
     if not found and isinstance(error, ConfigError):
         return error.problems
     return found or [" ".join(str(error).partition("\n\n")[0].split())]
-
-
-@contextmanager
-def _leaving_nothing() -> Iterator[None]:
-    """Take away what Hydra writes for a sweep: a folder with its own settings, which every run's have too."""
-    sweeps = Path("runs", "sweeps")
-    before = set(sweeps.glob("*"))
-    try:
-        yield
-    finally:
-        for folder in set(sweeps.glob("*")) - before:
-            (folder / "multirun.yaml").unlink(missing_ok=True)
-            with suppress(OSError):  # one that holds something stays
-                for empty in (folder, sweeps, sweeps.parent):
-                    empty.rmdir()
 
 
 @contextmanager

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -26,6 +26,7 @@ from hpc_parallel.config.site_checks import minutes_of
 
 # ValueError: Hydra's answer to `strategy=null`
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError)
+PLUGINS = {"hydra/sweeper": "sweeper", "hydra/launcher": "launcher"}
 
 
 def diagnose(
@@ -45,19 +46,29 @@ def diagnose(
 
 
 def _diagnose(overrides: Sequence[str], *, config_name: str, sweep: bool) -> list[Problem | str]:
+    problems, accepted = try_each(overrides, config_name=config_name, sweep=sweep)
+    return in_order(problems + _rest(config_name, accepted), overrides)
+
+
+def try_each(
+    overrides: Sequence[str], *, config_name: str, sweep: bool
+) -> tuple[list[Problem | str], list[str]]:
+    """What Hydra refuses, each override tried alone, and those that it takes (of a sweep, the first value).
+
+    To be asked while `composing`.
+    """
     chosen = compose(config_name, return_hydra_config=True).hydra.runtime.choices
     verdicts: dict[str, list[Problem | str]] = {}
     accepted: list[str] = []
+    values = {override: _expand(override) if sweep else [override] for override in overrides}
+    firsts = [singles[0] for singles in values.values()]
+    fine = _refusal(firsts, config_name=config_name) is None  # then only what else they may be is to be tried
     # a group's choice decides which keys there are, so groups are tried, and kept, before values
     for override in sorted(overrides, key=lambda text: not _choices(text.partition("=")[0])):
-        singles, refusals = [override], []
-        with suppress(*COMPOSE_ERRORS):  # raised again, and caught, below
-            singles = _expand(override) if sweep else singles
-        for single in singles:
-            try:
-                if unknown_keys(compose(config_name, overrides=[*accepted, single])):
-                    raise HydraException("Could not override")
-            except COMPOSE_ERRORS as error:
+        singles, refusals = values[override], []
+        for single in singles[1:] if fine else singles:
+            error = _refusal([*accepted, single], config_name=config_name)
+            if error is not None:
                 # the groups chosen decide which keys there are
                 plain = compose(config_name, overrides=accepted)
                 refusals.append(_explain(single, error=error, plain=plain, chosen=chosen))
@@ -65,8 +76,17 @@ def _diagnose(overrides: Sequence[str], *, config_name: str, sweep: bool) -> lis
             verdicts[override] = refusals
         else:
             accepted.append(singles[0])
-    problems = [problem for override in overrides for problem in verdicts.pop(override, [])]
-    return in_order(problems + _rest(config_name, accepted), overrides)
+    return [problem for override in overrides for problem in verdicts.pop(override, [])], accepted
+
+
+def _refusal(overrides: list[str], *, config_name: str) -> Exception | None:
+    """Why Hydra, or a schema, does not take them together."""
+    try:
+        if unknown_keys(compose(config_name, overrides=overrides)):
+            return HydraException("Could not override")
+    except COMPOSE_ERRORS as error:
+        return error
+    return None
 
 
 def _rest(config_name: str, accepted: list[str]) -> list[Problem | str]:
@@ -93,11 +113,18 @@ def _choices(key: str) -> list[str]:
 
 
 def _expand(override: str) -> list[str]:
-    """`nodes=1,2` of a sweep as the overrides of its runs."""
-    parsed = OverridesParser.create().parse_override(override)
-    if not parsed.is_sweep_override():
+    """`nodes=1,2` of a sweep as the overrides of its runs; the ends stand for an interval."""
+    loader = GlobalHydra.instance().config_loader()  # who knows what glob() means
+    try:
+        (parsed,) = OverridesParser.create(config_loader=loader).parse_overrides([override])
+        if not parsed.is_sweep_override():
+            return [override]
+        value, key = parsed.value(), parsed.get_key_element()
+        if isinstance(value, IntervalSweep):
+            return [f"{key}={value.start}", f"{key}={value.end}"]
+        return [f"{key}={value}" for value in parsed.sweep_string_iterator()] or [override]
+    except COMPOSE_ERRORS:  # raised again where it is composed
         return [override]
-    return [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
 
 
 def _explain(override: str, *, error: Exception, plain: DictConfig, chosen: DictConfig) -> Problem | str:
@@ -122,7 +149,10 @@ def _explain(override: str, *, error: Exception, plain: DictConfig, chosen: Dict
         return f"{override}: the first line of {value}.yaml must be {first!r}, and its keys the run's own."
     if choices:
         close = nearest(value, choices, most=2) or [chosen.get(key) or choices[0]]
-        return Problem(key, value, f"is not one of {', '.join(choices)}", tuple(close))
+        rule = f"is not one of {', '.join(choices)}"
+        if kind := PLUGINS.get(key):
+            rule += f", the {kind}s installed here (another's package is often hydra-{value}-{kind})"
+        return Problem(key, value, rule, tuple(close))
     if "Ambiguous value" in text:
         first = value.partition(",")[0]
         return f"{override}: several values are a sweep. Try -m {override}, or one value: {key}={first}."

@@ -42,6 +42,9 @@ class ConfigError(ValueError):
         self.problems = list(problems)
         super().__init__("\n".join(map(str, problems)))
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem | str]]]:
+        return type(self), (self.problems,)  # pickled by what it was made from, not by its text
+
 
 def spell(value: Any) -> str:
     """The value as a command line says it; what would need quoting there is shown quoted."""

@@ -267,6 +267,7 @@ class SweepConfig:
     parallelism: int | None = None  # runs at once, of each array; null: no limit on Slurm, 1 on this machine
     wait: bool = False  # follow all runs until they end, and exit with their outcome
     resume: str | None = None  # a sweep folder: run only what is missing or failed in it
+    objective: Any = "final_loss"  # what another sweeper gets of summary.json; a list: several figures
     also: list[str] = field(default_factory=list)  # more runs: overrides in one text, in place of the sweep's
 
 

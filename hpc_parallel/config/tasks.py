@@ -2,9 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from hpc_parallel.config.layout import layout_of
+from hpc_parallel.config.problems import Found, Problem, nearest
 from hpc_parallel.config.schema import GenerateConfig, InferConfig, RunConfig
 from hpc_parallel.data.codec import encode, reads_bytes
+
+# Numbers of `summary.json` that a run can be judged by; the last of a training's are of the steps watched.
+_WATCHED = ("exposed_communication_share", "bubble_share", "traffic_bytes", "busiest_rank_traffic_bytes")
+_TRAINED = ("final_loss", "validation_loss", "samples_per_s", "step_time_s", "peak_memory_bytes", *_WATCHED)
+FIGURES = {
+    "infer": ("latency_s", "latency_p99_s", "samples_per_s", "validation_loss", "peak_memory_bytes"),
+    "generate": ("tokens_per_s", "step_time_s", "prompt_time_s", "peak_memory_bytes"),
+}
+
+
+def objectives(said: Any) -> list[str]:
+    """`sweep.objective`, one or several, as a list."""
+    several = isinstance(said, Sequence) and not isinstance(said, str)
+    return list(map(str, said)) if several else [str(said)]
+
+
+def objective_problems(config: RunConfig) -> Found:
+    """Figures of `sweep.objective` that the run will not have."""
+    task, training = config.task.name, config.training
+    figures = FIGURES.get(task, _TRAINED)
+    wanted = objectives(config.sweep.objective)
+    for name in wanted or [""]:
+        if name not in figures:
+            near = nearest(name, figures) or figures[:1]
+            rule = f"is no figure of task={task}, which has {', '.join(figures)}"
+            yield Problem("sweep.objective", name, rule, tuple(near))
+    if figures is not _TRAINED:
+        return
+    if "validation_loss" in wanted and training.validate_every is None:
+        rule = "leaves no validation_loss for sweep.objective"
+        yield Problem("training.validate_every", None, rule, (100,))
+    if training.measure_steps == 0 and (watched := [name for name in wanted if name in _WATCHED]):
+        yield Problem("training.measure_steps", 0, f"leaves no {watched[0]} for sweep.objective", (2,))
 
 
 def total_steps(config: RunConfig) -> int:

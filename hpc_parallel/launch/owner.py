@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import platform
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hpc_parallel.launch.job_state import job_state
-from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
+from hpc_parallel.launch.run_folder import RunFolder, alone, read_json, write_json
 
 
 class OwnedError(RuntimeError):
@@ -23,7 +21,7 @@ class OwnedError(RuntimeError):
 
 def claim(folder: RunFolder) -> None:
     """Make this process the owner. Raises OwnedError."""
-    with _alone(folder):
+    with alone(folder.path):
         if (owner := living_owner(folder)) is not None:
             raise OwnedError(f"is going on already, as {owner}")
         write_json(folder.owner, this_process())
@@ -45,7 +43,7 @@ def queue(folder: RunFolder) -> None:
 
 def take_turn(folder: RunFolder) -> bool:
     """Whether a run that waited may begin now; then it waits no longer. Not where it was withdrawn."""
-    with _alone(folder):
+    with alone(folder.path):
         if not (read_json(folder.owner) or {}).get("waits"):
             return False
         write_json(folder.owner, {**this_process(), "waits": False})
@@ -54,7 +52,7 @@ def take_turn(folder: RunFolder) -> bool:
 
 def withdraw(folder: RunFolder) -> bool:
     """Keep a run that waits from beginning; False where it has begun."""
-    with _alone(folder):
+    with alone(folder.path):
         if not (read_json(folder.owner) or {}).get("waits"):
             return False
         folder.owner.unlink()
@@ -63,14 +61,14 @@ def withdraw(folder: RunFolder) -> bool:
 
 def release(folder: RunFolder) -> None:
     """Own it no longer, where this process does."""
-    with _alone(folder):
+    with alone(folder.path):
         if read_json(folder.owner) == this_process():
             folder.owner.unlink()
 
 
 def hold_by_job(folder: RunFolder, job_id: str) -> None:
     """Make the job that this process belongs to the owner. Raises OwnedError where another job runs."""
-    with _alone(folder):
+    with alone(folder.path):
         before = read_json(folder.owner) or {}
         if before.get("job_id") not in (None, job_id) and (other := living_owner(folder)) is not None:
             raise OwnedError(f"the run is going on already, as {other}")
@@ -116,13 +114,3 @@ def _began(process: int) -> Any:
         return None
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return None if fields[0] in "ZX" else f"{boot} {fields[19]}"
-
-
-@contextmanager
-def _alone(folder: RunFolder) -> Iterator[None]:
-    handle = os.open(folder.path, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)

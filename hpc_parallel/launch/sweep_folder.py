@@ -7,12 +7,12 @@ and `sweep.resume` know of them as one sweep.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.launch.run_folder import write_json
+from hpc_parallel.launch.run_folder import alone, write_json
 
 MANIFEST = "sweep.json"
 
@@ -67,6 +67,12 @@ def create(path: Path) -> None:
 def write_sweep(path: Path, sweep: Sweep) -> None:
     """Replace the manifest in the sweep folder `path`, in one move."""
     write_json(path / MANIFEST, asdict(sweep, dict_factory=_plain))
+
+
+def change_sweep(path: Path, change: Callable[[Sweep], Sweep]) -> None:
+    """The same by what the manifest says now, also where several processes do so at once."""
+    with alone(path):
+        write_sweep(path, change(read_sweep(path)))
 
 
 def read_sweep(path: Path) -> Sweep:

@@ -22,7 +22,7 @@ COMPLETED_WORDS_S = 90.0  # for those of one that Slurm calls completed: an NFS 
 def wait_for_job(run: PreparedRun, job_id: str) -> int:
     """Show the job's state and metrics until it ends; returns 0 if the run completed, else 1.
 
-    Ctrl-C ends the following, not the job.
+    Ctrl-C ends the following, not the job; KeyboardInterrupt is raised, so that a sweep does not go on.
     """
     follower = Follower(run.folder, steps=run.steps)
     try:
@@ -34,7 +34,7 @@ def wait_for_job(run: PreparedRun, job_id: str) -> int:
     except KeyboardInterrupt:
         end = command_on(run.folder.path, "cancel")
         print(f"\nno longer following; job {job_id} goes on ({end} ends it)", file=sys.stderr)
-        return 1
+        raise
     if not owner.is_job(run.folder, job_id):
         print(f"job {job_id} {state}; the run has been resumed since: {run.folder.path}")
         return 0 if state.state == "COMPLETED" else 1

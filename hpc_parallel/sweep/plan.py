@@ -13,7 +13,7 @@ from omegaconf import open_dict, read_write
 
 from hpc_parallel.config.cells import Cell, Cells
 from hpc_parallel.config.compose import UnresolvedError
-from hpc_parallel.config.problems import ConfigError, Problem, quoted
+from hpc_parallel.config.problems import ConfigError, Problem, quoted, spell
 from hpc_parallel.config.schema import SweepConfig
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.launch.snapshot import Snapshot, plan_snapshot
@@ -100,7 +100,7 @@ def plan_sweep(
     plan = remembered()
     for cell in cells.cells:
         try:
-            run = prepare(cell.config, overrides=_own(cell.overrides), config_dir=config_dir, plan=plan)
+            run = prepare(cell.config, overrides=own(cell.overrides), config_dir=config_dir, plan=plan)
         except UnresolvedError:
             raise
         except ConfigError as error:
@@ -111,19 +111,19 @@ def plan_sweep(
             duplicates += 1
             continue
         seen.add(same)
-        before = earlier.find(_own(cell.overrides)) if earlier is not None else None
+        before = earlier.find(own(cell.overrides)) if earlier is not None else None
         if before is not None and earlier is not None:
             state = earlier.state(before)
             if state.settled:
-                kept.append(KeptRun(before, tuple(_own(cell.swept)), state.words))
+                kept.append(KeptRun(before, tuple(own(cell.swept)), state.words))
                 continue
             run = _gone_on(cell, before=before, state=state, config_dir=config_dir, plan=plan) or run
-        runs.append(PlannedRun(run, tuple(_own(cell.overrides)), tuple(_own(cell.swept)), before))
+        runs.append(PlannedRun(run, tuple(own(cell.overrides)), tuple(own(cell.swept)), before))
     settings = SweepConfig(**cells.settings)
     if errors and (settings.on_invalid == "stop" or not (runs or kept)):
         problems = {str(problem): problem for _, error in errors for problem in error.problems}
         raise ConfigError(list(problems.values()))
-    _require_one_whole([planned.run for planned in runs])
+    _require_one_whole([planned.run for planned in runs], settings)
     return SweepPlan(
         folder=earlier.folder if earlier is not None else cells.folder,
         command=tuple(command),
@@ -131,7 +131,7 @@ def plan_sweep(
         runs=runs,
         kept=kept,
         skipped=[
-            SkippedRun(tuple(_own(cell.overrides)), tuple(map(str, error.problems))) for cell, error in errors
+            SkippedRun(tuple(own(cell.overrides)), tuple(map(str, error.problems))) for cell, error in errors
         ],
         duplicates=duplicates,
         earlier=earlier,
@@ -162,18 +162,19 @@ def _gone_on(
     config = copy.deepcopy(cell.config)
     with read_write(config), open_dict(config):
         config.run_dir = config.resume = place
-    words = [*_own(cell.overrides), f"run_dir={quoted(place)}", f"resume={quoted(place)}"]
+    words = [*own(cell.overrides), f"run_dir={quoted(place)}", f"resume={quoted(place)}"]
     try:
         return prepare(config, overrides=words, config_dir=config_dir, plan=plan)
     except ConfigError:  # its configuration has changed, or its last step is done
         return None
 
 
-def _own(words: Sequence[str]) -> list[str]:
+def own(words: Sequence[str]) -> list[str]:
+    """Those that are a run's, and not said to the sweep as a whole."""
     return [word for word in words if not word.lstrip("+").startswith(OF_THE_SWEEP)]
 
 
-def _require_one_whole(runs: Sequence[PreparedRun]) -> None:
+def _require_one_whole(runs: Sequence[PreparedRun], settings: SweepConfig) -> None:
     """A folder for each run, one launcher and one set of `sweep.` keys for all. Raises ConfigError."""
     problems: list[Problem | str] = []
     if len({run.folder.path for run in runs}) < len(runs):
@@ -190,6 +191,9 @@ def _require_one_whole(runs: Sequence[PreparedRun]) -> None:
             several = sorted(values, key=str)
             rule = "has several values, and counts for the sweep as a whole"
             problems.append(Problem(key, several, rule, (several[0],)))
+    if (asked := settings.objective) != SweepConfig.objective:
+        rule = "only another sweeper asks for it. Try hydra/sweeper=optuna"
+        problems.append(f"sweep.objective={spell(asked)}: {rule}.")
     if problems:
         raise ConfigError(problems)
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpc_parallel.launch.job_state import JobState
+from hpc_parallel.launch.sweep_folder import SkippedRun
 from hpc_parallel.sweep.plan import SweepPlan
 
 _WIDE = 100_000  # into a file or a pipe, nothing is cut or folded
@@ -50,15 +51,25 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 
 def notes(plan: SweepPlan) -> list[str]:
     """Lines on what was left out: each impossible combination with its reasons, and duplicates."""
-    lines: list[str] = []
-    if plan.skipped:
-        count = len(plan.skipped)
-        lines.append(f"skipped {count} combination{'s' * (count > 1)} that can't run:")
-    said = [set(each.overrides) for each in plan.skipped] + [set(each.overrides) for each in plan.runs]
-    fixed = set[str]().union(*said).intersection(*said)
-    for each in plan.skipped:
-        words = " ".join(word for word in each.overrides if word not in fixed)
-        lines += [f"  {words or ' '.join(each.overrides)}: {problem}" for problem in each.problems]
+    lines = skipped(plan.skipped, [each.overrides for each in plan.runs])
     if plan.duplicates:
         lines.append(f"dropped {plan.duplicates} duplicate{'s' * (plan.duplicates > 1)}")
     return lines
+
+
+def skipped(left_out: Sequence[SkippedRun], runs: Sequence[Sequence[str]]) -> list[str]:
+    """Lines on impossible combinations; `runs`: the overrides of those that are possible."""
+    count = len(left_out)
+    lines = [f"skipped {count} combination{'s' * (count > 1)} that can't run:"] if left_out else []
+    all_of_them = [each.overrides for each in left_out]
+    fixed = common([*all_of_them, *runs])
+    for each in left_out:
+        words = " ".join(word for word in each.overrides if word not in fixed)
+        lines += [f"  {words or ' '.join(each.overrides)}: {problem}" for problem in each.problems]
+    return lines
+
+
+def common(runs: Sequence[Sequence[str]]) -> set[str]:
+    """The overrides in which runs do not differ."""
+    said = [set(each) for each in runs]
+    return set[str]().union(*said).intersection(*said)

@@ -196,3 +196,22 @@ def test_a_requeued_task_goes_on_in_its_own_folder(site: CountedSite) -> None:
     site.cluster.run("scancel", "--name=tasks")
     assert refused.returncode == 2
     assert f"is going on already, as job {first.job_id}" in refused.stderr
+
+
+def test_another_sweeper_waits_for_its_jobs_and_learns_their_figures(site: CountedSite) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="hydra-optuna-sweeper is not installed")
+    words = ("-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", *SMALL, "launcher=slurm",
+             "optimizer.learning_rate=interval(1e-4,1e-2)")  # fmt: skip
+    refused = site.run(*words, "launcher.partition=gone", "hydra.sweeper.n_jobs=1")
+    assert refused.returncode == 3, refused.stdout + refused.stderr
+    assert "invalid partition" in refused.stderr
+    assert not list(site.home.glob("runs/*/*"))
+    done = site.run(*words, "sweep.objective=validation_loss", "training.validate_every=10")
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder, sweep = only_sweep(site)
+    summaries = [read(run.run_dir, "summary.json") for run in sweep.runs]
+    assert [summary["job_ids"] for summary in summaries] == [[run.job_id] for run in sweep.runs]
+    assert summaries[0]["ended"] < summaries[1]["started"]
+    best = re.search(r"^best_value: (.*)$", (folder / "optimization_results.yaml").read_text(), re.MULTILINE)
+    assert best is not None
+    assert float(best[1]) == min(summary["validation_loss"] for summary in summaries)

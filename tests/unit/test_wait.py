@@ -43,3 +43,19 @@ def test_a_run_that_was_resumed_since_is_left_alone(
     assert read_json(run.folder.failure) is None
     assert read_json(run.folder.summary) is None
     assert not run.folder.attempts.exists()
+
+
+def test_who_ends_the_following_leaves_the_job_and_ends_what_follows_it(
+    run: PreparedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sweeper would submit its next run if it were told of a failure."""
+
+    def interrupted(job_id: str) -> JobState:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(wait, "job_state", interrupted)
+    hand_to_job(run.folder, "34")
+    with pytest.raises(KeyboardInterrupt):
+        wait.wait_for_job(run, "34")
+    assert "job 34 goes on (scancel 34 ends it)" in capsys.readouterr().err
+    assert read_json(run.folder.summary) is None

@@ -1,0 +1,249 @@
+"""Another sweeper, launcher or callback of Hydra's: what it gets back, and what is refused before."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from hpc_parallel.config.problems import ConfigError, Problem
+from hpc_parallel.config.tasks import FIGURES, objective_problems
+from hpc_parallel.launch.prepare import PreparedRun
+from hpc_parallel.launch.recorded import find_runs
+from hpc_parallel.launch.run_folder import write_json
+from hpc_parallel.launch.sweep_folder import Sweep, read_sweep
+from hpc_parallel.run import main
+from hpc_parallel.worker.summary import MEASURED, summarise
+from tests.composed import prepared
+
+NOTED: list[JobReturn] = []
+ASKED: list[PreparedRun] = []
+CALLED = f"+hydra.callbacks.mine._target_={__name__}.Noting"
+HERE = ("launcher=local", "launcher.snapshot=false")
+
+
+class Noting(Callback):
+    """Stands in for whoever wants to know what a run came to."""
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        NOTED.append(job_return)
+
+
+class StandIn:
+    """A launcher whose runs end at once: the loss is the learning rate, and a seed of 13 fails."""
+
+    def launch(self, run: PreparedRun) -> int:
+        assert run.config.launcher.wait
+        ASKED.append(run)
+        run.write()
+        if run.config.seed == 99:
+            raise KeyboardInterrupt
+        failed = run.config.seed == 13
+        summary = {
+            "outcome": "failed" if failed else "completed",
+            "final_loss": run.config.optimizer.learning_rate,
+            "samples_per_s": 100 * run.config.seed,
+        }
+        write_json(run.folder.summary, summary)
+        if failed:
+            write_json(run.folder.failure, {"line": "rank 0 failed first: bad luck"})
+        return int(failed)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["run"])
+    monkeypatch.setattr("hpc_parallel.sweep.trial.choose", lambda kind: (StandIn(), "launcher stand-in"))
+    yield tmp_path
+    NOTED.clear()
+    ASKED.clear()
+
+
+def the_sweep(here: Path) -> tuple[Path, Sweep]:
+    (folder,) = here.glob("runs/sweeps/*")
+    return folder, read_sweep(folder)
+
+
+def test_each_run_hands_its_figure_back_and_the_sweep_knows_it(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["-m", "optimizer.learning_rate=0.25,0.5", "seed=1,2", CALLED, *HERE]) == 0
+    assert [done.return_value for done in NOTED] == [0.25, 0.25, 0.5, 0.5]
+    folder, sweep = the_sweep(here)
+    assert [run.run_dir for run in sweep.runs] == [run.folder.path for run in ASKED]
+    assert [run.path for run in find_runs(folder)] == [run.folder.path for run in ASKED]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("runs/data/")]
+    assert [row[1:] for row in rows] == [
+        [f"optimizer.learning_rate={rate}", f"seed={seed}", f"{rate:g}", "completed"]
+        for rate in (0.25, 0.5) for seed in (1, 2)
+    ]  # fmt: skip
+
+
+def test_several_figures_are_handed_back_in_their_order() -> None:
+    words = ["sweep.objective=[samples_per_s,final_loss]", "optimizer.learning_rate=0.25", "seed=3,4"]
+    assert main(["-m", *words, CALLED, *HERE]) == 0
+    assert [done.return_value for done in NOTED] == [[300, 0.25], [400, 0.25]]
+
+
+def test_a_failed_run_is_the_sweepers_to_deal_with(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", "seed=13,2", CALLED, *HERE]) == 1
+    assert [done.status for done in NOTED] == [JobStatus.FAILED, JobStatus.COMPLETED]
+    told = capsys.readouterr()
+    assert f"the sweeper stopped: rank 0 failed first: bad luck: {ASKED[0].folder.path}\n" in told.err
+    assert "Traceback" not in told.err
+    assert len(the_sweep(here)[1].runs) == 2
+
+
+def test_a_run_without_the_figure_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", "seed=1,2", "sweep.objective=bubble_share", CALLED, *HERE]) == 1
+    assert "completed without bubble_share" in capsys.readouterr().err
+
+
+def test_an_impossible_run_is_told_and_the_others_stay(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["-m", "nodes=1,2", "strategy=pipeline", "strategy.pipeline=2", CALLED, *HERE]) == 1
+    told = capsys.readouterr()
+    problem = "strategy.pipeline = 2 makes 2 of the axes together, but there are nodes=1"
+    assert f"skipped 1 combination that can't run:\n  nodes=1: {problem}" in told.out
+    assert f"the sweeper stopped: {problem}" in told.err
+    _, sweep = the_sweep(here)
+    assert [run.nodes for run in sweep.runs] == [2]
+    assert problem in sweep.skipped[0].problems[0]
+
+
+def test_where_none_can_run_nothing_is_left(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", "seed=1,2", "training.steps=0", "nodes=0", CALLED, *HERE]) == 2
+    told = capsys.readouterr().err
+    assert told.endswith(
+        "2 problems in the configuration; nothing was started.\n"
+        "  training.steps = 0 must be at least 1. Try training.steps=1.\n"
+        "  nodes = 0 must be at least 1. Try nodes=1.\n"
+    )
+    assert not list(here.iterdir())
+
+
+def test_who_ends_a_run_ends_the_sweep(here: Path) -> None:
+    assert main(["-m", "seed=1,99,2", CALLED, *HERE]) == 1
+    assert [run.config.seed for run in ASKED] == [1, 99]
+
+
+WRONG_FOR_ALL = {
+    "sweep.objective=[bubble_share,validation_loss,final_los]": "Try sweep.objective=final_loss",
+    "training.validate_every=null": "no validation_loss for sweep.objective. Try training.validate_every=100",
+    "training.measure_steps=0": "no bubble_share for sweep.objective. Try training.measure_steps=2",
+    "training.steps=0": "Try training.steps=1",
+    "sweep.on_invalid=stop": "Try sweep.on_invalid=skip",
+    "sweep.parallelism=2": "Try sweep.parallelism=null",
+    "dry_run=true": "Try dry_run=false",
+    "launcher=script": "Try launcher.kind=slurm or launcher.kind=local",
+    "run_dir=mine": "Try run_dir=null",
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (list(WRONG_FOR_ALL), list(WRONG_FOR_ALL.values())),
+        (["task=infer"], ["sweep.objective = final_loss is no figure of task=infer, which has latency_s"]),
+        (
+            ["sweep.objective=final_loss,step_time_s"],
+            ["has several values, and counts for"],
+        ),
+        (["nodez=1,2", "strategy=glob(*sdp)", "data=text,txt"], ["Try nodes=1", "Try data=text"]),
+    ],
+)
+def test_what_no_run_can_be_is_told_before_the_first(
+    words: list[str], told: list[str], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["-m", "seed=1,2", CALLED, *HERE, *words]) == 2
+    printed = capsys.readouterr().err
+    assert not [line for line in told if line not in printed]
+    assert "glob" not in printed
+    assert not ASKED
+    assert not list(here.iterdir())
+
+
+def test_a_sweep_folder_is_one_sweeps(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["-m", "seed=1,2", CALLED, *HERE]
+    assert main([*words, "hydra.sweep.dir=mine"]) == 0
+    assert main([*words, "hydra.sweep.dir=mine"]) == 2
+    assert f"Try hydra.sweep.dir={here}/mine-2" in capsys.readouterr().err
+    assert main(["-m", "sweep.resume=mine"]) == 2
+    assert "holds runs that another sweeper chose" in capsys.readouterr().err
+    assert len(ASKED) == 2
+
+
+def test_hydras_own_sweeper_asks_for_no_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", "seed=1,2", "sweep.objective=step_time_s", *HERE]) == 2
+    assert "only another sweeper asks for it. Try hydra/sweeper=optuna" in capsys.readouterr().err
+
+
+def test_a_sweeper_that_is_not_installed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", "seed=1,2", "hydra/sweeper=nevergrad"]) == 2
+    assert "is often hydra-nevergrad-sweeper)" in capsys.readouterr().err
+
+
+def test_problems_travel_between_processes() -> None:
+    """As launchers of processes send them: joblib's, submitit's."""
+    problems = [Problem("nodes", 0, "must be at least 1", (1,)), "and more"]
+    assert pickle.loads(pickle.dumps(ConfigError(problems))).problems == problems
+
+
+@pytest.mark.parametrize("task", ["train", *FIGURES])
+def test_the_figures_are_those_of_the_summary(task: str) -> None:
+    names = ("loss", "validation_loss", "samples_per_s", "step_time_s", "peak_memory_bytes", "batch_size",
+             "latency_s", "latency_p99_s", "tokens_per_s")  # fmt: skip
+    line = dict.fromkeys(names, 1.5)
+    measured = dict.fromkeys(MEASURED, 2.5)
+    run = prepared(f"task={task}")
+    summary = summarise(run.values, outcome="completed", lines=[line], history={}, measured=measured)
+    (refusal,) = objective_problems(prepared(f"task={task}", "sweep.objective=nothing").config)
+    assert isinstance(refusal, Problem)
+    offered = refusal.rule.partition("which has ")[2].split(", ")
+    assert len(offered) >= 4
+    assert {summary[name] for name in offered} <= {1.5, 2.5}
+    wanted = f"sweep.objective=[{','.join(offered)}]"
+    assert not list(objective_problems(prepared(f"task={task}", wanted).config))
+
+
+def optuna_sweep(*words: str) -> list[str]:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="hydra-optuna-sweeper is not installed")
+    return ["-m", "hydra/sweeper=optuna", *words, *HERE]
+
+
+def test_optuna_stops_at_a_failed_run_unless_it_is_told_to_bear_it(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It asks for two runs at once, and judges them together."""
+    words = optuna_sweep("seed=13", "optimizer.learning_rate=interval(1e-4,1e-2)", "hydra.sweeper.n_trials=3")
+    assert main(words) == 1
+    assert len(ASKED) == 2
+    assert "the sweeper stopped: rank 0 failed first" in capsys.readouterr().err
+    assert main([*words, "hydra.sweeper.max_failure_rate=1.0", "hydra.sweep.dir=second"]) == 1
+    assert len(ASKED) == 5
+    assert "the sweeper stopped: ValueError: No trials are completed yet." in capsys.readouterr().err
+
+
+def test_what_optuna_itself_refuses_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = optuna_sweep("optimizer.learning_rate=interval(1e-4,1e-2)", "hydra/sweeper/sampler=grid")
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert "ValueError: GridSampler only supports discrete distributions." in told
+    assert "Traceback" not in told
+    assert not list(here.iterdir())
+
+
+def test_ends_of_an_interval_are_tried_before_the_first_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(optuna_sweep("nodes=interval(1,4)")) == 2
+    assert "nodes = 4.0 is not a whole number" in capsys.readouterr().err
+    assert main(optuna_sweep("seed=int(interval(1,4))", "hydra.sweeper.n_trials=1")) == 0
+    assert ASKED[0].config.seed in range(1, 5)
