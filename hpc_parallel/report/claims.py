@@ -11,6 +11,7 @@ from hpc_parallel.report.gather import Row
 from hpc_parallel.report.tables import Series, digits, unit_of
 
 BACKED, CONTRADICTED, EVEN, OPEN = "backed", "contradicted", "no difference seen", "not measured here"
+UNTOLD = "no verdict on a CPU"  # a process has the interpreter, its libraries, what malloc keeps
 NOISE = 0.05  # relative: two figures nearer than this tell nothing
 CLOSE_TO_IDEAL = 0.8  # efficiency that still counts as "n times as fast"
 MUCH = 0.1  # share of a step that counts as a high overhead
@@ -78,6 +79,8 @@ def versus(mine: str, other: str, key: str, *, more: bool) -> Measure:
         figure = (
             f"{name}: {unit.show(x)} {unit.name} ({a.label}) against {unit.show(y)} {unit.name} ({b.label})"
         )
+        if key == "peak_memory_bytes" and (a.on_cpu or b.on_cpu):
+            return Evidence(UNTOLD, figure)
         if abs(x - y) <= NOISE * max(x, y):
             return Evidence(EVEN, figure)
         return Evidence(BACKED if (x > y) == more else CONTRADICTED, figure)

@@ -85,6 +85,11 @@ class Row:
         return int(number(said.get("world_size")) or self.devices or 1)
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether its devices were a CPU's processes, as far as is known."""
+        return (self.run.environment or {}).get("cuda", "unknown") is None
+
+    @property
     def config(self) -> dict[str, Any]:
         return self.run.config or {}
 

@@ -16,7 +16,7 @@ import yaml
 from hpc_parallel.launch import owner
 from hpc_parallel.launch.run_folder import RunFolder, write_json
 from hpc_parallel.launch.sweep_folder import SkippedRun, Sweep, SweepRun, create, write_sweep
-from hpc_parallel.report.claims import BACKED, CONTRADICTED, EVEN, OPEN, Runs, judged
+from hpc_parallel.report.claims import BACKED, CONTRADICTED, EVEN, OPEN, UNTOLD, Runs, judged
 from hpc_parallel.report.gather import Gathered, Row, gather, timeline
 from hpc_parallel.report.page import table
 from hpc_parallel.report.tables import (
@@ -290,6 +290,18 @@ def test_claims_are_backed_or_contradicted_by_figures(tmp_path: Path, new: Calla
     assert found["pipeline", "uses the devices well"][0] == EVEN  # 2 % apart
     assert found["data", "moves less than a parameter server does"] == (OPEN, "")
     assert found["tensor", "less memory for each device"][0] == BACKED
+
+
+def test_a_cpus_memory_backs_no_claim(tmp_path: Path, new: Callable[[], Path]) -> None:
+    """Of a process it is more than of a device; on a GPU it is what was allocated."""
+    for cuda, expected in (("13.0", BACKED), (None, UNTOLD)):
+        for words, memory in (("strategy=single", 1000), ("strategy=model nodes=4", 400)):
+            folder = ended(new(), *words.split(), peak_memory_bytes=memory)
+            write_json(folder.environment, {"cuda": cuda})
+        verdict, figure = verdicts(tmp_path)["model", "trains models that one device can't hold"]
+        assert verdict == expected
+        assert figure == "memory per device: 0.400 kB (model 4 x 1) against 1.00 kB (single 1 x 1)"
+        shutil.rmtree(tmp_path / "runs")
 
 
 def test_a_prediction_stands_beside_what_came(tmp_path: Path, new: Callable[[], Path]) -> None:
