@@ -64,6 +64,7 @@ def test_the_wheel_holds_every_file_of_the_checkout(wheel: Path) -> None:
     for folder, suffix, inside in (
         ("hpc_parallel", "py", ""),
         ("conf", "yaml", "hpc_parallel/"),
+        ("jobs", "yaml", "hpc_parallel/conf/"),
         ("sbatch_templates", "j2", "hpc_parallel/"),
         ("hpc_parallel", "j2", ""),
     ):
