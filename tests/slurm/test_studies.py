@@ -34,7 +34,8 @@ def test_over_slow_links_tensor_loses_to_data_with_accumulation(cluster: Cluster
     # A ring over two devices sends the gradients once from each, and once a step, whatever the microbatches.
     assert float(data["traffic_bytes"]) == pytest.approx(2 * GRADIENTS_BYTES, rel=0.01)
     assert float(tensor["traffic_bytes"]) > 4 * float(data["traffic_bytes"])
-    wire_s = float(tensor["busiest_rank_traffic_bytes"]) * 8 / 100e6
-    assert float(tensor["step_time_s"]) > 0.8 * wire_s > float(data["busiest_rank_traffic_bytes"]) * 8 / 100e6
+    # A rank's traffic is half out and half in, and its link carries both at once.
+    wire_s = {name: float(row["busiest_rank_traffic_bytes"]) / 2 * 8 / 100e6 for name, row in found.items()}
+    assert float(tensor["step_time_s"]) > 0.8 * wire_s["tensor"] > wire_s["data"]
     assert float(tensor["samples_per_s"]) < 0.5 * float(data["samples_per_s"])
     assert float(tensor["exposed_communication_share"]) > float(data["exposed_communication_share"])
