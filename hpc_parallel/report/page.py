@@ -38,7 +38,8 @@ DEFINITIONS = (
     "Bubble: the share of a pipeline's schedule in which a rank's stages have no work. Exposed "
     "communication: the share of a step in which a device waits for others and computes nothing, the bubble "
     "left out. Both are means over the ranks in watched steps. '-': there is nobody to wait for.",
-    "Traffic per step: bytes sent by all ranks. Device-hours: from each start to its end, times the devices.",
+    "Traffic per step: bytes sent by all ranks; of dataparallel on a CPU those of activations alone, as "
+    "its threads share the weights. Device-hours: from each start to its end, times the devices.",
     "'not measured': the run folder has no figure for it. Nothing is estimated.",
     "On CPUs all devices of a machine share its cores, and speeds compare only where each has its own.",
 )

@@ -38,6 +38,11 @@ def _parallel(row: Row) -> bool:
     return row.processes > 1
 
 
+def _sends(row: Row) -> bool:
+    """Whether its devices have weights of their own: threads on a CPU (dataparallel) share theirs."""
+    return (row.devices or 1) > 1 and not (row.on_cpu and row.processes == 1)
+
+
 def _pipelined(row: Row) -> bool:
     return row.layout.get("pipeline", 1) > 1
 
@@ -49,7 +54,7 @@ COLUMNS = (
     Column("peak_memory_bytes", "memory per device", "bytes", min),
     Column("bubble_share", "bubble", "share", min, _pipelined),
     Column("exposed_communication_share", "exposed communication", "share", min, _parallel),
-    Column("traffic_bytes", "traffic per step", "bytes", min, lambda row: (row.devices or 1) > 1),
+    Column("traffic_bytes", "traffic per step", "bytes", min, _sends),
     Column("final_loss", "final loss", "loss", min, same_samples=True),
     Column("restarts", "restarts", "count", min, same_samples=True),
     Column("device_hours", "device-hours", "hours", min, same_samples=True),

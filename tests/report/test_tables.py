@@ -292,6 +292,17 @@ def test_claims_are_backed_or_contradicted_by_figures(tmp_path: Path, new: Calla
     assert found["tensor", "less memory for each device"][0] == BACKED
 
 
+def test_threads_that_share_their_weights_send_the_least_for_no_merit(
+    tmp_path: Path, new: Callable[[], Path]
+) -> None:
+    for words, sent, ranks in (
+        ("dataparallel gpus_per_node=4", 10, 1), ("data nodes=4", 900, 4), ("pipeline nodes=4", 70, 4)
+    ):  # fmt: skip
+        folder = ended(new(), *f"strategy={words}".split(), traffic_bytes=sent, world_size=ranks)
+        write_json(folder.environment, {"cuda": None})
+    assert best(tmp_path)["traffic_bytes"] == [2]
+
+
 def test_a_cpus_memory_backs_no_claim(tmp_path: Path, new: Callable[[], Path]) -> None:
     """Of a process it is more than of a device; on a GPU it is what was allocated."""
     for cuda, expected in (("13.0", BACKED), (None, UNTOLD)):
