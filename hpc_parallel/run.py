@@ -72,8 +72,8 @@ def sweep() -> int:
     earlier, sys.argv[1:] = read_earlier(sys.argv[1:])
     if earlier is None:
         return _sweep(None)
-    with held(earlier.folder, key=KEY.rstrip("=")):
-        return _sweep(Earlier.read(earlier.folder))  # as it is now that nobody else goes on with it
+    with held(earlier, key=KEY.rstrip("=")):
+        return _sweep(Earlier.read(earlier))  # as it is now that nobody else goes on with it
 
 
 def _sweep(earlier: Earlier | None) -> int:

@@ -1,7 +1,6 @@
 """The combinations of a sweep, composed as Hydra's basic sweeper would, but each once and quickly.
 
-Two things are more than Hydra's: what is said on the command line takes the place of what a study sweeps
-by the same key (Hydra would run both), and `sweep.also` adds combinations outside the product.
+One thing is more than Hydra's: `sweep.also` adds combinations outside the product.
 
 Hydra composes every job of a sweep twice, and reads all files of `conf/` anew for each: a tenth of a
 second each time. Here what depends on the groups chosen (`strategy=data,pipeline`) is composed once for
@@ -79,8 +78,6 @@ def compose_cells(
         loader = GlobalHydra.instance().config_loader()
         assert isinstance(loader, ConfigLoaderImpl)
         whole = loader.load_configuration(config_name, list(words), run_mode=RunMode.MULTIRUN)
-        if not _is_basic(whole):
-            return None
         said = OmegaConf.to_container(whole.hydra.overrides.task, resolve=False)
         settings = OmegaConf.to_container(whole.sweep, resolve=True)
         assert isinstance(said, list)
@@ -89,11 +86,13 @@ def compose_cells(
         parser = OverridesParser.create(config_loader=loader)
         spoken = parser.parse_overrides(said)
         _require_one_study(spoken)
-        swept = _but_said_again(parser.parse_overrides(params), spoken)
+        if not _is_basic(whole):
+            return None
+        swept = [*parser.parse_overrides(params), *spoken]  # of a key that both have the later counts
         (batch,) = BasicSweeper.split_arguments(swept, None)
         for more in settings["also"]:
             instead = _read_also(more, parser)
-            (added,) = BasicSweeper.split_arguments(_but_said_again(swept, instead), None)
+            (added,) = BasicSweeper.split_arguments([*swept, *instead], None)
             batch += added
         fixed = set(batch[0]).intersection(*batch) if len(batch) > 1 else set()
         cells = (
@@ -120,12 +119,6 @@ def _require_one_study(said: Sequence[Override]) -> None:
             several = list(each.sweep_string_iterator())
             rule = "is more than one study, and a sweep is of one"
             raise ConfigError([Problem("jobs", ",".join(several), rule, tuple(several))])
-
-
-def _but_said_again(overrides: Sequence[Override], later: Sequence[Override]) -> list[Override]:
-    """All of both, of the first without those whose key the second has: a study's sweep gives way."""
-    keys = {each.get_key_element().lstrip("+") for each in later}
-    return [each for each in overrides if each.get_key_element().lstrip("+") not in keys] + list(later)
 
 
 def _is_basic(whole: DictConfig) -> bool:

@@ -7,7 +7,7 @@ and `sweep.resume` know of them as one sweep.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,17 @@ class Sweep:
     parallelism: int | None
     runs: tuple[SweepRun, ...] = ()
     skipped: tuple[SkippedRun, ...] = ()
+
+    def own(self, overrides: Sequence[str]) -> str:
+        """Those of a run that not all of the sweep have."""
+        shared = common([*(run.overrides for run in self.runs), *(left.overrides for left in self.skipped)])
+        return " ".join(word for word in overrides if word not in shared)
+
+
+def common(runs: Sequence[Sequence[str]]) -> set[str]:
+    """The overrides in which runs do not differ; of one run none."""
+    said = [set(each) for each in runs]
+    return set.intersection(*said) if len(said) > 1 else set()
 
 
 def is_sweep_folder(path: Path) -> bool:

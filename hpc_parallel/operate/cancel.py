@@ -25,7 +25,7 @@ from hpc_parallel.launch.names import label
 from hpc_parallel.launch.owner import process_lives, withdraw
 from hpc_parallel.launch.recorded import RecordedRun, read_run
 from hpc_parallel.operate.find import find_all, is_one, once
-from hpc_parallel.operate.state import NOT_STARTED, UNKNOWN, WAITING, State, states, waits
+from hpc_parallel.operate.state import NO_ANSWER, NOT_STARTED, UNKNOWN, WAITING, State, states, waits
 from hpc_parallel.operate.terminal import DONE, FAILED, REFUSED, guarded, print_json
 from hpc_parallel.worker.conclude import conclude
 
@@ -56,7 +56,9 @@ class Target:
             return "was never started" if self.state.word == NOT_STARTED else f"has ended: {self.state}"
         if self.job is None and self.state.word == UNKNOWN:
             host = (self.run.owner or {}).get("host")
-            return f"runs on {host}, and this is {platform.node()}. There: kill {self.pid}"
+            in_turn = f"python -m hpc_parallel cancel {self.run.run_id}"  # its process is the whole sweep's
+            there = in_turn if waits(self.run) else f"kill {self.pid}"
+            return f"runs on {host}, and this is {platform.node()}. There: {there}"
         return None
 
     def __str__(self) -> str:
@@ -129,7 +131,9 @@ def _agreed(going: Sequence[Target]) -> bool:
 def _end(going: Sequence[Target]) -> dict[Path, str]:
     """Ask each to end; returns why not, of those that could not be asked."""
     refused: dict[Path, str] = {}
-    jobs = {target.job: target.run.path for target in going if target.job}
+    silent = [target for target in going if target.state.reason == NO_ANSWER]
+    refused |= {target.run.path: NO_ANSWER for target in silent}
+    jobs = {target.job: target.run.path for target in going if target.job and target not in silent}
     if jobs:
         done = _scancel(list(jobs))
         if done.returncode != 0:
@@ -149,8 +153,11 @@ def _end(going: Sequence[Target]) -> dict[Path, str]:
 def _withdrawn(target: Target) -> bool:
     if target.job is not None:
         return True
-    if not waits(target.run) or not withdraw(target.run.folder):
-        return False
+    try:
+        if not waits(target.run) or not withdraw(target.run.folder):
+            return False
+    except FileNotFoundError:  # its sweep has ended meanwhile, and took it away
+        return True
     conclude(target.run.folder, returncode=1, cancelled=True, environment={})
     return True
 
@@ -165,7 +172,7 @@ def _terminate(run: RecordedRun) -> str | None:
     if "waits" in owner:
         return "begins just now. Try again"
     try:
-        if process_lives(owner):  # else it has ended while we asked
+        if "pid" in owner and process_lives(owner):  # else it has ended while we asked
             os.kill(owner["pid"], signal.SIGTERM)
     except ProcessLookupError:
         pass
@@ -199,7 +206,7 @@ def _object(target: Target, words: str | None) -> dict[str, Any]:
         "run": label(target.run.path),
         "path": str(target.run.path),
         "job_id": target.job,
-        "pid": None if target.job else target.pid,
+        "pid": None if target.job or waits(target.run) else target.pid,
         "asked": reason is None,
         "reason": reason,
         "state": target.state.word,

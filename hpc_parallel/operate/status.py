@@ -144,13 +144,7 @@ def _of_sweep(rows: Sequence[Row], sweep: Sweep) -> list[str]:
     """Which of its runs have no folder to tell of them, and what can't run."""
     idle = {row.path for row in rows if row.state == NOT_STARTED and row.nodes is None}
     gone = [run for run in sweep.runs if str(run.run_dir) in idle]
-    asked = [set(run.overrides) for run in sweep.runs] + [set(left.overrides) for left in sweep.skipped]
-    common = set.intersection(*asked) if len(asked) > 1 else set()
-
-    def own(overrides: Sequence[str]) -> str:
-        return " ".join(word for word in overrides if word not in common)
-
     return [
-        *(f"not started: {own(run.overrides)}" for run in gone),
-        *(f"left out: {own(left.overrides)}: {' '.join(left.problems)}" for left in sweep.skipped),
+        *(f"not started: {sweep.own(run.overrides)}" for run in gone),
+        *(f"left out: {sweep.own(left.overrides)}: {' '.join(left.problems)}" for left in sweep.skipped),
     ]

@@ -5,7 +5,6 @@ A folder may be half-written, running, failed or damaged: what it does not say i
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -18,7 +17,7 @@ from typing import Any
 from hpc_parallel.config.layout import AXES, Layout, layout_of
 from hpc_parallel.config.problems import spell
 from hpc_parallel.launch import attempts
-from hpc_parallel.launch.recorded import RecordedRun, find_runs
+from hpc_parallel.launch.recorded import RecordedRun, find_runs, number
 from hpc_parallel.launch.run_folder import read_json
 from hpc_parallel.launch.sweep_folder import MANIFEST, Sweep, read_sweep
 from hpc_parallel.operate.state import states
@@ -151,13 +150,6 @@ def gather(folders: Sequence[Path]) -> Gathered:
             for path, sweep in sweeps.items()
         ],
     )
-
-
-def number(value: Any) -> float | None:
-    """A finite number, whatever a file says."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return value
 
 
 def timeline(row: Row) -> list[dict[str, Any]]:
@@ -305,14 +297,8 @@ def _sweeps(folders: Sequence[Path]) -> dict[Path, Sweep]:
 
 def _left_out(sweep: Sweep, known: Set[Path]) -> Iterable[tuple[str, str]]:
     """The overrides that not all of the sweep have, and the reason."""
-    asked = [set(run.overrides) for run in sweep.runs] + [set(left.overrides) for left in sweep.skipped]
-    common = set.intersection(*asked) if len(asked) > 1 else set()
     for skipped in sweep.skipped:
-        yield _but(common, skipped.overrides), " ".join(skipped.problems)
+        yield sweep.own(skipped.overrides), " ".join(skipped.problems)
     for run in sweep.runs:
         if run.run_dir.absolute() not in known:
-            yield _but(common, run.overrides), f"{run.run_dir} is not there (any more)"
-
-
-def _but(common: Iterable[str], overrides: Iterable[str]) -> str:
-    return " ".join(override for override in overrides if override not in common)
+            yield sweep.own(run.overrides), f"{run.run_dir} is not there (any more)"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import shlex
-import shutil
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from pathlib import Path
 
 from hpc_parallel.config.problems import ConfigError, Problem, quoted
 from hpc_parallel.launch.job_state import job_states
@@ -42,13 +42,16 @@ def start(plan: SweepPlan) -> int:
     print(f"sweep of {count} run{'s' * (count > 1)}; {choice}", flush=True)
     if kind == "script":
         return write_scripts(plan, launcher)
-    open_folder(plan)
+    if plan.earlier is None:
+        open_folder(plan.folder)
     with nullcontext() if plan.earlier is not None else held(plan.folder, key="hydra.sweep.dir"):
         try:
             write(plan, require_trust=kind == "slurm")
         except ConfigError:
             if plan.earlier is None:
-                shutil.rmtree(plan.folder)
+                release(plan.folder)
+                with suppress(OSError):  # it was there before, and holds something
+                    plan.folder.rmdir()
             raise
         if kind == "local":
             from hpc_parallel.sweep.local import run_all
@@ -74,15 +77,13 @@ def write(plan: SweepPlan, *, require_trust: bool) -> None:
     write_sweep(plan.folder, plan.manifest({}))
 
 
-def open_folder(plan: SweepPlan) -> None:
+def open_folder(folder: Path) -> None:
     """Raises ConfigError where the sweep folder can't be made."""
-    if plan.earlier is not None:
-        return
     try:
-        create(plan.folder)
+        create(folder)
     except OSError as error:
         rule = f"can't hold the sweep: {error.strerror or error}"
-        raise ConfigError([Problem("hydra.sweep.dir", plan.folder, rule)]) from error
+        raise ConfigError([Problem("hydra.sweep.dir", folder, rule)]) from error
 
 
 def submit(plan: SweepPlan) -> int:
@@ -112,7 +113,8 @@ def submit(plan: SweepPlan) -> int:
 
 def write_scripts(plan: SweepPlan, launcher: Launcher) -> int:
     """A batch script a run, to be submitted by hand."""
-    open_folder(plan)
+    if plan.earlier is None:
+        open_folder(plan.folder)
     write_sweep(plan.folder, plan.manifest({}))
     codes = [launcher.launch(planned.run) for planned in plan.runs]
     print(f"sweep folder  {plan.folder}")

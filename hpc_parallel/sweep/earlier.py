@@ -10,11 +10,13 @@ from hydra._internal.utils import get_args
 
 from hpc_parallel.config.problems import ConfigError, Problem, nearest
 from hpc_parallel.launch.checkpoints import complete
-from hpc_parallel.launch.owner import living_owner
+from hpc_parallel.launch.recorded import read_run
 from hpc_parallel.launch.resume import value_of
-from hpc_parallel.launch.run_folder import RunFolder, is_run_folder, read_json
+from hpc_parallel.launch.run_folder import RunFolder, is_run_folder
 from hpc_parallel.launch.sweep_folder import MANIFEST, Sweep, SweepRun, is_sweep_folder, read_sweep
 from hpc_parallel.launch.trust import UntrustedError, require_private
+from hpc_parallel.operate.state import State as RunState
+from hpc_parallel.operate.state import states
 
 KEY = "sweep.resume="
 # Where and how a run is placed is no part of what it is: it may be said differently the second time.
@@ -36,6 +38,7 @@ class Earlier:
 
     folder: Path
     sweep: Sweep
+    _states: dict[Path, RunState]
     _left: list[SweepRun] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -43,7 +46,9 @@ class Earlier:
 
     @classmethod
     def read(cls, folder: Path) -> Earlier:
-        return cls(folder, read_sweep(folder))
+        sweep = read_sweep(folder)
+        known = states([read_run(run.run_dir) for run in sweep.runs])
+        return cls(folder, sweep, {run.run_dir: state for run, state in zip(sweep.runs, known, strict=True)})
 
     def find(self, overrides: Sequence[str]) -> SweepRun | None:
         """The run of these overrides, else one that differs only in where it is placed."""
@@ -58,19 +63,16 @@ class Earlier:
         folder = RunFolder(run.run_dir)
         if not is_run_folder(folder.path):
             return State("missing", settled=False)
-        if (owner := living_owner(folder)) is not None:
-            return State(f"going on as {owner}", settled=True)
-        try:
-            outcome = (read_json(folder.summary) or {}).get("outcome", "unfinished")
-        except ValueError:
-            outcome = "unfinished"
-        if outcome == "completed":
-            return State(outcome, settled=True)
-        return State(outcome, settled=False, has_checkpoint=bool(complete(folder.checkpoints)))
+        state = self._states[run.run_dir]
+        if not state.ended:
+            return State(f"going on: {state}", settled=True)
+        if state.word == "completed":
+            return State(state.word, settled=True)
+        return State(str(state), settled=False, has_checkpoint=bool(complete(folder.checkpoints)))
 
 
-def read_earlier(words: Sequence[str]) -> tuple[Earlier | None, list[str]]:
-    """The sweep that `sweep.resume=` names in `words`, and the words of both commands.
+def read_earlier(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The folder that `sweep.resume=` names in `words`, and the words of both commands.
 
     Raises ConfigError where there is none to go on with.
     """
@@ -88,14 +90,14 @@ def read_earlier(words: Sequence[str]) -> tuple[Earlier | None, list[str]]:
         )
     try:
         require_private(folder)  # its words are about to be obeyed
-        earlier = Earlier.read(folder)
+        sweep = read_sweep(folder)
     except UntrustedError as error:
         raise ConfigError([f"sweep.resume = {folder} is not to be trusted: {error}"]) from error
     except ValueError as error:
         raise ConfigError([f"sweep.resume: {error}"]) from error
-    (flags, before), (more_flags, more) = _parted(earlier.sweep.command), _parted(others)
+    (flags, before), (more_flags, more) = _parted(sweep.command), _parted(others)
     before = [word for word in before if word not in more]
-    return earlier, [*flags, *more_flags, *before, *more]
+    return folder, [*flags, *more_flags, *before, *more]
 
 
 def _parted(words: Sequence[str]) -> tuple[list[str], list[str]]:

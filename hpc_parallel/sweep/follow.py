@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpc_parallel.launch.job_state import JobState, job_state, job_states
+from hpc_parallel.launch.job_state import states_by_accounting
 from hpc_parallel.launch.wait import ASK_EVERY_S, PERIOD_S, WORDS_S, conclude_job, has_summary
 from hpc_parallel.sweep.plan import PlannedRun, SweepPlan
 from hpc_parallel.sweep.view import SweepView
@@ -26,7 +26,7 @@ def follow_jobs(plan: SweepPlan, jobs: Mapping[Path, str]) -> int:
             for planned, job in going.items():
                 view.start(planned, f"job {job} submitted")
             while going:
-                states = _states(list(going.values()))
+                states = states_by_accounting(list(going.values()))
                 for planned, job in list(going.items()):
                     view.poll(planned)
                     state = states[job]
@@ -46,12 +46,6 @@ def follow_jobs(plan: SweepPlan, jobs: Mapping[Path, str]) -> int:
             return 1
         view.say(view.last_word())
     return 0 if completed else 1
-
-
-def _states(jobs: list[str]) -> dict[str, JobState]:
-    """One question for all; for those that squeue has forgotten, one each."""
-    known = job_states(jobs)
-    return {job: known.get(job) or job_state(job) for job in jobs}
 
 
 def _poll(view: SweepView, going: Mapping[PlannedRun, str]) -> None:

@@ -24,8 +24,9 @@ from hpc_parallel.config.problems import ConfigError, Found, Problem, quoted
 from hpc_parallel.config.schema import RunConfig, SweepConfig
 from hpc_parallel.config.tasks import objective_problems, objectives
 from hpc_parallel.launch.launchers import SiteRefusedError
-from hpc_parallel.launch.sweep_folder import MANIFEST, Sweep, create, is_sweep_folder, read_sweep, write_sweep
+from hpc_parallel.launch.sweep_folder import MANIFEST, Sweep, is_sweep_folder, read_sweep, write_sweep
 from hpc_parallel.sweep import table
+from hpc_parallel.sweep.command import open_folder
 from hpc_parallel.sweep.plan import OF_THE_SWEEP
 from hpc_parallel.sweep.trial import RunFailedError, Trial, key_of, read_result
 
@@ -118,11 +119,7 @@ def _problems(
 
 
 def _open(folder: Path, command: Sequence[str]) -> None:
-    try:
-        create(folder)
-    except OSError as error:
-        rule = f"can't hold the sweep: {error.strerror or error}"
-        raise ConfigError([Problem("hydra.sweep.dir", folder, rule)]) from error
+    open_folder(folder)
     write_sweep(folder, Sweep(tuple(command), f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", None))
 
 

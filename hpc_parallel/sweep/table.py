@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpc_parallel.launch.job_state import JobState
-from hpc_parallel.launch.sweep_folder import SkippedRun
+from hpc_parallel.launch.sweep_folder import SkippedRun, common
 from hpc_parallel.sweep.plan import SweepPlan
 
 _WIDE = 100_000  # into a file or a pipe, nothing is cut or folded
@@ -67,9 +67,3 @@ def skipped(left_out: Sequence[SkippedRun], runs: Sequence[Sequence[str]]) -> li
         words = " ".join(word for word in each.overrides if word not in fixed)
         lines += [f"  {words or ' '.join(each.overrides)}: {problem}" for problem in each.problems]
     return lines
-
-
-def common(runs: Sequence[Sequence[str]]) -> set[str]:
-    """The overrides in which runs do not differ."""
-    said = [set(each) for each in runs]
-    return set[str]().union(*said).intersection(*said)

@@ -10,6 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from hpc_parallel.config.problems import ConfigError
+from hpc_parallel.config.schema import register
 from hpc_parallel.config.tasks import objective_problems, objectives
 from hpc_parallel.launch.launchers import SiteRefusedError, choose
 from hpc_parallel.launch.prepare import PreparedRun, prepare
@@ -39,6 +40,7 @@ class Trial:
         Raises ConfigError where it can't run, SiteRefusedError, RunFailedError, and KeyboardInterrupt where
         the user ended it: these are the sweeper's to deal with.
         """
+        register()  # where a launcher of Hydra's has begun another process
         hydra = HydraConfig.get()
         words = OmegaConf.to_container(hydra.overrides.task, resolve=False)
         assert isinstance(words, list)
@@ -74,9 +76,12 @@ class Trial:
         except (ConfigError, SiteRefusedError):
             change_sweep(self.folder, lambda sweep: _without(sweep, path))
             raise
-        job = next(iter(read_run(path).job_ids[-1:]), None)
+        ended = read_run(path)
+        job = next(iter(ended.job_ids[-1:]), None)
         if job is not None:
             change_sweep(self.folder, lambda sweep: _with_job(sweep, path, job))
+        if (ended.summary or {}).get("outcome") == "cancelled":  # as a run on this machine says it
+            raise KeyboardInterrupt
         result = read_result(path, wanted=objectives(run.config.sweep.objective))
         if result.failure is not None:
             raise RunFailedError(f"{result.failure}: {path}")

@@ -36,7 +36,8 @@ class Noting(Callback):
 
 
 class StandIn:
-    """A launcher whose runs end at once: the loss is the learning rate, and a seed of 13 fails."""
+    """A launcher whose runs end at once: the loss is the learning rate, a seed of 13 fails, one of 99 is
+    ended as on this machine, one of 77 as a job that is followed."""
 
     def launch(self, run: PreparedRun) -> int:
         assert run.config.launcher.wait
@@ -44,6 +45,9 @@ class StandIn:
         run.write()
         if run.config.seed == 99:
             raise KeyboardInterrupt
+        if run.config.seed == 77:
+            write_json(run.folder.summary, {"outcome": "cancelled"})
+            return 1
         failed = run.config.seed == 13
         summary = {
             "outcome": "failed" if failed else "completed",
@@ -131,9 +135,10 @@ def test_where_none_can_run_nothing_is_left(here: Path, capsys: pytest.CaptureFi
     assert not list(here.iterdir())
 
 
-def test_who_ends_a_run_ends_the_sweep(here: Path) -> None:
-    assert main(["-m", "seed=1,99,2", CALLED, *HERE]) == 1
-    assert [run.config.seed for run in ASKED] == [1, 99]
+@pytest.mark.parametrize("ended", [99, 77])
+def test_who_ends_a_run_ends_the_sweep(ended: int, here: Path) -> None:
+    assert main(["-m", f"seed=1,{ended},2", CALLED, *HERE]) == 1
+    assert [run.config.seed for run in ASKED] == [1, ended]
 
 
 WRONG_FOR_ALL = {

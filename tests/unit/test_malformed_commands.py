@@ -53,6 +53,7 @@ UNKNOWN = [
     wrong("+strategy=data", "has a place already", offers="strategy=data"),
     wrong("jobs=tile", "jobs = tile is not one of batch_latency, ", offers="jobs=tiles"),
     wrong("-m jobs=nope nodes=x", "jobs = nope is not one of", "nodes = x", offers="nodes=1"),
+    wrong("-m hydra.launcher._target_=x.Y jobs=tiles,microbatches", "sweep is of one", offers="jobs=tiles"),
     wrong("-m jobs=tiles,microbatches", "sweep is of one", offers="jobs=tiles"),
     wrong("-m jobs=tiles 'sweep.also=[\"nodse=1\"]'", "no key nodse", offers="nodes=1"),
     wrong("-m nodes=1,2 'sweep.also=[foo]'", "'foo' is not key=value"),

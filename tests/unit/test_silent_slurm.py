@@ -67,6 +67,20 @@ def test_commands_that_hang_cost_seconds_once(
     assert note.startswith("Slurm does not answer: how its jobs stand is not known now.")
 
 
+def test_nothing_is_asked_to_end_of_a_slurm_that_does_not_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"SACCT_S": "60", "SQUEUE_S": "60", "PING_S": "60"}.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "bin" / "scancel").write_text("#!/bin/sh\nsleep 60\n")
+    (tmp_path / "bin" / "scancel").chmod(0o755)
+    write_json(started(tmp_path / "runs/a/1").owner, {"job_id": "1"})
+    began_s = time.monotonic()
+    assert main(["cancel", "--yes", "runs/a/1"]) == 3
+    assert time.monotonic() - began_s < 10
+    assert capsys.readouterr().err.endswith("unknown (Slurm does not answer)): Slurm does not answer\n")
+
+
 def test_one_that_answers_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SACCT_S", "1.5")
     monkeypatch.setenv("SACCT", "7|7|TIMEOUT\n")

@@ -67,6 +67,13 @@ def test_what_is_said_takes_the_place_of_what_a_study_sweeps() -> None:
     assert {each.run.config.nodes for each in plan.runs} == {2}
 
 
+@pytest.mark.parametrize("name", ["compare_strategies", "batch_latency"])
+def test_the_baseline_is_one_device_however_many_the_others_have(name: str) -> None:
+    plan = planned(f"jobs={name}", "gpus_per_node=2", "training.global_batch_size=56")
+    alone = [each.run.config.devices for each in plan.runs if each.run.config.strategy.name == "single"]
+    assert alone == [1]
+
+
 def test_a_device_has_as_much_work_as_there_are_more_of_them() -> None:
     runs = [each.run.config for each in planned("jobs=weak_scaling", "gpus_per_node=2").runs]
     assert {config.devices for config in runs} == {2, 4, 8}

@@ -85,9 +85,9 @@ def test_more_combinations_are_what_hydra_composes_one_by_one() -> None:
     more = ["strategy=hybrid strategy.pipeline=2", "strategy=hybrid training.steps=5 nodes=4"]
     found = cells("strategy=data,fsdp", "nodes=2,4", "training.steps=3", f"sweep.also={json.dumps(more)}")
     assert [swept for _, swept, _ in found[4:]] == [
-        ["nodes=2", "training.steps=3", "strategy=hybrid", "strategy.pipeline=2"],
-        ["nodes=4", "training.steps=3", "strategy=hybrid", "strategy.pipeline=2"],
-        ["strategy=hybrid", "training.steps=5", "nodes=4"],  # and its pipeline is nobody's but its own
+        ["strategy=hybrid", "nodes=2", "training.steps=3", "strategy.pipeline=2"],
+        ["strategy=hybrid", "nodes=4", "training.steps=3", "strategy.pipeline=2"],
+        ["strategy=hybrid", "nodes=4", "training.steps=5"],  # and its pipeline is nobody's but its own
     ]
     for overrides, _, config in found:
         assert config == hydras(overrides)
@@ -201,6 +201,10 @@ def test_where_one_run_cannot_be_none_is_left(
     assert not [path for path in here.glob("*") if path.name in "12"]
     assert not list(here.glob("runs/sweeps/*"))
     assert not slurm.exists()
+    (here / "kept").mkdir()  # a folder that was there, and is no sweep's
+    (here / "kept" / "mine").touch()
+    assert main([*words, "hydra.sweep.dir=kept"]) == 2
+    assert [path.name for path in (here / "kept").iterdir()] == ["mine"]
 
 
 def test_a_task_finds_its_run_by_its_number(slurm: Path, here: Path) -> None:

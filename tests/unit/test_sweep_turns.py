@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,9 +19,14 @@ import pytest
 
 from hpc_parallel.__main__ import main as command
 from hpc_parallel.launch import local, owner
+from hpc_parallel.launch.recorded import read_run
 from hpc_parallel.launch.run_folder import RunFolder, write_json
 from hpc_parallel.launch.sweep_folder import read_sweep
+from hpc_parallel.operate.cancel import Target
+from hpc_parallel.operate.cancel import _end as end
+from hpc_parallel.operate.state import states
 from hpc_parallel.run import main
+from tests.recorded_runs import prepared
 
 # Plays `worker.local`: owns the run, is asked to end, says so.
 AGENT = """
@@ -129,6 +135,20 @@ def test_a_run_that_waits_is_cancelled_alone(here: Path, capsys: pytest.CaptureF
     began = [(run.run_dir / "began").exists() for run in read_sweep(sweep).runs]
     assert began == [True, True, False, True, False]
     assert [row["state"] for row in rows(sweep, capsys)] == ["cancelled"] * 5
+
+
+@pytest.mark.parametrize("withdrawn", [True, False])
+def test_what_has_gone_while_we_asked_is_no_ones_to_end(withdrawn: bool, here: Path) -> None:
+    """Between the question and the yes another cancelled it, or its sweep ended and took its folder away."""
+    folder = prepared(here / "runs/a/1")
+    owner.queue(folder)
+    run = read_run(folder.path)
+    target = Target(run, *states([run]))
+    if withdrawn:
+        assert owner.withdraw(folder)
+    else:
+        shutil.rmtree(folder.path)
+    assert end([target]) == {}
 
 
 def test_after_a_signal_what_never_began_is_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from hpc_parallel.launch import wait
 from hpc_parallel.launch.job_state import JobState
+from hpc_parallel.launch.names import command_on
 from hpc_parallel.launch.owner import hand_to_job
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.launch.run_folder import read_json
@@ -57,5 +58,5 @@ def test_who_ends_the_following_leaves_the_job_and_ends_what_follows_it(
     hand_to_job(run.folder, "34")
     with pytest.raises(KeyboardInterrupt):
         wait.wait_for_job(run, "34")
-    assert "job 34 goes on (scancel 34 ends it)" in capsys.readouterr().err
+    assert f"job 34 goes on ({command_on(run.folder.path, 'cancel')} ends it)" in capsys.readouterr().err
     assert read_json(run.folder.summary) is None
