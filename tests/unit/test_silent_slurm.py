@@ -81,6 +81,17 @@ def test_nothing_is_asked_to_end_of_a_slurm_that_does_not_answer(
     assert capsys.readouterr().err.endswith("unknown (Slurm does not answer)): Slurm does not answer\n")
 
 
+def test_what_slurm_refuses_is_told_in_its_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SACCT", "1|1|RUNNING\\n")
+    (tmp_path / "bin" / "scancel").write_text("#!/bin/sh\necho job 1: access denied >&2; exit 1\n")
+    (tmp_path / "bin" / "scancel").chmod(0o755)
+    write_json(started(tmp_path / "runs/a/1").owner, {"job_id": "1"})
+    assert main(["cancel", "--yes", "runs/a/1"]) == 3
+    assert capsys.readouterr().err.endswith("(job 1, running): job 1: access denied\n")
+
+
 def test_one_that_answers_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SACCT_S", "1.5")
     monkeypatch.setenv("SACCT", "7|7|TIMEOUT\n")
