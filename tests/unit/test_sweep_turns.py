@@ -39,7 +39,8 @@ folder = RunFolder(Path(sys.argv[1]))
 def leave(number, frame):
     conclude(folder, returncode=-number, cancelled=True, environment={})
     os._exit(1)
-signal.signal(signal.SIGTERM, leave)
+for number in (signal.SIGINT, signal.SIGTERM):  # a script in the background has SIGINT ignored
+    signal.signal(number, leave)
 folder.begin_anew()
 time.sleep(0.3)  # Python's start, before the run has a process of its own
 owner.take(folder)
