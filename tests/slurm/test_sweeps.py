@@ -141,8 +141,8 @@ def test_two_hundred_runs_of_four_shapes_are_four_calls(site: CountedSite) -> No
         linked = [run.run_dir / "code" for run in sweep.runs]
         assert all((code).is_dir() for code in linked)
     finally:
-        names = {path.name for path in site.home.glob("runs/sweeps/*")}
-        site.cluster.run("scancel", "--name=data", *(f"--name={name}" for name in names))
+        site.cluster.run("scancel", "--name=data")
+        wait_for(lambda: not site.cluster.run("squeue", "-h"))
 
 
 def test_parallelism_limits_an_array(site: CountedSite) -> None:
