@@ -19,9 +19,9 @@ GRADIENTS_BYTES = 4 * (256 * 128 + 4 * (128 * 128 * 3 + 3 * 128 * 344 + 2 * 128)
 def test_over_slow_links_tensor_loses_to_data_with_accumulation(cluster: Cluster, tmp_path: Path) -> None:
     site = Site(cluster, tmp_path)
     words = ("jobs=compare_strategies", "strategy=data,tensor", "sweep.also=[]", "nodes=2",
-             "model=tiny", "training.steps=6", "sweep.parallelism=1", "sweep.wait=true",
-             "hydra.sweep.dir=study")  # fmt: skip
-    cluster.shape("100mbit")
+             "model=tiny", "training.steps=8", "training.measure_steps=3",
+             "sweep.parallelism=1", "sweep.wait=true", "hydra.sweep.dir=study")  # fmt: skip
+    cluster.shape("50mbit")
     try:
         done = site.run("-m", *words, timeout_s=300)
     finally:
@@ -35,7 +35,12 @@ def test_over_slow_links_tensor_loses_to_data_with_accumulation(cluster: Cluster
     assert float(data["traffic_bytes"]) == pytest.approx(2 * GRADIENTS_BYTES, rel=0.01)
     assert float(tensor["traffic_bytes"]) > 4 * float(data["traffic_bytes"])
     # A rank's traffic is half out and half in, and its link carries both at once.
-    wire_s = {name: float(row["busiest_rank_traffic_bytes"]) / 2 * 8 / 100e6 for name, row in found.items()}
+    wire_s = {name: float(row["busiest_rank_traffic_bytes"]) / 2 * 8 / 50e6 for name, row in found.items()}
     assert float(tensor["step_time_s"]) > 0.8 * wire_s["tensor"] > wire_s["data"]
     assert float(tensor["samples_per_s"]) < 0.5 * float(data["samples_per_s"])
-    assert float(tensor["exposed_communication_share"]) > float(data["exposed_communication_share"])
+    # Seconds, not shares: `tensor` computes longer too, in many small pieces, so its share can be the lesser.
+    exposed_s = {
+        name: float(row["exposed_communication_share"]) * float(row["step_time_s"])
+        for name, row in found.items()
+    }
+    assert exposed_s["tensor"] > 2 * exposed_s["data"] > wire_s["data"]
