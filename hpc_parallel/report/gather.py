@@ -44,9 +44,9 @@ SWEEPS = ("", "*/", "*/*/")  # where sweep folders lie in a folder of runs
 
 @dataclass(frozen=True)
 class Row:
-    """One run. `figures`: of `FIGURES`, and `device_hours`; None where it is not measured. `parts`: seconds
-    of a watched step by `PARTS`; `layout`: axis -> degree; `differs`: options that set it apart from most
-    of its strategy."""
+    """One run. `figures`: of `FIGURES`, `device_hours` and `exposed_communication_s` (of a step); None where
+    it is not measured. `parts`: seconds of a watched step by `PARTS`; `layout`: axis -> degree; `differs`:
+    options that set it apart from most of its strategy."""
 
     run: RecordedRun
     state: str
@@ -178,6 +178,8 @@ def _row(run: RecordedRun, *, state: str, ended: bool, label: str, differs: str)
         layout = _layout(run)
     devices = None if run.nodes is None or run.gpus_per_node is None else run.nodes * run.gpus_per_node
     figures["device_hours"] = device_hours(run, devices=devices)
+    share, step_s = figures["exposed_communication_share"], figures["step_time_s"]
+    figures["exposed_communication_s"] = None if share is None or step_s is None else share * step_s
     return Row(
         run, state=state, ended=ended, label=label, layout=layout, devices=devices, figures=figures,
         parts=None if not parts or None in parts.values() else parts,

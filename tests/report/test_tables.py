@@ -292,6 +292,21 @@ def test_claims_are_backed_or_contradicted_by_figures(tmp_path: Path, new: Calla
     assert found["tensor", "less memory for each device"][0] == BACKED
 
 
+def test_claims_compare_seconds_of_communication_and_not_shares_of_unlike_steps(
+    tmp_path: Path, new: Callable[[], Path]
+) -> None:
+    for strategy, step_s, share in (("data", 0.3, 0.5), ("tensor", 1.8, 0.35), ("hybrid", 0.5, 0.5)):
+        ended(new(), f"strategy={strategy}", "nodes=2", step_time_s=step_s, exposed_communication_share=share)
+    found = verdicts(tmp_path)
+    assert found["tensor", "communicates in every layer, hidden by nothing: for fast links only"] == (
+        BACKED, "exposed communication of a step: 630 ms (tensor 2 x 1) against 150 ms (data 2 x 1)",
+    )  # fmt: skip
+    assert found["hybrid", "least overhead"] == (
+        CONTRADICTED,
+        "exposed communication of a step: 250 ms (hybrid 2 x 1), best of the others 150 ms (data 2 x 1)",
+    )
+
+
 def test_threads_that_share_their_weights_send_the_least_for_no_merit(
     tmp_path: Path, new: Callable[[], Path]
 ) -> None:
