@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from math import nan
 from typing import Any, NamedTuple
 
+import torch
 from torch.autograd import DeviceType
 from torch.distributed import Work
 from torch.profiler import profile, record_function
@@ -22,6 +22,7 @@ from hpc_parallel.strategies.pipeline import BUSY
 
 STEP = "measured step"
 WAIT = "wait for others"
+BACKWARD = "backward pass"
 WAITS = (WAIT, "_c10d_functional::wait_tensor")  # the second: DTensor's, and other functional collectives
 ENGINE = "autograd::engine::evaluate_function"
 PEER_TO_PEER = ("gloo:send", "gloo:recv")
@@ -33,18 +34,26 @@ Interval = tuple[int, int]  # start, end
 
 @contextmanager
 def marked_waits() -> Iterator[None]:
-    """Meanwhile the profiler sees when a caller waits for a collective, of which torch tells nothing."""
-    wait = Work.wait
+    """Meanwhile the profiler sees when a caller waits for a collective, and how long a backward pass takes,
+    of which torch tells nothing."""
+    with marked(Work, "wait", WAIT), marked(torch.autograd, "backward", BACKWARD):
+        yield
 
-    def marked(work: Work, *arguments: Any, **options: Any) -> Any:
-        with record_function(WAIT):
-            return wait(work, *arguments, **options)
 
-    Work.wait = marked  # type: ignore[assignment,method-assign]
+@contextmanager
+def marked(owner: Any, name: str, mark: str) -> Iterator[None]:
+    """Meanwhile each call of `owner.name` is a range `mark` of the profiler's."""
+    function = getattr(owner, name)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        with record_function(mark):
+            return function(*arguments, **options)
+
+    setattr(owner, name, call)
     try:
         yield
     finally:
-        Work.wait = wait  # type: ignore[method-assign]
+        setattr(owner, name, function)
 
 
 class Event(NamedTuple):
@@ -103,7 +112,8 @@ class Timeline:
         gloo's own ranges would not do: under load they begin and end late, beside the computation.
         """
         (step,) = [event for event in events if event.name == STEP and not event.on_device]
-        calls = [event for event in events if event.thread == step.thread and not event.on_device]
+        host = (event for event in events if event.thread == step.thread and not event.on_device)
+        calls = [event for event in host if event is not step]
         kernels = [event for event in events if event.on_device and not event.is_mark]
         communicating = [event for event in kernels if event.name.startswith("nccl")]
         computing = [event for event in kernels if not event.name.startswith("nccl")]
@@ -115,8 +125,7 @@ class Timeline:
             and not event.name.startswith((*COMMUNICATION, BUSY))
         ]
         waits = spans(call for call in calls if call.name in WAITS) + ends_of_backward(
-            [*(call for call in calls if call is not step), Event("end", step.end, step.end)],
-            collectives=[event for event in events if event.name.startswith("gloo:")],
+            calls, collectives=[event for event in events if event.name.startswith("gloo:")]
         )
 
         def within(intervals: Iterable[Interval]) -> list[Interval]:
@@ -180,19 +189,18 @@ def chunk_of(name: str) -> tuple[int, str, int | None] | None:
     return int(stage), kind, None if microbatch is None else int(microbatch)
 
 
-def ends_of_backward(calls: Iterable[Event], *, collectives: Sequence[Event]) -> list[Interval]:
-    """DistributedDataParallel waits for its buckets inside the engine, seen only as what it does not do:
-    after the last node of a backward pass nothing is called while a collective runs."""
+def ends_of_backward(calls: Sequence[Event], *, collectives: Sequence[Event]) -> list[Interval]:
+    """DistributedDataParallel waits for its buckets inside the engine, one after the other, seen only as what
+    it does not do: after the last node of a backward pass nothing is called while a collective runs."""
     running = union(spans(event for event in collectives if event.name not in PEER_TO_PEER))
-    found: list[Interval] = []
-    until = 0  # the end of the node that the engine is in
-    for call, following in pairwise(sorted(calls, key=lambda call: call.start)):
-        if call.name.startswith(ENGINE):
-            until = max(until, call.end)
-        if following.start >= until > 0 and not following.name.startswith(ENGINE):
-            found.append((until, following.start))
-            until = 0
-    return without(found, without(found, running))
+    nodes = [call for call in calls if call.name.startswith(ENGINE)]
+    ends: list[Interval] = []
+    for backward in (call for call in calls if call.name == BACKWARD):
+        last = max((node.end for node in nodes if backward.start <= node.start < backward.end), default=None)
+        if last is not None:
+            ends.append((last, backward.end))
+    called = union(spans(call for call in calls if not call.is_mark))
+    return without(without(union(ends), called), without(union(ends), running))
 
 
 def spans(events: Iterable[Event]) -> list[Interval]:

@@ -226,6 +226,24 @@ def _data_parallel(rank: int) -> float:
     return time.perf_counter() - started
 
 
+def _buckets(rank: int) -> float:
+    """The second bucket is as late as the first: a rank that is early waits for each."""
+    import torch
+    from torch.nn import Linear
+    from torch.nn.parallel import DistributedDataParallel
+
+    layers = Linear(600, 600), Linear(600, 600)  # one alone fills a bucket of 1 MiB
+    model = DistributedDataParallel(
+        torch.nn.Sequential(*layers), bucket_cap_mb=1, find_unused_parameters=True
+    )  # the last: or all of the first step is one bucket
+    layers[1].register_full_backward_hook(lambda *_: time.sleep(SLEEP_S * rank))
+    loss = model(torch.ones(2, 600)).sum()
+    time.sleep(SLEEP_S * rank)
+    started = time.perf_counter()
+    loss.backward()
+    return time.perf_counter() - started
+
+
 def _hidden(rank: int) -> float:
     """The collective of `_collective`, with something else to do until it is done."""
     import torch
@@ -243,6 +261,12 @@ def _hidden(rank: int) -> float:
 def test_a_wait_for_a_late_rank_is_seen(workers: Workers, job: Callable[[int], float]) -> None:
     (early_s, timed_s), (late_s, _) = workers.run(2, _waited, job)
     assert SLEEP_S / 2 < early_s <= timed_s
+    assert late_s < SLEEP_S / 2
+
+
+def test_the_wait_for_each_bucket_is_seen(workers: Workers) -> None:
+    (early_s, timed_s), (late_s, _) = workers.run(2, _waited, _buckets)
+    assert 1.5 * SLEEP_S < early_s <= timed_s
     assert late_s < SLEEP_S / 2
 
 

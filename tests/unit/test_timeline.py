@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hpc_parallel.strategies.pipeline import BUSY
-from hpc_parallel.training.timeline import STEP, WAIT, Chunk, Event, Timeline, union, without
+from hpc_parallel.training.timeline import BACKWARD, STEP, WAIT, Chunk, Event, Timeline, union, without
 
-BACKWARD = "autograd::engine::evaluate_function: AddBackward0"
+NODE = "autograd::engine::evaluate_function: AddBackward0"
 
 
 def test_intervals_against_sets() -> None:
@@ -49,14 +49,19 @@ def test_the_end_of_a_backward_pass_waits_for_its_buckets() -> None:
     events = [
         Event(STEP, 0, 1000),
         Event("aten::mm", 10, 100),
-        Event(BACKWARD, 100, 200),
+        Event(BACKWARD, 90, 600, is_mark=True),
+        Event(NODE, 100, 200),
         Event("aten::mm", 120, 180),
-        Event(BACKWARD, 250, 300),  # the engine's own time before it
-        Event("aten::detach", 500, 501),
-        Event("gloo:all_reduce", 150, 400, thread=3, is_mark=True),
+        Event(NODE, 250, 300),  # the engine's own time before it
+        Event("aten::as_strided", 350, 360),  # the first bucket is there, and goes to its gradients
+        Event("aten::detach", 610, 611),
+        Event("gloo:all_reduce", 150, 350, thread=3, is_mark=True),
+        Event("gloo:all_reduce", 340, 500, thread=4, is_mark=True),
+        Event("gloo:all_reduce", 580, 900, thread=3, is_mark=True),  # who waits for it says so
         Event("gloo:recv", 150, 1000, is_mark=True),  # the schedule waits for it, not the engine
+        Event(BACKWARD, 700, 800, is_mark=True),  # has no node here
     ]
-    assert Timeline.read(events, on_gpu=False).waiting == [(300, 400)]
+    assert Timeline.read(events, on_gpu=False).waiting == [(300, 350), (360, 500), (580, 600)]
 
 
 def test_kernels_tell_on_a_gpu() -> None:
