@@ -64,7 +64,7 @@ def is_sweep_folder(path: Path) -> bool:
 
 
 def create(path: Path) -> None:
-    """Make the folder for this user alone (mode 0700).
+    """Make the folder for this user alone (mode 0700); one that holds other files keeps its mode.
 
     Raises FileExistsError where a sweep lives already, OSError where the folder can't be made.
     """
@@ -72,7 +72,8 @@ def create(path: Path) -> None:
     path.mkdir(mode=0o700, exist_ok=True)
     if is_sweep_folder(path):
         raise FileExistsError(f"{path} holds a sweep already")
-    path.chmod(0o700)  # an existing folder may be wider
+    if not any(path.iterdir()):
+        path.chmod(0o700)  # an existing empty folder may be wider
 
 
 def write_sweep(path: Path, sweep: Sweep) -> None:

@@ -50,7 +50,7 @@ class Metrics:
     def leave_out(self, seconds: float, *, steps: int = 0) -> None:
         """Time that was not spent on steps (validation), or on `steps` that say nothing of the others.
 
-        Where none else is left since the last line, its step time stands.
+        Where none else is left since the last line, its step time stands, as that of no step (`timed_steps`).
         """
         self._pause_s += seconds
         self._steps -= steps
@@ -74,6 +74,7 @@ class Metrics:
         step_time_s = max(times)
         samples_per_s = scale.global_batch_size / step_time_s
         flops = samples_per_s * scale.flops_per_sample / scale.devices
+        timed_steps = self._steps
         self._since, self._steps, self._pause_s = time.perf_counter(), 0, 0.0
         line: dict[str, Any] = {
             "step": step,
@@ -83,6 +84,7 @@ class Metrics:
             "learning_rate": learning_rate,
             "step_time_s": step_time_s,
             "samples_per_s": samples_per_s,
+            "timed_steps": timed_steps,
         }
         for count in counts:
             line["skipped_steps"] = int(count[0])

@@ -120,8 +120,10 @@ FIGURES: dict[str, Callable[[Lines], dict[str, Any]]] = {"infer": _inferred, "ge
 
 
 def _typical(lines: Lines, key: str) -> float | None:
-    steady = lines[1:] or lines  # the first line holds the warm-up
-    return median(line[key] for line in steady) if steady else None
+    """The median after the warm-up, which the first line holds. A line of watched steps alone repeats the one
+    before, and says nothing of its own."""
+    steady = [line[key] for line in lines[1:] if line.get("timed_steps", 1)]
+    return median(steady or [lines[0][key]]) if lines else None
 
 
 def _last(lines: Lines, key: str) -> Any:

@@ -66,6 +66,16 @@ def test_traffic_is_the_closed_form(workers: Workers, layout: tuple[str, ...]) -
     assert found["busiest_rank_traffic_bytes"] == 2 * found["traffic_bytes"] / devices  # all do alike
 
 
+def test_watched_steps_say_nothing_of_the_speed(workers: Workers) -> None:
+    trained = workers.train(*SHORT, "strategy=single", "training.steps=7", "training.log_every=1")
+    assert [line["timed_steps"] for line in trained.lines] == [1, 1, 0, 0, 0, 1, 1]
+    timed = [line["step_time_s"] for line in trained.lines]
+    assert timed[2:5] == [timed[1]] * 3
+    found = json.loads((trained.folder / "summary.json").read_text())
+    assert found["step_time_s"] == sorted((timed[1], *timed[5:]))[1]
+    assert found["samples_per_s"] == pytest.approx(BATCH / found["step_time_s"])
+
+
 def test_halos_of_tiles(workers: Workers) -> None:
     """Each border's rows go both ways, and their gradients back, except the image's own."""
     words = ("model=segmenter", "model.channels=[4,8]", "data=cells", "data.height=32", "data.width=16")

@@ -27,7 +27,7 @@ SMALL = (
 )
 METRICS = {
     "step", "samples", "loss", "grad_norm", "learning_rate", "step_time_s", "samples_per_s", "tokens_per_s",
-    "tflops_per_device", "mfu", "peak_memory_bytes", "time",
+    "timed_steps", "tflops_per_device", "mfu", "peak_memory_bytes", "time",
 }  # fmt: skip
 SUMMARY = {
     "outcome", "strategy", "layout", "nodes", "gpus_per_node", "world_size", "steps", "samples",

@@ -61,6 +61,16 @@ def test_a_folder_holds_one_sweep(tmp_path: Path) -> None:
         create(tmp_path)
 
 
+def test_a_folder_with_other_files_keeps_its_mode(tmp_path: Path) -> None:
+    (empty := tmp_path / "empty").mkdir()
+    (shared := tmp_path / "shared").mkdir()
+    (shared / "notes.txt").write_text("mine")
+    for folder in (empty, shared):
+        folder.chmod(0o755)
+        create(folder)
+    assert [folder.stat().st_mode & 0o777 for folder in (empty, shared)] == [0o700, 0o755]
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"command": [], "started": "", "parallelism": null}'])
 def test_a_foreign_file_is_told_of(text: str, tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text(text)
