@@ -62,7 +62,7 @@ def withdraw(folder: RunFolder) -> bool:
 def release(folder: RunFolder) -> None:
     """Own it no longer, where this process does."""
     with alone(folder.path):
-        if read_json(folder.owner) == this_process():
+        if (read_json(folder.owner) or {}).items() >= this_process().items():
             folder.owner.unlink()
 
 

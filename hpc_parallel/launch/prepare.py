@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +97,6 @@ class PreparedRun:
             raise ConfigError([Problem(key, self.folder.path, str(error))]) from error
         if self.resumes:
             self.folder.set_aside()
-            self.folder.begin_anew()
             attempts.resumed_by_hand(self.folder)
         if self.snapshot is not None:
             self.snapshot.take() if taken is None else self.snapshot.take_as(taken)
@@ -107,6 +107,14 @@ class PreparedRun:
             state=state,
         )  # fmt: skip
         write_json(self.folder.environment, said)
+
+    def take_back(self) -> None:
+        """Undo `write`, where nothing began in the folder: as if the run had never been asked for."""
+        if self.resumes:
+            self.folder.put_back()
+            owner.release(self.folder)
+        else:
+            shutil.rmtree(self.folder.path, ignore_errors=True)
 
 
 def prepare(

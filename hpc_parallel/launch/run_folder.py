@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -122,23 +123,44 @@ class RunFolder:
         for folder in (self.logs, self.rendezvous):
             folder.mkdir(mode=0o700)
 
-    def set_aside(self) -> None:
-        """Keep the configuration, environment and source of the last start under a number, for a new one.
+    @property
+    def outcome(self) -> tuple[Path, ...]:
+        """All that says how a start ended."""
+        return self.generated, self.summary, self.timeline, self.failure, self.stopped
 
-        The files stay until new ones replace them: who asks meanwhile whether the run can go on reads them.
+    def set_aside(self) -> None:
+        """Keep what the last start was and came to under a number, for a new one.
+
+        Configuration and environment stay until new ones replace them: who asks meanwhile whether the run can
+        go on reads them.
         """
-        number = 1 + sum(1 for _ in self.path.glob("config-*.yaml"))
-        if self.code.exists():
-            self.code.rename(self.path / f"{self.code.name}-{number}")
+        number = self._starts_before() + 1
+        for path in (self.code, *self.outcome):
+            if path.exists():
+                path.rename(_numbered(path, number))
         for path in (self.environment, self.config):  # last what counts them
             if path.exists():
-                numbered = path.with_name(f"{path.stem}-{number}{path.suffix}")
-                write_text(numbered, path.read_text(encoding="utf-8"))
+                write_text(_numbered(path, number), path.read_text(encoding="utf-8"))
+
+    def put_back(self) -> None:
+        """Undo the newest `set_aside`: nothing began after it."""
+        number = self._starts_before()
+        shutil.rmtree(self.code, ignore_errors=True)
+        for path in (self.code, *self.outcome, self.environment, self.config):
+            if (kept := _numbered(path, number)).exists():
+                kept.replace(path)
 
     def begin_anew(self) -> None:
         """Drop how an earlier start ended."""
-        for file in (self.generated, self.summary, self.timeline, self.failure, self.stopped):
+        for file in self.outcome:
             file.unlink(missing_ok=True)
+
+    def _starts_before(self) -> int:
+        return sum(1 for _ in self.path.glob("config-*.yaml"))
+
+
+def _numbered(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}-{number}{path.suffix}")
 
 
 def is_run_folder(path: Path) -> bool:

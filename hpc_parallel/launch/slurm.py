@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 import shlex
-import shutil
 import subprocess
 import time
 from contextlib import redirect_stderr
@@ -62,8 +61,7 @@ class SlurmLauncher:
         try:
             job_id = submit(run)
         except (SiteRefusedError, ConfigError):
-            if not run.resumes:
-                shutil.rmtree(run.folder.path)  # no job ever lived in it
+            run.take_back()
             raise
         path = run.folder.path
         print(f"job         {job_id}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -44,10 +43,8 @@ def write_runs(runs: Sequence[PreparedRun]) -> None:
 
 
 def remove(runs: Iterable[PreparedRun]) -> None:
-    """Take away run folders in which nothing ever ran."""
     for run in runs:
-        if not run.resumes:
-            shutil.rmtree(run.folder.path, ignore_errors=True)
+        run.take_back()
 
 
 def each_of(work: Callable[[T], object], items: Iterable[T]) -> None:

@@ -239,6 +239,25 @@ def test_a_wrong_partition_is_refused_in_slurms_words(site: Site) -> None:
     assert not list(site.home.glob("runs/*/*"))  # no run ever lived
 
 
+def test_a_resume_that_slurm_refuses_leaves_the_run_as_it_was(site: Site) -> None:
+    folder = site.home / "done"
+    assert site.run("strategy=single", *SMALL, "launcher=local", f"run_dir={folder}").returncode == 0
+
+    def content() -> dict[Path, bytes]:
+        files = (path for path in folder.rglob("*") if path.is_file() and path.parent.name != "slurm")
+        return {path: path.read_bytes() for path in files}
+
+    before = content()
+    refused = site.run(f"resume={folder}", "training.steps=20", "launcher=slurm", "launcher.partition=gpux")
+    assert refused.returncode == 3
+    assert "invalid partition specified: gpux" in refused.stderr
+    after = content()
+    changed = {path.name for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
+    assert changed == {"attempts.jsonl", "owner.json"}  # when it was asked for; the owner had ended
+    assert site.run(f"resume={folder}", "training.steps=20", "launcher=local").returncode == 0
+    assert read(folder, "summary.json")["steps"] == 20
+
+
 def test_too_many_nodes_are_refused_in_slurms_words(site: Site) -> None:
     done = site.run("strategy=data", "nodes=8", *SMALL, "launcher=slurm")
     assert done.returncode == 3

@@ -108,3 +108,36 @@ def test_what_is_set_aside_can_still_be_read(tmp_path: Path) -> None:
         assert read_json(folder.path / f"environment-{number}.json") == {"start": number}
         assert read_json(folder.environment) == {"start": number}
     assert [path.name for path in folder.path.glob("code*")] == ["code-1"]
+
+
+def test_what_was_set_aside_is_put_back(tmp_path: Path) -> None:
+    """Twice: of a third start that came to nothing no trace is left, and the first stays under its number."""
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+
+    def start(number: int) -> None:
+        folder.code.mkdir()
+        write_text(folder.code / "train.py", f"{number}\n")
+        write_text(folder.config, f"start: {number}\n")
+        write_json(folder.environment, {"start": number})
+
+    def content() -> dict[str, str]:
+        files = (path for path in folder.path.rglob("*") if path.is_file())
+        return {str(path.relative_to(folder.path)): path.read_text() for path in files}
+
+    start(1)
+    write_json(folder.failure, {"line": "rank 1 failed"})
+    folder.set_aside()
+    start(2)
+    write_json(folder.summary, {"outcome": "completed"})
+    before = content()
+    assert json.loads(before["failure-1.json"]) == {"line": "rank 1 failed"}
+    folder.set_aside()
+    assert not folder.summary.exists()
+    start(3)
+    folder.put_back()
+    assert content() == before
+    folder.put_back()
+    assert read_json(folder.failure) == {"line": "rank 1 failed"}
+    assert folder.config.read_text() == "start: 1\n"
+    assert (folder.code / "train.py").read_text() == "1\n"
