@@ -17,7 +17,7 @@ from hpc_parallel.launch.run_folder import RunFolder, write_text
 from hpc_parallel.launch.slurm import NEVER, in_slurms_words
 from hpc_parallel.launch.sweep_folder import write_sweep
 from hpc_parallel.sweep.plan import PlannedRun, SweepPlan
-from hpc_parallel.sweep.write import each_of, remove
+from hpc_parallel.sweep.write import each_of, take_back
 
 REASON_S = 1.0  # for the scheduler to look at what was submitted
 MOST_TASKS = 1000  # Slurm's own default (MaxArraySize=1001), where it does not answer
@@ -88,7 +88,7 @@ def submit(plan: SweepPlan) -> tuple[dict[Path, str], list[str]]:
                 job_id = _sbatch(array)
             except SiteRefusedError as refusal:
                 refusals.append(f"{_told(array)}: {refusal}")
-                remove(planned.run for planned in array.runs)
+                take_back(planned.run for planned in array.runs)
                 continue
             ids = [job_id] if array.is_single else [f"{job_id}_{index}" for index in range(len(array.runs))]
             jobs |= {planned.run.folder.path: one for planned, one in zip(array.runs, ids, strict=True)}
@@ -98,7 +98,7 @@ def submit(plan: SweepPlan) -> tuple[dict[Path, str], list[str]]:
     for array, reason in _never(arranged, jobs):
         ids = [jobs.pop(planned.run.folder.path) for planned in array.runs]
         subprocess.run(["scancel", ids[0].partition("_")[0]], check=False)
-        remove(planned.run for planned in array.runs)
+        take_back(planned.run for planned in array.runs)
         refusals.append(f"{_told(array)}: {in_slurms_words(f'it could never start ({reason})')}")
     write_sweep(plan.folder, plan.manifest(jobs))
     return jobs, refusals

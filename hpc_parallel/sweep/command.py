@@ -18,7 +18,7 @@ from hpc_parallel.sweep import table
 from hpc_parallel.sweep.earlier import KEY
 from hpc_parallel.sweep.hold import held, release
 from hpc_parallel.sweep.plan import SweepPlan, folder_problems
-from hpc_parallel.sweep.write import remove, write_runs
+from hpc_parallel.sweep.write import take_back, write_runs
 
 DONE, FAILED, _, REFUSED = range(4)
 
@@ -72,7 +72,7 @@ def write(plan: SweepPlan, *, require_trust: bool) -> None:
             for run in runs:
                 require_trusted(run, plan.folder)
         except ConfigError:
-            remove(runs)
+            take_back(runs)
             raise
     write_sweep(plan.folder, plan.manifest({}))
 

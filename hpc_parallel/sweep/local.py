@@ -9,7 +9,7 @@ from hpc_parallel.launch import owner
 from hpc_parallel.launch.local import PERIOD_S, Agent, counting_signals
 from hpc_parallel.sweep.plan import PlannedRun, SweepPlan
 from hpc_parallel.sweep.view import SweepView
-from hpc_parallel.sweep.write import each_of, remove
+from hpc_parallel.sweep.write import each_of, take_back
 
 
 def run_all(plan: SweepPlan) -> int:
@@ -52,6 +52,6 @@ def run_all(plan: SweepPlan) -> int:
         view.say(f"{view.last_word()}" + f", {len(waiting)} not started" * bool(waiting))
         view.say(f"sweep folder  {plan.folder}")
     if asked:
-        remove(planned.run for planned in waiting)
+        take_back(planned.run for planned in waiting)
         raise KeyboardInterrupt
     return 0 if completed else 1

@@ -38,11 +38,11 @@ def write_runs(runs: Sequence[PreparedRun]) -> None:
             write(run)
         each_of(write, (run for run in runs if not any(run is one for one in first.values())))
     except ConfigError:
-        remove(written)
+        take_back(written)
         raise
 
 
-def remove(runs: Iterable[PreparedRun]) -> None:
+def take_back(runs: Iterable[PreparedRun]) -> None:
     for run in runs:
         run.take_back()
 
