@@ -104,11 +104,16 @@ def _run(run: RecordedRun) -> Named:
 
 
 def _fitting(word: str) -> list[Callable[[str], bool]]:
-    """The closest way first: the whole name, the whole run id, a part."""
+    """The closest way first: the whole name, the whole run id, a part. Digits alone may be a job id that is
+    mistyped: of an id they are the beginning, which is its date, and no piece of its random end."""
+
+    def holds(name: str) -> bool:
+        return name.rpartition("/")[2].startswith(word) if is_job_id(word) else word in name
+
     return [
         lambda name: name == word,
         lambda name: name.rpartition("/")[2] == word,
-        lambda name: word != "" and word in name,
+        lambda name: word != "" and holds(name),
     ]
 
 

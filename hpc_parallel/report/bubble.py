@@ -101,7 +101,7 @@ def _but_for_microbatches(row: Row) -> str:
 def _label(row: Row) -> str:
     """`1f1b, pipeline 4 x 1` and what else sets it apart."""
     left_out = tuple(f"{key}=" for key in (*MICROBATCHES, "schedule"))
-    apart = [said for said in row.differs.split(", ") if said and not said.startswith(left_out)]
+    apart = [said for said in row.differs if not said.startswith(left_out)]
     return ", ".join([_schedule(row), f"{row.strategy} {row.shape}", *apart])
 
 

@@ -69,7 +69,7 @@ def versus(mine: str, other: str, key: str, *, more: bool) -> Measure:
             (a, b)
             for a in _measured(runs.rows, mine, key)
             for b in _measured(runs.rows, other, key)
-            if _same_work(a, b) and (a.devices == b.devices or other == "single")
+            if a.work == b.work and (a.devices == b.devices or other == "single")
         ]
         if not pairs:
             return Evidence()
@@ -140,7 +140,7 @@ def ahead_of_all(mine: str, key: str, *, best: Callable[..., Any]) -> Measure:
                 other
                 for strategy in {each.strategy for each in runs.rows} - {mine}
                 for other in _measured(runs.rows, strategy, key)
-                if other.devices == row.devices and _same_work(row, other)
+                if other.devices == row.devices and row.work == other.work and not other.is_alike(row)
             ]
             if rivals:
                 first = best(rivals, key=lambda other: other.figures[key])
@@ -167,11 +167,6 @@ def _measured(rows: Sequence[Row], strategy: str, key: str) -> list[Row]:
         and row.figures[key] is not None
         and (row.processes > 1 or not key.startswith("exposed_communication"))
     ]
-
-
-def _same_work(a: Row, b: Row) -> bool:
-    sizes = [row.section("training").get("global_batch_size") for row in (a, b)]
-    return a.workload == b.workload and sizes[0] == sizes[1]
 
 
 APPROACHES = (

@@ -115,13 +115,17 @@ def first_of(shown: int, count: int) -> str:
 
 
 def spread(axis: Axis, values: Sequence[float], *, name: str) -> None:
-    """Name the axis, and make it logarithmic where the largest value is over five times the smallest."""
+    """Name the axis, and make it logarithmic where the largest value is over five times the smallest; else it
+    shows a twentieth more on both sides, or values that are nearly the same would look far apart."""
     if max(values) > 5 * min(values):
         set_scale = axis.axes.set_xscale if isinstance(axis, XAxis) else axis.axes.set_yscale
         set_scale("log")
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_formatter(NullFormatter())
+    else:
+        room = 0.05 * max(values)
+        axis.set_view_interval(min(values) - room, max(values) + room, ignore=True)
     axis.set_label_text(name)
 
 

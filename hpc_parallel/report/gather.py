@@ -56,7 +56,7 @@ class Row:
     devices: int | None
     figures: Mapping[str, float | None]
     parts: Mapping[str, float] | None
-    differs: str = ""
+    differs: Sequence[str] = ()
 
     @property
     def completed(self) -> bool:
@@ -119,6 +119,24 @@ class Row:
         task, model, data = (repr(_flat(value)) if isinstance(value, dict) else repr(value) for value in kept)
         return task, model, data
 
+    def is_alike(self, other: Row) -> bool:
+        """Whether two strategies came to one and the same: as many of each axis, and the same options."""
+        said = [
+            {key: value for key, value in row.section("strategy").items() if key not in ("name", *AXES)}
+            for row in (self, other)
+        ]
+        return self.layout == other.layout and self.shape == other.shape and said[0] == said[1]
+
+    @property
+    def global_batch_size(self) -> int | None:
+        size = self.section("training").get("global_batch_size")
+        return size if isinstance(size, int) and size > 0 else None
+
+    @property
+    def work(self) -> tuple[object, ...]:
+        """What a step of it is: times, bytes and shares of the same work compare."""
+        return *self.workload, self.global_batch_size
+
 
 @dataclass(frozen=True)
 class Gathered:
@@ -167,7 +185,7 @@ def timeline(row: Row) -> list[dict[str, Any]]:
         return []
 
 
-def _row(run: RecordedRun, *, state: str, ended: bool, label: str, differs: str) -> Row:
+def _row(run: RecordedRun, *, state: str, ended: bool, label: str, differs: Sequence[str]) -> Row:
     said = run.summary or _so_far(run)
     figures = {key: number(said.get(key)) for key in FIGURES}
     parts = said.get("step_parts_s")
@@ -228,9 +246,9 @@ def _time(text: str) -> datetime:
     return datetime.fromisoformat(text)
 
 
-def _labels(runs: Sequence[RecordedRun]) -> tuple[list[str], list[str]]:
+def _labels(runs: Sequence[RecordedRun]) -> tuple[list[str], list[Sequence[str]]]:
     """`pipeline 2 x 1`, and the options in which a run departs from most others of its strategy; where most
-    have no value in common, each run says its own."""
+    have no value in common, each run says its own. Where that is not enough also the layout, then the id."""
     flat = [_options(run) for run in runs]
     counts: dict[tuple[str | None, str], Counter[str]] = defaultdict(Counter)
     for run, options in zip(runs, flat, strict=True):
@@ -242,21 +260,29 @@ def _labels(runs: Sequence[RecordedRun]) -> tuple[list[str], list[str]]:
         for value, count in found.most_common(1)
         if 2 * count > found.total()
     }
-    differs = []
+    differs: list[Sequence[str]] = []
     for run, options in zip(runs, flat, strict=True):
         apart = {
             key: value for key, value in options.items() if usual.get((run.strategy, key)) != spell(value)
         }
-        differs.append(", ".join(_said(apart)))
-    short = []
+        differs.append(tuple(_said(apart)))
+    labels = []
     for run, said in zip(runs, differs, strict=True):
         shape = f"{run.nodes or '?'} x {run.gpus_per_node or '?'}"
-        short.append(f"{run.strategy or run.run_id} {shape}" + (f", {said}" if said else ""))
-    count = Counter(short)
-    labels = [
-        f"{text} ({run.run_id})" if count[text] > 1 else text for run, text in zip(runs, short, strict=True)
+        labels.append(", ".join([f"{run.strategy or run.run_id} {shape}", *said]))
+    layouts = [str(Layout(**_layout(run))) for run in runs]
+    labels = _told_apart(labels, [f", {layout}" for layout in layouts])
+    return _told_apart(labels, [f" ({run.run_id})" for run in runs]), differs
+
+
+def _told_apart(labels: Sequence[str], more: Sequence[str]) -> list[str]:
+    """Labels that several have with `more` after them, where that tells them apart."""
+    said: dict[str, set[str]] = defaultdict(set)
+    for label, words in zip(labels, more, strict=True):
+        said[label].add(words)
+    return [
+        label + words if len(said[label]) > 1 else label for label, words in zip(labels, more, strict=True)
     ]
-    return labels, differs
 
 
 def _said(apart: Mapping[str, Any]) -> Iterable[str]:

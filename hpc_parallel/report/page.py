@@ -129,7 +129,7 @@ def _best_note(comparison: Comparison) -> str:
     text = "The best figure of each column is marked, among completed runs; none where all are alike."
     if comparison.workloads > 1:
         text += (
-            f" There are {comparison.workloads} kinds of runs here (model, data, task), and each has its own "
-            "best; losses, restarts and device-hours compare after as many samples."
+            f" There are {comparison.workloads} kinds of work here (model, data, task, global batch), and "
+            "each has its own best; losses, restarts and device-hours compare after as many samples."
         )
     return text

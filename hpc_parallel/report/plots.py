@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from hpc_parallel.report import bubble, latency
 from hpc_parallel.report.drawing import (
@@ -34,7 +35,7 @@ from hpc_parallel.report.drawing import (
 from hpc_parallel.report.gather import PARTS, Row, number, timeline
 from hpc_parallel.report.tables import STRONG, WEAK, Prediction, Series, digits, unit_of
 
-MOST_BARS, MOST_TIMELINES, MOST_POINTS = 40, 6, 300
+MOST_BARS, MOST_TIMELINES, MOST_POINTS = 40, 12, 300
 KINDS = {  # of a stage's work: colour, hatch, name
     "forward": (BLUE, "", "forward"),
     "loss": (PURPLE, "xx", "loss"),
@@ -112,7 +113,8 @@ def draw(rows: Sequence[Row], *, series: Sequence[Series], predictions: Sequence
             plot(
                 f"timeline_{number_}", "timeline", f"One step of {row.label}",
                 "What each device's stages did when, in one watched step; numbers are microbatches "
-                "(stage:microbatch where a device has several stages). Blank is idle.",
+                "(stage:microbatch where a device has several stages). Blank is idle."
+                + first_of(MOST_TIMELINES, len(charts)),
                 partial(_timeline, ranks),
             )
         )  # fmt: skip
@@ -149,6 +151,10 @@ def _scaling(series: Sequence[Series]) -> Figure:
         axes.set_xticks(ticks, labels=[str(tick) for tick in ticks])
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("devices")
+    reached = [point.samples_per_s for each in shown for point in each.points]
+    octaves = math.log2(max(reached) / min(reached))
+    rates.yaxis.set_major_locator(LogLocator(2, subs=(1, 1.25, 1.5, 1.75) if octaves < 3 else (1,)))
+    rates.yaxis.set_minor_locator(NullLocator())
     rates.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     rates.set_ylabel("throughput, samples/s")
     efficiencies.set_ylabel(f"efficiency, % of {ticks[0]} device{'s' * (ticks[0] > 1)}")

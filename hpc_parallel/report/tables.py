@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -120,7 +120,7 @@ class Comparison:
 
 
 def compare(rows: Sequence[Row]) -> Comparison:
-    """All rows, and of each column what is best among the completed runs of one workload."""
+    """All rows, and of each column what is best among the completed runs of the same work."""
     units, columns = [], []
     for column in COLUMNS:
         values = [row.figures[column.key] for row in rows]
@@ -133,7 +133,7 @@ def compare(rows: Sequence[Row]) -> Comparison:
                 for place, (row, value) in enumerate(zip(rows, values, strict=True))
             ]
         )
-    return Comparison(rows, units, list(zip(*columns, strict=True)), len({row.workload for row in rows}))
+    return Comparison(rows, units, list(zip(*columns, strict=True)), len({row.work for row in rows}))
 
 
 def _shown(column: Column, row: Row, unit: Unit) -> str:
@@ -142,13 +142,13 @@ def _shown(column: Column, row: Row, unit: Unit) -> str:
 
 
 def best_of(column: Column, rows: Sequence[Row], unit: Unit) -> set[int]:
-    """Places of the best rows of each workload. What is not measured never is, nor what only one run has;
+    """Places of the best rows of each kind of work. What is not measured never is, nor what only one run has;
     runs that read the same to the digits shown are tied, and where all are, none is best."""
     groups: dict[Any, dict[int, str]] = defaultdict(dict)
     for place, row in enumerate(rows):
         value = row.figures[column.key]
         if row.completed and value is not None and column.competes(row):
-            key = (row.workload, row.figures["samples"] if column.same_samples else None)
+            key = (row.work, row.figures["samples"] if column.same_samples else None)
             groups[key][place] = unit.show(value)
     found: set[int] = set()
     for shown in groups.values():
@@ -170,6 +170,12 @@ class Point:
     efficiency: float
     runs: Sequence[Row]
 
+    @property
+    def told(self) -> str:
+        """How many runs, and between what their throughput lies."""
+        rates = sorted(row.figures["samples_per_s"] or 0 for row in self.runs)
+        return "1" if len(rates) == 1 else f"{len(rates)}: {digits(rates[0], 3)} to {digits(rates[-1], 3)}"
+
 
 @dataclass(frozen=True)
 class Series:
@@ -185,7 +191,7 @@ def scaling(rows: Sequence[Row]) -> list[Series]:
     """Every group of completed runs that are the same but for their number of devices."""
     groups: dict[tuple[str, str, str, str], dict[int, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        batch, devices = _batch(row), row.devices
+        batch, devices = row.global_batch_size, row.devices
         if not row.completed or not row.layout or batch is None or not devices or devices < 1:
             continue
         if row.figures["samples_per_s"] is None:
@@ -195,17 +201,26 @@ def scaling(rows: Sequence[Row]) -> list[Series]:
             others = json.dumps({other: row.layout[other] for other in AXES if other != axis})
             groups[STRONG, axis, what + others, f"{batch}"][devices].append(row)
             groups[WEAK, axis, what + others, f"{batch / devices:g}"][devices].append(row)
-    return [
-        _series(kind, by_devices)
-        for (kind, *_), by_devices in groups.items()
+    found = [
+        (axis, _series(kind, axis, by_devices))
+        for (kind, axis, *_), by_devices in groups.items()
         if len(by_devices) > 1
-    ]  # fmt: skip
+    ]
+    count = Counter((series.kind, series.label) for _, series in found)
+    return [
+        replace(series, label=f"{series.label}, by {axis}")
+        if count[series.kind, series.label] > 1
+        else series
+        for axis, series in found
+    ]
 
 
 def records(rows: Sequence[Row], series: Sequence[Series]) -> list[dict[str, Any]]:
     """A flat object a run, in SI units, by the names of `summary.json`; None where nothing is measured."""
     efficiency = {
         (each.kind, row.run.path): point.efficiency
+        * (row.figures["samples_per_s"] or 0)
+        / point.samples_per_s
         for each in series
         for point in each.points
         for row in point.runs
@@ -227,7 +242,7 @@ def records(rows: Sequence[Row], series: Sequence[Series]) -> list[dict[str, Any
     ]
 
 
-def _series(kind: str, by_devices: dict[int, list[Row]]) -> Series:
+def _series(kind: str, axis: str, by_devices: dict[int, list[Row]]) -> Series:
     rates = {n: median(row.figures["samples_per_s"] or 0 for row in found) for n, found in by_devices.items()}
     first = min(rates)
     points = []
@@ -235,17 +250,14 @@ def _series(kind: str, by_devices: dict[int, list[Row]]) -> Series:
         found = by_devices[devices]
         speedup = rate / rates[first]
         points.append(
-            Point(devices, _batch(found[0]) or 0, rate, speedup, speedup / (devices / first), found)
+            Point(devices, found[0].global_batch_size or 0, rate, speedup, speedup / (devices / first), found)
         )
-    row = by_devices[first][0]
-    batch = points[0].global_batch_size
+    row, batch = by_devices[first][0], points[0].global_batch_size
+    fixed = [f"{other} {degree}" for other, degree in row.layout.items() if other != axis and degree > 1]
+    alike = set.intersection(*(set(each.differs) for point in points for each in point.runs))
+    apart = [said for said in row.differs if said in alike and not said.startswith("global_batch_size=")]
     held = f"batch {batch}" if kind == STRONG else f"batch {batch / first:g} a device"
-    return Series(kind, ", ".join(filter(None, [row.strategy, row.differs, held])), points)
-
-
-def _batch(row: Row) -> int | None:
-    size = row.section("training").get("global_batch_size")
-    return size if isinstance(size, int) and size > 0 else None
+    return Series(kind, ", ".join([row.strategy, *fixed, *apart, held]), points)
 
 
 def _but_for_devices(row: Row) -> str:

@@ -20,6 +20,7 @@ from hpc_parallel.operate.state import states
 
 KEY = "sweep.resume="
 # Where and how a run is placed is no part of what it is: it may be said differently the second time.
+_MULTIRUN = ("-m", "--multirun")
 _PLACING = ("launcher.", "launcher=", "cluster.", "cluster=")
 
 
@@ -97,6 +98,7 @@ def read_earlier(words: Sequence[str]) -> tuple[Path | None, list[str]]:
         raise ConfigError([f"sweep.resume: {error}"]) from error
     (flags, before), (more_flags, more) = _parted(sweep.command), _parted(others)
     before = [word for word in before if word not in more]
+    flags = [flag for flag in flags if flag not in _MULTIRUN or flag not in more_flags]
     return folder, [*flags, *more_flags, *before, *more]
 
 

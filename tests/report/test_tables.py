@@ -27,6 +27,7 @@ from hpc_parallel.report.tables import (
     compare,
     digits,
     predictions,
+    records,
     scaling,
     unit_of,
 )
@@ -119,14 +120,55 @@ def test_scaling_is_found_and_reckoned(tmp_path: Path, new: Callable[[], Path]) 
     assert {key: [point.devices for point in points] for key, points in found.items()} == {
         (STRONG, "data, batch 16"): [1, 2, 4],
         (WEAK, "data, batch 16 a device"): [1, 2, 4],
-        (STRONG, "hsdp, batch 16"): [2, 4],
+        (STRONG, "hsdp, replicate 2, batch 16"): [2, 4],
     }
     strong, weak = (found[key] for key in list(found)[:2])
     assert [point.efficiency for point in strong] == pytest.approx([1, 0.9, 0.8])  # of 4: the median of three
     assert [point.speedup for point in strong] == pytest.approx([1, 1.8, 3.2])
     assert [point.efficiency for point in weak] == pytest.approx([1, 0.95, 0.9])
     assert [point.global_batch_size for point in weak] == [16, 32, 64]
-    assert [point.efficiency for point in found[STRONG, "hsdp, batch 16"]] == [1, 1]
+    assert [point.efficiency for point in found[STRONG, "hsdp, replicate 2, batch 16"]] == [1, 1]
+    assert [point.told for point in strong] == ["1", "1", "3: 300 to 340"]
+    said = [
+        each["strong_efficiency"]
+        for each in records(rows(tmp_path), scaling(rows(tmp_path)))
+        if each["nodes"] == 4 and each["samples_per_s"] != 360
+    ]
+    assert said == pytest.approx([0.8, 0.75, 0.85])  # each by its own throughput
+
+
+def test_a_series_says_what_all_of_its_runs_have_in_common(tmp_path: Path, new: Callable[[], Path]) -> None:
+    for words in ((), ("strategy.pipeline=2",)):
+        for nodes in (2, 4):
+            steps = f"training.steps={10 * nodes}"  # how long a run takes is no part of how fast it is
+            ended(new(), "strategy=data", f"nodes={nodes}", steps, *words, samples_per_s=50 * nodes)
+    ended(new(), "strategy=data", "training.steps=20", samples_per_s=50)
+    assert {each.label for each in scaling(rows(tmp_path)) if each.kind == STRONG} == {
+        "data, batch 16, by replicate", "data, batch 16, by pipeline", "data, pipeline 2, batch 16",
+        "data, replicate 2, batch 16",
+    }  # fmt: skip
+
+
+def test_runs_of_one_name_are_told_apart_by_their_layout(tmp_path: Path, new: Callable[[], Path]) -> None:
+    for words in ((), ("strategy.pipeline=2",), ("strategy.pipeline=2",)):
+        ended(new(), "strategy=data", "nodes=2", *words)
+    assert [row.label for row in rows(tmp_path)] == [
+        "data 2 x 1, replicate 2", "data 2 x 1, pipeline 2 (001)", "data 2 x 1, pipeline 2 (002)",
+    ]  # fmt: skip
+
+
+def test_figures_of_another_batch_are_no_rivals(tmp_path: Path, new: Callable[[], Path]) -> None:
+    for batch, step_s in ((16, 2.0), (16, 1.5), (8, 1.0)):
+        ended(new(), "strategy=data", "nodes=2", f"training.global_batch_size={batch}", step_time_s=step_s)
+    assert best(tmp_path)["step_time_s"] == [1]
+
+
+def test_one_layout_by_two_names_is_no_contest(tmp_path: Path, new: Callable[[], Path]) -> None:
+    for strategy, rate in (("hybrid", 60), ("pipeline", 80), ("model", 30)):
+        ended(new(), f"strategy={strategy}", "nodes=2", samples_per_s=rate)
+    verdict, figure = verdicts(tmp_path)["hybrid", "highest efficiency"]
+    assert verdict == BACKED
+    assert "best of the others 30.0 samples/s (model 2 x 1)" in figure
 
 
 def test_device_hours_are_those_of_every_start(tmp_path: Path, new: Callable[[], Path]) -> None:
