@@ -27,7 +27,7 @@ from hpc_parallel.config.problems import ConfigError, Problem
 from hpc_parallel.config.schema import register
 from hpc_parallel.launch.launchers import SiteRefusedError, choose
 from hpc_parallel.launch.prepare import PreparedRun, prepare
-from hpc_parallel.launch.resume import resumed
+from hpc_parallel.launch.resume import resumed, value_of
 
 if TYPE_CHECKING:
     from hpc_parallel.sweep.earlier import Earlier
@@ -42,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.argv[1:] = [word.removeprefix("+") if word.startswith("+jobs=") else word for word in words]
     register()
     try:
+        if (own := get_args().config_dir) and not Path(own).is_dir():
+            raise ConfigError([f"--config-dir {own}: there is no such folder here."])
         if is_sweep():
             return sweep()
         runs = compose_resumed()
@@ -69,6 +71,10 @@ def sweep() -> int:
     from hpc_parallel.sweep.earlier import KEY, Earlier, read_earlier
     from hpc_parallel.sweep.hold import held
 
+    for word in sys.argv[1:]:
+        if word.startswith("resume=") and value_of(word) is not None:
+            raise ConfigError([f"{word} goes on with one run, and -m starts several. Try it without -m, or "
+                               "sweep.resume=FOLDER for a sweep."])  # fmt: skip
     earlier, sys.argv[1:] = read_earlier(sys.argv[1:])
     if earlier is None:
         return _sweep(None)

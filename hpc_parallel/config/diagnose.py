@@ -147,15 +147,15 @@ def _explain(override: str, *, error: Exception, plain: DictConfig, chosen: Dict
     if value in choices and key == "jobs":
         first = "# @package _global_"
         return f"{override}: the first line of {value}.yaml must be {first!r}, and its keys the run's own."
+    said = value.split(",")
+    if "Ambiguous value" in text or (len(said) > 1 and set(said) <= set(choices)):
+        return f"{override}: several values are a sweep. Try -m {override}, or one value: {key}={said[0]}."
     if choices:
         close = nearest(value, choices, most=2) or [chosen.get(key) or choices[0]]
         rule = f"is not one of {', '.join(choices)}"
         if kind := PLUGINS.get(key):
             rule += f", the {kind}s installed here (another's package is often hydra-{value}-{kind})"
         return Problem(key, value, rule, tuple(close))
-    if "Ambiguous value" in text:
-        first = value.partition(",")[0]
-        return f"{override}: several values are a sweep. Try -m {override}, or one value: {key}={first}."
     if "Could not override" in str(error) or "not in" in text:
         return _unknown(override, key=key, value=value, plain=plain)
     if isinstance(error.__cause__, OmegaConfBaseException):

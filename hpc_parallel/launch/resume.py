@@ -76,8 +76,10 @@ def newest(words: Sequence[str]) -> Path:
 def read_start(folder: RunFolder) -> Mapping[str, Any]:
     """How a run was started. Raises ConfigError where that can't go on."""
     if not is_run_folder(folder.path):
-        near = nearest(folder.path.name, [path.name for path in folder.path.parent.glob("*")])
-        legal = tuple(folder.path.parent / name for name in near)
+        inside = sorted(path for path in folder.path.glob("*") if is_run_folder(path))
+        beside = [path.name for path in folder.path.parent.glob("*") if is_run_folder(path)]
+        near = [folder.path.parent / name for name in nearest(folder.path.name, beside)]
+        legal = tuple(inside[-1:] or near)  # the newest, as ids sort by time
         raise ConfigError([Problem("resume", folder.path, "is not a run folder", legal or (None,))])
     kept = read_json(folder.environment) or {}
     try:

@@ -5,6 +5,7 @@ A folder may be half-written, running, failed or damaged: what it does not say i
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -99,7 +100,10 @@ class Row:
 
     @property
     def layout_text(self) -> str:
-        return str(Layout(**self.layout)) if self.layout else "unknown"
+        if not self.layout:
+            return "unknown"
+        server = "a server and " * (self.processes > math.prod(self.layout.values()))
+        return f"{server}{Layout(**self.layout)}"
 
     @property
     def cause(self) -> str | None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-import shlex
 import subprocess
 import sys
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-from hpc_parallel.config.problems import ConfigError, Problem, quoted
+from hpc_parallel.config.problems import ConfigError, Problem
 from hpc_parallel.launch.job_state import job_states
 from hpc_parallel.launch.launchers import Launcher, choose
 from hpc_parallel.launch.names import command_on
 from hpc_parallel.launch.sweep_folder import create, write_sweep
 from hpc_parallel.sweep import table
-from hpc_parallel.sweep.earlier import KEY
+from hpc_parallel.sweep.earlier import to_go_on
 from hpc_parallel.sweep.hold import held, release
 from hpc_parallel.sweep.plan import SweepPlan, folder_problems
 from hpc_parallel.sweep.write import take_back, write_runs
@@ -100,8 +99,7 @@ def submit(plan: SweepPlan) -> int:
     if jobs:
         print(f"follow        {command_on(plan.folder, 'status', '--watch')}")
         print(f"cancel        {command_on(plan.folder, 'cancel')}")
-    again = shlex.quote(f"{KEY}{quoted(plan.folder)}")
-    print(f"what fails    python -m hpc_parallel.run -m {again}", flush=True)
+    print(f"if some fail  {to_go_on(plan.folder)}", flush=True)
     if refusals:
         return REFUSED
     if not plan.settings.wait:
@@ -136,7 +134,7 @@ def preview(plan: SweepPlan, *, kind: str, launcher: Launcher) -> int:
                 print(f"# {number}: {planned.label}")
             print(f"# {estimate(array.script)}\n")
     devices = sum(run.config.devices for run in runs)
-    line = f"{len(runs)} runs of {devices} devices together"
+    line = f"{len(runs)} run{'s' * (len(runs) > 1)} of {devices} device{'s' * (devices > 1)} together"
     if kind != "local":
         hours = math.fsum(run.config.devices * run.config.launcher.time_minutes / 60 for run in runs)
         line += f", at most {hours:g} device-hours by their time limits"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hydra._internal.utils import get_args
 
-from hpc_parallel.config.problems import ConfigError, Problem, nearest
+from hpc_parallel.config.problems import ConfigError, Problem, nearest, quoted
 from hpc_parallel.launch.checkpoints import complete
+from hpc_parallel.launch.names import RUNS
 from hpc_parallel.launch.recorded import read_run
 from hpc_parallel.launch.resume import value_of
 from hpc_parallel.launch.run_folder import RunFolder, is_run_folder
@@ -20,6 +22,7 @@ from hpc_parallel.operate.state import states
 
 KEY = "sweep.resume="
 # Where and how a run is placed is no part of what it is: it may be said differently the second time.
+_NAMED = 3  # runs that an error tells
 _MULTIRUN = ("-m", "--multirun")
 _PLACING = ("launcher.", "launcher=", "cluster.", "cluster=")
 
@@ -60,6 +63,18 @@ class Earlier:
             return run
         return None
 
+    def require_all_found(self) -> None:
+        """Raises ConfigError where runs of the sweep are none of the combinations that are said now."""
+        if not self._left:
+            return
+        labels = [self.sweep.own(run.overrides) or run.run_dir.name for run in self._left]
+        more = f" and {len(labels) - _NAMED} more" if len(labels) > _NAMED else ""
+        raise ConfigError([
+            f"sweep.resume = {self.folder}: {len(labels)} of its {len(self.sweep.runs)} runs would be none "
+            f"of those said now ({'; '.join(labels[:_NAMED])}{more}). What was a run must stay one: add "
+            "values to those that it sweeps, or start a sweep of its own without sweep.resume."
+        ])  # fmt: skip
+
     def state(self, run: SweepRun) -> State:
         folder = RunFolder(run.run_dir)
         if not is_run_folder(folder.path):
@@ -84,8 +99,10 @@ def read_earlier(words: Sequence[str]) -> tuple[Path | None, list[str]]:
         return None, others
     folder = Path(str(value)).expanduser().absolute()
     if not is_sweep_folder(folder):
-        near = nearest(folder.name, [path.name for path in folder.parent.glob("*") if is_sweep_folder(path)])
-        legal = tuple(folder.parent / name for name in near)
+        known = {path.name: path for place in (RUNS / "sweeps", folder.parent) for path in place.glob("*")
+                 if is_sweep_folder(path)}  # fmt: skip
+        near = nearest(folder.name, known) or sorted(known)[-1:]
+        legal = tuple(known[name] for name in near)
         raise ConfigError(
             [Problem("sweep.resume", folder, f"is not a sweep folder (no {MANIFEST})", legal or (None,))]
         )
@@ -100,6 +117,13 @@ def read_earlier(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     before = [word for word in before if word not in more]
     flags = [flag for flag in flags if flag not in _MULTIRUN or flag not in more_flags]
     return folder, [*flags, *more_flags, *before, *more]
+
+
+def to_go_on(folder: Path) -> str:
+    """The line that runs what is missing or failed in a sweep, as a shell takes it from here."""
+    here = Path.cwd()
+    place = folder.relative_to(here) if folder.is_relative_to(here) else folder
+    return f"python -m hpc_parallel.run -m {shlex.quote(f'{KEY}{quoted(place)}')}"
 
 
 def _parted(words: Sequence[str]) -> tuple[list[str], list[str]]:

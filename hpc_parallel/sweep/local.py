@@ -7,6 +7,7 @@ from collections import deque
 
 from hpc_parallel.launch import owner
 from hpc_parallel.launch.local import PERIOD_S, Agent, counting_signals
+from hpc_parallel.sweep.earlier import to_go_on
 from hpc_parallel.sweep.plan import PlannedRun, SweepPlan
 from hpc_parallel.sweep.view import SweepView
 from hpc_parallel.sweep.write import each_of, take_back
@@ -51,6 +52,8 @@ def run_all(plan: SweepPlan) -> int:
                 agent.end(cancelled=True)
         view.say(f"{view.last_word()}" + f", {len(waiting)} not started" * bool(waiting))
         view.say(f"sweep folder  {plan.folder}")
+        if waiting or not completed:
+            view.say(f"to go on      {to_go_on(plan.folder)}")
     if asked:
         take_back(planned.run for planned in waiting)
         raise KeyboardInterrupt

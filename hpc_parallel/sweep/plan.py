@@ -120,6 +120,8 @@ def plan_sweep(
             run = _gone_on(cell, before=before, state=state, config_dir=config_dir, plan=plan) or run
         runs.append(PlannedRun(run, tuple(own(cell.overrides)), tuple(own(cell.swept)), before))
     settings = SweepConfig(**cells.settings)
+    if earlier is not None and not errors:
+        earlier.require_all_found()
     if errors and (settings.on_invalid == "stop" or not (runs or kept)):
         problems = {str(problem): problem for _, error in errors for problem in error.problems}
         raise ConfigError(list(problems.values()))
@@ -130,9 +132,12 @@ def plan_sweep(
         settings=settings,
         runs=runs,
         kept=kept,
-        skipped=[
-            SkippedRun(tuple(own(cell.overrides)), tuple(map(str, error.problems))) for cell, error in errors
-        ],
+        skipped=list(
+            dict.fromkeys(
+                SkippedRun(tuple(own(cell.overrides)), tuple(map(str, error.problems)))
+                for cell, error in errors
+            )
+        ),
         duplicates=duplicates,
         earlier=earlier,
     )

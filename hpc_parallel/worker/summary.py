@@ -88,6 +88,7 @@ def _trained(lines: Lines) -> dict[str, Any]:
         "validation_loss": _last(lines, "validation_loss"),
         "samples_per_s": _typical(lines, "samples_per_s"),
         "step_time_s": _typical(lines, "step_time_s"),
+        **({"tokens_per_s": _typical(lines, "tokens_per_s")} if "tokens_per_s" in last else {}),
     }
 
 

@@ -73,7 +73,8 @@ def test_what_a_run_writes_keeps_the_contract(workers: Workers) -> None:
     assert last["mfu"] is None  # a CPU's peak is unknown
     assert last["learning_rate"] == pytest.approx(0.1 * 0.003)  # the end of the cosine
     summary = json.loads((trained.folder / "summary.json").read_text())
-    assert set(summary) == SUMMARY | {"validation_loss"}
+    assert set(summary) == SUMMARY | {"validation_loss", "tokens_per_s"}
+    assert summary["tokens_per_s"] == pytest.approx(32 * summary["samples_per_s"])
     assert summary["outcome"] == "completed"
     assert summary["layout"] == {
         "pipeline": 2, "replicate": 2, "shard": 1, "context": 1, "tensor": 1, "tile": 1,

@@ -60,7 +60,7 @@ UNKNOWN = [
     wrong('-m nodes=1,2 \'sweep.also=["nodes=\\"1"]\'', "sweep.also"),
     wrong("-m nodes=1,2 'sweep.also=3'", "sweep.also"),
     wrong("--config-name nope", "primary config 'nope'"),
-    wrong("--config-dir nowhere", "nowhere", "not found"),
+    wrong("--config-dir nowhere", "--config-dir nowhere: there is no such folder"),
     wrong("--config-path /nowhere", "/nowhere"),
 ]
 TYPES = [
@@ -84,6 +84,9 @@ TYPES = [
     wrong("launcher.setup=[a,b", "launcher.setup", "key=value"),
     wrong("'nodes=2 gpus_per_node=3'", "nodes=2", "key=value"),
     wrong("nodes=1,2", "nodes=1,2", "sweep", offers="nodes=1"),
+    wrong("strategy=data,pipeline", "several values are a sweep", offers="strategy=data"),
+    wrong("nodes=2 strategy=pipeline strategy.pipeline=1", "uses one device", offers="strategy.pipeline=2"),
+    wrong("--config-dir nowhere -m jobs=mine", "--config-dir nowhere: there is no such folder"),
     wrong("'name=${nope}'", "name", "nope"),
     wrong("'nodes=${nope}'", "nodes", "nope"),
     wrong("'name=${oc.env:HPC_PARALLEL_NOT_SET}'", "name", "HPC_PARALLEL_NOT_SET"),

@@ -89,6 +89,12 @@ class TestFind:
         assert "20261122-02-ab" in str(told[1])
         assert "99 is the job id of no run" in str(told[2])
 
+    def test_a_mistyped_job_id_is_no_piece_of_another_runs_name(self, tmp_path: Path) -> None:
+        started(tmp_path / "runs" / "data" / "20251231-04-0c991122")
+        with pytest.raises(ConfigError, match="99 is the job id of no run"):
+            find_run("99")
+        assert find_run("0c99").path.name == find_run("2025").path.name == "20251231-04-0c991122"
+
     def test_a_tree_is_no_run(self) -> None:
         with pytest.raises(ConfigError, match="means 2 runs"):
             find_run("runs/data")

@@ -111,6 +111,8 @@ def test_where_and_how_it_runs_may_change(started: RunFolder, words: list[str]) 
 def test_no_run_and_no_checkpoint(started: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["resume=rum"]) == 2
     assert f"is not a run folder. Try resume={started.path}" in capsys.readouterr().err
+    assert main([f"resume={started.path.parent}"]) == 2
+    assert f"is not a run folder. Try resume={started.path}" in capsys.readouterr().err
     (started.checkpoints / "step-40" / "complete").unlink()
     assert main(["resume=run"]) == 2
     assert "has no checkpoint" in capsys.readouterr().err

@@ -251,6 +251,35 @@ def test_resume_runs_only_what_is_missing_or_failed(slurm: Path, here: Path) -> 
     assert len(scripts(slurm)) == 2
     assert main([*words, f"sweep.resume={folder}", "dry_run=true"]) == 0
     assert read_sweep(folder).runs == again
+    assert read_sweep(folder).command.count("-m") == 1
+
+
+def test_resume_takes_more_values_and_leaves_no_run_out(
+    slurm: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["-m", "seed=1,2", "launcher=slurm", *CHEAP]) == 0
+    folder, first = only_sweep(here)
+    for words, labels in (("seed=2,3", "seed=1"), ("training.steps=7", "seed=1; seed=2")):
+        assert main(["-m", f"sweep.resume={folder}", words]) == 2
+        said = f"{labels.count('seed')} of its 2 runs would be none of those said now ({labels})"
+        assert said in capsys.readouterr().err
+    assert only_sweep(here)[1] == first
+    assert main(["-m", f"sweep.resume={folder}", "seed=1,2,3"]) == 0
+    more = only_sweep(here)[1].runs
+    assert [[word for word in run.overrides if "seed" in word] for run in more] == [
+        ["seed=1"], ["seed=2"], ["seed=3"],
+    ]  # fmt: skip
+
+
+def test_one_run_goes_on_without_m(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", "resume=auto", "strategy=data,pipeline", "launcher=script"]) == 2
+    assert "resume=auto goes on with one run, and -m starts several." in capsys.readouterr().err
+
+
+def test_what_is_impossible_is_told_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", "strategy=pipeline", "nodes=1,8,8", "launcher=script", *CHEAP]) == 0
+    assert "skipped 1 combination" in capsys.readouterr().out
+    assert len(only_sweep(here)[1].skipped) == 1
 
 
 def test_source_is_copied_once_and_linked(here: Path) -> None:
