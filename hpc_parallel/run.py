@@ -27,7 +27,7 @@ from hpc_parallel.config.problems import ConfigError, Problem
 from hpc_parallel.config.schema import register
 from hpc_parallel.launch.launchers import SiteRefusedError, choose
 from hpc_parallel.launch.prepare import PreparedRun, prepare
-from hpc_parallel.launch.resume import resumed, value_of
+from hpc_parallel.launch.resume import resumed
 
 if TYPE_CHECKING:
     from hpc_parallel.sweep.earlier import Earlier
@@ -71,10 +71,6 @@ def sweep() -> int:
     from hpc_parallel.sweep.earlier import KEY, Earlier, read_earlier
     from hpc_parallel.sweep.hold import held
 
-    for word in sys.argv[1:]:
-        if word.startswith("resume=") and value_of(word) is not None:
-            raise ConfigError([f"{word} goes on with one run, and -m starts several. Try it without -m, or "
-                               "sweep.resume=FOLDER for a sweep."])  # fmt: skip
     earlier, sys.argv[1:] = read_earlier(sys.argv[1:])
     if earlier is None:
         return _sweep(None)

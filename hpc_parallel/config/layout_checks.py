@@ -57,8 +57,8 @@ def _degrees_problem(config: RunConfig, strategy: StrategyConfig, devices: int, 
         where = where.replace(" = ", " without the server = ")
     if not set_axes:
         rule = f"uses one device, but there are {where}"
-        if strategy.name in AXES:  # whose own degree was said to be 1
-            return Problem(f"strategy.{strategy.name}", 1, rule, (devices,))
+        if strategy.name in AXES:  # its own degree was said to be 1
+            return Problem(f"strategy.{strategy.name}", getattr(strategy, strategy.name), rule, (devices,))
         return Problem("strategy", strategy.name, rule, ("data", "pipeline"))
     axis, degree = max(set_axes.items(), key=lambda item: item[1])
     rest = product // degree

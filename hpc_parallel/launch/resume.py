@@ -94,6 +94,10 @@ def read_start(folder: RunFolder) -> Mapping[str, Any]:
 
 def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Found:
     """Why a run can't go on as `values`, the resolved configuration, want it to."""
+    if not is_run_folder(folder.path):  # nobody has put the run's own words before these (`resumed`)
+        yield (f"resume = {values['resume']} goes on with one run, and -m starts several. Try it without -m, "
+               "or sweep.resume=FOLDER for a sweep.")  # fmt: skip
+        return
     before = flat(yaml.safe_load(folder.config.read_text(encoding="utf-8")))
     now = flat(values)
     for kept, why in KEPT.items():

@@ -21,9 +21,9 @@ from hpc_parallel.operate.state import State as RunState
 from hpc_parallel.operate.state import states
 
 KEY = "sweep.resume="
-# Where and how a run is placed is no part of what it is: it may be said differently the second time.
 _NAMED = 3  # runs that an error tells
 _MULTIRUN = ("-m", "--multirun")
+# Where and how a run is placed is no part of what it is: it may be said differently the second time.
 _PLACING = ("launcher.", "launcher=", "cluster.", "cluster=")
 
 

@@ -105,6 +105,8 @@ def plan_sweep(
             raise
         except ConfigError as error:
             errors.append((cell, error))
+            if earlier is not None:  # said, and so not left out
+                earlier.find(own(cell.overrides))
             continue
         same = repr({**run.values, "run_dir": run.config.run_dir})
         if same in seen:
@@ -120,7 +122,7 @@ def plan_sweep(
             run = _gone_on(cell, before=before, state=state, config_dir=config_dir, plan=plan) or run
         runs.append(PlannedRun(run, tuple(own(cell.overrides)), tuple(own(cell.swept)), before))
     settings = SweepConfig(**cells.settings)
-    if earlier is not None and not errors:
+    if earlier is not None:
         earlier.require_all_found()
     if errors and (settings.on_invalid == "stop" or not (runs or kept)):
         problems = {str(problem): problem for _, error in errors for problem in error.problems}

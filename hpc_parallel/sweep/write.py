@@ -43,6 +43,7 @@ def write_runs(runs: Sequence[PreparedRun]) -> None:
 
 
 def take_back(runs: Iterable[PreparedRun]) -> None:
+    """Undo `write_runs` for those in which nothing began."""
     for run in runs:
         run.take_back()
 

@@ -7,6 +7,7 @@ their clocks say.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -193,12 +194,12 @@ def ends_of_backward(calls: Sequence[Event], *, collectives: Sequence[Event]) ->
     """DistributedDataParallel waits for its buckets inside the engine, one after the other, seen only as what
     it does not do: after the last node of a backward pass nothing is called while a collective runs."""
     running = union(spans(event for event in collectives if event.name not in PEER_TO_PEER))
-    nodes = [call for call in calls if call.name.startswith(ENGINE)]
+    nodes = sorted((call.start, call.end) for call in calls if call.name.startswith(ENGINE))
     ends: list[Interval] = []
     for backward in (call for call in calls if call.name == BACKWARD):
-        last = max((node.end for node in nodes if backward.start <= node.start < backward.end), default=None)
-        if last is not None:
-            ends.append((last, backward.end))
+        own = nodes[bisect_left(nodes, (backward.start, 0)) : bisect_left(nodes, (backward.end, 0))]
+        if own:
+            ends.append((max(end for _, end in own), backward.end))
     called = union(spans(call for call in calls if not call.is_mark))
     return without(without(union(ends), called), without(union(ends), running))
 

@@ -271,9 +271,20 @@ def test_resume_takes_more_values_and_leaves_no_run_out(
     ]  # fmt: skip
 
 
+def test_resume_leaves_no_run_out_beside_impossible_ones(
+    slurm: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["-m", "seed=1,2", "nodes=1,0", "launcher=slurm", *CHEAP]) == 0
+    folder, first = only_sweep(here)
+    assert (len(first.runs), len(first.skipped)) == (2, 2)
+    assert main(["-m", f"sweep.resume={folder}", "seed=2,3"]) == 2
+    assert "1 of its 2 runs would be none of those said now (seed=1 nodes=1)" in capsys.readouterr().err
+    assert main(["-m", f"sweep.resume={folder}"]) == 0
+
+
 def test_one_run_goes_on_without_m(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["-m", "resume=auto", "strategy=data,pipeline", "launcher=script"]) == 2
-    assert "resume=auto goes on with one run, and -m starts several." in capsys.readouterr().err
+    assert "resume = auto goes on with one run, and -m starts several." in capsys.readouterr().err
 
 
 def test_what_is_impossible_is_told_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
