@@ -15,7 +15,8 @@ import yaml
 
 from hpc_parallel.config.compose import resolve
 from hpc_parallel.launch import attempts, owner
-from hpc_parallel.launch.run_folder import RunFolder, write_json, write_text
+from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.safe_write import write_json, write_text
 from tests.composed import composed
 
 GONE = {"host": owner.this_process()["host"], "pid": 2**22 + 1, "began": "never"}  # past the largest pid

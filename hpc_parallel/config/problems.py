@@ -62,6 +62,18 @@ def spell(value: Any) -> str:
     return text if text and text.isprintable() and not set(text) & set(" '\"$`\\") else repr(text)
 
 
+def printable(text: object, *, keep: str = "") -> str:
+    """Any text as one that a terminal only shows: control characters, line ends, characters that change the
+    direction of text, and lone surrogates become escapes such as \\x1b. `keep`: characters left alone."""
+    shown = str(text)
+    if shown.isprintable():
+        return shown
+    return "".join(
+        char if char.isprintable() or char in keep else char.encode("unicode_escape").decode()
+        for char in shown
+    )
+
+
 def quoted(text: object) -> str:
     """Any text as one value of an override, whatever Hydra would read into it; a plain path as it is."""
     if _PLAIN_PATH.fullmatch(str(text)):

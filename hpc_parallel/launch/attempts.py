@@ -7,7 +7,6 @@ resumed by hand, each time from its newest checkpoint.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import Any
 
 from hpc_parallel.launch.job_state import job_of
 from hpc_parallel.launch.metrics_file import MetricsReader
-from hpc_parallel.launch.run_folder import RunFolder, write_text
+from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.safe_write import append_line, write_text
 
 
 def begin(
@@ -88,17 +88,6 @@ def history(folder: RunFolder, *, environment: Mapping[str, str] = MappingProxyT
 
 def _note(folder: RunFolder, line: Mapping[str, Any]) -> None:
     append_line(folder.attempts, line)
-
-
-def append_line(path: Path, line: Mapping[str, Any]) -> None:
-    """One JSON object in one write, so that a reader never sees half of it with a whole line behind."""
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
-        text = (json.dumps(line) + "\n").encode()
-        while text:  # a full disk takes a part, and then says so
-            text = text[os.write(handle, text) :]
-    finally:
-        os.close(handle)
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hpc_parallel.config.compose import find_folder
 from hpc_parallel.launch.prepare import PreparedRun
-from hpc_parallel.launch.run_folder import write_text
+from hpc_parallel.record.safe_write import write_text
 
 Flags = dict[str, str | int | bool]
 JOB = "$SLURM_JOB_ID"

@@ -20,7 +20,7 @@ from typing import Any
 
 from xxhash import xxh3_128 as Digest
 
-from hpc_parallel.launch.run_folder import write_text
+from hpc_parallel.record.safe_write import write_text
 
 MANIFEST, MARKER, CHECKSUM = "manifest.json", "complete", "xxh3_128"
 _DAMAGED = "damaged-step-"

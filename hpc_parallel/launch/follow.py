@@ -9,7 +9,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from hpc_parallel.launch.metrics_file import MetricsReader, describe
 from hpc_parallel.launch.results import results
-from hpc_parallel.launch.run_folder import RunFolder, read_json
+from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.safe_read import read_json
 
 _TAIL_LINES = 12
 

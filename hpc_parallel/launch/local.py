@@ -14,7 +14,8 @@ from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING
 
 from hpc_parallel.launch.prepare import PreparedRun
-from hpc_parallel.launch.run_folder import RunFolder, read_json
+from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.safe_read import read_json
 
 if TYPE_CHECKING:
     from rich.console import Console

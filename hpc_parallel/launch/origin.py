@@ -12,8 +12,9 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.launch.run_folder import RunFolder, read_json
+from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.launch.snapshot import Snapshot
+from hpc_parallel.record.safe_read import read_json
 
 State = Callable[[Path], dict[str, Any]]
 

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from hpc_parallel.launch.job_state import job_state
-from hpc_parallel.launch.run_folder import RunFolder, alone, read_json, write_json
+from hpc_parallel.launch.run_folder import RunFolder, alone
+from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.safe_write import write_json
 
 
 class OwnedError(RuntimeError):

@@ -22,8 +22,9 @@ from hpc_parallel.config.tasks import total_steps
 from hpc_parallel.launch import attempts, owner, resume, weights
 from hpc_parallel.launch.names import RUNS
 from hpc_parallel.launch.origin import State, origin
-from hpc_parallel.launch.run_folder import RunFolder, new_run_id, write_json, write_text
+from hpc_parallel.launch.run_folder import RunFolder, new_run_id
 from hpc_parallel.launch.snapshot import Snapshot, plan_snapshot
+from hpc_parallel.record.safe_write import write_json, write_text
 
 # libyaml's where PyYAML was built with it: the same text in a quarter of the time.
 _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)

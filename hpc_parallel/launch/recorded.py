@@ -19,8 +19,9 @@ import yaml
 
 from hpc_parallel.launch import attempts
 from hpc_parallel.launch.metrics_file import MetricsReader, last_line
-from hpc_parallel.launch.run_folder import RunFolder, read_json
+from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.launch.sweep_folder import MANIFEST, read_sweep
+from hpc_parallel.record.safe_read import read_json
 
 T = TypeVar("T")
 # A folder that holds two of these is a run's: one name alone is a stranger's too.

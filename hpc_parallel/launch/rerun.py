@@ -15,9 +15,10 @@ from typing import Any, NoReturn
 
 from hpc_parallel.config.problems import ConfigError
 from hpc_parallel.launch.origin import installed_packages
-from hpc_parallel.launch.run_folder import RunFolder, is_run_folder, read_json
+from hpc_parallel.launch.run_folder import RunFolder, is_run_folder
 from hpc_parallel.launch.snapshot import Snapshot
 from hpc_parallel.launch.trust import UntrustedError, require_private
+from hpc_parallel.record.safe_read import read_json
 
 ONCE = ("run_dir", "resume")  # what holds for one run alone
 _SHOWN = 5  # packages that differ

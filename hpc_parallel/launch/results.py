@@ -6,8 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from hpc_parallel.launch.metrics_file import milliseconds, per_second
 from hpc_parallel.launch.run_folder import RunFolder
 
@@ -20,7 +18,7 @@ def results(folder: RunFolder, summary: Mapping[str, Any]) -> list[str]:
     if rows := summary.get("batch_sizes"):
         lines = table(rows)
     elif folder.generated.exists():
-        show = yaml.safe_load(folder.config.read_text(encoding="utf-8"))["task"]["show"]
+        show = folder.read_config()["task"]["show"]
         lines = texts(folder.generated.read_text(encoding="utf-8").splitlines(), show=show)
     if lines and (weights := summary.get("weights")):
         initial = "the weights are the initial ones: nothing was trained or restored"

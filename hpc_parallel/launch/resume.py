@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from hpc_parallel.config.problems import ConfigError, Found, Problem, nearest, quoted
 from hpc_parallel.launch.checkpoints import complete
-from hpc_parallel.launch.run_folder import RunFolder, is_run_folder, read_json
+from hpc_parallel.launch.run_folder import RunFolder, is_run_folder
 from hpc_parallel.launch.trust import UntrustedError, require_private
+from hpc_parallel.record.safe_read import read_json
 
 AUTO = "auto"
 KEPT = {
@@ -98,7 +98,7 @@ def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Found:
         yield (f"resume = {values['resume']} goes on with one run, and -m starts several. Try it without -m, "
                "or sweep.resume=FOLDER for a sweep.")  # fmt: skip
         return
-    before = flat(yaml.safe_load(folder.config.read_text(encoding="utf-8")))
+    before = flat(folder.read_config())
     now = flat(values)
     for kept, why in KEPT.items():
         for key in sorted(before.keys() | now.keys()):

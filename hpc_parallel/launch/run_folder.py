@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import secrets
 import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from hpc_parallel.record.safe_read import read_text, read_yaml
+from hpc_parallel.record.safe_write import write_text
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,10 @@ class RunFolder:
         """The batch script of a job that takes this one's place."""
         return self.slurm / "resubmit.sh"
 
+    def read_config(self) -> dict[str, Any]:
+        """The whole resolved configuration, as plain values. Raises FileNotFoundError and DamagedError."""
+        return read_yaml(self.config)
+
     def log(self, rank: int, stream: str) -> Path:
         """`stream`: out or err."""
         return self.logs / f"rank-{rank}.{stream}"
@@ -140,7 +145,7 @@ class RunFolder:
                 path.rename(_numbered(path, number))
         for path in (self.environment, self.config):  # last what counts them
             if path.exists():
-                write_text(_numbered(path, number), path.read_text(encoding="utf-8"))
+                write_text(_numbered(path, number), read_text(path))
 
     def put_back(self) -> None:
         """Undo the newest `set_aside`: nothing began after it."""
@@ -164,7 +169,8 @@ def _numbered(path: Path, number: int) -> Path:
 
 
 def is_run_folder(path: Path) -> bool:
-    return (path / "config.yaml").is_file() and (path / "rendezvous").is_dir()
+    """Whether `path` holds a run. False also for a folder that this user may not read."""
+    return os.path.isfile(path / "config.yaml") and os.path.isdir(path / "rendezvous")
 
 
 def new_run_id(now: datetime | None = None) -> str:
@@ -181,30 +187,3 @@ def alone(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace `path` in one move: a reader sees the old text or the new, never a part."""
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        Path(beside).unlink(missing_ok=True)
-        raise
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """None where the file is not there (yet)."""
-    try:
-        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    return value

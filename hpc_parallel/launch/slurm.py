@@ -27,8 +27,8 @@ from hpc_parallel.launch.job_state import job_state
 from hpc_parallel.launch.launchers import SiteRefusedError
 from hpc_parallel.launch.names import command_on
 from hpc_parallel.launch.prepare import PreparedRun
-from hpc_parallel.launch.run_folder import write_text
 from hpc_parallel.launch.trust import UntrustedError, require_private
+from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.worker import supervise
 
 REASON_S = 5.0  # for the scheduler to look at a job that it doubts

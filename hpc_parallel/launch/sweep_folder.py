@@ -7,12 +7,14 @@ and `sweep.resume` know of them as one sweep.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.launch.run_folder import alone, write_json
+from hpc_parallel.launch.run_folder import alone
+from hpc_parallel.record.safe_write import write_json
 
 MANIFEST = "sweep.json"
 
@@ -60,7 +62,7 @@ def common(runs: Sequence[Sequence[str]]) -> set[str]:
 
 
 def is_sweep_folder(path: Path) -> bool:
-    return (path / MANIFEST).is_file()
+    return os.path.isfile(path / MANIFEST)
 
 
 def create(path: Path) -> None:

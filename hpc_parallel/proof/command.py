@@ -21,10 +21,11 @@ from hpc_parallel.config.problems import ConfigError
 from hpc_parallel.config.schema import register
 from hpc_parallel.launch.launchers import SiteRefusedError, choose
 from hpc_parallel.launch.prepare import PreparedRun
-from hpc_parallel.launch.run_folder import read_json, write_json
 from hpc_parallel.proof.compare import TOLERANCES, Difference, Tolerance, compare
 from hpc_parallel.proof.plan import Case, plan
 from hpc_parallel.proof.table import Table
+from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.run import DONE, FAILED, REFUSED, report
 
 

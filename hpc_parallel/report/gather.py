@@ -19,9 +19,9 @@ from hpc_parallel.config.layout import AXES, Layout, layout_of
 from hpc_parallel.config.problems import spell
 from hpc_parallel.launch import attempts
 from hpc_parallel.launch.recorded import RecordedRun, find_runs, number
-from hpc_parallel.launch.run_folder import read_json
 from hpc_parallel.launch.sweep_folder import MANIFEST, Sweep, read_sweep
 from hpc_parallel.operate.state import states
+from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.worker.summary import summarise
 
 COMPLETED = "completed"

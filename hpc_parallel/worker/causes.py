@@ -9,8 +9,6 @@ from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
-import yaml
-
 from hpc_parallel.config.layout import processes_per_node
 from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.worker import failure, flight_recorder
@@ -138,7 +136,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _config(folder: RunFolder) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
+    found: Mapping[str, Any] = folder.read_config()
     return found
 
 

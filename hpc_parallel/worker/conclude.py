@@ -16,11 +16,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hpc_parallel.launch import attempts
 from hpc_parallel.launch.metrics_file import MetricsReader
-from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
+from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.worker import again, failure
 from hpc_parallel.worker.causes import ASKED, first_cause, killed_tasks, lost_node, missing_rank, this_attempt
 from hpc_parallel.worker.failure import Record
@@ -91,7 +91,7 @@ def restart(folder: RunFolder) -> bool:
     ended = read_json(folder.failure)
     if ended is None or (folder.stopped.exists()):
         return False
-    config = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
+    config = folder.read_config()
     mendable = failure.can_restart(ended, on_nonfinite=config["training"]["on_nonfinite"])
     return again.allowed(folder, how=ended["kind"], mendable=mendable, launcher=config["launcher"])
 
@@ -100,7 +100,7 @@ def _stopped(folder: RunFolder, *, stopped: Mapping[str, Any], environment: Mapp
     """The end of a run whose ranks heeded a signal and saved their state; where it may, it starts again."""
     how = again.why_stopped(stopped["signal"], environment=environment)
     attempts.end(folder, how=how)
-    launcher = yaml.safe_load(folder.config.read_text(encoding="utf-8"))["launcher"]
+    launcher = folder.read_config()["launcher"]
     goes_on = again.allowed(folder, how=how, mendable=False, launcher=launcher)
     said = {
         again.TIME_LIMIT: f"the time limit of {launcher['time_minutes']} min was near",
@@ -175,7 +175,7 @@ def _out_of_time(folder: RunFolder) -> dict[str, Any]:
     """Slurm ended the job at its time limit: its signals look like a cancellation, and it is none."""
     lines = MetricsReader(folder.metrics).read()
     step = lines[-1]["step"] if lines else 0
-    minutes = yaml.safe_load(folder.config.read_text(encoding="utf-8"))["launcher"]["time_minutes"]
+    minutes = folder.read_config()["launcher"]["time_minutes"]
     message = f"the time limit of {minutes} min was reached after step {step}"
     return _nobody(
         kind=failure.TIME_LIMIT,
@@ -210,7 +210,7 @@ def _nobody(
 
 
 def _summary(folder: RunFolder, *, outcome: str, environment: Mapping[str, str]) -> dict[str, Any]:
-    config = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
+    config = folder.read_config()
     lines = MetricsReader(folder.metrics).read()
     return summarise(
         config,
@@ -239,7 +239,7 @@ def main() -> None:
     if line:
         print(line, file=sys.stderr, flush=True)
     if "SLURM_JOB_ID" in environment and restart(folder):
-        launcher = yaml.safe_load(folder.config.read_text(encoding="utf-8"))["launcher"]
+        launcher = folder.read_config()["launcher"]
         print(again.start_again(folder, launcher=launcher, environment=os.environ), file=sys.stderr)
 
 

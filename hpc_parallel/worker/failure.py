@@ -14,8 +14,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
+from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.models.place import place_of, step_of
+from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.worker import flight_recorder, oom
 
 if TYPE_CHECKING:

@@ -19,8 +19,10 @@ from hpc_parallel.config.tasks import encoded_prompts, total_steps
 from hpc_parallel.data.codec import decode, reads_bytes
 from hpc_parallel.launch import attempts
 from hpc_parallel.launch.results import results
-from hpc_parallel.launch.run_folder import RunFolder, read_json, write_text
+from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.models.layered import tensor_seed
+from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.strategies.decode import Decoder
 from hpc_parallel.training.metrics import gathered, peak_memory_bytes
 from hpc_parallel.training.weights import start_from

@@ -17,7 +17,8 @@ from hpc_parallel.config.schema import InferConfig, RunConfig
 from hpc_parallel.config.tasks import batch_sizes
 from hpc_parallel.launch import attempts
 from hpc_parallel.launch.results import results
-from hpc_parallel.launch.run_folder import RunFolder, read_json
+from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.training.metrics import gathered, peak_memory_bytes
 from hpc_parallel.training.validation import mean_loss, to_device
 from hpc_parallel.training.weights import start_from

@@ -19,11 +19,10 @@ from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from hpc_parallel.config.layout import processes_per_node
 from hpc_parallel.launch import owner
-from hpc_parallel.launch.run_folder import RunFolder, read_json
+from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.worker import failure
 from hpc_parallel.worker.conclude import conclude, restart
 from hpc_parallel.worker.fabric import site_variables
@@ -51,7 +50,7 @@ def run(run_folder: str, *, entry: Entry | None = None) -> int:
     what each rank runs: `worker.main.main` unless a test brings its own.
     """
     folder = RunFolder(Path(run_folder).absolute())
-    config = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
+    config = folder.read_config()
     strategy = SimpleNamespace(**config["strategy"])
     per_node = processes_per_node(strategy, gpus_per_node=config["gpus_per_node"])
 

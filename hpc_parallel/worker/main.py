@@ -21,7 +21,9 @@ from hpc_parallel.config.layout import layout_of, processes_per_node
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch.job_state import job_of
 from hpc_parallel.launch.owner import hold_by_job
-from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
+from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.worker import fabric, failure, flight_recorder, stop
 from hpc_parallel.worker.environment import describe
 from hpc_parallel.worker.generation import generate

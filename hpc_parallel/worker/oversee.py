@@ -12,7 +12,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpc_parallel.launch.run_folder import RunFolder, write_text
+from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.worker import failure, standing
 from hpc_parallel.worker.standing import Standing
 from hpc_parallel.worker.world import World

@@ -20,7 +20,9 @@ from typing import Any
 from torch.distributed import DistError, Store, TCPStore
 
 from hpc_parallel.config.schema import ClusterConfig
-from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
+from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.worker.world import World
 
 LOOPBACK = "127.0.0.1"

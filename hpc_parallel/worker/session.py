@@ -26,8 +26,9 @@ from hpc_parallel.config.schedules import schedule_of, stages_per_rank
 from hpc_parallel.config.schema import RunConfig, typed
 from hpc_parallel.data.sampler import Batches, Data, Samples, validation_steps
 from hpc_parallel.launch import attempts
-from hpc_parallel.launch.run_folder import RunFolder, write_json
+from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.models.place import located
+from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.strategies.assemble import Assembled, assemble
 from hpc_parallel.strategies.mesh import build_mesh
 from hpc_parallel.training.writers import Writer

@@ -12,7 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json, write_text
+from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.training.progress import PHASES
 from hpc_parallel.worker import failure
 from hpc_parallel.worker.failure import Record

@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-import yaml
-
 from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.worker import failure
 from hpc_parallel.worker.fabric import site_variables
@@ -39,7 +37,7 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER) -> None:
     folder = RunFolder(Path(run_folder))
     world = World.discover(os.environ)
     failure.forget(folder, rank=world.rank)
-    config = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
+    config = folder.read_config()
     site_variables(config["cluster"]["environment"], os.environ)  # OpenMP reads its own when torch loads it
     for number in _SURVIVED:
         signal.signal(number, _survive)  # not SIG_IGN, which the worker would inherit

@@ -14,8 +14,9 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch import attempts
 from hpc_parallel.launch.checkpoints import clear, set_aside_after
 from hpc_parallel.launch.metrics_file import MetricsReader
-from hpc_parallel.launch.run_folder import RunFolder, write_json
+from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.launch.trust import require_private
+from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.strategies.traffic import figures, ring_all_reduce
 from hpc_parallel.training.checkpoint import state_of

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import torch
 
-from hpc_parallel.launch.run_folder import RunFolder, read_json
+from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.training.progress import Progress
 from hpc_parallel.worker import failure, standing
 from hpc_parallel.worker.flight_recorder import recorded

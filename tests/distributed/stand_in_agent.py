@@ -15,7 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-from hpc_parallel.launch.run_folder import RunFolder, write_json, write_text
+from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.worker import local, logs
 from hpc_parallel.worker.world import World
 

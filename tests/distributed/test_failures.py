@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hpc_parallel.launch.run_folder import read_json
+from hpc_parallel.record.safe_read import read_json
 from tests.composed import prepared
 from tests.distributed.test_local_launcher import HOST, AgentServer, agent_server, session
 from tests.parity import largest_difference, weight_difference

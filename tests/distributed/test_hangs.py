@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpc_parallel.launch.run_folder import RunFolder, read_json
+from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.worker.main import main
 from tests.composed import prepared
 from tests.distributed.test_local_launcher import HOST, AgentServer, agent_server, session, until

@@ -21,7 +21,8 @@ import psutil
 import pytest
 import yaml
 
-from hpc_parallel.launch.run_folder import RunFolder, read_json
+from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.safe_read import read_json
 from tests.composed import prepared
 
 STAND_IN = str(Path(__file__).with_name("stand_in_agent.py"))

@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 from hpc_parallel.launch import attempts
-from hpc_parallel.launch.run_folder import RunFolder, write_json, write_text
+from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.worker.summary import summarise
 from tests.composed import prepared
 

@@ -13,7 +13,8 @@ import yaml
 
 from hpc_parallel.__main__ import main
 from hpc_parallel.launch import attempts, owner
-from hpc_parallel.launch.run_folder import RunFolder, write_json
+from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.report import bubble, latency
 from hpc_parallel.report.gather import gather
 from hpc_parallel.worker.summary import summarise

@@ -20,8 +20,10 @@ from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.problems import ConfigError
 from hpc_parallel.launch import attempts
 from hpc_parallel.launch.metrics_file import size
-from hpc_parallel.launch.run_folder import RunFolder, read_json, write_json
+from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.models.place import at_step, located
+from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.worker import failure, flight_recorder
 from hpc_parallel.worker.conclude import conclude, first_cause
 from hpc_parallel.worker.desync import compare

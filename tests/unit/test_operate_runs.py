@@ -18,10 +18,11 @@ from rich.console import Console
 from hpc_parallel.__main__ import COMMANDS, main
 from hpc_parallel.config.problems import ConfigError
 from hpc_parallel.launch.recorded import read_run
-from hpc_parallel.launch.run_folder import RunFolder, write_json
+from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.launch.sweep_folder import Sweep, SweepRun, write_sweep
 from hpc_parallel.operate import grid
 from hpc_parallel.operate.find import find_all, find_run
+from hpc_parallel.record.safe_write import write_json
 from tests.recorded_runs import GONE, failed, finished, foreign, half_written, living, own, prepared, started
 
 Capture = pytest.CaptureFixture[str]

@@ -13,9 +13,9 @@ import pytest
 from hpc_parallel.__main__ import main
 from hpc_parallel.launch import attempts
 from hpc_parallel.launch.job_state import JobState, _listed
-from hpc_parallel.launch.run_folder import write_json
 from hpc_parallel.launch.sweep_folder import SkippedRun, Sweep, SweepRun, write_sweep
 from hpc_parallel.operate.rows import duration
+from hpc_parallel.record.safe_write import write_json
 from tests.recorded_runs import failed, finished, foreign, half_written, living, own, prepared, started
 
 PIPELINE = ("strategy=pipeline", "nodes=2", "training.steps=100")

@@ -12,8 +12,9 @@ import pytest
 from hpc_parallel.launch import attempts
 from hpc_parallel.launch.metrics_file import last_line
 from hpc_parallel.launch.recorded import find_runs, read_run
-from hpc_parallel.launch.run_folder import RunFolder, write_json
+from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.launch.sweep_folder import MANIFEST, Sweep, SweepRun, write_sweep
+from hpc_parallel.record.safe_write import write_json
 
 CONFIG = """\
 nodes: 2

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from hpc_parallel.launch.rerun import ONCE, command, differences, main, source
-from hpc_parallel.launch.run_folder import RunFolder, write_json
+from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.safe_write import write_json
 from tests.unit.test_snapshot import git
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,7 +17,8 @@ import pytest
 from hpc_parallel.config.problems import ConfigError
 from hpc_parallel.launch import owner
 from hpc_parallel.launch.resume import newest, resumed
-from hpc_parallel.launch.run_folder import RunFolder, write_json
+from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.run import main
 from tests.composed import prepared
 from tests.unit.test_checkpoint_folder import write

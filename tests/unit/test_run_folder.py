@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_parallel.launch.run_folder import RunFolder, new_run_id, read_json, write_json, write_text
+from hpc_parallel.launch.run_folder import RunFolder, new_run_id
+from hpc_parallel.record.safe_read import DamagedError, read_json
+from hpc_parallel.record.safe_write import write_json, write_text
 
 
 def mode(path: Path) -> int:
@@ -83,7 +85,7 @@ def test_a_failed_write_leaves_the_old_and_no_litter(tmp_path: Path) -> None:
 def test_nothing_there_is_none_and_half_there_is_an_error(tmp_path: Path) -> None:
     assert read_json(tmp_path / "none.json") is None
     (tmp_path / "half.json").write_text('{"a": ')
-    with pytest.raises(json.JSONDecodeError):
+    with pytest.raises(DamagedError):
         read_json(tmp_path / "half.json")
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from hpc_parallel.__main__ import main
 from hpc_parallel.launch.job_state import FORGOTTEN, SILENT, states_by_accounting
-from hpc_parallel.launch.run_folder import write_json
+from hpc_parallel.record.safe_write import write_json
 from tests.recorded_runs import finished, prepared, started
 
 STUB = """#!/bin/sh

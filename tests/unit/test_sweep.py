@@ -19,9 +19,9 @@ from hpc_parallel.config.compose import composing, find_folder, resolve
 from hpc_parallel.config.schema import RunConfig, typed
 from hpc_parallel.launch.attempts import history
 from hpc_parallel.launch.job_state import job_of
-from hpc_parallel.launch.run_folder import write_json
 from hpc_parallel.launch.sweep_folder import Sweep, read_sweep
 from hpc_parallel.launch.trust import UntrustedError
+from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.run import main
 
 CONF = str(find_folder("conf"))

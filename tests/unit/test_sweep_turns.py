@@ -20,11 +20,12 @@ import pytest
 from hpc_parallel.__main__ import main as command
 from hpc_parallel.launch import local, owner
 from hpc_parallel.launch.recorded import read_run
-from hpc_parallel.launch.run_folder import RunFolder, write_json
+from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.launch.sweep_folder import read_sweep
 from hpc_parallel.operate.cancel import Target
 from hpc_parallel.operate.cancel import _end as end
 from hpc_parallel.operate.state import states
+from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.run import main
 from tests.recorded_runs import prepared
 
@@ -33,7 +34,8 @@ AGENT = """
 import json, os, signal, sys, time
 from pathlib import Path
 from hpc_parallel.launch import owner
-from hpc_parallel.launch.run_folder import RunFolder, write_json
+from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.worker.conclude import conclude
 folder = RunFolder(Path(sys.argv[1]))
 def leave(number, frame):

@@ -12,7 +12,7 @@ from hpc_parallel.launch.job_state import JobState
 from hpc_parallel.launch.names import command_on
 from hpc_parallel.launch.owner import hand_to_job
 from hpc_parallel.launch.prepare import PreparedRun
-from hpc_parallel.launch.run_folder import read_json
+from hpc_parallel.record.safe_read import read_json
 from tests.composed import prepared
 
 
