@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 
 from hpc_parallel.config.problems import ConfigError
 from hpc_parallel.launch.origin import installed_packages
+from hpc_parallel.launch.recorded_start import RecordedStart, key_of, read_start
 from hpc_parallel.launch.run_folder import RunFolder, is_run_folder
 from hpc_parallel.launch.snapshot import Snapshot
-from hpc_parallel.launch.trust import UntrustedError, require_private
-from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.launch.trust import unreadable
 
 ONCE = ("run_dir", "resume")  # what holds for one run alone
 _SHOWN = 5  # packages that differ
@@ -35,16 +35,16 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(list(arguments))
     folder = RunFolder(given.run.expanduser().absolute())
     try:
-        kept = read_origin(folder)
-        words, variables = command(folder, kept, given.overrides), source(folder, kept)
+        start = read_origin(folder)
+        words, variables = command(folder, start, given.overrides), source(folder, start)
     except ConfigError as error:
         from hpc_parallel.run import report
 
         return report(error.problems)
-    for note in differences(kept):
+    for note in differences(start):
         print(note, file=sys.stderr)
-    print(f"rerun       {folder.path}, in {kept['working_directory']}", flush=True)
-    return become(words, variables, directory=kept["working_directory"])
+    print(f"rerun       {folder.path}, in {start.values['working_directory']}", flush=True)
+    return become(words, variables, directory=start.values["working_directory"])
 
 
 def become(words: Sequence[str], variables: Mapping[str, str], *, directory: str) -> NoReturn:
@@ -54,54 +54,59 @@ def become(words: Sequence[str], variables: Mapping[str, str], *, directory: str
     os.execve(sys.executable, command_line, {**os.environ, **variables})
 
 
-def read_origin(folder: RunFolder) -> dict[str, Any]:
-    """What `environment.json` says of the run's start. Raises ConfigError where that can't be repeated."""
+def read_origin(folder: RunFolder) -> RecordedStart:
+    """How the run was started. Raises ConfigError if that can't be repeated."""
+    if (reason := unreadable(folder.path)) is not None:
+        raise ConfigError([f"{folder.path}: {reason}"])
     if not is_run_folder(folder.path):
         raise ConfigError([f"{folder.path} is not a run folder (no config.yaml and rendezvous in it)."])
-    try:
-        require_private(folder.path)  # its source is about to run
-    except UntrustedError as error:
-        raise ConfigError([f"{folder.path} is not to be trusted: {error}"]) from error
-    try:
-        kept = read_json(folder.environment) or {}
-    except ValueError:
-        kept = {}
-    if "overrides" not in kept or "working_directory" not in kept:
-        raise ConfigError([f"{folder.environment} does not say how the run was started."])
-    if not Path(kept["working_directory"]).is_dir():
-        where = kept["working_directory"]
+    start = read_start(folder, key="rerun")  # its source is about to run
+    values = start.values
+    if not isinstance(where := values.get("working_directory"), str) or not _is_origin(values):
+        raise ConfigError([f"{folder.environment} does not say how the run was started. Start a new run."])
+    if not os.path.isdir(where):
         raise ConfigError([f"{where}, where the run was started and its paths count from, is gone."])
-    return kept
+    return start
 
 
-def command(folder: RunFolder, kept: Mapping[str, Any], more: Sequence[str]) -> list[str]:
+def _is_origin(values: Mapping[str, Any]) -> bool:
+    """Whether the records of the kept source have their types."""
+    places, checkouts = values.get("import_path"), values.get("checkouts", {})
+    texts = places is None or (isinstance(places, list) and all(isinstance(place, str) for place in places))
+    return (
+        texts and isinstance(checkouts, dict) and all(isinstance(each, dict) for each in checkouts.values())
+    )
+
+
+def command(folder: RunFolder, start: RecordedStart, more: Sequence[str]) -> list[str]:
     """The arguments of `run` that say the same, in the terms of the kept source. Raises ConfigError."""
-    words = [word for word in kept["overrides"] if word.partition("=")[0].lstrip("+~") not in ONCE]
-    if kept["config_dir"] is None:
+    words = [word for word in start.overrides if key_of(word) not in ONCE]
+    if start.config_dir is None:
         return [*words, *more]
-    config_dir = _as_kept(folder, kept, Path(kept["config_dir"]))
+    config_dir = _as_kept(folder, start.values, start.config_dir)
     if not config_dir.is_dir():
         raise ConfigError([f"--config-dir {config_dir}: the folder of the run's configurations is gone."])
     return ["--config-dir", str(config_dir), *words, *more]
 
 
-def source(folder: RunFolder, kept: Mapping[str, Any]) -> dict[str, str]:
-    """The environment in which Python imports what the run kept. Raises ConfigError where it kept nothing."""
-    if kept["import_path"] is None:
-        words = " ".join(["python -m hpc_parallel run", *kept["overrides"]])
+def source(folder: RunFolder, start: RecordedStart) -> dict[str, str]:
+    """The environment in which Python imports what the run kept. Raises ConfigError if it kept nothing."""
+    if (import_path := start.values.get("import_path")) is None:
+        words = " ".join(["python -m hpc_parallel run", *start.overrides])
         raise ConfigError([
             f"{folder.path} kept no source (launcher.snapshot=false), so it can't be repeated as it was. "
             f"With today's source: {words}"
         ])  # fmt: skip
-    places = tuple(Path(os.path.normpath(folder.path / place)) for place in kept["import_path"])
+    places = tuple(Path(os.path.normpath(folder.path / place)) for place in import_path)
     if lost := [place for place in places if place.is_relative_to(folder.code) and not place.is_dir()]:
         raise ConfigError([f"{lost[0]}, the source that the run kept, is gone."])
     return Snapshot(files={}, copies={}, import_path=places).variables(os.environ)
 
 
-def differences(kept: Mapping[str, Any]) -> list[str]:
+def differences(start: RecordedStart) -> list[str]:
     """A line where other packages are installed than the job had: its losses may differ in the last bits."""
-    then: Mapping[str, str] = kept.get("packages", {})
+    packages = start.values.get("packages")
+    then: Mapping[str, str] = packages if isinstance(packages, dict) else {}
     now = installed_packages()
     changed = [f"{name} {then.get(name, 'none')} -> {now.get(name, 'none')}"
                for name in sorted(then.keys() | now.keys()) if then.get(name) != now.get(name)]  # fmt: skip
@@ -115,7 +120,7 @@ def _as_kept(folder: RunFolder, kept: Mapping[str, Any], place: Path) -> Path:
     """The copy of `place` where the run kept its checkout; else the place itself."""
     if place.is_relative_to(folder.code):
         return place
-    for root, known in kept["checkouts"].items():
+    for root, known in kept.get("checkouts", {}).items():
         if place.is_relative_to(root):
-            return folder.code / str(known["copy"]) / place.relative_to(root)
+            return folder.code / str(known.get("copy", "")) / place.relative_to(root)
     return place

@@ -6,6 +6,7 @@ devices in which layout, may change.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from hpc_parallel.config.problems import ConfigError, Found, Problem, nearest, quoted
+from hpc_parallel.config.problems import ConfigError, Found, Problem, nearest, printable, quoted
 from hpc_parallel.launch.checkpoints import complete
+from hpc_parallel.launch.recorded_start import grants_trust, key_of, read_start
 from hpc_parallel.launch.run_folder import RunFolder, is_run_folder
-from hpc_parallel.launch.trust import UntrustedError, require_private
-from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.launch.trust import UntrustedError, owner_name, require_private, unreadable
+from hpc_parallel.record.safe_read import DamagedError
 
 AUTO = "auto"
 KEPT = {
@@ -33,19 +35,20 @@ KEPT = {
 def resumed(words: Sequence[str]) -> list[str]:
     """The arguments of `run` with those of the run that `resume=` names before them; without it, `words`.
 
-    Raises ConfigError where there is no such run.
+    Raises ConfigError if there is no such run, or if it is not to be trusted.
     """
     named = [word for word in words if word.startswith("resume=")]
     value = value_of(named[-1]) if named else None
     if value is None:
         return list(words)
     folder = RunFolder(newest(words) if value == AUTO else Path(str(value)).expanduser().absolute())
-    kept = read_start(folder)
-    anew = {_key(word) for word in words if not word.startswith("-")}
-    before = [word for word in kept["overrides"] if not _replaced(_key(word), anew)]
+    require_run(folder)
+    start = read_start(folder, key="resume", shared_folder=grants_trust(words, value_of))
+    typed = {key_of(word) for word in words if not word.startswith("-")}
+    before = [word for word in start.overrides if not _replaced(key_of(word), typed)]
     place = quoted(folder.path)
     own_dir = any(word.startswith(("--config-dir", "-cd")) for word in words)
-    flags = ["--config-dir", kept["config_dir"]] if kept["config_dir"] and not own_dir else []
+    flags = ["--config-dir", str(start.config_dir)] if start.config_dir and not own_dir else []
     others = [word for word in words if word not in named]
     return [*flags, *before, *others, f"run_dir={place}", f"resume={place}"]
 
@@ -61,35 +64,33 @@ def value_of(override: str) -> Any:
 
 
 def newest(words: Sequence[str]) -> Path:
-    """The newest run of the name that `words` say (or else their strategy). Raises ConfigError."""
-    said = dict(word.split("=", 1) for word in words if "=" in word)
-    name = said.get("name", said.get("strategy", "single"))
-    folders = [path for path in Path("runs", name).glob("*") if is_run_folder(path)]
-    if not folders:
-        rule = f"finds no run in {Path('runs', name)}"
+    """This user's newest run of the name that `words` give (or else their strategy). Raises ConfigError."""
+    typed = dict(word.split("=", 1) for word in words if "=" in word)
+    name = typed.get("name", typed.get("strategy", "single"))
+    runs = [path for path in Path("runs", name).glob("*") if is_run_folder(path)]
+    foreign = {path: owner for path in runs if (owner := owner_name(path)) is not None}
+    own = [path for path in runs if path not in foreign]
+    for path, owner in foreign.items():
+        print(f"resume=auto skips {printable(path)}, which belongs to {owner}", file=sys.stderr)
+    if not own:
+        rule = f"finds no run of yours in {Path('runs', name)}"
         near = nearest(name, [path.name for path in Path("runs").glob("*") if path.is_dir()])
-        hint = tuple(f"auto name={each}" for each in near)
+        hint = tuple(f"auto name={similar}" for similar in near if similar != name)
         raise ConfigError([Problem("resume", AUTO, rule, hint or (None,))])
-    return max(folders, key=lambda path: path.name).absolute()
+    return max(own, key=lambda path: path.name).absolute()
 
 
-def read_start(folder: RunFolder) -> Mapping[str, Any]:
-    """How a run was started. Raises ConfigError where that can't go on."""
-    if not is_run_folder(folder.path):
-        inside = sorted(path for path in folder.path.glob("*") if is_run_folder(path))
-        beside = [path.name for path in folder.path.parent.glob("*") if is_run_folder(path)]
-        near = [folder.path.parent / name for name in nearest(folder.path.name, beside)]
-        legal = tuple(inside[-1:] or near)  # the newest, as ids sort by time
-        raise ConfigError([Problem("resume", folder.path, "is not a run folder", legal or (None,))])
-    kept = read_json(folder.environment) or {}
-    try:
-        if "launcher.shared_folder=true" not in kept.get("overrides", ()):
-            require_private(folder.path)  # what is in it will be unpickled
-    except UntrustedError as error:
-        raise ConfigError([f"resume = {folder.path} is not to be trusted: {error}"]) from error
-    if "overrides" not in kept:
-        raise ConfigError([f"resume = {folder.path}: environment.json does not say how it was started."])
-    return kept
+def require_run(folder: RunFolder) -> None:
+    """Raises ConfigError if there is no run, with a run that is near."""
+    if is_run_folder(folder.path):
+        return
+    if (reason := unreadable(folder.path)) is not None:
+        raise ConfigError([f"resume = {folder.path}: {reason}"])
+    inside = sorted(path for path in folder.path.glob("*") if is_run_folder(path))
+    beside = [path.name for path in folder.path.parent.glob("*") if is_run_folder(path)]
+    near = [folder.path.parent / name for name in nearest(folder.path.name, beside)]
+    legal = tuple(inside[-1:] or near)  # the newest, as ids sort by time
+    raise ConfigError([Problem("resume", folder.path, "is not a run folder", legal or (None,))])
 
 
 def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Found:
@@ -98,7 +99,13 @@ def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Found:
         yield (f"resume = {values['resume']} goes on with one run, and -m starts several. Try it without -m, "
                "or sweep.resume=FOLDER for a sweep.")  # fmt: skip
         return
-    before = flat(folder.read_config())
+    try:
+        if not values["launcher"]["shared_folder"]:
+            require_private(folder.path)  # its checkpoints will be unpickled
+        before = flat(folder.read_config())
+    except (UntrustedError, DamagedError) as error:
+        yield f"resume = {folder.path} can't go on: {error}"
+        return
     now = flat(values)
     for kept, why in KEPT.items():
         for key in sorted(before.keys() | now.keys()):
@@ -113,18 +120,14 @@ def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Found:
         yield Problem("training.steps", now["training.steps"], rule, (2 * done[0],))
 
 
-def _key(word: str) -> str:
-    return word.partition("=")[0].lstrip("+~")
-
-
-def _replaced(key: str, anew: set[str]) -> bool:
+def _replaced(key: str, typed: set[str]) -> bool:
     """Said again, or a key inside a group that is chosen anew, or of the first start alone.
 
     What the launcher was told about the site stays when only the kind of launcher changes.
     """
     group = key.partition(".")[0]
-    inside = "." in key and group in anew and group != "launcher"
-    return key in anew or inside or key in ("run_dir", "resume", "dry_run")
+    inside = "." in key and group in typed and group != "launcher"
+    return key in typed or inside or key in ("run_dir", "resume", "dry_run")
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -8,9 +8,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hpc_parallel.launch.recorded_start import RecordedStart
 from hpc_parallel.launch.rerun import ONCE, command, differences, main, source
 from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
@@ -92,10 +94,16 @@ def test_a_rerun_has_the_same_bits_after_the_checkout_was_edited(tmp_path: Path)
     assert not list(elsewhere.iterdir())
 
 
-KEPT = {
+KEPT: dict[str, Any] = {
     "overrides": ["strategy=data", "+run_dir=a", "nodes=2", "run_dir='b c'", "resume=x"],
     "config_dir": None, "import_path": [], "checkouts": {}, "packages": {},
 }  # fmt: skip
+
+
+def recorded(**changes: object) -> RecordedStart:
+    values = KEPT | changes
+    config_dir = values["config_dir"]
+    return RecordedStart(tuple(KEPT["overrides"]), Path(config_dir) if config_dir else None, values)
 
 
 @pytest.fixture
@@ -109,31 +117,36 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def test_what_holds_for_one_run_alone_is_left_out(folder: RunFolder) -> None:
     assert ONCE == ("run_dir", "resume")
-    assert command(folder, KEPT, ["nodes=3", "~name"]) == ["strategy=data", "nodes=2", "nodes=3", "~name"]
+    assert command(folder, recorded(), ["nodes=3", "~name"]) == [
+        "strategy=data",
+        "nodes=2",
+        "nodes=3",
+        "~name",
+    ]
 
 
 def test_configurations_of_the_users_own_are_the_kept_ones(folder: RunFolder, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
-    assert command(folder, KEPT | {"config_dir": str(outside)}, [])[:2] == ["--config-dir", str(outside)]
+    assert command(folder, recorded(config_dir=str(outside)), [])[:2] == ["--config-dir", str(outside)]
     copy = folder.code / "project" / "conf"
     copy.mkdir(parents=True)
-    kept = KEPT | {"config_dir": "/x/y/conf", "checkouts": {"/x/y": {"copy": "project"}}}
-    assert command(folder, kept, [])[:2] == ["--config-dir", str(copy)]
+    start = recorded(config_dir="/x/y/conf", checkouts={"/x/y": {"copy": "project"}})
+    assert command(folder, start, [])[:2] == ["--config-dir", str(copy)]
 
 
 def test_a_moved_run_imports_from_where_it_is(folder: RunFolder, tmp_path: Path) -> None:
     (folder.code / "mine").mkdir(parents=True)
     folder.path.rename(tmp_path / "moved")
-    variables = source(RunFolder(tmp_path / "moved"), KEPT | {"import_path": ["code/mine", "/where/i/was"]})
+    variables = source(RunFolder(tmp_path / "moved"), recorded(import_path=["code/mine", "/where/i/was"]))
     assert variables["PYTHONSAFEPATH"] == "1"
     assert variables["PYTHONPATH"].split(":")[:2] == [f"{tmp_path}/moved/code/mine", "/where/i/was"]
 
 
 def test_other_packages_are_said() -> None:
-    now = differences({"packages": {}})
+    now = differences(recorded(packages={}))
     assert now == []  # the job never began: nothing is known
-    (line,) = differences({"packages": {"torch": "0.1", "gone": "2"}})
+    (line,) = differences(recorded(packages={"torch": "0.1", "gone": "2"}))
     assert line.startswith("packages are not the run's: ")
     assert " more" in line
 
@@ -168,12 +181,22 @@ def test_what_cannot_be_repeated_is_said(
     assert told in refusal(capsys, str(folder.path))
 
 
-@pytest.mark.parametrize("text", ["", "{", "{}"])
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "Expecting value"),
+        ("{", "Expecting property name"),
+        ("{}", "it does not say how the run was started"),
+        ('{"overrides": [1]}', "it does not say how the run was started"),
+    ],
+)
 def test_a_run_that_does_not_say_how_it_started_is_refused(
-    folder: RunFolder, text: str, capsys: pytest.CaptureFixture[str]
+    folder: RunFolder, text: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder.environment.write_text(text)
-    assert refusal(capsys, str(folder.path)).endswith("does not say how the run was started.")
+    message = refusal(capsys, str(folder.path))
+    assert f"environment.json can't be read: {reason}" in message
+    assert message.endswith("Start a new run.")
 
 
 def test_a_run_that_others_may_write_is_not_run(

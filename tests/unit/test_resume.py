@@ -64,7 +64,7 @@ def test_auto_is_the_newest_of_that_name(tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / "runs" / "mine" / name / "rendezvous").mkdir(parents=True)
         (tmp_path / "runs" / "mine" / name / "config.yaml").touch()
     assert newest(["name=mine"]).name == "20260102-000000-0000"
-    with pytest.raises(ConfigError, match="finds no run in runs/mime"):
+    with pytest.raises(ConfigError, match="finds no run of yours in runs/mime"):
         newest(["name=mime"])
 
 
