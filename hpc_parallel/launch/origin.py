@@ -14,8 +14,10 @@ from typing import Any
 
 from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.launch.snapshot import Snapshot
+from hpc_parallel.record.credentials import is_credential_file
 from hpc_parallel.record.safe_read import read_json
 
+DIFF_BYTES = 4 * 2**20  # environment.json must stay readable (record/safe_read.py)
 State = Callable[[Path], dict[str, Any]]
 
 
@@ -45,6 +47,7 @@ def origin(
         "rerun_of": None,
         "import_path": None,
         "checkouts": {},
+        "left_out": [],
         **state(here),
     }
     if snapshot is None:
@@ -63,7 +66,8 @@ def origin(
         str(root): {"copy": copy.name, "git_commit": state(root)["git_commit"]}
         for root, copy in snapshot.copies.items()
     }
-    return said | {"import_path": kept, "checkouts": checkouts}
+    left_out = sorted({*said["left_out"], *snapshot.left_out})
+    return said | {"import_path": kept, "checkouts": checkouts, "left_out": left_out}
 
 
 def installed_packages() -> dict[str, str]:
@@ -72,7 +76,11 @@ def installed_packages() -> dict[str, str]:
 
 
 def source_state(directory: Path) -> dict[str, Any]:
-    """The git commit and uncommitted diff of `directory`; nulls where it is no checkout."""
+    """The git commit and uncommitted diff of `directory`; nulls if it is no checkout.
+
+    The diff leaves out files that look like credentials, and is null if it is larger than DIFF_BYTES;
+    `left_out` names what is missing.
+    """
 
     def git(*words: str) -> str | None:
         try:
@@ -81,8 +89,12 @@ def source_state(directory: Path) -> dict[str, Any]:
             return None
         return done.stdout.decode(errors="replace")
 
-    commit = git("rev-parse", "HEAD")
-    return {
-        "git_commit": commit and commit.strip(),
-        "git_diff": None if commit is None else git("diff", "--no-ext-diff", "HEAD"),
-    }
+    if (commit := git("rev-parse", "HEAD")) is None:
+        return {"git_commit": None, "git_diff": None, "left_out": []}
+    changed = (git("diff", "--name-only", "--no-ext-diff", "-z", "HEAD") or "").split("\0")
+    left_out = [name for name in changed if is_credential_file(name)]
+    excluded = [f":(top,exclude,literal){name}" for name in left_out]
+    diff = git("diff", "--no-ext-diff", "HEAD", "--", ":(top)", *excluded)
+    if diff is not None and len(diff) > DIFF_BYTES:
+        return {"git_commit": commit.strip(), "git_diff": None, "left_out": [*left_out, "git_diff"]}
+    return {"git_commit": commit.strip(), "git_diff": diff, "left_out": left_out}

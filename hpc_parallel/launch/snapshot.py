@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
-from hpc_parallel.config.problems import ConfigError, Problem
+from hpc_parallel.config.problems import ConfigError, Problem, printable
 from hpc_parallel.launch.run_folder import RunFolder, is_run_folder
+from hpc_parallel.record.credentials import is_credential_file
 
 MIB = 2**20
+_NAMED = 5  # files in one message
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,16 @@ class Snapshot:
     copies: Mapping[Path, Path]  # checkout -> its copy
     import_path: tuple[Path, ...]  # empty where nothing is copied
     origin: RunFolder | None = None  # the run whose kept source is kept once more
+    left_out: tuple[str, ...] = ()  # files that look like credentials, by their path in the checkout
+
+    @property
+    def note(self) -> str | None:
+        """Which files were left out and why, in one line; None if there are none."""
+        if not self.left_out:
+            return None
+        more = len(self.left_out) - _NAMED
+        names = ", ".join(map(printable, self.left_out[:_NAMED])) + f" and {more} more" * (more > 0)
+        return f"not copied  {names} (they look like credentials; the job finds them where they are)"
 
     def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
         """What makes Python import from the copies first; no folder of its own choice comes before."""
@@ -75,12 +87,14 @@ def plan_snapshot(
 
     A process that imports from the source kept with a run (`rerun`) keeps that once more, and nothing of
     today. `exclude`: patterns of the names, or of the paths from a checkout's root, of files and folders.
+    Files that look like credentials are left out.
 
     Raises ConfigError where the rest is more than `most_mb` MiB: then it is not source alone.
     """
     package = Path(__file__).resolve().parents[2]
     places = list(dict.fromkeys([working_directory, package, *_own_import_path()]))
     code = next((found for place in places if (found := kept_code(place)) is not None), None)
+    left_out: tuple[str, ...] = ()
     if code is not None:
         places = [place for place in places if place.is_relative_to(code)]
         checkouts = {place: code / place.relative_to(code).parts[0] for place in places}
@@ -89,14 +103,19 @@ def plan_snapshot(
     else:
         checkouts = {place: root for place in places if (root := checkout_of(place)) is not None}
         roots = list(dict.fromkeys(checkouts.values()))
-        files = {root: _left(source_files(root), exclude) for root in roots}
+        source = {root: _left(source_files(root), exclude) for root in roots}
+        files = {
+            root: [name for name in names if not is_credential_file(name)] for root, names in source.items()
+        }
+        left_out = tuple(name for names in source.values() for name in names if is_credential_file(name))
         _require_source(files, most_mb=most_mb, exclude=exclude)
     names = [root.name if root.name not in [r.name for r in roots[:i]] else f"{root.name}-{i}"
              for i, root in enumerate(roots)]  # fmt: skip
     copies = {root: destination / name for root, name in zip(roots, names, strict=True)}
     copied = [copies[root] / place.relative_to(root) for place, root in checkouts.items()]
     import_path = tuple(dict.fromkeys([*copied, working_directory])) if copied else ()
-    return Snapshot(files, copies, import_path, origin=RunFolder(code.parent) if code is not None else None)
+    origin = RunFolder(code.parent) if code is not None else None
+    return Snapshot(files, copies, import_path, origin=origin, left_out=left_out)
 
 
 def kept_code(place: Path) -> Path | None:

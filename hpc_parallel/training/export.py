@@ -17,6 +17,7 @@ from hydra.utils import instantiate
 
 from hpc_parallel.launch.checkpoints import Checkpoint, sync_folder
 from hpc_parallel.launch.weights import LENGTH_BYTES
+from hpc_parallel.record.credentials import public_part, without_credentials
 from hpc_parallel.training.weights import CheckpointWeights
 from hpc_parallel.worker.export import ExportError
 
@@ -43,8 +44,8 @@ def write(checkpoint: Checkpoint, output: Path, *, library_names: bool = False) 
         "format": "pt",
         "step": str(checkpoint.step),
         "samples": str(checkpoint.step * config["training"]["global_batch_size"]),
-        "model": json.dumps(config["model"]),
-        "config": json.dumps(config),
+        "model": json.dumps(without_credentials(config["model"])),
+        "config": json.dumps(public_part(config)),  # the file is made to be passed on
     }
     table: dict[str, Any] = {"__metadata__": about}
     places: dict[str, slice] = {}

@@ -8,6 +8,7 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.tasks import total_steps
 from hpc_parallel.launch.metrics_file import describe
 from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.credentials import public_part
 from hpc_parallel.record.safe_write import append_line
 
 
@@ -70,5 +71,5 @@ def open_writers(config: RunConfig, *, folder: RunFolder, values: dict[str, Any]
     if config.training.tensorboard:
         writers.append(TensorBoardWriter(folder))
     if config.training.wandb:
-        writers.append(WandbWriter(folder, config=values))
+        writers.append(WandbWriter(folder, config=public_part(values)))
     return writers

@@ -1,0 +1,62 @@
+"""What looks like a credential: files that no run folder copies, settings that leave no run folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from pathlib import PurePath
+from typing import Any
+
+PUBLIC = ("model", "data", "training", "strategy")  # what a file or a service outside of the run folder gets
+# By the name in small letters.
+FILES = (
+    ".env", ".env.*", "*.env", ".envrc", "*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.kdbx",
+    "*.ppk", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", ".netrc", "_netrc", ".pgpass", ".pypirc",
+    ".npmrc", ".git-credentials", ".htpasswd", "*credential*", "creds*", "*.creds", "*secret*",
+    "*password*", "*passwd*", "token", "*.token", "*_token", "token.txt", "*_token.txt",
+)  # fmt: skip
+FOLDERS = (".ssh", ".aws", ".azure", ".gnupg", ".kube", ".docker", ".gcloud")
+# Source and documents, and files that show how a credential file looks.
+HARMLESS = (
+    "*.py", "*.pyi", "*.ipynb", "*.c", "*.h", "*.cc", "*.cpp", "*.cu", "*.cuh", "*.rs", "*.go", "*.java",
+    "*.js", "*.ts", "*.md", "*.rst", "*.html", "*.example", "*.sample", "*.template",
+)  # fmt: skip
+_KEY = re.compile(
+    r"(?:^|_)(?:token|secret|password|passwd|passphrase|api_?key|access_key|private_key|credentials?|auth)(?:$|_)",
+    re.IGNORECASE,
+)
+_VALUE = re.compile(
+    r"-----BEGIN|://[^/\s:@]+:[^/\s@]+@"  # a PEM block; user:password@host
+    r"|\b(?:hf_|gh[pousr]_|github_pat_|sk-|xox[abp]-|AKIA|glpat-)[\w-]{12,}"
+)
+
+
+def is_credential_file(name: str) -> bool:
+    """Whether a file of this path holds credentials, as far as its name tells."""
+    path = PurePath(name.lower())
+    if any(part in FOLDERS for part in path.parts[:-1]):
+        return True
+    is_secret = any(fnmatch(path.name, pattern) for pattern in FILES)
+    return is_secret and not any(fnmatch(path.name, pattern) for pattern in HARMLESS)
+
+
+def public_part(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sections PUBLIC of a configuration, without settings that look like credentials."""
+    return {key: without_credentials(config[key]) for key in PUBLIC if key in config}
+
+
+def without_credentials(value: Any) -> Any:
+    """A plain value without the keys of tables that look like credentials; a text that does becomes None."""
+    if isinstance(value, Mapping):
+        return {
+            key: without_credentials(item) for key, item in value.items()
+            if not (_KEY.search(str(key)) or _is_credential(item))
+        }  # fmt: skip
+    if isinstance(value, list):
+        return [without_credentials(item) for item in value]
+    return None if _is_credential(value) else value
+
+
+def _is_credential(value: Any) -> bool:
+    return isinstance(value, str) and _VALUE.search(value) is not None

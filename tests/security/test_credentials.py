@@ -1,0 +1,103 @@
+"""Credentials stay where they are: not in `code/`, the recorded diff, exported weights or W&B."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hpc_parallel.launch.origin import origin, source_state
+from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.launch.snapshot import plan_snapshot
+from hpc_parallel.record.credentials import is_credential_file, public_part
+from tests.unit.test_snapshot import copied, git
+
+SECRET_FILES = [".env", "creds.txt", "deploy/.env.production", "id_ed25519", "sub/Server.PEM", ".ssh/config",
+                "api.key", "secrets.yaml", "hf_token.txt", ".netrc", "aws_credentials.json"]  # fmt: skip
+SOURCE_FILES = ["secrets.py", "tokenizer.json", "tokens.npy", ".env.example", "keys.py", "credentials.md",
+                "environment.yml", "conf/data/tokens.yaml", "password_policy.py"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SECRET_FILES)
+def test_files_that_hold_credentials(name: str) -> None:
+    assert is_credential_file(name)
+
+
+@pytest.mark.parametrize("name", SOURCE_FILES)
+def test_files_that_a_job_needs(name: str) -> None:
+    assert not is_credential_file(name)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Some credentials are tracked and changed since, the others are new and not ignored."""
+    root = tmp_path / "mine"
+    for index, name in enumerate([*SECRET_FILES, *SOURCE_FILES]):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("before\n")
+        if index == 3:
+            git(root, "init", "-q")
+            git(root, "add", ".")
+            git(root, "commit", "-qm", "first")
+            for tracked in SECRET_FILES[:3]:
+                (root / tracked).write_text("hunter2\n")
+    git(root, "add", "secrets.py")
+    return root
+
+
+def test_run_folders_keep_none_and_say_which(checkout: Path, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    snapshot = plan_snapshot(folder.code, working_directory=checkout)
+    snapshot.take()
+    assert copied(folder.code / "mine") == set(SOURCE_FILES)
+    assert sorted(snapshot.left_out) == sorted(SECRET_FILES)
+    assert snapshot.note is not None
+    assert snapshot.note.startswith("not copied  ")
+    assert "creds.txt" in snapshot.note
+    assert " and 6 more (they look like credentials" in snapshot.note
+    state = source_state(checkout)
+    assert "hunter2" not in state["git_diff"]
+    assert "secrets.py" in state["git_diff"]  # what else changed is there
+    assert sorted(state["left_out"]) == sorted(SECRET_FILES[:3])
+    said = origin(folder, overrides=[], config_dir=None, snapshot=snapshot, state=lambda place: state)
+    assert sorted(said["left_out"]) == sorted(SECRET_FILES)
+    assert "hunter2" not in json.dumps(said)
+
+
+def test_a_huge_diff_is_left_out_and_named(checkout: Path) -> None:
+    (checkout / "secrets.py").write_text("x = 1\n" * 2**20)
+    state = source_state(checkout)
+    assert state["git_diff"] is None
+    assert "git_diff" in state["left_out"]
+
+
+def test_the_diff_of_a_folder_inside_a_checkout_is_that_of_the_checkout(checkout: Path) -> None:
+    assert source_state(checkout / "conf") == source_state(checkout)
+
+
+CONFIG = {
+    "model": {"_target_": "x.Model", "dim": 8, "api_key": "k", "vocab_size": 256},
+    "data": {"path": "https://me:hunter2@host/tokens.npy", "token": "t", "tokenizer": "a.json",
+             "nested": [{"password": "p", "rows": 3}, "hf_abcdefghijklmnopqrst"]},
+    "training": {"steps": 5},
+    "strategy": {"name": "data"},
+    "launcher": {"setup": ["export KEY=hunter2"]},
+    "cluster": {"environment": {"WANDB_API_KEY": "hunter2"}},
+    "optimizer": {"learning_rate": 1},
+}  # fmt: skip
+
+
+def test_what_leaves_the_run_folder_is_model_data_training_and_strategy() -> None:
+    assert public_part(CONFIG) == {
+        "model": {"_target_": "x.Model", "dim": 8, "vocab_size": 256},
+        "data": {"tokenizer": "a.json", "nested": [{"rows": 3}, None]},
+        "training": {"steps": 5},
+        "strategy": {"name": "data"},
+    }
+
+
+def test_a_repository_without_a_commit_has_no_state(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    assert source_state(tmp_path) == {"git_commit": None, "git_diff": None, "left_out": []}
