@@ -11,6 +11,8 @@ import os
 import sys
 
 _ENDINGS = (".py", ".pyc", ".so")
+# What runs although it hides nothing: Hydra imports every plugin, torch what a distribution names for it.
+_SCANNED = (".dist-info", ".egg-info", ".egg-link", "hydra_plugins")
 
 
 def refuse_shadowed_modules() -> None:
@@ -29,7 +31,10 @@ def refuse_shadowed_modules() -> None:
 
 
 def shadowed(folder: str, import_path: list[str]) -> list[str]:
-    """Names in `folder` that another user could have put there and that hide a module of `import_path`."""
+    """Names in `folder` that another user could have put there and that Python would import.
+
+    import_path: the folders after it, whose modules they hide.
+    """
     try:
         status = os.stat(folder)
         if _is_own(status) and not status.st_mode & 0o022:
@@ -48,7 +53,8 @@ def shadowed(folder: str, import_path: list[str]) -> list[str]:
             known |= {name.partition(".")[0] for name in os.listdir(place)}
         except OSError:
             continue  # a zip file, say
-    return sorted(name for name in foreign if name.partition(".")[0] in known - {"hpc_parallel"})
+    known -= {"hpc_parallel"}
+    return sorted(name for name in foreign if name.partition(".")[0] in known or name.endswith(_SCANNED))
 
 
 def _is_own(status: os.stat_result) -> bool:
@@ -57,6 +63,6 @@ def _is_own(status: os.stat_result) -> bool:
 
 def _is_module(entry: os.DirEntry[str]) -> bool:
     """A folder counts with its __init__ alone: without one, an installed module comes first."""
-    if entry.name.endswith(_ENDINGS):
+    if entry.name.endswith((*_ENDINGS, *_SCANNED)):
         return True
     return any(os.path.exists(os.path.join(entry.path, f"__init__{ending}")) for ending in _ENDINGS)

@@ -181,6 +181,10 @@ class ScriptLauncher:
 
     def launch(self, run: PreparedRun) -> int:
         run.write()
+        return self.write_script(run)
+
+    def write_script(self, run: PreparedRun) -> int:
+        """Into the run folder, which is there."""
         run.folder.slurm.mkdir(mode=0o700, exist_ok=run.resumes)
         write_text(run.folder.batch_script, render(run))
         write_text(run.folder.resubmission, render(run))

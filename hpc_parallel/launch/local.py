@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.safe_write import open_append
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -86,7 +87,7 @@ class Agent:
     ) -> None:
         self._folder = folder
         self._log = folder.logs / "agent.err"
-        with self._log.open("ab") as output:
+        with os.fdopen(open_append(self._log), "ab") as output:
             # A session of its own: the terminal's Ctrl-C reaches this process alone.
             self._process = subprocess.Popen(
                 [*_command(folder, agent), "--parent", str(os.getpid())],

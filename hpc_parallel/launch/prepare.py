@@ -24,6 +24,7 @@ from hpc_parallel.launch.names import RUNS
 from hpc_parallel.launch.origin import State, origin
 from hpc_parallel.launch.run_folder import RunFolder, new_run_id
 from hpc_parallel.launch.snapshot import Snapshot, plan_snapshot
+from hpc_parallel.launch.trust import require_trusted
 from hpc_parallel.record.safe_write import write_json, write_text
 
 # libyaml's where PyYAML was built with it: the same text in a quarter of the time.
@@ -96,6 +97,13 @@ class PreparedRun:
             raise ConfigError([Problem(key, self.folder.path, rule)]) from error
         except owner.OwnedError as error:
             raise ConfigError([Problem(key, self.folder.path, str(error))]) from error
+        try:
+            require_trusted(self.folder.path, key=key, shared_folder=self.config.launcher.shared_folder)
+        except ConfigError:
+            owner.release(self.folder)
+            if not self.resumes:
+                self.take_back()
+            raise
         if self.resumes:
             self.folder.set_aside()
             attempts.resumed_by_hand(self.folder)

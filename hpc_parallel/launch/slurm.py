@@ -8,13 +8,11 @@ import shlex
 import subprocess
 import time
 from contextlib import redirect_stderr
-from pathlib import Path
 from typing import Any
 
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor
 
-from hpc_parallel.config.problems import ConfigError, spell
 from hpc_parallel.launch import owner
 from hpc_parallel.launch.batch_script import (
     environment_block,
@@ -27,7 +25,6 @@ from hpc_parallel.launch.job_state import job_state
 from hpc_parallel.launch.launchers import SiteRefusedError
 from hpc_parallel.launch.names import command_on
 from hpc_parallel.launch.prepare import PreparedRun
-from hpc_parallel.launch.trust import UntrustedError, require_private
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.worker import supervise
 
@@ -60,7 +57,7 @@ class SlurmLauncher:
         run.write()
         try:
             job_id = submit(run)
-        except (SiteRefusedError, ConfigError):
+        except SiteRefusedError:
             run.take_back()
             raise
         path = run.folder.path
@@ -95,11 +92,7 @@ def executor(run: PreparedRun) -> Executor:
 
 
 def submit(run: PreparedRun) -> str:
-    """Hand the run to Slurm; returns the job id. Raises SiteRefusedError with Slurm's words.
-
-    Raises ConfigError where others could replace what the job unpickles: they would run as this user.
-    """
-    require_trusted(run)
+    """Hand the run to Slurm; returns the job id. Raises SiteRefusedError with Slurm's words."""
     run.folder.slurm.mkdir(mode=0o700, exist_ok=run.resumes)
     submitter = executor(run)
     try:
@@ -122,20 +115,6 @@ def submit(run: PreparedRun) -> str:
     write_text(run.folder.resubmission, render(run))
     write_text(run.folder.batch_script, job.paths.submission_file.read_text(encoding="utf-8"))
     return str(job.job_id)
-
-
-def require_trusted(run: PreparedRun, *more: Path) -> None:
-    """Raises ConfigError where others could put their own into the run folder, or into `more`."""
-    if run.config.launcher.shared_folder:
-        return
-    for folder in (run.folder.path, *more):
-        try:
-            require_private(folder)
-        except UntrustedError as error:
-            raise ConfigError([
-                f"run_dir = {spell(str(folder))} would hold what the job unpickles, and others "
-                f"could replace it: {error} If you trust them: launcher.shared_folder=true"
-            ]) from error  # fmt: skip
 
 
 def doubted(script: str) -> str | None:

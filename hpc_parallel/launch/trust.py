@@ -9,6 +9,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from hpc_parallel.config.problems import ConfigError, spell
+
 _MOST_LINKS = 40  # as the kernel follows (path_resolution(7))
 
 
@@ -45,6 +47,22 @@ def require_private(path: Path, *, parents: bool = True) -> None:
                 f"{place} (mode {stat.S_IMODE(status.st_mode):04o}) can be written by {who}. Try: {mend}"
             )
         closed = closed or (stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o011)
+
+
+def require_trusted(folder: Path, *, key: str, shared_folder: bool) -> None:
+    """Refuse to run from `folder` if others could replace what is in it, unless the user trusts them.
+
+    key: what named the folder. Raises ConfigError.
+    """
+    if shared_folder:
+        return
+    try:
+        require_private(folder)
+    except UntrustedError as error:
+        raise ConfigError([
+            f"{key} = {spell(str(folder))} would hold what the run executes, and others could replace it: "
+            f"{error} If you trust them: launcher.shared_folder=true"
+        ]) from error  # fmt: skip
 
 
 def owner_name(path: Path) -> str | None:

@@ -9,15 +9,17 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from hpc_parallel.config.problems import ConfigError, Problem
+from hpc_parallel.launch.batch_script import ScriptLauncher
 from hpc_parallel.launch.job_state import job_states
 from hpc_parallel.launch.launchers import Launcher, choose
 from hpc_parallel.launch.names import command_on
 from hpc_parallel.launch.sweep_folder import create, write_sweep
+from hpc_parallel.launch.trust import require_trusted
 from hpc_parallel.sweep import table
 from hpc_parallel.sweep.earlier import to_go_on
 from hpc_parallel.sweep.hold import held, release
 from hpc_parallel.sweep.plan import SweepPlan, folder_problems
-from hpc_parallel.sweep.write import take_back, write_runs
+from hpc_parallel.sweep.write import write_runs
 
 DONE, FAILED, _, REFUSED = range(4)
 
@@ -39,13 +41,11 @@ def start(plan: SweepPlan) -> int:
         raise ConfigError(problems)
     count = len(plan.runs)
     print(f"sweep of {count} run{'s' * (count > 1)}; {choice}", flush=True)
-    if kind == "script":
-        return write_scripts(plan, launcher)
     if plan.earlier is None:
         open_folder(plan.folder)
     with nullcontext() if plan.earlier is not None else held(plan.folder, key="hydra.sweep.dir"):
         try:
-            write(plan, require_trust=kind == "slurm")
+            write(plan)
         except ConfigError:
             if plan.earlier is None:
                 release(plan.folder)
@@ -56,23 +56,17 @@ def start(plan: SweepPlan) -> int:
             from hpc_parallel.sweep.local import run_all
 
             return run_all(plan)
-        return submit(plan)
+        return write_scripts(plan) if kind == "script" else submit(plan)
 
 
-def write(plan: SweepPlan, *, require_trust: bool) -> None:
-    """Every run folder and the manifest. Raises ConfigError where one can't be made, or where others could
-    replace what its job runs; then none is left."""
-    runs = [planned.run for planned in plan.runs]
-    write_runs(runs)
-    if require_trust:
-        from hpc_parallel.launch.slurm import require_trusted
+def write(plan: SweepPlan) -> None:
+    """Every run folder and the manifest.
 
-        try:
-            for run in runs:
-                require_trusted(run, plan.folder)
-        except ConfigError:
-            take_back(runs)
-            raise
+    Raises ConfigError if one can't be made, or if others could replace what runs; then none is left.
+    """
+    shared_folder = plan.runs[0].run.config.launcher.shared_folder
+    require_trusted(plan.folder, key="hydra.sweep.dir", shared_folder=shared_folder)
+    write_runs([planned.run for planned in plan.runs])
     write_sweep(plan.folder, plan.manifest({}))
 
 
@@ -109,14 +103,12 @@ def submit(plan: SweepPlan) -> int:
     return follow_jobs(plan, jobs)
 
 
-def write_scripts(plan: SweepPlan, launcher: Launcher) -> int:
+def write_scripts(plan: SweepPlan) -> int:
     """A batch script a run, to be submitted by hand."""
-    if plan.earlier is None:
-        open_folder(plan.folder)
-    write_sweep(plan.folder, plan.manifest({}))
-    codes = [launcher.launch(planned.run) for planned in plan.runs]
+    for planned in plan.runs:
+        ScriptLauncher().write_script(planned.run)
     print(f"sweep folder  {plan.folder}")
-    return max(codes)
+    return DONE
 
 
 def preview(plan: SweepPlan, *, kind: str, launcher: Launcher) -> int:

@@ -44,12 +44,14 @@ def test_another_users_yaml_is_not_imported(shared: Path, module: str, mode: int
 
 
 @needs_root
-def test_only_modules_that_hide_others_count(shared: Path) -> None:
+def test_only_what_would_be_imported_counts(shared: Path) -> None:
     import_path = [os.path.dirname(os.path.dirname(pytest.__file__))]
     shared.chmod(0o777)
     for name in ("yaml.py", "mine.py", "json.so", "pytest.txt", "hpc_parallel.py"):
         (shared / name).touch()
+    for name in ("hydra_plugins", "evil-1.0.dist-info", "numpy", "notes"):
+        (shared / name).mkdir()  # numpy: without __init__ the installed one comes first
     assert shadowed(str(shared), import_path) == []  # this user's own
     give(shared, ATTACKER)
-    assert shadowed(str(shared), import_path) == ["json.so", "yaml.py"]
+    assert shadowed(str(shared), import_path) == ["evil-1.0.dist-info", "hydra_plugins", "json.so", "yaml.py"]
     assert shadowed(str(shared / "none"), import_path) == []

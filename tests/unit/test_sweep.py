@@ -194,7 +194,7 @@ def test_where_one_run_cannot_be_none_is_left(
     def distrust(path: Path) -> None:
         raise UntrustedError(f"{path} can be written by anyone.")
 
-    monkeypatch.setattr("hpc_parallel.launch.slurm.require_private", distrust)
+    monkeypatch.setattr("hpc_parallel.launch.trust.require_private", distrust)
     (here / "2").rmdir()
     assert main(words) == 2
     assert "can be written by anyone" in capsys.readouterr().err

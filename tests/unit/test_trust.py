@@ -149,6 +149,32 @@ def test_slurm_gets_no_payload_that_others_could_replace(
     assert (tmp_path / "asked").exists()
 
 
+@pytest.mark.parametrize("words", [[], ["-m", "seed=1,2", "hydra.sweep.dir=mine"]])
+@pytest.mark.parametrize("launcher", ["local", "script"])
+def test_every_launcher_refuses_a_folder_that_others_could_replace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    launcher: str, words: list[str],
+) -> None:  # fmt: skip
+    """A folder beside the printed path could be put in its place before sbatch or Python reads it."""
+    from hpc_parallel.run import main
+
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.chdir(shared)
+    monkeypatch.setattr("sys.argv", ["run"])
+    assert main([*words, f"launcher={launcher}", "launcher.snapshot=false"]) == 2
+    printed = capsys.readouterr()
+    assert f"{shared} (mode 0777) can be written by anyone. Try: chmod go-w {shared}" in printed.err
+    assert "If you trust them: launcher.shared_folder=true" in printed.err
+    assert "sbatch" not in printed.out
+    assert not [path for path in shared.rglob("*") if path.is_file()]
+    if launcher == "script":
+        assert (
+            main([*words, "launcher=script", "launcher.shared_folder=true", "launcher.snapshot=false"]) == 0
+        )
+
+
 def test_folders_that_a_run_makes_are_not_for_the_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
