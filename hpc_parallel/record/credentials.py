@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
 from pathlib import PurePath
 from typing import Any
@@ -56,6 +56,19 @@ def without_credentials(value: Any) -> Any:
     if isinstance(value, list):
         return [without_credentials(item) for item in value]
     return None if _is_credential(value) else value
+
+
+def without_secret_values(overrides: Iterable[str]) -> list[str]:
+    """Overrides for a page that others read: `launcher.setup=...` in place of what may hold a credential."""
+    shown = []
+    for word in overrides:
+        key, _, value = word.partition("=")
+        parts = key.lstrip("+~").split(".")
+        is_private = parts[:2] in (["launcher", "setup"], ["cluster", "environment"])
+        if is_private or any(_KEY.search(part) for part in parts) or _is_credential(value):
+            word = f"{key}=..."
+        shown.append(word)
+    return shown
 
 
 def _is_credential(value: Any) -> bool:

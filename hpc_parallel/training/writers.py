@@ -56,7 +56,8 @@ class WandbWriter:
     def __init__(self, folder: RunFolder, *, config: dict[str, Any]) -> None:
         import wandb
 
-        self._run = wandb.init(dir=folder.path, name=folder.path.name, config=config)
+        settings = wandb.Settings(disable_git=True)  # or it would send the whole uncommitted diff
+        self._run = wandb.init(dir=folder.path, name=folder.path.name, config=config, settings=settings)
 
     def write(self, line: dict[str, Any]) -> None:
         self._run.log({k: v for k, v in line.items() if isinstance(v, int | float)}, step=line["step"])

@@ -169,11 +169,17 @@ def fresh_workers(tmp_path: Path) -> Iterator[Workers]:
 
 
 def test_wandb_runs_offline(fresh_workers: Workers) -> None:
-    """The real library, without a network: its run file is there."""
+    """The real library, without a network: its run file has the figures and no credentials."""
     offline = {"WANDB_MODE": "offline"}
-    trained = fresh_workers.train("strategy=single", *SMALL, "training.wandb=true", variables=offline)
+    secret = ["launcher.setup=['export KEY=hunter2']", "+cluster.environment.KEY=hunter2"]
+    trained = fresh_workers.train(
+        "strategy=single", *SMALL, *secret, "training.wandb=true", variables=offline
+    )
     (file,) = trained.folder.glob("wandb/offline-run-*/*.wandb")
-    assert b"validation_loss" in file.read_bytes()
+    content = file.read_bytes()
+    assert b"validation_loss" in content
+    assert b"global_batch_size" in content  # the configuration's public part
+    assert b"hunter2" not in content
 
 
 def test_writers_that_are_off_import_nothing(fresh_workers: Workers) -> None:

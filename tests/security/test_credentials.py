@@ -11,7 +11,7 @@ import pytest
 from hpc_parallel.launch.origin import origin, source_state
 from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.launch.snapshot import plan_snapshot
-from hpc_parallel.record.credentials import is_credential_file, public_part
+from hpc_parallel.record.credentials import is_credential_file, public_part, without_secret_values
 from tests.unit.test_snapshot import copied, git
 
 SECRET_FILES = [".env", "creds.txt", "deploy/.env.production", "id_ed25519", "sub/Server.PEM", ".ssh/config",
@@ -96,6 +96,15 @@ def test_what_leaves_the_run_folder_is_model_data_training_and_strategy() -> Non
         "training": {"steps": 5},
         "strategy": {"name": "data"},
     }
+
+
+def test_a_page_shows_overrides_without_their_secrets() -> None:
+    words = ["nodes=2", "launcher.setup=[export KEY=hunter2]", "+cluster.environment.KEY=hunter2",
+             "data.token=hunter2", "data.path=s3://me:hunter2@host/x", "launcher=slurm", "-m"]  # fmt: skip
+    assert without_secret_values(words) == [
+        "nodes=2", "launcher.setup=...", "+cluster.environment.KEY=...", "data.token=...", "data.path=...",
+        "launcher=slurm", "-m",
+    ]  # fmt: skip
 
 
 def test_a_repository_without_a_commit_has_no_state(tmp_path: Path) -> None:
