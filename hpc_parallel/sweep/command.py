@@ -19,7 +19,7 @@ from hpc_parallel.sweep import table
 from hpc_parallel.sweep.earlier import to_go_on
 from hpc_parallel.sweep.hold import held, release
 from hpc_parallel.sweep.plan import SweepPlan, folder_problems
-from hpc_parallel.sweep.write import write_runs
+from hpc_parallel.sweep.write import take_back, write_runs
 
 DONE, FAILED, _, REFUSED = range(4)
 
@@ -46,7 +46,7 @@ def start(plan: SweepPlan) -> int:
     with nullcontext() if plan.earlier is not None else held(plan.folder, key="hydra.sweep.dir"):
         try:
             write(plan)
-        except ConfigError:
+        except (ConfigError, KeyboardInterrupt):
             if plan.earlier is None:
                 release(plan.folder)
                 with suppress(OSError):  # it was there before, and holds something
@@ -66,8 +66,14 @@ def write(plan: SweepPlan) -> None:
     """
     shared_folder = plan.runs[0].run.config.launcher.shared_folder
     require_trusted(plan.folder, key="hydra.sweep.dir", shared_folder=shared_folder)
-    write_runs([planned.run for planned in plan.runs])
-    write_sweep(plan.folder, plan.manifest({}))
+    runs = [planned.run for planned in plan.runs]
+    write_runs(runs)
+    try:
+        write_sweep(plan.folder, plan.manifest({}))
+    except OSError as error:
+        take_back(runs)
+        rule = f"can't be written: {error.strerror or error}"
+        raise ConfigError([Problem("hydra.sweep.dir", plan.folder, rule)]) from error
 
 
 def open_folder(folder: Path) -> None:

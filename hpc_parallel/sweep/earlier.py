@@ -13,10 +13,11 @@ from hpc_parallel.config.problems import ConfigError, Problem, nearest, quoted
 from hpc_parallel.launch.checkpoints import complete
 from hpc_parallel.launch.names import RUNS
 from hpc_parallel.launch.recorded import read_run
+from hpc_parallel.launch.recorded_start import SHARED_FOLDER, grants_trust, key_of
 from hpc_parallel.launch.resume import value_of
 from hpc_parallel.launch.run_folder import RunFolder, is_run_folder
 from hpc_parallel.launch.sweep_folder import MANIFEST, Sweep, SweepRun, is_sweep_folder, read_sweep
-from hpc_parallel.launch.trust import UntrustedError, require_private
+from hpc_parallel.launch.trust import UntrustedError, owner_name, require_private, unreadable
 from hpc_parallel.operate.state import State as RunState
 from hpc_parallel.operate.state import states
 
@@ -98,6 +99,8 @@ def read_earlier(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     if value is None:
         return None, others
     folder = Path(str(value)).expanduser().absolute()
+    if (reason := unreadable(folder)) is not None:
+        raise ConfigError([f"sweep.resume = {folder}: {reason}"])
     if not is_sweep_folder(folder):
         known = {path.name: path for place in (RUNS / "sweeps", folder.parent) for path in place.glob("*")
                  if is_sweep_folder(path)}  # fmt: skip
@@ -107,16 +110,25 @@ def read_earlier(words: Sequence[str]) -> tuple[Path | None, list[str]]:
             [Problem("sweep.resume", folder, f"is not a sweep folder (no {MANIFEST})", legal or (None,))]
         )
     try:
-        require_private(folder)  # its words are about to be obeyed
+        require_own(folder)  # its words are about to be obeyed
+        if not grants_trust(others, value_of):
+            require_private(folder)
         sweep = read_sweep(folder)
     except UntrustedError as error:
         raise ConfigError([f"sweep.resume = {folder} is not to be trusted: {error}"]) from error
     except ValueError as error:
         raise ConfigError([f"sweep.resume: {error}"]) from error
     (flags, before), (more_flags, more) = _parted(sweep.command), _parted(others)
-    before = [word for word in before if word not in more]
+    before = [word for word in before if word not in more and key_of(word) != SHARED_FOLDER]
     flags = [flag for flag in flags if flag not in _MULTIRUN or flag not in more_flags]
     return folder, [*flags, *more_flags, *before, *more]
+
+
+def require_own(folder: Path) -> None:
+    """Raises UntrustedError if another user made the sweep: a trusted folder may hold what others wrote."""
+    for place in (folder, folder / MANIFEST):
+        if (owner := owner_name(place)) is not None:
+            raise UntrustedError(f"{place} belongs to {owner}. Start a sweep of your own.")
 
 
 def to_go_on(folder: Path) -> str:

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TypeVar
 
-from hpc_parallel.config.problems import ConfigError
 from hpc_parallel.launch.origin import source_state
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.launch.snapshot import Snapshot
@@ -37,7 +36,7 @@ def write_runs(runs: Sequence[PreparedRun]) -> None:
         for run in first.values():
             write(run)
         each_of(write, (run for run in runs if not any(run is one for one in first.values())))
-    except ConfigError:
+    except BaseException:  # Ctrl-C too
         take_back(written)
         raise
 

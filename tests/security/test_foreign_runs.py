@@ -161,3 +161,19 @@ def test_rerun_and_weights_take_nothing_of_others(
     assert main([f"weights={folder.path}", "launcher=local"]) == 2
     assert f"belongs to user {ATTACKER}" in capsys.readouterr().err
     assert not canary.exists()
+
+
+def test_a_sweep_of_others_is_not_gone_on_with(
+    shared: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = here / "theirs"
+    sweep.mkdir()
+    write_json(sweep / "sweep.json", {
+        "command": ["-m", "seed=1,2", "launcher.setup=[touch stolen]", "launcher.shared_folder=true"],
+        "started": "2026-01-01T00:00:00Z", "parallelism": None, "runs": [], "skipped": [],
+    })  # fmt: skip
+    assert main(["-m", f"sweep.resume={sweep}", "launcher=script", "dry_run=true"]) == 0
+    give(sweep, ATTACKER)
+    for granted in ([], ["launcher.shared_folder=true"]):
+        assert main(["-m", f"sweep.resume={sweep}", "launcher=script", "dry_run=true", *granted]) == 2
+        assert f"{sweep} belongs to user {ATTACKER}" in capsys.readouterr().err
