@@ -70,9 +70,8 @@ def listening_address(environment: Mapping[str, str], *, world: World, suffix: s
     """
     own = _reachable_addresses()
     for name, prefixes in (("GLOO_SOCKET_IFNAME", False), ("NCCL_SOCKET_IFNAME", True)):
-        for interface, addresses in own.items():
-            if _selects(environment.get(name, ""), interface, prefixes=prefixes):
-                return addresses[0]
+        for interface in _selected(environment.get(name, ""), own, prefixes=prefixes):
+            return own[interface][0]
     every = [address for addresses in own.values() for address in addresses]
     named = next((address for address in _resolve(world.host + suffix) if address in every), None)
     other = next((host for host in world.hosts if host != world.host), None)
@@ -192,13 +191,18 @@ def _is_local(address: str) -> bool:
     return parsed.is_loopback or parsed.is_link_local
 
 
-def _selects(setting: str, interface: str, *, prefixes: bool) -> bool:
-    """Whether `ib0,ib1` (gloo), `ib` or `=ib0` (NCCL) names this interface; `^lo` only rules some out."""
+def _selected(setting: str, interfaces: Iterable[str], *, prefixes: bool) -> list[str]:
+    """The interfaces that `ib0,eth0` (gloo), `ib` or `=ib0` (NCCL) names; `^lo` only rules some out."""
     if setting.startswith("^"):
-        return False
+        return []
     exact = not prefixes or setting.startswith("=")
-    names = filter(None, setting.removeprefix("=").split(","))
-    return any(interface == name if exact else interface.startswith(name) for name in names)
+    names = list(filter(None, setting.removeprefix("=").split(",")))
+    return [
+        interface
+        for name in names
+        for interface in interfaces
+        if (interface == name if exact else interface.startswith(name))
+    ]
 
 
 def _resolve(host: str) -> list[str]:

@@ -40,6 +40,8 @@ NAMED = 8  # missing ranks in one message
 
 _OPEN, _VERDICT, _HEARD = "start/open", "start/verdict", "start/heard"
 
+_KEPT: list[SignedStore] = []  # process groups hold the C++ half alone, which calls the Python half
+
 
 class StartError(RuntimeError):
     """The ranks could not all meet; the message says which and where, and what to look at."""
@@ -48,12 +50,14 @@ class StartError(RuntimeError):
 def meet(folder: RunFolder, *, world: World, cluster: ClusterConfig, device: str = "cpu") -> SignedStore:
     """A store that all ranks of this start share, once every rank has arrived with the same kind of device.
 
-    Keep it as long as the process lives: rank 0's is also the server. Its own keys begin with
+    It is kept as long as the process lives: rank 0's is also the server. Its own keys begin with
     `start/`; use a PrefixStore. Raises StartError at the latest `cluster.start_timeout_s` seconds
     (and GRACE_S) from now.
     """
     start = _Start(folder, world=world, cluster=cluster, device=device)
-    return start.host() if world.rank == 0 else start.join()
+    store = start.host() if world.rank == 0 else start.join()
+    _KEPT.append(store)
+    return store
 
 
 def hosts(store: SignedStore) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ import pytest
 from hpc_parallel.worker import fabric
 from hpc_parallel.worker.world import World
 
-
 V2 = {"GLOO_ENABLE_STORE_V2_API": "1"}
 
 
