@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed import HashStore, PrefixStore, TCPStore, distributed_c10d
 
 from hpc_parallel.config.schema import ClusterConfig
@@ -479,6 +480,26 @@ def test_no_object_collective_opens_a_foreign_pickle(tmp_path: Path) -> None:
 
     outcome, _ = in_processes(rank(0), rank(1))()
     assert outcome == ["ForeignObjectError"] * len(collectives)
+
+
+@pytest.mark.parametrize("save", [dcp.save, dcp.async_save], ids=["save", "async_save"])
+def test_no_checkpoint_opens_a_foreign_plan(tmp_path: Path, save: Callable[..., Any]) -> None:
+    """torch.distributed.checkpoint sends its plans as pickles, for an asynchronous save in another thread."""
+
+    def rank(number: int) -> Callable[[], str]:
+        def job() -> str:
+            dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=number, world_size=2)
+            require_signatures(bytes([number]) * 32)
+            state = {f"weight-{number}": torch.ones(2)}
+            try:
+                pending = save(state, checkpoint_id=tmp_path / "step-1")
+                return str(pending.result() if save is dcp.async_save else pending)
+            except BaseException as error:  # DCP's own is no Exception
+                return f"{type(error).__name__}: {error}"
+
+        return job
+
+    assert "another process sent an object in place of a rank" in in_processes(rank(0), rank(1))()[0]
 
 
 def test_signed_objects_pass(signed: None) -> None:
