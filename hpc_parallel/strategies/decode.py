@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_parallel.strategies import cache
+from hpc_parallel.strategies import cache, exchange
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.strategies.mesh import axis_of, joint
 
@@ -55,8 +54,8 @@ class Decoder:
         """To the next stage; the first time with what it can't know of `x`."""
         group, to = self._neighbour(+1)
         if not self._told:
-            made = tuple(x.shape[2:]), x.dtype
-            dist.send_object_list([made], group=group, group_dst=to, device=self._device)
+            made = list(x.shape[2:]), str(x.dtype).removeprefix("torch.")
+            exchange.send(made, to=to, group=group, device=self._device)
             self._told = True
         dist.send(x, group=group, group_dst=to)
 
@@ -64,10 +63,8 @@ class Decoder:
         """What the stage before makes of tokens of `shape`: [batch, seq, ...]."""
         group, source = self._neighbour(-1)
         if self._taken is None:
-            told: list[Any] = [None]
-            dist.recv_object_list(told, group=group, group_src=source, device=self._device)
-            self._taken = told[0]
-        assert self._taken is not None
+            size, name = exchange.receive(source=source, group=group, device=self._device)
+            self._taken = tuple(size), getattr(torch, name)
         size, dtype = self._taken
         x = torch.empty(*shape, *size, dtype=dtype, device=self._device)
         dist.recv(x, group=group, group_src=source)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.mesh import axis_of
 from hpc_parallel.training.collectives import NAMES, Traffic
 from hpc_parallel.training.metrics import Metrics, finite, gathered
@@ -145,9 +146,7 @@ class Measurement:
                 "chunks": [[start / 1e9, end / 1e9, *what] for start, end, *what in last.chunks],
                 "waiting": [[start / 1e9, end / 1e9] for start, end in last.waiting],
             }
-        everywhere: list[dict[str, Any] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, mine)
-        ranks = [found for found in everywhere if found is not None]
+        ranks = [found for found in exchange.all_gather(mine) if found is not None]
         return {"columns": CHUNK_COLUMNS, "ranks": ranks} if ranks else None
 
     def _schedules(self) -> list[Interval | None]:

@@ -7,6 +7,7 @@ A loss that is not finite makes its gradients so (strategies/finite_loss.py). No
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+
+from hpc_parallel.strategies import exchange
 
 LOOK_EVERY = 100  # steps after which the host asks, if no logged line has been due
 
@@ -107,13 +110,11 @@ class Guard:
         bad = {names[index] for index in (~self._norms.isfinite()).nonzero().flatten().tolist()}
         broken = {name for name, weight in self._parameters.items() if not _is_finite(weight)}
         here = {
-            "loss": self._loss.item(), "gradient": min(bad, key=order, default=None),
+            "loss": str(self._loss.item()),  # JSON has no NaN
+            "gradient": min(bad, key=order, default=None),
             "weight": min(broken, key=order, default=None),
         }  # fmt: skip
-        everywhere: list[Any] = [here]
-        if dist.is_initialized():
-            everywhere = [None] * dist.get_world_size()
-            dist.all_gather_object(everywhere, here)
+        everywhere = exchange.all_gather(here) if dist.is_initialized() else [here]
         rank, message, parameter = blame(everywhere, step=step)
         if rank == (dist.get_rank() if dist.is_initialized() else 0):
             raise NonFiniteError(message, step=step, parameter=parameter)
@@ -128,7 +129,7 @@ def blame(found: Sequence[Mapping[str, Any]], *, step: int) -> tuple[int, str, s
     """
     for what, words in (("weight", "the weight"), ("gradient", "the gradient of")):
         named = [(order(rank[what]), place) for place, rank in enumerate(found) if rank[what] is not None]
-        losses = [place for place, rank in enumerate(found) if not torch.tensor(rank["loss"]).isfinite()]
+        losses = [place for place, rank in enumerate(found) if not math.isfinite(float(rank["loss"]))]
         first = min(named, default=None)
         name = None if first is None else found[first[1]][what]
         if what == "gradient" and losses:

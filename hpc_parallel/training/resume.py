@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hpc_parallel.config.problems import ConfigError
 from hpc_parallel.launch import checkpoints
 from hpc_parallel.launch.checkpoints import Checkpoint
+from hpc_parallel.strategies import exchange
 from hpc_parallel.training.checkpoint import State, random_names, random_state, read, set_random_state
 
 
@@ -21,14 +22,12 @@ def newest_sound(folder: Path, *, group: dist.ProcessGroup | None) -> tuple[Chec
     Of each damaged one a warning that names it and what it costs, told on the first rank's stderr too.
     """
     rank = dist.get_rank()
-    here: list[list[Checkpoint]] = [checkpoints.complete(folder) if rank == 0 else []]
-    dist.broadcast_object_list(here, src=0, group=group)
+    names = [(each.path.name, each.step) for each in checkpoints.complete(folder)] if rank == 0 else []
+    found = [Checkpoint(folder / name, step) for name, step in exchange.broadcast(names, group=group)]
     warnings: list[str] = []
-    for checkpoint, older in zip_longest(here[0], here[0][1:]):
+    for checkpoint, older in zip_longest(found, found[1:]):
         damage = checkpoint.damage(part=rank, parts=dist.get_world_size())
-        found: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, damage, group=group)
-        words = next((each for each in found if each), None)
+        words = next((each for each in exchange.all_gather(damage, group=group) if each), None)
         if words is None:
             return checkpoint, warnings
         before = older.step if older else 0

@@ -22,6 +22,7 @@ from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.launch.trust import require_private
 from hpc_parallel.launch.weights import read_header
 from hpc_parallel.models.layered import own_slice
+from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.training.checkpoint import State, state_of
 from hpc_parallel.training.resume import newest_sound
@@ -120,9 +121,8 @@ def require_fit(state: State, found: Shapes, *, aliases: Iterable[str], path: Pa
 
     Raises ConfigError on all ranks with all that differs.
     """
-    parts: list[dict[str, tuple[int, ...]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(parts, {name: tuple(tensor.shape) for name, tensor in state.items()})
-    wanted = {name: shape for part in parts for name, shape in part.items()}
+    parts = exchange.all_gather({name: list(tensor.shape) for name, tensor in state.items()})
+    wanted = {name: tuple(shape) for part in parts for name, shape in part.items()}
     missing = [name for name in wanted if name not in found]
     unknown = sorted(found.keys() - wanted.keys() - set(aliases))
     other = [

@@ -37,31 +37,57 @@ def recorded(environment: Mapping[str, str], *, also: Iterable[str] = ()) -> dic
     return {name: environment[name] for name in names}
 
 
-def set_gloo_interface(
+def set_sockets(
     environment: MutableMapping[str, str], *, world: World, hosts: Iterable[str], suffix: str = ""
 ) -> str | None:
-    """Set GLOO_SOCKET_IFNAME where it is unset to the interface that reaches the run's other hosts.
+    """Set what is unset of the variables that say where gloo and NCCL listen, before the first group.
 
-    Gloo takes the address of this host's own name, which on Debian is 127.0.1.1 and elsewhere may be
-    a management network: other hosts can't connect to it. hosts: names of the run's hosts
-    (`World.hosts` or `rendezvous.hosts`); suffix: `cluster.master_suffix`. Returns the effective
-    value; None where none was found and gloo keeps its own choice. NCCL is left alone: it looks
-    at all interfaces itself.
+    On one machine both stay on loopback. Else GLOO_SOCKET_IFNAME becomes the interface that reaches the
+    run's other hosts: gloo takes the address of this host's own name, which on Debian is 127.0.1.1 and
+    elsewhere may be a management network. NCCL then looks at all interfaces itself. hosts: names of the
+    run's hosts (`World.hosts` or `rendezvous.hosts`); suffix: `cluster.master_suffix`. Returns gloo's
+    interface; None if none was found and gloo keeps its own choice.
     """
-    if "GLOO_SOCKET_IFNAME" not in environment:
-        interface = _interface_of("127.0.0.1") if world.one_machine else None
-        for host in dict.fromkeys(hosts):  # many ranks, few hosts
-            if interface is not None:
-                break
-            if host != world.host:
-                interface = interface_towards(host + suffix)
+    environment.setdefault("GLOO_ENABLE_STORE_V2_API", "1")  # all addresses by one read of the store
+    loopback = _interface_of("127.0.0.1") if world.one_machine else None
+    if loopback is not None:
+        environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        environment.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    elif "GLOO_SOCKET_IFNAME" not in environment:
+        others = dict.fromkeys(host for host in hosts if host != world.host)  # many ranks, few hosts
+        towards = (interface_towards(host + suffix) for host in others)
+        interface = next((interface for interface in towards if interface is not None), None)
         if interface is not None:
             environment["GLOO_SOCKET_IFNAME"] = interface
     return environment.get("GLOO_SOCKET_IFNAME")
 
 
+def listening_address(environment: Mapping[str, str], *, world: World, suffix: str = "") -> str | None:
+    """The address of this host by which the run's other hosts reach it; None if nothing tells it.
+
+    It is that of the interface that gloo's or NCCL's variable names, else what this host's own name with
+    `cluster.master_suffix` resolves to, else that of the interface that leads to another host.
+    """
+    own = _reachable_addresses()
+    for name, prefixes in (("GLOO_SOCKET_IFNAME", False), ("NCCL_SOCKET_IFNAME", True)):
+        for interface in _selected(environment.get(name, ""), own, prefixes=prefixes):
+            return own[interface][0]
+    every = [address for addresses in own.values() for address in addresses]
+    named = next((address for address in _resolve(world.host + suffix) if address in every), None)
+    other = next((host for host in world.hosts if host != world.host), None)
+    if named is not None or other is None:
+        return named
+    return address_towards(other + suffix)
+
+
 def interface_towards(host: str) -> str | None:
     """The interface by which this machine reaches `host`; None where there is no such name or way."""
+    address = address_towards(host)
+    return None if address is None else _interface_of(address)
+
+
+def address_towards(host: str) -> str | None:
+    """This machine's address when it speaks to `host`; None where there is no such name or way."""
     try:
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:
@@ -72,9 +98,9 @@ def interface_towards(host: str) -> str | None:
                 probe.connect(address)  # UDP: the kernel chooses a route, nothing is sent
             except OSError:
                 continue
-            own = probe.getsockname()[0]
+            own = str(probe.getsockname()[0])
         if not ipaddress.ip_address(own.partition("%")[0]).is_loopback:
-            return _interface_of(own)
+            return own
     return None
 
 
@@ -147,3 +173,41 @@ def _interface_of(address: str) -> str | None:
         if any(entry.address == address for entry in addresses):
             return interface
     return None
+
+
+def _reachable_addresses() -> dict[str, list[str]]:
+    """Of each interface that other hosts may reach, its addresses, those of IPv4 first."""
+    found: dict[str, list[str]] = {}
+    for interface, entries in psutil.net_if_addrs().items():
+        for family in (socket.AF_INET, socket.AF_INET6):
+            for entry in entries:
+                if entry.family == family and not _is_local(entry.address):
+                    found.setdefault(interface, []).append(entry.address)
+    return found
+
+
+def _is_local(address: str) -> bool:
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    return parsed.is_loopback or parsed.is_link_local
+
+
+def _selected(setting: str, interfaces: Iterable[str], *, prefixes: bool) -> list[str]:
+    """The interfaces that `ib0,eth0` (gloo), `ib` or `=ib0` (NCCL) names; `^lo` only rules some out."""
+    if setting.startswith("^"):
+        return []
+    exact = not prefixes or setting.startswith("=")
+    names = list(filter(None, setting.removeprefix("=").split(",")))
+    return [
+        interface
+        for name in names
+        for interface in interfaces
+        if (interface == name if exact else interface.startswith(name))
+    ]
+
+
+def _resolve(host: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [str(address[0]) for *_, address in found]

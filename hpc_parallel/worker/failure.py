@@ -59,8 +59,8 @@ _NO_SPACE = re.compile(
 _MESSAGE_CHARACTERS = 400
 _LOG_END_BYTES = 64 * 1024
 _BY_NAME = {
-    "StartError": START, "ConfigError": CONFIGURATION, "NonFiniteError": NONFINITE, "FollowerError": STOPPED,
-    "MemoryError": OUT_OF_MEMORY, "OutOfMemoryError": OUT_OF_MEMORY,
+    "StartError": START, "ForgedError": START, "ConfigError": CONFIGURATION, "NonFiniteError": NONFINITE,
+    "FollowerError": STOPPED, "MemoryError": OUT_OF_MEMORY, "OutOfMemoryError": OUT_OF_MEMORY,
 }  # fmt: skip
 # What another try, perhaps on other nodes, may get past; an error of the code or of a full disk comes again.
 MENDABLE = frozenset({KILLED, LOST_PEER, COLLECTIVE_TIMEOUT, NODE_LOST, START, HANG})

@@ -23,6 +23,7 @@ from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.models.layered import tensor_seed
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_text
+from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.decode import Decoder
 from hpc_parallel.training.metrics import gathered, peak_memory_bytes
 from hpc_parallel.training.weights import start_from
@@ -109,10 +110,8 @@ def continue_prompts(
         note=note,
     ).tolist()
     ends = (len(prompts[index]) for index in mine)
-    here = {i: row[end : end + task.new_tokens] for i, row, end in zip(mine, tokens, ends, strict=True)}
-    everywhere: list[dict[int, list[int]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everywhere, here)
-    found = {index: new for part in everywhere for index, new in part.items()}
+    here = [(i, row[end : end + task.new_tokens]) for i, row, end in zip(mine, tokens, ends, strict=True)]
+    found: dict[int, list[int]] = {i: new for part in exchange.all_gather(here) for i, new in part}
     as_bytes = reads_bytes(session.config.data)
     return [
         {

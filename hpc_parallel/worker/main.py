@@ -24,6 +24,7 @@ from hpc_parallel.launch.owner import hold_by_job
 from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.strategies import exchange
 from hpc_parallel.worker import fabric, failure, flight_recorder, stop
 from hpc_parallel.worker.environment import describe
 from hpc_parallel.worker.generation import generate
@@ -32,6 +33,7 @@ from hpc_parallel.worker.logs import redirect
 from hpc_parallel.worker.proof import prove
 from hpc_parallel.worker.rendezvous import hosts, meet
 from hpc_parallel.worker.session import read_config
+from hpc_parallel.worker.signed_objects import require_signatures
 from hpc_parallel.worker.train import train
 from hpc_parallel.worker.watchdog import watch
 from hpc_parallel.worker.world import World
@@ -116,8 +118,9 @@ def join(
 ) -> None:
     """Meet the other ranks and open the default process group; rank 0 completes `environment.json`."""
     store = meet(folder, world=world, cluster=config.cluster, device=str(device))
+    require_signatures(store.derived_secret("objects"))
     suffix = config.cluster.master_suffix
-    fabric.set_gloo_interface(os.environ, world=world, hosts=hosts(store), suffix=suffix)
+    fabric.set_sockets(os.environ, world=world, hosts=hosts(store), suffix=suffix)
     shared = fabric.shares_device(str(device), world=world, visible=torch.cuda.device_count())
     dist.init_process_group(
         fabric.backend(str(device), shared=shared),
@@ -131,8 +134,7 @@ def join(
     print(
         f"rank {world.rank} of {world.world_size} on {world.host} ({place['address']}), {device}", flush=True
     )
-    ranks: list[dict[str, str] | None] = [None] * world.world_size
-    dist.all_gather_object(ranks, place)
+    ranks = exchange.all_gather(place)
     if world.rank == 0:
         if world.launcher == "slurm" and (job := job_of(os.environ)) is not None:
             hold_by_job(folder, job)

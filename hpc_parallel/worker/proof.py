@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.training.checkpoint import statistics
 from hpc_parallel.worker.train import train
@@ -60,9 +61,8 @@ def write_once(folder: Path, kind: str, tensors: Mapping[str, NDArray[Any]]) -> 
     Copies that should be alike and are not are thus all there, and the comparison finds the wrong one.
     """
     contents = {(name, hashlib.sha256(array.tobytes()).hexdigest()) for name, array in tensors.items()}
-    everyone: list[set[tuple[str, str]]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(everyone, contents)
-    before: set[tuple[str, str]] = set().union(*everyone[: dist.get_rank()])
+    everyone = exchange.all_gather(sorted(contents))
+    before = {(name, digest) for rank in everyone[: dist.get_rank()] for name, digest in rank}
     own = {name: tensors[name] for name, _ in sorted(contents - before)}
     if own:
         np.savez(folder / f"{kind}-{dist.get_rank()}.npz", **own)  # type: ignore[arg-type]

@@ -1,8 +1,10 @@
 """How the ranks of one start find each other: rank 0 opens a store and publishes where it is.
 
 Rank 0 takes a port that the system gives it (nothing is guessed, so nothing collides), writes its
-address to `rendezvous/<attempt>.json`, and waits until every rank has announced itself. Whatever
-goes wrong, all ranks end with the same words, within the time-out and a few seconds.
+address and a new secret to `rendezvous/<attempt>.json`, and waits until every rank has announced itself.
+Only a process that can read this file, in a folder that is closed to other users, counts as a rank: every
+value in the store is signed with the secret. Whatever goes wrong, all ranks end with the same words, within
+the time-out and a few seconds.
 """
 
 from __future__ import annotations
@@ -11,18 +13,23 @@ import json
 import os
 import secrets
 import socket
+import stat
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from torch.distributed import DistError, Store, TCPStore
+from torch.distributed import DistError, TCPStore
 
 from hpc_parallel.config.schema import ClusterConfig
 from hpc_parallel.launch.run_folder import RunFolder
-from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.safe_read import DamagedError, parse_json, read_json
 from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.worker import fabric
+from hpc_parallel.worker.signed_store import SECRET_BYTES, ForgedError, SignedStore
 from hpc_parallel.worker.world import World
 
 LOOPBACK = "127.0.0.1"
@@ -31,27 +38,31 @@ PROBE_S = 5.0  # one attempt to connect, before the address is read again
 GRACE_S = 3.0  # beyond the time-out: rank 0's words come first
 NAMED = 8  # missing ranks in one message
 
-_VERDICT, _HEARD = "start/verdict", "start/heard"
+_OPEN, _VERDICT, _HEARD = "start/open", "start/verdict", "start/heard"
+
+_KEPT: list[SignedStore] = []  # process groups hold the C++ half alone, which calls the Python half
 
 
 class StartError(RuntimeError):
     """The ranks could not all meet; the message says which and where, and what to look at."""
 
 
-def meet(folder: RunFolder, *, world: World, cluster: ClusterConfig, device: str = "cpu") -> Store:
+def meet(folder: RunFolder, *, world: World, cluster: ClusterConfig, device: str = "cpu") -> SignedStore:
     """A store that all ranks of this start share, once every rank has arrived with the same kind of device.
 
-    Keep it as long as the process lives: rank 0's is also the server. Its own keys begin with
+    It is kept as long as the process lives: rank 0's is also the server. Its own keys begin with
     `start/`; use a PrefixStore. Raises StartError at the latest `cluster.start_timeout_s` seconds
     (and GRACE_S) from now.
     """
     start = _Start(folder, world=world, cluster=cluster, device=device)
-    return start.host() if world.rank == 0 else start.join()
+    store = start.host() if world.rank == 0 else start.join()
+    _KEPT.append(store)
+    return store
 
 
-def hosts(store: Store) -> tuple[str, ...]:
+def hosts(store: SignedStore) -> tuple[str, ...]:
     """The host of every rank, as the ranks themselves announced it, by rank."""
-    return tuple(json.loads(store.get(_VERDICT))["hosts"])
+    return tuple(_parsed(store.get(_VERDICT))["hosts"])
 
 
 class _Start:
@@ -65,68 +76,93 @@ class _Start:
         self.file = folder.rendezvous / f"{world.attempt}.json"
         self.arrivals = [_arrival(rank) for rank in range(world.world_size)]
 
-    def host(self) -> Store:
+    def host(self) -> SignedStore:
         self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             store = self._open()
-            self._announce(store)
-            if not self._until(lambda: store.check(self.arrivals), self.deadline):
-                self._give_up(store)
-            announcements = [json.loads(text) for text in store.multi_get(self.arrivals)]
-            self._require_one_kind(store, announcements)
+            try:
+                announcements = self._await_all(store)
+            except ForgedError as error:
+                self._end_all(store, str(error), others=self.world.world_size - 1)
         except StartError as error:
             write_json(self.file, {"error": str(error)})  # for those who come when this process is gone
             raise
         store.set(_VERDICT, json.dumps({"hosts": [announcement["host"] for announcement in announcements]}))
         return store
 
-    def join(self) -> Store:
+    def _await_all(self, store: SignedStore) -> list[dict[str, Any]]:
+        """What every rank announced, by rank. Raises StartError and ForgedError."""
+        self._announce(store)
+        if not self._until(lambda: store.check(self.arrivals), self.deadline):
+            self._give_up(store)
+        announcements = [_parsed(text) for text in store.multi_get(self.arrivals)]
+        self._require_one_kind(store, announcements)
+        return announcements
+
+    def join(self) -> SignedStore:
         store = self._find()
         try:
             self._announce(store)
             heard = self._until(lambda: store.check([_VERDICT]), self.deadline + GRACE_S)
-            verdict = json.loads(store.get(_VERDICT)) if heard else {"error": self._missing(store)[1]}
+            verdict = _parsed(store.get(_VERDICT)) if heard else {"error": self._missing(store)[1]}
             if "error" in verdict:
                 store.add(_HEARD, 1)
         except DistError:
+            last_words = _published(self.file) or {}
             raise StartError(
-                f"rank 0 on {self.world.where(0)} went away while the ranks were arriving. "
+                last_words.get("error")
+                or f"rank 0 on {self.world.where(0)} went away while the ranks were arriving. "
                 f"Look at {self.folder.log(0, 'err')}."
             ) from None
+        except ForgedError as error:
+            raise StartError(str(error)) from error
         if "error" in verdict:
             raise StartError(verdict["error"])
         return store
 
-    def _open(self) -> TCPStore:
+    def _open(self) -> SignedStore:
         """Rank 0's store: bound, listening and published."""
-        listener = self._listen()
+        address = LOOPBACK if self.world.one_machine else self._address()
+        listener = self._listen(address)
         port = listener.getsockname()[1]
-        token = secrets.token_hex(8)
-        # The store is given a socket that listens already: a port that is taken is an OSError here,
-        # with its reason, and on one machine it can be kept from the network.
-        store = TCPStore(
-            LOOPBACK,
+        secret = secrets.token_bytes(SECRET_BYTES)
+        # The store is given a socket that listens already: a port that is taken is an OSError here, with
+        # its reason, and the store can be kept from networks that it does not need.
+        server = TCPStore(
+            address or LOOPBACK,
             port,
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=self.cluster.collective_timeout_s),
             master_listen_fd=listener.detach(),
         )
-        store.set(_token(token), "")
-        host = LOOPBACK if self.world.one_machine else self.world.host + self.cluster.master_suffix
-        write_json(self.file, {"host": host, "port": port, "token": token, "pid": os.getpid()})
+        store = SignedStore(server, secret=secret)
+        store.set(_OPEN, "")
+        host = address or self.world.host + self.cluster.master_suffix
+        write_json(self.file, {"host": host, "port": port, "secret": secret.hex(), "pid": os.getpid()})
         return store
 
-    def _listen(self) -> socket.socket:
+    def _address(self) -> str | None:
+        """The one address to listen on for the other hosts; None for all."""
+        address = fabric.listening_address(os.environ, world=self.world, suffix=self.cluster.master_suffix)
+        if address is None:
+            print(
+                f"WARNING: nothing tells by which address other hosts reach {self.world.host}, so rank 0 "
+                "listens on all of them. The store verifies a signature all the same. Try "
+                "cluster.environment.GLOO_SOCKET_IFNAME=<interface>.",
+                file=sys.stderr,
+                flush=True,
+            )
+        return address
+
+    def _listen(self, address: str | None) -> socket.socket:
         port = self.cluster.port or 0
+        every = address is None and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if every or ":" in (address or "") else socket.AF_INET
         try:
-            if self.world.one_machine:
-                return socket.create_server((LOOPBACK, port), backlog=BACKLOG)
-            if socket.has_dualstack_ipv6():
-                return socket.create_server(
-                    ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG
-                )
-            return socket.create_server(("", port), backlog=BACKLOG)
+            return socket.create_server(
+                (address or "", port), family=family, dualstack_ipv6=every, backlog=BACKLOG
+            )
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else str(error)
             raise StartError(
@@ -136,11 +172,11 @@ class _Start:
                 "is free; on a closed network the site's administrators know which ports are open."
             ) from None
 
-    def _find(self) -> TCPStore:
+    def _find(self) -> SignedStore:
         """Another rank's store, connected to the rank 0 of this very start."""
         rank_0 = f"rank 0 on {self.world.where(0)}"
         problem = f"{rank_0} never published its address in {self.file.parent}. Look at {self._log(0)}."
-        store: TCPStore | None = None
+        store: SignedStore | None = None
 
         def connected() -> bool:
             nonlocal problem, store
@@ -154,12 +190,16 @@ class _Start:
                 return False
             host, port = published["host"], published["port"]
             try:
-                store = _connect(host, port, timeout_s=max(PROBE_S, self._left_s()))
+                client = _connect(host, port, timeout_s=max(PROBE_S, self._left_s()))
+                store = SignedStore(client, secret=bytes.fromhex(published["secret"]))
                 # A launcher without a unique name for a start may show an earlier one's file,
                 # and its port may be another run's by now.
-                if store.check([_token(published["token"])]):
+                if store.check([_OPEN]):
                     return True
                 reason = "another program answers there"
+            except ForgedError as error:
+                store, problem = None, str(error)
+                return False
             except (OSError, DistError) as error:
                 reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
             store = None
@@ -175,14 +215,14 @@ class _Start:
         store.set_timeout(timedelta(seconds=self.cluster.collective_timeout_s))
         return store
 
-    def _give_up(self, store: Store) -> None:
+    def _give_up(self, store: SignedStore) -> None:
         """Rank 0, out of time: tell those who are there, let them read it, and end."""
         missing, text = self._missing(store)
         if not missing:  # the last one came just now
             return
         self._end_all(store, text, others=self.world.world_size - len(missing) - 1)
 
-    def _require_one_kind(self, store: Store, announcements: list[dict[str, Any]]) -> None:
+    def _require_one_kind(self, store: SignedStore, announcements: list[dict[str, Any]]) -> None:
         """A host with a broken GPU driver would leave the others waiting in NCCL for a rank on gloo."""
         odd = [
             f"rank {rank} on {found['host']} has {found['device']}"
@@ -194,16 +234,17 @@ class _Start:
             text = f"rank 0 on {self.world.host} has {self.announcement['device']}, but {named}"
             self._end_all(store, text, others=self.world.world_size - 1)
 
-    def _end_all(self, store: Store, text: str, *, others: int) -> None:
+    def _end_all(self, store: SignedStore, text: str, *, others: int) -> NoReturn:
         """Give `others` the reason and a moment to read it. Raises StartError."""
         store.set(_VERDICT, json.dumps({"error": text}))
-        self._until(lambda: store.add(_HEARD, 0) >= others, time.monotonic() + GRACE_S)
+        with suppress(ForgedError):
+            self._until(lambda: store.add(_HEARD, 0) >= others, time.monotonic() + GRACE_S)
         raise StartError(text)
 
-    def _announce(self, store: Store) -> None:
+    def _announce(self, store: SignedStore) -> None:
         store.set(_arrival(self.world.rank), json.dumps(self.announcement))
 
-    def _missing(self, store: Store) -> tuple[list[int], str]:
+    def _missing(self, store: SignedStore) -> tuple[list[int], str]:
         """The ranks that have not arrived, and what to say of them."""
         missing = [rank for rank, arrival in enumerate(self.arrivals) if not store.check([arrival])]
         if not missing:
@@ -245,10 +286,27 @@ def _published(file: Path) -> dict[str, Any] | None:
         # Opening the folder makes an NFS client ask its server again; a look-up of the one name
         # may be answered "not there" from its cache for a minute.
         if file.name in os.listdir(file.parent):
+            _require_own(file)
             return read_json(file)
-    except OSError:  # the folder is not there yet, or the handle is stale
+    except (OSError, DamagedError):  # the folder is not there yet, or the handle is stale
         pass
     return None
+
+
+def _require_own(file: Path) -> None:
+    """Who could write the file could be rank 0, and who could read it could be any rank."""
+    status = file.lstat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise StartError(
+            f"{file} belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):04o}, but only "
+            "the user of this run may read and write it: it holds the secret of the start. Try a run folder "
+            "of your own on a file system that keeps modes."
+        )
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    value: dict[str, Any] = parse_json(text.decode())
+    return value
 
 
 def _connect(host: str, port: int, *, timeout_s: float) -> TCPStore:
@@ -265,7 +323,3 @@ def _connect(host: str, port: int, *, timeout_s: float) -> TCPStore:
 
 def _arrival(rank: int) -> str:
     return f"start/arrived/{rank}"
-
-
-def _token(token: str) -> str:
-    return f"start/token/{token}"

@@ -29,6 +29,7 @@ from hpc_parallel.launch import attempts
 from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.models.place import located
 from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.assemble import Assembled, assemble
 from hpc_parallel.strategies.mesh import build_mesh
 from hpc_parallel.training.writers import Writer
@@ -150,8 +151,7 @@ def require_equal_data(digest: str) -> None:
 
     Raises RuntimeError on every rank, naming those that differ from rank 0.
     """
-    digests: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, digest)
+    digests = exchange.all_gather(digest)
     if others := [str(rank) for rank, found in enumerate(digests) if found != digests[0]]:
         raise RuntimeError(
             f"rank {', '.join(others)} read other data than rank 0: the files differ between hosts "

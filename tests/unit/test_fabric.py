@@ -1,10 +1,14 @@
 import os
+import socket
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from hpc_parallel.worker import fabric
 from hpc_parallel.worker.world import World
+
+V2 = {"GLOO_ENABLE_STORE_V2_API": "1"}
 
 
 def world(*, local_world_size: int = 2, launcher: str = "slurm") -> World:
@@ -25,15 +29,15 @@ def test_the_site_sets_only_what_is_unset() -> None:
     }
 
 
-def test_gloo_stays_on_one_machine() -> None:
+def test_gloo_and_nccl_stay_on_one_machine() -> None:
     environment: dict[str, str] = {}
-    assert fabric.set_gloo_interface(environment, world=world(local_world_size=4), hosts=()) == "lo"
-    assert environment == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert fabric.set_sockets(environment, world=world(local_world_size=4), hosts=()) == "lo"
+    assert environment == V2 | {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def test_gloo_keeps_what_is_set() -> None:
     environment = {"GLOO_SOCKET_IFNAME": "ib0"}
-    assert fabric.set_gloo_interface(environment, world=world(local_world_size=4), hosts=()) == "ib0"
+    assert fabric.set_sockets(environment, world=world(local_world_size=4), hosts=()) == "ib0"
 
 
 def test_gloo_takes_the_interface_towards_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,16 +50,60 @@ def test_gloo_takes_the_interface_towards_another_host(monkeypatch: pytest.Monke
     monkeypatch.setattr(fabric, "interface_towards", towards)
     environment: dict[str, str] = {}
     hosts = ("here", "here", "n2", "n2", "n3", "n4")
-    assert fabric.set_gloo_interface(environment, world=world(), hosts=hosts, suffix="-ib") == "ib0"
+    assert fabric.set_sockets(environment, world=world(), hosts=hosts, suffix="-ib") == "ib0"
     assert asked == ["n2-ib", "n3-ib"]
 
 
 def test_gloo_chooses_itself_where_nothing_is_known() -> None:
     environment: dict[str, str] = {}
-    assert (
-        fabric.set_gloo_interface(environment, world=world(), hosts=("here", "no-such-host.invalid")) is None
+    assert fabric.set_sockets(environment, world=world(), hosts=("here", "no-such-host.invalid")) is None
+    assert environment == V2
+
+
+INTERFACES = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.7"], "ib0": ["fe80::1%ib0", "fd00::7", "10.1.0.7"],
+              "docker0": ["172.17.0.1"]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("variables", "suffix", "address"),
+    [
+        ({}, "", "10.0.0.7"),  # what the host's own name resolves to
+        ({}, "-ib", "10.1.0.7"),
+        ({}, "-debian", "172.17.0.1"),  # the name is on loopback: by the way to another host
+        ({}, "-other", "172.17.0.1"),  # an address of another machine
+        ({"GLOO_SOCKET_IFNAME": "ib0,eth0"}, "", "10.1.0.7"),
+        ({"GLOO_SOCKET_IFNAME": "ib"}, "", "10.0.0.7"),  # gloo takes whole names
+        ({"NCCL_SOCKET_IFNAME": "ib"}, "", "10.1.0.7"),
+        ({"NCCL_SOCKET_IFNAME": "=ib"}, "", "10.0.0.7"),
+        ({"NCCL_SOCKET_IFNAME": "^docker,lo"}, "", "10.0.0.7"),
+        ({"NCCL_SOCKET_IFNAME": "lo"}, "", "10.0.0.7"),  # no other host reaches it
+    ],
+)
+def test_rank_0_listens_by_one_address(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], suffix: str, address: str
+) -> None:
+    def family(text: str) -> socket.AddressFamily:
+        return socket.AF_INET6 if ":" in text else socket.AF_INET
+
+    names = {"here": "10.0.0.7", "here-ib": "10.1.0.7", "here-debian": "127.0.1.1", "here-other": "10.0.0.8"}
+    entries = {
+        name: [SimpleNamespace(family=family(text), address=text) for text in addresses]
+        for name, addresses in INTERFACES.items()
+    }
+    monkeypatch.setattr(fabric.psutil, "net_if_addrs", lambda: entries)
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *_, **__: [(0, 0, 0, "", (names[host], 0))] if host in names else [],
     )
-    assert environment == {}
+    monkeypatch.setattr(fabric, "address_towards", {"n2" + suffix: "172.17.0.1"}.get)
+    two = replace(world(local_world_size=2), hosts=("here", "n2"))
+    assert fabric.listening_address(variables, world=two, suffix=suffix) == address
+
+
+def test_without_a_name_or_another_host_nothing_is_chosen() -> None:
+    unknown = replace(world(), host="no-such-host.invalid")
+    assert fabric.listening_address({}, world=unknown) is None
 
 
 def test_loopback_reaches_no_other_host() -> None:

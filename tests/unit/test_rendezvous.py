@@ -137,7 +137,7 @@ def test_without_rank_0_nobody_waits_for_ever(folder: RunFolder) -> None:
 def test_an_address_that_does_not_answer_is_named(folder: RunFolder) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    write_json(folder.rendezvous / "test-1.json", {"host": "127.0.0.1", "port": port, "token": "x"})
+    write_json(folder.rendezvous / "test-1.json", {"host": "127.0.0.1", "port": port, "secret": "00"})
     (outcome,) = start(folder, [world(3)], cluster(start_timeout_s=1.0))()
     assert outcome.error is not None
     assert f"can't reach rank 0 at 127.0.0.1:{port} from here: Connection refused" in outcome.error
@@ -175,7 +175,7 @@ def test_rank_0s_last_words_stay_for_those_who_come_later(folder: RunFolder) -> 
 
 def test_an_earlier_attempts_file_is_not_read(folder: RunFolder) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        address = {"host": "127.0.0.1", "port": other.getsockname()[1], "token": "old"}
+        address = {"host": "127.0.0.1", "port": other.getsockname()[1], "secret": "00"}
         write_json(folder.rendezvous / "test-0.json", address)
         outcomes = start(folder, [world(rank) for rank in range(4)], cluster())()
         other.settimeout(0)
@@ -190,7 +190,7 @@ def test_a_file_of_the_same_name_but_another_start_is_seen_through(folder: RunFo
     file = folder.rendezvous / "test-1.json"
     other = None
     if before == "a dead port":
-        write_json(file, {"host": "127.0.0.1", "port": 1, "token": "old"})
+        write_json(file, {"host": "127.0.0.1", "port": 1, "secret": "00"})
     elif before == "last words":
         write_json(file, {"error": "3 of 4 ranks arrived"})
     else:
@@ -199,7 +199,7 @@ def test_a_file_of_the_same_name_but_another_start_is_seen_through(folder: RunFo
         solitary = World(0, 1, 0, 1, 0, 1, host="here", launcher="mpi", attempt="other")
         other = meet(elsewhere, world=solitary, cluster=cluster())
         published = json.loads((elsewhere.rendezvous / "other.json").read_text())
-        write_json(file, published | {"token": "old"})
+        write_json(file, published | {"secret": "00"})
     early = start(folder, [world(1, size=2)], cluster())
     time.sleep(0.3)  # long enough to read the old file many times
     late = start(folder, [world(0, size=2)], cluster())

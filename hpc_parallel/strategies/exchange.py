@@ -1,0 +1,89 @@
+"""Plain values between ranks: JSON as bytes in tensors, where torch's object collectives would pickle.
+
+To open a pickle executes code, and the sockets of gloo and NCCL do not tell who sends.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpc_parallel.record.safe_read import parse_json
+
+MOST_BYTES = 2**28  # of one rank's value
+CPU = torch.device("cpu")
+
+
+class ExchangeError(RuntimeError):
+    """What came is not what a rank sends."""
+
+
+def all_gather(
+    value: Any, *, group: dist.ProcessGroup | None = None, device: torch.device = CPU
+) -> list[Any]:
+    """Every rank's value, by its rank in `group`.
+
+    value: what JSON has: no NaN, no infinity; tuples come back as lists. device: one that the group's
+    backend takes tensors on. Raises ExchangeError.
+    """
+    content = _encode(value, device)
+    size = torch.tensor([len(content)], device=device)
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    lengths = [_checked(size) for size in sizes]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    padded[: len(content)] = content
+    rows = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(rows, padded, group=group)
+    return [_decode(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+
+
+def broadcast(value: Any, *, group: dist.ProcessGroup | None = None, device: torch.device = CPU) -> Any:
+    """The value of the first rank of `group`, on all of them; what the others hand in is not looked at."""
+    first = dist.get_rank(group) == 0
+    content = _encode(value, device) if first else torch.empty(0, dtype=torch.uint8, device=device)
+    size = torch.tensor([len(content)], device=device)
+    dist.broadcast(size, group=group, group_src=0)
+    if not first:
+        content = torch.empty(_checked(size), dtype=torch.uint8, device=device)
+    dist.broadcast(content, group=group, group_src=0)
+    return _decode(content)
+
+
+def send(value: Any, *, to: int, group: dist.ProcessGroup | None = None, device: torch.device = CPU) -> None:
+    """To one rank of `group`, which must `receive`."""
+    content = _encode(value, device)
+    dist.send(torch.tensor([len(content)], device=device), group=group, group_dst=to)
+    dist.send(content, group=group, group_dst=to)
+
+
+def receive(*, source: int, group: dist.ProcessGroup | None = None, device: torch.device = CPU) -> Any:
+    """What one rank of `group` sends."""
+    size = torch.zeros(1, dtype=torch.int64, device=device)
+    dist.recv(size, group=group, group_src=source)
+    content = torch.empty(_checked(size), dtype=torch.uint8, device=device)
+    dist.recv(content, group=group, group_src=source)
+    return _decode(content)
+
+
+def _encode(value: Any, device: torch.device) -> Tensor:
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+
+
+def _checked(size: Tensor) -> int:
+    length = int(size.item())
+    if not 0 < length <= MOST_BYTES:
+        raise ExchangeError(f"a rank announced a value of {length} bytes, which no rank sends.")
+    return length
+
+
+def _decode(content: Tensor) -> Any:
+    try:
+        return parse_json(content.cpu().numpy().tobytes().decode())
+    except (ValueError, RecursionError) as error:
+        raise ExchangeError(f"a rank sent what is no JSON: {' '.join(str(error).split())[:200]}") from error

@@ -1,0 +1,195 @@
+"""A store whose every value is signed: only processes that know the start's secret can write to it.
+
+torch's TCPStore answers anyone who connects to its port. `SignedStore` wraps it and gives process groups
+the same interface. It stores each value as records with an HMAC-SHA256 (RFC 2104) over the key and the
+value, and verifies every record that it reads. Other users can still delete or overwrite keys; then the
+start fails, but it never takes a value of theirs.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from struct import Struct
+from typing import Any, cast
+
+from torch.distributed import Store
+
+SECRET_BYTES = 32
+_SET, _APPEND, _ADD = b"=", b">", b"+"  # kinds of records
+_HEADER = Struct(">c16sI")  # kind, nonce, length of the payload
+_MAC_BYTES = 32
+_AMOUNT = Struct(">q")
+_NO_NONCE = bytes(16)
+
+
+class ForgedError(RuntimeError):
+    """The store has something that no rank of this start wrote there."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(
+            f"another process wrote to the store of this start: the value of {key!r} is not signed by a "
+            "rank. The value was not used. Other users of these hosts can connect to the store's port. "
+            "Try to start the run again; if the same happens, ask the administrators who connects."
+        )
+        self.key = key
+
+    def __reduce__(self) -> tuple[type[ForgedError], tuple[str]]:
+        return type(self), (self.key,)
+
+
+@dataclass(frozen=True)
+class _Record:
+    kind: bytes
+    nonce: bytes
+    payload: bytes
+
+
+class SignedStore(Store):
+    """Wraps `store`; all clients of one start must have the same `secret`.
+
+    A key's stored bytes are a sequence of records: one that sets the value, and those that append to it or
+    add to it. A record that appends or adds carries a random nonce, so that a repeated record is detected.
+    Each thread has its own connection, because TCPStore holds a lock for as long as a `get` waits.
+
+    The methods are those that torch's C++ code calls (PythonStore in torch/csrc/distributed/c10d/init.cpp).
+    Each raises ForgedError for a value that fails the verification.
+    """
+
+    timeout: timedelta  # torch's stubs leave it out
+
+    def __init__(self, store: Any, *, secret: bytes) -> None:
+        """store: a torch.distributed.Store; torch's stubs lack half of its methods."""
+        super().__init__()
+        self._secret = secret
+        self._first = store
+        self._connections: dict[int, Any] = {threading.get_ident(): store}
+        self.set_timeout(store.timeout)
+
+    def derived_secret(self, purpose: str) -> bytes:
+        """A secret of this start for something else than the store's values."""
+        return hmac.digest(self._secret, b"derived/" + purpose.encode(), "sha256")
+
+    def clone(self) -> Store:
+        """Itself, since it may be used by several threads at once."""
+        return self
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._connection().set(key, self._set_record(key, value))
+
+    def get(self, key: str) -> bytes:
+        return self._value(key, self._connection().get(key))
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        records = [self._set_record(key, value) for key, value in zip(keys, values, strict=True)]
+        self._connection().multi_set(list(keys), records)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        stored = self._connection().multi_get(list(keys))
+        return [self._value(key, raw) for key, raw in zip(keys, stored, strict=True)]
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._append(key, _APPEND, _bytes(value))
+
+    def add(self, key: str, amount: int) -> int:
+        """Returns the sum of all amounts up to this one, in the order in which they came to the server."""
+        connection = self._connection()
+        if amount == 0:  # asks, and leaves no record
+            return int(self._value(key, connection.get(key)) or 0) if connection.check([key]) else 0
+        nonce = self._append(key, _ADD, _AMOUNT.pack(amount))
+        return int(self._value(key, connection.get(key), until=nonce))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        before = self._set_record(key, expected) if expected else b""  # empty: the key must be new
+        stored = self._connection().compare_set(key, before, self._set_record(key, desired))
+        return self._value(key, stored)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are there, with values that are signed."""
+        if not self._connection().check(list(keys)):
+            return False
+        self.multi_get(keys)
+        return True
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Until all keys are there, with values that are signed."""
+        self._connection().wait(list(keys), timeout or self.timeout)
+        self.multi_get(keys)
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._connection().delete_key(key))
+
+    def num_keys(self) -> int:
+        return int(self._connection().num_keys())
+
+    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815  # by these names torch's C++ code calls them
+
+    def has_extended_api(self) -> bool:
+        """There are `append`, `multi_get` and `multi_set`: gloo then reads all addresses at once."""
+        return True
+
+    def _connection(self) -> Any:
+        thread = threading.get_ident()
+        if thread not in self._connections:
+            self._connections[thread] = self._first.clone()
+        connection = self._connections[thread]
+        if connection.timeout != self.timeout:
+            connection.set_timeout(self.timeout)
+        return connection
+
+    def _append(self, key: str, kind: bytes, payload: bytes) -> bytes:
+        nonce = secrets.token_bytes(len(_NO_NONCE))
+        self._connection().append(key, self._signed(key, _Record(kind, nonce, payload)))
+        return nonce
+
+    def _set_record(self, key: str, value: str | bytes) -> bytes:
+        """Without a nonce: `compare_set` compares stored bytes."""
+        return self._signed(key, _Record(_SET, _NO_NONCE, _bytes(value)))
+
+    def _signed(self, key: str, record: _Record) -> bytes:
+        body = _HEADER.pack(record.kind, record.nonce, len(record.payload)) + record.payload
+        return body + self._mac(key, body)
+
+    def _mac(self, key: str, body: bytes) -> bytes:
+        name = key.encode()
+        return hmac.digest(self._secret, len(name).to_bytes(4, "big") + name + body, "sha256")
+
+    def _value(self, key: str, stored: bytes, *, until: bytes | None = None) -> bytes:
+        """What the records make together; with `until`, those up to the one with this nonce."""
+        value, seen = b"", set[bytes]()
+        for record in self._verified(key, stored):
+            if record.nonce in seen:
+                raise ForgedError(key)
+            seen.add(record.nonce)
+            if record.kind == _ADD:
+                value = str(int(value or 0) + cast(int, _AMOUNT.unpack(record.payload)[0])).encode()
+            else:
+                value += record.payload
+            if record.nonce == until:
+                return value
+        if until is not None:  # our own record is gone
+            raise ForgedError(key)
+        return value
+
+    def _verified(self, key: str, stored: bytes) -> Iterator[_Record]:
+        if not stored:
+            raise ForgedError(key)
+        at = 0
+        while at < len(stored):
+            if at + _HEADER.size > len(stored):
+                raise ForgedError(key)
+            kind, nonce, length = _HEADER.unpack_from(stored, at)
+            end = at + _HEADER.size + length
+            body, mac = stored[at:end], stored[end : end + _MAC_BYTES]
+            if not hmac.compare_digest(mac, self._mac(key, body)) or (kind == _SET and at > 0):
+                raise ForgedError(key)
+            yield _Record(kind, nonce, body[_HEADER.size :])
+            at = end + _MAC_BYTES
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else value
