@@ -159,7 +159,7 @@ def prepare(
     config, values = resolve(composed)
     if problems := [*find_problems(config, overrides), *weights.find_problems(config)]:
         raise ConfigError(in_order(problems, overrides))
-    path = Path(config.run_dir).expanduser() if config.run_dir else RUNS / config.name / new_run_id()
+    path = Path(os.path.expanduser(config.run_dir)) if config.run_dir else RUNS / config.name / new_run_id()
     layout = layout_of(config.strategy, devices=config.devices)
     batch = plan_batch(
         config.training.global_batch_size,
@@ -170,7 +170,7 @@ def prepare(
     )
     folder = RunFolder(path.absolute())
     if config.weights is not None:
-        values["weights"] = str(Path(config.weights).expanduser().absolute())
+        values["weights"] = str(Path(os.path.expanduser(config.weights)).absolute())
     if config.resume and (problems := list(resume.find_problems(folder, values))):
         raise ConfigError(problems)
     values["run_dir"] = str(folder.path)

@@ -94,9 +94,9 @@ def test_no_code_writes_files_by_itself() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "path.open('wb')", "open(path, 'a')", "open(path, mode=how)", "path.write_text('x')", "path.open('r+')",
+        "path.open('wb')", "open(path, 'a')", "open(path, mode=how)", "path.write_text('x')",
         "os.open(path, os.O_WRONLY | os.O_CREAT)", "np.savez(path, x)", "shutil.copy2(a, b)",
-        "tempfile.mkstemp()", "torch.save(x, path)", "json.dump(x, file)", "path.touch()",
+        "path.open('r+')", "tempfile.mkstemp()", "torch.save(x, path)", "json.dump(x, file)", "path.touch()",
     ],
 )  # fmt: skip
 def test_the_scan_finds(line: str) -> None:
