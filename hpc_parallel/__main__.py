@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from hpc_parallel.config.problems import alternatives, nearest
-
-WRONG = 2
+from hpc_parallel.shell import WRONG, complain, run_command
 
 
 @dataclass(frozen=True)
@@ -38,18 +37,21 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Hand the arguments after the command's name to that command; returns its exit code."""
+    return run_command(lambda: _dispatch(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def _dispatch(words: list[str]) -> int:
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may come next
         from hpc_parallel.operate.completion import complete
 
         complete(COMMANDS)
-    words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] in (["-h"], ["--help"]):
         print(usage())
         return 0
     if words and _is_name(words[0]) and words[0] not in COMMANDS:
         near = nearest(words[0], COMMANDS, most=2)
         hint = f" Try {alternatives(near)}." if near else f"\n\n{usage()}"
-        print(f"There is no command {words[0]}.{hint}", file=sys.stderr)
+        complain([f"There is no command {words[0]}.{hint}"])
         return WRONG
     command = COMMANDS[words.pop(0) if words and words[0] in COMMANDS else "run"]
     code: int = import_module(command.module).main(words)

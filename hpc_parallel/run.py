@@ -28,6 +28,7 @@ from hpc_parallel.config.schema import register
 from hpc_parallel.launch.launchers import SiteRefusedError, choose
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.launch.resume import resumed
+from hpc_parallel.shell import complain, run_command
 
 if TYPE_CHECKING:
     from hpc_parallel.sweep.earlier import Earlier
@@ -180,8 +181,10 @@ def launch(run: PreparedRun) -> int:
     except ConfigError as error:  # the run folder can't be made
         return report(error.problems)
     except SiteRefusedError as refusal:
-        print(refusal, file=sys.stderr)
+        complain([refusal])
         return REFUSED
+    except BrokenPipeError:  # the launcher has ended what it had started: this is no success
+        return FAILED
 
 
 def _places(configs: str) -> dict[str, Any]:
@@ -231,11 +234,10 @@ def _hydra_raises() -> Iterator[None]:
 def report(problems: Sequence[Problem | str]) -> int:
     """Tell all problems on stderr; returns the exit code for them."""
     count = len(problems)
-    print(f"{count} problem{'s' * (count > 1)} in the configuration; nothing was started.", file=sys.stderr)
-    for problem in problems:
-        print(f"  {problem}", file=sys.stderr)
+    complain([f"{count} problem{'s' * (count > 1)} in the configuration; nothing was started."])
+    complain(problems, indent="  ")
     return WRONG_CONFIGURATION
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

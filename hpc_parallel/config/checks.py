@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from hpc_parallel.config.problems import Found, Problem, nearest
 from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.config.schema import TASKS, RunConfig, TransformerConfig
 from hpc_parallel.config.targets import missing_part
+from hpc_parallel.record.safe_read import MAX_INTEGER, list_folder
 
 CHOICES = {
     "device": ("auto", "cpu", "cuda"),
@@ -43,9 +46,15 @@ CHOICES = {
     "task.name": tuple(TASKS),
 }
 
+MOST = {"nodes": 1_000_000, "gpus_per_node": 1024, "data.sequence_length": 2**31}
+COUNTED = ("model", "strategy", "training", "optimizer", "launcher", "task")  # tables of counts
+MOST_COUNT, MOST_INTEGER = 2**31, MAX_INTEGER
+
 
 def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> list[Problem | str]:
     """All that is wrong with `config`, in the order of the command line's `overrides`."""
+    if huge := list(_integers(config)):  # the other checks count and search: they might never end
+        return in_order(huge, overrides)
     checks = (
         _counts, _choices, _ranges, execution_checks.find_problems, layout_checks.find_problems, _model,
         _data, huggingface.find_problems, image_checks.find_problems, task_checks.find_problems,
@@ -73,6 +82,29 @@ def value_at(config: RunConfig, key: str) -> Any:
     for part in key.split("."):
         node = node.get(part) if isinstance(node, dict) else getattr(node, part)
     return node
+
+
+def _integers(config: RunConfig) -> Found:
+    """Integers beyond what any run has, or what a file of the run can hold."""
+    for key, value in _leaves(asdict(config)):
+        if isinstance(value, int):
+            most = MOST.get(key, MOST_COUNT if key.partition(".")[0] in COUNTED else MOST_INTEGER)
+            bound, word = (most, "most") if value > 0 else (-most, "least")
+            if abs(value) > most:
+                legal = () if key.endswith("]") or value < 0 else (bound,)
+                yield Problem(key, value, f"must be at {word} {bound}", legal)
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every plain value of nested tables and lists, by its dotted key."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{prefix}[{index}]")
+    else:
+        yield prefix, value
 
 
 def _counts(config: RunConfig) -> Found:
@@ -183,9 +215,9 @@ def _data(config: RunConfig) -> Found:
     yield from _target("data._target_", config.data["_target_"])
     vocab_size: int | None = 256 if config.data["_target_"].endswith("TextData") else None
     if (path := config.data.get("path")) is not None:
-        if not path or not Path(path).expanduser().exists():
-            parent = Path(path).expanduser().parent
-            names = [p.name for p in parent.iterdir()] if path and parent.is_dir() else []
+        if not path or not os.path.exists(os.path.expanduser(path)):
+            parent = Path(os.path.expanduser(path)).parent
+            names = [entry.name for entry in list_folder(parent)] if path else []
             near = nearest(Path(path).name, names)
             yield Problem("data.path", path, "does not exist here", tuple(parent / name for name in near))
         else:
@@ -204,7 +236,7 @@ def _look_into(data: dict[str, Any]) -> int | None:
     from hpc_parallel.data import text, tokens  # neither imports torch
 
     if data["_target_"] == "hpc_parallel.data.tokens.TokensData":
-        return tokens.read_description(Path(data["path"]).expanduser())["vocab_size"]
+        return tokens.read_description(Path(os.path.expanduser(data["path"])))["vocab_size"]
     if data["_target_"] == "hpc_parallel.data.text.TextData":
         text.find_files(data["path"], pattern=data["pattern"])
     return None

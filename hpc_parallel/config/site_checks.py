@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 from pathlib import Path
@@ -34,14 +35,16 @@ def find_problems(config: RunConfig) -> Found:
 def _names(config: RunConfig) -> Found:
     """Names that become part of a path or of a shell's line."""
     name, here = config.name, Path.cwd()
-    if name in ("", ".", "..") or not _is_path(name) or "/" in name or len(name) > 100:
+    if name[:1] in ("", ".") or not _is_path(name) or "/" in name or len(name) > 100:
         mend = re.sub(r"[^\w.-]+", "-", name).strip("-.")[:100] or "run"
         rule = "can't name a folder: up to 100 printable characters without / \\ : and % (a pattern to Slurm)"
+        if name[:1] == "." and name.strip("."):
+            rule = "would name a hidden folder, which status does not list"
         yield Problem("name", name, rule, (mend,))
-    folder = Path(config.run_dir or "runs").expanduser().absolute()
+    folder = Path(os.path.expanduser(config.run_dir or "runs")).absolute()
     rule = "must be a printable path without % and backslash (patterns to Slurm) and colon (ends a path)"
     if config.run_dir == "" or not _is_path(str(folder)):
-        legal = "runs/mine" if _is_path(str(here)) else str(Path.home() / "runs" / "mine")
+        legal = "runs/mine" if _is_path(str(here)) else os.path.expanduser("~/runs/mine")
         yield Problem("run_dir", str(folder) if config.run_dir is None else config.run_dir, rule, (legal,))
     elif (run := next((place for place in folder.parents if is_run_folder(place)), None)) is not None:
         rule = f"would lie inside the run folder {run}"
@@ -64,7 +67,7 @@ def _is_path(text: str) -> bool:
 def _free(folder: str) -> Path | None:
     """The folder's name with the first number that none has yet."""
     numbered = (Path(f"{folder.rstrip('/')}-{number}") for number in range(2, 1000))
-    return next((path for path in numbered if not path.expanduser().exists()), None)
+    return next((path for path in numbered if not os.path.lexists(os.path.expanduser(path))), None)
 
 
 def _launcher(config: RunConfig) -> Found:
@@ -81,7 +84,7 @@ def _launcher(config: RunConfig) -> Found:
             break
     for flag, value in launcher.extra.items():
         yield from _extra_flag(str(flag), value)
-    if launcher.venv is not None and not (Path(launcher.venv).expanduser() / "bin" / "activate").exists():
+    if launcher.venv is not None and not os.path.exists(os.path.expanduser(f"{launcher.venv}/bin/activate")):
         here = Path(sys.prefix)
         legal = (here if (here / "bin" / "activate").exists() else None,)
         rule = "is no virtual environment (no bin/activate in it)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hpc_parallel.data.tokens import read_description
 def reads_bytes(data: Mapping[str, Any]) -> bool:
     """Whether the tokens of this configuration of data are bytes; of a user's own class that is not known."""
     if data["_target_"] == "hpc_parallel.data.tokens.TokensData":
-        return read_description(Path(data["path"]).expanduser())["tokenizer"] == "bytes"
+        return read_description(Path(os.path.expanduser(data["path"])))["tokenizer"] == "bytes"
     return bool(data["_target_"] == "hpc_parallel.data.text.TextData")
 
 

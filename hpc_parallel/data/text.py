@@ -9,6 +9,8 @@ import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpc_parallel.record.safe_read import open_regular
+
 if TYPE_CHECKING:
     from hpc_parallel.data.windows import Windows
 
@@ -53,7 +55,7 @@ class TextData:
         for name, file in files.items():
             if left <= 0:
                 break
-            with file.open("rb") as stream:
+            with open_regular(file, follow=True) as stream:
                 texts[name] = stream.read(left)
             left -= len(texts[name])
         train, validation = split(texts, share=validation_share)
@@ -68,15 +70,15 @@ class TextData:
 
 def find_files(path: str | None, *, pattern: str) -> dict[str, Path]:
     """Files by their name relative to the folder, in the order of these names."""
-    root = Path(sysconfig.get_path("stdlib") if path is None else path).expanduser()
-    if root.is_file():
+    root = Path(sysconfig.get_path("stdlib") if path is None else os.path.expanduser(path))
+    if os.path.isfile(root):
         return {root.name: root}
     found: dict[str, Path] = {}
     for folder, below, names in os.walk(root):
         if path is None:
             below[:] = [name for name in below if name not in LEFT_OUT]  # not walked: may hold all of conda
         files = (Path(folder, name) for name in fnmatch.filter(names, pattern))
-        found |= {file.relative_to(root).as_posix(): file for file in files if file.is_file()}
+        found |= {file.relative_to(root).as_posix(): file for file in files if os.path.isfile(file)}
     if not found:
         raise ValueError(
             f"no file matches data.pattern = {pattern} in {root}: data.path names a folder of text files, "

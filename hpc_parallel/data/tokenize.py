@@ -9,22 +9,31 @@ import argparse
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from hpc_parallel.config.problems import ConfigError
 from hpc_parallel.data.tokens import Description, description_file
+from hpc_parallel.record.safe_read import DamagedError, open_regular, read_bytes
+from hpc_parallel.record.safe_write import replacing, write_text
+from hpc_parallel.shell import FAILED, WRONG, complain
 
 PIECE = 1 << 18  # characters, or bytes, encoded at once
 PIECES = 16  # encoded in parallel
+TOKENIZER_BYTES = 256 << 20  # the largest vocabularies of today take a tenth of it
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write tokens and description; returns 0, or 2 with all that is wrong told and nothing written."""
+    """Write tokens and description; returns 0, 1 if they can't be written, or 2 with all that is wrong told.
+
+    Unless it returns 0, nothing is written.
+    """
     options = _parser().parse_args(arguments)
     output: Path = options.output
     problems = [*_output_problems(output)]
@@ -32,21 +41,13 @@ def main(arguments: Sequence[str]) -> int:
     encoder = _find_encoder(options, problems)
     if problems or encoder is None:
         return _refuse(problems)
-    beside = output.with_name(f".{output.name}.{os.getpid()}")
     try:
-        with beside.open("wb") as stream:
-            count = _write(files, encoder=encoder, stream=stream, problems=problems)
-        if not count and not problems:
-            problems.append("the sources hold no text.")
-        if problems:
-            return _refuse(problems)
-        description = Description(vocab_size=encoder.vocab_size, tokenizer=encoder.name, count=count)
-        beside_description = beside.with_name(f"{beside.name}.json")
-        beside_description.write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
-        beside_description.replace(description_file(output))
-        beside.replace(output)  # last: tokens that exist have their description
-    finally:
-        beside.unlink(missing_ok=True)
+        count = _write(output, files, encoder=encoder)
+    except ConfigError as error:
+        return _refuse(error.problems)
+    except OSError as error:  # a full disk, a file of another user's in a sticky folder
+        complain([f"{output} can't be written: {error.strerror or error}."])
+        return FAILED
     print(f"{output}: {count:,} tokens of {encoder.vocab_size:,} ({encoder.name}), from {len(files)} files.")
     print(f"Train on them: data=tokens data.path={output} model.vocab_size={encoder.vocab_size}")
     return 0
@@ -66,24 +67,40 @@ class Encoder:
         return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
     def encode(self, file: Path) -> Iterator[np.ndarray[Any, Any]]:
-        """Raises UnicodeDecodeError where a tokenizer is given text that is not UTF-8."""
-        if self.tokenizer is None:
-            with file.open("rb") as stream:
+        """Raises ValueError if it is not UTF-8 text, or the tokenizer fails at it; DamagedError, OSError."""
+        with open_regular(file, follow=True) as stream:
+            if os.fstat(stream.fileno()).st_size == 0:  # as those of /proc, which may never end
+                pass
+            elif self.tokenizer is None:
                 while data := stream.read(PIECE):
                     yield np.frombuffer(data, dtype=np.uint8)
-            return
-        for pieces in _grouped(_pieces(file)):
-            for encoding in self.tokenizer.encode_batch(pieces, add_special_tokens=False):
-                yield np.asarray(encoding.ids, dtype=np.int64)
+            else:
+                for pieces in _grouped(_pieces(stream)):
+                    with _failures_of_tokenizer():
+                        encodings = self.tokenizer.encode_batch(pieces, add_special_tokens=False)
+                    for encoding in encodings:
+                        yield np.asarray(encoding.ids, dtype=np.int64)
         if self.end_of_text is not None:
             yield np.asarray([self.end_of_text])
 
 
-def _pieces(file: Path) -> Iterator[str]:
+@contextmanager
+def _failures_of_tokenizer() -> Iterator[None]:
+    """Raise ValueError for whatever the tokenizers library raises: it has no exceptions of its own, and a
+    panic of its Rust code is no Exception (https://pyo3.rs/main/doc/pyo3/panic/struct.panicexception)."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the tokenizer fails: {error}") from error
+
+
+def _pieces(stream: BinaryIO) -> Iterator[str]:
     """Text cut after a line's end (or after twice PIECE, where a line is longer): no word is split."""
-    with file.open(encoding="utf-8", newline="") as stream:
-        while piece := stream.read(PIECE) + stream.readline(PIECE):
-            yield piece
+    text = TextIOWrapper(stream, encoding="utf-8", newline="")
+    while piece := text.read(PIECE) + text.readline(PIECE):
+        yield piece
 
 
 def _grouped(pieces: Iterator[str]) -> Iterator[list[str]]:
@@ -97,7 +114,26 @@ def _grouped(pieces: Iterator[str]) -> Iterator[list[str]]:
         yield group
 
 
-def _write(files: Sequence[Path], *, encoder: Encoder, stream: BinaryIO, problems: list[str]) -> int:
+def _write(output: Path, files: Sequence[Path], *, encoder: Encoder) -> int:
+    """Write the ids and their description; returns the number of ids. Raises ConfigError and OSError."""
+    description = description_file(output)
+    problems: list[str] = []
+    try:
+        with replacing(output, mode=0o666) as stream:  # moved last: tokens that exist have a description
+            count = _append(files, encoder=encoder, stream=stream, problems=problems)
+            if not count and not problems:
+                problems.append("the sources hold no text.")
+            if problems:
+                raise ConfigError(problems)
+            values = Description(vocab_size=encoder.vocab_size, tokenizer=encoder.name, count=count)
+            write_text(description, json.dumps(values, indent=1) + "\n", mode=0o666)
+    except BaseException:
+        description.unlink(missing_ok=True)
+        raise
+    return count
+
+
+def _append(files: Sequence[Path], *, encoder: Encoder, stream: BinaryIO, problems: list[str]) -> int:
     """Append every file's ids after a header that is filled in at the end; returns their number."""
     _write_header(stream, dtype=encoder.dtype, count=0)
     count = 0
@@ -108,8 +144,10 @@ def _write(files: Sequence[Path], *, encoder: Encoder, stream: BinaryIO, problem
                 count += len(ids)
         except UnicodeDecodeError as error:
             problems.append(f"{file} is not UTF-8 ({error.reason} at byte {error.start} of a piece).")
-        except OSError as error:
-            problems.append(f"{file} can't be read: {error.strerror}.")
+        except DamagedError as error:
+            problems.append(f"{error}.")
+        except ValueError as error:
+            problems.append(f"{file}: {error}.")
     stream.seek(0)
     _write_header(stream, dtype=encoder.dtype, count=count)
     return count
@@ -123,11 +161,12 @@ def _write_header(stream: BinaryIO, *, dtype: np.dtype[Any], count: int) -> None
 
 def _output_problems(output: Path) -> Iterator[str]:
     if output.suffix != ".npy":
-        yield f"--output {output} must end in .npy. Try --output {output.with_suffix('.npy')}."
-    if not output.parent.is_dir():
+        legal = output.with_suffix(".npy") if output.name else output / "tokens.npy"
+        yield f"--output {output} must end in .npy. Try --output {legal}."
+    if not os.path.isdir(output.parent):
         yield f"--output {output}: there is no folder {output.parent}. Try mkdir -p {output.parent}."
-    for file in (output, description_file(output)):
-        if file.exists():
+    for file in (output, description_file(output)) if output.name else ():
+        if os.path.lexists(file):
             yield f"{file} exists already, and a run may be reading it. Try another --output."
 
 
@@ -135,12 +174,16 @@ def _find_sources(sources: Sequence[Path], *, pattern: str, problems: list[str])
     """Files as they are, folders as their matching files by name."""
     files: list[Path] = []
     for source in sources:
-        if source.is_dir():
-            found = sorted(file for file in source.rglob(pattern) if file.is_file())
+        if os.path.isdir(source):
+            try:
+                found = sorted(file for file in source.rglob(pattern) if os.path.isfile(file))
+            except (ValueError, IndexError, NotImplementedError) as error:
+                problems.append(f"--pattern {pattern!r}: {error}. Try --pattern '*.txt'.")
+                continue
             if not found:
                 problems.append(f"no file in {source} matches {pattern}. Try --pattern '*.md'.")
             files += found
-        elif source.is_file():
+        elif os.path.lexists(source):
             files.append(source)
         else:
             problems.append(f"{source} does not exist.")
@@ -153,7 +196,7 @@ def _find_encoder(options: argparse.Namespace, problems: list[str]) -> Encoder |
             problems.append("--end-of-text needs a tokenizer: bytes have no such token.")
         return Encoder(name="bytes", vocab_size=256)
     file = Path(options.tokenizer)
-    if not file.is_file():
+    if not os.path.lexists(file):
         problems.append(f"--tokenizer {file} does not exist. Try --tokenizer bytes, or a tokenizer.json.")
         return None
     try:
@@ -162,24 +205,29 @@ def _find_encoder(options: argparse.Namespace, problems: list[str]) -> Encoder |
         problems.append("--tokenizer needs the package tokenizers. Try pip install tokenizers.")
         return None
     try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing more specific
-        problems.append(f"--tokenizer {file} can't be read: {error}.")
+        content = read_bytes(file, limit_bytes=TOKENIZER_BYTES, follow=True)
+        with _failures_of_tokenizer():
+            tokenizer = Tokenizer.from_buffer(content)
+    except (ValueError, FileNotFoundError) as error:
+        problems.append(f"--tokenizer {file} can't be used: {error}.")
         return None
     tokenizer.no_truncation()  # a file may ask for either, which would lose or invent text
     tokenizer.no_padding()
     end_of_text = None if options.end_of_text is None else tokenizer.token_to_id(options.end_of_text)
     if options.end_of_text is not None and end_of_text is None:
         problems.append(f"--end-of-text {options.end_of_text} is no token of {file}.")
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
-    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1  # ids may have gaps
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    if not vocabulary:
+        problems.append(f"--tokenizer {file} has no vocabulary. Try one that was trained.")
+        return None
+    digest = hashlib.sha256(content).hexdigest()[:12]
+    vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
     return Encoder(f"{file.name} {digest}", vocab_size, tokenizer=tokenizer, end_of_text=end_of_text)
 
 
-def _refuse(problems: Sequence[str]) -> int:
-    for problem in problems:
-        print(problem, file=sys.stderr)
-    return 2
+def _refuse(problems: Sequence[object]) -> int:
+    complain(problems)
+    return WRONG
 
 
 def _parser() -> argparse.ArgumentParser:

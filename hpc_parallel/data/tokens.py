@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
+
+from hpc_parallel.record.safe_read import open_regular, read_json
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,7 +43,7 @@ class TokensData:
     def __init__(self, *, path: str, sequence_length: int = 1024, validation_share: float = 0.05) -> None:
         from hpc_parallel.data.windows import Windows
 
-        file = Path(path).expanduser()
+        file = Path(os.path.expanduser(path))
         description = read_description(file)
         tokens = open_tokens(file, count=description["count"])
         cut = round(len(tokens) * (1 - validation_share))
@@ -65,10 +68,11 @@ def read_description(tokens_file: Path) -> Description:
     if tokens_file.suffix != ".npy":
         raise ValueError(f"{tokens_file.name} is no .npy file of token ids. {MAKE_IT}")
     for file in (tokens_file, beside):
-        if not file.is_file():
-            raise ValueError(f"{file} is missing. {MAKE_IT}")
+        if not os.path.isfile(file):
+            state = "is no regular file" if os.path.lexists(file) else "is missing"
+            raise ValueError(f"{file} {state}. {MAKE_IT}")
     try:
-        found = json.loads(beside.read_text(encoding="utf-8"))
+        found = read_json(beside, follow=True) or {}
         description = Description(
             vocab_size=found["vocab_size"], tokenizer=found["tokenizer"], count=found["count"]
         )
@@ -78,6 +82,8 @@ def read_description(tokens_file: Path) -> Description:
         value = found[key]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{beside}: {key} = {value!r} must be a whole number above 0. {MAKE_IT}")
+    if not isinstance(description["tokenizer"], str):
+        raise ValueError(f"{beside}: tokenizer = {description['tokenizer']!r} must be a name. {MAKE_IT}")
     return description
 
 
@@ -86,8 +92,10 @@ def open_tokens(file: Path, *, count: int) -> NDArray[Any]:
     import numpy as np
 
     try:
-        tokens: NDArray[Any] = np.load(file, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
+        with open_regular(file, follow=True):  # numpy would wait for a pipe
+            pass
+        tokens: NDArray[Any] = np.lib.format.open_memmap(file, mode="r")
+    except (ValueError, OSError, EOFError, TypeError, ArithmeticError, SyntaxError, MemoryError) as error:
         raise ValueError(f"{file} can't be read as an array ({error}). {MAKE_IT}") from error
     if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32):
         shape = f"{tokens.ndim} dims of {tokens.dtype}"

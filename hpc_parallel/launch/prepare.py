@@ -85,28 +85,39 @@ class PreparedRun:
         """Make the run folder: configuration, source, and what only this machine knows of the environment.
 
         Of a sweep, `taken` is the snapshot of a run that was written before, of the same files, and `state`
-        remembers what git said. Raises ConfigError where the folder can't be made.
+        remembers what git said. Raises ConfigError if the folder can't be made; then nothing of it is left.
         """
         key = "resume" if self.resumes else "run_dir"
         try:
-            if not self.resumes:
-                self.folder.create()
-            owner.claim(self.folder)
+            self._hold(key)
+            try:
+                self._fill(taken, state)
+            except BaseException:  # a full disk, a source file that can't be read, Ctrl-C
+                self.take_back()
+                raise
         except OSError as error:
-            rule = f"can't hold the run: {error.strerror or error}"
+            rule = f"can't hold the run: {self._place_of(error)}{error.strerror or error}"
             raise ConfigError([Problem(key, self.folder.path, rule)]) from error
         except owner.OwnedError as error:
             raise ConfigError([Problem(key, self.folder.path, str(error))]) from error
+
+    def _hold(self, key: str) -> None:
+        """Make the folder this process's, and set aside what an earlier start left there."""
+        if not self.resumes:
+            self.folder.create()
         try:
+            owner.claim(self.folder)
             require_trusted(self.folder.path, key=key, shared_folder=self.config.launcher.shared_folder)
-        except ConfigError:
-            owner.release(self.folder)
-            if not self.resumes:
+            if self.resumes:
+                self.folder.set_aside()
+        except BaseException:
+            if self.resumes:
+                owner.release(self.folder)
+            else:
                 self.take_back()
             raise
-        if self.resumes:
-            self.folder.set_aside()
-            attempts.resumed_by_hand(self.folder)
+
+    def _fill(self, taken: Snapshot | None, state: State | None) -> None:
         if self.snapshot is not None:
             self.snapshot.take() if taken is None else self.snapshot.take_as(taken)
         text = yaml.dump(self.values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
@@ -116,6 +127,14 @@ class PreparedRun:
             state=state,
         )  # fmt: skip
         write_json(self.folder.environment, said)
+        if self.resumes:
+            attempts.resumed_by_hand(self.folder)
+
+    def _place_of(self, error: OSError) -> str:
+        """The file outside of the run folder that `error` is about."""
+        if error.filename is None or Path(os.fsdecode(error.filename)).is_relative_to(self.folder.path):
+            return ""
+        return f"{os.fsdecode(error.filename)}: "
 
     def take_back(self) -> None:
         """Undo `write`, where nothing began in the folder: as if the run had never been asked for."""
@@ -140,7 +159,7 @@ def prepare(
     config, values = resolve(composed)
     if problems := [*find_problems(config, overrides), *weights.find_problems(config)]:
         raise ConfigError(in_order(problems, overrides))
-    path = Path(config.run_dir).expanduser() if config.run_dir else RUNS / config.name / new_run_id()
+    path = Path(os.path.expanduser(config.run_dir)) if config.run_dir else RUNS / config.name / new_run_id()
     layout = layout_of(config.strategy, devices=config.devices)
     batch = plan_batch(
         config.training.global_batch_size,
@@ -151,7 +170,7 @@ def prepare(
     )
     folder = RunFolder(path.absolute())
     if config.weights is not None:
-        values["weights"] = str(Path(config.weights).expanduser().absolute())
+        values["weights"] = str(Path(os.path.expanduser(config.weights)).absolute())
     if config.resume and (problems := list(resume.find_problems(folder, values))):
         raise ConfigError(problems)
     values["run_dir"] = str(folder.path)

@@ -125,8 +125,14 @@ class RunFolder:
         if any(self.path.iterdir()):
             raise FileExistsError(f"{self.path} is not empty")
         self.path.chmod(0o700)  # an existing empty folder may be wider
-        for folder in (self.logs, self.rendezvous):
-            folder.mkdir(mode=0o700)
+        try:
+            for folder in (self.logs, self.rendezvous):
+                folder.mkdir(mode=0o700)
+        except FileExistsError:  # another process makes the same run now
+            raise
+        except BaseException:  # a full disk, Ctrl-C
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
 
     @property
     def outcome(self) -> tuple[Path, ...]:
@@ -140,17 +146,23 @@ class RunFolder:
         go on reads them.
         """
         number = self._starts_before() + 1
-        for path in (self.code, *self.outcome):
-            if path.exists():
-                path.rename(_numbered(path, number))
-        for path in (self.environment, self.config):  # last what counts them
-            if path.exists():
-                write_text(_numbered(path, number), read_text(path))
+        try:
+            for path in (self.code, *self.outcome):
+                if path.exists():
+                    path.rename(_numbered(path, number))
+            for path in (self.environment, self.config):  # last what counts them
+                if path.exists():
+                    write_text(_numbered(path, number), read_text(path))
+        except BaseException:  # a full disk, Ctrl-C
+            self._restore(number)
+            raise
 
     def put_back(self) -> None:
         """Undo the newest `set_aside`: nothing began after it."""
-        number = self._starts_before()
         shutil.rmtree(self.code, ignore_errors=True)
+        self._restore(self._starts_before())
+
+    def _restore(self, number: int) -> None:
         for path in (self.code, *self.outcome, self.environment, self.config):
             if (kept := _numbered(path, number)).exists():
                 kept.replace(path)

@@ -83,18 +83,18 @@ def read_bytes(path: Path, *, limit_bytes: int = DOCUMENT_BYTES, follow: bool = 
     return content
 
 
-def read_text(path: Path, *, limit_bytes: int = DOCUMENT_BYTES) -> str:
+def read_text(path: Path, *, limit_bytes: int = DOCUMENT_BYTES, follow: bool = False) -> str:
     """The content as UTF-8. Raises FileNotFoundError and DamagedError."""
     try:
-        return read_bytes(path, limit_bytes=limit_bytes).decode()
+        return read_bytes(path, limit_bytes=limit_bytes, follow=follow).decode()
     except UnicodeDecodeError as error:
         raise DamagedError(path, f"it is not UTF-8 (byte {error.start})") from error
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path, *, follow: bool = False) -> dict[str, Any] | None:
     """The object in a JSON file; None if there is no such file (yet). Raises DamagedError."""
     try:
-        text = read_text(path)
+        text = read_text(path, follow=follow)
     except FileNotFoundError:
         return None
     return _object(path, lambda: parse_json(text))

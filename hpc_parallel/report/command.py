@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from hpc_parallel.config.problems import Problem, alternatives, nearest
 from hpc_parallel.launch.recorded import find_runs
 from hpc_parallel.operate.terminal import print_json
+from hpc_parallel.record.safe_write import write_bytes, write_text
 
 if TYPE_CHECKING:
     from hpc_parallel.report.page import Report
@@ -119,11 +120,11 @@ def write(report: Report, output: Path) -> None:
     try:
         (beside / PLOTS).mkdir()
         for name, text in ((PAGE, report.html), (MARKDOWN, report.markdown), (TABLE, report.csv)):
-            (beside / name).write_text(text, encoding="utf-8")
+            write_text(beside / name, text, mode=0o666)
         if report.latency_csv:
-            (beside / LATENCY).write_text(report.latency_csv, encoding="utf-8")
+            write_text(beside / LATENCY, report.latency_csv, mode=0o666)
         for plot in report.plots:
-            (beside / PLOTS / f"{plot.name}.png").write_bytes(plot.png)
+            write_bytes(beside / PLOTS / f"{plot.name}.png", plot.png, mode=0o666)
         if output.exists():
             before = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}-before."))
             output.rename(before / output.name)

@@ -18,6 +18,7 @@ from hydra.utils import instantiate
 from hpc_parallel.launch.checkpoints import Checkpoint, sync_folder
 from hpc_parallel.launch.weights import LENGTH_BYTES
 from hpc_parallel.record.credentials import public_part, without_credentials
+from hpc_parallel.record.safe_write import replacing
 from hpc_parallel.training.weights import CheckpointWeights
 from hpc_parallel.worker.export import ExportError
 
@@ -61,24 +62,19 @@ def write(checkpoint: Checkpoint, output: Path, *, library_names: bool = False) 
     header = json.dumps(table).encode()
     header += b" " * (-len(header) % ALIGNMENT)
     start = LENGTH_BYTES + len(header)
-    beside = output.with_name(f".{output.name}.{os.getpid()}")
-    try:
-        with beside.open("xb") as file:
-            file.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
-            file.flush()
-            os.posix_fallocate(file.fileno(), 0, start + end)  # a full disk is told here
-            mapped = torch.from_file(str(beside), shared=True, size=start + end, dtype=torch.uint8)[start:]
-            weights.fill(
-                {
-                    name: mapped[place].view(weights.dtypes[name]).view(weights.shapes[name])
-                    for name, place in places.items()
-                }
-            )
-            os.fsync(file.fileno())
-        beside.rename(output)
-        sync_folder(output.parent)
-    finally:
-        beside.unlink(missing_ok=True)
+    with replacing(output, mode=0o666) as file:
+        file.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
+        file.flush()
+        os.posix_fallocate(file.fileno(), 0, start + end)  # a full disk is told here
+        opened = f"/proc/self/fd/{file.fileno()}"  # whatever others do to its name meanwhile
+        mapped = torch.from_file(opened, shared=True, size=start + end, dtype=torch.uint8)[start:]
+        weights.fill(
+            {
+                name: mapped[place].view(weights.dtypes[name]).view(weights.shapes[name])
+                for name, place in places.items()
+            }
+        )
+    sync_folder(output.parent)
     return start + end
 
 

@@ -7,6 +7,7 @@ import os
 import sys
 
 from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.safe_write import open_append
 
 
 def redirect(folder: RunFolder, *, rank: int) -> None:
@@ -17,7 +18,7 @@ def redirect(folder: RunFolder, *, rank: int) -> None:
     """
     for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
         stream.flush()
-        target = os.open(folder.log(rank, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        target = open_append(folder.log(rank, name))
         os.dup2(target, 1 if name == "out" else 2)
         os.close(target)
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.safe_write import replacing
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.training.checkpoint import statistics
@@ -65,4 +66,5 @@ def write_once(folder: Path, kind: str, tensors: Mapping[str, NDArray[Any]]) -> 
     before = {(name, digest) for rank in everyone[: dist.get_rank()] for name, digest in rank}
     own = {name: tensors[name] for name, _ in sorted(contents - before)}
     if own:
-        np.savez(folder / f"{kind}-{dist.get_rank()}.npz", **own)  # type: ignore[arg-type]
+        with replacing(folder / f"{kind}-{dist.get_rank()}.npz") as file:
+            np.savez(file, **own)  # type: ignore[arg-type]

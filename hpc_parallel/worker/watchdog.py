@@ -21,6 +21,7 @@ import torch
 
 from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.safe_write import replacing
 from hpc_parallel.training.progress import Progress
 from hpc_parallel.worker import failure, standing
 from hpc_parallel.worker.flight_recorder import recorded
@@ -100,7 +101,7 @@ class _Watchdog:
         return None
 
     def _tell(self, idle_s: float) -> None:
-        with open(standing.stacks(self.folder, self.world.rank), "w") as file:
+        with replacing(standing.stacks(self.folder, self.world.rank)) as file:
             faulthandler.dump_traceback(file, all_threads=True)
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         stack = traceback.extract_stack(frame)

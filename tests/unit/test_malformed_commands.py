@@ -64,6 +64,13 @@ UNKNOWN = [
     wrong("--config-path /nowhere", "/nowhere"),
 ]
 TYPES = [
+    wrong("model.dim=99999999999999999999", "model.dim", "at most", offers="model.dim=2147483648"),
+    wrong("nodes=99999999999 gpus_per_node=99999999999", "nodes = 99999999999", offers="gpus_per_node=1024"),
+    wrong("seed=99999999999999999999", "seed", "at most", offers="seed=9223372036854775807"),
+    wrong("training.steps=-99999999999999999999", "training.steps", "at least -2147483648"),
+    wrong("name=.hidden", "name = .hidden", "hidden folder", offers="name=hidden"),
+    wrong("data=tokens data.path=/dev/zero", "data.path = /dev/zero", "is no .npy file"),
+    wrong("data.path=/dev/zero", "data.path = /dev/zero", "no file matches"),
     wrong("nodes=abc", "nodes = abc", "whole number", offers="nodes=1"),
     wrong("nodes=1.5", "nodes = 1.5", "whole number", offers="nodes=1"),
     wrong("nodes=", "nodes = ''", "whole number", offers="nodes=1"),

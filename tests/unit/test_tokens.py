@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from hpc_parallel.data import tokenize
 from hpc_parallel.data.tokenize import main
 from hpc_parallel.data.tokens import TokensData, read_description
+from tests.security.disk import small_disk
 
 TEXT = "the quick brown fox jumps over the lazy dog; été, 東京, \U0001f40d\n" * 40
 
@@ -185,3 +187,100 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
         read_description(tmp_path / "t.npy")
     with pytest.raises(ValueError, match=r"no \.npy file"):
         read_description(tmp_path / "t.bin")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "proc"])
+def test_sources_that_never_end_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    places = {"pipe": tmp_path / "pipe", "device": Path("/dev/zero"), "proc": Path("/proc/uptime")}
+    os.mkfifo(places["pipe"])
+    assert main([str(places[kind]), "--output", str(tmp_path / "tokens.npy")]) == 2
+    said = {"pipe": "it is a pipe", "device": "it is a device", "proc": "hold no text"}[kind]
+    assert said in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pipe"]
+
+
+def tokenizer_json(model: str, **more: object) -> str:
+    return json.dumps({"version": "1.0", "added_tokens": [], "model": json.loads(model), **more})
+
+
+EMPTY = tokenizer_json('{"type": "BPE", "vocab": {}, "merges": []}')
+WITHOUT_UNKNOWN = tokenizer_json('{"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}')
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (EMPTY, "has no vocabulary"),
+        (WITHOUT_UNKNOWN, "the tokenizer fails: WordLevel error"),
+        ("{", "can't be used: the tokenizer fails"),
+        ("[" * 100_000, "can't be used: the tokenizer fails"),
+    ],
+)
+def test_tokenizers_that_fail(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, said: str
+) -> None:
+    pytest.importorskip("tokenizers")
+    file = tmp_path / "tokenizer.json"
+    file.write_text(content)
+    before = sorted(tmp_path.rglob("*"))
+    words = [str(source), "--output", str(tmp_path / "tokens.npy"), "--tokenizer", str(file)]
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+class PanicException(BaseException):
+    """As pyo3's, which can't be made from Python."""
+
+
+def test_a_tokenizer_that_panics(tmp_path: Path) -> None:
+    class Panicking:
+        def encode_batch(self, pieces: list[str], add_special_tokens: bool) -> None:
+            raise PanicException("called `Option::unwrap()` on a `None` value")
+
+    (tmp_path / "a.txt").write_text("text")
+    encoder = tokenize.Encoder("x", 3, tokenizer=Panicking())
+    with pytest.raises(ValueError, match="the tokenizer fails: called"):
+        list(encoder.encode(tmp_path / "a.txt"))
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_bytes(b"x" * 200_000)
+    with small_disk(tmp_path / "disk", bytes_=100_000) as disk:
+        assert main([str(tmp_path / "a.txt"), "--output", str(disk / "tokens.npy")]) == 1
+        assert "can't be written: No space left on device." in capsys.readouterr().err
+        assert list(disk.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "description"),
+    [
+        (b"\x93NUMPY\x01\x00\x02\x00{}", None),
+        (b"", None),
+        (b"PK\x03\x04", None),
+        (None, "[" * 200_000),
+        (None, '{"vocab_size": 1e999, "tokenizer": "bytes", "count": 8}'),
+        (None, '{"vocab_size": 256, "tokenizer": {}, "count": 8}'),
+        (None, "[]"),
+    ],
+)
+def test_odd_tokens_are_told(tmp_path: Path, tokens: bytes | None, description: str | None) -> None:
+    file = tmp_path / "tokens.npy"
+    np.save(file, np.arange(8, dtype=np.uint16))
+    (tmp_path / "tokens.json").write_text('{"vocab_size": 256, "tokenizer": "bytes", "count": 8}')
+    TokensData(path=str(file), sequence_length=1, validation_share=0.3)
+    if tokens is not None:
+        file.write_bytes(tokens)
+    if description is not None:
+        (tmp_path / "tokens.json").write_text(description)
+    with pytest.raises(ValueError, match=r"Make both with|not a table|nests more"):
+        TokensData(path=str(file), sequence_length=1, validation_share=0.3)
+
+
+def test_a_pipe_of_tokens_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokens.npy")
+    (tmp_path / "tokens.json").write_text('{"vocab_size": 256, "tokenizer": "bytes", "count": 8}')
+    with pytest.raises(ValueError, match="is no regular file"):
+        TokensData(path=str(tmp_path / "tokens.npy"))

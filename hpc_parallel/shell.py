@@ -1,0 +1,109 @@
+"""What every command does alike where it meets the shell: streams that are closed or full, Ctrl-C, a folder
+that is gone, characters that the terminal can't show."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import TextIO
+
+from hpc_parallel.config.problems import ConfigError, printable
+
+DONE, FAILED, WRONG = range(3)
+
+
+def run_command(work: Callable[[], int]) -> int:
+    """Do the work of a command; returns its exit code.
+
+    An error of the system (a full disk, a closed pipe, a file that may not be read) is one line on stderr
+    and exit code 1, and Ctrl-C is exit code 1 alone. A reader that closes the pipe early (`| head`) has
+    what it wants: exit code 0.
+    """
+    _open_closed_streams()
+    _escape_what_streams_cannot_encode()
+    try:
+        _require_folder()
+        try:
+            return work()
+        finally:  # also where argparse exits after --help
+            sys.stdout.flush()
+    except ConfigError as error:
+        complain(error.problems)
+        return WRONG
+    except KeyboardInterrupt:
+        return FAILED
+    except BrokenPipeError:
+        _discard(sys.stdout)
+        return DONE
+    except OSError as error:
+        complain([_describe(error)])
+        _discard(sys.stdout)
+        return FAILED
+
+
+def complain(problems: Iterable[object], *, indent: str = "") -> None:
+    """Print each problem on stderr, without a control character; on a full or closed stderr, nothing."""
+    try:
+        for problem in problems:
+            print(indent + printable(problem, keep="\n"), file=sys.stderr, flush=True)
+    except OSError:
+        _discard(sys.stderr)
+
+
+def _open_closed_streams() -> None:
+    """Lead the standard streams that the shell has closed (`>&-`) to /dev/null.
+
+    Otherwise the next file that this process opens would be its stdout, and a child would print into it.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is not None:
+            continue
+        with contextlib.suppress(OSError):
+            os.fstat(number)
+            continue
+        null = os.open(os.devnull, os.O_RDWR)
+        if null != number:
+            os.dup2(null, number)
+            os.close(null)
+        setattr(sys, name, os.fdopen(number, mode, closefd=False))
+
+
+def _escape_what_streams_cannot_encode() -> None:
+    """Show `\\u2026` rather than fail where the terminal's encoding (LC_ALL=C) has no such character."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _require_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError(["The current folder has been deleted. Try cd to another one."]) from None
+
+
+def _describe(error: OSError) -> str:
+    reason = error.strerror or str(error) or type(error).__name__
+    if error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {reason}."
+    place = "stdout can't be written" if _is_broken(sys.stdout) else "The system reports"
+    return f"{place}: {reason}."
+
+
+def _is_broken(stream: TextIO) -> bool:
+    try:
+        stream.flush()  # what could not be written is still in its buffer
+    except OSError:
+        return True
+    return False
+
+
+def _discard(stream: TextIO) -> None:
+    """Lead it to /dev/null, or Python fails once more (and exits with 120) when it flushes at its end."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: a stream without a descriptor
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
