@@ -29,7 +29,6 @@ WRITERS = {
 OWN = {"write_text", "write_bytes"}  # names that safe_write has too: as functions, not as methods
 ALLOWED = {
     ("data/tokens.py", "open_memmap"): "reads: mode r",
-    ("launch/local.py", "open"): "agent.err, in the run's own 0700 folder",
     ("launch/snapshot.py", "copy2"): "into the run's own 0700 folder, which was empty",
     ("launch/snapshot.py", "link"): "into the run's own 0700 folder, which was empty",
     ("launch/snapshot.py", "symlink_to"): "into the run's own 0700 folder, which was empty",
@@ -42,6 +41,7 @@ ALLOWED = {
     ("training/saver.py", "save"): "torch's streams, into a checkpoint folder of the run's own 0700 folder",
     ("training/trainer.py", "save"): "asks the saver",
     ("worker/flight_recorder.py", "dump"): "in memory",
+    ("worker/signed_objects.py", "dump"): "in memory",
     ("training/export.py", "from_file"): "maps the descriptor of replacing()",
     ("worker/proof.py", "savez"): "to the file of replacing()",
     ("training/writers.py", "SummaryWriter"): "names of its own, in the run's own 0700 folder",
