@@ -173,47 +173,50 @@ class _Start:
             ) from None
 
     def _find(self) -> SignedStore:
-        """Another rank's store, connected to the rank 0 of this very start."""
-        rank_0 = f"rank 0 on {self.world.where(0)}"
-        problem = f"{rank_0} never published its address in {self.file.parent}. Look at {self._log(0)}."
-        store: SignedStore | None = None
+        """Another rank's store, connected to the rank 0 of this very start.
+
+        A launcher without a unique name for a start may show an earlier one's file, and its port may be
+        another run's by now. So no problem is the end before the time is out.
+        """
+        problem = (
+            f"rank 0 on {self.world.where(0)} never published its address in {self.file.parent}. "
+            f"Look at {self._log(0)}."
+        )
+        stores: list[SignedStore] = []
 
         def connected() -> bool:
-            nonlocal problem, store
-            published = _published(self.file)
-            if published is None:
-                return False
-            if "error" in published:
-                # Not the end yet: where a launcher has no unique name for a start, these may be the
-                # last words of an earlier one, which this start's rank 0 is about to replace.
-                problem = published["error"]
-                return False
-            host, port = published["host"], published["port"]
+            nonlocal problem
             try:
-                client = _connect(host, port, timeout_s=max(PROBE_S, self._left_s()))
-                store = SignedStore(client, secret=bytes.fromhex(published["secret"]))
-                # A launcher without a unique name for a start may show an earlier one's file,
-                # and its port may be another run's by now.
-                if store.check([_OPEN]):
-                    return True
-                reason = "another program answers there"
-            except ForgedError as error:
-                store, problem = None, str(error)
-                return False
-            except (OSError, DistError) as error:
-                reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-            store = None
-            problem = (
-                f"can't reach rank 0 at {host}:{port} from {self.world.host}: {reason}. Where a fast network "
-                "has names of its own, try cluster.master_suffix; where a firewall stands, cluster.port."
-            )
-            return False
+                if (published := _published(self.file)) is not None:
+                    stores.append(self._reach(published))
+            except StartError as error:
+                problem = str(error)
+            return bool(stores)
 
-        self._until(connected, self.deadline)
-        if store is None:
+        if not self._until(connected, self.deadline):
             raise StartError(problem)
-        store.set_timeout(timedelta(seconds=self.cluster.collective_timeout_s))
-        return store
+        stores[0].set_timeout(timedelta(seconds=self.cluster.collective_timeout_s))
+        return stores[0]
+
+    def _reach(self, published: dict[str, Any]) -> SignedStore:
+        """The store that rank 0 published. Raises StartError."""
+        if "error" in published:
+            raise StartError(published["error"])
+        host, port = published["host"], published["port"]
+        try:
+            client = _connect(host, port, timeout_s=max(PROBE_S, self._left_s()))
+            store = SignedStore(client, secret=bytes.fromhex(published["secret"]))
+            if store.check([_OPEN]):
+                return store
+            reason = "another program answers there"
+        except ForgedError:
+            reason = "another run answers there, or another process wrote to the store of this start"
+        except (OSError, DistError) as error:
+            reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        raise StartError(
+            f"can't reach rank 0 at {host}:{port} from {self.world.host}: {reason}. Where a fast network "
+            "has names of its own, try cluster.master_suffix; where a firewall stands, cluster.port."
+        )
 
     def _give_up(self, store: SignedStore) -> None:
         """Rank 0, out of time: tell those who are there, let them read it, and end."""
@@ -287,7 +290,8 @@ def _published(file: Path) -> dict[str, Any] | None:
         # may be answered "not there" from its cache for a minute.
         if file.name in os.listdir(file.parent):
             _require_own(file)
-            return read_json(file)
+            published = read_json(file)
+            return published if published and published.keys() & {"secret", "error"} else None
     except (OSError, DamagedError):  # the folder is not there yet, or the handle is stale
         pass
     return None

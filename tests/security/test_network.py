@@ -26,6 +26,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore, distributed_c10d
 
 from hpc_parallel.config.schema import ClusterConfig
 from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.strategies import exchange
 from hpc_parallel.worker import fabric, main, signed_objects
 from hpc_parallel.worker.rendezvous import StartError, hosts, meet
@@ -167,13 +168,21 @@ def test_a_stranger_is_no_rank(folder: RunFolder, shared: Path) -> None:
 def test_a_stranger_can_not_put_words_in_rank_0s_mouth(folder: RunFolder) -> None:
     """On the reviewed version rank 1 ended with the stranger's text, and rank 0 had met it."""
 
+    done = FORK.Event()
+
     def rank(number: int) -> Callable[[], Any]:
-        return lambda: hosts(meet(folder, world=world(number), cluster=cluster()))
+        def job() -> Any:
+            met = hosts(meet(folder, world=world(number), cluster=cluster()))
+            done.wait(20 * (number == 0))  # rank 0 is the server
+            return met
+
+        return job
 
     ahead = in_processes(rank(0))
     port = port_of(folder)
     call_as(ATTACKER, lambda: connect(port).set("start/verdict", json.dumps({"error": TEXT})))
     (second,) = in_processes(rank(1))()
+    done.set()
     (first,) = ahead()
     assert TEXT not in str(second)
     assert first == ("here", "here")
@@ -206,6 +215,17 @@ def test_a_stranger_can_not_give_an_address_of_its_own(folder: RunFolder) -> Non
     call_as(ATTACKER, attack)
     outcome, _ = finish()
     assert FOREIGN in str(outcome)
+
+
+def test_a_stranger_can_not_pose_as_rank_0(folder: RunFolder, server: TCPStore) -> None:
+    """Rank 1 takes no store that can't show this start's signature, and says so when its time is out."""
+    published = {"host": "127.0.0.1", "port": server.port, "secret": "00" * 32}
+    write_json(folder.rendezvous / "start.json", published)
+    for value in ("", SignedStore(server, secret=b"t" * 32)._set_record("start/open", "")):
+        server.set("start/open", value)  # type: ignore[arg-type]
+        with pytest.raises(StartError, match="or another process wrote to the store of this start") as caught:
+            meet(folder, world=world(1), cluster=cluster(0.5))
+        assert str(caught.value).startswith(f"can't reach rank 0 at 127.0.0.1:{server.port} from here")
 
 
 @needs_root
