@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from matplotlib.lines import Line2D
 from hpc_parallel.config.layout import Layout, plan_batch
 from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.report.drawing import Note, annotate, canvas, ink, short, spread, style
-from hpc_parallel.report.gather import BESIDE, SPEEDLESS, Row, number
+from hpc_parallel.report.gather import BESIDE, SPEEDLESS, Row, identity, number
 from hpc_parallel.report.tables import unit_of
 
 CLOSED_FORM = ("gpipe", "1f1b", "naive")
@@ -82,7 +81,7 @@ def _microbatches(row: Row) -> int | None:
     schedule = SCHEDULES.get(_schedule(row))
     try:
         plan = plan_batch(
-            training["global_batch_size"], layout=Layout(**row.layout),
+            row.global_batch_size or 0, layout=Layout(**row.layout),
             microbatch_size=training["microbatch_size"], microbatches=strategy["microbatches"],
             in_turn=schedule is not None and schedule.in_turn,
         )  # fmt: skip
@@ -95,7 +94,7 @@ def _but_for_microbatches(row: Row) -> str:
     config = {key: value for key, value in row.config.items() if key not in (*BESIDE, "seed")}
     for name, left_out in (("training", (*SPEEDLESS, *MICROBATCHES)), ("strategy", MICROBATCHES)):
         config[name] = {key: value for key, value in row.section(name).items() if key not in left_out}
-    return json.dumps([row.shape, config], sort_keys=True, default=str)
+    return f"{row.shape} {identity(config)}"
 
 
 def _label(row: Row) -> str:

@@ -32,10 +32,12 @@ SVG = {**dict.fromkeys(PNG, INK), "figure.facecolor": "none", "svg.fonttype": "n
 COMMON = {
     "font.family": "DejaVu Sans", "font.size": 10, "axes.facecolor": "none", "axes.spines.top": False,
     "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "grid.color": "#808080",
+    "text.parse_math": False,  # a name may hold dollars
     "legend.frameon": False, "hatch.linewidth": 0.6, "axes.titlesize": 11, "axes.axisbelow": True,
 }  # fmt: skip
 WIDTH = 9.0  # inches
 MOST_CURVES = 18
+MOST_NOTES = 300  # each is held against all before it
 NOTE_SIZE = 8.0  # points, of a word beside a marker
 NOTE_PLACES = ((6, 4), (-6, 4), (6, -11), (-6, -11))  # points from its marker to its lower inner corner
 
@@ -138,7 +140,7 @@ def annotate(figure: Figure, axes: Axes, notes: Sequence[Note]) -> None:
     scale = 72 / figure.dpi
     markers = [tuple(scale * axes.transData.transform((note.x, note.y))) for note in notes]
     taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in markers]
-    for note, (x, y) in zip(notes, markers, strict=True):
+    for note, (x, y) in zip(notes[:MOST_NOTES], markers, strict=False):
         width = 0.65 * NOTE_SIZE * len(note.text)
         for right, up in NOTE_PLACES:
             left = x + right if right > 0 else x + right - width

@@ -16,9 +16,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from hpc_parallel.config.layout import AXES, Layout, layout_of
-from hpc_parallel.config.problems import spell
+from hpc_parallel.config.problems import printable, spell
 from hpc_parallel.launch import attempts
-from hpc_parallel.launch.recorded import RecordedRun, find_runs, number
+from hpc_parallel.launch.recorded import RecordedRun, find_runs
+from hpc_parallel.launch.recorded import number as finite
 from hpc_parallel.launch.sweep_folder import MANIFEST, Sweep, read_sweep
 from hpc_parallel.operate.state import states
 from hpc_parallel.record.safe_read import read_json
@@ -40,6 +41,10 @@ SPEEDLESS = (
 BESIDE = ("name", "run_dir", "resume", "dry_run", "launcher", "sweep", "nodes", "gpus_per_node", "jobs")
 CLASS = "._target_"
 STRATEGY = ("name", "execution", *AXES)
+MOST_COUNT = 2**31  # of devices, samples of a batch, degrees of an axis
+LARGEST, SMALLEST = 1e18, 1e-18  # of a figure: ratios and sums of such are finite
+MOST_STARTS, MOST_RANKS, MOST_CHUNKS = 1000, 256, 10_000
+MOST_AT_ONCE = 4  # chunks of a rank: its compute, and what it sends meanwhile
 SWEEPS = ("", "*/", "*/*/")  # where sweep folders lie in a folder of runs
 
 
@@ -71,7 +76,7 @@ class Row:
 
     @property
     def strategy(self) -> str:
-        return self.run.strategy or "unknown"
+        return printable(self.run.strategy or "unknown")
 
     @property
     def shape(self) -> str:
@@ -134,7 +139,7 @@ class Row:
     @property
     def global_batch_size(self) -> int | None:
         size = self.section("training").get("global_batch_size")
-        return size if isinstance(size, int) and size > 0 else None
+        return size if is_count(size) else None
 
     @property
     def work(self) -> tuple[object, ...]:
@@ -151,6 +156,21 @@ class Gathered:
     rows: Sequence[Row]
     left_out: Sequence[tuple[str, str]] = field(default_factory=list)
     commands: Sequence[tuple[str, str]] = field(default_factory=list)
+
+
+def number(value: Any) -> float | None:
+    """A figure that can be shown and calculated with; None for what is none."""
+    shown = finite(value)
+    return shown if shown is not None and (shown == 0 or SMALLEST <= abs(shown) <= LARGEST) else None
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST_COUNT
+
+
+def identity(config: Mapping[Any, Any]) -> str:
+    """The same text for the same values, whatever their order."""
+    return repr(sorted((key, repr(value)) for key, value in _flat(config).items()))
 
 
 def gather(folders: Sequence[Path]) -> Gathered:
@@ -179,26 +199,39 @@ def timeline(row: Row) -> list[dict[str, Any]]:
     microbatch); none where it is not there or is another's."""
     try:
         ranks = (read_json(row.run.folder.timeline) or {})["ranks"]
-        for rank in ranks:
-            float(rank["length_s"])
-            for start, end, stage, kind, _ in rank["chunks"]:
-                if start > end or stage < 0 or not isinstance(kind, str):
-                    return []
-        return sorted(ranks, key=lambda rank: int(rank["rank"]))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        found = [
+            {"rank": int(rank["rank"]), "length_s": rank["length_s"], "chunks": rank["chunks"]}
+            for rank in ranks[:MOST_RANKS]
+        ]
+        sound = all(_is_drawable(rank) for rank in found)
+        few = sum(len(rank["chunks"]) for rank in found) <= MOST_CHUNKS
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError):
         return []
+    return sorted(found, key=lambda rank: rank["rank"]) if sound and few else []
+
+
+def _is_drawable(rank: Mapping[str, Any]) -> bool:
+    """Raises TypeError and ValueError for what is no timeline at all."""
+    length_s, busy_s = number(rank["length_s"]) or 0.0, 0.0
+    for start, end, stage, kind, microbatch in rank["chunks"]:
+        times = number(start), number(end)
+        if None in times or start > end or not isinstance(kind, str):
+            return False
+        if not is_count(stage + 1) or not (microbatch is None or is_count(microbatch + 1)):
+            return False
+        busy_s += end - start
+    return length_s > 0 and busy_s <= MOST_AT_ONCE * length_s
 
 
 def _row(run: RecordedRun, *, state: str, ended: bool, label: str, differs: Sequence[str]) -> Row:
     said = run.summary or _so_far(run)
-    figures = {key: number(said.get(key)) for key in FIGURES}
+    figures = {key: _figure(key, said.get(key)) for key in FIGURES}
     parts = said.get("step_parts_s")
-    parts = {part: number(parts.get(part)) for part in PARTS} if isinstance(parts, dict) else {}
+    parts = {part: _figure(part, parts.get(part)) for part in PARTS} if isinstance(parts, dict) else {}
     layout: Any = said.get("layout")
-    whole = isinstance(layout, dict) and set(layout) == set(AXES)
-    if not whole or not all(isinstance(degree, int) for degree in layout.values()):
+    if not _is_layout(layout):
         layout = _layout(run)
-    devices = None if run.nodes is None or run.gpus_per_node is None else run.nodes * run.gpus_per_node
+    devices = _devices(run)
     figures["device_hours"] = device_hours(run, devices=devices)
     share, step_s = figures["exposed_communication_share"], figures["step_time_s"]
     figures["exposed_communication_s"] = None if share is None or step_s is None else share * step_s
@@ -209,20 +242,37 @@ def _row(run: RecordedRun, *, state: str, ended: bool, label: str, differs: Sequ
     )  # fmt: skip
 
 
+def _figure(key: str, value: Any) -> float | None:
+    """None for a negative one, other than a loss."""
+    figure = number(value)
+    return None if figure is not None and figure < 0 and key != "final_loss" else figure
+
+
+def _is_layout(layout: Any) -> bool:
+    return isinstance(layout, dict) and set(layout) == set(AXES) and all(map(is_count, layout.values()))
+
+
+def _devices(run: RecordedRun) -> int | None:
+    counts = run.nodes, run.gpus_per_node
+    devices = math.prod(count for count in counts if count is not None)
+    return devices if all(map(is_count, counts)) and is_count(devices) else None
+
+
 def _so_far(run: RecordedRun) -> dict[str, Any]:
     """What the summary would say of a run that has none (yet)."""
     try:
         return summarise(run.config or {}, outcome="", lines=run.metrics, history=run.attempts)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError):
         return dict(run.attempts)
 
 
 def _layout(run: RecordedRun) -> dict[str, int]:
     try:
         strategy = SimpleNamespace(**(run.config or {})["strategy"])
-        return layout_of(strategy, devices=(run.nodes or 0) * (run.gpus_per_node or 0)).degrees
-    except (KeyError, TypeError, ValueError, AttributeError):
+        layout = layout_of(strategy, devices=_devices(run) or 0).degrees
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
         return {}
+    return layout if _is_layout(layout) else {}
 
 
 def device_hours(run: RecordedRun, *, devices: int | None) -> float | None:
@@ -233,6 +283,8 @@ def device_hours(run: RecordedRun, *, devices: int | None) -> float | None:
     try:
         starts = [_time(line["began"]) for line in attempts.starts(run.folder)]
         ends = [_time(line["ended"]) for line in attempts.ends(run.folder)]
+        if len(starts) + len(ends) > MOST_STARTS:
+            return None
         last = (run.summary or {}).get("ended") or (run.last_metrics or {}).get("time")
         ends += [_time(last)] if last else []
         spans = []
@@ -241,9 +293,9 @@ def device_hours(run: RecordedRun, *, devices: int | None) -> float | None:
             if not until:
                 return None
             spans.append((min(until) - start).total_seconds())
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError):
         return None
-    return sum(spans) / 3600 * devices if spans and devices else None
+    return number(sum(spans) / 3600 * devices) if spans and devices else None
 
 
 def _time(text: str) -> datetime:
@@ -269,14 +321,14 @@ def _labels(runs: Sequence[RecordedRun]) -> tuple[list[str], list[Sequence[str]]
         apart = {
             key: value for key, value in options.items() if usual.get((run.strategy, key)) != spell(value)
         }
-        differs.append(tuple(_said(apart)))
+        differs.append(tuple(map(printable, _said(apart))))
     labels = []
     for run, said in zip(runs, differs, strict=True):
         shape = f"{run.nodes or '?'} x {run.gpus_per_node or '?'}"
-        labels.append(", ".join([f"{run.strategy or run.run_id} {shape}", *said]))
+        labels.append(", ".join([printable(f"{run.strategy or run.run_id} {shape}"), *said]))
     layouts = [str(Layout(**_layout(run))) for run in runs]
     labels = _told_apart(labels, [f", {layout}" for layout in layouts])
-    return _told_apart(labels, [f" ({run.run_id})" for run in runs]), differs
+    return _told_apart(labels, [printable(f" ({run.run_id})") for run in runs]), differs
 
 
 def _told_apart(labels: Sequence[str], more: Sequence[str]) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +10,10 @@ from matplotlib.figure import Figure
 
 from hpc_parallel.report.drawing import Note, annotate, canvas, short, spread, style
 from hpc_parallel.report.gather import Row, number
+from hpc_parallel.report.spreadsheet import to_csv
 from hpc_parallel.report.tables import unit_of
 
+MOST_SIZES = 200  # of one run: more are no measurement
 KEYS = ("batch_size", "latency_s", "latency_p99_s", "samples_per_s", "tokens_per_s")
 
 
@@ -42,7 +42,7 @@ def curves(rows: Sequence[Row]) -> list[Curve]:
     for row in rows:
         points = {point.batch_size: point for line in row.run.metrics if (point := _timed(line))}
         if points:
-            found.append(Curve(row, [points[size] for size in sorted(points)]))
+            found.append(Curve(row, [points[size] for size in sorted(points)[:MOST_SIZES]]))
     return found
 
 
@@ -58,14 +58,14 @@ def table(found: Sequence[Curve]) -> str:
     """CSV, a line a batch size, in SI units by the names of `metrics.jsonl`; empty without any."""
     if not found:
         return ""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["run", "folder", "state", *KEYS])
-    for curve in found:
-        for point in curve.points:
-            figures = [getattr(point, key) for key in KEYS]
-            writer.writerow([curve.row.label, curve.row.folder, curve.row.state, *figures])
-    return text.getvalue()
+    return to_csv(
+        ["run", "folder", "state", *KEYS],
+        (
+            [curve.row.label, curve.row.folder, curve.row.state, *(getattr(point, key) for key in KEYS)]
+            for curve in found
+            for point in curve.points
+        ),
+    )
 
 
 def figure(found: Sequence[Curve]) -> Figure:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,13 +10,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from hpc_parallel.config.problems import alternatives
-from hpc_parallel.report import latency
+from hpc_parallel.config.problems import alternatives, printable
+from hpc_parallel.report import latency, markdown
 from hpc_parallel.report.claims import Runs, judged
 from hpc_parallel.report.gather import PARTS, Gathered
 from hpc_parallel.report.plots import Plot, draw
+from hpc_parallel.report.spreadsheet import to_csv
 from hpc_parallel.report.tables import (
     COLUMNS,
     UNMEASURED,
@@ -31,6 +31,8 @@ from hpc_parallel.report.tables import (
     unit_of,
 )
 
+# Control characters, those that change the direction of text, and halves of a pair, which no file can hold.
+_NO_TEXT = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 DEFINITIONS = (
     "Throughput: samples a second, median after the warm-up. Latency: of one sample through (task=infer). "
     "Step time: of one optimizer step, median after the warm-up.",
@@ -86,31 +88,30 @@ def render(gathered: Gathered) -> Report:
         "plots": plots,
         "zip": zip,
     }
+    page = _fill("report.html.j2", values)
+    plain = _fill("report.md.j2", values, finalize=markdown.text)
+    return Report(page, plain, table(gathered, series), latency.table(timed), plots)
+
+
+def _fill(name: str, values: dict[str, Any], **settings: Any) -> str:
+    """The template with every value escaped, and without a character that is not text."""
     templates = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=select_autoescape(["html.j2"]),
-        undefined=StrictUndefined,
-        keep_trailing_newline=False,
-    )
+        loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True,
+        undefined=StrictUndefined, keep_trailing_newline=False, **settings,
+    )  # fmt: skip
     templates.filters |= {
         "raw": lambda value: "" if value is None else repr(value),
         "digits": lambda value: UNMEASURED if value is None else digits(value, 3),
-        "cell": lambda text: " ".join(str(text).replace("|", r"\|").split()),
+        "code": markdown.code,
     }
-    html, markdown = (
-        templates.get_template(f"report.{kind}.j2").render(values).strip() + "\n" for kind in ("html", "md")
-    )
-    return Report(html, markdown, table(gathered, series), latency.table(timed), plots)
+    text = templates.get_template(name).render(values).strip() + "\n"
+    return _NO_TEXT.sub(lambda found: printable(found[0]), text)
 
 
 def table(gathered: Gathered, series: Sequence[Series]) -> str:
     """A line a run; empty where nothing is measured."""
     found = records(gathered.rows, series)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, found[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(found)
-    return text.getvalue()
+    return to_csv(list(found[0]), (list(each.values()) for each in found))
 
 
 def alternatives_of(folders: Sequence[Path]) -> str:

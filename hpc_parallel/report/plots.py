@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -36,6 +37,7 @@ from hpc_parallel.report.gather import PARTS, Row, number, timeline
 from hpc_parallel.report.tables import STRONG, WEAK, Prediction, Series, digits, unit_of
 
 MOST_BARS, MOST_TIMELINES, MOST_POINTS = 40, 12, 300
+MOST_WORDS = 100  # in a rank's line: more have no room, unless what they name lies in the same place
 KINDS = {  # of a stage's work: colour, hatch, name
     "forward": (BLUE, "", "forward"),
     "loss": (PURPLE, "xx", "loss"),
@@ -135,7 +137,9 @@ def _scaling(series: Sequence[Series]) -> Figure:
     for place, each in enumerate(shown):
         devices = [point.devices for point in each.points]
         first = each.points[0]
-        rates.plot(devices, [point.samples_per_s for point in each.points], label=each.label, **style(place))
+        rates.plot(
+            devices, [point.samples_per_s for point in each.points], label=short(each.label), **style(place)
+        )
         rates.plot(
             devices, [first.samples_per_s * n / first.devices for n in devices],
             color=COLOURS[place % len(COLOURS)], linestyle=(0, (1, 1.5)), linewidth=1,
@@ -236,23 +240,29 @@ def _timeline(ranks: Sequence[dict[str, Any]]) -> Figure:
     several = any(len({stage for _, _, stage, _, _ in rank["chunks"]}) > 1 for rank in ranks)
     seen: dict[str, Patch] = {}
     for place, rank in enumerate(ranks):
+        bars: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        words = 0
         for start, end, stage, kind, microbatch in rank["chunks"]:
-            colour, hatch, name = KINDS.get(kind, KINDS["average"])
+            kind = kind if kind in KINDS else "average"
+            bars[kind].append((start / unit.size, (end - start) / unit.size))
             if end - start > length / 200:  # what is to be seen
+                colour, hatch, name = KINDS[kind]
                 seen[name] = Patch(facecolor=colour, hatch=hatch, edgecolor=ink(), linewidth=0.4)
-            axes.broken_barh(
-                [(start / unit.size, (end - start) / unit.size)], (place - 0.38, 0.76), facecolor=colour,
-                edgecolor=ink(), linewidth=0.4, hatch=hatch,
-            )  # fmt: skip
             text = "" if microbatch is None else f"{stage}:{microbatch}" if several else f"{microbatch}"
-            if (end - start) / length > 0.011 * (len(text) + 0.4):
+            if (end - start) / length > 0.011 * (len(text) + 0.4) and words < MOST_WORDS:
+                words += 1
                 axes.annotate(
                     text, ((start + end) / 2 / unit.size, place), ha="center", va="center", fontsize=8,
                     color="black", bbox={"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.6},
                 )  # fmt: skip
+        for kind, spans in bars.items():
+            colour, hatch, _ = KINDS[kind]
+            axes.broken_barh(
+                spans, (place - 0.38, 0.76), facecolor=colour, edgecolor=ink(), linewidth=0.4, hatch=hatch
+            )
     stages = [sorted({stage for _, _, stage, _, _ in rank["chunks"]}) for rank in ranks]
     labels = [
-        f"rank {rank['rank']}, stage {' '.join(map(str, held))}"
+        short(f"rank {rank['rank']}, stage {' '.join(map(str, held))}")
         for rank, held in zip(ranks, stages, strict=True)
     ]
     axes.set_yticks(range(len(ranks)), labels=labels)
@@ -285,6 +295,7 @@ def _ratios(found: Sequence[Prediction]) -> Figure:
     reach = max(max(ratios), 1 / min(ratios), 2)
     axes.set_xlim(1 / reach / 1.2, reach * 1.2)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: digits(value, 2)))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.axvline(1, color=ink(), linewidth=1)
     axes.set_yticks(range(len(found)), labels=[short(f"{each.row.label}: {each.key}") for each in found])
     axes.set_ylim(len(found) - 0.4, -0.6)

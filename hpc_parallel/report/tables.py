@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from hpc_parallel.config.layout import AXES
-from hpc_parallel.report.gather import BESIDE, FIGURES, PARTS, SPEEDLESS, Row, number
+from hpc_parallel.report.gather import BESIDE, FIGURES, PARTS, SPEEDLESS, Row, identity, number
 
 UNMEASURED = "not measured"
 STRONG, WEAK = "strong", "weak"
@@ -194,7 +194,7 @@ def scaling(rows: Sequence[Row]) -> list[Series]:
         batch, devices = row.global_batch_size, row.devices
         if not row.completed or not row.layout or batch is None or not devices or devices < 1:
             continue
-        if row.figures["samples_per_s"] is None:
+        if not row.figures["samples_per_s"]:
             continue
         what = _but_for_devices(row)
         for axis in AXES:
@@ -267,7 +267,7 @@ def _but_for_devices(row: Row) -> str:
         k: v for k, v in row.section("training").items() if k not in (*SPEEDLESS, "global_batch_size")
     }
     strategy = {k: v for k, v in row.section("strategy").items() if k not in AXES}
-    return json.dumps({**config, "training": training, "strategy": strategy}, sort_keys=True, default=str)
+    return identity({**config, "training": training, "strategy": strategy})
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ class Prediction:
     @property
     def ratio(self) -> float | None:
         """Measured by predicted."""
-        return self.measured / self.predicted if self.measured is not None and self.predicted else None
+        return self.measured / self.predicted if self.measured and self.predicted else None
 
 
 def predictions(rows: Sequence[Row]) -> list[Prediction]:
@@ -293,6 +293,6 @@ def predictions(rows: Sequence[Row]) -> list[Prediction]:
         if not isinstance(said, dict):
             continue
         for key in PREDICTABLE:
-            if (value := number(said.get(key))) is not None:
+            if (value := number(said.get(key))) is not None and value >= 0:
                 found.append(Prediction(row, key, value, row.figures[key]))
     return found

@@ -135,7 +135,10 @@ def test_text_of_a_run_is_text_in_the_page(runs: Path) -> None:
     page = (runs / "report/index.html").read_text()
     assert "<script>alert" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
-    assert r"| failed | <script>alert(1)</script> \| a b |" in (runs / "report/report.md").read_text()
+    assert (
+        r"| failed | &lt;script&gt;alert(1)&lt;/script&gt; \| a b |"
+        in (runs / "report/report.md").read_text()
+    )
 
 
 def test_a_report_takes_the_place_of_a_report_only(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
