@@ -12,6 +12,7 @@ from typing import Any
 from hpc_parallel.config.problems import Found, Problem
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch.run_folder import is_run_folder
+from hpc_parallel.record.safe_read import list_folder
 
 # Flags of sbatch that the launchers set, with the key that decides them; None: no key does.
 OWN_FLAGS = {
@@ -52,8 +53,8 @@ def _names(config: RunConfig) -> Found:
     elif (
         config.resume is None
         and config.run_dir is not None
-        and folder.exists()
-        and (not folder.is_dir() or any(folder.iterdir()))
+        and os.path.lexists(folder)
+        and (not os.path.isdir(folder) or list_folder(folder))
     ):
         rule = "holds something already; a run is never overwritten"
         yield Problem("run_dir", config.run_dir, rule, (_free(config.run_dir),))

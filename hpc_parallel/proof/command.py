@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -27,6 +26,7 @@ from hpc_parallel.proof.table import Table
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.run import DONE, FAILED, REFUSED, report
+from hpc_parallel.shell import complain
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:  # a run folder can't be made
         return report(error.problems)
     except SiteRefusedError as refusal:
-        print(refusal, file=sys.stderr)
+        complain([refusal])
         return REFUSED
     except KeyboardInterrupt:  # the launcher has ended what it had started
         return FAILED

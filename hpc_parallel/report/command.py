@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
@@ -21,6 +20,7 @@ from hpc_parallel.config.problems import Problem, alternatives, nearest
 from hpc_parallel.launch.recorded import find_runs
 from hpc_parallel.operate.terminal import print_json
 from hpc_parallel.record.safe_write import write_bytes, write_text
+from hpc_parallel.shell import complain
 
 if TYPE_CHECKING:
     from hpc_parallel.report.page import Report
@@ -46,9 +46,8 @@ def main(arguments: Sequence[str]) -> int:
     problems = list(find_problems(folders))
     if problems := problems if given.json else [*problems, *output_problems(output)]:
         count = len(problems)
-        print(f"{count} problem{'s' * (count > 1)}; nothing was written.", file=sys.stderr)
-        for problem in problems:
-            print(f"  {problem}", file=sys.stderr)
+        complain([f"{count} problem{'s' * (count > 1)}; nothing was written."])
+        complain(problems, indent="  ")
         return WRONG_USAGE
     from hpc_parallel.report.gather import gather
 
@@ -63,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         write(render(gathered), output)
     except OSError as error:  # a full disk, say
-        print(f"{output} can't be written: {error.strerror or error}", file=sys.stderr)
+        complain([f"{output} can't be written: {error.strerror or error}"])
         return FAILED
     print(f"{len(gathered.rows)} run{'s' * (len(gathered.rows) > 1)}: {output / PAGE}")
     return DONE
@@ -72,8 +71,8 @@ def main(arguments: Sequence[str]) -> int:
 def find_problems(folders: Sequence[Path]) -> Iterator[Problem | str]:
     """All that is wrong with what the report is to be on."""
     for folder in dict.fromkeys(folders):
-        if not folder.is_dir():
-            rule = "is a file, and a report is on folders" if folder.exists() else "is not there"
+        if not os.path.isdir(folder):
+            rule = "is a file, and a report is on folders" if os.path.lexists(folder) else "is not there"
             near = f" Try {alternatives(found)}." if (found := _near(folder)) else ""
             yield f"{folder} {rule}.{near}"
         elif not find_runs(folder):
@@ -82,10 +81,10 @@ def find_problems(folders: Sequence[Path]) -> Iterator[Problem | str]:
 
 def output_problems(output: Path) -> Iterator[Problem | str]:
     """Why no report can be written there."""
-    if output.exists() and not is_report(output):
+    if os.path.lexists(output) and not is_report(output):
         rule = "is there and is no report, which alone would be replaced"
         yield Problem("--output", output, rule, (output.with_name(f"{output.name}-1"),))
-    elif not (parent := _parent(output)).is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+    elif not os.path.isdir(parent := _parent(output)) or not os.access(parent, os.W_OK | os.X_OK):
         yield Problem(
             "--output", output, f"can't be made: {parent} is no folder that you may write", ("report",)
         )
@@ -95,14 +94,16 @@ def output_problems(output: Path) -> Iterator[Problem | str]:
 
 def is_report(path: Path) -> bool:
     """Whether a report may take its place: another one, or an empty folder."""
-    return path.is_dir() and (
-        not any(path.iterdir()) or ((path / PAGE).is_file() and (path / TABLE).is_file())
+    return (
+        os.access(path, os.R_OK | os.X_OK)
+        and path.is_dir()
+        and (not any(path.iterdir()) or ((path / PAGE).is_file() and (path / TABLE).is_file()))
     )
 
 
 def _parent(path: Path) -> Path:
     """The folder in which `path` will be made: the nearest above it that is there, or what is in the way."""
-    return next(above for above in path.parents if above.exists())
+    return next(above for above in path.parents if os.path.lexists(above) or above == above.parent)
 
 
 def _near(folder: Path) -> list[str]:
