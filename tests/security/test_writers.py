@@ -35,7 +35,7 @@ ALLOWED = {
     ("launch/prepare.py", "dump"): "yaml.dump to a text",
     ("report/drawing.py", "savefig"): "to memory",
     ("report/latency.py", "to_csv"): "makes a text",
-    ("report/tables.py", "to_csv"): "makes a text",
+    ("report/page.py", "to_csv"): "makes a text",
     ("record/safe_read.py", "open"): "flags that read",
     ("shell.py", "open"): "/dev/null",
     ("sweep/arrays.py", "symlink_to"): "into the sweep's own 0700 folder, which was empty",
