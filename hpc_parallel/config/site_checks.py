@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from hpc_parallel.config.problems import Found, Problem
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.launch.run_folder import is_run_folder
+from hpc_parallel.launch.run_folder import is_run_folder, unreadable
 
 # Flags of sbatch that the launchers set, with the key that decides them; None: no key does.
 OWN_FLAGS = {
@@ -43,14 +44,16 @@ def _names(config: RunConfig) -> Found:
     if config.run_dir == "" or not _is_path(str(folder)):
         legal = "runs/mine" if _is_path(str(here)) else str(Path.home() / "runs" / "mine")
         yield Problem("run_dir", str(folder) if config.run_dir is None else config.run_dir, rule, (legal,))
+    elif config.run_dir is not None and (refusal := unreadable(folder)):
+        yield f"run_dir = {config.run_dir} can't be used: {refusal}"
     elif (run := next((place for place in folder.parents if is_run_folder(place)), None)) is not None:
         rule = f"would lie inside the run folder {run}"
         yield Problem("run_dir", config.run_dir, rule, (_free(str(run)),))
     elif (
         config.resume is None
         and config.run_dir is not None
-        and folder.exists()
-        and (not folder.is_dir() or any(folder.iterdir()))
+        and os.path.lexists(folder)
+        and (not os.path.isdir(folder) or any(folder.iterdir()))
     ):
         rule = "holds something already; a run is never overwritten"
         yield Problem("run_dir", config.run_dir, rule, (_free(config.run_dir),))
