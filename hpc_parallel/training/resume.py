@@ -24,6 +24,9 @@ def newest_sound(folder: Path, *, group: dist.ProcessGroup | None) -> tuple[Chec
     here: list[list[Checkpoint]] = [checkpoints.complete(folder) if rank == 0 else []]
     dist.broadcast_object_list(here, src=0, group=group)
     warnings: list[str] = []
+    if rank == 0 and (names := checkpoints.skipped(folder)):
+        warnings.append(f"{', '.join(names)} in {folder}: links and files are no checkpoints")
+        print(f"WARNING: {warnings[-1]}", file=sys.stderr, flush=True)
     for checkpoint, older in zip_longest(here[0], here[0][1:]):
         damage = checkpoint.damage(part=rank, parts=dist.get_world_size())
         found: list[str | None] = [None] * dist.get_world_size()
