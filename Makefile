@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: train test chaos lint benchmarks cluster cluster-down clean
+.PHONY: train test fuzz chaos lint benchmarks cluster cluster-down clean
 
 train: $(STAMP)  ## the reference transformer over two simulated nodes
 	$(RUN) -m hpc_parallel.run strategy=pipeline nodes=2 launcher=local
@@ -16,6 +16,9 @@ test: $(STAMP)  ## the whole suite, with a real Slurm where this machine can hav
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(RUN) -m pytest
+
+fuzz: $(STAMP)  ## 20,000 damaged folders through the commands that look; FUZZ_SEED=... repeats a search
+	FUZZ_CASES=20000 $(RUN) -m pytest -s tests/security/test_fuzz.py
 
 chaos: $(STAMP)  ## trainings on a real Slurm, each harmed in its own way; ends with a table
 	$(RUN) tests/slurm/cluster.py install

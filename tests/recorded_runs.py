@@ -94,7 +94,8 @@ def foreign(path: Path) -> RunFolder:
 def own(folder: RunFolder, process: int) -> None:
     """Make a living process the run's owner, as the agent of a local run is."""
     began = owner._began(process)
-    write_json(folder.owner, {"host": GONE["host"], "pid": process, "began": began})
+    inode = folder.path.stat().st_ino
+    write_json(folder.owner, {"host": GONE["host"], "pid": process, "began": began, "folder": inode})
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+_FEW = 64
 _PLAIN_PATH = re.compile(r"/[\w./-]*", re.ASCII)
 
 
@@ -68,10 +69,16 @@ def printable(text: object, *, keep: str = "") -> str:
     shown = str(text)
     if shown.isprintable():
         return shown
-    return "".join(
-        char if char.isprintable() or char in keep else char.encode("unicode_escape").decode()
-        for char in shown
-    )
+    escapes = {char: _escape(char) for char in set(shown) - set(keep) if not char.isprintable()}
+    if len(escapes) > _FEW:
+        return shown.translate({ord(char): escape for char, escape in escapes.items()})
+    for char, escape in escapes.items():  # ten times as fast for megabytes of one character
+        shown = shown.replace(char, escape)
+    return shown
+
+
+def _escape(char: str) -> str:
+    return char.encode("unicode_escape").decode()
 
 
 def quoted(text: object) -> str:

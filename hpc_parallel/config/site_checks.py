@@ -11,7 +11,7 @@ from typing import Any
 
 from hpc_parallel.config.problems import Found, Problem
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.launch.run_folder import is_run_folder
+from hpc_parallel.launch.run_folder import is_run_folder, unreadable
 from hpc_parallel.record.safe_read import list_folder
 
 # Flags of sbatch that the launchers set, with the key that decides them; None: no key does.
@@ -47,6 +47,8 @@ def _names(config: RunConfig) -> Found:
     if config.run_dir == "" or not _is_path(str(folder)):
         legal = "runs/mine" if _is_path(str(here)) else os.path.expanduser("~/runs/mine")
         yield Problem("run_dir", str(folder) if config.run_dir is None else config.run_dir, rule, (legal,))
+    elif config.run_dir is not None and (refusal := unreadable(folder)):
+        yield f"run_dir = {config.run_dir} can't be used: {refusal}"
     elif (run := next((place for place in folder.parents if is_run_folder(place)), None)) is not None:
         rule = f"would lie inside the run folder {run}"
         yield Problem("run_dir", config.run_dir, rule, (_free(str(run)),))

@@ -49,7 +49,7 @@ def total_steps(config: RunConfig) -> int:
     if isinstance(config.task, InferConfig):
         return 1 + len(batch_sizes(config))  # the first is the pass over the validation data
     if isinstance(config.task, GenerateConfig):
-        lengths = prompt_lengths(config)
+        lengths = prompt_lengths(config) if config.task.prompts else [config.task.prompt_length]
         return max(lengths) - min(lengths) + config.task.new_tokens
     return config.training.steps
 

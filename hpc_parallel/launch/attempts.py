@@ -16,7 +16,9 @@ from typing import Any
 from hpc_parallel.launch.job_state import job_of
 from hpc_parallel.launch.metrics_file import MetricsReader
 from hpc_parallel.launch.run_folder import RunFolder
-from hpc_parallel.record.safe_write import append_line, write_text
+from hpc_parallel.record.safe_read import open_regular, read_lines
+from hpc_parallel.record.safe_write import append_line, write_bytes
+from hpc_parallel.record.values import job_id, text, whole
 
 
 def begin(
@@ -27,12 +29,11 @@ def begin(
     environment: Slurm's variables; warnings: of damaged checkpoints.
     """
     lines = MetricsReader(folder.metrics).read()
-    there = folder.metrics.read_text(encoding="utf-8", errors="replace") if folder.metrics.exists() else None
     kept = [line for line in lines if line["step"] <= step]
     lost = max([line["step"] for line in lines], default=step) - step
-    text = "".join(json.dumps(line) + "\n" for line in kept)
-    if text != (there or ""):  # lines beyond, or one that was torn
-        write_text(folder.metrics, text)
+    content = "".join(json.dumps(line) + "\n" for line in kept).encode()
+    if content != _content(folder.metrics):  # it has lines beyond, or one that was torn
+        write_bytes(folder.metrics, content)
     _note(
         folder,
         {
@@ -58,26 +59,31 @@ def resumed_by_hand(folder: RunFolder) -> None:
 
 def recent_ends(folder: RunFolder) -> list[dict[str, Any]]:
     """Since a person last started the run."""
-    lines = _read(folder.attempts)
+    lines = read_lines(folder.attempts)
     since = max((index for index, line in enumerate(lines) if "resumed" in line), default=-1)
-    return [line for line in lines[since + 1 :] if "ended" in line]
+    return [line for line in lines[since + 1 :] if _is_end(line)]
 
 
 def starts(folder: RunFolder) -> list[dict[str, Any]]:
-    return [line for line in _read(folder.attempts) if "began" in line]
+    """Raises DamagedError."""
+    lines = read_lines(folder.attempts)
+    return [line for line in lines if text(line.get("began")) and whole(line.get("lost_steps")) is not None]
 
 
 def ends(folder: RunFolder) -> list[dict[str, Any]]:
-    return [line for line in _read(folder.attempts) if "ended" in line]
+    """Raises DamagedError."""
+    return [line for line in read_lines(folder.attempts) if _is_end(line)]
 
 
 def history(folder: RunFolder, *, environment: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
     """Of `summary.json`: restarts, lost steps, when the run first began, its jobs.
 
     environment: Slurm's variables of a job that may have ended before it could note its start.
+
+    Raises DamagedError.
     """
     known = starts(folder)
-    jobs = [*(line["job_id"] for line in known), job_of(environment)]
+    jobs = [*(job_id(line.get("job_id")) for line in known), job_of(environment)]
     return {
         "restarts": max(0, len(known) - 1),
         "lost_steps": sum(line["lost_steps"] for line in known),
@@ -90,15 +96,14 @@ def _note(folder: RunFolder, line: Mapping[str, Any]) -> None:
     append_line(folder.attempts, line)
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    """Without a line that was torn by a crash."""
-    found = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                value = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(value, dict):
-                found.append(value)
-    return found
+def _is_end(line: Mapping[str, Any]) -> bool:
+    return bool(text(line.get("ended")) and text(line.get("how")))
+
+
+def _content(path: Path) -> bytes:
+    """The whole file, which may be of any length in a run that is this user's."""
+    try:
+        with open_regular(path) as file:
+            return file.read()
+    except FileNotFoundError:
+        return b""

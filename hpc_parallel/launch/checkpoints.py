@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +21,22 @@ from typing import Any
 
 from xxhash import xxh3_128 as Digest
 
+from hpc_parallel.record.safe_read import (
+    DamagedError,
+    is_real_folder,
+    list_folder,
+    open_regular,
+    parse_json,
+    read_bytes,
+    read_json,
+)
 from hpc_parallel.record.safe_write import write_text
+from hpc_parallel.record.values import table, text, whole
 
 MANIFEST, MARKER, CHECKSUM = "manifest.json", "complete", "xxh3_128"
 _DAMAGED = "damaged-step-"
-_NAME = re.compile(r"step-(\d+)")
+_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+_ASIDE = re.compile(rf"{_DAMAGED}([0-9]{{1,18}})")
 _CHUNK_BYTES = 4 * 2**20
 
 
@@ -37,35 +49,73 @@ class Checkpoint:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        value: dict[str, Any] = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
+        """Raises DamagedError."""
+        path = self.path / MANIFEST
+        value = read_json(path)
+        if value is None:
+            raise DamagedError(path, "it is missing")
         return value
 
     def damage(self, *, part: int = 0, parts: int = 1) -> str | None:
-        """What is wrong with it, None where nothing is: its list of files, and each `parts`-th of them."""
+        """What is wrong with it, None if nothing is: its list of files, and each `parts`-th of them."""
         try:
-            listed = (self.path / MANIFEST).read_bytes()
-            if Digest(listed).hexdigest() != (self.path / MARKER).read_text(encoding="utf-8").strip():
+            listed = read_bytes(self.path / MANIFEST)
+            marker = read_bytes(self.path / MARKER).decode(errors="replace")
+            if Digest(listed).hexdigest() != marker.strip():
                 return f"{MANIFEST} is not what was written"
-            files = json.loads(listed)["files"]
-            for name in sorted(files)[part::parts]:
-                size = (self.path / name).stat().st_size
-                if size != files[name]["bytes"]:
-                    return f"{name} has {size} of {files[name]['bytes']} bytes"
-                if checksum(self.path / name) != files[name][CHECKSUM]:
-                    return f"{name} is not what was written (its checksum differs)"
-        except (OSError, ValueError, KeyError) as error:
-            return f"{type(error).__name__}: {error}"
+            manifest = table(parse_json(listed.decode()))
+            if manifest.get("step") != self.step:
+                return f"{MANIFEST} is of step {manifest.get('step')}"
+            if not (files := table(manifest.get("files"))):
+                return f"{MANIFEST} lists no files"
+            return next(
+                filter(None, (self._damage_of(name, files) for name in sorted(files)[part::parts])), None
+            )
+        except DamagedError as error:
+            return f"{error.path.name}: {error.reason}"
+        except FileNotFoundError as error:
+            return f"{Path(error.filename).name} is missing"
+        except ValueError as error:
+            return f"{MANIFEST}: {error}"
+
+    def _damage_of(self, name: str, files: Mapping[str, Any]) -> str | None:
+        listed = table(files[name])
+        size_bytes = whole(listed.get("bytes"))
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            return f"{MANIFEST} names {name!r}, which is no file of a checkpoint"
+        with open_regular(self.path / name) as file:
+            found_bytes = os.fstat(file.fileno()).st_size
+        if found_bytes != size_bytes:
+            return f"{name} has {found_bytes} of {size_bytes} bytes"
+        if checksum(self.path / name) != text(listed.get(CHECKSUM)):
+            return f"{name} is not what was written (its checksum differs)"
         return None
 
 
 def complete(folder: Path) -> list[Checkpoint]:
-    """Those in `folder` that have their marker, newest first."""
-    found = [
-        Checkpoint(path, step=int(match[1]))
-        for path in (folder.iterdir() if folder.is_dir() else ())
-        if (match := _NAME.fullmatch(path.name)) and (path / MARKER).is_file()
+    """Those in `folder` that have their marker, newest first. A link or a file of such a name is none."""
+    checkpoints = [
+        Checkpoint(Path(entry.path), step=int(match[1]))
+        for entry in list_folder(folder)
+        if (match := _NAME.fullmatch(entry.name)) and is_real_folder(entry) and _is_marked(Path(entry.path))
     ]
-    return sorted(found, key=lambda checkpoint: checkpoint.step, reverse=True)
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.step, reverse=True)
+
+
+def skipped(folder: Path) -> list[str]:
+    """Names of links and files that are called like a checkpoint; nothing reads, replaces or removes them."""
+    return sorted(
+        entry.name
+        for entry in list_folder(folder)
+        if _NAME.fullmatch(entry.name) and not is_real_folder(entry)
+    )
+
+
+def _is_marked(path: Path) -> bool:
+    try:
+        return stat.S_ISREG((path / MARKER).lstat().st_mode)
+    except OSError:
+        return False
 
 
 def beside(folder: Path, step: int) -> Path:
@@ -88,16 +138,19 @@ def publish(
     manifest = json.dumps({"step": step, **about, "files": files}, indent=1) + "\n"
     write_text(written / MANIFEST, manifest)
     sync_folder(written)
-    if path.exists():  # damaged, and trained anew since
+    if path.is_symlink() or path.is_file():  # no checkpoint (`skipped`), and now in the way of one
+        path.rename(folder / f"not-a-checkpoint-{path.name}")
+    elif path.exists():  # damaged, and trained anew since
         (path / MARKER).unlink(missing_ok=True)
         shutil.rmtree(path)
     written.rename(path)
     write_text(path / MARKER, Digest(manifest.encode()).hexdigest() + "\n")
     for each in (path, folder):
         sync_folder(each)
-    for damaged in folder.glob(f"{_DAMAGED}*"):
-        if int(damaged.name.removeprefix(_DAMAGED)) <= step:  # there is better now
-            shutil.rmtree(damaged)
+    for entry in list_folder(folder):
+        aside = _ASIDE.fullmatch(entry.name)
+        if aside and int(aside[1]) <= step and is_real_folder(entry):  # there is better now
+            shutil.rmtree(entry.path)
 
 
 def prune(folder: Path, *, keep_last: int, keep_every: int | None) -> None:
@@ -110,10 +163,11 @@ def prune(folder: Path, *, keep_last: int, keep_every: int | None) -> None:
 
 def clear(folder: Path) -> None:
     """Remove what a run that died left half written or half removed."""
-    whole = {checkpoint.path for checkpoint in complete(folder)}
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if path not in whole and _NAME.fullmatch(path.name.lstrip(".")):
-            shutil.rmtree(path)
+    sound = {checkpoint.path for checkpoint in complete(folder)}
+    for entry in list_folder(folder):
+        torn = _NAME.fullmatch(entry.name.lstrip(".")) and Path(entry.path) not in sound
+        if torn and is_real_folder(entry):
+            shutil.rmtree(entry.path)
 
 
 def set_aside_after(folder: Path, *, step: int) -> None:
@@ -128,7 +182,8 @@ def set_aside_after(folder: Path, *, step: int) -> None:
 
 def checksum(path: Path) -> str:
     digest = Digest()
-    with path.open("rb") as file:
+    """Raises FileNotFoundError and DamagedError."""
+    with open_regular(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()

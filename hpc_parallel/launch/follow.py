@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from hpc_parallel.config.problems import printable
 from hpc_parallel.launch.metrics_file import MetricsReader, describe
 from hpc_parallel.launch.results import results
 from hpc_parallel.launch.run_folder import RunFolder
-from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.safe_read import read_json, read_tail
+from hpc_parallel.record.values import number, text, whole
 
 _TAIL_LINES = 12
 
@@ -46,8 +49,8 @@ class Follower:
         """Show the steps logged since the last call."""
         for metrics in self._reader.read():
             self._last = metrics
-            if metrics.get("validation_loss") is not None:
-                self._validation.append(float(metrics["validation_loss"]))
+            if (loss := number(metrics.get("validation_loss"))) is not None:
+                self._validation.append(loss)
             if not self._console.is_terminal:
                 self._say(describe(metrics, steps=self._steps))
             else:
@@ -58,7 +61,7 @@ class Follower:
         self.poll()
         if self._bar is not None:
             self._bar.stop()
-        summary = read_json(self._folder.summary) or {"outcome": "failed"}
+        summary = {"outcome": "failed", **(read_json(self._folder.summary) or {})}
         failure = read_json(self._folder.failure) if summary["outcome"] == "failed" else None
         if failure is not None:
             for line in self._last_words(failure):
@@ -68,16 +71,16 @@ class Follower:
         self._say(self._outcome(summary))
         self._say(f"results: {self._folder.path}")
         if failure is not None:
-            self._say(failure["line"])
+            self._say(text(failure.get("line")) or "")
         elif summary["outcome"] != "completed" and (stopped := read_json(self._folder.stopped)) is not None:
-            self._say(stopped.get("line", ""))
+            self._say(text(stopped.get("line")) or "")
         return int(summary["outcome"] != "completed")
 
     def _outcome(self, summary: dict[str, Any]) -> str:
         step = self._last.get("step", 0)
         parts = [f"{summary['outcome']}: step {step} of {self._steps}"]
-        if self._last.get("loss") is not None:
-            parts.append(f"loss {self._last['loss']:.4g}")
+        if (loss := number(self._last.get("loss"))) is not None:
+            parts.append(f"loss {loss:.4g}")
         if self._validation:
             first, last = self._validation[0], self._validation[-1]
             parts.append(f"validation loss {first:.4g}" + (f" -> {last:.4g}" if last != first else ""))
@@ -85,11 +88,13 @@ class Follower:
 
     def _last_words(self, failure: dict[str, Any]) -> list[str]:
         """The end of the traceback (or of the job's log), else of what the failing rank wrote to `.err`."""
-        lines: list[str] = failure["traceback"]
-        if not lines and failure["rank"] is not None and failure["signal"] != "SIGKILL":  # it comes unseen
-            log = self._folder.log(failure["rank"], "err")
-            lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-        return lines[-_TAIL_LINES:]
+        lines = failure.get("traceback")
+        rank = whole(failure.get("rank"))
+        if not lines and rank is not None and failure.get("signal") != "SIGKILL":  # it comes unseen
+            with suppress(FileNotFoundError):
+                log = read_tail(self._folder.log(rank, "err"))
+                lines = log.decode(errors="replace").splitlines()
+        return [str(line) for line in lines[-_TAIL_LINES:]] if isinstance(lines, list) else []
 
     def _show_bar(self, text: str, *, validation: list[float] | None = None) -> None:
         if self._bar is None:
@@ -106,6 +111,6 @@ class Follower:
             text += f"  validation loss {validation[-1]:.4g}"  # the last measured stays in sight
         self._bar.update(self._task, description=text, completed=self._last.get("step", 0), refresh=True)
 
-    def _say(self, text: str) -> None:
+    def _say(self, line: str) -> None:
         """A line as it is: paths and tracebacks hold brackets, and are longer than the screen is wide."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(printable(line, keep="\t"), markup=False, highlight=False, soft_wrap=True)

@@ -51,9 +51,10 @@ class Inquiry:
         environment = {**os.environ, "SLURM_BITSTR_LEN": "0"}  # an array's tasks that wait, all of them
         try:
             process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-            )
-        except OSError as error:
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", errors="replace",
+                env=environment,
+            )  # fmt: skip
+        except (OSError, ValueError) as error:
             return subprocess.CompletedProcess(command, returncode=1, stdout="", stderr=str(error))
         with process:
             for more_s in (_PROMPT_S, _PATIENCE_S):
@@ -99,7 +100,7 @@ def job_state(job_id: str) -> JobState:
     shown = slurm.ask(*_SHOW, job_id)
     if shown.returncode == 0:
         fields = _fields(shown.stdout)
-        return JobState(fields["JobState"], fields.get("Reason", ""))
+        return JobState(fields.get("JobState", SILENT), fields.get("Reason", ""))
     if "Invalid job id" not in shown.stderr:
         return JobState(SILENT)
     recorded = slurm.ask("sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State")
@@ -141,6 +142,20 @@ def jobs_by_script(slurm: Inquiry) -> dict[str, tuple[str, JobState]]:
     return {script: (job, JobState(state, reason)) for job, state, reason, script in lines}
 
 
+def scripts_of(job_ids: Sequence[str], slurm: Inquiry) -> dict[str, str] | None:
+    """Job id -> its batch script, of those jobs in the queue that are this user's; None without an answer."""
+    whole = ",".join(dict.fromkeys(job.partition("_")[0] for job in job_ids))
+    listed = slurm.ask("squeue", "-h", "-r", "--me", "-t", "all", "-j", whole, "-o", "%i|%A|%o")
+    if listed.returncode != 0 and "Invalid job id" not in listed.stderr:
+        return None
+    known: dict[str, str] = {}
+    for line in listed.stdout.splitlines():
+        if line.count("|") > 1:
+            job, raw, script = line.split("|", 2)
+            known |= dict.fromkeys((*_tasks(job), raw), script)
+    return known
+
+
 def job_fields(job_id: str) -> dict[str, str] | None:
     """The controller's record of a job; None where it does not answer or knows it no longer."""
     shown = Inquiry().ask(*_SHOW, job_id)
@@ -151,7 +166,9 @@ def _listed(text: str) -> dict[str, JobState]:
     """From lines `id|raw id|state|reason`; of an array's tasks both ids are known."""
     known = {}
     for line in text.splitlines():
-        job, raw, state, *reason = line.split("|")
+        if line.count("|") < 2 or not line.split("|")[2]:
+            continue
+        job, raw, state, *reason = line.split("|", 3)
         for each in (*_tasks(job), raw):
             known[each] = JobState(state.split()[0], *reason)  # "CANCELLED by 1000"
     return known

@@ -2,43 +2,54 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
+from hpc_parallel.record.safe_read import MIB, open_regular, parse_line, read_lines
+from hpc_parallel.record.values import number, whole
+
 _TAIL_BYTES = 2048  # holds a line or two
+_MOST_TAIL_BYTES = MIB  # in which the last whole line is looked for
 
 
 class MetricsReader:
-    """Reads the lines added since the last look."""
+    """Reads the lines added since the last look, of a file of any length: a run's own, which goes on."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset_bytes = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """The new whole lines; what has no line end yet is left for the next look."""
+        """The new whole lines; what has no line end yet is left for the next look. Raises DamagedError."""
         try:
-            with self._path.open("rb") as file:  # opened anew, since NFS keeps what an open file had
+            with open_regular(self._path) as file:  # opened anew, since NFS keeps what an open file had
                 if file.seek(0, os.SEEK_END) < self._offset_bytes:
                     self._offset_bytes = 0  # another attempt's file
                 file.seek(self._offset_bytes)
                 added = file.read()
         except FileNotFoundError:
             return []
-        whole = added[: added.rfind(b"\n") + 1]
-        self._offset_bytes += len(whole)
-        values = [_parse(line) for line in whole.splitlines()]
+        complete = added[: added.rfind(b"\n") + 1]
+        self._offset_bytes += len(complete)
+        values = [_parse(line) for line in complete.splitlines()]
         return [line for line in values if line is not None]
 
 
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a file that anyone may have written, up to a limit. Raises DamagedError."""
+    return [line for line in read_lines(path) if _is_metrics(line)]
+
+
 def last_line(path: Path) -> dict[str, Any] | None:
-    """The newest whole line, from the end of the file alone; None where there is none."""
-    with path.open("rb") as file:
+    """The newest whole line, from the end of the file alone; None if there is none.
+
+    Raises FileNotFoundError and DamagedError.
+    """
+    with open_regular(path) as file:
         end = file.seek(0, os.SEEK_END)
         size = 0
-        while size < end:
+        while size < min(end, _MOST_TAIL_BYTES):
             size = min(end, 2 * size or _TAIL_BYTES)
             file.seek(end - size)
             tail = file.read(size)
@@ -52,15 +63,15 @@ def describe(metrics: dict[str, Any], *, steps: int) -> str:
     """One line of metrics: `step 120/600  loss 2.413  512 samples/s`; of another task what it measures."""
     parts = [f"step {metrics['step']}/{steps}"]
     if "loss" in metrics:
-        loss = metrics["loss"]
+        loss = number(metrics["loss"])
         parts.append("loss is not finite" if loss is None else f"loss {loss:.4g}")
-    if metrics.get("validation_loss") is not None:
-        parts.append(f"validation loss {metrics['validation_loss']:.4g}")
-    if "batch_size" in metrics:
-        parts.append(f"batch size {metrics['batch_size']}  latency {milliseconds(metrics['latency_s'])}")
-    if (rate := metrics.get("samples_per_s")) is not None:
+    if (validation_loss := number(metrics.get("validation_loss"))) is not None:
+        parts.append(f"validation loss {validation_loss:.4g}")
+    if (latency_s := number(metrics.get("latency_s"))) is not None and "batch_size" in metrics:
+        parts.append(f"batch size {metrics['batch_size']}  latency {milliseconds(latency_s)}")
+    if (rate := number(metrics.get("samples_per_s"))) is not None:
         parts.append(f"{per_second(rate)} samples/s")
-    elif (rate := metrics.get("tokens_per_s")) is not None:
+    elif (rate := number(metrics.get("tokens_per_s"))) is not None:
         parts.append(f"{per_second(rate)} tokens/s")
     return "  ".join(parts)
 
@@ -75,14 +86,15 @@ def milliseconds(seconds: float) -> str:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     """None for what is no metrics line: a torn write after a crash, say."""
-    try:
-        values = json.loads(line)
-    except ValueError:
-        return None
-    return values if isinstance(values, dict) and "step" in values else None
+    values = parse_line(line)
+    return values if values is not None and _is_metrics(values) else None
 
 
-def size(count: int) -> str:
+def _is_metrics(values: dict[str, Any]) -> bool:
+    return whole(values.get("step")) is not None
+
+
+def size(count: float) -> str:
     """`count` bytes in the unit that people read: 300 MiB are 0.3 GiB."""
     units = (("TiB", 2**40, 2**40), ("GiB", 2**30, 2**30 // 10), ("MiB", 2**20, 2**20), ("KiB", 2**10, 2**10))
     for unit, scale, least in units:

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hpc_parallel.launch.job_state import job_state
 from hpc_parallel.launch.run_folder import RunFolder, alone
-from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.record.values import job_id as job_id_of
+from hpc_parallel.record.values import text, whole
+
+MOST_PID = 2**31 - 1  # that kill(2) takes
 
 
 class OwnedError(RuntimeError):
@@ -24,9 +29,34 @@ class OwnedError(RuntimeError):
 def claim(folder: RunFolder) -> None:
     """Make this process the owner. Raises OwnedError."""
     with alone(folder.path):
-        if (owner := living_owner(folder)) is not None:
+        try:
+            owner = living_owner(folder)
+        except DamagedError as error:
+            mend = f"Try rm {folder.owner} if nothing runs there"
+            raise OwnedError(f"may be going on: {error}. {mend}") from error
+        if owner is not None:
             raise OwnedError(f"is going on already, as {owner}")
-        write_json(folder.owner, this_process())
+        take(folder)
+
+
+def read_owner(folder: RunFolder) -> dict[str, Any] | None:
+    """What `owner.json` says: `job_id`, or `host`, `pid` and `began` of a process, and besides `folder`, by
+    which a record that was copied from another run is known, and `waits`.
+
+    Raises DamagedError if it says neither.
+    """
+    owner = read_json(folder.owner)
+    if owner is None:
+        return None
+    if job := job_id_of(owner.get("job_id")):
+        return {"job_id": job}
+    pid, host, began = whole(owner.get("pid")), text(owner.get("host")), owner.get("began")
+    if pid is None or not 0 < pid <= MOST_PID or host is None or not isinstance(began, str | None):
+        raise DamagedError(folder.owner, "it names no process and no job")
+    process = {"host": host, "pid": pid, "began": began, "folder": whole(owner.get("folder"))}
+    if isinstance(waits := owner.get("waits"), bool):
+        process["waits"] = waits
+    return process
 
 
 def this_process() -> dict[str, Any]:
@@ -35,27 +65,27 @@ def this_process() -> dict[str, Any]:
 
 def take(folder: RunFolder) -> None:
     """Make this process the owner in place of the one that started it."""
-    write_json(folder.owner, this_process())
+    _write(folder)
 
 
 def queue(folder: RunFolder) -> None:
     """Let the run wait until this process, which has claimed it, begins it (`take_turn`)."""
-    write_json(folder.owner, {**this_process(), "waits": True})
+    _write(folder, waits=True)
 
 
 def take_turn(folder: RunFolder) -> bool:
-    """Whether a run that waited may begin now; then it waits no longer. Not where it was withdrawn."""
+    """Whether a run that waited may begin now; then it waits no longer. False if it was withdrawn."""
     with alone(folder.path):
-        if not (read_json(folder.owner) or {}).get("waits"):
+        if not (read_owner(folder) or {}).get("waits"):
             return False
-        write_json(folder.owner, {**this_process(), "waits": False})
+        _write(folder, waits=False)
         return True
 
 
 def withdraw(folder: RunFolder) -> bool:
-    """Keep a run that waits from beginning; False where it has begun."""
+    """Keep a run that waits from beginning; False if it has begun."""
     with alone(folder.path):
-        if not (read_json(folder.owner) or {}).get("waits"):
+        if not (read_owner(folder) or {}).get("waits"):
             return False
         folder.owner.unlink()
         return True
@@ -64,14 +94,14 @@ def withdraw(folder: RunFolder) -> bool:
 def release(folder: RunFolder) -> None:
     """Own it no longer, where this process does."""
     with alone(folder.path):
-        if (read_json(folder.owner) or {}).items() >= this_process().items():
+        if (read_owner(folder) or {}).items() >= this_process().items():
             folder.owner.unlink()
 
 
 def hold_by_job(folder: RunFolder, job_id: str) -> None:
     """Make the job that this process belongs to the owner. Raises OwnedError where another job runs."""
     with alone(folder.path):
-        before = read_json(folder.owner) or {}
+        before = read_owner(folder) or {}
         if before.get("job_id") not in (None, job_id) and (other := living_owner(folder)) is not None:
             raise OwnedError(f"the run is going on already, as {other}")
         hand_to_job(folder, job_id)
@@ -84,12 +114,12 @@ def hand_to_job(folder: RunFolder, job_id: str) -> None:
 
 def is_job(folder: RunFolder, job_id: str) -> bool:
     """Whether the run is still that job's: whoever resumed it since has taken it."""
-    return (read_json(folder.owner) or {}).get("job_id") == job_id
+    return (read_owner(folder) or {}).get("job_id") == job_id
 
 
 def living_owner(folder: RunFolder) -> str | None:
-    """Who runs there, in words; None where nobody does."""
-    owner = read_json(folder.owner)
+    """Who runs there, in words; None if nobody does. Raises DamagedError."""
+    owner = read_owner(folder)
     if owner is None:
         return None
     if job := owner.get("job_id"):
@@ -101,8 +131,52 @@ def living_owner(folder: RunFolder) -> str | None:
     return f"process {owner['pid']}" if lives else None
 
 
+def refusal(folder: RunFolder) -> str | None:
+    """Why nothing may be ended on the word of this run's `owner.json`: it is not this user's own."""
+    user = os.geteuid()
+    try:
+        places = [(place, place.lstat()) for place in (folder.path, folder.owner)]
+    except FileNotFoundError:
+        return None
+    for place, status in places:
+        if status.st_uid != user:
+            return f"is not yours: {place} belongs to user {status.st_uid}. Only its owner can end it"
+    if places[-1][1].st_nlink != 1:
+        return f"can't be ended: {folder.owner} is a hard link, so another folder's record may be meant"
+    return None
+
+
+def end_process(folder: RunFolder, owner: Mapping[str, Any]) -> str | None:
+    """Send SIGTERM to the process that `read_owner` names; returns why it is not that run's, or None.
+
+    By a descriptor: its number can't become another process's between the checks and the signal.
+    """
+    process = owner["pid"]
+    if owner["folder"] != folder.path.stat().st_ino:
+        mend = f"If process {process} is this run's: kill {process}"
+        return f"{folder.owner} was copied from another folder. {mend}"
+    try:
+        handle = os.pidfd_open(process)
+        try:
+            if os.stat(f"/proc/{process}").st_uid != os.geteuid():
+                return f"process {process} is another user's"
+            if process_lives(owner):
+                signal.pidfd_send_signal(handle, signal.SIGTERM)
+        finally:
+            os.close(handle)
+    except (ProcessLookupError, FileNotFoundError):  # it has ended while we asked
+        pass
+    except PermissionError:
+        return f"process {process} is another user's"
+    return None
+
+
+def _write(folder: RunFolder, **more: bool) -> None:
+    write_json(folder.owner, {**this_process(), "folder": folder.path.stat().st_ino, **more})
+
+
 def process_lives(owner: Mapping[str, Any]) -> bool | None:
-    """Whether the process that `owner.json` names still runs; None where it is another host's."""
+    """Whether the process that `read_owner` names still runs; None if it is another host's."""
     if owner["host"] != platform.node():
         return None
     return bool(_began(owner["pid"]) == owner["began"] is not None)

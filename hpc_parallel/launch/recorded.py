@@ -1,42 +1,51 @@
-"""Runs as their folders tell them, for whoever looks on or comes later.
+"""Runs as their folders describe them, for those who look on or come later.
 
-Nothing in a folder has to be whole, or ours: what is missing, half-written or foreign reads as None or
-empty. Nothing is unpickled or executed.
+Nothing in a folder has to be complete, or ours: a file that is missing reads as None or empty, and so does
+one that can't be read, which `damaged` names. Nothing is unpickled or executed.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from hpc_parallel.launch import attempts
-from hpc_parallel.launch.metrics_file import MetricsReader, last_line
+from hpc_parallel.launch.metrics_file import last_line, read_metrics
+from hpc_parallel.launch.owner import read_owner
 from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.launch.sweep_folder import MANIFEST, read_sweep
-from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.safe_read import (
+    YAML_BYTES,
+    DamagedError,
+    is_real_folder,
+    list_folder,
+    parse_yaml,
+    read_json,
+    read_text,
+    read_yaml,
+)
+from hpc_parallel.record.values import number as number
+from hpc_parallel.record.values import table, text, whole
 
 T = TypeVar("T")
-# A folder that holds two of these is a run's: one name alone is a stranger's too.
+# A folder that holds two of these is a run's: another user's folder may hold one of these names too.
 MARKS = {"attempts.jsonl", "config.yaml", "environment.json", "metrics.jsonl", "owner.json", "rendezvous",
          "summary.json"}  # fmt: skip
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # eight times as fast, where libyaml is there
+MOST_LEVELS = 32  # of folders that are searched for runs
 _HEAD = re.compile(r"^(?:name|nodes|gpus_per_node|strategy|training|task):.*\n(?:[ -].*\n|\n)*", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """One run. A file is read when something in it is first asked for, and kept: who wants to see a living
-    run go on reads it again (`read_run`)."""
+    """One run. A file is read when something in it is first asked for, and kept: `read_run` reads a living
+    run again."""
 
     path: Path  # absolute
+    _damage: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def folder(self) -> RunFolder:
@@ -48,29 +57,30 @@ class RecordedRun:
 
     @property
     def name(self) -> str:
-        said = self.head.get("name")
-        return said if isinstance(said, str) else self.path.parent.name
+        return text(self.head.get("name")) or self.path.parent.name
 
     @cached_property
     def config(self) -> dict[str, Any] | None:
         """The whole resolved configuration."""
-        return _tolerant(lambda: _parse(self.folder.config.read_text(encoding="utf-8")))
+        return self._read(self.folder.config, read_yaml)
 
     @cached_property
     def head(self) -> Mapping[str, Any]:
-        """The configuration's shape alone (name, nodes, gpus_per_node, strategy, training, task): of a
-        thousand runs the whole would take more than a second to parse."""
-        text = _tolerant(lambda: self.folder.config.read_text(encoding="utf-8")) or ""
-        tables = "".join(_HEAD.findall(text))
-        return _tolerant(lambda: _parse(tables)) or self.config or {}
+        """The configuration's shape alone (name, nodes, gpus_per_node, strategy, training, task): the whole
+        configurations of a thousand runs would take more than a second to parse."""
+        tables = "".join(_HEAD.findall(self._config_text or ""))
+        try:
+            return table(parse_yaml(tables)) or self.config or {}
+        except ValueError:
+            return self.config or {}
 
     @property
     def strategy(self) -> str | None:
-        return self._text("strategy", "name")
+        return text(table(self.head.get("strategy")).get("name"))
 
     @property
     def task(self) -> str | None:
-        return self._text("task", "name")
+        return text(table(self.head.get("task")).get("name"))
 
     @property
     def nodes(self) -> int | None:
@@ -82,68 +92,72 @@ class RecordedRun:
 
     @cached_property
     def summary(self) -> dict[str, Any] | None:
-        return self._json(self.folder.summary)
+        return self._read(self.folder.summary, read_json)
 
     @cached_property
     def failure(self) -> dict[str, Any] | None:
-        return self._json(self.folder.failure)
+        return self._read(self.folder.failure, read_json)
 
     @cached_property
     def stopped(self) -> dict[str, Any] | None:
-        """The signal that ended the newest start, and the step it saved."""
-        return self._json(self.folder.stopped)
+        """The signal that ended the newest start, and the step that it saved."""
+        return self._read(self.folder.stopped, read_json)
 
     @cached_property
     def owner(self) -> dict[str, Any] | None:
-        """The process or job that runs it, or ran it last."""
-        return self._json(self.folder.owner)
+        """The process or job that runs it, or ran it last (`launch/owner.py`)."""
+        return self._read(self.folder.owner, lambda _: read_owner(self.folder))
 
     @cached_property
     def environment(self) -> dict[str, Any] | None:
-        return self._json(self.folder.environment)
+        return self._read(self.folder.environment, read_json)
 
     @cached_property
     def attempts(self) -> dict[str, Any]:
         """`restarts`, `lost_steps`, `started` (ISO 8601, UTC; None before the first start), `job_ids`."""
-        known = _tolerant(lambda: attempts.history(self.folder))
-        return known or {"restarts": 0, "lost_steps": 0, "started": None, "job_ids": []}
+        history = self._read(self.folder.attempts, lambda _: attempts.history(self.folder))
+        return history or {"restarts": 0, "lost_steps": 0, "started": None, "job_ids": []}
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """Every whole line."""
-        return _tolerant(lambda: MetricsReader(self.folder.metrics).read()) or []
+        return self._read(self.folder.metrics, read_metrics) or []
 
     @cached_property
     def last_metrics(self) -> dict[str, Any] | None:
         """The last whole line; only the end of the file is read."""
-        return _tolerant(lambda: last_line(self.folder.metrics))
+        return self._read(self.folder.metrics, last_line)
 
     @property
     def job_ids(self) -> list[str]:
-        """Slurm's, in order; the last also where it waits for its first start."""
-        known = [*self.attempts["job_ids"], (self.owner or {}).get("job_id")]
-        return list(dict.fromkeys(str(job) for job in known if job))
+        """Slurm's, in order; the last one also if it waits for its first start."""
+        jobs = [*self.attempts["job_ids"], (self.owner or {}).get("job_id")]
+        return list(dict.fromkeys(job for job in jobs if job))
 
     @property
-    def damaged(self) -> list[str]:
-        """Names of the run's files that are there and can't be read."""
-        known = {
-            self.folder.config: self.config,
-            self.folder.summary: self.summary,
-            self.folder.failure: self.failure,
-            self.folder.environment: self.environment,
-            self.folder.owner: self.owner,
-        }
-        return [path.name for path, value in known.items() if value is None and os.path.lexists(path)]
+    def damaged(self) -> dict[str, str]:
+        """The run's files that are there and can't be read, with the reason of each."""
+        for name in ("config", "summary", "failure", "environment", "owner", "attempts", "last_metrics"):
+            getattr(self, name)
+        return self.noticed
 
-    def _text(self, table: str, key: str) -> str | None:
-        values = self.head.get(table)
-        said = values.get(key) if isinstance(values, dict) else None
-        return said if isinstance(said, str) else None
+    @property
+    def noticed(self) -> dict[str, str]:
+        """Those of `damaged` that have been read so far."""
+        return dict(self._damage)
 
-    def _json(self, path: Path) -> dict[str, Any] | None:
-        value: Any = _tolerant(lambda: read_json(path))
-        return value if isinstance(value, dict) else None
+    @cached_property
+    def _config_text(self) -> str | None:
+        return self._read(self.folder.config, lambda path: read_text(path, limit_bytes=YAML_BYTES))
+
+    def _read(self, path: Path, read: Callable[[Path], T]) -> T | None:
+        try:
+            return read(path)
+        except FileNotFoundError:
+            return None
+        except DamagedError as error:
+            self._damage[error.path.name] = error.reason
+            return None
 
 
 def read_run(path: Path) -> RecordedRun:
@@ -152,8 +166,9 @@ def read_run(path: Path) -> RecordedRun:
 
 
 def is_run(path: Path) -> bool:
-    """Also where it is half-written or was copied without its empty folders."""
-    return len(MARKS & {entry.name for entry in _entries(path)}) > 1
+    """Also if it is half-written or was copied without its empty folders. False for a folder that this user
+    may not read."""
+    return len(MARKS & {entry.name for entry in list_folder(path)}) > 1
 
 
 def find_runs(root: Path) -> list[RecordedRun]:
@@ -161,51 +176,21 @@ def find_runs(root: Path) -> list[RecordedRun]:
 
     What is no run is passed by: foreign files, hidden folders, links to folders, what can't be read.
     """
-    root = Path(root).expanduser().absolute()
-    found = dict.fromkeys(_walk(root))
-    return [RecordedRun(path) for path in found]
+    paths = _walk(Path(root).expanduser().absolute(), MOST_LEVELS)
+    return [RecordedRun(path) for path in dict.fromkeys(paths)]
 
 
-def _walk(path: Path) -> list[Path]:
-    entries = _entries(path)
+def _walk(path: Path, levels: int) -> list[Path]:
+    entries = list_folder(path)
     names = {entry.name for entry in entries}
     if len(MARKS & names) > 1:
         return [path]  # what a run keeps is not searched: it may hold another checkout's runs
-    if MANIFEST in names and (sweep := _tolerant(lambda: read_sweep(path))) is not None:
-        return [run.run_dir for run in sweep.runs if is_run(run.run_dir)]
-    folders = sorted(
-        entry.name for entry in entries if entry.name[0] != "." and entry.is_dir(follow_symlinks=False)
-    )
-    return [run for name in folders for run in _walk(path / name)]
-
-
-def _entries(path: Path) -> list[os.DirEntry[str]]:
-    return _tolerant(lambda: list(os.scandir(path))) or []
-
-
-def _parse(text: str) -> dict[str, Any] | None:
-    loader = _Loader(text)  # as yaml.safe_load, plain values alone, but by libyaml
-    try:
-        value = loader.get_single_data()
-    finally:
-        loader.dispose()
-    return value if isinstance(value, dict) else None
-
-
-def whole(value: Any) -> int | None:
-    """A whole number that a file says; None for what is none."""
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def number(value: Any) -> float | None:
-    """Any finite number; None for what is none."""
-    real = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if real and abs(value) <= sys.float_info.max else None
-
-
-def _tolerant(read: Callable[[], T]) -> T | None:
-    """None for a file that is away, closed to us, half-written or foreign."""
-    try:
-        return read()
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, yaml.YAMLError):
-        return None
+    if MANIFEST in names:
+        try:
+            return [run.run_dir for run in read_sweep(path).runs if is_run(run.run_dir)]
+        except (FileNotFoundError, DamagedError):
+            pass
+    if not levels:
+        return []
+    folders = sorted(entry.name for entry in entries if entry.name[0] != "." and is_real_folder(entry))
+    return [run for name in folders for run in _walk(path / name, levels - 1)]

@@ -16,9 +16,8 @@ from typing import Any, NoReturn
 from hpc_parallel.config.problems import ConfigError
 from hpc_parallel.launch.origin import installed_packages
 from hpc_parallel.launch.recorded_start import RecordedStart, key_of, read_start
-from hpc_parallel.launch.run_folder import RunFolder, is_run_folder
+from hpc_parallel.launch.run_folder import RunFolder, is_run_folder, unreadable
 from hpc_parallel.launch.snapshot import Snapshot
-from hpc_parallel.launch.trust import unreadable
 
 ONCE = ("run_dir", "resume")  # what holds for one run alone
 _SHOWN = 5  # packages that differ

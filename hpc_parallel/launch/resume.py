@@ -17,8 +17,8 @@ from hydra.errors import HydraException
 from hpc_parallel.config.problems import ConfigError, Found, Problem, nearest, printable, quoted
 from hpc_parallel.launch.checkpoints import complete
 from hpc_parallel.launch.recorded_start import grants_trust, key_of, read_start
-from hpc_parallel.launch.run_folder import RunFolder, is_run_folder
-from hpc_parallel.launch.trust import UntrustedError, owner_name, require_private, unreadable
+from hpc_parallel.launch.run_folder import RunFolder, is_run_folder, unreadable
+from hpc_parallel.launch.trust import UntrustedError, owner_name, require_private
 from hpc_parallel.record.safe_read import DamagedError
 
 AUTO = "auto"

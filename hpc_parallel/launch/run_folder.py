@@ -185,6 +185,23 @@ def is_run_folder(path: Path) -> bool:
     return os.path.isfile(path / "config.yaml") and os.path.isdir(path / "rendezvous")
 
 
+def unreadable(path: Path) -> str | None:
+    """Why this user can't read the folder or file at `path`: it, or a folder on the way, is another user's.
+
+    None if it can be read, or is not there.
+    """
+    path = path.absolute()
+    for place in [*reversed(path.parents), path]:
+        is_folder = os.path.isdir(place)
+        if os.path.lexists(place) and not os.access(place, os.R_OK * (place == path) | os.X_OK * is_folder):
+            try:
+                owner = place.owner()
+            except (KeyError, OSError):
+                owner = "another user"
+            return f"{place} belongs to {owner}, and you may not read it."
+    return None
+
+
 def new_run_id(now: datetime | None = None) -> str:
     """Sorts by time; the random end keeps runs of one second apart."""
     return f"{(now or datetime.now(UTC)):%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"

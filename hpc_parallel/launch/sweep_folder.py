@@ -6,7 +6,6 @@ and `sweep.resume` know of them as one sweep.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from hpc_parallel.launch.run_folder import alone
+from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.record.values import job_id, table, text, whole
 
 MANIFEST = "sweep.json"
 
@@ -90,36 +91,52 @@ def change_sweep(path: Path, change: Callable[[Sweep], Sweep]) -> None:
 
 
 def read_sweep(path: Path) -> Sweep:
-    """The sweep in the folder `path`.
-
-    Raises FileNotFoundError where there is none, and ValueError where `sweep.json` is no manifest.
-    """
+    """The sweep in the folder `path`. Raises FileNotFoundError, and DamagedError for what is no manifest."""
     file = path / MANIFEST
+    said = read_json(file)
+    if said is None:
+        raise FileNotFoundError(file)
     try:
-        said = json.loads(file.read_text(encoding="utf-8"))
         return Sweep(
-            command=tuple(map(str, said["command"])),
+            command=_texts(said["command"]),
             started=str(said["started"]),
-            parallelism=said["parallelism"],
-            runs=tuple(_run(each) for each in said["runs"]),
+            parallelism=whole(said["parallelism"]),
+            runs=tuple(_run(table(each)) for each in said["runs"]),
             skipped=tuple(
-                SkippedRun(tuple(map(str, each["overrides"])), tuple(map(str, each["problems"])))
-                for each in said["skipped"]
+                SkippedRun(_texts(each["overrides"]), _texts(each["problems"]))
+                for each in map(table, said["skipped"])
             ),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} is not the manifest of a sweep: {error!r}") from error
+        raise DamagedError(file, f"it is not the manifest of a sweep ({error!r})") from error
 
 
 def _run(said: Mapping[str, Any]) -> SweepRun:
-    job = said["job_id"]
+    """Raises KeyError, TypeError and ValueError."""
+    nodes, gpus_per_node = whole(said["nodes"]), whole(said["gpus_per_node"])
+    if nodes is None or gpus_per_node is None:
+        raise ValueError("a run without a number of nodes and devices")
     return SweepRun(
-        overrides=tuple(map(str, said["overrides"])),
-        run_dir=Path(said["run_dir"]),
-        nodes=int(said["nodes"]),
-        gpus_per_node=int(said["gpus_per_node"]),
-        job_id=None if job is None else str(job),
+        overrides=_texts(said["overrides"]),
+        run_dir=_path(said["run_dir"]),
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        job_id=job_id(said["job_id"]),
     )
+
+
+def _path(value: Any) -> Path:
+    path = Path(text(value) or "")
+    if not path.is_absolute() or "\0" in str(path):
+        raise ValueError("a run_dir that is no absolute path")
+    os.fsencode(path)  # a UnicodeEncodeError is a ValueError
+    return path
+
+
+def _texts(values: Any) -> tuple[str, ...]:
+    if not isinstance(values, list):
+        raise TypeError("no list of texts")
+    return tuple(map(str, values))
 
 
 def _plain(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -74,19 +74,6 @@ def owner_name(path: Path) -> str | None:
     return None if owner in (os.geteuid(), 0) else _name_of(owner)
 
 
-def unreadable(path: Path) -> str | None:
-    """Why this user can't look into the folder `path`; None if nothing forbids it (or it is not there)."""
-    for place in (*reversed(path.absolute().parents), path):
-        try:
-            if place.lstat() and place.is_dir() and not os.access(place, os.R_OK | os.X_OK):
-                if os.access(place, os.X_OK) and place != path:
-                    continue  # one may pass without looking around
-                return f"{place} belongs to {_name_of(place.stat().st_uid)}, and you may not read it."
-        except OSError:
-            return None
-    return None
-
-
 def _other_writers(status: os.stat_result, *, user: int) -> str | None:
     if status.st_mode & stat.S_IWOTH:
         return "anyone"

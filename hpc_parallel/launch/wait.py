@@ -11,6 +11,7 @@ from hpc_parallel.launch.follow import Follower
 from hpc_parallel.launch.job_state import JobState, job_state
 from hpc_parallel.launch.names import command_on
 from hpc_parallel.launch.prepare import PreparedRun
+from hpc_parallel.record.safe_read import read_tail
 from hpc_parallel.worker.conclude import conclude
 
 PERIOD_S = 0.3  # between looks at the run folder
@@ -77,7 +78,7 @@ def conclude_job(run: PreparedRun, job_id: str, state: JobState) -> None:
     if not owner.is_job(run.folder, job_id):
         return
     logs = sorted(run.folder.slurm.glob(f"{job_id}*.out"))
-    text = logs[0].read_text(errors="replace") if logs else ""
+    text = read_tail(logs[0]).decode(errors="replace") if logs else ""
     conclude(
         run.folder,
         returncode=1,

@@ -6,7 +6,7 @@ A safetensors file is eight bytes of length, a table of names in JSON, and the n
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,11 @@ from hpc_parallel.config.schema import (
 from hpc_parallel.launch.checkpoints import complete
 from hpc_parallel.launch.run_folder import RunFolder, is_run_folder
 from hpc_parallel.launch.trust import UntrustedError, require_private
+from hpc_parallel.record.safe_read import MIB, DamagedError, open_regular, parse_json
+from hpc_parallel.record.values import table, text, whole
 
 LENGTH_BYTES = 8
-MOST_HEADER_BYTES = 100 * 10**6  # as the library has it
+MOST_HEADER_BYTES = 16 * MIB  # enough for 100,000 tensors; parsed, it takes up to 30 times as much
 IMAGE_SHAPE = ("channels", "classes", "in_channels", "kernel_size")
 SHAPE = {  # the keys of a model that its weights fit
     TransformerConfig._target_: ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab_size", "tied_head"),
@@ -46,9 +48,12 @@ def find_problems(config: RunConfig) -> Found:
         if path.is_dir():
             model = model_of_run(path, trusted=config.launcher.shared_folder)
         else:
-            model = json.loads(read_header(path)[1].get("model", "{}"))
+            model = table(parse_json(read_header(path)[1].get("model", "{}")))
+    except DamagedError as error:
+        yield f"weights = {path} can't be used: {error.reason}"
+        return
     except (OSError, ValueError, UntrustedError) as error:
-        yield f"weights = {path} can't be used: {error}"
+        yield f"weights = {path} can't be used: {getattr(error, 'strerror', None) or error}"
         return
     yield from _shape(config.model, model)
 
@@ -62,8 +67,7 @@ def model_of_run(path: Path, *, trusted: bool) -> Mapping[str, Any]:
         raise ValueError("the run has no checkpoint")
     if not trusted:
         require_private(found[0].path)  # its index is a pickle
-    model: Mapping[str, Any] = found[0].manifest["config"]["model"]
-    return model
+    return table(table(found[0].manifest.get("config")).get("model"))
 
 
 def read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
@@ -71,29 +75,41 @@ def read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]
 
     Raises ValueError where it is no such file, or is not all there; OSError.
     """
-    with path.open("rb") as file:
+    with open_regular(path, follow=True) as file:
+        size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        start = file.read(min(length, MOST_HEADER_BYTES))
+        if length > MOST_HEADER_BYTES:
+            raise ValueError("it is no safetensors file")
+        header = file.read(length)
     try:
-        table: dict[str, Any] = json.loads(start)
-        besides: dict[str, str] = table.pop("__metadata__", {})
-        shapes = {name: tuple(entry["shape"]) for name, entry in table.items()}
-        end = max((entry["data_offsets"][1] for entry in table.values()), default=0)
-    except (ValueError, TypeError, KeyError, AttributeError):
+        tensors = parse_json(header.decode())
+        besides = tensors.pop("__metadata__", {})
+        shapes = {name: _numbers(entry["shape"]) for name, entry in tensors.items()}
+        end = max((_numbers(entry["data_offsets"])[1] for entry in tensors.values()), default=0)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
         raise ValueError("it is no safetensors file") from None
-    whole, size = LENGTH_BYTES + length + end, path.stat().st_size
-    if size != whole:
-        raise ValueError(f"it has {size} of {whole} bytes")
-    return shapes, besides
+    expected = LENGTH_BYTES + length + end
+    if size != expected:
+        raise ValueError(f"it has {size} of {expected} bytes")
+    return shapes, {key: value for key, value in table(besides).items() if isinstance(value, str)}
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    """Raises ValueError."""
+    numbers = [whole(value) for value in values]
+    if not all(number is not None and number >= 0 for number in numbers):
+        raise ValueError("no list of counts")
+    return tuple(number for number in numbers if number is not None)
 
 
 def _shape(wanted: Any, found: Mapping[str, Any]) -> Found:
     """Of our own models, the keys by which the weights of one don't fit the other."""
-    if not isinstance(wanted, dict) or not found.get("_target_"):
+    target = text(found.get("_target_"))
+    if not isinstance(wanted, dict) or not target:
         return
-    if wanted.get("_target_") != found["_target_"]:
+    if wanted.get("_target_") != target:
         return  # it may have the same weights: the job compares them by name
-    for key in SHAPE.get(found["_target_"], ()):
+    for key in SHAPE.get(target, ()):
         if key in found and wanted[key] != found[key]:
             yield Problem(
                 f"model.{key}", wanted[key], "is not what the weights were trained as", (found[key],)

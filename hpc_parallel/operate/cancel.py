@@ -9,24 +9,24 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpc_parallel.config.problems import ConfigError
-from hpc_parallel.launch.attempts import starts
-from hpc_parallel.launch.job_state import states_by_accounting
+from hpc_parallel.launch.job_state import Inquiry, scripts_of, states_by_accounting
 from hpc_parallel.launch.names import label
-from hpc_parallel.launch.owner import process_lives, withdraw
+from hpc_parallel.launch.owner import end_process, refusal, withdraw
 from hpc_parallel.launch.recorded import RecordedRun, read_run
+from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.launch.sweep_folder import MANIFEST, is_sweep_folder
 from hpc_parallel.operate.find import find_all, is_one, once
 from hpc_parallel.operate.state import NO_ANSWER, NOT_STARTED, UNKNOWN, WAITING, State, states, waits
-from hpc_parallel.operate.terminal import DONE, FAILED, REFUSED, guarded, print_json
+from hpc_parallel.operate.terminal import DONE, FAILED, REFUSED, guarded, print_json, say, warn
 from hpc_parallel.worker.conclude import conclude
 
 BEGINNING_S = 10.0  # at most, from a run's turn in a sweep to a process of its own
@@ -46,14 +46,15 @@ class Target:
     @property
     def pid(self) -> int:
         """Of the process that starts the ranks (0: nobody's): its SIGTERM has them save and end."""
-        said = (self.run.owner or {}).get("pid")
-        return said if isinstance(said, int) else 0
+        return int((self.run.owner or {}).get("pid") or 0)
 
     @property
     def refusal(self) -> str | None:
         """Why it can't be ended; None where it can."""
         if self.state.ended:
             return "was never started" if self.state.word == NOT_STARTED else f"has ended: {self.state}"
+        if why := refusal(self.run.folder):
+            return why
         if self.job is None and self.state.word == UNKNOWN:
             host = (self.run.owner or {}).get("host")
             in_turn = f"python -m hpc_parallel cancel {self.run.run_id}"  # its process is the whole sweep's
@@ -89,7 +90,7 @@ def _cancel(given: argparse.Namespace) -> int:
     if not given.json:
         for target in targets:
             if target.refusal:
-                print(f"{label(target.run.path)} {target.refusal}", file=sys.stderr)
+                warn(f"{label(target.run.path)} {target.refusal}")
     if going and not given.yes:
         if given.json or not sys.stdin.isatty():
             raise ConfigError(["Nobody can be asked here. Try --yes."])
@@ -101,9 +102,9 @@ def _cancel(given: argparse.Namespace) -> int:
         return REFUSED if refused else DONE if going else FAILED
     for target in going:
         if words := refused.get(target.run.path):
-            print(f"{target}: {words}", file=sys.stderr)
+            warn(f"{target}: {words}")
         else:
-            print(f"asked to end: {target}")
+            say(f"asked to end: {target}")
     return REFUSED if refused else DONE if going else FAILED
 
 
@@ -114,13 +115,34 @@ def _targets(words: Sequence[str]) -> list[Target]:
         raise ConfigError(
             [f"{tree.label} holds {len(tree.runs)} runs and is no sweep. Name them." for tree in trees]
         )
+    if foreign := [each for each in named if each.path is not None and _is_foreign_sweep(each.path)]:
+        raise ConfigError([
+            f"{each.label} is another user's sweep, which may name any run. Name the runs."
+            for each in foreign
+        ])  # fmt: skip
     runs = once(named)
-    return [Target(run, state) for run, state in zip(runs, states(runs), strict=True)]
+    targets = [Target(run, state) for run, state in zip(runs, states(runs), strict=True)]
+    if damaged := [target.run for target in targets if _owner_is_damaged(target)]:
+        raise ConfigError([
+            f"{run.folder.owner} can't be read ({run.damaged[run.folder.owner.name]}), so what runs there is "
+            "not known. Try squeue --me, or ps, and end it by its number."
+            for run in damaged
+        ])  # fmt: skip
+    return targets
+
+
+def _is_foreign_sweep(path: Path) -> bool:
+    return is_sweep_folder(path) and (path / MANIFEST).lstat().st_uid != os.geteuid()
+
+
+def _owner_is_damaged(target: Target) -> bool:
+    run = target.run
+    return not target.state.ended and run.owner is None and run.folder.owner.name in run.noticed
 
 
 def _agreed(going: Sequence[Target]) -> bool:
     for target in going:
-        print(target)
+        say(str(target))
     count = f"{len(going)} runs" if len(going) > 1 else "this run"
     try:
         return input(f"end {count}? [y/N] ").strip().lower() in ("y", "yes")
@@ -129,11 +151,9 @@ def _agreed(going: Sequence[Target]) -> bool:
 
 
 def _end(going: Sequence[Target]) -> dict[Path, str]:
-    """Ask each to end; returns why not, of those that could not be asked."""
-    refused: dict[Path, str] = {}
-    silent = [target for target in going if target.state.reason == NO_ANSWER]
-    refused |= {target.run.path: NO_ANSWER for target in silent}
-    jobs = {target.job: target.run.path for target in going if target.job and target not in silent}
+    """Ask each to end; returns the reason for each that could not be asked."""
+    refused = _foreign_jobs([target for target in going if target.job])
+    jobs = {target.job: target.run.path for target in going if target.job and target.run.path not in refused}
     if jobs:
         done = _scancel(list(jobs))
         if done.returncode != 0:
@@ -150,6 +170,31 @@ def _end(going: Sequence[Target]) -> dict[Path, str]:
     return refused
 
 
+def _foreign_jobs(targets: Sequence[Target]) -> dict[Path, str]:
+    """Why a job is not to be ended: Slurm does not answer, or knows it as another user's or run's."""
+    refused = {target.run.path: NO_ANSWER for target in targets if target.state.reason == NO_ANSWER}
+    asked = [target for target in targets if target.run.path not in refused]
+    if not asked:
+        return refused
+    scripts = scripts_of([str(target.job) for target in asked], Inquiry())
+    for target in asked:
+        if scripts is None:
+            refused[target.run.path] = NO_ANSWER
+        elif (script := scripts.get(str(target.job))) is None:
+            refused[target.run.path] = f"Slurm has no job {target.job} of yours in its queue"
+        elif not is_script_of(target.run.folder, script, job=str(target.job)):
+            why = f"job {target.job} runs {script}, which is not this run's"
+            refused[target.run.path] = f"{why}. If you mean that job: scancel {target.job}"
+    return refused
+
+
+def is_script_of(folder: RunFolder, script: str, *, job: str) -> bool:
+    """Whether a job's batch script lies in the run folder, or is that of an array whose task is this run."""
+    place, path = Path(os.path.realpath(os.path.dirname(script))), Path(os.path.realpath(folder.path))
+    task = job.partition("_")[2]
+    return place.is_relative_to(path) or (task != "" and os.path.realpath(place / task) == str(path))
+
+
 def _withdrawn(target: Target) -> bool:
     if target.job is not None:
         return True
@@ -158,7 +203,7 @@ def _withdrawn(target: Target) -> bool:
             return False
     except FileNotFoundError:  # its sweep has ended meanwhile, and took it away
         return True
-    conclude(target.run.folder, returncode=1, cancelled=True, environment={})
+    _sum_up(target.run, environment={})
     return True
 
 
@@ -171,14 +216,7 @@ def _terminate(run: RecordedRun) -> str | None:
     owner = run.owner or {}
     if "waits" in owner:
         return "begins just now. Try again"
-    try:
-        if "pid" in owner and process_lives(owner):  # else it has ended while we asked
-            os.kill(owner["pid"], signal.SIGTERM)
-    except ProcessLookupError:
-        pass
-    except PermissionError:
-        return f"process {owner['pid']} is another user's"
-    return None
+    return end_process(run.folder, owner) if "pid" in owner else None
 
 
 def _scancel(jobs: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -193,11 +231,16 @@ def _conclude(asked: Sequence[Target]) -> None:
     waited = [target for target in asked if target.state.word == WAITING]
     known = states_by_accounting([target.job for target in waited if target.job])
     for target in waited:
-        unheard = known[str(target.job)].ended and not target.run.folder.summary.exists()
-        if unheard and not starts(target.run.folder):
-            conclude(
-                target.run.folder, returncode=1, cancelled=True, environment={"SLURM_JOB_ID": str(target.job)}
-            )
+        unheard = known[str(target.job)].ended and not os.path.lexists(target.run.folder.summary)
+        if unheard and not target.run.attempts["started"]:
+            _sum_up(target.run, environment={"SLURM_JOB_ID": str(target.job)})
+
+
+def _sum_up(run: RecordedRun, *, environment: Mapping[str, str]) -> None:
+    try:
+        conclude(run.folder, returncode=1, cancelled=True, environment=environment)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # its files are damaged
+        warn(f"{label(run.path)} has ended, and no summary.json says so: {error!r}")
 
 
 def _object(target: Target, words: str | None) -> dict[str, Any]:

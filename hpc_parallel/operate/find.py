@@ -10,7 +10,9 @@ from pathlib import Path
 from hpc_parallel.config.problems import ConfigError, alternatives, nearest, spell
 from hpc_parallel.launch.names import RUNS, is_job_id, label
 from hpc_parallel.launch.recorded import RecordedRun, find_runs, is_run, read_run
+from hpc_parallel.launch.run_folder import unreadable
 from hpc_parallel.launch.sweep_folder import Sweep, is_sweep_folder, read_sweep
+from hpc_parallel.record.safe_read import DamagedError, list_folder
 
 _NAMED = 5  # near ones that an error tells
 
@@ -62,6 +64,10 @@ def _find(word: str) -> Named:
     path = _path(word)
     if word and (runs := _runs_in(path)):
         return Named(label(path), path, tuple(runs))
+    if word and (refusal := unreadable(path)):
+        raise ConfigError([refusal])
+    if word and is_sweep_folder(path) and (damage := _damage(path)):
+        raise ConfigError([f"{damage}."])
     known = newest_first(find_runs(RUNS))
     if is_job_id(word) and (runs := [run for run in known if any(_of(job, word) for job in run.job_ids)]):
         return _run(runs[0]) if len(runs) == 1 else Named(f"job {word}", None, tuple(runs))
@@ -92,11 +98,19 @@ def _runs_in(path: Path) -> list[RecordedRun]:
 
 
 def sweep_of(path: Path) -> Sweep | None:
-    """What the sweep folder `path` says; None where it is none."""
+    """What the sweep folder `path` says; None if it is none, or can't be read."""
     try:
         return read_sweep(path)
-    except (OSError, ValueError):
+    except (FileNotFoundError, DamagedError):
         return None
+
+
+def _damage(path: Path) -> str | None:
+    try:
+        read_sweep(path)
+    except (FileNotFoundError, DamagedError) as error:
+        return str(error)
+    return None
 
 
 def _run(run: RecordedRun) -> Named:
@@ -123,7 +137,8 @@ def _of(job: str, word: str) -> bool:
 
 def _sweeps(word: str) -> list[Path]:
     """Those of the usual place, and the one that `word` is the whole label of (hydra.sweep.dir)."""
-    places = dict.fromkeys([*sorted(RUNS.glob("sweeps/*"), reverse=True), RUNS / word])
+    usual = sorted((Path(entry.path) for entry in list_folder(RUNS / "sweeps")), reverse=True)
+    places = dict.fromkeys([*usual, RUNS / word])
     return [path.absolute() for path in places if is_sweep_folder(path)]
 
 
@@ -137,8 +152,8 @@ def _several(word: str, names: Sequence[str]) -> str:
 def _unknown(word: str, known: Mapping[str, RecordedRun]) -> str:
     if is_job_id(word):
         rule = "is the job id of no run"
-    elif (path := _path(word)).exists():
-        rule = "holds no run" if path.is_dir() else "is no run folder"
+    elif os.path.exists(path := _path(word)):
+        rule = "holds no run" if os.path.isdir(path) else "is no run folder"
     else:
         rule = "is no path, run id, job id or part of a name of a run"
     if not known:
@@ -155,8 +170,8 @@ def _unknown(word: str, known: Mapping[str, RecordedRun]) -> str:
 def _started(path: Path) -> float:
     for place in (path / "config.yaml", path):
         try:
-            return os.stat(place).st_mtime
-        except OSError:
+            return os.stat(place, follow_symlinks=False).st_mtime
+        except (OSError, ValueError):
             continue
     return 0.0
 

@@ -7,13 +7,26 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from hpc_parallel.config.layout import AXES, PARAMETER_SERVER, Layout, layout_of, processes_per_node, servers
+from hpc_parallel.config.layout import (
+    AXES,
+    EXECUTIONS,
+    PARAMETER_SERVER,
+    Layout,
+    layout_of,
+    processes_per_node,
+    servers,
+)
+from hpc_parallel.config.problems import printable
 from hpc_parallel.launch.recorded import RecordedRun
+from hpc_parallel.operate.terminal import cell
+from hpc_parallel.record.values import table, text, whole
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-HOSTS = 8  # that are drawn; the others are alike
+HOSTS, DEVICES = 8, 64  # that are drawn, of a run and of a host; the others are alike
+MOST_STAGES = 1024  # of a rank
+MOST_DEVICES = 2**16  # of a run that is described at all
 WORDS = {"replicate": "replica"}  # an axis whose places have a name of their own
 
 
@@ -34,28 +47,30 @@ class Host:
 
 
 def ranks(run: RecordedRun) -> int | None:
-    """How many the run has; None where its configuration does not tell."""
-    try:
-        strategy = _strategy(run)
-        return int(run.head["nodes"] * processes_per_node(strategy, gpus_per_node=run.head["gpus_per_node"]))
-    except (KeyError, TypeError, AttributeError):
+    """How many the run has; None if its configuration does not say."""
+    nodes, devices, strategy = run.nodes, run.gpus_per_node, _strategy(run)
+    if nodes is None or devices is None or strategy is None or min(nodes, devices) < 1:
         return None
+    return nodes * processes_per_node(strategy, gpus_per_node=devices)
 
 
 def layout(run: RecordedRun) -> Layout | None:
-    """None where the configuration does not tell."""
+    """None if the configuration does not say, or contradicts itself."""
+    nodes, devices, strategy = run.nodes, run.gpus_per_node, _strategy(run)
+    if nodes is None or devices is None or strategy is None:
+        return None
     try:
-        return layout_of(_strategy(run), devices=run.head["nodes"] * run.head["gpus_per_node"])
-    except (KeyError, TypeError, AttributeError, ValueError):
+        return layout_of(strategy, devices=nodes * devices)
+    except ValueError:
         return None
 
 
 def hosts(run: RecordedRun) -> list[Host]:
-    """By node; empty where the configuration does not tell."""
-    degrees, count = layout(run), ranks(run)
-    if degrees is None or count is None:
+    """By node; empty if the configuration does not say, or tells of more devices than there can be."""
+    degrees, count, strategy = layout(run), ranks(run), _strategy(run)
+    nodes, devices = run.nodes or 0, run.gpus_per_node or 0
+    if degrees is None or count is None or min(nodes, devices) < 1 or nodes * devices > MOST_DEVICES:
         return []
-    strategy, nodes, devices = _strategy(run), run.head["nodes"], run.head["gpus_per_node"]
     places = _places(run, ranks=count)
     found = []
     for node in range(nodes):
@@ -64,22 +79,31 @@ def hosts(run: RecordedRun) -> list[Host]:
             place = node * devices + device
             rank = place * count // (nodes * devices)  # one process may drive a node's devices
             # Of a process that drives several, the run tells the first.
-            name = places[rank].get("device") if count == nodes * devices else None
+            name = text(places[rank].get("device")) if count == nodes * devices else None
             held.append(Device(rank, name, _holds(place - servers(strategy), degrees, strategy)))
-        found.append(Host(node, places[node * count // nodes].get("host"), tuple(held)))
+        found.append(Host(node, text(places[node * count // nodes].get("host")), tuple(held)))
     return found
 
 
 def _strategy(run: RecordedRun) -> Any:
-    return SimpleNamespace(**run.head["strategy"])
+    """`head["strategy"]` with values that a strategy can have; None if one of them is missing or another."""
+    values = table(run.head.get("strategy"))
+    degrees = [whole(values.get(axis)) for axis in AXES]
+    stages = values.get("stages_per_rank")
+    fits = (
+        values.get("execution") in EXECUTIONS
+        and isinstance(values.get("dedicated_server"), bool)
+        and isinstance(values.get("schedule"), str)
+        and all(degree is not None and (degree == -1 or degree > 0) for degree in degrees)
+        and (stages is None or 0 < (whole(stages) or 0) <= MOST_STAGES)
+    )
+    return SimpleNamespace(**values) if fits else None
 
 
 def _places(run: RecordedRun, *, ranks: int) -> list[dict[str, Any]]:
     """What `environment.json` says of each rank; nothing before the run has started in this layout."""
     known = (run.environment or {}).get("ranks")
-    if isinstance(known, list) and len(known) == ranks and all(isinstance(each, dict) for each in known):
-        return known
-    return [{}] * ranks
+    return list(map(table, known)) if isinstance(known, list) and len(known) == ranks else [{}] * ranks
 
 
 def _holds(place: int, degrees: Layout, strategy: Any) -> dict[str, str]:
@@ -115,16 +139,16 @@ def draw(found: Sequence[Host]) -> RenderableType:
     from rich import box
     from rich.console import Group
     from rich.table import Table
-    from rich.text import Text
 
-    table = Table(box=box.ROUNDED, show_lines=True, show_header=False)
+    drawn = Table(box=box.ROUNDED, show_lines=True, show_header=False)
     for host in found[:HOSTS]:
-        cells = [Text(f"node {host.node}\n{host.name or ''}".strip(), "bold")]
-        for device in host.devices:
+        cells = [cell(f"node {host.node}\n{printable(host.name or '')}".strip(), "bold")]
+        for device in host.devices[:DEVICES]:
             holds = [f"{word} {what}".strip() for word, what in device.holds.items()]
-            cells.append(
-                Text("\n".join([f"rank {device.rank}", *([device.name] if device.name else []), *holds]))
-            )
-        table.add_row(*cells)
+            name = [printable(device.name)] if device.name else []
+            cells.append(cell("\n".join([f"rank {device.rank}", *name, *holds])))
+        if len(host.devices) > DEVICES:
+            cells.append(cell(f"and {len(host.devices) - DEVICES} more"))
+        drawn.add_row(*cells)
     more = len(found) - HOSTS
-    return Group(table, f"and {more} more hosts") if more > 0 else table
+    return Group(drawn, f"and {more} more hosts") if more > 0 else drawn

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 import time
@@ -16,17 +17,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_parallel.config.problems import ConfigError, Problem
+from hpc_parallel.launch.metrics_file import size
 from hpc_parallel.launch.names import label
 from hpc_parallel.launch.recorded import RecordedRun, read_run
 from hpc_parallel.operate.find import find_run
 from hpc_parallel.operate.rows import failure_line
 from hpc_parallel.operate.state import State, states
-from hpc_parallel.operate.terminal import DONE, guarded
+from hpc_parallel.operate.terminal import DONE, WRONG_USAGE, guarded, say, warn
+from hpc_parallel.record.safe_read import MIB, DamagedError, list_folder, open_regular
 
 ALL = "all"
 PERIOD_S = 0.3  # between looks at the files
 ASK_EVERY_S = 2.0  # a controller serves many users
-_LOG = re.compile(r"rank-(\d+)\.(out|err)")
+MOST_BYTES = 8 * MIB  # of one file at a look: a terminal is not the place for more
+_LOG = re.compile(r"rank-([0-9]{1,9})\.(out|err)")
 
 
 @dataclass(frozen=True)
@@ -42,24 +46,33 @@ class Source:
 
 
 class Reader:
-    """Reads the whole lines added to a file since the last look."""
+    """Reads the whole lines added to a file since the last look; of a huge file the last ones."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self._offset_bytes = 0
+        self._offset_bytes: int | None = None
 
-    def read(self, *, to_the_end: bool) -> list[str]:
-        """to_the_end: also what has no line end yet."""
+    def read(self, *, to_the_end: bool) -> bytes:
+        """to_the_end: also what has no line end yet. Raises DamagedError."""
         try:
-            with self.source.path.open("rb") as file:  # opened anew, since NFS keeps what an open file had
+            with open_regular(self.source.path) as file:  # opened anew, since NFS keeps what an open file had
+                end = file.seek(0, os.SEEK_END)
+                if self._offset_bytes is None:
+                    self._offset_bytes = self._start(end)
                 file.seek(self._offset_bytes)
-                added = file.read()
-        except OSError:
-            return []
+                added = file.read(MOST_BYTES)
+        except FileNotFoundError:
+            return b""
         if not to_the_end:
             added = added[: added.rfind(b"\n") + 1]
         self._offset_bytes += len(added)
-        return added.decode(errors="replace").splitlines()
+        return added
+
+    def _start(self, end_bytes: int) -> int:
+        start = max(0, end_bytes - MOST_BYTES)
+        if start:
+            warn(f"{self.source.path}: only the last {MOST_BYTES // MIB} MiB; {size(start)} are before them.")
+        return start
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -76,6 +89,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("run", metavar="RUN")
     made.add_argument("--rank", default="0", help="a number, or all: each line with its rank before it")
     made.add_argument("--follow", action="store_true", help="until the run ends; Ctrl-C follows no longer")
+    made.add_argument("--raw", action="store_true", help="as it is, with control characters not escaped")
     made.add_argument("--json", action="store_true", help="an object a line: rank, stream, text")
     return made
 
@@ -91,6 +105,7 @@ def _logs(given: argparse.Namespace) -> int:
         raise ConfigError(problems)
     show = _printer(given)
     readers: dict[Path, Reader] = {}
+    damaged: dict[Path, DamagedError] = {}
     state: State | None = None
     asked_s = float("-inf")
     while True:
@@ -103,21 +118,24 @@ def _logs(given: argparse.Namespace) -> int:
         last = not given.follow or (state is not None and state.ended)
         for source in _sources(run, given.rank):
             reader = readers.setdefault(source.path, Reader(source))
-            for line in reader.read(to_the_end=last):
-                show(source, line)
+            try:
+                show(source, reader.read(to_the_end=last))
+            except DamagedError as error:
+                damaged[source.path] = error
         sys.stdout.flush()
         if last:
             break
         time.sleep(PERIOD_S)
+    warn(*(f"{error}." for error in damaged.values()))
     if not given.follow and not readers and state is not None:
         _tell(run, state)
-    return DONE
+    return WRONG_USAGE if damaged and len(damaged) == len(readers) else DONE
 
 
 def _rank_problems(rank: str, run: RecordedRun | None) -> Iterator[Problem]:
     if rank == ALL:
         return
-    if not rank.isdecimal():
+    if not re.fullmatch("[0-9]{1,9}", rank):
         yield Problem("--rank", rank, "is neither a rank's number nor all", (0, ALL))
     elif run is not None and int(rank) >= (count := _world_size(run)):
         yield Problem("--rank", int(rank), f"is no rank of a run that has {count}", (count - 1,))
@@ -141,51 +159,65 @@ def _sources(run: RecordedRun, rank: str) -> list[Source]:
 
 def _logged(run: RecordedRun) -> list[Source]:
     """By rank, out before err."""
-    found = [(path, _LOG.fullmatch(path.name)) for path in run.folder.logs.glob("rank-*")]
-    sources = [Source(path, int(match[1]), match[2]) for path, match in found if match]
+    entries = [(entry, _LOG.fullmatch(entry.name)) for entry in list_folder(run.folder.logs)]
+    sources = [Source(Path(entry.path), int(match[1]), match[2]) for entry, match in entries if match]
     return sorted(sources, key=lambda source: (source.rank or 0, source.stream == "err"))
 
 
 def _before(run: RecordedRun) -> list[Source]:
     """The local agent's log, and the output of the newest job."""
-    jobs = sorted(run.folder.slurm.glob(f"{run.job_ids[-1]}*.out")) if run.job_ids else []
-    return [Source(path, None, "out") for path in (run.folder.logs / "agent.err", *jobs) if path.is_file()]
+    job = run.job_ids[-1] if run.job_ids else None
+    names = sorted(entry.name for entry in list_folder(run.folder.slurm))
+    outputs = [name for name in names if job and name.startswith(job) and name.endswith(".out")]
+    paths = [run.folder.logs / "agent.err", *(run.folder.slurm / name for name in outputs)]
+    return [Source(path, None, "out") for path in paths if os.path.lexists(path)]
 
 
-def _printer(given: argparse.Namespace) -> Callable[[Source, str], None]:
+def _printer(given: argparse.Namespace) -> Callable[[Source, bytes], None]:
+    if given.raw:
+        return _print_raw
     if given.json:
         return _print_json
     return _print_prefixed if given.rank == ALL else _headed()
 
 
-def _print_json(source: Source, line: str) -> None:
-    print(json.dumps({"rank": source.rank, "stream": source.stream, "text": line}))
+def _print_raw(source: Source, content: bytes) -> None:
+    sys.stdout.flush()
+    sys.stdout.buffer.write(content)
 
 
-def _print_prefixed(source: Source, line: str) -> None:
+def _print_json(source: Source, content: bytes) -> None:
+    for line in _lines(content):
+        print(json.dumps({"rank": source.rank, "stream": source.stream, "text": line}))
+
+
+def _print_prefixed(source: Source, content: bytes) -> None:
     rank = "" if source.rank is None else str(source.rank)
-    print(f"[{rank}{' err' * (source.stream == 'err')}] {line}")
+    say(*(f"[{rank}{' err' * (source.stream == 'err')}] {line}" for line in _lines(content)))
 
 
-def _headed() -> Callable[[Source, str], None]:
+def _headed() -> Callable[[Source, bytes], None]:
     """As `tail` does it: a line where another file than before goes on; none above what the rank says."""
     shown: Path | None = None
 
-    def show(source: Source, line: str) -> None:
+    def show(source: Source, content: bytes) -> None:
         nonlocal shown
+        if not content:
+            return
         if source.path != shown and (shown is not None or source.stream == "err" or source.rank is None):
-            print(f"==> {source} <==")
+            say(f"==> {source} <==")
         shown = source.path
-        print(line)
+        say(*_lines(content))
 
     return show
+
+
+def _lines(content: bytes) -> list[str]:
+    return content.decode(errors="replace").splitlines()
 
 
 def _tell(run: RecordedRun, state: State) -> None:
     """How the run stands, beside the logs: on stderr."""
     job = state.job
     line = failure_line(run) if state.word == "failed" else None
-    print(
-        f"{f'job {job}' if job else label(run.path)}: {state}" + (f": {line}" if line else ""),
-        file=sys.stderr,
-    )
+    warn(f"{f'job {job}' if job else label(run.path)}: {state}" + (f": {line}" if line else ""))

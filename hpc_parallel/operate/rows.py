@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 
 from hpc_parallel.launch.metrics_file import per_second
 from hpc_parallel.launch.names import label
-from hpc_parallel.launch.recorded import RecordedRun, number, whole
-from hpc_parallel.operate.state import RUNNING, State, states
+from hpc_parallel.launch.recorded import RecordedRun
+from hpc_parallel.operate.state import DAMAGED, RUNNING, State, despite_damage, states
+from hpc_parallel.record.values import number, table, text, whole
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Row:
     restarts: int
     job_id: str | None
     failure: str | None  # its one line
+    damaged: Mapping[str, str]  # files that can't be read, with the reason of each, as far as it was looked
 
 
 HEADINGS = (
@@ -41,7 +44,18 @@ RIGHT = ("step", "loss", "samples/s", "left", "restarts")
 
 
 def rows_of(runs: Sequence[RecordedRun]) -> list[Row]:
-    return [row_of(run, state) for run, state in zip(runs, states(runs), strict=True)]
+    found = zip(runs, states(runs), strict=True)
+    return [
+        despite_damage(partial(row_of, run, state), partial(_damaged_row, run, state)) for run, state in found
+    ]
+
+
+def _damaged_row(run: RecordedRun, state: State, why: str) -> Row:
+    unknown = dict.fromkeys(field.name for field in fields(Row))
+    return Row(**{
+        **unknown, "run": label(run.path), "path": str(run.path), "state": DAMAGED, "reason": why,
+        "ended": state.ended, "restarts": 0, "job_id": state.job, "damaged": run.noticed,
+    })  # type: ignore[arg-type]  # fmt: skip
 
 
 def row_of(run: RecordedRun, state: State) -> Row:
@@ -50,7 +64,7 @@ def row_of(run: RecordedRun, state: State) -> Row:
     pace_s = number(last.get("step_time_s"))
     left_s = None
     if state.word == RUNNING and step is not None and steps is not None and pace_s is not None:
-        left_s = max(0, steps - step) * pace_s
+        left_s = number(max(0, steps - step) * pace_s)
     rate = summary.get("samples_per_s") if state.ended else None
     return Row(
         run=label(run.path),
@@ -69,14 +83,14 @@ def row_of(run: RecordedRun, state: State) -> Row:
         restarts=run.attempts["restarts"],
         job_id=state.job,
         failure=failure_line(run) if state.word == "failed" else None,
+        damaged=run.noticed,
     )
 
 
 def total_steps(run: RecordedRun, state: State) -> int | None:
     """How many steps the metrics count to; of an ended run that trained nothing, as many as it has."""
     if run.task in ("train", "proof"):
-        training = run.head.get("training")
-        return whole(training.get("steps")) if isinstance(training, dict) else None
+        return whole(table(run.head.get("training")).get("steps"))
     if state.ended or run.config is None:
         return whole((run.last_metrics or {}).get("step")) if state.word == "completed" else None
     from hpc_parallel.config import schema, tasks  # takes a fifth of a second
@@ -88,8 +102,7 @@ def total_steps(run: RecordedRun, state: State) -> int | None:
 
 
 def failure_line(run: RecordedRun) -> str | None:
-    line = (run.failure or {}).get("line")
-    return line if isinstance(line, str) else None
+    return text((run.failure or {}).get("line"))
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -113,13 +126,13 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def duration(seconds: float) -> str:
     """`42 s`, `3 min 20 s`, `5 h 7 min`, `2 d 3 h`: the two largest units."""
-    whole = round(seconds)
-    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    rounded = round(seconds)
+    minutes, hours, days = rounded // 60, rounded // 3600, rounded // 86400
     if days:
         return f"{days} d {hours % 24} h"
     if hours:
         return f"{hours} h {minutes % 60} min"
-    return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"
+    return f"{minutes} min {rounded % 60} s" if minutes else f"{rounded} s"
 
 
 def counted(rows: Sequence[Row]) -> Mapping[str, int]:

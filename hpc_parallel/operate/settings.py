@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import hydra
@@ -25,6 +26,7 @@ class Change:
     has_default: bool
 
 
+@cache
 def defaults() -> dict[str, Any]:
     """What the command without a word composes, by dotted keys."""
     register()
@@ -34,8 +36,8 @@ def defaults() -> dict[str, Any]:
 
 def changed(config: Mapping[str, Any]) -> dict[str, Change]:
     """By dotted key."""
-    usual, own = defaults(), flat(config)
-    usual |= {key: own.get(source) for key, source in FOLLOWING.items()}
+    own = flat(config)
+    usual = defaults() | {key: own.get(source) for key, source in FOLLOWING.items()}
     return {
         key: Change(value, usual.get(key), key in usual)
         for key, value in own.items()

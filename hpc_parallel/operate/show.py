@@ -13,15 +13,17 @@ from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from hpc_parallel.config.problems import spell
-from hpc_parallel.launch.checkpoints import complete
+from hpc_parallel.config.problems import printable, spell
+from hpc_parallel.launch.checkpoints import complete, skipped
 from hpc_parallel.launch.metrics_file import milliseconds, per_second, size
-from hpc_parallel.launch.recorded import RecordedRun, number
+from hpc_parallel.launch.recorded import RecordedRun
 from hpc_parallel.launch.results import results
 from hpc_parallel.operate import grid
 from hpc_parallel.operate.find import find_run
 from hpc_parallel.operate.rows import Row, duration, rows_of
-from hpc_parallel.operate.terminal import DONE, console, guarded, print_json
+from hpc_parallel.operate.terminal import DONE, cell, console, guarded, print_json
+from hpc_parallel.record.safe_read import DamagedError
+from hpc_parallel.record.values import number, text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -88,7 +90,8 @@ def _show(given: argparse.Namespace) -> int:
     else:
         screen = console()
         for part in _parts(run, row, changed):
-            screen.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+            shown = printable(part, keep="\n\t") if isinstance(part, str) else part
+            screen.print(shown, markup=False, highlight=False, soft_wrap=isinstance(part, str))
     return DONE
 
 
@@ -126,6 +129,7 @@ def _object(run: RecordedRun, row: Row, changed: Mapping[str, Change]) -> dict[s
         "summary": run.summary,
         "failure": run.failure,
         "damaged": run.damaged,
+        "skipped_checkpoints": skipped(run.folder.checkpoints),
     }
 
 
@@ -143,13 +147,11 @@ def _parts(run: RecordedRun, row: Row, changed: Mapping[str, Change]) -> Iterabl
     if shown:
         yield "\nfigures"
         yield _table(shown)
-    with suppress(KeyError, TypeError, ValueError, OSError):  # of a task's own, where the files are whole
+    with suppress(FileNotFoundError, DamagedError):  # of a task's own, if the files are whole
         lines = results(run.folder, run.summary or {})
-        yield from ["", *lines] if lines else []
-    if row.failure:
-        yield f"\n{row.failure}"
-    elif row.ended and isinstance(line := (run.stopped or {}).get("line"), str):
-        yield f"\n{line}"
+        yield from ["", *map(printable, lines)] if lines else []
+    if line := row.failure or (text((run.stopped or {}).get("line")) if row.ended else None):
+        yield f"\n{printable(line)}"
 
 
 def _head(run: RecordedRun, row: Row) -> list[tuple[str, str]]:
@@ -164,8 +166,9 @@ def _head(run: RecordedRun, row: Row) -> list[tuple[str, str]]:
         lines.append(("command", " ".join(["run", *map(str, command)])))
     if steps := _checkpoints(run):
         lines.append(("checkpoints", ", ".join(map(str, steps))))
-    if run.damaged:
-        lines.append(("can't be read", ", ".join(run.damaged)))
+    if names := skipped(run.folder.checkpoints):
+        lines.append(("no checkpoints", f"{', '.join(names)} (links and files are skipped)"))
+    lines += [("can't be read", f"{name} ({why})") for name, why in run.damaged.items()]
     return lines
 
 
@@ -178,10 +181,12 @@ def _times(run: RecordedRun) -> list[tuple[str, str]]:
 
 
 def _time(value: Any) -> datetime | None:
+    """None for what is no time of a known zone."""
     try:
-        return datetime.fromisoformat(value)
+        time = datetime.fromisoformat(value)
     except (TypeError, ValueError):
         return None
+    return time if time.tzinfo is not None else None
 
 
 def _checkpoints(run: RecordedRun) -> list[int]:
@@ -200,11 +205,10 @@ def _usual(change: Change) -> str:
 
 def _table(lines: Iterable[tuple[str, str]]) -> RenderableType:
     from rich.table import Table
-    from rich.text import Text
 
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for left, right in lines:
-        table.add_row(Text(left), Text(right))
+        table.add_row(cell(printable(left)), cell(printable(right)))
     return table

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from hpc_parallel.launch.job_state import (
     FORGOTTEN,
@@ -15,9 +17,11 @@ from hpc_parallel.launch.job_state import (
 )
 from hpc_parallel.launch.owner import process_lives
 from hpc_parallel.launch.recorded import RecordedRun
+from hpc_parallel.record.values import text
 
+T = TypeVar("T")
 RUNNING, WAITING, UNKNOWN, NOT_STARTED = "running", "pending", "unknown", "not started"
-BROKEN_OFF = "broken off"
+BROKEN_OFF, DAMAGED = "broken off", "damaged"
 NO_ANSWER, ITS_TURN = "Slurm does not answer", "its turn in a sweep"  # reasons
 SUMMED_UP = ("completed", "failed", "preempted", "cancelled")  # outcomes of `summary.json`
 
@@ -40,11 +44,23 @@ def states(runs: Sequence[RecordedRun]) -> list[State]:
     slurm = Inquiry()
     jobs = [_job_of(run) for run in runs]
     known = states_by_accounting(list(dict.fromkeys(job for job in jobs if job is not None)), slurm=slurm)
-    found = [
-        _of_folder(run) if job is None else replace(_of_job(run, known[job]), job=job)
-        for run, job in zip(runs, jobs, strict=True)
-    ]
+    found = [_state(run, job, known) for run, job in zip(runs, jobs, strict=True)]
     return _with_those_by_hand(runs, found, slurm)
+
+
+def _state(run: RecordedRun, job: str | None, known: Mapping[str, JobState]) -> State:
+    def build() -> State:
+        return _of_folder(run) if job is None else replace(_of_job(run, known[job]), job=job)
+
+    return despite_damage(build, lambda why: State(DAMAGED, why, ended=True, job=job))
+
+
+def despite_damage(build: Callable[[], T], otherwise: Callable[[str], T]) -> T:
+    """The last defence of a list of runs: a folder that surprises us must not hide the others."""
+    try:
+        return build()
+    except Exception as error:
+        return otherwise(f"{type(error).__name__}: {error}"[:200])
 
 
 def _with_those_by_hand(runs: Sequence[RecordedRun], found: list[State], slurm: Inquiry) -> list[State]:
@@ -52,7 +68,8 @@ def _with_those_by_hand(runs: Sequence[RecordedRun], found: list[State], slurm: 
     its ranks have met."""
     idle = [
         at for at, (run, state) in enumerate(zip(runs, found, strict=True))
-        if state.job is None and state.word in (NOT_STARTED, BROKEN_OFF) and run.folder.batch_script.exists()
+        if state.job is None and state.word in (NOT_STARTED, BROKEN_OFF)
+        and os.path.exists(run.folder.batch_script)
     ]  # fmt: skip
     by_script = jobs_by_script(slurm) if idle else {}
     for at in idle:
@@ -87,7 +104,7 @@ def _of_job(run: RecordedRun, job: JobState) -> State:
 
 def _of_folder(run: RecordedRun) -> State:
     """Of a local run, or one whose folder names nobody."""
-    lives = _lives(run)
+    lives = process_lives(run.owner) if run.owner else False
     outcome = _outcome(run)
     began = run.attempts["started"] is not None
     if lives and waits(run):
@@ -98,6 +115,8 @@ def _of_folder(run: RecordedRun) -> State:
         return _ended(run, outcome)
     if lives is None:
         return State(UNKNOWN, f"its process is on {(run.owner or {})['host']}")
+    if run.folder.owner.name in run.noticed:
+        return State(UNKNOWN, f"{run.folder.owner.name} can't be read")
     if began or run.last_metrics is not None:
         return State(BROKEN_OFF, "its process is gone", ended=True)
     return State(NOT_STARTED, ended=True)
@@ -108,17 +127,11 @@ def waits(run: RecordedRun) -> bool:
     return (run.owner or {}).get("waits") is True
 
 
-def _lives(run: RecordedRun) -> bool | None:
-    """None of a process on another host."""
-    owner = run.owner or {}
-    return process_lives(owner) if owner.keys() >= {"host", "pid", "began"} else False
-
-
 def _outcome(run: RecordedRun) -> str | None:
-    said = (run.summary or {}).get("outcome")
-    return said if said in SUMMED_UP else None
+    outcome = text((run.summary or {}).get("outcome"))
+    return outcome if outcome in SUMMED_UP else None
 
 
 def _ended(run: RecordedRun, outcome: str, *, by: str = "") -> State:
-    kind = (run.failure or {}).get("kind") if outcome == "failed" else None
-    return State(outcome, kind if isinstance(kind, str) else by, ended=True)
+    kind = text((run.failure or {}).get("kind")) if outcome == "failed" else None
+    return State(outcome, by if kind is None else kind, ended=True)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from hpc_parallel.config.problems import printable
 from hpc_parallel.launch.names import RUNS
 from hpc_parallel.launch.recorded import RecordedRun, find_runs, read_run
 from hpc_parallel.launch.sweep_folder import Sweep
@@ -70,10 +71,12 @@ def _status(given: argparse.Namespace) -> int:
         screen.print(_table(rows, columns=screen.width))
     if any(row.reason == NO_ANSWER for row in rows):
         say(f"{NO_ANSWER}: how its jobs stand is not known now. `scontrol ping` may say why.")
-    if named:
-        say(*_notes(rows, named))
-    elif len(runs) < len(every):
-        say(f"{len(every) - len(runs)} older ones: --all")
+    notes = [f"{row.run} can't be read: {file}: {why}" for row in rows for file, why in row.damaged.items()]
+    notes += _notes(rows, named) if named else []
+    if len(runs) < len(every):
+        notes.append(f"{len(every) - len(runs)} older ones: --all")
+    if notes:
+        say(*notes)
     return DONE
 
 
@@ -99,7 +102,7 @@ def _table(rows: Sequence[Row], *, columns: int) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    lines = [cells(row) for row in rows]
+    lines = [tuple(map(printable, cells(row))) for row in rows]
     widths = [max(map(cell_len, column)) + 2 for column in zip(HEADINGS, *lines, strict=True)]
     narrow = sum(widths) > columns
     shown = [at for at in range(len(HEADINGS)) if not narrow or any(line[at] for line in lines)]

@@ -20,13 +20,16 @@ import yaml
 
 MIB = 2**20
 DOCUMENT_BYTES = 8 * MIB  # of one JSON file: parsed, it takes up to 20 times its size in memory
-YAML_BYTES = MIB  # of one YAML file, which parses ten times slower
-LINES_BYTES = 64 * MIB  # of one file of JSON lines
+YAML_BYTES = MIB // 4  # of one YAML file, which parses ten times slower
+LINES_BYTES = 32 * MIB  # of one file of JSON lines, all kept in memory
 MAX_LINES = 500_000
 MAX_DEPTH = 64  # config.yaml nests 6 deep
+MAX_BRACKETS = 500_000  # of one JSON text; an empty table takes 30 times its two bytes in memory
+MAX_YAML_BRACKETS = 5_000
 MAX_INTEGER = 2**63 - 1  # larger integers have no use here, and str() refuses those of over 4,300 digits
 
 T = TypeVar("T")
+TAIL_BYTES = MIB  # of a file whose end alone is wanted
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # eight times as fast, if libyaml is there
 _JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]')
 # YAML that may nest deeply or repeat itself: many brackets or indicators, deep indents, anchors, tags.
@@ -79,7 +82,8 @@ def read_bytes(path: Path, *, limit_bytes: int = DOCUMENT_BYTES, follow: bool = 
         except OSError as error:
             raise DamagedError(path, error.strerror or str(error)) from error
     if max(size, len(content)) > limit_bytes:
-        raise DamagedError(path, f"it has more than {limit_bytes // MIB} MiB")
+        limit = f"{limit_bytes // MIB} MiB" if limit_bytes >= MIB else f"{limit_bytes // 1024} KiB"
+        raise DamagedError(path, f"it has more than {limit}")
     return content
 
 
@@ -135,7 +139,10 @@ def parse_json(text: str) -> Any:
 
     Raises ValueError.
     """
-    if text.count("[") + text.count("{") > MAX_DEPTH:
+    brackets = text.count("[") + text.count("{")
+    if brackets > MAX_BRACKETS:
+        raise ValueError(f"it has more than {MAX_BRACKETS:,} lists and tables")
+    if brackets > MAX_DEPTH:
         _limit_depth(text)
     return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_small)
 
@@ -145,7 +152,10 @@ def parse_yaml(text: str) -> Any:
 
     Raises ValueError.
     """
-    if text.count("[") + text.count("{") > MAX_DEPTH or _YAML_SUSPECT.search(text):
+    brackets = text.count("[") + text.count("{")
+    if brackets > MAX_YAML_BRACKETS:
+        raise ValueError(f"it has more than {MAX_YAML_BRACKETS:,} brackets")
+    if brackets > MAX_DEPTH or _YAML_SUSPECT.search(text):
         _limit_yaml(text)
     try:
         loader = _Loader(text)
@@ -159,6 +169,16 @@ def parse_yaml(text: str) -> Any:
     return value
 
 
+def read_tail(path: Path, *, limit_bytes: int = TAIL_BYTES) -> bytes:
+    """The last bytes of a regular file, however long it is. Raises FileNotFoundError and DamagedError."""
+    with open_regular(path) as file:
+        try:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - limit_bytes))
+            return file.read(limit_bytes)
+        except OSError as error:
+            raise DamagedError(path, error.strerror or str(error)) from error
+
+
 def list_folder(path: Path) -> list[os.DirEntry[str]]:
     """The entries of a folder; empty if there is none, or if this user may not read it."""
     try:
@@ -166,6 +186,14 @@ def list_folder(path: Path) -> list[os.DirEntry[str]]:
             return list(entries)
     except (OSError, ValueError):
         return []
+
+
+def is_real_folder(entry: os.DirEntry[str]) -> bool:
+    """Not a link to one."""
+    try:
+        return entry.is_dir(follow_symlinks=False)
+    except OSError:
+        return False
 
 
 def _require_regular(path: Path, status: os.stat_result) -> None:

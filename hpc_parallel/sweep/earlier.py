@@ -15,9 +15,9 @@ from hpc_parallel.launch.names import RUNS
 from hpc_parallel.launch.recorded import read_run
 from hpc_parallel.launch.recorded_start import SHARED_FOLDER, grants_trust, key_of
 from hpc_parallel.launch.resume import value_of
-from hpc_parallel.launch.run_folder import RunFolder, is_run_folder
+from hpc_parallel.launch.run_folder import RunFolder, is_run_folder, unreadable
 from hpc_parallel.launch.sweep_folder import MANIFEST, Sweep, SweepRun, is_sweep_folder, read_sweep
-from hpc_parallel.launch.trust import UntrustedError, owner_name, require_private, unreadable
+from hpc_parallel.launch.trust import UntrustedError, owner_name, require_private
 from hpc_parallel.operate.state import State as RunState
 from hpc_parallel.operate.state import states
 

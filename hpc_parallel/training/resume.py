@@ -25,6 +25,9 @@ def newest_sound(folder: Path, *, group: dist.ProcessGroup | None) -> tuple[Chec
     names = [(each.path.name, each.step) for each in checkpoints.complete(folder)] if rank == 0 else []
     found = [Checkpoint(folder / name, step) for name, step in exchange.broadcast(names, group=group)]
     warnings: list[str] = []
+    if rank == 0 and (others := checkpoints.skipped(folder)):
+        warnings.append(f"{', '.join(others)} in {folder}: links and files are no checkpoints")
+        print(f"WARNING: {warnings[-1]}", file=sys.stderr, flush=True)
     for checkpoint, older in zip_longest(found, found[1:]):
         damage = checkpoint.damage(part=rank, parts=dist.get_world_size())
         words = next((each for each in exchange.all_gather(damage, group=group) if each), None)

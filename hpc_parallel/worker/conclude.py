@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from hpc_parallel.launch import attempts
 from hpc_parallel.launch.metrics_file import MetricsReader
 from hpc_parallel.launch.run_folder import RunFolder
-from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.safe_read import DamagedError, read_json, read_tail
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.worker import again, failure
 from hpc_parallel.worker.causes import ASKED, first_cause, killed_tasks, lost_node, missing_rank, this_attempt
@@ -47,7 +48,7 @@ def conclude(
     """
     failure.sweep(folder)
     summary = read_json(folder.summary)
-    if summary is not None and summary["outcome"] in ("completed", "preempted"):
+    if summary is not None and summary.get("outcome") in ("completed", "preempted"):
         return None
     if (stopped := read_json(folder.stopped)) is not None:
         return _stopped(folder, stopped=stopped, environment=environment)
@@ -232,7 +233,10 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # a job that is requeued is ended, and this is its last word
     environment = os.environ if given.again else {}  # a local run may lie inside a job that is not its own
     folder = RunFolder(given.run_folder)
-    text = given.log.read_text(errors="replace") if given.log and given.log.exists() else ""
+    text = ""
+    if given.log:
+        with suppress(FileNotFoundError, DamagedError):
+            text = read_tail(given.log).decode(errors="replace")
     line = conclude(
         folder, returncode=given.returncode, text=text, cancelled=given.cancelled, environment=environment
     )

@@ -7,13 +7,14 @@ Exit codes: 0 done, 1 the file can't be written, 2 what was asked for is wrong o
 from __future__ import annotations
 
 import argparse
-import sys
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hpc_parallel.launch.checkpoints import Checkpoint, complete
-from hpc_parallel.launch.run_folder import RunFolder, is_run_folder
+from hpc_parallel.launch.checkpoints import Checkpoint, complete, skipped
+from hpc_parallel.launch.run_folder import RunFolder, is_run_folder, unreadable
 from hpc_parallel.launch.trust import UntrustedError, require_private
+from hpc_parallel.operate.terminal import say, warn
 
 SUFFIX = ".safetensors"
 
@@ -28,7 +29,6 @@ def main(arguments: Sequence[str]) -> int:
     folder = RunFolder(given.run.expanduser().absolute())
     try:
         checkpoint = find(folder, step=given.step)
-        require_private(checkpoint.path)  # its index is a pickle
         output: Path = given.output or folder.path / f"{checkpoint.path.name}{SUFFIX}"
         if problems := list(_output_problems(output)):
             raise ExportError("\n".join(problems))
@@ -36,24 +36,31 @@ def main(arguments: Sequence[str]) -> int:
 
         size = write(checkpoint, output, library_names=given.library_names)
     except (ExportError, UntrustedError) as error:
-        print(error, file=sys.stderr)
+        warn(*str(error).splitlines())
         return 2
     except OSError as error:
-        print(f"{given.output or folder.path} can't be written: {error.strerror or error}.", file=sys.stderr)
+        warn(f"{given.output or folder.path} can't be written: {error.strerror or error}.")
         return 1
-    print(f"{output}: the weights of step {checkpoint.step}, {size:,} bytes.")
-    print(f"Start from them: the run's own line with weights={output}")
+    say(f"{output}: the weights of step {checkpoint.step}, {size:,} bytes.")
+    say(f"Start from them: the run's own line with weights={output}")
     return 0
 
 
 def find(folder: RunFolder, *, step: int | None) -> Checkpoint:
     """The checkpoint of `step`, or the newest that is sound; damaged ones on the way are told on stderr.
 
-    Raises ExportError.
+    Nothing of a folder that others can write is read, since the index of a checkpoint is a pickle.
+
+    Raises ExportError, UntrustedError.
     """
+    if refusal := unreadable(folder.path):
+        raise ExportError(refusal)
     if not is_run_folder(folder.path):
         raise ExportError(f"{folder.path} is not a run folder (no config.yaml and rendezvous in it).")
+    require_private(folder.path)
     found = complete(folder.checkpoints)
+    if names := skipped(folder.checkpoints):
+        warn(f"WARNING: {', '.join(names)} in {folder.checkpoints}: links and files are no checkpoints")
     if not found:
         raise ExportError(f"{folder.path} has no checkpoint (training.checkpoint_every).")
     steps = ", ".join(str(checkpoint.step) for checkpoint in found)
@@ -63,13 +70,13 @@ def find(folder: RunFolder, *, step: int | None) -> Checkpoint:
     for checkpoint in found:
         if step is not None and checkpoint.step > step:
             continue
+        require_private(checkpoint.path)
         if words := checkpoint.damage():
             damaged.append(f"the checkpoint of step {checkpoint.step} is damaged ({words})")
         elif step not in (None, checkpoint.step):
             raise ExportError(f"{'; '.join(damaged)}. Try --step {checkpoint.step}.")
         else:
-            for warning in damaged:
-                print(f"WARNING: {warning}", file=sys.stderr)
+            warn(*(f"WARNING: {warning}" for warning in damaged))
             return checkpoint
     raise ExportError(f"{'; '.join(damaged)}, and no sound one is before.")
 
@@ -77,9 +84,9 @@ def find(folder: RunFolder, *, step: int | None) -> Checkpoint:
 def _output_problems(output: Path) -> Iterator[str]:
     if output.suffix != SUFFIX:
         yield f"--output {output} must end in {SUFFIX}. Try --output {output.with_suffix(SUFFIX)}."
-    if not output.parent.is_dir():
+    if not os.path.isdir(output.parent):
         yield f"--output {output}: there is no folder {output.parent}. Try mkdir -p {output.parent}."
-    if output.exists():
+    if os.path.lexists(output):
         yield f"{output} exists already, and a job may be reading it. Try another --output."
 
 

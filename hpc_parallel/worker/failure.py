@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.models.place import place_of, step_of
-from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.safe_read import DamagedError, read_json, read_tail
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.worker import flight_recorder, oom
 
@@ -215,9 +215,9 @@ def _kind_of_one(error: BaseException) -> str:
 
 def _last_timeout(folder: RunFolder, *, rank: int) -> str | None:
     """The end of the rank's log, where NCCL's watchdog says what it waited for."""
-    with contextlib.suppress(OSError), folder.log(rank, "err").open("rb") as log:
-        log.seek(max(0, log.seek(0, 2) - _LOG_END_BYTES))
-        lines = log.read().decode(errors="replace").splitlines()
+    with contextlib.suppress(OSError, DamagedError):
+        log = read_tail(folder.log(rank, "err"), limit_bytes=_LOG_END_BYTES)
+        lines = log.decode(errors="replace").splitlines()
         found = next((line for line in reversed(lines) if _TIMEOUT.search(line)), None)
         return None if found is None else found.strip()[:_MESSAGE_CHARACTERS]
     return None
@@ -252,16 +252,26 @@ def _keep(
     )
     # A full disk may be the very failure: it must not hide the exception under another.
     with contextlib.suppress(OSError):
-        earlier = read_json(path)
+        earlier = readable(path)
         if earlier is None or earlier.get("attempt") != record.attempt:
             write_json(path, asdict(record))
 
 
 def _read(folder: RunFolder) -> Iterator[Record]:
     for path in folder.logs.glob("rank-*.failure.json"):
-        values = read_json(path)
-        if values is not None:
-            yield Record(**values)
+        if (values := readable(path)) is not None:
+            try:
+                yield Record(**values)
+            except TypeError:  # another version's, or torn
+                continue
+
+
+def readable(path: Path) -> dict[str, Any] | None:
+    """What a rank wrote; None if it is missing or damaged."""
+    try:
+        return read_json(path)
+    except DamagedError:
+        return None
 
 
 def _path(folder: RunFolder, rank: int) -> Path:

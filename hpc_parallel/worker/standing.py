@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_parallel.launch.run_folder import RunFolder
-from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.training.progress import PHASES
 from hpc_parallel.worker import failure
@@ -96,8 +95,8 @@ def forget(folder: RunFolder, *, world: World) -> None:
 
 def reported(folder: RunFolder, *, attempt: str) -> list[Standing]:
     """Of this attempt, by rank."""
-    found = [read_json(path) for path in folder.logs.glob("rank-*.hang.json")]
-    standings = [_standing(values) for values in found if values and values["attempt"] == attempt]
+    found = [failure.readable(path) for path in folder.logs.glob("rank-*.hang.json")]
+    standings = [_standing(values) for values in found if values and values.get("attempt") == attempt]
     return sorted(standings, key=lambda standing: standing.rank)
 
 

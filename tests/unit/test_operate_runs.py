@@ -348,10 +348,11 @@ class TestShow:
             [],
             {"restarts": 0, "lost_steps": 0},
         )
-        assert shown(capsys, foreign(tmp_path / "runs/a/2"))["damaged"] == [
-            "failure.json",
-            "environment.json",
-        ]
+        assert shown(capsys, foreign(tmp_path / "runs/a/2"))["damaged"] == {
+            "failure.json": "it is not UTF-8 (byte 0)",
+            "environment.json": "it holds a list, not a table",
+            "owner.json": "it names no process and no job",
+        }
         for number in (1, 2):
             assert ran(capsys, "show", f"a/{number}")[0] == 0
 

@@ -58,7 +58,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     run = read_run(folder.path)
     assert (run.name, run.run_id, run.strategy, run.task) == ("mine", "20261122-0101", "pipeline", "train")
     assert (run.nodes, run.gpus_per_node, run.head["training"]) == (2, 4, {"steps": 600})
-    assert (run.summary, run.failure, run.damaged) == ({"outcome": "completed"}, None, [])
+    assert (run.summary, run.failure, run.damaged) == ({"outcome": "completed"}, None, {})
     assert (run.attempts["restarts"], run.attempts["lost_steps"]) == (1, 10)
     assert run.job_ids == ["17", "18", "19"]
     assert run.metrics == [{"step": 10, "loss": 0.1}]
@@ -81,7 +81,11 @@ def test_what_is_half_written_or_foreign_reads_as_nothing(tmp_path: Path) -> Non
     assert (run.name, run.nodes, run.strategy, run.job_ids) == ("data", None, None, [])
     assert run.attempts == {"restarts": 0, "lost_steps": 0, "started": None, "job_ids": []}
     assert run.last_metrics == {"step": 10, "loss": 0.1}
-    assert run.damaged == ["config.yaml", "summary.json", "failure.json", "environment.json", "owner.json"]
+    damaged = run.damaged
+    assert list(damaged) == ["config.yaml", "summary.json", "failure.json", "environment.json", "owner.json"]
+    assert damaged["failure.json"] == "it is a folder, not a regular file"
+    assert damaged["owner.json"] == "it holds a list, not a table"
+    assert damaged["environment.json"] == "it is not UTF-8 (byte 0)"
 
 
 def test_a_configuration_in_another_hand(tmp_path: Path) -> None:
@@ -112,7 +116,7 @@ def test_only_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     path.write_text("".join(map(line, range(1, 100_001))))
     seen: list[bytes] = []
     parse = json.loads
-    monkeypatch.setattr(json, "loads", lambda text: seen.append(text) or parse(text))
+    monkeypatch.setattr(json, "loads", lambda text, **rules: seen.append(text) or parse(text, **rules))
     found = last_line(path)
     assert found is not None
     assert (found["step"], len(seen)) == (100_000, 1)

@@ -74,7 +74,7 @@ def test_a_folder_with_other_files_keeps_its_mode(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"command": [], "started": "", "parallelism": null}'])
 def test_a_foreign_file_is_told_of(text: str, tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text(text)
-    with pytest.raises(ValueError, match=r"sweep\.json is not the manifest of a sweep"):
+    with pytest.raises(ValueError, match=r"sweep\.json can't be read: "):
         read_sweep(tmp_path)
 
 

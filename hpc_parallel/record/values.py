@@ -1,0 +1,35 @@
+"""Values from files that anyone may have written, as the type that a reader expects or as nothing."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+_JOB_ID = re.compile(r"[0-9]{1,18}(_[0-9]{1,18})?")
+
+
+def whole(value: Any) -> int | None:
+    """An integer; None for any other value."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def number(value: Any) -> float | None:
+    """A finite number; None for any other value."""
+    real = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if real and abs(value) <= sys.float_info.max else None
+
+
+def text(value: Any) -> str | None:
+    """A text; None for any other value."""
+    return value if isinstance(value, str) else None
+
+
+def table(value: Any) -> dict[str, Any]:
+    """A table with texts as keys; empty for any other value."""
+    return value if isinstance(value, dict) and all(isinstance(key, str) for key in value) else {}
+
+
+def job_id(value: Any) -> str | None:
+    """`123`, or `123_4` of an array, which is no flag to Slurm's commands; None for any other value."""
+    return value if isinstance(value, str) and _JOB_ID.fullmatch(value) else None

@@ -1,0 +1,428 @@
+"""Damaged run, sweep and checkpoint folders for the commands that look: made from a sound one by mutations.
+
+A case is a list of mutations `(file, how, where, what)`, all plain values, so that a failure can be repeated:
+`python -m tests.security.fuzz 'CASE'`.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import faulthandler
+import io
+import json
+import os
+import pickle
+import re
+import resource
+import shutil
+import signal
+import socket
+import stat
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+import yaml
+
+from hpc_parallel.__main__ import main
+from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.launch.sweep_folder import SkippedRun, Sweep, SweepRun, write_sweep
+from hpc_parallel.record.safe_write import write_json
+from tests.recorded_runs import failed, finished
+
+Mutation = tuple[str, str, int, int]
+
+LIMIT_S, LIMIT_BYTES = 5.0, 2**30  # of one command; the time is that of the processor, as machines are shared
+WAIT_S = 20.0  # by the clock: that a pipe never answers
+EVERY = 8  # one case of so many is also resumed: that composes a configuration, which takes half a second
+SECRET = "the content of a private file"
+RUN, BESIDE, SWEEP = "runs/a/20261122-01-aa", "runs/a/20261122-02-bb", "runs/sweeps/1"
+CHECKPOINT = f"{RUN}/checkpoints/step-8"
+FILES = (
+    f"{RUN}/config.yaml", f"{RUN}/environment.json", f"{RUN}/summary.json", f"{RUN}/failure.json",
+    f"{RUN}/owner.json", f"{RUN}/attempts.jsonl", f"{RUN}/metrics.jsonl", f"{RUN}/stopped.json",
+    f"{RUN}/timeline.json", f"{RUN}/generated.jsonl", f"{RUN}/logs/rank-0.out", f"{RUN}/logs/rank-1.err",
+    f"{RUN}/logs", f"{RUN}/rendezvous", f"{RUN}/checkpoints", CHECKPOINT, f"{CHECKPOINT}/manifest.json",
+    f"{CHECKPOINT}/complete", f"{CHECKPOINT}/part", f"{RUN}/checkpoints/step-9", f"{SWEEP}/sweep.json",
+)  # fmt: skip
+SPECIAL = (
+    "pipe", "socket", "device", "sparse", "zero", "itself", "secret", "folder", "unreadable", "missing",
+    "empty",
+)  # fmt: skip
+KINDS = ("value", "value", "value", "bytes", "bytes", *SPECIAL)
+ODD = (  # in JSON, which is YAML too
+    "null", "true", "0", "-1", "1.5", "1e308", "-1e308", "1000000000", str(2**63 - 1), "9" * 30, "9" * 6000,
+    "NaN", "Infinity", "-Infinity", "1e999", '""', '"x"', '"\\u0000"', '"../tmp/x"', '"/dev/zero"',
+    '"\\u001b[31m\\u001b]0;x\\u0007"', '"\\ud800"', '"a\\nb"', '"2026-11-22T01:00:00"', '"$\\\\frac{1}$"',
+    '"=cmd|x"', '"' + "x" * 100_000 + '"', "[]", "{}", "[[]]", '[{"a": []}]', '{"1": 2}', "[" * 200_000,
+    "[" * 60 + "]" * 60, '["--help", "-x"]', "{" + '"a":{' * 100 + "}" * 101, "[" + "{}," * 300_000 + "{}]",
+    '"completed"', '"running"', '"failed"', '".nan"',
+)  # fmt: skip
+ODD_YAML = (
+    '!!int ""', "&a [*a]", "!!python/object/apply:os.system ['true']", ".inf", ".nan", "0x" + "f" * 6000,
+    "[&a [x,x,x,x,x,x,x,x,x]," + ",".join(f"&{c} [{','.join([f'*{p}'] * 9)}]" for p, c in
+                                          zip("abcdefg", "bcdefgh", strict=True)) + "]",
+    "- " * 5000, "? " * 5000, "2026-11-22", "!!set {a, b}", "!!binary aGk=", "!!timestamp 2026-11-22",
+)  # fmt: skip
+_HERE = "@@odd@@"
+_ALLOWED = ("sacct", "squeue", "scontrol", "sinfo", "sbatch", "git")  # that looking may ask
+_CONTROL = re.compile(r"[^\n\t\x20-\x7e\x80-\U0010ffff]|[\x80-\x9f]")
+
+
+class HangError(BaseException):
+    """A command took longer than LIMIT_S; no `except Exception` hides it."""
+
+
+class Canary:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return os.mkdir, (str(self._path),)
+
+
+class Field:
+    """A folder in which cases are tried: `case` is made anew for each; `home` and the rest must stay."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.case, self.home = root, root / "case", root / "home"
+        self.canary, self._template = root / "unpickled", root / "template"
+        self.home.mkdir()
+        (self.home / "secret").write_text(json.dumps({"outcome": SECRET, "line": SECRET}) + "\n")
+        (root / "bin").mkdir()
+        if git := shutil.which("git"):
+            (root / "bin" / "git").symlink_to(git)
+        make_template(self._template, canary=self.canary)
+
+    def make(self, mutations: Sequence[Mutation]) -> None:
+        if self.case.exists():
+            for folder, _, _ in os.walk(self.case):
+                os.chmod(folder, 0o700)
+            shutil.rmtree(self.case)
+        shutil.copytree(self._template, self.case, symlinks=True)
+        for name in (f"{SWEEP}/sweep.json", f"{RUN}/environment.json"):
+            path = self.case / name
+            path.write_text(path.read_text().replace(str(self._template), str(self.case)))
+        for file, how, where, what in mutations:
+            mutate(self.case / file, how, where, what, home=self.home)
+
+    def commands(self, mutations: Sequence[Mutation]) -> Iterator[list[str]]:
+        yield ["status", "--all", "--json"]
+        yield ["status", RUN, SWEEP]
+        yield ["show", RUN]
+        yield ["show", RUN, "--json"]
+        yield ["logs", RUN, "--rank", "all"]
+        yield ["logs", RUN, "--json"]
+        yield ["report", "runs", "--json"]
+        yield ["export", RUN]
+        if zlib.crc32(repr(list(mutations)).encode()) % EVERY == 0:
+            yield ["run", f"resume={self.case / RUN}", "dry_run=true"]
+
+    def listing(self) -> dict[str, tuple[int, ...]]:
+        found = {}
+        for folder, folders, files in os.walk(self.root):
+            for name in (*folders, *files):
+                status = os.lstat(path := os.path.join(folder, name))
+                found[path] = (status.st_mode, status.st_size, status.st_mtime_ns, status.st_ino)
+        return found
+
+
+def make_template(root: Path, *, canary: Path) -> None:
+    words = ("strategy=pipeline", "nodes=2", "training.steps=30")
+    run = failed(root / RUN, *words)
+    beside = finished(root / BESIDE, *words)
+    for folder in (run, beside):
+        write_json(folder.environment, _environment(words, root))
+    write_json(run.stopped, {"signal": "SIGTERM", "step": 30, "line": "cancelled by SIGTERM"})
+    chunks = [[0.0, 0.1, 0, "F", 0], [0.1, 0.2, 0, "B", 0]]
+    ranks = [{"rank": rank, "length_s": 0.2, "chunks": chunks} for rank in range(2)]
+    write_json(run.timeline, {"step": 3, "ranks": ranks})
+    run.generated.write_text(json.dumps({"prompt": "a", "text": "b"}) + "\n")
+    for step in (4, 8):
+        _checkpoint(run, step, canary=canary)
+    sweep = root / SWEEP
+    sweep.mkdir(parents=True)
+    runs = tuple(SweepRun((f"seed={n}",), folder.path, 2, 1, None) for n, folder in enumerate((run, beside)))
+    skipped = (SkippedRun(("seed=2",), ("it can't",)),)
+    write_sweep(sweep, Sweep(("-m", "seed=0,1,2"), "2026-11-22T01:00:00+00:00", None, runs, skipped))
+
+
+def _environment(words: Sequence[str], root: Path) -> dict[str, Any]:
+    ranks = [{"host": f"n{rank}", "address": "10.0.0.1", "device": "cuda:0"} for rank in range(2)]
+    return {
+        "overrides": list(words), "ranks": ranks, "config_dir": None, "working_directory": str(root),
+        "import_path": None, "packages": {"torch": "2.11"}, "checkouts": {}, "cuda": None,
+    }  # fmt: skip
+
+
+def _checkpoint(run: RunFolder, step: int, *, canary: Path) -> None:
+    """Listed and marked, and cut short, so that no command may come to its index, which is a pickle."""
+    folder = run.checkpoints / f"step-{step}"
+    folder.mkdir(parents=True)
+    index = pickle.dumps(Canary(canary))
+    (folder / ".metadata").write_bytes(index)
+    (folder / "part").write_bytes(b"weights")
+    files = {
+        name: {"bytes": length, "xxh3_128": xxhash.xxh3_128(content).hexdigest()}
+        for name, content, length in ((".metadata", index, len(index)), ("part", b"weights", 99))
+    }
+    manifest = {"step": step, "samples": 16 * step, "data": "x", "config": {"model": {}}, "files": files}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    _mark(folder)
+
+
+def _mark(folder: Path) -> None:
+    content = (folder / "manifest.json").read_bytes()
+    (folder / "complete").write_text(xxhash.xxh3_128(content).hexdigest())
+
+
+def mutate(path: Path, how: str, where: int, what: int, *, home: Path) -> None:
+    """Nothing, where an earlier mutation left nothing to mutate."""
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+        if how in SPECIAL:
+            _put_special(path, how, home=home)
+        elif stat.S_ISREG((status := path.lstat()).st_mode) and status.st_size < 2**20:
+            content = path.read_bytes()
+            path.write_bytes(_bytes(content, where, what)) if how == "bytes" else _change_value(
+                path, where, what
+            )
+
+
+def _bytes(content: bytes, where: int, what: int) -> bytes:
+    at = where % (len(content) + 1)
+    before, after = content[:at], content[at:]
+    changed = (
+        before + bytes([what % 256]) + after[1:], before + bytes([what % 256]) * 3 + after,
+        before + after[8:],
+        before, before + content, b"\xef\xbb\xbf" + content, content.decode().encode("utf-16"),
+        content.replace(b"\n", b"\r"), content.replace(b":", b""), before + b"\x1b[2J\x9b" + after,
+    )  # fmt: skip
+    return changed[what % len(changed)]
+
+
+def _change_value(path: Path, where: int, what: int) -> None:
+    """Replace one value, or a whole table, by an odd one; a manifest gets its marker anew."""
+    odd = [*ODD, *ODD_YAML] if path.suffix == ".yaml" else ODD
+    text = odd[what % len(odd)]
+    if path.suffix == ".jsonl":
+        lines = path.read_text().splitlines()
+        at = where % len(lines) if lines else 0
+        lines[at : at + 1] = [_replaced(json.loads(lines[at]), where // 7, text)] if lines else [text]
+        path.write_text("\n".join(lines) + "\n")
+    elif path.suffix == ".json":
+        path.write_text(_replaced(json.loads(path.read_text()), where, text))
+    elif path.suffix == ".yaml":
+        value = yaml.safe_load(path.read_text())
+        places = list(_places(value))
+        _put(value, places[where % len(places)])
+        path.write_text(yaml.safe_dump(value, sort_keys=False).replace(_HERE, text))
+    else:
+        path.write_text(text)
+    if path.name == "manifest.json":
+        _mark(path.parent)
+
+
+def _replaced(value: Any, where: int, text: str) -> str:
+    places = list(_places(value))
+    if where % (len(places) + 1) == len(places):
+        return text
+    _put(value, places[where % (len(places) + 1)])
+    return json.dumps(value).replace(f'"{_HERE}"', text)
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in pairs:
+        yield (*path, key)
+        yield from _places(item, (*path, key))
+
+
+def _put(value: Any, place: tuple[Any, ...]) -> None:
+    for key in place[:-1]:
+        value = value[key]
+    value[place[-1]] = _HERE
+
+
+def _put_special(path: Path, how: str, *, home: Path) -> None:
+    if how == "unreadable":
+        path.chmod(0)
+        return
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    if how == "pipe":
+        os.mkfifo(path)
+    elif how == "socket":
+        before = os.getcwd()
+        os.chdir(path.parent)  # a socket's whole path may have 107 bytes
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+        os.chdir(before)
+    elif how == "device":
+        with contextlib.suppress(PermissionError):
+            os.mknod(path, 0o20666, os.makedev(1, 5))  # as /dev/zero
+    elif how == "sparse":
+        path.touch()
+        os.truncate(path, 2**40)
+    elif how in ("zero", "itself", "secret"):
+        path.symlink_to({"zero": "/dev/zero", "itself": path.name, "secret": home / "secret"}[how])
+    elif how == "folder":
+        path.mkdir()
+    elif how == "empty":
+        path.touch()
+
+
+class Watch:
+    """What this process does while a case is tried, by Python's audit events. A hook can't be removed."""
+
+    def __init__(self) -> None:
+        self.root: str | None = None
+        self.harm: list[str] = []
+        sys.addaudithook(self._see)
+
+    def _see(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.root is None:
+            return
+        harmful = event in ("os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "os.kill")
+        if event == "subprocess.Popen":
+            harmful = os.path.basename(str(arguments[0])) not in _ALLOWED
+        elif event == "pickle.find_class":
+            harmful = arguments[0] in ("posix", "os")
+        if harmful:
+            self.harm.append(f"{event} {arguments!r:.200}")
+
+
+@contextlib.contextmanager
+def limits(limit_s: float) -> Iterator[None]:
+    """Of time and memory for one command."""
+
+    def expire(*_: object) -> None:
+        raise HangError
+
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    old = [signal.signal(number, expire) for number in (signal.SIGPROF, signal.SIGALRM)]
+    faulthandler.dump_traceback_later(
+        10 * limit_s, exit=True, file=sys.__stderr__
+    )  # if a C extension never comes back
+    resource.setrlimit(resource.RLIMIT_AS, (size + LIMIT_BYTES, before[1]))
+    signal.setitimer(signal.ITIMER_PROF, limit_s)
+    signal.setitimer(signal.ITIMER_REAL, limit_s + WAIT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        faulthandler.cancel_dump_traceback_later()
+        for number, handler in zip((signal.SIGPROF, signal.SIGALRM), old, strict=True):
+            signal.signal(number, handler)
+
+
+def called(words: Sequence[str], *, limit_s: float = LIMIT_S) -> tuple[Any, str, str]:
+    """Exit code, stdout and stderr of a command, in this process."""
+    out, error = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
+    argv = sys.argv
+    sys.argv = ["hpc_parallel", *words[1:]]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error), limits(limit_s):
+            try:
+                code: Any = main(list(words))
+            except SystemExit as end:
+                code = end.code
+    finally:
+        sys.argv = argv
+    shown = []
+    for stream in (out, error):
+        stream.flush()
+        shown.append(stream.buffer.getvalue().decode())  # type: ignore[attr-defined]
+    return code, shown[0], shown[1]
+
+
+def attempt(
+    field: Field,
+    mutations: Sequence[Mutation],
+    watch: Watch,
+    *,
+    skip: Sequence[str] = (),
+    limit_s: float = LIMIT_S,
+) -> None:
+    """Make the case and try every command on it. Raises AssertionError with what went wrong and how to repeat
+    it."""
+    field.make(mutations)
+    repeat = f"python -m tests.security.fuzz {encoded(mutations)}\n{list(mutations)}"
+    here = os.getcwd()
+    os.chdir(field.case)
+    try:
+        before = field.listing()
+        for words in field.commands(mutations):
+            if words[0] in skip:
+                continue
+            told = f"{' '.join(words)}\n{repeat}"
+            watch.harm, watch.root = [], str(field.root)
+            try:
+                code, out, error = called(words, limit_s=limit_s)
+            except HangError as hang:
+                raise AssertionError(f"more than {limit_s:g} s: {told}") from hang
+            except BaseException as escaped:
+                raise AssertionError(f"{type(escaped).__name__}: {str(escaped)[:300]}: {told}") from escaped
+            finally:
+                watch.root = None
+            check(words, code, out, error, told=told)
+            assert not watch.harm, f"{watch.harm}: {told}"
+            after = field.listing()
+            assert after == before, f"changed {sorted(set(after.items()) ^ set(before.items()))[:5]}: {told}"
+    finally:
+        os.chdir(here)
+
+
+def check(words: Sequence[str], code: Any, out: str, error: str, *, told: str) -> None:
+    assert code in range(4), f"exit code {code}: {told}"
+    assert "Traceback" not in error, f"{error[-2000:]}: {told}"
+    assert SECRET not in out + error, f"a private file is shown: {told}"
+    control = _CONTROL.search(out + error)
+    assert control is None, f"{control[0]!r} reaches the terminal: {told}"
+    if code:
+        assert error.strip(), f"exit code {code} without a word: {told}"
+    if words[:2] == ["status", "--all"]:
+        rows = {row["path"] for row in json.loads(out)}
+        assert any(path.endswith(BESIDE) for path in rows), f"a sound run is not listed: {told}"
+
+
+def encoded(mutations: Sequence[Mutation]) -> str:
+    return base64.b64encode(json.dumps(list(mutations)).encode()).decode()
+
+
+def decoded(case: str) -> list[Mutation]:
+    return [(str(file), str(how), int(where), int(what)) for file, how, where, what in
+            json.loads(base64.b64decode(case))]  # fmt: skip
+
+
+@contextlib.contextmanager
+def prepared() -> Iterator[Field]:
+    """A field in a private folder, and an environment in which there is no Slurm."""
+    with tempfile.TemporaryDirectory(prefix="hpc_parallel-fuzz-") as folder:
+        field = Field(Path(folder).resolve())
+        kept = {key: os.environ.get(key) for key in ("HOME", "PATH")}
+        os.environ.update(HOME=str(field.home), PATH=str(field.root / "bin"))
+        try:
+            yield field
+        finally:
+            for key, value in kept.items():
+                os.environ.pop(key) if value is None else os.environ.update({key: value})
+            for place, _, _ in os.walk(field.root):
+                os.chmod(place, 0o700)
+
+
+if __name__ == "__main__":
+    with prepared() as only:
+        attempt(only, decoded(sys.argv[1]), Watch(), limit_s=60)
+        print("nothing went wrong")
