@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import TextIO
 
 from hpc_parallel.config.problems import ConfigError, printable
+from hpc_parallel.record.safe_read import DamagedError
 
 DONE, FAILED, WRONG = range(3)
 
@@ -33,6 +34,9 @@ def run_command(work: Callable[[], int]) -> int:
     except ConfigError as error:
         complain(error.problems)
         return WRONG
+    except DamagedError as error:
+        complain([f"{error}."])
+        return WRONG
     except KeyboardInterrupt:
         return FAILED
     except BrokenPipeError:
@@ -45,10 +49,13 @@ def run_command(work: Callable[[], int]) -> int:
 
 
 def complain(problems: Iterable[object], *, indent: str = "") -> None:
-    """Print each problem on stderr, without a control character; on a full or closed stderr, nothing."""
+    """Print each problem on stderr, without control characters but tabs and line ends.
+
+    On a full or closed stderr, nothing is printed.
+    """
     try:
         for problem in problems:
-            print(indent + printable(problem, keep="\n"), file=sys.stderr, flush=True)
+            print(indent + printable(problem, keep="\n\t"), file=sys.stderr, flush=True)
     except OSError:
         _discard(sys.stderr)
 

@@ -18,6 +18,7 @@ from hpc_parallel.launch.origin import installed_packages
 from hpc_parallel.launch.recorded_start import RecordedStart, key_of, read_start
 from hpc_parallel.launch.run_folder import RunFolder, is_run_folder, unreadable
 from hpc_parallel.launch.snapshot import Snapshot
+from hpc_parallel.shell import complain
 
 ONCE = ("run_dir", "resume")  # what holds for one run alone
 _SHOWN = 5  # packages that differ
@@ -40,8 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         from hpc_parallel.run import report
 
         return report(error.problems)
-    for note in differences(start):
-        print(note, file=sys.stderr)
+    complain(differences(start))
     print(f"rerun       {folder.path}, in {start.values['working_directory']}", flush=True)
     return become(words, variables, directory=start.values["working_directory"])
 

@@ -6,7 +6,6 @@ devices in which layout, may change.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,13 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from hpc_parallel.config.problems import ConfigError, Found, Problem, nearest, printable, quoted
+from hpc_parallel.config.problems import ConfigError, Found, Problem, nearest, quoted
 from hpc_parallel.launch.checkpoints import complete
 from hpc_parallel.launch.recorded_start import grants_trust, key_of, read_start
 from hpc_parallel.launch.run_folder import RunFolder, is_run_folder, unreadable
 from hpc_parallel.launch.trust import UntrustedError, owner_name, require_private
 from hpc_parallel.record.safe_read import DamagedError
+from hpc_parallel.shell import complain
 
 AUTO = "auto"
 KEPT = {
@@ -71,7 +71,7 @@ def newest(words: Sequence[str]) -> Path:
     foreign = {path: owner for path in runs if (owner := owner_name(path)) is not None}
     own = [path for path in runs if path not in foreign]
     for path, owner in foreign.items():
-        print(f"resume=auto skips {printable(path)}, which belongs to {owner}", file=sys.stderr)
+        complain([f"resume=auto skips {path}, which belongs to {owner}"])
     if not own:
         rule = f"finds no run of yours in {Path('runs', name)}"
         near = nearest(name, [path.name for path in Path("runs").glob("*") if path.is_dir()])

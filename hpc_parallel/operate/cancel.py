@@ -26,7 +26,8 @@ from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.launch.sweep_folder import MANIFEST, is_sweep_folder
 from hpc_parallel.operate.find import find_all, is_one, once
 from hpc_parallel.operate.state import NO_ANSWER, NOT_STARTED, UNKNOWN, WAITING, State, states, waits
-from hpc_parallel.operate.terminal import DONE, FAILED, REFUSED, guarded, print_json, say, warn
+from hpc_parallel.operate.terminal import DONE, FAILED, REFUSED, print_json, say, warn
+from hpc_parallel.shell import run_command
 from hpc_parallel.worker.conclude import conclude
 
 BEGINNING_S = 10.0  # at most, from a run's turn in a sweep to a process of its own
@@ -70,7 +71,7 @@ class Target:
 def main(arguments: Sequence[str]) -> int:
     """Ask, then end; returns the exit code."""
     given = parser().parse_args(list(arguments))
-    return guarded(lambda: _cancel(given))
+    return run_command(lambda: _cancel(given))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -23,8 +23,9 @@ from hpc_parallel.launch.recorded import RecordedRun, read_run
 from hpc_parallel.operate.find import find_run
 from hpc_parallel.operate.rows import failure_line
 from hpc_parallel.operate.state import State, states
-from hpc_parallel.operate.terminal import DONE, WRONG_USAGE, guarded, say, warn
+from hpc_parallel.operate.terminal import DONE, WRONG_USAGE, say, warn
 from hpc_parallel.record.safe_read import MIB, DamagedError, list_folder, open_regular
+from hpc_parallel.shell import run_command
 
 ALL = "all"
 PERIOD_S = 0.3  # between looks at the files
@@ -78,7 +79,7 @@ class Reader:
 def main(arguments: Sequence[str]) -> int:
     """Print the logs; returns the exit code."""
     given = parser().parse_args(list(arguments))
-    return guarded(lambda: _logs(given))
+    return run_command(lambda: _logs(given))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -21,9 +21,10 @@ from hpc_parallel.launch.results import results
 from hpc_parallel.operate import grid
 from hpc_parallel.operate.find import find_run
 from hpc_parallel.operate.rows import Row, duration, rows_of
-from hpc_parallel.operate.terminal import DONE, cell, console, guarded, print_json
+from hpc_parallel.operate.terminal import DONE, cell, console, print_json
 from hpc_parallel.record.safe_read import DamagedError
 from hpc_parallel.record.values import number, text
+from hpc_parallel.shell import run_command
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -68,7 +69,7 @@ FIGURES: tuple[Figure, ...] = (  # of summary.json, or of the newest line of met
 def main(arguments: Sequence[str]) -> int:
     """Show the run; returns the exit code."""
     given = parser().parse_args(list(arguments))
-    return guarded(lambda: _show(given))
+    return run_command(lambda: _show(given))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -19,7 +19,8 @@ from hpc_parallel.launch.sweep_folder import Sweep
 from hpc_parallel.operate.find import Named, find_all, newest_first, once, sweep_of
 from hpc_parallel.operate.rows import HEADINGS, RIGHT, Row, cells, counted, rows_of
 from hpc_parallel.operate.state import NO_ANSWER, NOT_STARTED
-from hpc_parallel.operate.terminal import DONE, console, guarded, print_json, say
+from hpc_parallel.operate.terminal import DONE, console, print_json, say
+from hpc_parallel.shell import run_command
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
         options.error("--all shows every run: name none beside it")
     if given.watch and given.json:
         options.error("--watch is for people, --json for scripts: choose one")
-    return guarded(lambda: _status(given))
+    return run_command(lambda: _status(given))
 
 
 def parser() -> argparse.ArgumentParser:

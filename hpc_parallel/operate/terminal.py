@@ -7,13 +7,11 @@ Texts come from files that anyone may have written. What leaves for a terminal g
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
-from hpc_parallel.config.problems import ConfigError, printable
-from hpc_parallel.record.safe_read import DamagedError
+from hpc_parallel.config.problems import printable
+from hpc_parallel.shell import complain
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,25 +19,6 @@ if TYPE_CHECKING:
 
 DONE, FAILED, WRONG_USAGE, REFUSED = range(4)
 _UNBOUND_COLUMNS = 1000  # of a file or a pipe: every run keeps to a line
-
-
-def guarded(work: Callable[[], int]) -> int:
-    """The exit code of a command; every problem is printed, and a closed pipe is no error."""
-    try:
-        code = work()
-        sys.stdout.flush()
-        return code
-    except ConfigError as error:
-        warn(*map(str, error.problems))
-        return WRONG_USAGE
-    except DamagedError as error:
-        warn(f"{error}.")
-        return WRONG_USAGE
-    except KeyboardInterrupt:
-        return FAILED
-    except BrokenPipeError:  # `| head`; Python must not try to flush at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return DONE
 
 
 def console() -> Console:
@@ -54,17 +33,13 @@ def print_json(value: Any) -> None:
 
 def say(*lines: str) -> None:
     """However wide the screen, and without markup: paths hold brackets."""
-    _print(lines, sys.stdout)
+    for line in lines:
+        print(printable(line, keep="\t"))
 
 
 def warn(*lines: str) -> None:
     """The same on stderr."""
-    _print(lines, sys.stderr)
-
-
-def _print(lines: Sequence[str], stream: TextIO) -> None:
-    if lines:
-        print("\n".join(printable(line, keep="\t") for line in lines), file=stream)
+    complain(printable(line, keep="\t") for line in lines)
 
 
 def cell(text: str, style: str = "") -> Text:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import subprocess
-import sys
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from hpc_parallel.launch.launchers import Launcher, choose
 from hpc_parallel.launch.names import command_on
 from hpc_parallel.launch.sweep_folder import create, write_sweep
 from hpc_parallel.launch.trust import require_trusted
+from hpc_parallel.shell import complain
 from hpc_parallel.sweep import table
 from hpc_parallel.sweep.earlier import to_go_on
 from hpc_parallel.sweep.hold import held, release
@@ -93,8 +93,7 @@ def submit(plan: SweepPlan) -> int:
     release(plan.folder)  # its jobs own their runs
     states = job_states(list(jobs.values()))
     table.console().print(table.submitted(plan, jobs, states, word="refused"))
-    for refusal in refusals:
-        print(refusal, file=sys.stderr)
+    complain(refusals)
     print(f"sweep folder  {plan.folder}")
     if jobs:
         print(f"follow        {command_on(plan.folder, 'status', '--watch')}")

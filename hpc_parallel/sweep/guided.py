@@ -6,7 +6,6 @@ It may choose a run by the figures of those before it, so only what holds for al
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields
@@ -25,6 +24,7 @@ from hpc_parallel.config.schema import RunConfig, SweepConfig
 from hpc_parallel.config.tasks import objective_problems, objectives
 from hpc_parallel.launch.launchers import SiteRefusedError
 from hpc_parallel.launch.sweep_folder import MANIFEST, Sweep, is_sweep_folder, read_sweep, write_sweep
+from hpc_parallel.shell import complain
 from hpc_parallel.sweep import table
 from hpc_parallel.sweep.command import open_folder
 from hpc_parallel.sweep.plan import OF_THE_SWEEP
@@ -133,7 +133,7 @@ def _tell(trial: Trial, stopped: Exception | None, *, wanted: Sequence[str]) -> 
     if not sweep.runs:
         _remove(folder)
         if isinstance(stopped, SiteRefusedError):
-            print(stopped, file=sys.stderr)
+            complain([stopped])
             return REFUSED
         reasons: list[Problem | str] = [problem for each in sweep.skipped for problem in each.problems]
         if stopped is not None and not reasons:
@@ -154,7 +154,7 @@ def _tell(trial: Trial, stopped: Exception | None, *, wanted: Sequence[str]) -> 
         print(results.read_text(encoding="utf-8").rstrip())
     print(f"sweep folder  {folder}", flush=True)
     if stopped is not None:
-        print(f"the sweeper stopped: {_line(stopped)}", file=sys.stderr)
+        complain([f"the sweeper stopped: {_line(stopped)}"])
     if isinstance(stopped, SiteRefusedError):
         return REFUSED
     return FAILED if failed or stopped is not None else DONE
