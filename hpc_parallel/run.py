@@ -175,7 +175,7 @@ def launch(run: PreparedRun) -> int:
     if run.config.dry_run:
         print(launcher.preview(run))
         return DONE
-    print(f"{run}\n{choice}")
+    print("\n".join([str(run), choice, *run.notes]))
     try:
         return launcher.launch(run)
     except ConfigError as error:  # the run folder can't be made

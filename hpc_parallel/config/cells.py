@@ -10,6 +10,7 @@ each choice of them; values (`nodes=1,2,4`) are then set in a copy, by Hydra's o
 from __future__ import annotations
 
 import copy
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -99,7 +100,7 @@ def compose_cells(
             Cell(overrides, [word for word in overrides if word not in fixed], config)
             for overrides, config in _composed(batch, whole=whole, loader=loader)
         )
-        folder = Path(str(whole.hydra.sweep.dir)).expanduser().absolute()
+        folder = Path(os.path.expanduser(str(whole.hydra.sweep.dir))).absolute()
         return Cells(cells, folder, {str(key): value for key, value in settings.items()})
 
 

@@ -143,7 +143,7 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
         "log_suffix": log_suffix,
         "import_path": "" if run.snapshot is None else os.pathsep.join(map(str, run.snapshot.import_path)),
         "modules": launcher.modules,
-        "venv": launcher.venv and str(Path(launcher.venv).expanduser().absolute()),
+        "venv": launcher.venv and str(Path(os.path.expanduser(launcher.venv)).absolute()),
         "setup": launcher.setup,
     }
 
@@ -152,7 +152,7 @@ def job_python(run: PreparedRun) -> str:
     """The interpreter of `launcher.venv`, or the one that runs now."""
     if run.config.launcher.venv is None:
         return sys.executable
-    return str(Path(run.config.launcher.venv).expanduser().absolute() / "bin" / "python")
+    return str(Path(os.path.expanduser(run.config.launcher.venv)).absolute() / "bin" / "python")
 
 
 @cache
@@ -180,8 +180,8 @@ class ScriptLauncher:
         return render(run)
 
     def launch(self, run: PreparedRun) -> int:
-        run.write()
-        return self.write_script(run)
+        with run.written():
+            return self.write_script(run)
 
     def write_script(self, run: PreparedRun) -> int:
         """Into the run folder, which is there."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,12 @@ class PreparedRun:
         return self.config.launcher.cpus_per_device * self.config.gpus_per_node // self.processes_per_node
 
     @property
+    def notes(self) -> list[str]:
+        """What the user should know before the run starts, a line each."""
+        note = None if self.snapshot is None else self.snapshot.note
+        return [] if note is None else [note]
+
+    @property
     def resumes(self) -> bool:
         """Whether it goes on in a run folder that is there."""
         return self.config.resume is not None
@@ -87,27 +94,40 @@ class PreparedRun:
         Of a sweep, `taken` is the snapshot of a run that was written before, of the same files, and `state`
         remembers what git said. Raises ConfigError if the folder can't be made; then nothing of it is left.
         """
-        key = "resume" if self.resumes else "run_dir"
         try:
-            self._hold(key)
+            self._hold()
             try:
                 self._fill(taken, state)
             except BaseException:  # a full disk, a source file that can't be read, Ctrl-C
                 self.take_back()
                 raise
         except OSError as error:
-            rule = f"can't hold the run: {self._place_of(error)}{error.strerror or error}"
-            raise ConfigError([Problem(key, self.folder.path, rule)]) from error
+            raise self._unwritable(error) from error
         except owner.OwnedError as error:
-            raise ConfigError([Problem(key, self.folder.path, str(error))]) from error
+            raise ConfigError([Problem(self._key, self.folder.path, str(error))]) from error
 
-    def _hold(self, key: str) -> None:
+    @contextmanager
+    def written(self) -> Iterator[None]:
+        """`write`, for a block that hands the run over; if the block fails, nothing is left of either.
+
+        Raises ConfigError also if the block can't write its files.
+        """
+        self.write()
+        try:
+            yield
+        except BaseException as error:  # a full disk, a site that refuses, Ctrl-C
+            self.take_back()
+            if not isinstance(error, OSError):
+                raise
+            raise self._unwritable(error) from error
+
+    def _hold(self) -> None:
         """Make the folder this process's, and set aside what an earlier start left there."""
         if not self.resumes:
             self.folder.create()
         try:
             owner.claim(self.folder)
-            require_trusted(self.folder.path, key=key, shared_folder=self.config.launcher.shared_folder)
+            require_trusted(self.folder.path, key=self._key, shared_folder=self.config.launcher.shared_folder)
             if self.resumes:
                 self.folder.set_aside()
         except BaseException:
@@ -130,11 +150,17 @@ class PreparedRun:
         if self.resumes:
             attempts.resumed_by_hand(self.folder)
 
-    def _place_of(self, error: OSError) -> str:
-        """The file outside of the run folder that `error` is about."""
-        if error.filename is None or Path(os.fsdecode(error.filename)).is_relative_to(self.folder.path):
-            return ""
-        return f"{os.fsdecode(error.filename)}: "
+    @property
+    def _key(self) -> str:
+        """What named the run folder."""
+        return "resume" if self.resumes else "run_dir"
+
+    def _unwritable(self, error: OSError) -> ConfigError:
+        """Names also the file outside of the run folder that `error` is about."""
+        file = None if error.filename is None else os.fsdecode(error.filename)
+        place = "" if file is None or Path(file).is_relative_to(self.folder.path) else f"{file}: "
+        rule = f"can't hold the run: {place}{error.strerror or error}"
+        return ConfigError([Problem(self._key, self.folder.path, rule)])
 
     def take_back(self) -> None:
         """Undo `write`, where nothing began in the folder: as if the run had never been asked for."""

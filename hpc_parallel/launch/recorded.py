@@ -6,6 +6,7 @@ one that can't be read, which `damaged` names. Nothing is unpickled or executed.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -162,7 +163,7 @@ class RecordedRun:
 
 def read_run(path: Path) -> RecordedRun:
     """The run of this folder, as it is from now on."""
-    return RecordedRun(Path(path).expanduser().absolute())
+    return RecordedRun(Path(os.path.expanduser(path)).absolute())
 
 
 def is_run(path: Path) -> bool:
@@ -176,7 +177,7 @@ def find_runs(root: Path) -> list[RecordedRun]:
 
     What is no run is passed by: foreign files, hidden folders, links to folders, what can't be read.
     """
-    paths = _walk(Path(root).expanduser().absolute(), MOST_LEVELS)
+    paths = _walk(Path(os.path.expanduser(root)).absolute(), MOST_LEVELS)
     return [RecordedRun(path) for path in dict.fromkeys(paths)]
 
 

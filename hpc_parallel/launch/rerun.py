@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, help="a run folder")
     parser.add_argument("overrides", nargs="*", help="as of `run`, after the run's own")
     given = parser.parse_args(list(arguments))
-    folder = RunFolder(given.run.expanduser().absolute())
+    folder = RunFolder(Path(os.path.expanduser(given.run)).absolute())
     try:
         start = read_origin(folder)
         words, variables = command(folder, start, given.overrides), source(folder, start)

@@ -6,6 +6,7 @@ devices in which layout, may change.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def resumed(words: Sequence[str]) -> list[str]:
     value = value_of(named[-1]) if named else None
     if value is None:
         return list(words)
-    folder = RunFolder(newest(words) if value == AUTO else Path(str(value)).expanduser().absolute())
+    folder = RunFolder(newest(words) if value == AUTO else Path(os.path.expanduser(str(value))).absolute())
     require_run(folder)
     start = read_start(folder, key="resume", shared_folder=grants_trust(words, value_of))
     typed = {key_of(word) for word in words if not word.startswith("-")}

@@ -54,12 +54,8 @@ class SlurmLauncher:
         return executor(run).script
 
     def launch(self, run: PreparedRun) -> int:
-        run.write()
-        try:
+        with run.written():
             job_id = submit(run)
-        except SiteRefusedError:
-            run.take_back()
-            raise
         path = run.folder.path
         print(f"job         {job_id}")
         print(f"run folder  {path}")
@@ -104,16 +100,14 @@ def submit(run: PreparedRun) -> str:
     except (FailedJobError, FailedSubmissionError) as error:
         raise SiteRefusedError(in_slurms_words(str(error))) from error
     try:
-        reason = why_never(job.job_id) if doubt else None
-    except KeyboardInterrupt:
+        if doubt and (reason := why_never(job.job_id)):
+            raise SiteRefusedError(in_slurms_words(f"{doubt} ({reason})"))
+        owner.hand_to_job(run.folder, str(job.job_id))
+        write_text(run.folder.resubmission, render(run))
+        write_text(run.folder.batch_script, job.paths.submission_file.read_text(encoding="utf-8"))
+    except BaseException:  # a full disk, Ctrl-C
         subprocess.run(["scancel", job.job_id], check=False)
         raise
-    if reason:
-        subprocess.run(["scancel", job.job_id], check=False)
-        raise SiteRefusedError(in_slurms_words(f"{doubt} ({reason})"))
-    owner.hand_to_job(run.folder, str(job.job_id))
-    write_text(run.folder.resubmission, render(run))
-    write_text(run.folder.batch_script, job.paths.submission_file.read_text(encoding="utf-8"))
     return str(job.job_id)
 
 

@@ -38,7 +38,7 @@ def find_problems(config: RunConfig) -> Found:
     """What of `weights=` can be known before the job starts."""
     if config.weights is None or config.resume is not None:  # a run goes on from its own checkpoints
         return
-    path = Path(config.weights).expanduser()
+    path = Path(os.path.expanduser(config.weights))
     try:
         if not path.exists():
             names = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []

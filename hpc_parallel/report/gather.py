@@ -22,6 +22,7 @@ from hpc_parallel.launch.recorded import RecordedRun, find_runs
 from hpc_parallel.launch.recorded import number as finite
 from hpc_parallel.launch.sweep_folder import MANIFEST, Sweep, read_sweep
 from hpc_parallel.operate.state import states
+from hpc_parallel.record.credentials import without_secret_values
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.worker.summary import summarise
 
@@ -188,10 +189,18 @@ def gather(folders: Sequence[Path]) -> Gathered:
         rows,
         left_out=[left for sweep in sweeps.values() for left in _left_out(sweep, known)],
         commands=[
-            (path.name, shlex.join(("python", "-m", "hpc_parallel.run", *sweep.command)))
+            (
+                path.name,
+                shlex.join(("python", "-m", "hpc_parallel.run", *without_secret_values(sweep.command))),
+            )
             for path, sweep in sweeps.items()
         ],
     )
+
+
+def _command(sweep: Sweep) -> str:
+    """As it was typed, but for what may be a credential: a report may be passed on."""
+    return shlex.join(("python", "-m", "hpc_parallel.run", *without_secret_values(sweep.command)))
 
 
 def timeline(row: Row) -> list[dict[str, Any]]:

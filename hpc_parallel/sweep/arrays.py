@@ -80,7 +80,12 @@ def most_tasks() -> int:
 
 def submit(plan: SweepPlan) -> tuple[dict[Path, str], list[str]]:
     """Submit all runs, whose folders are written; returns run folder -> job id, and what Slurm refused."""
-    each_of(_write_scripts, arranged := arrays(plan))
+    arranged = arrays(plan)
+    try:
+        each_of(_write_scripts, arranged)
+    except BaseException:  # a full disk, Ctrl-C
+        take_back(planned.run for planned in plan.runs)
+        raise
     jobs: dict[Path, str] = {}
     refusals: list[str] = []
     try:

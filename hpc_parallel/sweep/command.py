@@ -41,6 +41,8 @@ def start(plan: SweepPlan) -> int:
         raise ConfigError(problems)
     count = len(plan.runs)
     print(f"sweep of {count} run{'s' * (count > 1)}; {choice}", flush=True)
+    for note in dict.fromkeys(note for planned in plan.runs for note in planned.run.notes):
+        print(note)
     if plan.earlier is None:
         open_folder(plan.folder)
     with nullcontext() if plan.earlier is not None else held(plan.folder, key="hydra.sweep.dir"):
@@ -110,8 +112,12 @@ def submit(plan: SweepPlan) -> int:
 
 def write_scripts(plan: SweepPlan) -> int:
     """A batch script a run, to be submitted by hand."""
-    for planned in plan.runs:
-        ScriptLauncher().write_script(planned.run)
+    try:
+        for planned in plan.runs:
+            ScriptLauncher().write_script(planned.run)
+    except BaseException:  # a full disk, Ctrl-C
+        take_back(planned.run for planned in plan.runs)
+        raise
     print(f"sweep folder  {plan.folder}")
     return DONE
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -98,7 +99,7 @@ def read_earlier(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     others = [word for word in words if not word.startswith(KEY)]
     if value is None:
         return None, others
-    folder = Path(str(value)).expanduser().absolute()
+    folder = Path(os.path.expanduser(str(value))).absolute()
     if (reason := unreadable(folder)) is not None:
         raise ConfigError([f"sweep.resume = {folder}: {reason}"])
     if not is_sweep_folder(folder):

@@ -53,7 +53,7 @@ def guide(
         loader = GlobalHydra.instance().config_loader()
         whole = loader.load_configuration(config_name, list(words), run_mode=RunMode.MULTIRUN)
         wanted = objectives(whole.sweep.objective)
-        folder = Path(str(whole.hydra.sweep.dir)).expanduser().absolute()
+        folder = Path(os.path.expanduser(str(whole.hydra.sweep.dir))).absolute()
         params = [f"{key}={value}" for key, value in (whole.hydra.sweeper.get("params") or {}).items()]
         problems, first = try_each([*params, *words], config_name=config_name, sweep=True)
         fixed = [word for word in [*params, *words] if word in first]

@@ -26,7 +26,7 @@ class ExportError(ValueError):
 def main(arguments: Sequence[str]) -> int:
     """Write the file; returns the exit code."""
     given = _parser().parse_args(list(arguments))
-    folder = RunFolder(given.run.expanduser().absolute())
+    folder = RunFolder(Path(os.path.expanduser(given.run)).absolute())
     try:
         checkpoint = find(folder, step=given.step)
         output: Path = given.output or folder.path / f"{checkpoint.path.name}{SUFFIX}"
