@@ -87,7 +87,9 @@ def test_what_slurm_refuses_is_told_in_its_words(
     monkeypatch.setenv("SACCT", "1|1|RUNNING\\n")
     (tmp_path / "bin" / "scancel").write_text("#!/bin/sh\necho job 1: access denied >&2; exit 1\n")
     (tmp_path / "bin" / "scancel").chmod(0o755)
-    write_json(started(tmp_path / "runs/a/1").owner, {"job_id": "1"})
+    folder = started(tmp_path / "runs/a/1")
+    write_json(folder.owner, {"job_id": "1"})
+    monkeypatch.setenv("SQUEUE", f"1|1|{folder.batch_script}\\n")
     assert main(["cancel", "--yes", "runs/a/1"]) == 3
     assert capsys.readouterr().err.endswith("(job 1, running): job 1: access denied\n")
 
