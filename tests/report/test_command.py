@@ -211,7 +211,7 @@ def test_runs_in_every_condition(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert line == {key: "" if value is None else str(value) for key, value in row.items()}
     page = (root / "report" / "index.html").read_text()
     assert "rank 1 on n1 failed first: ValueError: [no]; 1 follower" in page
-    assert "be read: failure.json, environment.json" in page
+    assert "be read: failure.json (it is not UTF-8 (byte 0)), environment.json (it holds a list" in page
 
 
 def test_json_goes_to_stdout_alone(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -352,7 +352,6 @@ def attempt(
     mutations: Sequence[Mutation],
     watch: Watch,
     *,
-    skip: Sequence[str] = (),
     limit_s: float = LIMIT_S,
 ) -> None:
     """Make the case and try every command on it. Raises AssertionError with what went wrong and how to repeat
@@ -364,8 +363,6 @@ def attempt(
     try:
         before = field.listing()
         for words in field.commands(mutations):
-            if words[0] in skip:
-                continue
             told = f"{' '.join(words)}\n{repeat}"
             watch.harm, watch.root = [], str(field.root)
             try:
