@@ -16,8 +16,8 @@ _SCANNED = (".dist-info", ".egg-info", ".egg-link", "hydra_plugins")
 
 
 def refuse_shadowed_modules() -> None:
-    """End a `python -m hpc_parallel...` with exit code 2 if it would import another user's modules."""
-    if sys.argv[:1] != ["-m"] or sys.flags.safe_path or not sys.path:
+    """End a `python -m hpc_parallel...` with code 2 if it would import modules of another user."""
+    if sys.flags.safe_path or not sys.path:
         return
     folder = sys.path[0] or os.curdir
     if not (names := shadowed(folder, sys.path[1:])):
