@@ -8,5 +8,11 @@ __version__ = "0.1.0"
 
 if sys.argv[:1] == ["-m"]:  # so it is while Python looks for the module to run
     refuse_shadowed_modules()
-    # Ctrl-C while a command still imports: no traceback.
-    sys.excepthook = lambda kind, *rest: kind is KeyboardInterrupt or sys.__excepthook__(kind, *rest)
+    _print_traceback = sys.excepthook
+
+    def _unless_interrupted(kind, error, trace):  # type: ignore[no-untyped-def]  # types is not imported yet
+        """Ctrl-C while a command still imports is no error."""
+        if kind is not KeyboardInterrupt:
+            _print_traceback(kind, error, trace)
+
+    sys.excepthook = _unless_interrupted
