@@ -140,7 +140,10 @@ class RecordedRun:
         """The run's files that are there and can't be read, with the reason of each."""
         for name in ("config", "summary", "failure", "environment", "owner", "attempts", "last_metrics"):
             getattr(self, name)
-        return self.noticed
+        at = self.folder
+        files = (at.config, at.summary, at.failure, at.environment, at.owner, at.attempts, at.metrics)
+        order = {path.name: number for number, path in enumerate(files)}
+        return dict(sorted(self._damage.items(), key=lambda item: order.get(item[0], len(files))))
 
     @property
     def noticed(self) -> dict[str, str]:
