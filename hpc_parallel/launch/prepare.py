@@ -26,10 +26,18 @@ from hpc_parallel.launch.origin import State, origin
 from hpc_parallel.launch.run_folder import RunFolder, new_run_id
 from hpc_parallel.launch.snapshot import Snapshot, plan_snapshot
 from hpc_parallel.launch.trust import require_trusted
+from hpc_parallel.record.safe_read import YAML_BYTES, require_plain
 from hpc_parallel.record.safe_write import write_json, write_text
 
 # libyaml's where PyYAML was built with it: the same text in a quarter of the time.
-_Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+_Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
+class _PlainDumper(_Dumper):  # type: ignore[misc]
+    """Writes equal parts as often as they are there: the reader refuses aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
 @dataclass(frozen=True)
@@ -140,7 +148,8 @@ class PreparedRun:
     def _fill(self, taken: Snapshot | None, state: State | None) -> None:
         if self.snapshot is not None:
             self.snapshot.take() if taken is None else self.snapshot.take_as(taken)
-        text = yaml.dump(self.values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+        text = yaml.dump(self.values, Dumper=_PlainDumper, sort_keys=False, allow_unicode=True)
+        self._require_readable(text)
         write_text(self.folder.config, text)
         said = origin(
             self.folder, overrides=self.overrides, config_dir=self.config_dir, snapshot=self.snapshot,
@@ -149,6 +158,16 @@ class PreparedRun:
         write_json(self.folder.environment, said)
         if self.resumes:
             attempts.resumed_by_hand(self.folder)
+
+    def _require_readable(self, text: str) -> None:
+        """Raises ConfigError if the job could not read `text`, its config.yaml, back."""
+        try:
+            if len(text.encode()) > YAML_BYTES:
+                raise ValueError(f"it has more than {YAML_BYTES // 2**10} KiB")
+            require_plain(self.values)
+        except ValueError as error:
+            mend = "Try shorter lists, and plain values; long texts belong in files."
+            raise ConfigError([f"the configuration can't be kept in config.yaml: {error}. {mend}"]) from error
 
     @property
     def _key(self) -> str:

@@ -24,8 +24,8 @@ YAML_BYTES = MIB // 4  # of one YAML file, which parses ten times slower
 LINES_BYTES = 32 * MIB  # of one file of JSON lines, all kept in memory
 MAX_LINES = 500_000
 MAX_DEPTH = 64  # config.yaml nests 6 deep
-MAX_BRACKETS = 500_000  # of one JSON text; an empty table takes 30 times its two bytes in memory
-MAX_YAML_BRACKETS = 5_000
+MAX_TABLES = 500_000  # and lists, of one JSON text: an empty one takes 30 times its bytes in memory
+MAX_YAML_TABLES = 5_000
 MAX_INTEGER = 2**63 - 1  # larger integers have no use here, and str() refuses those of over 4,300 digits
 
 T = TypeVar("T")
@@ -139,11 +139,8 @@ def parse_json(text: str) -> Any:
 
     Raises ValueError.
     """
-    brackets = text.count("[") + text.count("{")
-    if brackets > MAX_BRACKETS:
-        raise ValueError(f"it has more than {MAX_BRACKETS:,} lists and tables")
-    if brackets > MAX_DEPTH:
-        _limit_depth(text)
+    if text.count("[") + text.count("{") > MAX_DEPTH:
+        _limit_json(text)
     return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_small)
 
 
@@ -152,10 +149,7 @@ def parse_yaml(text: str) -> Any:
 
     Raises ValueError.
     """
-    brackets = text.count("[") + text.count("{")
-    if brackets > MAX_YAML_BRACKETS:
-        raise ValueError(f"it has more than {MAX_YAML_BRACKETS:,} brackets")
-    if brackets > MAX_DEPTH or _YAML_SUSPECT.search(text):
+    if text.count("[") + text.count("{") > MAX_DEPTH or _YAML_SUSPECT.search(text):
         _limit_yaml(text)
     try:
         loader = _Loader(text)
@@ -165,7 +159,7 @@ def parse_yaml(text: str) -> Any:
             loader.dispose()
     except (yaml.YAMLError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
-    _limit_numbers(value)
+    require_plain(value)
     return value
 
 
@@ -219,42 +213,53 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def _limit_depth(text: str) -> None:
-    depth = 0
+def _limit_json(text: str) -> None:
+    """Brackets inside of texts (a diff, say) do not count."""
+    depth = count = 0
     for token in _JSON_TOKEN.finditer(text):
         first = token[0][0]
         depth += (first in "[{") - (first in "]}")
+        count += first in "[{"
         if depth > MAX_DEPTH:
             raise ValueError(f"it nests more than {MAX_DEPTH} deep")
+        if count > MAX_TABLES:
+            raise ValueError(f"it has more than {MAX_TABLES:,} lists and tables")
 
 
 def _limit_yaml(text: str) -> None:
     """By its events, which libyaml makes without recursion."""
-    depth = 0
+    depth = count = 0
     try:
         for event in yaml.parse(text, Loader=_Loader):
             if isinstance(event, yaml.AliasEvent):
                 raise ValueError("it repeats parts of itself (YAML aliases)")
             if tag := getattr(event, "tag", None):
                 raise ValueError(f"it has a YAML tag: {tag}")
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            starts = isinstance(event, yaml.CollectionStartEvent)
+            depth += starts - isinstance(event, yaml.CollectionEndEvent)
+            count += starts
             if depth > MAX_DEPTH:
                 raise ValueError(f"it nests more than {MAX_DEPTH} deep")
+            if count > MAX_YAML_TABLES:
+                raise ValueError(f"it has more than {MAX_YAML_TABLES:,} lists and tables")
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
 
 
-def _limit_numbers(value: Any) -> None:
-    """Depth is limited before, so recursion is."""
+def require_plain(value: Any) -> None:
+    """Raise ValueError unless `value` has finite numbers, small integers and plain keys alone.
+
+    It recurses: the depth must be limited before.
+    """
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str | int | float | bool | None):
                 raise ValueError(f"it has a key that is no plain value: {key!r}")
-            _limit_numbers(key)
-            _limit_numbers(item)
+            require_plain(key)
+            require_plain(item)
     elif isinstance(value, list):
         for item in value:
-            _limit_numbers(item)
+            require_plain(item)
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError("it has a number that is not finite")
     elif isinstance(value, int) and abs(value) > MAX_INTEGER:

@@ -70,7 +70,7 @@ def holding(text: str) -> Callable[[Path], None]:
 DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
     ("config.yaml", pipe, "it is a pipe, not a regular file"),
     ("config.yaml", sparse, "it has more than 256 KiB"),
-    ("config.yaml", holding(f"nodes: {DEEP}\n"), "it has more than 5,000 brackets"),
+    ("config.yaml", holding(f"nodes: {DEEP}\n"), "it nests more than 64 deep"),
     ("config.yaml", holding(f"nodes: {'[' * 200}\n"), "it nests more than 64 deep"),
     ("config.yaml", holding(LAUGHS), "it repeats parts of itself (YAML aliases)"),
     ("config.yaml", holding('nodes: !!int ""\n'), "it has a YAML tag: tag:yaml.org,2002:int"),

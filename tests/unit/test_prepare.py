@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -109,3 +110,24 @@ def test_a_full_disk(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="No space left on device"):
             run.write()
         assert [path.name for path in disk.iterdir()] == ["filler"]
+
+
+def test_a_configuration_that_the_job_could_not_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = prepared("launcher.snapshot=false", "run_dir=run")
+    for odd, reason in (["x" * 2**18], "it has more than 256 KiB"), (math.inf, "is not finite"):
+        run.values["seed"] = odd
+        with pytest.raises(ConfigError, match=reason):
+            run.write()
+        assert not (tmp_path / "run").exists()
+
+
+def test_equal_parts_are_written_without_aliases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = prepared("launcher.snapshot=false", "run_dir=run")
+    shared = ["a", "b"]
+    run.values["task"] = {"name": "train", "first": shared, "second": shared}
+    run.write()
+    assert run.folder.read_config()["task"] == run.values["task"]
