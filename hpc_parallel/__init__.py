@@ -2,12 +2,12 @@
 
 import sys
 
-from hpc_parallel.shadowing import refuse_shadowed_modules
+from hpc_parallel.shadowing import guard_import_path
 
 __version__ = "0.1.0"
 
 if sys.argv[:1] == ["-m"]:  # so it is while Python looks for the module to run
-    refuse_shadowed_modules()
+    guard_import_path(__path__[0])
     _print_traceback = sys.excepthook
 
     def _unless_interrupted(kind, error, trace):  # type: ignore[no-untyped-def]  # types is not imported yet

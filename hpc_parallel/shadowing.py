@@ -1,8 +1,8 @@
 """Modules that another user has put in the current folder, where `python -m` looks first.
 
-The package imports this before anything else, so that only os and sys, which Python has loaded already, are
-needed. Python itself looks for `runpy` and `hpc_parallel` before any code of ours runs: the command
-`hpc-parallel` is the safe form.
+The package runs this before it imports anything else. Until the folder is known to be safe it is not on the
+import path, and only modules that Python has loaded already are used. Python itself looks for `runpy` and
+`hpc_parallel` before any code of ours runs: the command `hpc-parallel` is the safe form.
 """
 
 from __future__ import annotations
@@ -11,58 +11,94 @@ import os
 import sys
 
 _ENDINGS = (".py", ".pyc", ".so")
-# What runs although it hides nothing: Hydra imports every plugin, torch what a distribution names for it.
+# Imported although no code names them: Hydra's plugins, and what distributions register with torch.
 _SCANNED = (".dist-info", ".egg-info", ".egg-link", "hydra_plugins")
 
 
-def refuse_shadowed_modules() -> None:
-    """End a `python -m hpc_parallel...` with code 2 if it would import modules of another user."""
+def guard_import_path(package: str) -> None:
+    """Keep a folder that other users may write off the import path of a `python -m hpc_parallel...`.
+
+    package: the folder of this package. If it lies in the current folder, all of the code does; then this
+    process ends with exit code 2 if another user's module would hide an installed one.
+    """
     if sys.flags.safe_path or not sys.path:
         return
-    folder = sys.path[0] or os.curdir
-    if not (names := shadowed(folder, sys.path[1:])):
+    folder = sys.path.pop(0)
+    if is_private(folder or os.curdir):
+        sys.path.insert(0, folder)
         return
-    hidden = ", ".join(map(repr, names[:3]))
-    sys.stderr.write(
-        f"The current folder {folder!r} holds {hidden} of another user, which Python would import in place "
-        "of the installed module. Try the command hpc-parallel, or another folder.\n"
-    )
-    sys.exit(2)
+    place = os.path.realpath(folder or os.curdir)
+    if os.path.dirname(os.path.realpath(package)) == place:
+        if names := hiding(place, sys.path):
+            hidden = ", ".join(map(repr, names[:3]))
+            _say(f"The folder {place!r} holds {hidden} of another user in place of the installed modules. "
+                 "Try the command hpc-parallel, or another folder.")  # fmt: skip
+            sys.exit(2)
+        sys.path.insert(0, folder)
+    elif any(_is_module(entry) for entry in _entries(place)):
+        _say(f"Python modules in {place!r} are not imported, because other users may write there. "
+             f"If you trust them: PYTHONPATH={place}")  # fmt: skip
 
 
-def shadowed(folder: str, import_path: list[str]) -> list[str]:
-    """Names in `folder` that another user could have put there and that Python would import.
-
-    import_path: the folders after it, whose modules they hide.
-    """
+def is_private(folder: str) -> bool:
+    """Whether only this user (and root) can put a file there, or already has; False if there is no folder."""
     try:
         status = os.stat(folder)
-        if _is_own(status) and not status.st_mode & 0o022:
-            return []
-        with os.scandir(folder) as entries:
-            foreign = [
-                entry.name for entry in entries
-                if _is_module(entry)
-                and not (_is_own(status) and _is_own(entry.stat(follow_symlinks=False)))
-            ]  # fmt: skip
     except OSError:
-        return []
+        return False
+    if not _is_own(status) or status.st_mode & 0o002:
+        return False
+    return not status.st_mode & 0o020 or _is_own_group(status.st_gid)
+
+
+def hiding(folder: str, import_path: list[str]) -> list[str]:
+    """Names in `folder` that another user put there and that hide a module of `import_path`."""
+    foreign = [entry.name for entry in _entries(folder) if _is_module(entry) and not _is_own_entry(entry)]
     known = {*sys.stdlib_module_names} if foreign else set()
     for place in import_path if foreign else ():
-        try:
-            known |= {name.partition(".")[0] for name in os.listdir(place)}
-        except OSError:
-            continue  # a zip file, say
+        known |= {entry.name.partition(".")[0] for entry in _entries(place)}
     known -= {"hpc_parallel"}
     return sorted(name for name in foreign if name.partition(".")[0] in known or name.endswith(_SCANNED))
 
 
-def _is_own(status: os.stat_result) -> bool:
-    return status.st_uid in (os.geteuid(), 0)
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError:  # a zip file, say
+        return []
 
 
 def _is_module(entry: os.DirEntry[str]) -> bool:
     """A folder counts with its __init__ alone: without one, an installed module comes first."""
     if entry.name.endswith((*_ENDINGS, *_SCANNED)):
         return True
-    return any(os.path.exists(os.path.join(entry.path, f"__init__{ending}")) for ending in _ENDINGS)
+    return any(name.name.startswith("__init__.") for name in _entries(entry.path))
+
+
+def _is_own_entry(entry: os.DirEntry[str]) -> bool:
+    try:
+        return _is_own(entry.stat(follow_symlinks=False))
+    except OSError:
+        return False
+
+
+def _is_own(status: os.stat_result) -> bool:
+    return status.st_uid in (os.geteuid(), 0)
+
+
+def _is_own_group(group: int) -> bool:
+    """Whether the group is the user's alone, as useradd makes it (see launch/trust.py)."""
+    import grp  # safe: the current folder is not on the import path now
+    import pwd
+
+    try:
+        own, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    return group == user.pw_gid and own.gr_name == user.pw_name and set(own.gr_mem) <= {user.pw_name}
+
+
+def _say(message: str) -> None:
+    if sys.stderr is not None:
+        sys.stderr.write(f"{message}\n")
