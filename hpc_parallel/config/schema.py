@@ -196,6 +196,7 @@ class LauncherConfig:
     snapshot: bool = True  # keep the source with the run, and run that
     snapshot_mb: int = 64  # MiB: more is not source alone
     snapshot_exclude: list[str] = field(default_factory=list)  # patterns of files and folders not kept
+    snapshot_credentials: bool = False  # true: keep also files that look like credentials (.env, *.pem, ...)
     shared_folder: bool = False  # true: others may write a folder above the run folder, and are trusted
     time_minutes: int = 60
     memory_gb: float | None = None  # a node; null: the partition's default

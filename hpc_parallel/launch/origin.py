@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -91,10 +92,11 @@ def source_state(directory: Path) -> dict[str, Any]:
 
     if (commit := git("rev-parse", "HEAD")) is None:
         return {"git_commit": None, "git_diff": None, "left_out": []}
-    changed = (git("diff", "--name-only", "--no-ext-diff", "-z", "HEAD") or "").split("\0")
+    words = ("diff", "--no-ext-diff", "--no-renames", "--no-relative", "--submodule=short")
+    changed = (git(*words, "--name-only", "-z", "HEAD") or "").split("\0")
     left_out = [name for name in changed if is_credential_file(name)]
     excluded = [f":(top,exclude,literal){name}" for name in left_out]
-    diff = git("diff", "--no-ext-diff", "HEAD", "--", ":(top)", *excluded)
-    if diff is not None and len(diff) > DIFF_BYTES:
+    diff = git(*words, "HEAD", "--", ":(top)", *excluded)
+    if diff is not None and len(json.dumps(diff)) > DIFF_BYTES:
         return {"git_commit": commit.strip(), "git_diff": None, "left_out": [*left_out, "git_diff"]}
     return {"git_commit": commit.strip(), "git_diff": diff, "left_out": left_out}

@@ -132,10 +132,11 @@ class PreparedRun:
     def _hold(self) -> None:
         """Make the folder this process's, and set aside what an earlier start left there."""
         if not self.resumes:
+            self._require_trusted(next(path for path in self._way_up if os.path.lexists(path)))
             self.folder.create()
         try:
             owner.claim(self.folder)
-            require_trusted(self.folder.path, key=self._key, shared_folder=self.config.launcher.shared_folder)
+            self._require_trusted(self.folder.path)
             if self.resumes:
                 self.folder.set_aside()
         except BaseException:
@@ -168,6 +169,13 @@ class PreparedRun:
         except ValueError as error:
             mend = "Try shorter lists, and plain values; long texts belong in files."
             raise ConfigError([f"the configuration can't be kept in config.yaml: {error}. {mend}"]) from error
+
+    @property
+    def _way_up(self) -> tuple[Path, ...]:
+        return self.folder.path, *self.folder.path.parents
+
+    def _require_trusted(self, path: Path) -> None:
+        require_trusted(path, key=self._key, shared_folder=self.config.launcher.shared_folder)
 
     @property
     def _key(self) -> str:
@@ -224,6 +232,7 @@ def prepare(
         snapshot = plan(
             folder.code, working_directory=Path.cwd(),
             most_mb=config.launcher.snapshot_mb, exclude=config.launcher.snapshot_exclude,
+            credentials=config.launcher.snapshot_credentials,
         )  # fmt: skip
     return PreparedRun(
         config, values, layout=layout, batch=batch, folder=folder, snapshot=snapshot,

@@ -15,6 +15,7 @@ from pathlib import Path
 from hpc_parallel.config.problems import ConfigError, Problem, printable
 from hpc_parallel.launch.run_folder import RunFolder, is_run_folder
 from hpc_parallel.record.credentials import is_credential_file
+from hpc_parallel.shadowing import is_private
 
 MIB = 2**20
 _NAMED = 5  # files in one message
@@ -37,7 +38,8 @@ class Snapshot:
             return None
         more = len(self.left_out) - _NAMED
         names = ", ".join(map(printable, self.left_out[:_NAMED])) + f" and {more} more" * (more > 0)
-        return f"not copied  {names} (they look like credentials; the job finds them where they are)"
+        hint = "launcher.snapshot_credentials=true copies them"
+        return f"not copied  {names} (they look like credentials; {hint})"
 
     def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
         """What makes Python import from the copies first; no folder of its own choice comes before."""
@@ -79,7 +81,12 @@ class Snapshot:
 
 
 def plan_snapshot(
-    destination: Path, *, working_directory: Path, most_mb: int = 64, exclude: Sequence[str] = ()
+    destination: Path,
+    *,
+    working_directory: Path,
+    most_mb: int = 64,
+    exclude: Sequence[str] = (),
+    credentials: bool = False,
 ) -> Snapshot:
     """Copy what git tracks and what it does not ignore, of every checkout that this process imports from:
     the working directory's (a model of the user's own), this package's, and those on `sys.path`. An
@@ -87,7 +94,7 @@ def plan_snapshot(
 
     A process that imports from the source kept with a run (`rerun`) keeps that once more, and nothing of
     today. `exclude`: patterns of the names, or of the paths from a checkout's root, of files and folders.
-    Files that look like credentials are left out.
+    credentials: copy also files that look like credentials.
 
     Raises ConfigError where the rest is more than `most_mb` MiB: then it is not source alone.
     """
@@ -104,16 +111,16 @@ def plan_snapshot(
         checkouts = {place: root for place in places if (root := checkout_of(place)) is not None}
         roots = list(dict.fromkeys(checkouts.values()))
         source = {root: _left(source_files(root), exclude) for root in roots}
-        files = {
-            root: [name for name in names if not is_credential_file(name)] for root, names in source.items()
-        }
-        left_out = tuple(name for names in source.values() for name in names if is_credential_file(name))
+        if not credentials:
+            left_out = tuple(name for names in source.values() for name in names if is_credential_file(name))
+        files = {root: [name for name in names if name not in left_out] for root, names in source.items()}
         _require_source(files, most_mb=most_mb, exclude=exclude)
     names = [root.name if root.name not in [r.name for r in roots[:i]] else f"{root.name}-{i}"
              for i, root in enumerate(roots)]  # fmt: skip
     copies = {root: destination / name for root, name in zip(roots, names, strict=True)}
     copied = [copies[root] / place.relative_to(root) for place, root in checkouts.items()]
-    import_path = tuple(dict.fromkeys([*copied, working_directory])) if copied else ()
+    own = [working_directory] if is_private(str(working_directory)) else []  # no modules of other users
+    import_path = tuple(dict.fromkeys([*copied, *own])) if copied else ()
     origin = RunFolder(code.parent) if code is not None else None
     return Snapshot(files, copies, import_path, origin=origin, left_out=left_out)
 

@@ -9,23 +9,39 @@ from pathlib import PurePath
 from typing import Any
 
 PUBLIC = ("model", "data", "training", "strategy")  # what a file or a service outside of the run folder gets
-# By the name in small letters.
+PRIVATE = (["launcher", "setup"], ["launcher", "extra"], ["cluster", "environment"], ["sweep", "also"])
+# By the name in small letters, with an underscore for each hyphen.
 FILES = (
     ".env", ".env.*", "*.env", ".envrc", "*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.kdbx",
     "*.ppk", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", ".netrc", "_netrc", ".pgpass", ".pypirc",
-    ".npmrc", ".git-credentials", ".htpasswd", "*credential*", "creds*", "*.creds", "*secret*",
-    "*password*", "*passwd*", "token", "*.token", "*_token", "token.txt", "*_token.txt",
+    ".npmrc", ".htpasswd", "*credential*", "creds*", "*.creds", "*secret*",
+    "*password*", "*passwd*", "token", "*.token", "*_token", "token.txt", "*_token.txt", "api_key*",
+    "apikey*", "kubeconfig*", "service_account*.json", "auth.json", ".s3cfg", ".boto", ".my.cnf",
 )  # fmt: skip
-FOLDERS = (".ssh", ".aws", ".azure", ".gnupg", ".kube", ".docker", ".gcloud")
+FOLDERS = (
+    ".ssh",
+    ".aws",
+    ".azure",
+    ".gnupg",
+    ".kube",
+    ".docker",
+    ".gcloud",
+    "secrets",
+    ".secrets",
+    "credentials",
+)
 # Source and documents, and files that show how a credential file looks.
 HARMLESS = (
     "*.py", "*.pyi", "*.ipynb", "*.c", "*.h", "*.cc", "*.cpp", "*.cu", "*.cuh", "*.rs", "*.go", "*.java",
     "*.js", "*.ts", "*.md", "*.rst", "*.html", "*.example", "*.sample", "*.template",
 )  # fmt: skip
+# Of a key with underscores; `pad_token` and `eos_token_id` are settings of a model.
 _KEY = re.compile(
-    r"(?:^|_)(?:token|secret|password|passwd|passphrase|api_?key|access_key|private_key|credentials?|auth)(?:$|_)",
+    r"(?:^|_)(?:secret|password|passwd|passphrase|api_?key|access_key|private_key|credentials?)(?:$|_)"
+    r"|^(?:auth|(?:.+_)?(?:access|api|auth|bearer|git(?:hub|lab)|hf|refresh|session|wandb)_token|token)$",
     re.IGNORECASE,
 )
+_HUMP = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _VALUE = re.compile(
     r"-----BEGIN|://[^/\s:@]+:[^/\s@]+@"  # a PEM block; user:password@host
     r"|\b(?:hf_|gh[pousr]_|github_pat_|sk-|xox[abp]-|AKIA|glpat-)[\w-]{12,}"
@@ -34,10 +50,9 @@ _VALUE = re.compile(
 
 def is_credential_file(name: str) -> bool:
     """Whether a file of this path holds credentials, as far as its name tells."""
-    path = PurePath(name.lower())
-    if any(part in FOLDERS for part in path.parts[:-1]):
-        return True
-    is_secret = any(fnmatch(path.name, pattern) for pattern in FILES)
+    path = PurePath(name.lower().replace("-", "_"))
+    is_secret = any(part in FOLDERS for part in path.parts[:-1])
+    is_secret = is_secret or any(fnmatch(path.name, pattern) for pattern in FILES)
     return is_secret and not any(fnmatch(path.name, pattern) for pattern in HARMLESS)
 
 
@@ -51,7 +66,8 @@ def without_credentials(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {
             key: without_credentials(item) for key, item in value.items()
-            if not (_KEY.search(str(key)) or _is_credential(item))
+            if not (_is_private_key(str(key)) and not isinstance(item, int | float | None))
+            and not _is_credential(item)
         }  # fmt: skip
     if isinstance(value, list):
         return [without_credentials(item) for item in value]
@@ -64,11 +80,15 @@ def without_secret_values(overrides: Iterable[str]) -> list[str]:
     for word in overrides:
         key, _, value = word.partition("=")
         parts = key.lstrip("+~").split(".")
-        is_private = parts[:2] in (["launcher", "setup"], ["cluster", "environment"])
-        if is_private or any(_KEY.search(part) for part in parts) or _is_credential(value):
+        is_private = parts[:2] in PRIVATE or any(map(_is_private_key, parts)) or "{" in value
+        if is_private or _is_credential(value):
             word = f"{key}=..."
         shown.append(word)
     return shown
+
+
+def _is_private_key(key: str) -> bool:
+    return _KEY.search(_HUMP.sub("_", key).replace("-", "_")) is not None
 
 
 def _is_credential(value: Any) -> bool:

@@ -15,9 +15,11 @@ from hpc_parallel.record.credentials import is_credential_file, public_part, wit
 from tests.unit.test_snapshot import copied, git
 
 SECRET_FILES = [".env", "creds.txt", "deploy/.env.production", "id_ed25519", "sub/Server.PEM", ".ssh/config",
-                "api.key", "secrets.yaml", "hf_token.txt", ".netrc", "aws_credentials.json"]  # fmt: skip
+                "api.key", "secrets.yaml", "hf_token.txt", ".netrc", "aws_credentials.json",
+                "secrets/prod.json", ".vault-token", "API-key.txt", "kubeconfig"]  # fmt: skip
 SOURCE_FILES = ["secrets.py", "tokenizer.json", "tokens.npy", ".env.example", "keys.py", "credentials.md",
-                "environment.yml", "conf/data/tokens.yaml", "password_policy.py"]  # fmt: skip
+                "environment.yml", "conf/data/tokens.yaml", "password_policy.py",
+                "secrets/vault.py"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SECRET_FILES)
@@ -56,7 +58,7 @@ def test_run_folders_keep_none_and_say_which(checkout: Path, tmp_path: Path) -> 
     assert snapshot.note is not None
     assert snapshot.note.startswith("not copied  ")
     assert "creds.txt" in snapshot.note
-    assert " and 6 more (they look like credentials" in snapshot.note
+    assert " and 10 more (they look like credentials" in snapshot.note
     state = source_state(checkout)
     assert "hunter2" not in state["git_diff"]
     assert "secrets.py" in state["git_diff"]  # what else changed is there
@@ -78,7 +80,8 @@ def test_the_diff_of_a_folder_inside_a_checkout_is_that_of_the_checkout(checkout
 
 
 CONFIG = {
-    "model": {"_target_": "x.Model", "dim": 8, "api_key": "k", "vocab_size": 256},
+    "model": {"_target_": "x.Model", "dim": 8, "apiKey": "k", "vocab_size": 256, "pad_token_id": 0,
+              "eos_token": "<s>", "hf_token": "t"},
     "data": {"path": "https://me:hunter2@host/tokens.npy", "token": "t", "tokenizer": "a.json",
              "nested": [{"password": "p", "rows": 3}, "hf_abcdefghijklmnopqrst"]},
     "training": {"steps": 5},
@@ -91,7 +94,7 @@ CONFIG = {
 
 def test_what_leaves_the_run_folder_is_model_data_training_and_strategy() -> None:
     assert public_part(CONFIG) == {
-        "model": {"_target_": "x.Model", "dim": 8, "vocab_size": 256},
+        "model": {"_target_": "x.Model", "dim": 8, "vocab_size": 256, "pad_token_id": 0, "eos_token": "<s>"},
         "data": {"tokenizer": "a.json", "nested": [{"rows": 3}, None]},
         "training": {"steps": 5},
         "strategy": {"name": "data"},
@@ -100,10 +103,11 @@ def test_what_leaves_the_run_folder_is_model_data_training_and_strategy() -> Non
 
 def test_a_page_shows_overrides_without_their_secrets() -> None:
     words = ["nodes=2", "launcher.setup=[export KEY=hunter2]", "+cluster.environment.KEY=hunter2",
-             "data.token=hunter2", "data.path=s3://me:hunter2@host/x", "launcher=slurm", "-m"]  # fmt: skip
+             "data.token=hunter2", "data.path=s3://me:hunter2@host/x", "launcher.extra={export:K=hunter2}",
+             "sweep.also=[launcher.setup=hunter2]", "launcher=slurm", "-m"]  # fmt: skip
     assert without_secret_values(words) == [
         "nodes=2", "launcher.setup=...", "+cluster.environment.KEY=...", "data.token=...", "data.path=...",
-        "launcher=slurm", "-m",
+        "launcher.extra=...", "sweep.also=...", "launcher=slurm", "-m",
     ]  # fmt: skip
 
 
