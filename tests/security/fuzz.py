@@ -185,7 +185,7 @@ def _mark(folder: Path) -> None:
 
 def mutate(path: Path, how: str, where: int, what: int, *, home: Path) -> None:
     """Nothing, where an earlier mutation left nothing to mutate."""
-    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
         if how in SPECIAL:
             _put_special(path, how, home=home)
         elif stat.S_ISREG((status := path.lstat()).st_mode) and status.st_size < 2**20:
@@ -220,9 +220,10 @@ def _change_value(path: Path, where: int, what: int) -> None:
         path.write_text(_replaced(json.loads(path.read_text()), where, text))
     elif path.suffix == ".yaml":
         value = yaml.safe_load(path.read_text())
-        places = list(_places(value))
-        _put(value, places[where % len(places)])
-        path.write_text(yaml.safe_dump(value, sort_keys=False).replace(_HERE, text))
+        if places := list(_places(value)):
+            _put(value, places[where % len(places)])
+            text = yaml.safe_dump(value, sort_keys=False).replace(_HERE, text)
+        path.write_text(text)
     else:
         path.write_text(text)
     if path.name == "manifest.json":

@@ -42,8 +42,13 @@ def test_damaged_folders(field: fuzz.Field) -> None:
     )  # fmt: skip
     @given(st.lists(mutations, min_size=1, max_size=3))
     def one(case: list[fuzz.Mutation]) -> None:
+        nonlocal tried
         fuzz.attempt(field, case, WATCH)
+        tried += 1
+        if tried % 1000 == 0:
+            print(f"{tried:,} damaged folders", flush=True)
 
+    tried = 0
     print(f"seed {SEED}: FUZZ_CASES={CASES} FUZZ_SEED={SEED}")
     one()
 
