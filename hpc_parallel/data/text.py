@@ -9,7 +9,7 @@ import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc_parallel.record.safe_read import open_regular
+from hpc_parallel.record.safe_read import is_foreign_link, open_regular
 
 if TYPE_CHECKING:
     from hpc_parallel.data.windows import Windows
@@ -78,7 +78,11 @@ def find_files(path: str | None, *, pattern: str) -> dict[str, Path]:
         if path is None:
             below[:] = [name for name in below if name not in LEFT_OUT]  # not walked: may hold all of conda
         files = (Path(folder, name) for name in fnmatch.filter(names, pattern))
-        found |= {file.relative_to(root).as_posix(): file for file in files if os.path.isfile(file)}
+        found |= {
+            file.relative_to(root).as_posix(): file
+            for file in files
+            if os.path.isfile(file) and not is_foreign_link(file)
+        }
     if not found:
         raise ValueError(
             f"no file matches data.pattern = {pattern} in {root}: data.path names a folder of text files, "

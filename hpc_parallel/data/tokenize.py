@@ -20,7 +20,7 @@ import numpy as np
 
 from hpc_parallel.config.problems import ConfigError
 from hpc_parallel.data.tokens import Description, description_file
-from hpc_parallel.record.safe_read import DamagedError, open_regular, read_bytes
+from hpc_parallel.record.safe_read import DamagedError, is_foreign_link, open_regular, read_bytes
 from hpc_parallel.record.safe_write import replacing, write_text
 from hpc_parallel.shell import FAILED, WRONG, complain
 
@@ -176,7 +176,11 @@ def _find_sources(sources: Sequence[Path], *, pattern: str, problems: list[str])
     for source in sources:
         if os.path.isdir(source):
             try:
-                found = sorted(file for file in source.rglob(pattern) if os.path.isfile(file))
+                found = sorted(
+                    file
+                    for file in source.rglob(pattern)
+                    if os.path.isfile(file) and not is_foreign_link(file)
+                )
             except (ValueError, IndexError, NotImplementedError) as error:
                 problems.append(f"--pattern {pattern!r}: {error}. Try --pattern '*.txt'.")
                 continue

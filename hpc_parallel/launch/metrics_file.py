@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.record.safe_read import MIB, open_regular, parse_line, read_lines
+from hpc_parallel.record.safe_read import LINES_BYTES, MAX_LINES, MIB, open_regular, parse_line, read_tail
 from hpc_parallel.record.values import number, whole
 
 _TAIL_BYTES = 2048  # holds a line or two
@@ -37,8 +37,17 @@ class MetricsReader:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a file that anyone may have written, up to a limit. Raises DamagedError."""
-    return [line for line in read_lines(path) if _is_metrics(line)]
+    """The whole lines of a file that anyone may have written: all, or the last LINES_BYTES of a longer one.
+
+    Raises DamagedError.
+    """
+    try:
+        content = read_tail(path, limit_bytes=LINES_BYTES)
+    except FileNotFoundError:
+        return []
+    lines = content[: content.rfind(b"\n") + 1].splitlines()[-MAX_LINES:]
+    values = [_parse(line) for line in lines[len(content) == LINES_BYTES :]]  # the first may be cut
+    return [line for line in values if line is not None]
 
 
 def last_line(path: Path) -> dict[str, Any] | None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import platform
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hpc_parallel.launch.job_state import job_state
 from hpc_parallel.launch.run_folder import RunFolder, alone
+from hpc_parallel.launch.trust import UntrustedError, require_private
 from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.values import job_id as job_id_of
@@ -152,23 +154,42 @@ def end_process(folder: RunFolder, owner: Mapping[str, Any]) -> str | None:
     By a descriptor: its number can't become another process's between the checks and the signal.
     """
     process = owner["pid"]
-    if owner["folder"] != folder.path.stat().st_ino:
-        mend = f"If process {process} is this run's: kill {process}"
-        return f"{folder.owner} was copied from another folder. {mend}"
+    by_hand = f"If process {process} is this run's: kill {process}"
     try:
-        handle = os.pidfd_open(process)
-        try:
+        require_private(folder.path)  # else the record may have been another one when it was read
+    except UntrustedError as error:
+        return f"{error} {by_hand}"
+    if owner["folder"] is None:
+        return f"was started by an older version, which did not record enough. {by_hand}"
+    if owner["folder"] != folder.path.stat().st_ino:
+        return f"{folder.owner} was copied from another folder. {by_hand}"
+    try:
+        with _handle_of(process) as send:
             if os.stat(f"/proc/{process}").st_uid != os.geteuid():
                 return f"process {process} is another user's"
             if process_lives(owner):
-                signal.pidfd_send_signal(handle, signal.SIGTERM)
-        finally:
-            os.close(handle)
+                send(signal.SIGTERM)
     except (ProcessLookupError, FileNotFoundError):  # it has ended while we asked
         pass
     except PermissionError:
         return f"process {process} is another user's"
     return None
+
+
+@contextmanager
+def _handle_of(process: int) -> Iterator[Callable[[int], None]]:
+    """What sends a signal to this very process; before Linux 5.3 to the number that it had."""
+    try:
+        handle = os.pidfd_open(process)
+    except (AttributeError, OSError) as error:
+        if isinstance(error, ProcessLookupError):
+            raise
+        yield lambda number: os.kill(process, number)
+        return
+    try:
+        yield lambda number: signal.pidfd_send_signal(handle, number)
+    finally:
+        os.close(handle)
 
 
 def _write(folder: RunFolder, **more: bool) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hpc_parallel.launch.metrics_file import milliseconds, per_second
 from hpc_parallel.launch.run_folder import RunFolder
-from hpc_parallel.record.safe_read import read_lines
+from hpc_parallel.record.safe_read import MIB, parse_line, read_head
 from hpc_parallel.record.values import number, table, text, whole
 
+SHOWN_BYTES = 16 * MIB  # of generated.jsonl
 INITIAL = "initial"  # weights that no file gave
 
 
@@ -18,12 +20,22 @@ def results(folder: RunFolder, summary: Mapping[str, Any]) -> list[str]:
     lines: list[str] = []
     if rows := _rows(summary.get("batch_sizes")):
         lines = show_table(rows)
-    elif generated := read_lines(folder.generated):
+    elif generated := _first_lines(folder.generated):
         lines = texts(generated, show=whole(table(folder.read_config().get("task")).get("show")) or 0)
     if lines and (weights := text(summary.get("weights"))):
         initial = "the weights are the initial ones: nothing was trained or restored"
         lines.append(initial if weights == INITIAL else f"the weights are those of {weights}")
     return lines
+
+
+def _first_lines(path: Path) -> list[dict[str, Any]]:
+    """Of a file of any length."""
+    try:
+        content = read_head(path, limit_bytes=SHOWN_BYTES)
+    except FileNotFoundError:
+        return []
+    lines = (parse_line(line) for line in content.splitlines())
+    return [line for line in lines if line is not None]
 
 
 def _rows(values: Any) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ def require_private(path: Path, *, parents: bool = True) -> None:
     places = list(_way(path)) if parents else [path]
     for index, place in enumerate(places):
         status = place.lstat() if parents else place.stat()
-        if status.st_uid not in (user, 0):
+        if status.st_uid not in (user, 0) and not _is_roots_in_a_container(place, status.st_uid):
             owner = _name_of(status.st_uid)
             raise UntrustedError(
                 f"{place} belongs to {owner}, who could put other content there. Use a folder of your own."
@@ -47,6 +47,23 @@ def require_private(path: Path, *, parents: bool = True) -> None:
                 f"{place} (mode {stat.S_IMODE(status.st_mode):04o}) can be written by {who}. Try: {mend}"
             )
         closed = closed or (stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o011)
+
+
+def _is_roots_in_a_container(place: Path, owner: int) -> bool:
+    """Whether root owns a top-level folder, as a user namespace without root shows it (Apptainer, podman).
+
+    There every unmapped user looks like "nobody" (user_namespaces(7)), but only root makes top-level folders.
+    """
+    if len(place.parts) > 2:
+        return False
+    try:
+        unmapped = int(Path("/proc/sys/kernel/overflowuid").read_text())
+        ranges = [
+            tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()
+        ]
+    except (OSError, ValueError):
+        return False
+    return owner == unmapped and not any(first <= 0 < first + count for first, _, count in ranges)
 
 
 def require_trusted(folder: Path, *, key: str, shared_folder: bool) -> None:

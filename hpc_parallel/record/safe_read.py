@@ -163,6 +163,15 @@ def parse_yaml(text: str) -> Any:
     return value
 
 
+def read_head(path: Path, *, limit_bytes: int) -> bytes:
+    """The first bytes of a regular file, however long it is. Raises FileNotFoundError and DamagedError."""
+    with open_regular(path) as file:
+        try:
+            return file.read(limit_bytes)
+        except OSError as error:
+            raise DamagedError(path, error.strerror or str(error)) from error
+
+
 def read_tail(path: Path, *, limit_bytes: int = TAIL_BYTES) -> bytes:
     """The last bytes of a regular file, however long it is. Raises FileNotFoundError and DamagedError."""
     with open_regular(path) as file:
@@ -171,6 +180,15 @@ def read_tail(path: Path, *, limit_bytes: int = TAIL_BYTES) -> bytes:
             return file.read(limit_bytes)
         except OSError as error:
             raise DamagedError(path, error.strerror or str(error)) from error
+
+
+def is_foreign_link(path: Path) -> bool:
+    """Whether `path` is a link that another user made: it may lead to a private file of this user."""
+    try:
+        status = path.lstat()
+    except (OSError, ValueError):
+        return False
+    return stat.S_ISLNK(status.st_mode) and status.st_uid not in (os.geteuid(), 0)
 
 
 def list_folder(path: Path) -> list[os.DirEntry[str]]:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch.job_state import job_of
 from hpc_parallel.launch.owner import hold_by_job
 from hpc_parallel.launch.run_folder import RunFolder
-from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.strategies import exchange
 from hpc_parallel.worker import fabric, failure, flight_recorder, stop
@@ -139,10 +140,20 @@ def join(
         if world.launcher == "slurm" and (job := job_of(os.environ)) is not None:
             hold_by_job(folder, job)
         folder.begin_anew()
-        known = read_json(folder.environment) or {}
+        known = _submitted(folder)
         variables = fabric.recorded(os.environ, also=variables)
         found = describe(ranks=ranks, variables=variables, environment=os.environ, device=device)
         write_json(folder.environment, known | found)
+
+
+def _submitted(folder: RunFolder) -> dict[str, Any]:
+    """What the submission wrote to `environment.json`; a damaged one is no reason not to train."""
+    try:
+        return read_json(folder.environment) or {}
+    except DamagedError as error:
+        lost = "It is written anew without the command line, so `rerun` and `resume=` will refuse the run."
+        print(f"WARNING: {error}. {lost}", file=sys.stderr, flush=True)
+        return {}
 
 
 if __name__ == "__main__":

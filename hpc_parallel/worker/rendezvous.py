@@ -140,6 +140,7 @@ class _Start:
         store.set(_OPEN, "")
         host = address or self.world.host + self.cluster.master_suffix
         write_json(self.file, {"host": host, "port": port, "secret": secret.hex(), "pid": os.getpid()})
+        _require_own(self.file)
         return store
 
     def _address(self) -> str | None:
@@ -215,7 +216,8 @@ class _Start:
             reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise StartError(
             f"can't reach rank 0 at {host}:{port} from {self.world.host}: {reason}. Where a fast network "
-            "has names of its own, try cluster.master_suffix; where a firewall stands, cluster.port."
+            "has names of its own, try cluster.master_suffix; where rank 0 listens on the wrong network, "
+            "cluster.environment.GLOO_SOCKET_IFNAME=<interface>; where a firewall stands, cluster.port."
         )
 
     def _give_up(self, store: SignedStore) -> None:
@@ -298,7 +300,7 @@ def _published(file: Path) -> dict[str, Any] | None:
 
 
 def _require_own(file: Path) -> None:
-    """Who could write the file could be rank 0, and who could read it could be any rank."""
+    """Raise StartError if another user could have written the file, as a false rank 0, or could read it."""
     status = file.lstat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise StartError(

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
 from hydra.utils import instantiate
 
 from hpc_parallel.config.layout import (
@@ -28,6 +27,7 @@ from hpc_parallel.data.sampler import Batches, Data, Samples, validation_steps
 from hpc_parallel.launch import attempts
 from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.models.place import located
+from hpc_parallel.record.safe_read import read_yaml
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.assemble import Assembled, assemble
@@ -38,7 +38,7 @@ from hpc_parallel.worker.summary import summarise
 
 def read_config(path: Path) -> tuple[RunConfig, dict[str, Any]]:
     """`config.yaml` of a run folder, typed and as plain values."""
-    values: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    values = read_yaml(path)
     return typed(values), values
 
 

@@ -8,7 +8,6 @@ connect to.
 from __future__ import annotations
 
 import hmac
-import inspect
 import io
 from typing import Any, BinaryIO
 
@@ -66,11 +65,7 @@ def _require_hooks() -> None:
     for function, hook in (("_object_to_tensor", "_pickler"), ("_tensor_to_object", "_unpickler")):
         code = getattr(getattr(distributed_c10d, function, None), "__code__", None)
         if code is None or hook not in code.co_names:
-            break
-    else:
-        if inspect.getsource(distributed_c10d).count("pickle.") == 2:  # where the names are defined
-            return
-    raise RuntimeError(
-        "this torch pickles objects between ranks in a way that hpc_parallel does not know, so it can't "
-        "verify who sent them. Try torch 2.11 to 2.13."
-    )
+            raise RuntimeError(
+                "this torch pickles objects between ranks in a way that hpc_parallel does not know, so it "
+                "can't verify who sent them. Try torch 2.11 to 2.13."
+            )

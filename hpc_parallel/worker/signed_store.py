@@ -2,8 +2,9 @@
 
 torch's TCPStore answers anyone who connects to its port. `SignedStore` wraps it and gives process groups
 the same interface. It stores each value as records with an HMAC-SHA256 (RFC 2104) over the key and the
-value, and verifies every record that it reads. Other users can still delete or overwrite keys; then the
-start fails, but it never takes a value of theirs.
+value, and verifies every record that it reads. Other users can still delete keys, overwrite them,
+and put back an older signed value of the same key; then the start usually fails, but it never takes a value
+that no rank wrote. A counter keeps a record for each `add`: torch counts the ranks of a new group with it.
 """
 
 from __future__ import annotations

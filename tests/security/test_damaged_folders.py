@@ -199,8 +199,7 @@ def test_a_runs_own_metrics_may_be_long(tmp_path: Path) -> None:
         file.write(line.replace("7", "8"))
     assert len(MetricsReader(folder.metrics).read()) == 33
     assert last_line(folder.metrics) is None  # a line of over a MiB is none that a look shows
-    with pytest.raises(DamagedError, match="more than 32 MiB"):
-        read_metrics(folder.metrics)
+    assert [values["step"] for values in read_metrics(folder.metrics)] == [7] * 30 + [8]  # the last 32 MiB
 
 
 class TestTerminal:
