@@ -29,7 +29,7 @@ from hpc_parallel.config.schema import ClusterConfig
 from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.strategies import exchange
-from hpc_parallel.worker import fabric, main, signed_objects
+from hpc_parallel.worker import fabric, main, rendezvous, signed_objects
 from hpc_parallel.worker.rendezvous import StartError, hosts, meet
 from hpc_parallel.worker.signed_objects import ForeignObjectError, require_signatures
 from hpc_parallel.worker.signed_store import ForgedError, SignedStore
