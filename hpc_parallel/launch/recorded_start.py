@@ -45,8 +45,10 @@ def read_start(folder: RunFolder, *, key: str, shared_folder: bool = False) -> R
         if not shared_folder:
             require_private(folder.path)
     except UntrustedError as error:
-        hint = "" if key == "rerun" else f" If you trust them: {SHARED_FOLDER}=true"
-        raise ConfigError([f"{key} = {folder.path} is not to be trusted: {error}{hint}"]) from error
+        hint = "" if key == "rerun" else f". If you trust them: {SHARED_FOLDER}=true"
+        raise ConfigError(
+            [f"{key} = {folder.path} is not to be trusted: {str(error).rstrip('.')}{hint}"]
+        ) from error
     try:
         values = read_json(folder.environment)
         if values is None:

@@ -78,7 +78,7 @@ def require_trusted(folder: Path, *, key: str, shared_folder: bool) -> None:
     except UntrustedError as error:
         raise ConfigError([
             f"{key} = {spell(str(folder))} would hold what the run executes, and others could replace it: "
-            f"{error} If you trust them: launcher.shared_folder=true"
+            f"{str(error).rstrip('.')}. If you trust them: launcher.shared_folder=true"
         ]) from error  # fmt: skip
 
 
