@@ -219,7 +219,9 @@ def test_every_state_is_a_row(tmp_path: Path, new: Callable[[], Path]) -> None:
     assert [row.figures["samples_per_s"] for row in found] == [100, 100, 100, 100, None, None]
     assert [row.figures["final_loss"] for row in found] == [1, 1, 1, 1, None, None]
     assert found[2].notes == ["rank 1 on n2 failed first: no"]
-    assert found[3].notes == ["can't be read: summary.json"]
+    assert found[3].notes == [
+        "can't be read: summary.json (Unterminated string starting at: line 1 column 13 (char 12))"
+    ]
     assert found[4].layout_text == "replicate 2"
     assert found[5].layout_text == "unknown"
     assert [timeline(row) for row in found] == [[]] * 6
