@@ -143,6 +143,8 @@ def test_ctrl_c_is_silent(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-X", "importtime", "-m", "hpc_parallel", *RUN], cwd=tmp_path,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # a job in the background of a script ignores SIGINT, and so do its children
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     assert process.stderr is not None
     for line in process.stderr:  # one a module: it is in the midst of them
