@@ -170,6 +170,21 @@ def test_a_planted_link_of_the_same_name_is_not_followed(shared: Path) -> None:
     assert not (folder / "page.html").is_symlink()
 
 
+def test_a_temporary_name_is_never_used_again(tmp_path: Path) -> None:
+    """An attacker who saw the names of earlier writes has put links there."""
+    private = tmp_path / "private"
+    private.write_text("secret")
+    folder = tmp_path / "open"
+    folder.mkdir()
+    for _ in range(20):
+        before = set(folder.iterdir())
+        with replacing(folder / "page.html") as file:
+            (temporary,) = set(folder.iterdir()) - before
+            file.write(b"page")
+        temporary.symlink_to(private)
+    assert private.read_text() == "secret"
+
+
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
 def test_what_is_made_for_others_has_the_mode_that_the_user_chose(
     tmp_path: Path, umask: int, mode: int
