@@ -9,11 +9,12 @@ from torch import Tensor
 
 from tests.workers import Trained, Workers
 
-STEPS = 20
+STEPS = 5  # enough for an error of 1e-10; one case of each technique goes LONG
+LONG = ("training.steps=20", "training.validate_every=10")
 COMMON = (
     f"training.steps={STEPS}",
     "training.log_every=1",
-    "training.validate_every=10",
+    f"training.validate_every={STEPS}",
     "training.validation_samples=32",
     "training.checkpoint_every=null",
     "training.measure_steps=0",  # slow; test_measure.py proves that it changes nothing
@@ -25,7 +26,8 @@ COMMON = (
     "model.ffn_dim=160",
     "optimizer.warmup_steps=3",
 )
-MODEL_AND_BATCH = ("model.", "data.", "training.global_batch_size")  # of a layout: the reference has them too
+# Words of a layout that its reference on one device gets too.
+SHARED = ("model.", "data.", "training.global_batch_size", "training.steps", "training.validate_every")
 EXACTNESS = {
     # name: (precision, largest difference of losses, of weights, head)
     "float32": ("float32", 1e-5, 1e-4, "tied"),
@@ -44,7 +46,7 @@ def follow_one_device(
     device's; returns what the layout's run left."""
     precision, losses, weights, head = EXACTNESS[exactness]
     options = (f"training.precision={precision}", f"model.tied_head={str(head == 'tied').lower()}")
-    reference = alone(*options, *(word for word in layout if word.startswith(MODEL_AND_BATCH)))
+    reference = alone(*options, *(word for word in layout if word.startswith(SHARED)))
     split = workers.train(*COMMON, *options, *layout)
     assert_follows(split, reference, losses=losses, weights=weights)
     return split
@@ -52,7 +54,7 @@ def follow_one_device(
 
 def assert_follows(split: Trained, reference: Trained, *, losses: float, weights: float) -> None:
     """Curve, weights and validation to these relative differences; the first gradient as near as losses."""
-    assert len(split.losses) == STEPS
+    assert len(reference.losses) >= STEPS
     assert largest_difference(split.losses, reference.losses) < losses
     assert tensor_difference(split.gradients, reference.gradients) < losses
     assert weight_difference(split, reference) < weights
@@ -62,7 +64,7 @@ def assert_follows(split: Trained, reference: Trained, *, losses: float, weights
         [line["validation_loss"] for line in run.lines if "validation_loss" in line]
         for run in (split, reference)
     ]
-    assert len(validation[1]) == 3
+    assert len(validation[1]) >= 2  # before the first step and after the last
     assert largest_difference(*validation) < losses
 
 

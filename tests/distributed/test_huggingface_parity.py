@@ -21,7 +21,7 @@ configuration = pytest.importorskip("hpc_parallel.models.huggingface").configura
 SMALL = (
     "model=huggingface", "model.config.num_hidden_layers=3", "model.config.hidden_size=32",
     "model.config.intermediate_size=80", f"training.steps={STEPS}", "training.log_every=1",
-    "training.validate_every=10", "training.validation_samples=32", "data.sequence_length=32",
+    f"training.validate_every={STEPS}", "training.validation_samples=32", "data.sequence_length=32",
     "data.max_bytes=400000", "optimizer.warmup_steps=3", "training.clip_norm=0.5",
 )  # fmt: skip
 LLAMA = ("model.config.model_type=llama", "model.config.num_key_value_heads=2")
