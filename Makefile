@@ -3,19 +3,29 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+TESTS := $(RUN) -m pytest
+# Slurm's tests mostly wait: three processes for two cores.
+BESIDE := --numprocesses 3 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: train test fuzz chaos lint benchmarks cluster cluster-down clean
+.PHONY: train test test-full fuzz chaos lint benchmarks cluster cluster-down clean
 
 train: $(STAMP)  ## the reference transformer over two simulated nodes
 	$(RUN) -m hpc_parallel.run strategy=pipeline nodes=2 launcher=local
 
-test: $(STAMP)  ## the whole suite, with a real Slurm where this machine can have one
+test: $(STAMP)  ## every feature once, with a real Slurm where this machine can have one
 	@$(RUN) tests/slurm/cluster.py install || echo "make test leaves out the tests that need a real Slurm."
 	@$(RUN) tests/report/browser.py install || echo "make test leaves out the tests that open a report."
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(RUN) -m pytest
+	$(TESTS) -m "not full and not chaos_slow and not timing" $(BESIDE)
+	$(TESTS) -m "timing and not full"
+	@echo "Left out: make test-full (more axes, float32, longer trainings), make chaos, make fuzz."
+
+test-full: $(STAMP)  ## what make test leaves out: more axes, float32, longer trainings
+	@$(RUN) tests/slurm/cluster.py install || echo "make test-full leaves out the tests that need a real Slurm."
+	$(TESTS) -m "full and not timing" $(BESIDE)
+	$(TESTS) -m "full and timing"
 
 fuzz: $(STAMP)  ## 20,000 damaged folders through the commands that look; FUZZ_SEED=... repeats a search
 	FUZZ_CASES=20000 $(RUN) -m pytest -s tests/security/test_fuzz.py

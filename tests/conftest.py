@@ -14,6 +14,25 @@ from tests.workers import Workers
 pytest.register_assert_rewrite("chaos")  # tests/slurm/chaos.py asserts for its cases
 
 
+# Groups of tests that share a process, in the order in which `pytest -n` starts them: the longest first.
+SLURM, RANKS = "slurm", "ranks"
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of the Slurm cluster share one process, so do tests that use a pool of ranks, and each file's."""
+    groups = {item: _group(item) for item in items}
+    for item, group in groups.items():
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: {SLURM: 0, RANKS: 1}.get(groups[item], 2))
+
+
+def _group(item: pytest.Item) -> str:
+    if item.get_closest_marker("slurm"):
+        return SLURM
+    return RANKS if "workers" in getattr(item, "fixturenames", ()) else item.nodeid.partition("::")[0]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _schemas() -> None:
     register()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -37,6 +39,11 @@ EXACTNESS = {
 
 Alone = Callable[..., Trained]
 """One device, trained once for each set of options (the fixture `alone`)."""
+
+
+def in_full(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Cases of a parametrised test that `make test` leaves to `make test-full`."""
+    return [pytest.param(*case, marks=pytest.mark.full) for case in cases]
 
 
 def follow_one_device(

@@ -8,14 +8,15 @@ from itertools import product
 
 import pytest
 
-from tests.parity import largest_difference, tensor_difference, weight_difference
+from tests.parity import in_full, largest_difference, tensor_difference, weight_difference
 from tests.workers import Workers
 
-STEPS = 12
+STEPS = 5
+LONG = ("training.steps=20", "training.validate_every=10")
 COMMON = (
     f"training.steps={STEPS}",
     "training.log_every=1",
-    "training.validate_every=6",
+    f"training.validate_every={STEPS}",
     "training.validation_samples=32",
     "training.global_batch_size=16",
     "optimizer.warmup_steps=3",
@@ -60,7 +61,7 @@ LAYOUTS = {
     # 4 devices have 3, 3, 3 and 1 of the 10 classes
     "fsdp over 4": (("strategy=fsdp", "nodes=4"), 1),
     "hsdp 2 x 2": (("strategy=hsdp", "nodes=2", "gpus_per_node=2"), 1),
-    "tile 1 x 2": (("strategy=tile", "nodes=2"), 1),
+    "tile 1 x 2": (("strategy=tile", "nodes=2", *LONG), 1),
     "tile 2 x 1, accumulating 4": (
         ("strategy=tile", "nodes=2", "strategy.tile_grid=[2,1]", "training.microbatch_size=4"), 4,
     ),
@@ -95,16 +96,26 @@ CLASSIFIER = {
     ),
 }  # fmt: skip
 EXACTNESS = {"float32": (1e-5, 1e-4), "float64": (1e-10, 1e-9)}  # bounds of losses, of weights
-# As for text, rounding hides nothing in float64, so all is proven there; float32 repeats each technique.
+# As for text, rounding hides nothing in float64, so all is proven there.
+PLAIN = [layout for layout in LAYOUTS if "tile" not in layout]  # these split a segmenter as they do a convnet
+SLOW = ["zero bubble 2 x replicate 2", "zero bubble 2 x tile 1 x 2"]
 IN_FLOAT32 = [
     "data over 2", "dataparallel over 4", "server that works, over 2", "pipeline of 2", "fsdp over 4",
     "tile 2 x 2", "tile 1 x 2 x replicate 2, accumulating 4", "tensor over 2",
 ]  # fmt: skip
+FLOAT64 = [*product(NETS, LAYOUTS, ["float64"]), *product(["convnet"], CLASSIFIER, ["float64"])]
+
+
+def _is_slow(case: tuple[str, str, str]) -> bool:
+    net, layout, _ = case
+    return layout in SLOW or (net == "segmenter" and layout in PLAIN)
+
+
 CASES = [
-    *product(NETS, LAYOUTS, ["float64"]),
-    *product(["convnet"], CLASSIFIER, ["float64"]),
-    *product(["convnet"], IN_FLOAT32, ["float32"]),
-    ("segmenter", "tile 2 x 2", "float32"),
+    *(case for case in FLOAT64 if not _is_slow(case)),
+    *in_full(case for case in FLOAT64 if _is_slow(case)),
+    *in_full(product(["convnet"], IN_FLOAT32, ["float32"])),
+    *in_full([("segmenter", "tile 2 x 2", "float32")]),
 ]
 LAYOUTS |= CLASSIFIER
 FULL, SELECTIVE = (f"training.activation_checkpointing={keeps}" for keeps in ("full", "selective"))
@@ -159,9 +170,10 @@ def follow(
     weights: float,
 ) -> None:
     """Train on the layout `split` and compare with one device of as many microbatches."""
-    reference = alone(*options, f"training.microbatch_size={16 // microbatches}")
+    length = (word for word in split if word.startswith(("training.steps", "training.validate_every")))
+    reference = alone(*options, f"training.microbatch_size={16 // microbatches}", *length)
     found = workers.train(*COMMON, *options, *split)
-    assert len(found.losses) == STEPS
+    assert len(reference.losses) >= STEPS
     assert largest_difference(found.losses, reference.losses) < losses
     assert weight_difference(found, reference) < weights
     if (
@@ -172,7 +184,7 @@ def follow(
         [line["validation_loss"] for line in run.lines if "validation_loss" in line]
         for run in (found, reference)
     ]
-    assert len(validation[1]) == 3
+    assert len(validation[1]) >= 2
     assert largest_difference(*validation) < losses
 
 

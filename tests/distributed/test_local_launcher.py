@@ -25,6 +25,7 @@ from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from tests.composed import prepared
 
+pytestmark = pytest.mark.timing
 STAND_IN = str(Path(__file__).with_name("stand_in_agent.py"))
 VICTIM = 2
 RANKS = 4

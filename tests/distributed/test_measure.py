@@ -267,6 +267,7 @@ def _hidden(rank: int) -> float:
     return time.perf_counter() - started
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("job", [_collective, _functional, _data_parallel])
 def test_a_wait_for_a_late_rank_is_seen(workers: Workers, job: Callable[[int], float]) -> None:
     (early_s, timed_s), (late_s, _) = workers.run(2, _waited, job)
@@ -274,12 +275,14 @@ def test_a_wait_for_a_late_rank_is_seen(workers: Workers, job: Callable[[int], f
     assert late_s < SLEEP_S / 2
 
 
+@pytest.mark.timing
 def test_the_wait_for_each_bucket_is_seen(workers: Workers) -> None:
     (early_s, timed_s), (late_s, _) = workers.run(2, _waited, _buckets)
     assert 1.5 * SLEEP_S < early_s <= timed_s
     assert late_s < SLEEP_S / 2
 
 
+@pytest.mark.timing
 def test_a_hidden_collective_is_not_seen(workers: Workers) -> None:
     (early_s, timed_s), _ = workers.run(2, _waited, _hidden)
     assert early_s <= timed_s + 1e-3

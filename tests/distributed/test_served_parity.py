@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.parity import Alone, follow_one_device
+from tests.parity import LONG, Alone, follow_one_device, in_full
 from tests.workers import Workers
 
 SHALLOW = ("model.layers=2",)
@@ -14,12 +14,12 @@ SERVER = ("strategy=parameter_server", *SHALLOW)
 NO_SERVER = (*SERVER, "strategy.dedicated_server=false")
 # name: (layout, processes)
 LAYOUTS = {
-    "dataparallel over 2": (("strategy=dataparallel", "gpus_per_node=2", *SHALLOW), 1),
+    "dataparallel over 2": (("strategy=dataparallel", "gpus_per_node=2", *SHALLOW, *LONG), 1),
     "dataparallel over 4, accumulating 4": (
         ("strategy=dataparallel", "gpus_per_node=4", "training.microbatch_size=1", *SHALLOW), 1,
     ),
     "server with 1 worker": ((*SERVER, "nodes=2"), 2),
-    "server with 2 workers, small buckets": ((*SERVER, "nodes=3", "strategy.bucket_mb=0.05"), 3),
+    "server with 2 workers, small buckets": ((*SERVER, "nodes=3", "strategy.bucket_mb=0.05", *LONG), 3),
     "server with 4 workers, accumulating 4": ((*SERVER, "nodes=5", "training.microbatch_size=1"), 5),
     "server that works, over 2": ((*NO_SERVER, "nodes=2"), 2),
     "server that works, over 4, accumulating 4": (
@@ -33,7 +33,10 @@ IN_FLOAT32 = ["dataparallel over 2", "server with 2 workers, small buckets", "se
 
 @pytest.mark.parametrize(
     ("layout", "exactness"),
-    [*((layout, "float64") for layout in LAYOUTS), *((layout, "float32") for layout in IN_FLOAT32)],
+    [
+        *((layout, "float64") for layout in LAYOUTS),
+        *in_full((layout, "float32") for layout in IN_FLOAT32),
+    ],
 )
 def test_execution_follows_one_device(workers: Workers, alone: Alone, layout: str, exactness: str) -> None:
     options, processes = LAYOUTS[layout]

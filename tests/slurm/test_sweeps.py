@@ -64,6 +64,7 @@ def job_of(sweep: Sweep, *words: str) -> str:
     return run.job_id
 
 
+@pytest.mark.timing
 def test_a_sweep_is_an_array_a_shape_and_goes_on_with_what_failed(site: CountedSite) -> None:
     """`strategy=data,pipeline nodes=1,2,4` and a shape that can't be: a batch of 16 over 5 devices."""
     words = ("-m", "strategy=data,pipeline", "nodes=1,2,4,5", *SMALL, "strategy.balance=parameters",
@@ -120,6 +121,7 @@ def test_a_sweep_is_an_array_a_shape_and_goes_on_with_what_failed(site: CountedS
     assert f"nothing is missing in {folder}" in nothing.stdout
 
 
+@pytest.mark.timing
 def test_two_hundred_runs_of_four_shapes_are_four_calls(site: CountedSite) -> None:
     """Held, so that submitting is all that is done."""
     words = ("-m", "nodes=1,2,3,4", "seed=range(50)", "training.global_batch_size=12", *SMALL[1:],

@@ -114,6 +114,7 @@ def test_rank_0_publishes_its_node_and_the_suffix(folder: RunFolder, resolved: N
     assert json.loads((folder.rendezvous / "test-1.json").read_text())["host"] == "n1-fast"
 
 
+@pytest.mark.timing
 def test_who_never_arrives_is_named_by_all(folder: RunFolder, resolved: None) -> None:
     worlds = [world(rank, one_machine=False) for rank in (0, 1)]
     outcomes = start(folder, worlds, cluster(start_timeout_s=2.0))()
@@ -127,6 +128,7 @@ def test_who_never_arrives_is_named_by_all(folder: RunFolder, resolved: None) ->
     assert outcomes[0].error == outcomes[1].error
 
 
+@pytest.mark.timing
 def test_without_rank_0_nobody_waits_for_ever(folder: RunFolder) -> None:
     (outcome,) = start(folder, [world(1)], cluster(start_timeout_s=1.0))()
     assert outcome.error is not None

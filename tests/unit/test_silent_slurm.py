@@ -43,6 +43,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(("ping_s", "ping"), [("60", "UP"), ("0", "DOWN")])
 def test_commands_that_hang_cost_seconds_once(
     ping_s: str,
@@ -67,6 +68,7 @@ def test_commands_that_hang_cost_seconds_once(
     assert note.startswith("Slurm does not answer: how its jobs stand is not known now.")
 
 
+@pytest.mark.timing
 def test_nothing_is_asked_to_end_of_a_slurm_that_does_not_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
