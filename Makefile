@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+TRAINS := $(VENV)/.trains
 STAMP := $(VENV)/.installed
 TESTS := $(RUN) -m pytest
 # Slurm's tests mostly wait: three processes for two cores.
@@ -9,7 +10,7 @@ BESIDE := --numprocesses 3 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: train test test-full fuzz chaos lint benchmarks cluster cluster-down clean
 
-train: $(STAMP)  ## the reference transformer over two simulated nodes
+train: $(TRAINS)  ## the reference transformer over two simulated nodes
 	$(RUN) -m hpc_parallel.run strategy=pipeline nodes=2 launcher=local
 
 test: $(STAMP)  ## every feature once, with a real Slurm where this machine can have one
@@ -49,12 +50,18 @@ cluster: $(STAMP)  ## the four-host Slurm of the tests, to try things by hand
 cluster-down:
 	$(RUN) tests/slurm/cluster.py down
 
-# torch first and by the exact version of constraints.txt: whatever build of it pip has here decides.
-$(STAMP): pyproject.toml constraints.txt
+# What training needs. torch first and by the exact version of constraints.txt: whatever build of it pip has
+# here decides.
+$(TRAINS): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --constraint constraints.txt torch setuptools
+	$(RUN) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable .
+	touch $@
+
+# And what the tests need: transformers, wandb, optuna and others.
+$(STAMP): $(TRAINS)
 	$(RUN) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]"
-	touch $(STAMP)
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -28,6 +28,7 @@ def compiling_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Work
     pool.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_compiled_blocks_follow_one_device(compiling_workers: Workers, alone: Alone, layout: str) -> None:
     precision, *words = LAYOUTS[layout]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.parity import COMMON
+from tests.parity import COMMON, in_full
 from tests.workers import Workers
 
 LAYERS, DIM, HIDDEN, VOCABULARY, BATCH, LENGTH = 4, 64, 160, 256, 16, 32
@@ -31,10 +31,11 @@ def ring(ranks: int, amount: float) -> float:
     return (ranks - 1) * amount * FLOAT
 
 
+COMPILED = ("strategy=data", "nodes=2", "training.compile=true")
 CLOSED_FORMS = {
     ("strategy=single",): {},
     ("strategy=data", "nodes=2"): {"all_reduce": 2 * ring(2, WEIGHTS)},
-    ("strategy=data", "nodes=2", "training.compile=true"): {"all_reduce": 2 * ring(2, WEIGHTS)},
+    COMPILED: {"all_reduce": 2 * ring(2, WEIGHTS)},
     ("strategy=data", "nodes=4"): {"all_reduce": 2 * ring(4, WEIGHTS)},
     ("strategy=fsdp", "nodes=2"): {
         "all_gather": ring(2, 2 * WEIGHTS - ROOT),
@@ -57,7 +58,10 @@ CLOSED_FORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", CLOSED_FORMS, ids=" ".join)
+QUICK = [layout for layout in CLOSED_FORMS if layout != COMPILED]
+
+
+@pytest.mark.parametrize("layout", [*QUICK, *in_full([(COMPILED,)])], ids=" ".join)
 def test_traffic_is_the_closed_form(workers: Workers, layout: tuple[str, ...]) -> None:
     found = summary(workers, *layout)
     assert found["traffic"] == CLOSED_FORMS[layout]

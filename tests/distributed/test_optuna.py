@@ -10,6 +10,7 @@ import yaml
 from hpc_parallel.launch.recorded import find_runs
 from hpc_parallel.run import main
 
+pytestmark = pytest.mark.full
 pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="hydra-optuna-sweeper is not installed")
 TINY = (
     "model.layers=1", "model.dim=32", "model.heads=2", "model.kv_heads=2", "data.max_bytes=100000",

@@ -14,8 +14,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     rows = [HEADS]
     for verdict in ("passed", "failed"):
         for report in terminalreporter.stats.get(verdict, ()):
-            row = dict(report.user_properties).get("chaos")
-            if report.when == "call" and isinstance(row, Row):
+            properties = dict(report.user_properties)
+            if report.when == "call" and "chaos" in properties:
+                row = Row(**properties["chaos"])
                 rows.append(cells(report, row, verdict="green" if verdict == "passed" else "RED"))
     if len(rows) == 1:
         return

@@ -43,7 +43,7 @@ def case(
     seed = int(os.environ.get("CHAOS_SEED", "") or int.from_bytes(os.urandom(3)))
     print(f"CHAOS_SEED={seed}")
     row = Row(seed)
-    record_property("chaos", row)
+    record_property("chaos", vars(row))  # filled by the case; plain values pass between processes
     site = Site(cluster, tmp_path)
     case = Case(site, reference, row=row, dice=Random(seed))
     yield case
