@@ -188,6 +188,7 @@ def follow(
     assert largest_difference(*validation) < losses
 
 
+@pytest.mark.full
 def test_digits_are_learnt(workers: Workers) -> None:
     """From ln(10) or worse to a quarter of that, on digits of writers that were held out."""
     run = workers.train(
@@ -200,6 +201,7 @@ def test_digits_are_learnt(workers: Workers) -> None:
     assert not any("tokens_per_s" in line for line in run.lines)
 
 
+@pytest.mark.full
 def test_cells_are_learnt_in_tiles(workers: Workers) -> None:
     """Cross-entropy a pixel; who knows only how much of an image is cell has 0.65."""
     run = workers.train(

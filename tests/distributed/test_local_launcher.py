@@ -134,6 +134,7 @@ def test_complete_run(agents: AgentServer, tmp_path: Path) -> None:
     assert read_json(folder.summary) == {"outcome": "completed"}
 
 
+@pytest.mark.full
 def test_fifty_starts_beside_others(agents: AgentServer, tmp_path: Path) -> None:
     """No port is taken twice, no process is left: each start meets the start of another run."""
     with agent_server() as beside:
