@@ -21,6 +21,7 @@ from cluster import Cluster
 
 from hpc_parallel.launch.attempts import starts
 from hpc_parallel.launch.run_folder import RunFolder
+from tests.parity import in_full
 from tests.workers import Workers
 
 pytestmark = pytest.mark.slurm
@@ -121,8 +122,12 @@ def only_run(site: Site) -> Path:
     [
         (("strategy=data", "nodes=2", "gpus_per_node=2"), SMALL, 2, 4),
         (("strategy=pipeline", "nodes=4"), SMALL, 4, 4),
-        (("strategy=hybrid", "nodes=4", "gpus_per_node=2"), SMALL, 4, 8),  # pipeline 4 x tensor 2
-        (("strategy=tile", "nodes=4"), SMALL_IMAGES, 4, 4),  # 2 x 2 tiles
+        *in_full(
+            [
+                (("strategy=hybrid", "nodes=4", "gpus_per_node=2"), SMALL, 4, 8),  # pipeline 4 x tensor 2
+                (("strategy=tile", "nodes=4"), SMALL_IMAGES, 4, 4),  # 2 x 2 tiles
+            ]
+        ),
     ],
 )
 def test_a_job_completes_and_equals_the_local_curve(

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slurm
 GRADIENTS_BYTES = 4 * (256 * 128 + 4 * (128 * 128 * 3 + 3 * 128 * 344 + 2 * 128) + 128)  # of model=tiny
 
 
+@pytest.mark.full
 @pytest.mark.timing
 def test_over_slow_links_tensor_loses_to_data_with_accumulation(cluster: Cluster, tmp_path: Path) -> None:
     site = Site(cluster, tmp_path)
