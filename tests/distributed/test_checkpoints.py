@@ -13,7 +13,7 @@ import pytest
 
 from hpc_parallel.launch.attempts import starts
 from hpc_parallel.launch.checkpoints import complete
-from tests.parity import largest_difference, weight_difference
+from tests.parity import in_full, largest_difference, weight_difference
 from tests.workers import Trained, Workers
 
 STEPS, HALF = 6, 3
@@ -67,7 +67,10 @@ def runs(workers: Workers) -> Callable[..., Trained]:
     return functools.cache(lambda *words: workers.train(*COMMON, *words))
 
 
-@pytest.mark.parametrize(("before", "after"), list(pairwise(LAYOUTS)))
+CASES = list(pairwise(LAYOUTS))
+
+
+@pytest.mark.parametrize(("before", "after"), [*CASES[::2], *in_full(CASES[1::2])])
 def test_a_transformer_goes_on_in_another_layout(
     workers: Workers, runs: Callable[..., Trained], before: str, after: str
 ) -> None:

@@ -98,7 +98,11 @@ CLASSIFIER = {
 EXACTNESS = {"float32": (1e-5, 1e-4), "float64": (1e-10, 1e-9)}  # bounds of losses, of weights
 # As for text, rounding hides nothing in float64, so all is proven there.
 PLAIN = [layout for layout in LAYOUTS if "tile" not in layout]  # these split a segmenter as they do a convnet
-SLOW = ["zero bubble 2 x replicate 2", "zero bubble 2 x tile 1 x 2"]
+SLOW = [
+    "zero bubble 2 x replicate 2", "zero bubble 2 x tile 1 x 2", "data over 2, accumulating 4",
+    "dataparallel over 4", "pipeline of 2, gpipe, one microbatch", "fsdp over 2, accumulating 4",
+    "tensor over 2, whole logits, accumulating 4",
+]  # fmt: skip
 IN_FLOAT32 = [
     "data over 2", "dataparallel over 4", "server that works, over 2", "pipeline of 2", "fsdp over 4",
     "tile 2 x 2", "tile 1 x 2 x replicate 2, accumulating 4", "tensor over 2",

@@ -33,6 +33,7 @@ LAYOUTS = {
         f"pipeline of {ranks} ranks, {schedule}": (
             "strategy=pipeline", f"nodes={ranks}", f"strategy.schedule={schedule}",
             "strategy.microbatches=8", *(LONG if (ranks, schedule) == (2, "1f1b") else ()),
+            *(("model.layers=8",) if (ranks, schedule) == (4, "interleaved") else ()),
         )
         for ranks, schedule in PIPELINES
     },

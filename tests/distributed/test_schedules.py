@@ -18,6 +18,7 @@ LAYOUTS = {
     **{
         f"{schedule} on {ranks}": (
             "strategy=pipeline", f"nodes={ranks}", f"strategy.schedule={schedule}", "strategy.microbatches=8",
+            f"model.layers={2 * ranks}",
         )
         for schedule in ("naive", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
         for ranks in (2, 4)
@@ -61,9 +62,9 @@ LAYOUTS = {
         "strategy=pipeline", "nodes=2", "strategy.schedule=interleaved_zero_bubble",
         "training.activation_checkpointing=full", "model.layers=4",
     ),
-    "cuts [1,2,6]": ("strategy=pipeline", "nodes=4", "strategy.cuts=[1,2,6]"),
+    "cuts [1,2,6]": ("strategy=pipeline", "nodes=4", "strategy.cuts=[1,2,6]", "model.layers=8"),
     "cuts [1,2,6] in a V": (
-        "strategy=pipeline", "nodes=2", "strategy.schedule=zbv", "strategy.cuts=[1,2,6]",
+        "strategy=pipeline", "nodes=2", "strategy.schedule=zbv", "strategy.cuts=[1,2,6]", "model.layers=8",
     ),
 }  # fmt: skip
 IN_FLOAT32 = ["naive on 2", "looped_bfs on 2", "interleaved_zero_bubble on 2", "zbv on 2", "dualpipev on 2"]
