@@ -18,19 +18,22 @@ pytest.register_assert_rewrite("chaos")  # tests/slurm/chaos.py asserts for its 
 SLURM, RANKS = "slurm", "ranks"
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Tests of the Slurm cluster share one process, so do tests that use a pool of ranks, and each file's."""
-    groups = {item: _group(item) for item in items}
-    for item, group in groups.items():
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: {SLURM: 0, RANKS: 1}.get(groups[item], 2))
+    item.add_marker(pytest.mark.xdist_group(_group(item)))  # before pytest-xdist reads the marks
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if getattr(config.option, "loadgroup", False) and not all("@" in item.nodeid for item in items):
+        raise pytest.UsageError("pytest-xdist does not group with this pytest: pip install 'pytest<9.2'")
+    items.sort(key=lambda item: {SLURM: 0, RANKS: 1}.get(_group(item), 2))
 
 
 def _group(item: pytest.Item) -> str:
     if item.get_closest_marker("slurm"):
         return SLURM
-    return RANKS if "workers" in getattr(item, "fixturenames", ()) else item.nodeid.partition("::")[0]
+    return RANKS if "workers" in getattr(item, "fixturenames", ()) else item.path.name
 
 
 @pytest.fixture(scope="session", autouse=True)
