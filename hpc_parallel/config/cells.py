@@ -1,4 +1,4 @@
-"""The combinations of a sweep, composed as Hydra's basic sweeper would, but each once and quickly.
+"""The configuration of a run, and those of a sweep as Hydra's basic sweeper would compose them: each once.
 
 One thing is more than Hydra's: `sweep.also` adds combinations outside the product.
 
@@ -64,6 +64,52 @@ class Cells:
     cells: Iterator[Cell]
     folder: Path
     settings: dict[str, Any]
+
+
+def compose_run(
+    words: Sequence[str], *, config_dir: str, config_name: str, extra_dir: str | None = None
+) -> Cell:
+    """The one combination of a command line without `-m`, as Hydra's own `main` would compose it.
+
+    `words`, `extra_dir`: as for `compose_cells`. Raises what Hydra does, and ConfigError for words that only
+    a sweep, or only Hydra's own `main`, acts on.
+    """
+    version.setbase("1.3")
+    with composing(config_dir, extra_dir=extra_dir):
+        loader = GlobalHydra.instance().config_loader()
+        composed = loader.load_configuration(config_name, list(words), run_mode=RunMode.RUN)
+        HydraConfig.instance().set_config(composed)
+        # As they were typed: the list's own iteration would resolve ${...}, and in Hydra's configuration.
+        overrides = OmegaConf.to_container(composed.hydra.overrides.task, resolve=False)
+        assert isinstance(overrides, list)
+        if problems := [*_only_of_sweeps(composed, overrides), *_without_effect(composed)]:
+            raise ConfigError(problems)
+        return Cell(overrides, [], _without_hydra(composed))
+
+
+def _only_of_sweeps(composed: DictConfig, overrides: Sequence[str]) -> Iterator[str]:
+    """Words that need `-m`: `sweep.`, a study whose swept keys have no value, and Hydra's callbacks."""
+    for word in overrides:
+        if word.startswith("sweep."):
+            yield f"{word}: only a sweep has this. Try -m {word}."
+    if composed.hydra.callbacks:
+        yield "hydra.callbacks: only a sweep calls them. Try the same line with -m."
+    study = composed.hydra.runtime.choices.get("jobs")
+    keys = {word.partition("=")[0].lstrip("+") for word in overrides}
+    params = composed.hydra.sweeper.get("params") or {}
+    swept = [f"{key}={value}" for key, value in params.items() if key not in keys]
+    if study is not None and swept:
+        parsed = OverridesParser.create().parse_overrides(swept)
+        first = " ".join(BasicSweeper.split_arguments(parsed, None)[0][0])
+        yield f"jobs={study}: a study is many runs. Try -m jobs={study}, or one: jobs={study} {first}."
+
+
+def _without_effect(composed: DictConfig) -> Iterator[str]:
+    """Settings of Hydra's own `main`, which starts no run here."""
+    if composed.hydra.job.env_set:
+        yield "hydra.job.env_set has no effect here. Try cluster.environment={NAME: value}."
+    if composed.hydra.job.chdir:
+        yield "hydra.job.chdir has no effect here: a run stays in the folder where it was started."
 
 
 def compose_cells(

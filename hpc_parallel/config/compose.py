@@ -40,7 +40,7 @@ def composing(config_dir: str, *, extra_dir: str | None = None) -> Iterator[None
     if extra_dir:
         own = SearchPathElement("command-line", f"file://{Path(extra_dir).absolute()}")
         places.get_path().insert(-1, own)  # before the schemas
-    Hydra.create_main_hydra2(task_name="compose", config_search_path=places)
+    Hydra.create_main_hydra2(task_name="run", config_search_path=places)
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ tried alone, and what is left without the refused ones goes through the other ch
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from hpc_parallel.config.checks import CHOICES, find_problems, in_order
@@ -42,36 +42,69 @@ def diagnose(
     `extra_dir`: a folder of the user's own (`--config-dir`); `sweep`: whether `nodes=1,2` is two runs.
     """
     with composing(config_dir, extra_dir=extra_dir):
-        return _diagnose(overrides, config_name=config_name, sweep=sweep)
+        trials = Trials(config_name)
+        problems, accepted = try_each(overrides, trials=trials, sweep=sweep)
+        return in_order(problems + _rest(trials, accepted), overrides)
 
 
-def _diagnose(overrides: Sequence[str], *, config_name: str, sweep: bool) -> list[Problem | str]:
-    problems, accepted = try_each(overrides, config_name=config_name, sweep=sweep)
-    return in_order(problems + _rest(config_name, accepted), overrides)
+class Trials:
+    """Compositions of one configuration, to be asked for while `composing`: each takes a tenth of a second
+    and is made once."""
+
+    def __init__(self, config_name: str) -> None:
+        self._config_name = config_name
+        self._results: dict[tuple[str, ...], DictConfig | Exception] = {}
+        self._defaults: dict[str, Any] = {}
+
+    def compose(self, overrides: Sequence[str]) -> DictConfig:
+        """The configuration without Hydra's own part. Raises what Hydra does."""
+        key = tuple(overrides)
+        if key not in self._results:
+            try:
+                self._results[key] = self._composed(list(overrides))
+            except COMPOSE_ERRORS as error:
+                self._results[key] = error
+        result = self._results[key]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def defaults(self) -> Mapping[str, Any]:
+        """The file that each group has where no override chooses another."""
+        self.compose([])
+        return self._defaults
+
+    def _composed(self, overrides: list[str]) -> DictConfig:
+        config = compose(self._config_name, overrides=overrides, return_hydra_config=True)
+        if not overrides:
+            self._defaults = dict(config.hydra.runtime.choices)
+        with open_dict(config):
+            del config["hydra"]
+        return config
 
 
 def try_each(
-    overrides: Sequence[str], *, config_name: str, sweep: bool
+    overrides: Sequence[str], *, trials: Trials, sweep: bool
 ) -> tuple[list[Problem | str], list[str]]:
     """What Hydra refuses, each override tried alone, and those that it takes (of a sweep, the first value).
 
     To be asked while `composing`.
     """
-    chosen = compose(config_name, return_hydra_config=True).hydra.runtime.choices
+    defaults = trials.defaults()
     verdicts: dict[str, list[Problem | str]] = {}
     accepted: list[str] = []
     values = {override: _expand(override) if sweep else [override] for override in overrides}
     firsts = [singles[0] for singles in values.values()]
-    fine = _refusal(firsts, config_name=config_name) is None  # then only what else they may be is to be tried
+    fine = _refusal(firsts, trials) is None  # then only what else they may be is to be tried
     # a group's choice decides which keys there are, so groups are tried, and kept, before values
     for override in sorted(overrides, key=lambda text: not _choices(text.partition("=")[0])):
         singles, refusals = values[override], []
         for single in singles[1:] if fine else singles:
-            error = _refusal([*accepted, single], config_name=config_name)
+            error = _refusal([*accepted, single], trials)
             if error is not None:
                 # the groups chosen decide which keys there are
-                plain = compose(config_name, overrides=accepted)
-                refusals.append(_explain(single, error=error, plain=plain, chosen=chosen))
+                plain = trials.compose(accepted)
+                refusals.append(_explain(single, error=error, plain=plain, defaults=defaults))
         if refusals:
             verdicts[override] = refusals
         else:
@@ -79,27 +112,27 @@ def try_each(
     return [problem for override in overrides for problem in verdicts.pop(override, [])], accepted
 
 
-def _refusal(overrides: list[str], *, config_name: str) -> Exception | None:
+def _refusal(overrides: list[str], trials: Trials) -> Exception | None:
     """Why Hydra, or a schema, does not take them together."""
     try:
-        if unknown_keys(compose(config_name, overrides=overrides)):
+        if unknown_keys(trials.compose(overrides)):
             return HydraException("Could not override")
     except COMPOSE_ERRORS as error:
         return error
     return None
 
 
-def _rest(config_name: str, accepted: list[str]) -> list[Problem | str]:
+def _rest(trials: Trials, accepted: list[str]) -> list[Problem | str]:
     """What the other checks find, also where a value is missing: an example stands for it meanwhile."""
     try:
-        return find_problems(resolve(compose(config_name, overrides=accepted))[0])
+        return find_problems(resolve(trials.compose(accepted))[0])
     except ConfigError as error:
         problems = error.problems
-        missing = missing_keys(compose(config_name, overrides=accepted))
+        missing = missing_keys(trials.compose(accepted))
         if not missing or not set(missing) <= set(REQUIRED):
             return problems
     examples = [f"{key}={REQUIRED[key]}" for key in missing]
-    found = find_problems(resolve(compose(config_name, overrides=[*accepted, *examples]))[0])
+    found = find_problems(resolve(trials.compose([*accepted, *examples]))[0])
     return problems + [p for p in found if not (isinstance(p, Problem) and p.key in missing)]
 
 
@@ -127,10 +160,12 @@ def _expand(override: str) -> list[str]:
         return [override]
 
 
-def _explain(override: str, *, error: Exception, plain: DictConfig, chosen: DictConfig) -> Problem | str:
+def _explain(
+    override: str, *, error: Exception, plain: DictConfig, defaults: Mapping[str, Any]
+) -> Problem | str:
     """Hydra's refusal in our words: key, value, rule, a legal value near it.
 
-    chosen: the default of each group.
+    defaults: the default of each group.
     """
     key, _, value = override.partition("=")
     if isinstance(error, OverrideParseException):
@@ -151,7 +186,7 @@ def _explain(override: str, *, error: Exception, plain: DictConfig, chosen: Dict
     if "Ambiguous value" in text or (len(said) > 1 and set(said) <= set(choices)):
         return f"{override}: several values are a sweep. Try -m {override}, or one value: {key}={said[0]}."
     if choices:
-        close = nearest(value, choices, most=2) or [chosen.get(key) or choices[0]]
+        close = nearest(value, choices, most=2) or [defaults.get(key) or choices[0]]
         rule = f"is not one of {', '.join(choices)}"
         if kind := PLUGINS.get(key):
             rule += f", the {kind}s installed here (another's package is often hydra-{value}-{kind})"

@@ -12,13 +12,12 @@ from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
 
-from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
 from hpc_parallel.config.checks import in_order
 from hpc_parallel.config.compose import UnresolvedError, composing, resolve
-from hpc_parallel.config.diagnose import diagnose, try_each
+from hpc_parallel.config.diagnose import Trials, diagnose, try_each
 from hpc_parallel.config.problems import ConfigError, Found, Problem, quoted
 from hpc_parallel.config.schema import RunConfig, SweepConfig
 from hpc_parallel.config.tasks import objective_problems, objectives
@@ -55,10 +54,11 @@ def guide(
         wanted = objectives(whole.sweep.objective)
         folder = Path(os.path.expanduser(str(whole.hydra.sweep.dir))).absolute()
         params = [f"{key}={value}" for key, value in (whole.hydra.sweeper.get("params") or {}).items()]
-        problems, first = try_each([*params, *words], config_name=config_name, sweep=True)
+        trials = Trials(config_name)
+        problems, first = try_each([*params, *words], trials=trials, sweep=True)
         fixed = [word for word in [*params, *words] if word in first]
         with suppress(UnresolvedError):  # the sweeper may have what is missing
-            config = resolve(compose(config_name, overrides=first))[0]
+            config = resolve(trials.compose(first))[0]
             problems += _problems(config, words=words, fixed=fixed, folder=folder, earlier=earlier)
     if problems:
         others = diagnose(

@@ -132,6 +132,28 @@ def test_only_a_sweep_has_keys_of_a_sweep(word: str, capsys: pytest.CaptureFixtu
     assert f"{word}: only a sweep has this. Try -m {word}." in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["+hydra.callbacks.mine._target_=mine.Noting"],
+         "hydra.callbacks: only a sweep calls them. Try the same line with -m."),
+        (["+hydra.job.env_set.DEPTH=3"],
+         "hydra.job.env_set has no effect here. Try cluster.environment={NAME: value}."),
+        (["hydra.job.chdir=true"],
+         "hydra.job.chdir has no effect here: a run stays in the folder where it was started."),
+        (["--experimental-rerun", "config.pickle"],
+         "--experimental-rerun would run a pickled configuration. Try python -m hpc_parallel rerun RUN."),
+    ],
+)  # fmt: skip
+def test_what_a_run_does_not_take_from_hydra_is_refused(
+    words: list[str], line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", argv := ["run", "nodes=3"])  # is read where no words are given, and kept
+    assert main([*words, "launcher=script"]) == 2
+    assert capsys.readouterr().err.splitlines()[1:] == [f"  {line}"]
+    assert argv == ["run", "nodes=3"]
+
+
 STUB = """#!/bin/sh
 case "${0##*/} $1 $2" in
   sbatch*) for last; do :; done; cp "$last" "$CALLS.$$"; echo "$$" >> "$CALLS"; tail -1 "$CALLS" ;;
