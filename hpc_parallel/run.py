@@ -21,6 +21,7 @@ from hpc_parallel.config.cells import CellError, compose_cells, compose_run
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import UnresolvedError
 from hpc_parallel.config.problems import ConfigError, Problem
+from hpc_parallel.config.run_help import run_help
 from hpc_parallel.config.schema import register
 from hpc_parallel.launch.launchers import SiteRefusedError, choose
 from hpc_parallel.launch.prepare import PreparedRun, prepare
@@ -106,10 +107,13 @@ def compose(line: CommandLine) -> PreparedRun:
 
 
 def explain(line: CommandLine) -> int:
-    """Let Hydra print what its flag asks for: help, the composed configuration, a completion."""
+    """Print the help, or let Hydra print what its flag asks for: the configuration, a completion."""
     version.setbase("1.3")
     configs, name = line.places["config_dir"], line.places["config_name"]
     try:
+        if line.flags.help:
+            print(run_help(line.places))
+            return DONE
         with _hydra_raises():
             _run_hydra(line.flags, get_args_parser(), main, configs, name)
     except Exception as error:

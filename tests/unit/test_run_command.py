@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 
+from hpc_parallel.config.run_help import USAGE
 from hpc_parallel.run import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,9 +78,9 @@ def test_cfg_shows_one_package(capsys: pytest.CaptureFixture[str]) -> None:
         (
             ["--help"],
             [
-                "strategy: context, data, dataparallel, fsdp, hsdp, hybrid, model, parameter_server,",
-                "model: 124m",
-                "nodes: 1",
+                "strategy   context data* dataparallel fsdp hsdp hybrid model parameter_server pipeline",
+                "model      124m 1b 20m 70b 8b convnet huggingface segmenter tiny*",
+                "nodes=2",
             ],
         ),
         (["--hydra-help"], ["--multirun", "--config-dir"]),
@@ -91,6 +94,26 @@ def test_hydra_explains(flags: list[str], words: list[str], here: Path) -> None:
     for word in words:
         assert word in done.stdout
     assert list(here.iterdir()) == []
+
+
+def test_help_is_one_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """50 lines of 110 columns, with the user's own files and without the schemas."""
+    (tmp_path / "strategy").mkdir()
+    (tmp_path / "strategy" / "mine.yaml").write_text("defaults: [data]\n")
+    shown = printed(capsys, "--config-dir", str(tmp_path), "--help")
+    assert "mine" in shown
+    assert "schema" not in shown
+    lines = shown.splitlines()
+    assert len(lines) <= 50
+    assert max(map(len, lines)) <= 110
+
+
+def test_every_example_of_the_help_is_legal(capsys: pytest.CaptureFixture[str]) -> None:
+    examples = re.findall(r"^  python -m hpc_parallel\.run(.*?)(?:  |$)", USAGE, re.MULTILINE)
+    assert len(examples) == 6
+    for example in examples:
+        words = [word for word in shlex.split(example) if not word.startswith(("resume=", "launcher="))]
+        printed(capsys, *words, "launcher=script", *["dry_run=true"] * ("dry_run=true" not in words))
 
 
 def test_the_shell_can_complete() -> None:

@@ -1,0 +1,60 @@
+"""The screen of `run --help`: usage, examples, the groups with their choices, and where all keys are."""
+
+from __future__ import annotations
+
+import textwrap
+
+from hydra.core.global_hydra import GlobalHydra
+
+from hpc_parallel.config.command_line import Places
+from hpc_parallel.config.compose import composing
+from hpc_parallel.config.diagnose import Trials
+
+WIDTH = 100
+USAGE = """\
+usage: python -m hpc_parallel.run [FLAGS] [KEY=VALUE ...]
+
+Checks a configuration, then trains: as a Slurm job where sbatch is found, else on this machine.
+
+examples:
+  python -m hpc_parallel.run                                     the defaults: a small model on one device
+  python -m hpc_parallel.run strategy=pipeline nodes=2           two stages on two nodes
+  python -m hpc_parallel.run strategy=fsdp nodes=2 gpus_per_node=4 model=1b
+  python -m hpc_parallel.run strategy=tensor gpus_per_node=2 launcher=slurm dry_run=true
+                                                                 print what would be submitted
+  python -m hpc_parallel.run -m strategy=data,fsdp nodes=1,2,4   a sweep: six runs
+  python -m hpc_parallel.run resume=RUN_FOLDER                   continue from the newest checkpoint
+
+groups (KEY=CHOICE; a star marks the default):
+"""
+FLAGS = """\
+keys:
+  nodes=2 and gpus_per_node=4 are keys of the run; strategy.schedule=zbv is a key of a group.
+  --cfg job KEY=VALUE ... prints every key with the value that it would have.
+
+flags, before the keys:
+  -m                  a sweep: every combination of the values between commas
+  --config-dir DIR    a folder with your own files for the groups
+  --info defaults     which file each group is read from
+  --hydra-help        Hydra's other flags
+
+More: README.md. After a run: python -m hpc_parallel status | logs | show | report | cancel"""
+
+
+def run_help(places: Places) -> str:
+    """The text, with the choices of `places`, the user's own folder included. Raises what Hydra does."""
+    with composing(places["config_dir"], extra_dir=places["extra_dir"]):
+        loader = GlobalHydra.instance().config_loader()
+        defaults = Trials(places["config_name"]).defaults()
+        groups = {
+            group: [name for name in loader.get_group_options(group) if not name.endswith("_schema")]
+            for group in reversed(list(defaults))
+            if not group.startswith("hydra/")
+        }
+    rows = (_row(group, choices, defaults.get(group)) for group, choices in groups.items())
+    return "\n".join([USAGE + "\n".join(rows), "", FLAGS])
+
+
+def _row(group: str, choices: list[str], default: str | None) -> str:
+    starred = " ".join(f"{name}*" if name == default else name for name in choices)
+    return textwrap.fill(f"  {group:<10} {starred}", WIDTH, subsequent_indent=" " * 13)
