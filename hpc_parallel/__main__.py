@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from hpc_parallel.config.problems import alternatives, nearest
-from hpc_parallel.shell import WRONG, complain, run_command
+from hpc_parallel.exit_codes import DONE, WRONG
+from hpc_parallel.shell import complain, run_command
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def _dispatch(words: list[str]) -> int:
         complete(COMMANDS)
     if words[:1] in (["-h"], ["--help"]):
         print(usage())
-        return 0
+        return DONE
     if words and _is_name(words[0]) and words[0] not in COMMANDS:
         near = nearest(words[0], COMMANDS, most=2)
         hint = f" Try {alternatives(near)}." if near else f"\n\n{usage()}"

@@ -2,8 +2,7 @@
 
     python -m hpc_parallel.run strategy=pipeline nodes=2
 
-Exit codes: 0 done, 1 the run failed, 2 the configuration is wrong (nothing was written or submitted),
-3 the site refused (Slurm's own words are shown).
+Exit codes: exit_codes.py.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from hpc_parallel.config.compose import UnresolvedError
 from hpc_parallel.config.problems import ConfigError, Problem
 from hpc_parallel.config.run_help import run_help
 from hpc_parallel.config.schema import register
+from hpc_parallel.exit_codes import DONE, FAILED, REFUSED, WRONG
 from hpc_parallel.launch.launchers import SiteRefusedError, choose
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.launch.resume import resumed
@@ -30,8 +30,6 @@ from hpc_parallel.shell import complain, run_command
 
 if TYPE_CHECKING:
     from hpc_parallel.sweep.earlier import Earlier
-
-DONE, FAILED, WRONG_CONFIGURATION, REFUSED = range(4)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -179,7 +177,7 @@ def report(problems: Sequence[Problem | str]) -> int:
     count = len(problems)
     complain([f"{count} problem{'s' * (count > 1)} in the configuration; nothing was started."])
     complain(problems, indent="  ")
-    return WRONG_CONFIGURATION
+    return WRONG
 
 
 if __name__ == "__main__":

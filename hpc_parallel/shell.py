@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable
 from typing import TextIO
 
 from hpc_parallel.config.problems import ConfigError, printable
+from hpc_parallel.exit_codes import DONE, FAILED, WRONG
 from hpc_parallel.record.safe_read import DamagedError
-
-DONE, FAILED, WRONG = range(3)
 
 
 def run_command(work: Callable[[], int]) -> int:

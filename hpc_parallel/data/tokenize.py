@@ -20,9 +20,10 @@ import numpy as np
 
 from hpc_parallel.config.problems import ConfigError
 from hpc_parallel.data.tokens import Description, description_file
+from hpc_parallel.exit_codes import DONE, FAILED, WRONG
 from hpc_parallel.record.safe_read import DamagedError, is_foreign_link, open_regular, read_bytes
 from hpc_parallel.record.safe_write import replacing, write_text
-from hpc_parallel.shell import FAILED, WRONG, complain
+from hpc_parallel.shell import complain
 
 PIECE = 1 << 18  # characters, or bytes, encoded at once
 PIECES = 16  # encoded in parallel
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
         return FAILED
     print(f"{output}: {count:,} tokens of {encoder.vocab_size:,} ({encoder.name}), from {len(files)} files.")
     print(f"Train on them: data=tokens data.path={output} model.vocab_size={encoder.vocab_size}")
-    return 0
+    return DONE
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hpc_parallel.config.compose import find_folder
+from hpc_parallel.exit_codes import DONE
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.record.safe_write import write_text
 
@@ -190,4 +191,4 @@ class ScriptLauncher:
         write_text(run.folder.resubmission, render(run))
         print(f"run folder  {run.folder.path}")
         print(f"submit      sbatch {shlex.quote(str(run.folder.batch_script))}")
-        return 0
+        return DONE

@@ -13,6 +13,7 @@ from typing import Any
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor
 
+from hpc_parallel.exit_codes import DONE
 from hpc_parallel.launch import owner
 from hpc_parallel.launch.batch_script import (
     environment_block,
@@ -62,7 +63,7 @@ class SlurmLauncher:
         print(f"follow      {command_on(path, 'logs', '--follow')}")
         print(f"cancel      {command_on(path, 'cancel')}", flush=True)
         if not run.config.launcher.wait:
-            return 0
+            return DONE
         from hpc_parallel.launch.wait import wait_for_job
 
         return wait_for_job(run, job_id)

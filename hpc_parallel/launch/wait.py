@@ -6,6 +6,7 @@ import os
 import sys
 import time
 
+from hpc_parallel.exit_codes import DONE, FAILED
 from hpc_parallel.launch import owner
 from hpc_parallel.launch.follow import Follower
 from hpc_parallel.launch.job_state import JobState, job_state
@@ -38,11 +39,11 @@ def wait_for_job(run: PreparedRun, job_id: str) -> int:
         raise
     if not owner.is_job(run.folder, job_id):
         print(f"job {job_id} {state}; the run has been resumed since: {run.folder.path}")
-        return 0 if state.state == "COMPLETED" else 1
+        return DONE if state.state == "COMPLETED" else FAILED
     if not has_summary(run):
         if state.state == "COMPLETED":
             print(f"job {job_id} completed; its summary does not show on this host yet: {run.folder.path}")
-            return 0
+            return DONE
         conclude_job(run, job_id, state)
     return follower.finish()
 

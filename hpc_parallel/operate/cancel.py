@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_parallel.config.problems import ConfigError
+from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
 from hpc_parallel.launch.job_state import Inquiry, scripts_of, states_by_accounting
 from hpc_parallel.launch.names import label
 from hpc_parallel.launch.owner import end_process, refusal, withdraw
@@ -26,7 +27,7 @@ from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.launch.sweep_folder import MANIFEST, is_sweep_folder
 from hpc_parallel.operate.find import find_all, is_one, once
 from hpc_parallel.operate.state import NO_ANSWER, NOT_STARTED, UNKNOWN, WAITING, State, states, waits
-from hpc_parallel.operate.terminal import DONE, FAILED, REFUSED, print_json, say, warn
+from hpc_parallel.operate.terminal import print_json, say, warn
 from hpc_parallel.shell import run_command
 from hpc_parallel.worker.conclude import conclude
 

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_parallel.config.problems import ConfigError, Problem
+from hpc_parallel.exit_codes import DONE, WRONG
 from hpc_parallel.launch.metrics_file import size
 from hpc_parallel.launch.names import label
 from hpc_parallel.launch.recorded import RecordedRun, read_run
 from hpc_parallel.operate.find import find_run
 from hpc_parallel.operate.rows import failure_line
 from hpc_parallel.operate.state import State, states
-from hpc_parallel.operate.terminal import DONE, WRONG_USAGE, say, warn
+from hpc_parallel.operate.terminal import say, warn
 from hpc_parallel.record.safe_read import MIB, DamagedError, list_folder, open_regular
 from hpc_parallel.shell import run_command
 
@@ -130,7 +131,7 @@ def _logs(given: argparse.Namespace) -> int:
     warn(*(f"{error}." for error in damaged.values()))
     if not given.follow and not readers and state is not None:
         _tell(run, state)
-    return WRONG_USAGE if damaged and len(damaged) == len(readers) else DONE
+    return WRONG if damaged and len(damaged) == len(readers) else DONE
 
 
 def _rank_problems(rank: str, run: RecordedRun | None) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from hpc_parallel.config.problems import printable, spell
+from hpc_parallel.exit_codes import DONE
 from hpc_parallel.launch.checkpoints import complete, skipped
 from hpc_parallel.launch.metrics_file import milliseconds, per_second, size
 from hpc_parallel.launch.recorded import RecordedRun
@@ -21,7 +22,7 @@ from hpc_parallel.launch.results import results
 from hpc_parallel.operate import grid
 from hpc_parallel.operate.find import find_run
 from hpc_parallel.operate.rows import Row, duration, rows_of
-from hpc_parallel.operate.terminal import DONE, cell, console, print_json
+from hpc_parallel.operate.terminal import cell, console, print_json
 from hpc_parallel.record.safe_read import DamagedError
 from hpc_parallel.record.values import number, text
 from hpc_parallel.shell import run_command

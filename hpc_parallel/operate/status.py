@@ -13,13 +13,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from hpc_parallel.config.problems import printable
+from hpc_parallel.exit_codes import DONE
 from hpc_parallel.launch.names import RUNS
 from hpc_parallel.launch.recorded import RecordedRun, find_runs, read_run
 from hpc_parallel.launch.sweep_folder import Sweep
 from hpc_parallel.operate.find import Named, find_all, newest_first, once, sweep_of
 from hpc_parallel.operate.rows import HEADINGS, RIGHT, Row, cells, counted, rows_of
 from hpc_parallel.operate.state import NO_ANSWER, NOT_STARTED
-from hpc_parallel.operate.terminal import DONE, console, print_json, say
+from hpc_parallel.operate.terminal import console, print_json, say
 from hpc_parallel.shell import run_command
 
 if TYPE_CHECKING:

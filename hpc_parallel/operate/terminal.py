@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-DONE, FAILED, WRONG_USAGE, REFUSED = range(4)
 _UNBOUND_COLUMNS = 1000  # of a file or a pipe: every run keeps to a line
 
 

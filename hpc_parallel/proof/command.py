@@ -18,6 +18,7 @@ from typing import Any
 
 from hpc_parallel.config.problems import ConfigError
 from hpc_parallel.config.schema import register
+from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
 from hpc_parallel.launch.launchers import SiteRefusedError, choose
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.proof.compare import TOLERANCES, Difference, Tolerance, compare
@@ -25,7 +26,7 @@ from hpc_parallel.proof.plan import Case, plan
 from hpc_parallel.proof.table import Table
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.run import DONE, FAILED, REFUSED, report
+from hpc_parallel.run import report
 from hpc_parallel.shell import complain
 
 

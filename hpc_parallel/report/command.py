@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_parallel.config.problems import Problem, alternatives, nearest
+from hpc_parallel.exit_codes import DONE, FAILED, WRONG
 from hpc_parallel.launch.recorded import find_runs
 from hpc_parallel.operate.terminal import print_json
 from hpc_parallel.record.safe_write import write_bytes, write_text
@@ -25,7 +26,6 @@ from hpc_parallel.shell import complain
 if TYPE_CHECKING:
     from hpc_parallel.report.page import Report
 
-DONE, FAILED, WRONG_USAGE = range(3)
 PAGE, MARKDOWN, TABLE, LATENCY, PLOTS = "index.html", "report.md", "report.csv", "latency.csv", "plots"
 
 
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         count = len(problems)
         complain([f"{count} problem{'s' * (count > 1)}; nothing was written."])
         complain(problems, indent="  ")
-        return WRONG_USAGE
+        return WRONG
     from hpc_parallel.report.gather import gather
 
     gathered = gather(folders)

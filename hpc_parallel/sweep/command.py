@@ -8,6 +8,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from hpc_parallel.config.problems import ConfigError, Problem
+from hpc_parallel.exit_codes import DONE, REFUSED
 from hpc_parallel.launch.batch_script import ScriptLauncher
 from hpc_parallel.launch.job_state import job_states
 from hpc_parallel.launch.launchers import Launcher, choose
@@ -20,8 +21,6 @@ from hpc_parallel.sweep.earlier import to_go_on
 from hpc_parallel.sweep.hold import held, release
 from hpc_parallel.sweep.plan import SweepPlan, folder_problems
 from hpc_parallel.sweep.write import take_back, write_runs
-
-DONE, FAILED, _, REFUSED = range(4)
 
 
 def start(plan: SweepPlan) -> int:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from hpc_parallel.exit_codes import DONE, FAILED
 from hpc_parallel.launch.job_state import states_by_accounting
 from hpc_parallel.launch.wait import ASK_EVERY_S, PERIOD_S, WORDS_S, conclude_job, has_summary
 from hpc_parallel.sweep.plan import PlannedRun, SweepPlan
@@ -43,9 +44,9 @@ def follow_jobs(plan: SweepPlan, jobs: Mapping[Path, str]) -> int:
                 _poll(view, going)
         except KeyboardInterrupt:
             print(f"\nno longer following; the jobs go on ({len(going)} have not ended)", file=sys.stderr)
-            return 1
+            return FAILED
         view.say(view.last_word())
-    return 0 if completed else 1
+    return DONE if completed else FAILED
 
 
 def _poll(view: SweepView, going: Mapping[PlannedRun, str]) -> None:

@@ -21,6 +21,7 @@ from hpc_parallel.config.diagnose import Trials, diagnose, try_each
 from hpc_parallel.config.problems import ConfigError, Found, Problem, quoted
 from hpc_parallel.config.schema import RunConfig, SweepConfig
 from hpc_parallel.config.tasks import objective_problems, objectives
+from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
 from hpc_parallel.launch.launchers import SiteRefusedError
 from hpc_parallel.launch.sweep_folder import MANIFEST, Sweep, is_sweep_folder, read_sweep, write_sweep
 from hpc_parallel.shell import complain
@@ -29,7 +30,6 @@ from hpc_parallel.sweep.command import open_folder
 from hpc_parallel.sweep.plan import OF_THE_SWEEP
 from hpc_parallel.sweep.trial import RunFailedError, Trial, key_of, read_result
 
-DONE, FAILED, _, REFUSED = range(4)
 RESULTS = "optimization_results.yaml"  # of Hydra's plugins for Optuna, Ax and Nevergrad
 _COUNTING = ("objective", "wait")  # keys of `sweep.` that count; each run is waited for in any case
 

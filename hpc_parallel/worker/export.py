@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from hpc_parallel.exit_codes import DONE, FAILED, WRONG
 from hpc_parallel.launch.checkpoints import Checkpoint, complete, skipped
 from hpc_parallel.launch.run_folder import RunFolder, is_run_folder, unreadable
 from hpc_parallel.launch.trust import UntrustedError, require_private
@@ -37,13 +38,13 @@ def main(arguments: Sequence[str]) -> int:
         size = write(checkpoint, output, library_names=given.library_names)
     except (ExportError, UntrustedError) as error:
         warn(*str(error).splitlines())
-        return 2
+        return WRONG
     except OSError as error:
         warn(f"{given.output or folder.path} can't be written: {error.strerror or error}.")
-        return 1
+        return FAILED
     say(f"{output}: the weights of step {checkpoint.step}, {size:,} bytes.")
     say(f"Start from them: the run's own line with weights={output}")
-    return 0
+    return DONE
 
 
 def find(folder: RunFolder, *, step: int | None) -> Checkpoint:

@@ -31,12 +31,11 @@ DESYNC = "desync"  # ranks entered different collectives
 NONFINITE = "nonfinite"  # loss or gradients; training.on_nonfinite
 DISK = "disk"  # full, broken, read-only, over its quota
 NODE_LOST = "node_lost"
-HANG = "hang"  # no progress for cluster.hang_timeout_s
 CONFIGURATION = "configuration"  # what only the job could see
 TIME_LIMIT = "time_limit"  # Slurm's
 START = "start"  # the ranks did not find each other
 OUT_OF_MEMORY = "out_of_memory"
-HANG = "hang"  # no progress; who is behind is told by the ranks' standings together (worker/standing.py)
+HANG = "hang"  # no progress for cluster.hang_timeout_s (who is behind: worker/standing.py)
 ERROR = "error"  # the user's code, or ours
 
 # What gloo, NCCL and torch's store say when the other side of a connection is gone or silent.
