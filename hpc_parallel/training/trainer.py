@@ -5,12 +5,13 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hpc_parallel.config.schema import OptimizerConfig, TrainingConfig
+from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.data.sampler import Batches
 from hpc_parallel.models.place import at_step
 from hpc_parallel.training.measure import Measurement
@@ -24,6 +25,26 @@ from hpc_parallel.training.validation import mean_loss, to_device
 from hpc_parallel.training.writers import Writer
 
 
+@dataclass(frozen=True)
+class Samples:
+    """The batches of this rank, to train on and to validate on, and the device that they go to."""
+
+    train: Batches
+    validation: Batches
+    validation_steps: int  # batches of one validation
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Observers:
+    """What looks at a training and changes nothing."""
+
+    metrics: Metrics
+    measurement: Measurement
+    writers: Sequence[Writer]  # empty on every rank but the one that writes
+    progress: Progress  # for a watchdog
+
+
 class Trainer:
     """Trains up to `training.steps` optimizer steps, or to where it is asked to stop."""
 
@@ -32,38 +53,27 @@ class Trainer:
         step: Step,
         *,
         optimizer: Optimizer,
-        batches: Batches,
-        validation: Batches,
-        validation_steps: int,
-        metrics: Metrics,
-        measurement: Measurement,
-        writers: Sequence[Writer],
-        training: TrainingConfig,
-        schedule: OptimizerConfig,
-        device: torch.device,
-        saver: Saver | None = None,
-        stop: Callable[[int], signal.Signals | None] = lambda step: None,
-        done: int = 0,
-        progress: Progress | None = None,
+        samples: Samples,
+        observers: Observers,
+        config: RunConfig,
+        saver: Saver,
+        stop: Callable[[int], signal.Signals | None],
+        done: int,
     ) -> None:
-        """`writers` is empty on every rank but the one that writes. `stop`: whether all ranks stop after
-        this step, and by which signal. `done`: steps that a checkpoint has brought along;
-        `progress`: for others to look at."""
+        """`stop`: whether all ranks stop after this step, and by which signal. `done`: steps that a
+        checkpoint has brought along."""
         self._step = step
         self._optimizer = optimizer
-        self._batches = batches
-        self._validation = validation
-        self._validation_steps = validation_steps
-        self._metrics = metrics
-        self._measurement = measurement
-        self._writers = writers
-        self._training = training
-        self._schedule = schedule
-        self._device = device
+        self._samples = samples
+        self._metrics = observers.metrics
+        self._measurement = observers.measurement
+        self._writers = observers.writers
+        self._progress = observers.progress
+        self._training = config.training
+        self._schedule = config.optimizer
         self._saver = saver
         self._stop = stop
         self.done = done
-        self._progress = progress or Progress()
         self._progress.first_step = done + 1
 
     def fit(self) -> signal.Signals | None:
@@ -75,7 +85,7 @@ class Trainer:
             set_learning_rate(self._optimizer, rate)
             self._progress.mark("data", step)
             with self._measurement.loading(step - started_after):
-                batch = to_device(self._batches.at(step - 1), self._device)
+                batch = to_device(self._samples.train.at(step - 1), self._samples.device)
             self._progress.mark("step", step)
             with at_step(step), self._measurement.watch(step - started_after):
                 result = self._step.run(*batch)
@@ -92,17 +102,16 @@ class Trainer:
                     line["validation_loss"] = self.validate(after=step)
                 for writer in self._writers:
                     writer.write(line)
-            if self._saver is not None and self._saver.due(step):
+            if self._saver.due(step):
                 started = time.perf_counter()
                 self._progress.mark("save", step)
                 self._step.look(step)  # what is kept must be sound
                 self._saver.save(step, whole=step == steps)
                 self._metrics.leave_out(time.perf_counter() - started)
             if step < steps and (asked := self._stop(step)) is not None:
-                if self._saver is not None:
-                    self._progress.mark("save", step)
-                    self._step.look(step)
-                    self._saver.save(step, whole=True)
+                self._progress.mark("save", step)
+                self._step.look(step)
+                self._saver.save(step, whole=True)
                 return asked
         self._progress.mark("done", steps)
         return None
@@ -115,7 +124,8 @@ class Trainer:
             return self._step.evaluate(inputs, targets)
 
         started = time.perf_counter()
-        loss = mean_loss(evaluate, self._validation, steps=self._validation_steps, device=self._device)
+        samples = self._samples
+        loss = mean_loss(evaluate, samples.validation, steps=samples.validation_steps, device=samples.device)
         self._metrics.leave_out(time.perf_counter() - started)
         return loss
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import signal
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from hpc_parallel.launch.trust import require_private
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.strategies.traffic import figures, ring_all_reduce
-from hpc_parallel.training.checkpoint import state_of
+from hpc_parallel.training.checkpoint import State, state_of
 from hpc_parallel.training.measure import Measurement
 from hpc_parallel.training.metrics import Metrics, Scale, peak_flops
 from hpc_parallel.training.nonfinite import FollowerError, NonFiniteError
@@ -28,9 +29,9 @@ from hpc_parallel.training.progress import Progress
 from hpc_parallel.training.resume import newest_sound, restore
 from hpc_parallel.training.saver import Saver
 from hpc_parallel.training.step import build_step
-from hpc_parallel.training.trainer import Trainer
+from hpc_parallel.training.trainer import Observers, Samples, Trainer
 from hpc_parallel.training.weights import start_from
-from hpc_parallel.training.writers import open_writers
+from hpc_parallel.training.writers import Writer, open_writers
 from hpc_parallel.worker.session import Session, complete
 from hpc_parallel.worker.stop import Stop
 
@@ -53,32 +54,20 @@ def train(
     signal ended it before the last step. Raises what `Session.open` raises, and SaveError where the last
     checkpoint can't be written.
     """
-    rank = dist.get_rank()
-    progress = progress or Progress()
     session = Session.open(config, device=device)
     optimizer = build_optimizer(session.assembled.named_parameters(), config.optimizer)
     state = partial(state_of, session.assembled, optimizer)
     saving, stopping = (gloo_group(config) for _ in range(2))
-    if rank == 0:
-        clear(folder.checkpoints)
-    checkpoint, warnings = newest_sound(folder.checkpoints, group=saving)
-    if checkpoint is not None:
-        if not config.launcher.shared_folder:
-            require_private(checkpoint.path)  # its index is a pickle
-        restore(checkpoint, state(), digest=session.data.digest, device=device, group=saving)
-    else:
-        start_from(config, session.assembled)
-    done = checkpoint.step if checkpoint else 0
-    if rank == 0:
-        set_aside_after(folder.checkpoints, step=done)
-        attempts.begin(folder, step=done, environment=environment, warnings=warnings)
-        if checkpoint is not None:
-            print(f"going on from the checkpoint of step {done}", flush=True)
-    writers = open_writers(config, folder=folder, values=values) if rank == 0 else []
-    batches = session.batches(session.data.train, seed=config.seed)
-    metrics = Metrics(scale_of(session, replicas=batches.replicas), device=device)
-    measurement = Measurement(
-        steps=config.training.measure_steps, mesh=session.assembled.mesh, device=device, metrics=metrics
+    done = restore_or_start(session, folder, state=state, group=saving, environment=environment)
+    samples = samples_of(session)
+    metrics = Metrics(scale_of(session, replicas=samples.train.replicas), device=device)
+    observers = Observers(
+        metrics=metrics,
+        measurement=Measurement(
+            steps=config.training.measure_steps, mesh=session.assembled.mesh, device=device, metrics=metrics
+        ),
+        writers=open_writers(config, folder=folder, values=values) if dist.get_rank() == 0 else [],
+        progress=progress or Progress(),
     )
     saver = Saver(
         folder.checkpoints,
@@ -88,7 +77,7 @@ def train(
         device=device,
         group=saving,
         saved=done,
-        waiting=lambda: progress.mark("save", trainer.done),
+        waiting=lambda: observers.progress.mark("save", trainer.done),
     )
     stop = Stop(group=stopping, step=done)
     trainer = Trainer(
@@ -100,19 +89,12 @@ def train(
             on_gradients=None if on_gradients is None else partial(on_gradients, session.assembled),
         ),
         optimizer=optimizer,
-        batches=batches,
-        validation=session.batches(session.data.validation, seed=None),
-        validation_steps=session.validation_steps,
-        metrics=metrics,
-        measurement=measurement,
-        writers=writers,
-        training=config.training,
-        schedule=config.optimizer,
-        device=device,
+        samples=samples,
+        observers=observers,
+        config=config,
         saver=saver,
         stop=stop.after,
         done=done,
-        progress=progress,
     )
     with stop:  # to the last word: a signal must not end what is all but over
         try:
@@ -122,20 +104,71 @@ def train(
             raise
         saver.close()
         if signalled is None:
-            measured = measurement.figures() | traffic_of(session)
-            chart = measurement.schedule_chart()
-            if rank == 0 and chart is not None:
-                write_json(folder.timeline, chart)
-            lines = MetricsReader(folder.metrics).read() if rank == 0 else []
-            complete(values, folder=folder, lines=lines, writers=writers, measured=measured)
+            finish(session, folder, values=values, observers=observers)
         else:
-            if rank == 0:
-                now = datetime.now(UTC).isoformat()
-                write_json(folder.stopped, {"signal": signalled.name, "step": trainer.done, "time": now})
-            for writer in writers:
-                writer.close()
-            dist.barrier()  # a rank that ends long before the others looks lost to srun
+            note_stop(folder, observers.writers, signalled=signalled, step=trainer.done)
     return session.assembled
+
+
+def restore_or_start(
+    session: Session,
+    folder: RunFolder,
+    *,
+    state: Callable[[], State],
+    group: dist.ProcessGroup,
+    environment: Mapping[str, str],
+) -> int:
+    """Restore the newest sound checkpoint of the run folder; without one, load `config.weights` if given.
+
+    `state`: returns the tensors to fill. Rank 0 records the start. Returns the number of steps done.
+    """
+    config, rank = session.config, dist.get_rank()
+    if rank == 0:
+        clear(folder.checkpoints)
+    checkpoint, warnings = newest_sound(folder.checkpoints, group=group)
+    if checkpoint is not None:
+        if not config.launcher.shared_folder:
+            require_private(checkpoint.path)  # its index is a pickle
+        restore(checkpoint, state(), digest=session.data.digest, device=session.device, group=group)
+    else:
+        start_from(config, session.assembled)
+    done = checkpoint.step if checkpoint else 0
+    if rank == 0:
+        set_aside_after(folder.checkpoints, step=done)
+        attempts.begin(folder, step=done, environment=environment, warnings=warnings)
+        if checkpoint is not None:
+            print(f"going on from the checkpoint of step {done}", flush=True)
+    return done
+
+
+def samples_of(session: Session) -> Samples:
+    return Samples(
+        train=session.batches(session.data.train, seed=session.config.seed),
+        validation=session.batches(session.data.validation, seed=None),
+        validation_steps=session.validation_steps,
+        device=session.device,
+    )
+
+
+def finish(session: Session, folder: RunFolder, *, values: dict[str, Any], observers: Observers) -> None:
+    """Write the timeline and the summary of a training that did all its steps."""
+    measured = observers.measurement.figures() | traffic_of(session)
+    chart = observers.measurement.schedule_chart()
+    rank = dist.get_rank()
+    if rank == 0 and chart is not None:
+        write_json(folder.timeline, chart)
+    lines = MetricsReader(folder.metrics).read() if rank == 0 else []
+    complete(values, folder=folder, lines=lines, writers=observers.writers, measured=measured)
+
+
+def note_stop(folder: RunFolder, writers: Sequence[Writer], *, signalled: signal.Signals, step: int) -> None:
+    """Write down that a signal ended the training after `step`, whose checkpoint is complete."""
+    if dist.get_rank() == 0:
+        now = datetime.now(UTC).isoformat()
+        write_json(folder.stopped, {"signal": signalled.name, "step": step, "time": now})
+    for writer in writers:
+        writer.close()
+    dist.barrier()  # a rank that ends long before the others looks lost to srun
 
 
 def gloo_group(config: RunConfig) -> dist.ProcessGroup:
