@@ -5,8 +5,8 @@ RUN := $(VENV)/bin/python
 TRAINS := $(VENV)/.trains
 STAMP := $(VENV)/.installed
 TESTS := $(RUN) -m pytest
-# Slurm's tests mostly wait: three processes for two cores.
-BESIDE := --numprocesses 3 --dist loadgroup --no-loadscope-reorder
+# Two processes for two cores: the ranks of a training are processes too.
+BESIDE := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: train test test-full fuzz chaos lint benchmarks cluster cluster-down clean
 

@@ -207,7 +207,7 @@ class Case:
         assert tensor_difference(found, wanted) < EQUAL
         self.assert_nothing_is_left()
         if followed:
-            assert self.following.wait(timeout=60) == 0, self.told.read_text()
+            assert self.following.wait(timeout=PATIENCE_S) == 0, self.told.read_text()
             assert f"completed: step {STEPS} of {STEPS}, " in self.told.read_text()
 
     def assert_steps(self, last: int) -> None:
@@ -219,7 +219,7 @@ class Case:
 
     def assert_nothing_is_left(self) -> None:
         """No process on any host but its slurmd, no file half written, no checkpoint without its marker."""
-        wait_for(lambda: not self.running(), within_s=60)
+        wait_for(lambda: not self.running())
         assert not [path for path in self.folder.rglob(".*") if temporary(path)]
         folder = self.checkpoint_folder
         whole = {checkpoint.path for checkpoint in self.checkpoints}

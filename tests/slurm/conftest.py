@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,15 @@ def cluster() -> Iterator[Cluster]:
         pytest.skip(reason)
     with Cluster.start() as started:
         yield started
+
+
+@pytest.fixture(autouse=True)
+def _no_job_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A training that a failed test left would take the processors from all tests after it."""
+    shared = request.getfixturevalue("cluster") if "cluster" in request.fixturenames else None
+    yield
+    if shared is not None:
+        shared.run("scancel", f"--user={getpass.getuser()}")
 
 
 @pytest.fixture(scope="session")

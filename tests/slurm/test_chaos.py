@@ -95,7 +95,7 @@ def test_the_submitting_terminal_is_closed(case: Case) -> None:
     job = case.submit(*DATA)
     case.reach(5, 60)
     os.killpg(case.following.pid, signal.SIGHUP)
-    case.following.wait(timeout=60)
+    case.following.wait(timeout=PATIENCE_S)
     case.note("SIGHUP to the terminal's processes")
     assert case.ended(job) == "COMPLETED"
     case.assert_completed(restarts=0, lost=0, followed=False)

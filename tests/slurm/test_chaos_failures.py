@@ -6,7 +6,7 @@ import re
 import signal
 
 import pytest
-from chaos import DATA, EVERY, STEPS, Case
+from chaos import DATA, EVERY, PATIENCE_S, STEPS, Case
 from test_jobs import read
 
 pytestmark = [pytest.mark.slurm, pytest.mark.chaos]
@@ -61,7 +61,7 @@ def test_a_rank_runs_out_of_memory(case: Case) -> None:
         r"rank 1 on n2 failed first: out of memory in block 2 \(asked 4096\.0 TiB, free [^)]*\); 1 follower"
     )
     case.assert_said(job, line)
-    assert case.following.wait(timeout=60) == 1
+    assert case.following.wait(timeout=PATIENCE_S) == 1
     assert re.fullmatch(line, case.told.read_text().splitlines()[-1])
     assert case.ended(case.resume()) == "COMPLETED"
     case.assert_completed(restarts=1, lost=(0, 2 * EVERY))

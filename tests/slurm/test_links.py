@@ -53,8 +53,8 @@ def test_a_lost_link_is_named(site: Site) -> None:
     wait_for((folder / "metrics.jsonl").exists)
     site.cluster.cut(CUT)
     try:
-        wait_for(lambda: len(list((folder / "logs").glob("rank-*.hang.json"))) == 4, within_s=120)
-        wait_for(lambda: not working(folder), within_s=60)
+        wait_for(lambda: len(list((folder / "logs").glob("rank-*.hang.json"))) == 4)
+        wait_for(lambda: not working(folder))
     finally:
         site.cluster.mend(CUT)  # for Slurm itself, which else waits for the host's slurmd
     output, _ = following.communicate(timeout=120)
