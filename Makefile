@@ -19,6 +19,7 @@ test: $(STAMP)  ## every feature once, with a real Slurm where this machine can 
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(VENV)/bin/lint-imports --no-cache
 	$(TESTS) -m "not full and not chaos_slow and not timing" $(BESIDE)
 	$(TESTS) -m "timing and not full"
 	@echo "Left out: make test-full (more axes, float32, longer trainings), make chaos, make fuzz."
@@ -39,6 +40,7 @@ lint: $(STAMP)
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 	$(RUN) -m mypy
+	$(VENV)/bin/lint-imports --no-cache
 
 benchmarks: $(STAMP)  ## figures for docs/performance.md; needs an otherwise idle machine
 	for script in tests/benchmarks/*.py; do $(RUN) $$script || exit 1; done

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
-from hpc_parallel.config.problems import alternatives, nearest
 from hpc_parallel.exit_codes import DONE, WRONG
+from hpc_parallel.problems import alternatives, nearest
 from hpc_parallel.shell import complain, run_command
 
 
@@ -23,16 +23,16 @@ class Command:
 
 
 COMMANDS = {
-    "run": Command("hpc_parallel.run", "check, then train here or submit; meant where no command is named"),
-    "rerun": Command("hpc_parallel.launch.rerun", "a run once more, from the source that it kept"),
-    "status": Command("hpc_parallel.operate.status", "how runs stand: state, step, loss, speed, time left"),
-    "logs": Command("hpc_parallel.operate.logs", "what the ranks of a run print"),
-    "cancel": Command("hpc_parallel.operate.cancel", "end a run, or all of a sweep"),
-    "show": Command("hpc_parallel.operate.show", "one run in full: settings, layout, figures, failure"),
-    "report": Command("hpc_parallel.report.command", "what runs show, as a page with tables and plots"),
-    "parity": Command("hpc_parallel.proof.command", "prove that strategies follow one device"),
-    "export": Command("hpc_parallel.worker.export", "a checkpoint's weights as one safetensors file"),
-    "tokenize": Command("hpc_parallel.data.tokenize", "texts to a row of tokens"),
+    "run": Command("hpc_parallel.commands.run", "check, then train here or submit (the default command)"),
+    "rerun": Command("hpc_parallel.commands.rerun", "a run once more, from the source that it kept"),
+    "status": Command("hpc_parallel.commands.status", "how runs stand: state, step, loss, speed, time left"),
+    "logs": Command("hpc_parallel.commands.logs", "what the ranks of a run print"),
+    "cancel": Command("hpc_parallel.commands.cancel", "end a run, or all of a sweep"),
+    "show": Command("hpc_parallel.commands.show", "one run in full: settings, layout, figures, failure"),
+    "report": Command("hpc_parallel.commands.report", "what runs show, as a page with tables and plots"),
+    "parity": Command("hpc_parallel.commands.parity", "prove that strategies follow one device"),
+    "export": Command("hpc_parallel.commands.export", "a checkpoint's weights as one safetensors file"),
+    "tokenize": Command("hpc_parallel.commands.tokenize", "texts to a row of tokens"),
 }
 
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _dispatch(words: list[str]) -> int:
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may come next
-        from hpc_parallel.operate.completion import complete
+        from hpc_parallel.commands.completion import complete
 
         complete(COMMANDS)
     if words[:1] in (["-h"], ["--help"]):

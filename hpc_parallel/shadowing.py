@@ -88,7 +88,7 @@ def _is_own(status: os.stat_result) -> bool:
 
 
 def _is_own_group(group: int) -> bool:
-    """Whether the group is the user's alone, as useradd makes it (see launch/trust.py)."""
+    """Whether the group is the user's alone, as useradd makes it (see record/trust.py)."""
     import grp  # safe: the current folder is not on the import path now
     import pwd
 

@@ -7,11 +7,11 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TextIO
 
-from hpc_parallel.config.problems import ConfigError, printable
 from hpc_parallel.exit_codes import DONE, FAILED, WRONG
+from hpc_parallel.problems import ConfigError, printable
 from hpc_parallel.record.safe_read import DamagedError
 
 
@@ -45,6 +45,14 @@ def run_command(work: Callable[[], int]) -> int:
         complain([_describe(error)])
         _discard(sys.stdout)
         return FAILED
+
+
+def refuse(problems: Sequence[object]) -> int:
+    """Print all problems of a configuration to stderr and return the exit code."""
+    count = len(problems)
+    complain([f"{count} problem{'s' * (count > 1)} in the configuration; nothing was started."])
+    complain(problems, indent="  ")
+    return WRONG
 
 
 def complain(problems: Iterable[object], *, indent: str = "") -> None:

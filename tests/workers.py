@@ -166,7 +166,7 @@ def train_and_keep(
     import torch
     from torch.distributed.tensor import DTensor
 
-    from hpc_parallel.launch.run_folder import RunFolder
+    from hpc_parallel.record.run_folder import RunFolder
     from hpc_parallel.worker.session import read_config
     from hpc_parallel.worker.train import train
 
@@ -194,7 +194,7 @@ def do_here(run_folder: str) -> None:
     """This rank's part of a run of any task, inside a process group."""
     import torch
 
-    from hpc_parallel.launch.run_folder import RunFolder
+    from hpc_parallel.record.run_folder import RunFolder
     from hpc_parallel.worker.main import TASKS
     from hpc_parallel.worker.session import read_config
 

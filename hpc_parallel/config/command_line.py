@@ -11,7 +11,7 @@ from typing import TypedDict
 from hydra._internal.utils import get_args
 
 from hpc_parallel.config.compose import find_folder
-from hpc_parallel.config.problems import ConfigError
+from hpc_parallel.problems import ConfigError
 
 # Flags of Hydra that print something and start no run (--resolve: only beside --cfg or --help).
 EXPLAINING = ("help", "hydra_help", "cfg", "info", "shell_completion", "resolve")

@@ -15,8 +15,8 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hpc_parallel.config.problems import ConfigError, Problem, nearest
 from hpc_parallel.config.schema import RunConfig, filled, typed
+from hpc_parallel.problems import ConfigError, Problem, nearest
 
 REQUIRED = {"data.path": "tokens.npy"}  # keys without a default, with an example
 

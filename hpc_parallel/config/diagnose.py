@@ -19,10 +19,10 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from hpc_parallel.config.checks import CHOICES, find_problems, in_order
+from hpc_parallel.config.checks.all_checks import CHOICES, find_problems, in_order
+from hpc_parallel.config.checks.site_checks import minutes_of
 from hpc_parallel.config.compose import REQUIRED, composing, flat, missing_keys, resolve, unknown_keys
-from hpc_parallel.config.problems import ConfigError, Problem, nearest
-from hpc_parallel.config.site_checks import minutes_of
+from hpc_parallel.problems import ConfigError, Problem, nearest
 
 # ValueError: Hydra's answer to `strategy=null`
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpc_parallel.config.layout import layout_of
-from hpc_parallel.config.problems import Found, Problem, nearest
 from hpc_parallel.config.schema import GenerateConfig, InferConfig, RunConfig
 from hpc_parallel.data.codec import encode, reads_bytes
+from hpc_parallel.problems import Found, Problem, nearest
 
 # Numbers of `summary.json` that a run can be judged by; the last of a training's are of the steps watched.
 _WATCHED = ("exposed_communication_share", "bubble_share", "traffic_bytes", "busiest_rank_traffic_bytes")

@@ -8,10 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from hpc_parallel.config.problems import printable
-from hpc_parallel.launch.metrics_file import MetricsReader, describe
-from hpc_parallel.launch.results import results
-from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.problems import printable
+from hpc_parallel.record.metrics_file import MetricsReader, describe
+from hpc_parallel.record.results import results
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json, read_tail
 from hpc_parallel.record.values import number, text, whole
 

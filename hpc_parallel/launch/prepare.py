@@ -13,21 +13,23 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig
 
-from hpc_parallel.config.checks import find_problems, in_order
+from hpc_parallel.config.checks import starting_weights
+from hpc_parallel.config.checks.all_checks import find_problems, in_order
 from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.layout import BatchPlan, Layout, layout_of, plan_batch, processes_per_node, servers
-from hpc_parallel.config.problems import ConfigError, Problem
 from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.tasks import total_steps
-from hpc_parallel.launch import attempts, owner, resume, weights
-from hpc_parallel.launch.names import RUNS
-from hpc_parallel.launch.origin import State, origin
-from hpc_parallel.launch.run_folder import RunFolder, new_run_id
-from hpc_parallel.launch.snapshot import Snapshot, plan_snapshot
-from hpc_parallel.launch.trust import require_trusted
+from hpc_parallel.launch import resume
+from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.record import attempts, owner
+from hpc_parallel.record.names import RUNS
+from hpc_parallel.record.provenance import State, origin
+from hpc_parallel.record.run_folder import RunFolder, new_run_id
 from hpc_parallel.record.safe_read import YAML_BYTES, require_plain
 from hpc_parallel.record.safe_write import write_json, write_text
+from hpc_parallel.record.snapshot import Snapshot, plan_snapshot
+from hpc_parallel.record.trust import require_trusted
 
 # libyaml's where PyYAML was built with it: the same text in a quarter of the time.
 _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -210,7 +212,7 @@ def prepare(
     Raises ConfigError with every problem.
     """
     config, values = resolve(composed)
-    if problems := [*find_problems(config, overrides), *weights.find_problems(config)]:
+    if problems := [*find_problems(config, overrides), *starting_weights.find_problems(config)]:
         raise ConfigError(in_order(problems, overrides))
     path = Path(os.path.expanduser(config.run_dir)) if config.run_dir else RUNS / config.name / new_run_id()
     layout = layout_of(config.strategy, devices=config.devices)

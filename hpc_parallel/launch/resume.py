@@ -14,12 +14,12 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from hpc_parallel.config.problems import ConfigError, Found, Problem, nearest, quoted
-from hpc_parallel.launch.checkpoints import complete
-from hpc_parallel.launch.recorded_start import grants_trust, key_of, read_start
-from hpc_parallel.launch.run_folder import RunFolder, is_run_folder, unreadable
-from hpc_parallel.launch.trust import UntrustedError, owner_name, require_private
+from hpc_parallel.problems import ConfigError, Found, Problem, nearest, quoted
+from hpc_parallel.record.checkpoint_index import complete
+from hpc_parallel.record.recorded_start import grants_trust, key_of, read_start
+from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
 from hpc_parallel.record.safe_read import DamagedError
+from hpc_parallel.record.trust import UntrustedError, owner_name, require_private
 from hpc_parallel.shell import complain
 
 AUTO = "auto"

@@ -7,13 +7,13 @@ import sys
 import time
 
 from hpc_parallel.exit_codes import DONE, FAILED
-from hpc_parallel.launch import owner
 from hpc_parallel.launch.follow import Follower
-from hpc_parallel.launch.job_state import JobState, job_state
-from hpc_parallel.launch.names import command_on
 from hpc_parallel.launch.prepare import PreparedRun
+from hpc_parallel.record import owner
+from hpc_parallel.record.job_state import JobState, job_state
+from hpc_parallel.record.names import command_on
 from hpc_parallel.record.safe_read import read_tail
-from hpc_parallel.worker.conclude import conclude
+from hpc_parallel.supervise.conclude import conclude
 
 PERIOD_S = 0.3  # between looks at the run folder
 ASK_EVERY_S = 2.0  # a controller serves many users

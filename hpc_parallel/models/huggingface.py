@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_utils import AttentionInterface
 
-from hpc_parallel.config.huggingface import FAMILIES, FIXED, read_source, roles_in
-from hpc_parallel.config.problems import ConfigError
+from hpc_parallel.config.checks.huggingface_checks import FAMILIES, FIXED, read_source, roles_in
 from hpc_parallel.models.attention import CausalAttention
 from hpc_parallel.models.language import LanguageModel
+from hpc_parallel.problems import ConfigError
 
 INTERFACE = "hpc_parallel"
 

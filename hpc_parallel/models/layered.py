@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpc_parallel.models.place import mark
+from hpc_parallel.supervise.error_place import mark
 
 
 @dataclass(frozen=True)

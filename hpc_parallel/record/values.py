@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from typing import Any
@@ -33,3 +34,8 @@ def table(value: Any) -> dict[str, Any]:
 def job_id(value: Any) -> str | None:
     """`123`, or `123_4` of an array, which is no flag to Slurm's commands; None for any other value."""
     return value if isinstance(value, str) and _JOB_ID.fullmatch(value) else None
+
+
+def finite(value: float) -> float | None:
+    """The value, or None for NaN and infinity, which JSON does not have."""
+    return value if math.isfinite(value) else None

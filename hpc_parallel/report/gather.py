@@ -16,15 +16,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from hpc_parallel.config.layout import AXES, Layout, layout_of
-from hpc_parallel.config.problems import printable, spell
-from hpc_parallel.launch import attempts
-from hpc_parallel.launch.recorded import RecordedRun, find_runs
-from hpc_parallel.launch.recorded import number as finite
-from hpc_parallel.launch.sweep_folder import MANIFEST, Sweep, read_sweep
-from hpc_parallel.operate.state import states
+from hpc_parallel.problems import printable, spell
+from hpc_parallel.record import attempts
 from hpc_parallel.record.credentials import without_secret_values
+from hpc_parallel.record.recorded import RecordedRun, find_runs
+from hpc_parallel.record.recorded import number as finite
 from hpc_parallel.record.safe_read import read_json
-from hpc_parallel.worker.summary import summarise
+from hpc_parallel.record.sweep_folder import MANIFEST, Sweep, read_sweep
+from hpc_parallel.supervise.run_state import states
+from hpc_parallel.supervise.summary import summarise
 
 COMPLETED = "completed"
 FIGURES = (  # of summary.json: keys and units are the contract's

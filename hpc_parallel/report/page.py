@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from hpc_parallel.config.problems import alternatives, printable
+from hpc_parallel.problems import alternatives, printable
 from hpc_parallel.report import latency, markdown
 from hpc_parallel.report.claims import Runs, judged
 from hpc_parallel.report.gather import PARTS, Gathered

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from hydra.utils import instantiate
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
@@ -31,22 +29,10 @@ from hpc_parallel.strategies import (
     tile,
 )  # fmt: skip
 from hpc_parallel.strategies.accumulate import Accumulate
+from hpc_parallel.strategies.device_traffic import DeviceTraffic
+from hpc_parallel.strategies.forward_backward import ForwardBackward
 from hpc_parallel.strategies.mesh import axis_of, data_mesh, joint, slicing_axis
 from hpc_parallel.strategies.parameter_server import Idle, ParameterServer
-from hpc_parallel.strategies.traffic import DeviceTraffic
-
-
-class ForwardBackward(Protocol):
-    """A strategy's way through the layers."""
-
-    copies: Sequence[Parameter]
-    """Weights of this rank that are a peer's too, who counts them in the gradient's norm."""
-
-    def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Gradients of the replica's mean loss into `.grad`; that loss, or zero where a peer has it."""
-
-    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The replica's mean loss without gradients; zero where a peer has it."""
 
 
 @dataclass(frozen=True)

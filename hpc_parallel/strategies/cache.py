@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hpc_parallel.config.problems import ConfigError, Problem
 from hpc_parallel.models.attention import CausalAttention
 from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.problems import ConfigError, Problem
 
 
 def apply(model: LayeredModel, *, length: int) -> LayeredModel:

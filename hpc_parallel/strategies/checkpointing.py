@@ -23,8 +23,8 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from hpc_parallel.config.problems import ConfigError, Problem
 from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 
 DEAR = {

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpc_parallel.config.problems import ConfigError, Problem
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.attention import CausalAttention
 from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies.ring import Gather, Ring, slices_of
 
 if TYPE_CHECKING:
-    from hpc_parallel.strategies.assemble import ForwardBackward
+    from hpc_parallel.strategies.forward_backward import ForwardBackward
 
 WAYS: dict[str, type[Ring | Gather]] = {"ring": Ring, "gather": Gather}
 

@@ -21,8 +21,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.strategies.batch_norm import track
+from hpc_parallel.strategies.device_traffic import DeviceTraffic, move
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
-from hpc_parallel.strategies.traffic import DeviceTraffic, move
 
 Runner = Callable[..., Tensor]
 

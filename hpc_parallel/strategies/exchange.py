@@ -42,6 +42,17 @@ def all_gather(
     return [_decode(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
 
+def all_gather_numbers(values: list[float], *, device: torch.device) -> list[list[float]]:
+    """For each value, that of every rank, in one collective. Works without a process group too."""
+    local = torch.tensor(values, dtype=torch.float64, device=device)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [[value] for value in local.tolist()]
+    all_ranks = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_ranks, local)
+    table: Tensor = torch.stack(all_ranks, dim=1)
+    return table.tolist()
+
+
 def broadcast(value: Any, *, group: dist.ProcessGroup | None = None, device: torch.device = CPU) -> Any:
     """The value of the first rank of `group`, on all of them; what the others hand in is not looked at."""
     first = dist.get_rank(group) == 0

@@ -24,10 +24,10 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
-from hpc_parallel.config.pipeline_checks import version_problem
-from hpc_parallel.config.problems import ConfigError
+from hpc_parallel.config.checks.pipeline_checks import version_problem
 from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies.finite_loss import telling
 from hpc_parallel.strategies.replicate import Average
 from hpc_parallel.strategies.tied_ends import TiedEnds
@@ -46,7 +46,7 @@ KINDS = {
 
 
 def busy(stage: int, kind: str, microbatch: int | None = None) -> AbstractContextManager[object]:
-    """Marks a stage's work for a profiler (training/timeline.py); nothing where none is there.
+    """Marks a stage's work for a profiler (profiling/timeline.py); nothing where none is there.
 
     kind: forward, loss, backward (of inputs and weights, or of inputs alone), weights (their gradients,
     where a schedule puts them off), average (over replicas).

@@ -9,11 +9,11 @@ from itertools import accumulate, pairwise
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 
-from hpc_parallel.config.pipeline_checks import cuts_problem
-from hpc_parallel.config.problems import ConfigError, Problem
+from hpc_parallel.config.checks.pipeline_checks import cuts_problem
 from hpc_parallel.config.schedules import schedule_of, stages_of, stages_per_rank
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.layered import LayeredModel, PartCosts, keep
+from hpc_parallel.problems import ConfigError, Problem
 
 
 def cut(

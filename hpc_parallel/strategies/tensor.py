@@ -26,13 +26,13 @@ from torch.distributed.tensor.parallel import (
 from torch.func import functional_call
 from torch.nn import Module, Parameter
 
-from hpc_parallel.config.problems import ConfigError, Problem
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 
 if TYPE_CHECKING:
-    from hpc_parallel.strategies.assemble import ForwardBackward
+    from hpc_parallel.strategies.forward_backward import ForwardBackward
 
 
 def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> LayeredModel:

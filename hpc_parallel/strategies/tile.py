@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpc_parallel.config.problems import ConfigError
 from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies.halo import Box, Exchange, Grid, Size, Span
 
 WINDOWS = (nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d)

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_parallel.launch import owner
 from hpc_parallel.launch.batch_script import render, render_array
-from hpc_parallel.launch.job_state import JobState, job_states
-from hpc_parallel.launch.launchers import SiteRefusedError
-from hpc_parallel.launch.run_folder import RunFolder
-from hpc_parallel.launch.slurm import NEVER, in_slurms_words
-from hpc_parallel.launch.sweep_folder import write_sweep
+from hpc_parallel.launch.launcher import SiteRefusedError
+from hpc_parallel.launch.slurm_launcher import NEVER, in_slurms_words
+from hpc_parallel.record import owner
+from hpc_parallel.record.job_state import JobState, job_states
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_text
+from hpc_parallel.record.sweep_folder import write_sweep
 from hpc_parallel.sweep.plan import PlannedRun, SweepPlan
 from hpc_parallel.sweep.write import each_of, take_back
 

@@ -10,17 +10,17 @@ from pathlib import Path
 
 from hydra._internal.utils import get_args
 
-from hpc_parallel.config.problems import ConfigError, Problem, nearest, quoted
-from hpc_parallel.launch.checkpoints import complete
-from hpc_parallel.launch.names import RUNS
-from hpc_parallel.launch.recorded import read_run
-from hpc_parallel.launch.recorded_start import SHARED_FOLDER, grants_trust, key_of
 from hpc_parallel.launch.resume import value_of
-from hpc_parallel.launch.run_folder import RunFolder, is_run_folder, unreadable
-from hpc_parallel.launch.sweep_folder import MANIFEST, Sweep, SweepRun, is_sweep_folder, read_sweep
-from hpc_parallel.launch.trust import UntrustedError, owner_name, require_private
-from hpc_parallel.operate.state import State as RunState
-from hpc_parallel.operate.state import states
+from hpc_parallel.problems import ConfigError, Problem, nearest, quoted
+from hpc_parallel.record.checkpoint_index import complete
+from hpc_parallel.record.names import RUNS
+from hpc_parallel.record.recorded import read_run
+from hpc_parallel.record.recorded_start import SHARED_FOLDER, grants_trust, key_of
+from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
+from hpc_parallel.record.sweep_folder import MANIFEST, Sweep, SweepRun, is_sweep_folder, read_sweep
+from hpc_parallel.record.trust import UntrustedError, owner_name, require_private
+from hpc_parallel.supervise.run_state import State as RunState
+from hpc_parallel.supervise.run_state import states
 
 KEY = "sweep.resume="
 _NAMED = 3  # runs that an error tells

@@ -15,19 +15,19 @@ from pathlib import Path
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
-from hpc_parallel.config.checks import in_order
+from hpc_parallel.config.checks.all_checks import in_order
 from hpc_parallel.config.compose import UnresolvedError, composing, resolve
 from hpc_parallel.config.diagnose import Trials, diagnose, try_each
-from hpc_parallel.config.problems import ConfigError, Found, Problem, quoted
 from hpc_parallel.config.schema import RunConfig, SweepConfig
 from hpc_parallel.config.tasks import objective_problems, objectives
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
-from hpc_parallel.launch.launchers import SiteRefusedError
-from hpc_parallel.launch.sweep_folder import MANIFEST, Sweep, is_sweep_folder, read_sweep, write_sweep
+from hpc_parallel.launch.launcher import SiteRefusedError
+from hpc_parallel.problems import ConfigError, Found, Problem, quoted
+from hpc_parallel.record.sweep_folder import MANIFEST, Sweep, is_sweep_folder, read_sweep, write_sweep
 from hpc_parallel.shell import complain
-from hpc_parallel.sweep import table
-from hpc_parallel.sweep.command import open_folder
+from hpc_parallel.sweep import sweep_table
 from hpc_parallel.sweep.plan import OF_THE_SWEEP
+from hpc_parallel.sweep.start import open_folder
 from hpc_parallel.sweep.trial import RunFailedError, Trial, key_of, read_result
 
 RESULTS = "optimization_results.yaml"  # of Hydra's plugins for Optuna, Ax and Nevergrad
@@ -147,8 +147,8 @@ def _tell(trial: Trial, stopped: Exception | None, *, wanted: Sequence[str]) -> 
         rows.append((os.path.relpath(run.run_dir), label, *found, result.failure or "completed"))
         failed = failed or result.failure is not None
     print(flush=True)
-    table.console().print(table.table(("run", "overrides", *wanted, "state"), rows))
-    for line in table.skipped(sweep.skipped, [run.overrides for run in sweep.runs]):
+    sweep_table.console().print(sweep_table.table(("run", "overrides", *wanted, "state"), rows))
+    for line in sweep_table.skipped(sweep.skipped, [run.overrides for run in sweep.runs]):
         print(line)
     if (results := folder / RESULTS).is_file():
         print(results.read_text(encoding="utf-8").rstrip())

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hpc_parallel.config.problems import ConfigError, Problem
-from hpc_parallel.launch import owner
-from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.record import owner
+from hpc_parallel.record.run_folder import RunFolder
 
 
 @contextmanager

@@ -11,13 +11,13 @@ from typing import Any
 
 from omegaconf import open_dict, read_write
 
-from hpc_parallel.config.cells import Cell, Cells
 from hpc_parallel.config.compose import UnresolvedError
-from hpc_parallel.config.problems import ConfigError, Problem, quoted, spell
 from hpc_parallel.config.schema import SweepConfig
+from hpc_parallel.config.sweep_compose import Cell, Cells
 from hpc_parallel.launch.prepare import PreparedRun, prepare
-from hpc_parallel.launch.snapshot import Snapshot, plan_snapshot
-from hpc_parallel.launch.sweep_folder import SkippedRun, Sweep, SweepRun, is_sweep_folder
+from hpc_parallel.problems import ConfigError, Problem, quoted, spell
+from hpc_parallel.record.snapshot import Snapshot, plan_snapshot
+from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, SweepRun, is_sweep_folder
 from hpc_parallel.sweep.earlier import Earlier, State
 
 OF_THE_SWEEP = ("sweep.", "dry_run=")  # what is said to the whole, and no part of a run

@@ -8,8 +8,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from hpc_parallel.launch.metrics_file import MetricsReader, describe
-from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.metrics_file import MetricsReader, describe
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.sweep.plan import PlannedRun
 

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TypeVar
 
-from hpc_parallel.launch.origin import source_state
 from hpc_parallel.launch.prepare import PreparedRun
-from hpc_parallel.launch.snapshot import Snapshot
+from hpc_parallel.record.provenance import source_state
+from hpc_parallel.record.snapshot import Snapshot
 
 AT_ONCE = 8
 T = TypeVar("T")

@@ -26,7 +26,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 from torch.utils.serialization import config
 
-from hpc_parallel.launch.checkpoints import CHECKSUM, Checkpoint, Digest, publish
+from hpc_parallel.record.checkpoint_index import CHECKSUM, Checkpoint, Digest, publish
 from hpc_parallel.strategies.assemble import Assembled
 
 State = dict[str, Tensor]

@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
+from hpc_parallel.record.values import finite
+from hpc_parallel.strategies.exchange import all_gather_numbers
 from hpc_parallel.training.step import StepResult
 
 # Dense bf16 peaks by the vendors' data sheets, FLOP/s; mfu is null on a device that is not here.
@@ -66,7 +66,7 @@ class Metrics:
         now = time.perf_counter()
         if self._steps:
             self._step_time_s = (now - self._since - self._pause_s) / self._steps
-        losses, norms, peaks, times, *counts = gathered(
+        losses, norms, peaks, times, *counts = all_gather_numbers(
             [loss_share, gradient_norm, float(peak_memory_bytes(self._device)), self._step_time_s, *skipped],
             device=self._device,
         )
@@ -96,22 +96,6 @@ class Metrics:
             "peak_memory_bytes": int(max(peaks)),
             "time": datetime.now(UTC).isoformat(),
         }
-
-
-def gathered(values: list[float], *, device: torch.device) -> list[list[float]]:
-    """For each value, that of every rank, by one collective."""
-    here = torch.tensor(values, dtype=torch.float64, device=device)
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [[value] for value in here.tolist()]
-    everywhere = [torch.empty_like(here) for _ in range(dist.get_world_size())]
-    dist.all_gather(everywhere, here)
-    table: Tensor = torch.stack(everywhere, dim=1)
-    return table.tolist()
-
-
-def finite(value: float) -> float | None:
-    """JSON has no NaN and no infinity: null stands for both."""
-    return value if math.isfinite(value) else None
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from hpc_parallel.config.schema import TrainingConfig
-from hpc_parallel.launch import checkpoints
+from hpc_parallel.record import checkpoint_index
 from hpc_parallel.training.checkpoint import State, Writer, random_state
 
 _MARK_EVERY_S = 2.0
@@ -91,7 +91,7 @@ class Saver:
         self._stager.close()
 
     def _begin(self, step: int) -> None:
-        beside = checkpoints.beside(self._folder, step)
+        beside = checkpoint_index.beside(self._folder, step)
         if dist.get_rank() == 0:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             shutil.rmtree(beside, ignore_errors=True)  # of a save that failed
@@ -103,7 +103,7 @@ class Saver:
             step=step,
             about={**self._about, "samples": step * training.global_batch_size},
             prune=partial(
-                checkpoints.prune,
+                checkpoint_index.prune,
                 self._folder,
                 keep_last=training.keep_last,
                 keep_every=training.keep_every,
@@ -144,7 +144,7 @@ class Saver:
             raise error
         words = "; ".join(sorted({f"{type(each).__name__}: {each}" for each, _ in error.failures.values()}))
         if dist.get_rank() == 0:
-            shutil.rmtree(checkpoints.beside(self._folder, self._step), ignore_errors=True)
+            shutil.rmtree(checkpoint_index.beside(self._folder, self._step), ignore_errors=True)
             print(
                 f"WARNING: the checkpoint of step {self._step} could not be written ({words}); "
                 f"the newest is that of step {self._saved}",

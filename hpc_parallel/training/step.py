@@ -14,10 +14,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from hpc_parallel.models.layered import LayeredModel
-from hpc_parallel.models.place import located, mark
-from hpc_parallel.strategies.assemble import Assembled, ForwardBackward
+from hpc_parallel.strategies.assemble import Assembled
+from hpc_parallel.strategies.forward_backward import ForwardBackward
 from hpc_parallel.strategies.mesh import weight_axes
 from hpc_parallel.strategies.parameter_server import ParameterServer
+from hpc_parallel.supervise.error_place import located, mark
 from hpc_parallel.training.checkpoint import statistics
 from hpc_parallel.training.nonfinite import Guard
 from hpc_parallel.training.optimizer import GradientNorm, clip

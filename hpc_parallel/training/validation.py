@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from hpc_parallel.data.sampler import Batches
-from hpc_parallel.training.metrics import finite, gathered
+from hpc_parallel.record.values import finite
+from hpc_parallel.strategies.exchange import all_gather_numbers
 
 
 def mean_loss(
@@ -16,7 +17,7 @@ def mean_loss(
 ) -> float | None:
     """Over the first `steps` global batches, the same on all ranks; None where it is not finite."""
     losses = [evaluate(*to_device(batches.at(step), device)) for step in range(steps)]
-    (shares,) = gathered([torch.stack(losses).double().mean().item()], device=device)
+    (shares,) = all_gather_numbers([torch.stack(losses).double().mean().item()], device=device)
     return finite(sum(shares) / batches.replicas)
 
 

@@ -6,9 +6,9 @@ from typing import Any, Protocol
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.tasks import total_steps
-from hpc_parallel.launch.metrics_file import describe
-from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.record.credentials import public_part
+from hpc_parallel.record.metrics_file import describe
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import append_line
 
 

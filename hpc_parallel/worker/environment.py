@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hpc_parallel.launch.origin import installed_packages
+from hpc_parallel.record.provenance import installed_packages
 
 SLURM_KEYS = (
     "SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_PARTITION", "SLURM_JOB_ACCOUNT", "SLURM_JOB_NODELIST",

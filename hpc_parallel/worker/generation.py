@@ -17,16 +17,17 @@ from torch import Tensor
 from hpc_parallel.config.schema import GenerateConfig, RunConfig
 from hpc_parallel.config.tasks import encoded_prompts, total_steps
 from hpc_parallel.data.codec import decode, reads_bytes
-from hpc_parallel.launch import attempts
-from hpc_parallel.launch.results import results
-from hpc_parallel.launch.run_folder import RunFolder
 from hpc_parallel.models.layered import tensor_seed
+from hpc_parallel.record import attempts
+from hpc_parallel.record.results import results
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.decode import Decoder
-from hpc_parallel.training.metrics import gathered, peak_memory_bytes
-from hpc_parallel.training.weights import start_from
+from hpc_parallel.strategies.exchange import all_gather_numbers
+from hpc_parallel.training.load_weights import start_from
+from hpc_parallel.training.metrics import peak_memory_bytes
 from hpc_parallel.training.writers import open_writers
 from hpc_parallel.worker.session import Session, complete
 
@@ -195,7 +196,9 @@ class Clock:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         elapsed = (time.perf_counter() - self._since) / (step - self._last)
-        times, peaks = gathered([elapsed, float(peak_memory_bytes(self.device))], device=self.device)
+        times, peaks = all_gather_numbers(
+            [elapsed, float(peak_memory_bytes(self.device))], device=self.device
+        )
         self._last, self._since = step, time.perf_counter()
         return {
             "step": step,

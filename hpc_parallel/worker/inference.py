@@ -15,13 +15,14 @@ from hpc_parallel.config.layout import BatchPlan, plan_batch
 from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import InferConfig, RunConfig
 from hpc_parallel.config.tasks import batch_sizes
-from hpc_parallel.launch import attempts
-from hpc_parallel.launch.results import results
-from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record import attempts
+from hpc_parallel.record.results import results
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
-from hpc_parallel.training.metrics import gathered, peak_memory_bytes
+from hpc_parallel.strategies.exchange import all_gather_numbers
+from hpc_parallel.training.load_weights import start_from
+from hpc_parallel.training.metrics import peak_memory_bytes
 from hpc_parallel.training.validation import mean_loss, to_device
-from hpc_parallel.training.weights import start_from
 from hpc_parallel.training.writers import open_writers
 from hpc_parallel.worker.session import Session, complete
 
@@ -49,7 +50,7 @@ def infer(
     writers = open_writers(config, folder=folder, values=values) if rank == 0 else []
     lines: list[dict[str, Any]] = []
     for step, figures in enumerate(measurements(session), start=1):
-        (peaks,) = gathered([float(peak_memory_bytes(device))], device=device)
+        (peaks,) = all_gather_numbers([float(peak_memory_bytes(device))], device=device)
         now = datetime.now(UTC).isoformat()
         lines.append({"step": step, **figures, "peak_memory_bytes": int(max(peaks)), "time": now})
         for writer in writers:
@@ -72,7 +73,7 @@ def validate(session: Session) -> dict[str, Any]:
     steps = session.validation_steps
     started = time.perf_counter()
     loss = mean_loss(session.assembled.forward_backward.evaluate, batches, steps=steps, device=session.device)
-    (times,) = gathered([time.perf_counter() - started], device=session.device)
+    (times,) = all_gather_numbers([time.perf_counter() - started], device=session.device)
     samples = steps * session.config.training.global_batch_size
     return {"samples": samples, "validation_loss": loss, "samples_per_s": samples / max(times)}
 
@@ -99,7 +100,7 @@ def time_batch(session: Session, *, batch_size: int) -> dict[str, Any]:
         taken.append(time.perf_counter() - started)
     here = taken[WARM_UP:]
     slowest = torch.tensor(
-        [max(ranks) for ranks in gathered(here, device=session.device)], dtype=torch.float64
+        [max(ranks) for ranks in all_gather_numbers(here, device=session.device)], dtype=torch.float64
     )
     latency_s, p99_s = slowest.quantile(torch.tensor([0.5, 0.99], dtype=torch.float64)).tolist()
     figures = {

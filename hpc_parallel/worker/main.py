@@ -20,24 +20,25 @@ import torch.distributed as dist
 
 from hpc_parallel.config.layout import layout_of, processes_per_node
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.launch.job_state import job_of
-from hpc_parallel.launch.owner import hold_by_job
-from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.job_state import job_of
+from hpc_parallel.record.owner import hold_by_job
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.strategies import exchange
-from hpc_parallel.worker import fabric, failure, flight_recorder, stop
+from hpc_parallel.supervise import fabric, failure, flight_recorder
+from hpc_parallel.supervise.world import World
+from hpc_parallel.worker import stop
 from hpc_parallel.worker.environment import describe
 from hpc_parallel.worker.generation import generate
 from hpc_parallel.worker.inference import infer
-from hpc_parallel.worker.logs import redirect
-from hpc_parallel.worker.proof import prove
+from hpc_parallel.worker.parity_record import prove
+from hpc_parallel.worker.rank_logs import redirect
 from hpc_parallel.worker.rendezvous import hosts, meet
 from hpc_parallel.worker.session import read_config
 from hpc_parallel.worker.signed_objects import require_signatures
 from hpc_parallel.worker.train import train
 from hpc_parallel.worker.watchdog import watch
-from hpc_parallel.worker.world import World
 
 # By the names of conf/task/.
 TASKS: dict[str, Callable[..., object]] = {

@@ -24,16 +24,16 @@ from hpc_parallel.config.layout import (
 from hpc_parallel.config.schedules import schedule_of, stages_per_rank
 from hpc_parallel.config.schema import RunConfig, typed
 from hpc_parallel.data.sampler import Batches, Data, Samples, validation_steps
-from hpc_parallel.launch import attempts
-from hpc_parallel.launch.run_folder import RunFolder
-from hpc_parallel.models.place import located
+from hpc_parallel.record import attempts
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_yaml
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.assemble import Assembled, assemble
 from hpc_parallel.strategies.mesh import build_mesh
+from hpc_parallel.supervise.error_place import located
+from hpc_parallel.supervise.summary import summarise
 from hpc_parallel.training.writers import Writer
-from hpc_parallel.worker.summary import summarise
 
 
 def read_config(path: Path) -> tuple[RunConfig, dict[str, Any]]:

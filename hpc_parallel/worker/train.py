@@ -12,25 +12,25 @@ import torch
 import torch.distributed as dist
 
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.launch import attempts
-from hpc_parallel.launch.checkpoints import clear, set_aside_after
-from hpc_parallel.launch.metrics_file import MetricsReader
-from hpc_parallel.launch.run_folder import RunFolder
-from hpc_parallel.launch.trust import require_private
+from hpc_parallel.profiling.measurement import Measurement
+from hpc_parallel.record import attempts
+from hpc_parallel.record.checkpoint_index import clear, set_aside_after
+from hpc_parallel.record.metrics_file import MetricsReader
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.record.trust import require_private
 from hpc_parallel.strategies.assemble import Assembled
-from hpc_parallel.strategies.traffic import figures, ring_all_reduce
+from hpc_parallel.strategies.device_traffic import figures, ring_all_reduce
+from hpc_parallel.supervise.progress import Progress
 from hpc_parallel.training.checkpoint import State, state_of
-from hpc_parallel.training.measure import Measurement
+from hpc_parallel.training.load_weights import start_from
 from hpc_parallel.training.metrics import Metrics, Scale, peak_flops
 from hpc_parallel.training.nonfinite import FollowerError, NonFiniteError
 from hpc_parallel.training.optimizer import build_optimizer
-from hpc_parallel.training.progress import Progress
-from hpc_parallel.training.resume import newest_sound, restore
+from hpc_parallel.training.restore import newest_sound, restore
 from hpc_parallel.training.saver import Saver
 from hpc_parallel.training.step import build_step
 from hpc_parallel.training.trainer import Observers, Samples, Trainer
-from hpc_parallel.training.weights import start_from
 from hpc_parallel.training.writers import Writer, open_writers
 from hpc_parallel.worker.session import Session, complete
 from hpc_parallel.worker.stop import Stop
@@ -64,7 +64,10 @@ def train(
     observers = Observers(
         metrics=metrics,
         measurement=Measurement(
-            steps=config.training.measure_steps, mesh=session.assembled.mesh, device=device, metrics=metrics
+            steps=config.training.measure_steps,
+            mesh=session.assembled.mesh,
+            device=device,
+            leave_out=partial(metrics.leave_out, steps=1),
         ),
         writers=open_writers(config, folder=folder, values=values) if dist.get_rank() == 0 else [],
         progress=progress or Progress(),

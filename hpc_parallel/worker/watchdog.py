@@ -1,7 +1,7 @@
 """A thread in each rank that sees when the rank stands still, tells where, and ends it.
 
 Each rank finds the time-out by itself, since one that waits in a collective makes no progress either;
-who is behind is seen when all have told (worker/standing.py).
+who is behind is seen when all have told (supervise/hang_report.py).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pathlib import Path
 
 import torch
 
-from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import replacing
-from hpc_parallel.training.progress import Progress
-from hpc_parallel.worker import failure, standing
-from hpc_parallel.worker.flight_recorder import recorded
-from hpc_parallel.worker.standing import Collective, Standing
-from hpc_parallel.worker.world import World
+from hpc_parallel.supervise import failure, hang_report
+from hpc_parallel.supervise.flight_recorder import recorded
+from hpc_parallel.supervise.hang_report import Collective, Standing
+from hpc_parallel.supervise.progress import Progress
+from hpc_parallel.supervise.world import World
 
 _POLL_S = 0.2
 _TORCH = str(Path(torch.__file__).parent)
@@ -43,7 +43,7 @@ def watch(folder: RunFolder, *, world: World, timeout_s: float | None) -> Iterat
     if timeout_s is None:
         yield progress
         return
-    standing.forget(folder, world=world)
+    hang_report.forget(folder, world=world)
     closed = threading.Event()
     watchdog = _Watchdog(folder, world=world, timeout_s=timeout_s, progress=progress, closed=closed)
     threading.Thread(target=watchdog.run, name="watchdog", daemon=True).start()
@@ -66,7 +66,7 @@ class _Watchdog:
         self.folder, self.world, self.timeout_s = folder, world, timeout_s
         self.progress, self.closed = progress, closed
         self.store = _address_of_store(folder, world=world)
-        self.grace_s = standing.grace_s(timeout_s)
+        self.grace_s = hang_report.grace_s(timeout_s)
 
     def run(self) -> None:
         try:
@@ -83,7 +83,7 @@ class _Watchdog:
         Only time in which this thread could run counts: a job that is suspended, or a rank that was
         stopped and continued, has not hung for as long as that took.
         """
-        period_s = self.timeout_s / standing.LOOKS
+        period_s = self.timeout_s / hang_report.LOOKS
         seen, idle_s, woke = self.progress.now, 0.0, time.monotonic()
         while not self.closed.wait(min(period_s, max(_POLL_S, self.timeout_s - idle_s))):
             before, woke = woke, time.monotonic()
@@ -94,14 +94,14 @@ class _Watchdog:
             _, phase, step = now
             watched = step > self.progress.first_step and phase != "done"
             if watched and idle_s >= self.timeout_s:
-                standing.raise_alarm(self.folder, attempt=self.world.attempt)
+                hang_report.raise_alarm(self.folder, attempt=self.world.attempt)
                 return idle_s
-            if standing.alarm(self.folder, attempt=self.world.attempt):
+            if hang_report.alarm(self.folder, attempt=self.world.attempt):
                 return idle_s
         return None
 
     def _tell(self, idle_s: float) -> None:
-        with replacing(standing.stacks(self.folder, self.world.rank)) as file:
+        with replacing(hang_report.stacks(self.folder, self.world.rank)) as file:
             faulthandler.dump_traceback(file, all_threads=True)
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         stack = traceback.extract_stack(frame)
@@ -115,12 +115,12 @@ class _Watchdog:
             phase=phase,
             step=step,
             idle_s=idle_s,
-            where=standing.spot(own[-1].filename, own[-1].lineno, own[-1].name),
+            where=hang_report.spot(own[-1].filename, own[-1].lineno, own[-1].name),
             stack="".join(traceback.format_list(stack)).splitlines(),
             collective=last_collective(),
             unreachable=self._unreachable(),
         )
-        standing.report(self.folder, self.standing)
+        hang_report.report(self.folder, self.standing)
         print(f"no progress for {idle_s:.0f} s: {self.standing.place}", file=sys.stderr, flush=True)
 
     def _unreachable(self) -> str | None:
@@ -128,7 +128,7 @@ class _Watchdog:
         if self.store is None:
             return None
         try:
-            socket.create_connection(self.store, timeout=standing.PROBE_S).close()
+            socket.create_connection(self.store, timeout=hang_report.PROBE_S).close()
         except ConnectionRefusedError:
             pass
         except OSError:
@@ -139,7 +139,7 @@ class _Watchdog:
         """Wait until all have told, and end the process even where its main thread is in C code."""
         deadline = time.monotonic() + self.grace_s
         while time.monotonic() < deadline:
-            if standing.all_reported(self.folder, world=self.world):
+            if hang_report.all_reported(self.folder, world=self.world):
                 break
             time.sleep(_POLL_S)
         message = f"no progress for {self.standing.idle_s:.0f} s, {self.standing.place}"

@@ -141,7 +141,7 @@ def resume(folder: Path) -> None:
     imports_s, rest_s = [], []
     for round_ in range(ROUNDS):
         began = time.perf_counter()
-        for module in ("hpc_parallel.run", "hpc_parallel.worker.local", "hpc_parallel.worker.train"):
+        for module in ("hpc_parallel.run", "hpc_parallel.job", "hpc_parallel.worker.train"):
             subprocess.run([sys.executable, "-c", f"import {module}"], check=True, **QUIET)
         imports_s.append(time.perf_counter() - began)
         done = 2 + round_

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 
 from hpc_parallel.config.schema import ClusterConfig
-from hpc_parallel.launch.run_folder import RunFolder
-from hpc_parallel.worker import fabric, rendezvous
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.supervise import fabric
+from hpc_parallel.supervise.world import World
+from hpc_parallel.worker import rendezvous
 from hpc_parallel.worker.signed_store import SignedStore
-from hpc_parallel.worker.world import World
 
 FORK = multiprocessing.get_context("fork")
 METHODS = ("set", "get", "multi_set", "multi_get", "append", "add", "compare_set", "check", "wait")

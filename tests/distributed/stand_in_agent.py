@@ -15,10 +15,12 @@ import sys
 import time
 from pathlib import Path
 
-from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.job import worker_main
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json, write_text
-from hpc_parallel.worker import local, logs
-from hpc_parallel.worker.world import World
+from hpc_parallel.supervise import local_agent
+from hpc_parallel.supervise.world import World
+from hpc_parallel.worker import rank_logs
 
 VICTIM = 2
 
@@ -33,7 +35,7 @@ def play(run_folder: str) -> int:
     folder = RunFolder(Path(run_folder))
     world = World.discover(os.environ)
     rank = world.rank
-    logs.redirect(folder, rank=rank)
+    rank_logs.redirect(folder, rank=rank)
     scenario = (folder.path / "scenario").read_text()
     store = meet(folder, world=world, cluster=ClusterConfig(name="here", start_timeout_s=30))
     dist.init_process_group(
@@ -72,7 +74,7 @@ def serve() -> None:
         if child == 0:
             os.setsid()
             plays = (Path(line.strip()) / "scenario").exists()
-            os._exit(local.run(line.strip(), entry=play if plays else None))
+            os._exit(local_agent.run(line.strip(), load_entry=(lambda: play) if plays else worker_main))
         print(child, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
@@ -81,8 +83,8 @@ if __name__ == "__main__":
     if sys.argv[1] == "--serve":
         serve()
     elif sys.argv[1] == "--login":
-        from hpc_parallel.launch.local import follow_agent
+        from hpc_parallel.launch.local_launcher import follow_agent
 
         sys.exit(follow_agent(RunFolder(Path(sys.argv[2])), steps=5, agent=(__file__,)))
     else:
-        local.main(entry=play)
+        local_agent.main(sys.argv[1:], load_entry=lambda: play)

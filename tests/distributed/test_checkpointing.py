@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpc_parallel.config.problems import ConfigError
 from hpc_parallel.models.convnet import ConvNet
 from hpc_parallel.models.layered import LayeredModel, materialise
 from hpc_parallel.models.transformer import Transformer
+from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies import checkpointing
 from tests.parity import Alone, follow_one_device
 from tests.workers import Workers

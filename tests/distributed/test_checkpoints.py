@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_parallel.launch.attempts import starts
-from hpc_parallel.launch.checkpoints import complete
+from hpc_parallel.record.attempts import starts
+from hpc_parallel.record.checkpoint_index import complete
 from tests.parity import in_full, largest_difference, weight_difference
 from tests.workers import Trained, Workers
 

@@ -187,10 +187,10 @@ def test_four_devices_hold_a_quarter_each_and_work_alike(
 def _told(case: str) -> str:
     from torch.distributed.device_mesh import init_device_mesh
 
-    from hpc_parallel.config.problems import ConfigError
     from hpc_parallel.models.attention import CausalAttention
     from hpc_parallel.models.convnet import ConvNet
     from hpc_parallel.models.transformer import Transformer
+    from hpc_parallel.problems import ConfigError
     from hpc_parallel.strategies import context
 
     class Sliding(CausalAttention):

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.worker.main import main
 from tests.composed import prepared

@@ -21,7 +21,7 @@ import psutil
 import pytest
 import yaml
 
-from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from tests.composed import prepared
 

@@ -198,7 +198,7 @@ def _waited(job: Callable[[int], float]) -> tuple[float, float]:
     import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    from hpc_parallel.training.timeline import STEP, Timeline, events_of, marked_waits
+    from hpc_parallel.profiling.timeline import STEP, Timeline, events_of, marked_waits
 
     with marked_waits(), profile(activities=[ProfilerActivity.CPU]) as profiled:
         dist.barrier()
@@ -299,7 +299,7 @@ def _moved(name: str) -> tuple[dict[str, int], dict[str, int]]:
     import torch.distributed as dist
     from torch.distributed import _functional_collectives as functional
 
-    from hpc_parallel.training.collectives import Traffic
+    from hpc_parallel.profiling.traffic import Traffic
 
     rank, ten = dist.get_rank(), torch.ones(10)
     thirty = torch.ones(30)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hpc_parallel.launch.recorded import find_runs
+from hpc_parallel.record.recorded import find_runs
 from hpc_parallel.run import main
 
 pytestmark = pytest.mark.full

@@ -37,7 +37,7 @@ def _round(run_folder: str) -> dict[str, Any]:
     """One step: bytes that this rank holds of each kind, and the gradient where it is whole."""
     import torch
 
-    from hpc_parallel.launch.run_folder import RunFolder
+    from hpc_parallel.record.run_folder import RunFolder
     from hpc_parallel.training.optimizer import build_optimizer
     from hpc_parallel.training.step import build_step
     from hpc_parallel.worker.session import Session, read_config

@@ -55,9 +55,9 @@ def _split_without_a_hint() -> list[str]:
 
     from torch.distributed.device_mesh import init_device_mesh
 
-    from hpc_parallel.config.problems import ConfigError
     from hpc_parallel.config.schema import StrategyConfig
     from hpc_parallel.models.transformer import Transformer
+    from hpc_parallel.problems import ConfigError
     from hpc_parallel.strategies import tensor
 
     class Forgetful(Transformer):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_parallel.launch.checkpoints import complete
+from hpc_parallel.record.checkpoint_index import complete
 from tests.workers import Workers
 
 SMALL = (

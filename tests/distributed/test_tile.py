@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hpc_parallel.config.problems import ConfigError
 from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies import batch_norm, halo, tile
 from tests.workers import Workers
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hpc_parallel.config.problems import ConfigError
-from hpc_parallel.worker.export import main as export
+from hpc_parallel.commands.export import main as export
+from hpc_parallel.problems import ConfigError
 from tests.parity import largest_difference
 from tests.workers import Trained, Workers
 

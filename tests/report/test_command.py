@@ -170,7 +170,7 @@ def test_everything_wrong_is_told_at_once(
     (runs.parent / "file").write_text("")
     find_spec = util.find_spec
     monkeypatch.setattr(
-        "hpc_parallel.report.command.find_spec",
+        "hpc_parallel.commands.report.find_spec",
         lambda name: None if name == "matplotlib" else find_spec(name),
     )
     monkeypatch.chdir(runs.parent)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hpc_parallel.launch.run_folder import RunFolder
-from hpc_parallel.report.command import main
+from hpc_parallel.commands.report import main
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.report.gather import PARTS, gather
 from hpc_parallel.report.markdown import text
 from hpc_parallel.report.spreadsheet import to_csv

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from hpc_parallel.launch import owner
-from hpc_parallel.launch.run_folder import RunFolder
-from hpc_parallel.launch.sweep_folder import SkippedRun, Sweep, SweepRun, create, write_sweep
+from hpc_parallel.record import owner
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, SweepRun, create, write_sweep
 from hpc_parallel.report.claims import BACKED, CONTRADICTED, EVEN, OPEN, UNTOLD, Runs, judged
 from hpc_parallel.report.gather import Gathered, Row, gather, timeline
 from hpc_parallel.report.page import table

@@ -30,9 +30,9 @@ import xxhash
 import yaml
 
 from hpc_parallel.__main__ import main
-from hpc_parallel.launch.run_folder import RunFolder
-from hpc_parallel.launch.sweep_folder import SkippedRun, Sweep, SweepRun, write_sweep
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, SweepRun, write_sweep
 from tests.recorded_runs import failed, finished
 
 Mutation = tuple[str, str, int, int]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hpc_parallel.launch.origin import origin, source_state
-from hpc_parallel.launch.run_folder import RunFolder
-from hpc_parallel.launch.snapshot import plan_snapshot
 from hpc_parallel.record.credentials import is_credential_file, public_part, without_secret_values
+from hpc_parallel.record.provenance import origin, source_state
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.snapshot import plan_snapshot
 from tests.unit.test_snapshot import copied, git
 
 SECRET_FILES = [".env", "creds.txt", "deploy/.env.production", "id_ed25519", "sub/Server.PEM", ".ssh/config",

@@ -15,12 +15,13 @@ import pytest
 import xxhash
 
 from hpc_parallel.__main__ import main
-from hpc_parallel.config.problems import printable
-from hpc_parallel.launch import checkpoints, weights
-from hpc_parallel.launch.metrics_file import MetricsReader, last_line, read_metrics
-from hpc_parallel.launch.recorded import find_runs, read_run
-from hpc_parallel.launch.run_folder import RunFolder, unreadable
-from hpc_parallel.operate import grid, rows
+from hpc_parallel.commands import grid, run_rows
+from hpc_parallel.config.checks import starting_weights
+from hpc_parallel.problems import printable
+from hpc_parallel.record import checkpoint_index
+from hpc_parallel.record.metrics_file import MetricsReader, last_line, read_metrics
+from hpc_parallel.record.recorded import find_runs, read_run
+from hpc_parallel.record.run_folder import RunFolder, unreadable
 from hpc_parallel.record.safe_read import DamagedError
 from hpc_parallel.record.safe_write import write_json
 from tests.recorded_runs import failed, finished, prepared, started
@@ -161,9 +162,9 @@ def test_the_last_defence(tmp_path: Path, capsys: Capture, monkeypatch: pytest.M
     """Whatever a folder surprises us with, the other runs are listed."""
     for number in (1, 2):
         finished(tmp_path / f"runs/a/{number}")
-    build = rows.row_of
+    build = run_rows.row_of
     surprise = lambda run, state: 1 / 0 if run.run_id == "1" else build(run, state)  # noqa: E731
-    monkeypatch.setattr(rows, "row_of", surprise)
+    monkeypatch.setattr(run_rows, "row_of", surprise)
     code, out, _ = ran(capsys, "status", "--json")
     found = {row["run"]: (row["state"], row["reason"]) for row in json.loads(out)}
     assert code == 0
@@ -259,8 +260,8 @@ class TestCheckpoints:
     def test_links_and_files_are_skipped_with_a_word(self, folder: RunFolder, capsys: Capture) -> None:
         (folder.checkpoints / "step-9").symlink_to("step-4")
         (folder.checkpoints / "step-10").write_text("notes")
-        assert [each.step for each in checkpoints.complete(folder.checkpoints)] == [4, 2]
-        checkpoints.clear(folder.checkpoints)
+        assert [each.step for each in checkpoint_index.complete(folder.checkpoints)] == [4, 2]
+        checkpoint_index.clear(folder.checkpoints)
         assert sorted(os.listdir(folder.checkpoints)) == ["step-10", "step-2", "step-4", "step-9"]
         out = " ".join(ran(capsys, "show", "1")[1].split())
         assert "checkpoints 2, 4 no checkpoints step-10, step-9 (links and files are skipped)" in out
@@ -272,10 +273,10 @@ class TestCheckpoints:
 
     def test_one_of_a_later_step_takes_the_place_of_a_file(self, folder: RunFolder) -> None:
         (folder.checkpoints / "step-9").write_text("notes")
-        beside = checkpoints.beside(folder.checkpoints, 9)
+        beside = checkpoint_index.beside(folder.checkpoints, 9)
         beside.mkdir()
-        checkpoints.publish(folder.checkpoints, step=9, files={}, about={})
-        assert checkpoints.complete(folder.checkpoints)[0].step == 9
+        checkpoint_index.publish(folder.checkpoints, step=9, files={}, about={})
+        assert checkpoint_index.complete(folder.checkpoints)[0].step == 9
         assert (folder.checkpoints / "not-a-checkpoint-step-9").read_text() == "notes"
 
     @pytest.mark.parametrize(
@@ -293,14 +294,14 @@ class TestCheckpoints:
     )
     def test_odd_manifests(self, change: dict[str, Any], words: str, folder: RunFolder) -> None:
         self.write(folder, 4, change)
-        assert words in (checkpoints.complete(folder.checkpoints)[0].damage() or "")
+        assert words in (checkpoint_index.complete(folder.checkpoints)[0].damage() or "")
 
     @pytest.mark.parametrize("damage", [pipe, linked, sparse])
     def test_odd_files(self, damage: Callable[[Path], None], folder: RunFolder) -> None:
         for name in ("part", "manifest.json", "complete"):
             self.write(folder, 4, {})
             damage(folder.checkpoints / "step-4" / name)
-            found = checkpoints.complete(folder.checkpoints)[0]
+            found = checkpoint_index.complete(folder.checkpoints)[0]
             assert found.step == 2 or found.damage()
             (folder.checkpoints / "step-4" / name).unlink()
 
@@ -338,14 +339,14 @@ class TestWeights:
         path = tmp_path / "a.safetensors"
         path.write_bytes(content)
         with pytest.raises(ValueError, match=why):
-            weights.read_header(path)
+            starting_weights.read_header(path)
 
     def test_special_files(self, tmp_path: Path) -> None:
         pipe(tmp_path / "a")
         (tmp_path / "zero").symlink_to("/dev/zero")
         for name, why in (("a", "it is a pipe"), ("zero", "it is a device")):
             with pytest.raises(DamagedError, match=why):
-                weights.read_header(tmp_path / name)
+                starting_weights.read_header(tmp_path / name)
 
 
 @needs_root

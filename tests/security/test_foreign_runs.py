@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from hpc_parallel.config.problems import ConfigError
-from hpc_parallel.launch.checkpoints import CHECKSUM, Digest
-from hpc_parallel.launch.recorded_start import read_start
-from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.problems import ConfigError
+from hpc_parallel.record.checkpoint_index import CHECKSUM, Digest
+from hpc_parallel.record.recorded_start import read_start
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.run import main
 from tests.composed import prepared
@@ -153,7 +153,7 @@ def test_a_link_to_a_foreign_run_is_no_run_of_mine(shared: Path, here: Path, can
 def test_rerun_and_weights_take_nothing_of_others(
     shared: Path, here: Path, canary: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from hpc_parallel.launch.rerun import main as rerun
+    from hpc_parallel.commands.rerun import main as rerun
 
     folder = plant(shared / "theirs", "launcher.shared_folder=true", canary=canary)
     assert rerun([str(folder.path)]) == 2

@@ -26,14 +26,15 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed import HashStore, PrefixStore, TCPStore, distributed_c10d
 
 from hpc_parallel.config.schema import ClusterConfig
-from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.strategies import exchange
-from hpc_parallel.worker import fabric, main, rendezvous, signed_objects
+from hpc_parallel.supervise import fabric
+from hpc_parallel.supervise.world import World
+from hpc_parallel.worker import main, rendezvous, signed_objects
 from hpc_parallel.worker.rendezvous import StartError, hosts, meet
 from hpc_parallel.worker.signed_objects import ForeignObjectError, require_signatures
 from hpc_parallel.worker.signed_store import ForgedError, SignedStore
-from hpc_parallel.worker.world import World
 from tests.composed import prepared
 from tests.security.users import ATTACKER, call_as, needs_root
 

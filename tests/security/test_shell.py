@@ -15,7 +15,7 @@ import pytest
 
 from hpc_parallel import __main__, shell
 from hpc_parallel.__main__ import COMMANDS, main
-from hpc_parallel.config.problems import ConfigError
+from hpc_parallel.problems import ConfigError
 
 RUN = ["run", "dry_run=true", "launcher.snapshot=false", "launcher=local"]
 

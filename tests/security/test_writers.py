@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import hpc_parallel
-from hpc_parallel.data import tokenize
+from hpc_parallel.commands import tokenize
 from hpc_parallel.record.safe_write import open_append, replacing
-from hpc_parallel.worker import proof  # noqa: F401  (what a forked child imports it could not read)
+from hpc_parallel.worker import parity_record  # noqa: F401  (what a forked child imports it could not read)
 from tests.security.users import ATTACKER, VICTIM, call_as, give, needs_root
 
 PACKAGE = Path(hpc_parallel.__file__).parent
@@ -29,9 +29,9 @@ WRITERS = {
 OWN = {"write_text", "write_bytes"}  # names that safe_write has too: as functions, not as methods
 ALLOWED = {
     ("data/tokens.py", "open_memmap"): "reads: mode r",
-    ("launch/snapshot.py", "copy2"): "into the run's own 0700 folder, which was empty",
-    ("launch/snapshot.py", "link"): "into the run's own 0700 folder, which was empty",
-    ("launch/snapshot.py", "symlink_to"): "into the run's own 0700 folder, which was empty",
+    ("record/snapshot.py", "copy2"): "into the run's own 0700 folder, which was empty",
+    ("record/snapshot.py", "link"): "into the run's own 0700 folder, which was empty",
+    ("record/snapshot.py", "symlink_to"): "into the run's own 0700 folder, which was empty",
     ("launch/prepare.py", "dump"): "yaml.dump to a text",
     ("report/drawing.py", "savefig"): "to memory",
     ("report/latency.py", "to_csv"): "makes a text",
@@ -39,13 +39,13 @@ ALLOWED = {
     ("record/safe_read.py", "open"): "flags that read",
     ("shell.py", "open"): "/dev/null",
     ("sweep/arrays.py", "symlink_to"): "into the sweep's own 0700 folder, which was empty",
-    ("operate/terminal.py", "open"): "/dev/null",
+    ("terminal.py", "open"): "/dev/null",
     ("training/saver.py", "save"): "torch's streams, into a checkpoint folder of the run's own 0700 folder",
     ("training/trainer.py", "save"): "asks the saver",
-    ("worker/flight_recorder.py", "dump"): "in memory",
+    ("supervise/flight_recorder.py", "dump"): "in memory",
     ("worker/signed_objects.py", "dump"): "in memory",
-    ("training/export.py", "from_file"): "maps the descriptor of replacing()",
-    ("worker/proof.py", "savez"): "to the file of replacing()",
+    ("training/export_weights.py", "from_file"): "maps the descriptor of replacing()",
+    ("worker/parity_record.py", "savez"): "to the file of replacing()",
     ("training/writers.py", "SummaryWriter"): "names of its own, in the run's own 0700 folder",
 }
 

@@ -19,8 +19,8 @@ import psutil
 import pytest
 from cluster import Cluster
 
-from hpc_parallel.launch.attempts import starts
-from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.attempts import starts
+from hpc_parallel.record.run_folder import RunFolder
 from tests.parity import in_full
 from tests.workers import Workers
 
@@ -196,7 +196,7 @@ def test_submission_returns_with_what_a_user_needs(site: Site) -> None:
     assert (folder / "batch_script.sh").read_text().strip() == kept.strip()
     payload = (folder / "slurm" / f"{job_id}_submitted.pkl").read_bytes()
     names = [argument for _, argument, _ in pickletools.genops(payload) if isinstance(argument, str)]
-    assert "hpc_parallel.worker.supervise" in names
+    assert "hpc_parallel.job" in names
     assert str(folder) in names
     assert not any("cloudpickle" in name for name in names)  # nothing pickled by value
 

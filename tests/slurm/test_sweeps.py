@@ -17,7 +17,7 @@ import pytest
 from cluster import Cluster
 from test_jobs import SMALL, Site, read, wait_for, worker_of
 
-from hpc_parallel.launch.sweep_folder import Sweep, read_sweep
+from hpc_parallel.record.sweep_folder import Sweep, read_sweep
 
 pytestmark = pytest.mark.slurm
 

@@ -21,7 +21,7 @@ from hpc_parallel.launch.batch_script import (
     srun_arguments,
 )
 from hpc_parallel.launch.prepare import PreparedRun
-from hpc_parallel.launch.slurm import SlurmLauncher, executor, submit
+from hpc_parallel.launch.slurm_launcher import SlurmLauncher, executor, submit
 from tests.composed import prepared
 
 NASTY = ["a b", "it's", 'say "x"', "$(touch pwned)", "`touch pwned`", "; touch pwned", "& touch pwned",
@@ -170,7 +170,7 @@ def test_a_failing_line_stops_the_job_with_its_text_and_code(node: Node, text: s
     assert " on" not in done.stdout
     folder = node.folder / "r" / text
     assert node.calls.read_text().splitlines() == [
-        "-m", "hpc_parallel.worker.conclude", str(folder), "7", "--log", f"{folder}/slurm/7.out",
+        "-m", "hpc_parallel.job", "conclude", str(folder), "7", "--log", f"{folder}/slurm/7.out",
         "--again",
     ]  # fmt: skip
     assert not (node.folder / "pwned").exists()
@@ -203,7 +203,7 @@ def test_srun_starts_one_worker_a_device(tmp_path: Path) -> None:
     last = render(run).splitlines()[-1]
     assert shlex.split(last) == [
         "srun", "--cpus-per-task=3", "--distribution=block", "--kill-on-bad-exit=1", "--wait=60",
-        sys.executable, "-m", "hpc_parallel.worker.supervise", str(tmp_path / "it is"),
+        sys.executable, "-m", "hpc_parallel.job", "rank", str(tmp_path / "it is"),
     ]  # fmt: skip
 
 
@@ -246,9 +246,9 @@ def test_the_payload_is_a_name_and_a_path(submitted: PreparedRun) -> None:
     (pickle,) = submitted.folder.slurm.glob("*.pkl")
     opcodes = pickletools.genops(pickle.read_bytes())
     names = {argument for _, argument, _ in opcodes if isinstance(argument, str)}
-    assert {"hpc_parallel.worker.supervise", "run", str(submitted.folder.path)} <= names
+    assert {"hpc_parallel.job", "rank", str(submitted.folder.path)} <= names
     modules = {name for name in names if "." in name and not name.startswith("/")}
-    assert modules == {"hpc_parallel.worker.supervise", "submitit.core.utils"}
+    assert modules == {"hpc_parallel.job", "submitit.core.utils"}
 
 
 def test_script_writes_what_it_previews(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_parallel.config.checks import find_problems, in_order
+from hpc_parallel.config.checks.all_checks import find_problems, in_order
+from hpc_parallel.config.checks.targets import missing_part
 from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.layout import Layout, plan_batch
-from hpc_parallel.config.problems import Problem, nearest, spell
 from hpc_parallel.config.schedules import SCHEDULES, schedule_of, stages_per_rank, unfit
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.config.targets import missing_part
-from hpc_parallel.worker.standing import grace_s
+from hpc_parallel.problems import Problem, nearest, spell
+from hpc_parallel.supervise.hang_report import grace_s
 from tests.composed import composed
 
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpc_parallel.worker import fabric
-from hpc_parallel.worker.world import World
+from hpc_parallel.supervise import fabric
+from hpc_parallel.supervise.world import World
 
 V2 = {"GLOO_ENABLE_STORE_V2_API": "1"}
 

@@ -17,18 +17,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_parallel.config.layout import Layout
-from hpc_parallel.config.problems import ConfigError
-from hpc_parallel.launch import attempts
-from hpc_parallel.launch.metrics_file import size
-from hpc_parallel.launch.run_folder import RunFolder
-from hpc_parallel.models.place import at_step, located
+from hpc_parallel.problems import ConfigError
+from hpc_parallel.record import attempts
+from hpc_parallel.record.metrics_file import size
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.worker import failure, flight_recorder
-from hpc_parallel.worker.conclude import conclude, first_cause
-from hpc_parallel.worker.desync import compare
-from hpc_parallel.worker.failure import Record
-from hpc_parallel.worker.world import World
+from hpc_parallel.supervise import failure, flight_recorder
+from hpc_parallel.supervise.conclude import conclude, first_cause
+from hpc_parallel.supervise.desync import compare
+from hpc_parallel.supervise.error_place import at_step, located
+from hpc_parallel.supervise.failure import Record
+from hpc_parallel.supervise.world import World
 
 SUMMARY_KEYS = {
     "weights",
@@ -265,12 +265,12 @@ def test_the_command_without_any_record(
     log = folder.path / "slurm.out"
     log.write_text("loading\nmodule: command not found\n\n")
     code = (
-        "import runpy, sys; sys.argv[0] = 'conclude';"
-        "runpy.run_module('hpc_parallel.worker.conclude', run_name='__main__');"
+        "import runpy, sys; sys.argv[0] = 'job';"
+        "runpy.run_module('hpc_parallel.job', run_name='__main__');"
         "assert not {'torch', 'hydra', 'omegaconf', 'numpy'} & set(sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(folder.path), str(returncode), "--log", str(log)],
+        [sys.executable, "-c", code, "conclude", str(folder.path), str(returncode), "--log", str(log)],
         stderr=subprocess.PIPE,
         text=True,
         check=True,

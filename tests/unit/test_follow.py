@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from hpc_parallel.launch.follow import Follower, MetricsReader, describe
-from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 
 LINE = {"step": 120, "samples": 1920, "loss": 2.41318, "samples_per_s": 512.4}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hpc_parallel.config.huggingface import FAMILIES, FIXED, read_source, roles_in
+from hpc_parallel.config.checks.huggingface_checks import FAMILIES, FIXED, read_source, roles_in
 from hpc_parallel.models.layered import materialise
 
 transformers = pytest.importorskip("transformers")
@@ -168,8 +168,8 @@ def test_what_the_login_node_reads_is_what_the_library_says() -> None:
 
 
 def test_a_refusal_of_the_librarys_is_told_as_one() -> None:
-    from hpc_parallel.config.problems import ConfigError
     from hpc_parallel.models.huggingface import HuggingFaceModel
+    from hpc_parallel.problems import ConfigError
 
     with pytest.raises(ConfigError, match="transformers refuses it"):
         HuggingFaceModel(config={"model_type": "llama", **SHAPE, "rms_norm_eps": "small"})

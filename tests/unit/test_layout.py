@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpc_parallel.config.checks.site_checks import minutes_of
 from hpc_parallel.config.layout import AXES, Layout, divisors, plan_batch
-from hpc_parallel.config.site_checks import minutes_of
 
 DEGREES = st.lists(st.integers(1, 4), min_size=len(AXES), max_size=len(AXES))
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from hpc_parallel.config.checks import find_problems
+from hpc_parallel.config.checks.all_checks import find_problems
 from hpc_parallel.config.compose import resolve
-from hpc_parallel.config.problems import ConfigError
+from hpc_parallel.problems import ConfigError
 from hpc_parallel.run import main
 from tests.composed import composed
 
@@ -557,7 +557,7 @@ def test_a_fault_of_ours_is_not_said_to_be_the_users(here: Path, monkeypatch: py
     def fault(*words: object, **more: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("hpc_parallel.run.prepare", fault)
+    monkeypatch.setattr("hpc_parallel.commands.run.prepare", fault)
     with pytest.raises(ZeroDivisionError):
         main(["nodes=1"])
 

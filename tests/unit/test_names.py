@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hpc_parallel.launch import owner, slurm
-from hpc_parallel.launch.names import command_on
-from hpc_parallel.launch.sweep_folder import Sweep, SweepRun, write_sweep
-from hpc_parallel.operate.find import find_all, find_run
+from hpc_parallel.commands.find import find_all, find_run
+from hpc_parallel.launch import slurm_launcher
+from hpc_parallel.record import owner
+from hpc_parallel.record.names import command_on
+from hpc_parallel.record.sweep_folder import Sweep, SweepRun, write_sweep
 from tests.composed import prepared
 from tests.recorded_runs import finished
 
@@ -56,9 +57,9 @@ def test_a_sweep_is_named_wherever_it_lies(place: str, here: Path) -> None:
 def test_a_submission_tells_these_lines(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(slurm, "submit", lambda run: "17")
+    monkeypatch.setattr(slurm_launcher, "submit", lambda run: "17")
     run = prepared("run_dir='runs/my run/1'", "launcher.snapshot=false")
-    assert slurm.SlurmLauncher().launch(run) == 0
+    assert slurm_launcher.SlurmLauncher().launch(run) == 0
     assert capsys.readouterr().out.splitlines() == [
         "job         17",
         f"run folder  {here}/runs/my run/1",

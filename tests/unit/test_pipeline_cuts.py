@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_parallel.config.problems import ConfigError
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.layered import PartCosts, PartFlops
 from hpc_parallel.models.transformer import Transformer
+from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies.stages import balance, divide, parameters
 
 

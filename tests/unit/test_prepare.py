@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc_parallel.config.problems import ConfigError
 from hpc_parallel.launch import prepare
 from hpc_parallel.launch.prepare import PreparedRun
-from hpc_parallel.launch.run_folder import RunFolder
-from hpc_parallel.launch.snapshot import Snapshot
+from hpc_parallel.problems import ConfigError
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_text
+from hpc_parallel.record.snapshot import Snapshot
 from tests.composed import prepared
 from tests.security.disk import fill, small_disk
 
@@ -96,7 +96,7 @@ def test_a_resume_that_fails_leaves_the_run_as_it_was(
     if place == "write":
         monkeypatch.setattr(prepare, "write_text", full)
     else:
-        monkeypatch.setattr("hpc_parallel.launch.run_folder.write_text", full)
+        monkeypatch.setattr("hpc_parallel.record.run_folder.write_text", full)
     with pytest.raises(ConfigError, match="No space left on device"):
         again.write()
     assert contents(folder.path) == before

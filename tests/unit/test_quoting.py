@@ -18,13 +18,13 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from hpc_parallel.config import site_checks
-from hpc_parallel.config.problems import Problem
+from hpc_parallel.config.checks import site_checks
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch.batch_script import render
 from hpc_parallel.launch.prepare import PreparedRun
-from hpc_parallel.launch.run_folder import RunFolder
-from hpc_parallel.launch.slurm import executor
+from hpc_parallel.launch.slurm_launcher import executor
+from hpc_parallel.problems import Problem
+from hpc_parallel.record.run_folder import RunFolder
 from tests.composed import prepared
 
 PIECES = [

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from hpc_parallel.launch import attempts
-from hpc_parallel.launch.metrics_file import last_line
-from hpc_parallel.launch.recorded import find_runs, read_run
-from hpc_parallel.launch.run_folder import RunFolder
-from hpc_parallel.launch.sweep_folder import MANIFEST, Sweep, SweepRun, write_sweep
+from hpc_parallel.record import attempts
+from hpc_parallel.record.metrics_file import last_line
+from hpc_parallel.record.recorded import find_runs, read_run
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.record.sweep_folder import MANIFEST, Sweep, SweepRun, write_sweep
 
 CONFIG = """\
 nodes: 2

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from hpc_parallel.config.schema import ClusterConfig
-from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.supervise.world import World
 from hpc_parallel.worker import rendezvous
 from hpc_parallel.worker.rendezvous import StartError, hosts, meet
-from hpc_parallel.worker.world import World
 
 FORK = multiprocessing.get_context("fork")
 

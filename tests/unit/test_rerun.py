@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from hpc_parallel.launch.recorded_start import RecordedStart
-from hpc_parallel.launch.rerun import ONCE, command, differences, main, source
-from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.commands.rerun import ONCE, command, differences, main, source
+from hpc_parallel.record.recorded_start import RecordedStart
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from tests.unit.test_snapshot import git
 

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from hpc_parallel.config.problems import ConfigError
-from hpc_parallel.launch import owner
 from hpc_parallel.launch.resume import newest, resumed
-from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.problems import ConfigError
+from hpc_parallel.record import owner
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.run import main
 from tests.composed import prepared
-from tests.unit.test_checkpoint_folder import write
+from tests.unit.test_checkpoint_index import write
 
 STARTED = ["strategy=pipeline", "strategy.microbatches=8", "nodes=2", "launcher.partition=gpu", "name=mine"]
 

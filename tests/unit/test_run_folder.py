@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_parallel.launch.run_folder import RunFolder, new_run_id
+from hpc_parallel.record.run_folder import RunFolder, new_run_id
 from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.safe_write import write_json, write_text
 

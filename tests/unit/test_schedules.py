@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-from hpc_parallel.config import pipeline_checks
+from hpc_parallel.config.checks import pipeline_checks
+from hpc_parallel.config.checks.pipeline_checks import cuts_problem, version_problem
 from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.layout import Layout, plan_batch
-from hpc_parallel.config.pipeline_checks import cuts_problem, version_problem
 from hpc_parallel.config.schedules import SCHEDULES, stages_of, unfit
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.strategies.pipeline import KINDS

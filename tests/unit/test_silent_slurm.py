@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hpc_parallel.__main__ import main
-from hpc_parallel.launch.job_state import FORGOTTEN, SILENT, states_by_accounting
+from hpc_parallel.record.job_state import FORGOTTEN, SILENT, states_by_accounting
 from hpc_parallel.record.safe_write import write_json
 from tests.recorded_runs import finished, prepared, started
 
@@ -105,7 +105,7 @@ def test_one_that_answers_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) ->
 def test_of_what_accounting_does_not_tell_in_time_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The queue answers, and has forgotten the job: it is gone only where accounting says so, too."""
     assert states_by_accounting(["7"])["7"].state == FORGOTTEN
-    monkeypatch.setattr("hpc_parallel.launch.job_state._PATIENCE_S", 0.2)
+    monkeypatch.setattr("hpc_parallel.record.job_state._PATIENCE_S", 0.2)
     monkeypatch.setenv("SACCT_S", "60")
     assert states_by_accounting(["7"])["7"].state == SILENT
 

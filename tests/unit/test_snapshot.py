@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_parallel.config.problems import ConfigError
-from hpc_parallel.launch.run_folder import RunFolder
-from hpc_parallel.launch.snapshot import plan_snapshot
+from hpc_parallel.problems import ConfigError
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.snapshot import plan_snapshot
 
 
 def git(folder: Path, *words: str) -> None:

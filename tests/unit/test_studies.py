@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hpc_parallel.config.cells import compose_cells
 from hpc_parallel.config.compose import find_folder
+from hpc_parallel.config.sweep_compose import compose_cells
 from hpc_parallel.run import main
 from hpc_parallel.sweep.plan import SweepPlan, plan_sweep
 

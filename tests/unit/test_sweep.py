@@ -14,14 +14,14 @@ import yaml
 from hydra import compose
 from omegaconf import OmegaConf
 
-from hpc_parallel.config.cells import compose_cells
 from hpc_parallel.config.compose import composing, find_folder, resolve
 from hpc_parallel.config.schema import RunConfig, typed
-from hpc_parallel.launch.attempts import history
-from hpc_parallel.launch.job_state import job_of
-from hpc_parallel.launch.sweep_folder import Sweep, read_sweep
-from hpc_parallel.launch.trust import UntrustedError
+from hpc_parallel.config.sweep_compose import compose_cells
+from hpc_parallel.record.attempts import history
+from hpc_parallel.record.job_state import job_of
 from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.record.sweep_folder import Sweep, read_sweep
+from hpc_parallel.record.trust import UntrustedError
 from hpc_parallel.run import main
 
 CONF = str(find_folder("conf"))
@@ -216,7 +216,7 @@ def test_where_one_run_cannot_be_none_is_left(
     def distrust(path: Path) -> None:
         raise UntrustedError(f"{path} can be written by anyone.")
 
-    monkeypatch.setattr("hpc_parallel.launch.trust.require_private", distrust)
+    monkeypatch.setattr("hpc_parallel.record.trust.require_private", distrust)
     (here / "2").rmdir()
     assert main(words) == 2
     assert "can be written by anyone" in capsys.readouterr().err
@@ -334,7 +334,7 @@ def test_a_task_of_an_array_is_known_by_its_number(tmp_path: Path) -> None:
     raw = {"SLURM_JOB_ID": "127"}
     task = {**raw, "SLURM_ARRAY_JOB_ID": "123", "SLURM_ARRAY_TASK_ID": "4"}
     assert (job_of(raw), job_of(task), job_of({})) == ("127", "123_4", None)
-    from hpc_parallel.launch.run_folder import RunFolder
+    from hpc_parallel.record.run_folder import RunFolder
 
     assert history(RunFolder(tmp_path), environment=task)["job_ids"] == ["123_4"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_parallel.launch.sweep_folder import (
+from hpc_parallel.record.sweep_folder import (
     SkippedRun,
     Sweep,
     SweepRun,

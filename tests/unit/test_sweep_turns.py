@@ -18,25 +18,27 @@ from typing import Any
 import pytest
 
 from hpc_parallel.__main__ import main as command
-from hpc_parallel.launch import local, owner
-from hpc_parallel.launch.recorded import read_run
-from hpc_parallel.launch.run_folder import RunFolder
-from hpc_parallel.launch.sweep_folder import read_sweep
-from hpc_parallel.operate.cancel import Target
-from hpc_parallel.operate.cancel import _end as end
-from hpc_parallel.operate.state import states
+from hpc_parallel.commands.cancel import Target
+from hpc_parallel.commands.cancel import _end as end
+from hpc_parallel.launch import local_launcher
+from hpc_parallel.record import owner
+from hpc_parallel.record.recorded import read_run
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.record.sweep_folder import read_sweep
 from hpc_parallel.run import main
+from hpc_parallel.supervise.run_state import states
 from tests.recorded_runs import prepared
 
-# Plays `worker.local`: owns the run, is asked to end, says so.
+# Plays the local agent: it owns the run, is asked to end, says so.
 AGENT = """
 import json, os, signal, sys, time
 from pathlib import Path
-from hpc_parallel.launch import owner
-from hpc_parallel.launch.run_folder import RunFolder
+from hpc_parallel.launch import local_launcher
+from hpc_parallel.record import owner
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.worker.conclude import conclude
+from hpc_parallel.supervise.conclude import conclude
 folder = RunFolder(Path(sys.argv[1]))
 def leave(number, frame):
     conclude(folder, returncode=-number, cancelled=True, environment={})
@@ -58,7 +60,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("sys.argv", ["run"])
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
     monkeypatch.setattr(
-        local, "_command", lambda folder, agent: [sys.executable, "-c", AGENT, str(folder.path)]
+        local_launcher, "_command", lambda folder, agent: [sys.executable, "-c", AGENT, str(folder.path)]
     )
     return tmp_path
 

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
+from hpc_parallel.profiling.timeline import BACKWARD, STEP, WAIT, Chunk, Event, Timeline, union, without
 from hpc_parallel.strategies.pipeline import BUSY
-from hpc_parallel.training.timeline import BACKWARD, STEP, WAIT, Chunk, Event, Timeline, union, without
 
 NODE = "autograd::engine::evaluate_function: AddBackward0"
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpc_parallel.data import tokenize
-from hpc_parallel.data.tokenize import main
+from hpc_parallel.commands import tokenize
+from hpc_parallel.commands.tokenize import main
 from hpc_parallel.data.tokens import TokensData, read_description
 from tests.security.disk import small_disk
 
@@ -129,7 +129,7 @@ def test_what_exists_is_not_overwritten(
 def test_neither_command_nor_description_imports_torch(source: Path, tmp_path: Path) -> None:
     program = (
         "import sys; import hpc_parallel.data.tokens; assert 'numpy' not in sys.modules;"
-        "from hpc_parallel.data.tokenize import main; code = main(sys.argv[1:]);"
+        "from hpc_parallel.commands.tokenize import main; code = main(sys.argv[1:]);"
         "assert 'torch' not in sys.modules and 'tokenizers' not in sys.modules; sys.exit(code)"
     )
     command = [sys.executable, "-c", program, str(source), "--output", str(tmp_path / "tokens.npy")]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_parallel.launch import trust
-from hpc_parallel.launch.trust import UntrustedError, require_private
+from hpc_parallel.record import trust
+from hpc_parallel.record.trust import UntrustedError, require_private
 from tests.composed import prepared
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from hpc_parallel.launch import wait
-from hpc_parallel.launch.job_state import JobState
-from hpc_parallel.launch.names import command_on
-from hpc_parallel.launch.owner import hand_to_job
 from hpc_parallel.launch.prepare import PreparedRun
+from hpc_parallel.record.job_state import JobState
+from hpc_parallel.record.names import command_on
+from hpc_parallel.record.owner import hand_to_job
 from hpc_parallel.record.safe_read import read_json
 from tests.composed import prepared
 

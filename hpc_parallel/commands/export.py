@@ -1,0 +1,102 @@
+"""`python -m hpc_parallel export RUN`: the weights of a run's checkpoint as one safetensors file.
+
+Weights and running statistics by full names, of the newest checkpoint that is sound or of `--step`.
+Exit codes: 0 done, 1 the file can't be written, 2 what was asked for is wrong or damaged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hpc_parallel.exit_codes import DONE, FAILED, WRONG
+from hpc_parallel.problems import ConfigError
+from hpc_parallel.record.checkpoint_index import Checkpoint, complete, skipped
+from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
+from hpc_parallel.record.trust import UntrustedError, require_private
+from hpc_parallel.terminal import say, warn
+
+SUFFIX = ".safetensors"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the file; returns the exit code."""
+    given = _parser().parse_args(list(arguments))
+    folder = RunFolder(Path(os.path.expanduser(given.run)).absolute())
+    try:
+        checkpoint = find(folder, step=given.step)
+        output: Path = given.output or folder.path / f"{checkpoint.path.name}{SUFFIX}"
+        if problems := list(_output_problems(output)):
+            raise ConfigError(problems)
+        from hpc_parallel.training.export_weights import write  # torch takes its time
+
+        size = write(checkpoint, output, library_names=given.library_names)
+    except (ConfigError, UntrustedError) as error:
+        warn(*str(error).splitlines())
+        return WRONG
+    except OSError as error:
+        warn(f"{given.output or folder.path} can't be written: {error.strerror or error}.")
+        return FAILED
+    say(f"{output}: the weights of step {checkpoint.step}, {size:,} bytes.")
+    say(f"Start from them: the run's own line with weights={output}")
+    return DONE
+
+
+def find(folder: RunFolder, *, step: int | None) -> Checkpoint:
+    """The checkpoint of `step`, or the newest that is sound; damaged ones on the way are told on stderr.
+
+    Nothing of a folder that others can write is read, since the index of a checkpoint is a pickle.
+
+    Raises ConfigError, UntrustedError.
+    """
+    if refusal := unreadable(folder.path):
+        raise ConfigError([refusal])
+    if not is_run_folder(folder.path):
+        raise ConfigError([f"{folder.path} is not a run folder (no config.yaml and rendezvous in it)."])
+    require_private(folder.path)
+    found = complete(folder.checkpoints)
+    if names := skipped(folder.checkpoints):
+        warn(f"WARNING: {', '.join(names)} in {folder.checkpoints}: links and files are no checkpoints")
+    if not found:
+        raise ConfigError([f"{folder.path} has no checkpoint (training.checkpoint_every)."])
+    steps = ", ".join(str(checkpoint.step) for checkpoint in found)
+    if step is not None and all(checkpoint.step != step for checkpoint in found):
+        raise ConfigError([f"{folder.path} has no checkpoint of step {step}. It has: {steps}."])
+    damaged: list[str] = []
+    for checkpoint in found:
+        if step is not None and checkpoint.step > step:
+            continue
+        require_private(checkpoint.path)
+        if words := checkpoint.damage():
+            damaged.append(f"the checkpoint of step {checkpoint.step} is damaged ({words})")
+        elif step not in (None, checkpoint.step):
+            raise ConfigError([f"{'; '.join(damaged)}. Try --step {checkpoint.step}."])
+        else:
+            warn(*(f"WARNING: {warning}" for warning in damaged))
+            return checkpoint
+    raise ConfigError([f"{'; '.join(damaged)}, and no sound one is before."])
+
+
+def _output_problems(output: Path) -> Iterator[str]:
+    if output.suffix != SUFFIX:
+        yield f"--output {output} must end in {SUFFIX}. Try --output {output.with_suffix(SUFFIX)}."
+    if not os.path.isdir(output.parent):
+        yield f"--output {output}: there is no folder {output.parent}. Try mkdir -p {output.parent}."
+    if os.path.lexists(output):
+        yield f"{output} exists already, and a job may be reading it. Try another --output."
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hpc_parallel export", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("run", type=Path, help="a run folder")
+    parser.add_argument("--step", type=int, help="of which checkpoint (default: the newest that is sound)")
+    parser.add_argument("--output", type=Path, help="the file (default: RUN/step-<n>.safetensors)")
+    parser.add_argument(
+        "--library-names", action="store_true", help="of model=huggingface: as transformers names them"
+    )
+    return parser

@@ -1,0 +1,181 @@
+"""Which runs a word of the command line means."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_parallel.problems import ConfigError, alternatives, nearest, spell
+from hpc_parallel.record.names import RUNS, is_job_id, label
+from hpc_parallel.record.recorded import RecordedRun, find_runs, is_run, read_run
+from hpc_parallel.record.run_folder import unreadable
+from hpc_parallel.record.safe_read import DamagedError, list_folder
+from hpc_parallel.record.sweep_folder import Sweep, is_sweep_folder, read_sweep
+
+_NAMED = 5  # near ones that an error tells
+
+
+@dataclass(frozen=True)
+class Named:
+    """One thing that can be named: a run, or a sweep or a job array with its runs."""
+
+    label: str
+    path: Path | None  # None of a job array
+    runs: tuple[RecordedRun, ...]
+
+
+def newest_first(runs: Iterable[RecordedRun]) -> list[RecordedRun]:
+    """By when they were last started."""
+    return sorted(runs, key=lambda run: (_started(run.path), run.path.name), reverse=True)
+
+
+def find_all(words: Sequence[str]) -> list[Named]:
+    """What each word means: a path, a run id, a job id or a unique part of a name.
+
+    Raises ConfigError with every word that is unknown or ambiguous, and what is near it.
+    """
+    found, problems = [], []
+    for word in words:
+        try:
+            found.append(_find(word))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def find_run(word: str) -> RecordedRun:
+    """The one run that `word` means. Raises ConfigError, also where it means several."""
+    (named,) = find_all([word])
+    if len(named.runs) != 1:
+        raise ConfigError([_several(word, [label(run.path) for run in newest_first(named.runs)])])
+    return named.runs[0]
+
+
+def once(named: Iterable[Named]) -> list[RecordedRun]:
+    """Every run that was named, each once."""
+    return list({run.path: run for each in named for run in each.runs}.values())
+
+
+def _find(word: str) -> Named:
+    path = _path(word)
+    if word and (runs := _runs_in(path)):
+        return Named(label(path), path, tuple(runs))
+    if word and (refusal := unreadable(path)):
+        raise ConfigError([refusal])
+    if word and is_sweep_folder(path) and (damage := _damage(path)):
+        raise ConfigError([f"{damage}."])
+    known = newest_first(find_runs(RUNS))
+    if is_job_id(word) and (runs := [run for run in known if any(_of(job, word) for job in run.job_ids)]):
+        return _run(runs[0]) if len(runs) == 1 else Named(f"job {word}", None, tuple(runs))
+    labels = {label(run.path): run for run in known}
+    sweeps = {label(sweep): sweep for sweep in _sweeps(word)}
+    names = [*labels, *sweeps]
+    for fits in _fitting(word):
+        if matching := [name for name in names if fits(name)]:
+            break
+    else:
+        raise ConfigError([_unknown(word, labels)])
+    if len(matching) > 1:
+        raise ConfigError([_several(word, matching)])
+    (name,) = matching
+    if name in labels:
+        return _run(labels[name])
+    return Named(name, sweeps[name], tuple(_runs_in(sweeps[name])))
+
+
+def _path(word: str) -> Path:
+    return Path(os.path.expanduser(word)).absolute()
+
+
+def _runs_in(path: Path) -> list[RecordedRun]:
+    """`find_runs`; of a sweep also those that have no folder: refused, or taken away before they began."""
+    sweep = sweep_of(path)
+    return find_runs(path) if sweep is None else [read_run(run.run_dir) for run in sweep.runs]
+
+
+def sweep_of(path: Path) -> Sweep | None:
+    """What the sweep folder `path` says; None if it is none, or can't be read."""
+    try:
+        return read_sweep(path)
+    except (FileNotFoundError, DamagedError):
+        return None
+
+
+def _damage(path: Path) -> str | None:
+    try:
+        read_sweep(path)
+    except (FileNotFoundError, DamagedError) as error:
+        return str(error)
+    return None
+
+
+def _run(run: RecordedRun) -> Named:
+    return Named(label(run.path), run.path, (run,))
+
+
+def _fitting(word: str) -> list[Callable[[str], bool]]:
+    """The closest way first: the whole name, the whole run id, a part. Digits alone may be a job id that is
+    mistyped: of an id they are the beginning, which is its date, and no piece of its random end."""
+
+    def holds(name: str) -> bool:
+        return name.rpartition("/")[2].startswith(word) if is_job_id(word) else word in name
+
+    return [
+        lambda name: name == word,
+        lambda name: name.rpartition("/")[2] == word,
+        lambda name: word != "" and holds(name),
+    ]
+
+
+def _of(job: str, word: str) -> bool:
+    return job == word or job.startswith(f"{word}_")
+
+
+def _sweeps(word: str) -> list[Path]:
+    """Those of the usual place, and the one that `word` is the whole label of (hydra.sweep.dir)."""
+    usual = sorted((Path(entry.path) for entry in list_folder(RUNS / "sweeps")), reverse=True)
+    places = dict.fromkeys([*usual, RUNS / word])
+    return [path.absolute() for path in places if is_sweep_folder(path)]
+
+
+def _several(word: str, names: Sequence[str]) -> str:
+    more = f" ({len(names) - _NAMED} more)" if len(names) > _NAMED else ""
+    return (
+        f"{spell(word)} means {len(names)} runs, and one is wanted{more}. Try {alternatives(names[:_NAMED])}."
+    )
+
+
+def _unknown(word: str, known: Mapping[str, RecordedRun]) -> str:
+    if is_job_id(word):
+        rule = "is the job id of no run"
+    elif os.path.exists(path := _path(word)):
+        rule = "holds no run" if os.path.isdir(path) else "is no run folder"
+    else:
+        rule = "is no path, run id, job id or part of a name of a run"
+    if not known:
+        return f"{spell(word)} {rule}, and {RUNS.absolute()} holds none."
+    names = [
+        *known,
+        *(run.run_id for run in known.values()),
+        *(job for run in known.values() for job in run.job_ids),
+    ]
+    near = nearest(word, names, most=3) or list(known)[:3]
+    return f"{spell(word)} {rule} in {RUNS.absolute()}. Try {alternatives(near)}."
+
+
+def _started(path: Path) -> float:
+    for place in (path / "config.yaml", path):
+        try:
+            return os.stat(place, follow_symlinks=False).st_mtime
+        except (OSError, ValueError):
+            continue
+    return 0.0
+
+
+def is_one(named: Named) -> bool:
+    """A run or a sweep, not a whole tree of them."""
+    return named.path is None or is_run(named.path) or is_sweep_folder(named.path)

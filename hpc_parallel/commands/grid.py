@@ -1,0 +1,154 @@
+"""Where everything of a run stands: its hosts, their devices, and what each device holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from hpc_parallel.config.layout import (
+    AXES,
+    EXECUTIONS,
+    PARAMETER_SERVER,
+    Layout,
+    layout_of,
+    processes_per_node,
+    servers,
+)
+from hpc_parallel.problems import printable
+from hpc_parallel.record.recorded import RecordedRun
+from hpc_parallel.record.values import table, text, whole
+from hpc_parallel.terminal import cell
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+HOSTS, DEVICES = 8, 64  # that are drawn, of a run and of a host; the others are alike
+MOST_STAGES = 1024  # of a rank
+MOST_DEVICES = 2**16  # of a run that is described at all
+WORDS = {"replicate": "replica"}  # an axis whose places have a name of their own
+
+
+@dataclass(frozen=True)
+class Device:
+    """`rank`: of the process that drives it; `holds`: `stage` -> `0`, `tensor` -> `1`, ..."""
+
+    rank: int
+    name: str | None  # cuda:0; None before the run has started
+    holds: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Host:
+    node: int
+    name: str | None
+    devices: tuple[Device, ...]
+
+
+def ranks(run: RecordedRun) -> int | None:
+    """How many the run has; None if its configuration does not say."""
+    nodes, devices, strategy = run.nodes, run.gpus_per_node, _strategy(run)
+    if nodes is None or devices is None or strategy is None or min(nodes, devices) < 1:
+        return None
+    return nodes * processes_per_node(strategy, gpus_per_node=devices)
+
+
+def layout(run: RecordedRun) -> Layout | None:
+    """None if the configuration does not say, or contradicts itself."""
+    nodes, devices, strategy = run.nodes, run.gpus_per_node, _strategy(run)
+    if nodes is None or devices is None or strategy is None:
+        return None
+    try:
+        return layout_of(strategy, devices=nodes * devices)
+    except ValueError:
+        return None
+
+
+def hosts(run: RecordedRun) -> list[Host]:
+    """By node; empty if the configuration does not say, or tells of more devices than there can be."""
+    degrees, count, strategy = layout(run), ranks(run), _strategy(run)
+    nodes, devices = run.nodes or 0, run.gpus_per_node or 0
+    if degrees is None or count is None or min(nodes, devices) < 1 or nodes * devices > MOST_DEVICES:
+        return []
+    places = _places(run, ranks=count)
+    found = []
+    for node in range(nodes):
+        held = []
+        for device in range(devices):
+            place = node * devices + device
+            rank = place * count // (nodes * devices)  # one process may drive a node's devices
+            # Of a process that drives several, the run tells the first.
+            name = text(places[rank].get("device")) if count == nodes * devices else None
+            held.append(Device(rank, name, _holds(place - servers(strategy), degrees, strategy)))
+        found.append(Host(node, text(places[node * count // nodes].get("host")), tuple(held)))
+    return found
+
+
+def _strategy(run: RecordedRun) -> Any:
+    """`head["strategy"]` with values that a strategy can have; None if one of them is missing or another."""
+    values = table(run.head.get("strategy"))
+    degrees = [whole(values.get(axis)) for axis in AXES]
+    stages = values.get("stages_per_rank")
+    fits = (
+        values.get("execution") in EXECUTIONS
+        and isinstance(values.get("dedicated_server"), bool)
+        and isinstance(values.get("schedule"), str)
+        and all(degree is not None and (degree == -1 or degree > 0) for degree in degrees)
+        and (stages is None or 0 < (whole(stages) or 0) <= MOST_STAGES)
+    )
+    return SimpleNamespace(**values) if fits else None
+
+
+def _places(run: RecordedRun, *, ranks: int) -> list[dict[str, Any]]:
+    """What `environment.json` says of each rank; nothing before the run has started in this layout."""
+    known = (run.environment or {}).get("ranks")
+    return list(map(table, known)) if isinstance(known, list) and len(known) == ranks else [{}] * ranks
+
+
+def _holds(place: int, degrees: Layout, strategy: Any) -> dict[str, str]:
+    """Of the device at a place of the layout; those before the first only serve."""
+    if place < 0:
+        return {"server": ""}
+    from hpc_parallel.config.schedules import schedule_of, stages_of, stages_per_rank  # imports Hydra
+
+    both = strategy.execution == PARAMETER_SERVER and place == 0 and not servers(strategy)
+    held = {"server": ""} if both else {}
+    for axis, index in degrees.coordinates(place).items():
+        if getattr(degrees, axis) == 1:
+            continue
+        if axis == "pipeline":
+            stages = stages_of(
+                index, degree=degrees.pipeline, per_rank=stages_per_rank(strategy),
+                v_shaped=schedule_of(strategy).v_shaped,
+            )  # fmt: skip
+            held["stage" if len(stages) == 1 else "stages"] = ", ".join(map(str, stages))
+        else:
+            held[WORDS.get(axis, axis)] = str(index)
+    return {axis: held[axis] for axis in sorted(held, key=_outermost_first)} or {"model": "whole"}
+
+
+def _outermost_first(word: str) -> int:
+    """As the axes are named in a layout; coordinates come innermost first."""
+    words = ["server", "stage", "stages", *(WORDS.get(axis, axis) for axis in AXES)]
+    return words.index(word)
+
+
+def draw(found: Sequence[Host]) -> RenderableType:
+    """A row a host, a cell a device; of many hosts the first ones."""
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+
+    drawn = Table(box=box.ROUNDED, show_lines=True, show_header=False)
+    for host in found[:HOSTS]:
+        cells = [cell(f"node {host.node}\n{printable(host.name or '')}".strip(), "bold")]
+        for device in host.devices[:DEVICES]:
+            holds = [f"{word} {what}".strip() for word, what in device.holds.items()]
+            name = [printable(device.name)] if device.name else []
+            cells.append(cell("\n".join([f"rank {device.rank}", *name, *holds])))
+        if len(host.devices) > DEVICES:
+            cells.append(cell(f"and {len(host.devices) - DEVICES} more"))
+        drawn.add_row(*cells)
+    more = len(found) - HOSTS
+    return Group(drawn, f"and {more} more hosts") if more > 0 else drawn

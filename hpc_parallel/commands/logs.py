@@ -1,0 +1,225 @@
+"""`python -m hpc_parallel logs RUN`: what a rank printed, out and err; of all with `--rank all`.
+
+RUN is a path, a run id, a job id or a unique part of a name. Exit codes: 0 done, 2 what was asked for is
+unknown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_parallel.commands.find import find_run
+from hpc_parallel.commands.run_rows import failure_line
+from hpc_parallel.exit_codes import DONE, WRONG
+from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.record.metrics_file import size
+from hpc_parallel.record.names import label
+from hpc_parallel.record.recorded import RecordedRun, read_run
+from hpc_parallel.record.safe_read import MIB, DamagedError, list_folder, open_regular
+from hpc_parallel.shell import run_command
+from hpc_parallel.supervise.run_state import State, states
+from hpc_parallel.terminal import say, warn
+
+ALL = "all"
+PERIOD_S = 0.3  # between looks at the files
+ASK_EVERY_S = 2.0  # a controller serves many users
+MOST_BYTES = 8 * MIB  # of one file at a look: a terminal is not the place for more
+_LOG = re.compile(r"rank-([0-9]{1,9})\.(out|err)")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A log of one rank, or with rank None of what starts the ranks: the job's script, the local agent."""
+
+    path: Path
+    rank: int | None
+    stream: str  # out, err
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.stream}" if self.rank is not None else self.path.name
+
+
+class Reader:
+    """Reads the whole lines added to a file since the last look; of a huge file the last ones."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self._offset_bytes: int | None = None
+
+    def read(self, *, to_the_end: bool) -> bytes:
+        """to_the_end: also what has no line end yet. Raises DamagedError."""
+        try:
+            with open_regular(self.source.path) as file:  # opened anew, since NFS keeps what an open file had
+                end = file.seek(0, os.SEEK_END)
+                if self._offset_bytes is None:
+                    self._offset_bytes = self._start(end)
+                file.seek(self._offset_bytes)
+                added = file.read(MOST_BYTES)
+        except FileNotFoundError:
+            return b""
+        if not to_the_end:
+            added = added[: added.rfind(b"\n") + 1]
+        self._offset_bytes += len(added)
+        return added
+
+    def _start(self, end_bytes: int) -> int:
+        start = max(0, end_bytes - MOST_BYTES)
+        if start:
+            warn(f"{self.source.path}: only the last {MOST_BYTES // MIB} MiB; {size(start)} are before them.")
+        return start
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the logs; returns the exit code."""
+    given = parser().parse_args(list(arguments))
+    return run_command(lambda: _logs(given))
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m hpc_parallel logs", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    made.add_argument("run", metavar="RUN")
+    made.add_argument("--rank", default="0", help="a number, or all: each line with its rank before it")
+    made.add_argument("--follow", action="store_true", help="until the run ends; Ctrl-C follows no longer")
+    made.add_argument("--raw", action="store_true", help="as it is, with control characters not escaped")
+    made.add_argument("--json", action="store_true", help="an object a line: rank, stream, text")
+    return made
+
+
+def _logs(given: argparse.Namespace) -> int:
+    run, problems = None, []
+    try:
+        run = find_run(given.run)
+    except ConfigError as error:
+        problems += error.problems
+    problems += _rank_problems(given.rank, run)
+    if problems or run is None:
+        raise ConfigError(problems)
+    show = _printer(given)
+    readers: dict[Path, Reader] = {}
+    damaged: dict[Path, DamagedError] = {}
+    state: State | None = None
+    asked_s = float("-inf")
+    while True:
+        if time.monotonic() - asked_s >= ASK_EVERY_S:
+            run = read_run(run.path)
+            before, (state,) = state, states([run])
+            asked_s = time.monotonic()
+            if state != before and given.follow:
+                _tell(run, state)
+        last = not given.follow or (state is not None and state.ended)
+        for source in _sources(run, given.rank):
+            reader = readers.setdefault(source.path, Reader(source))
+            try:
+                show(source, reader.read(to_the_end=last))
+            except DamagedError as error:
+                damaged[source.path] = error
+        sys.stdout.flush()
+        if last:
+            break
+        time.sleep(PERIOD_S)
+    warn(*(f"{error}." for error in damaged.values()))
+    if not given.follow and not readers and state is not None:
+        _tell(run, state)
+    return WRONG if damaged and len(damaged) == len(readers) else DONE
+
+
+def _rank_problems(rank: str, run: RecordedRun | None) -> Iterator[Problem]:
+    if rank == ALL:
+        return
+    if not re.fullmatch("[0-9]{1,9}", rank):
+        yield Problem("--rank", rank, "is neither a rank's number nor all", (0, ALL))
+    elif run is not None and int(rank) >= (count := _world_size(run)):
+        yield Problem("--rank", int(rank), f"is no rank of a run that has {count}", (count - 1,))
+
+
+def _world_size(run: RecordedRun) -> int:
+    """Of a run without a readable configuration, as many as have logs (0: anything may come)."""
+    from hpc_parallel.commands.grid import ranks
+
+    known = ranks(run)
+    return known if known is not None else max([1, *(1 + (source.rank or 0) for source in _logged(run))])
+
+
+def _sources(run: RecordedRun, rank: str) -> list[Source]:
+    """The logs that were asked for; while no rank has any, those of what starts them."""
+    logged = _logged(run)
+    if not logged:
+        return _before(run)
+    return [source for source in logged if rank in (ALL, str(source.rank))]
+
+
+def _logged(run: RecordedRun) -> list[Source]:
+    """By rank, out before err."""
+    entries = [(entry, _LOG.fullmatch(entry.name)) for entry in list_folder(run.folder.logs)]
+    sources = [Source(Path(entry.path), int(match[1]), match[2]) for entry, match in entries if match]
+    return sorted(sources, key=lambda source: (source.rank or 0, source.stream == "err"))
+
+
+def _before(run: RecordedRun) -> list[Source]:
+    """The local agent's log, and the output of the newest job."""
+    job = run.job_ids[-1] if run.job_ids else None
+    names = sorted(entry.name for entry in list_folder(run.folder.slurm))
+    outputs = [name for name in names if job and name.startswith(job) and name.endswith(".out")]
+    paths = [run.folder.logs / "agent.err", *(run.folder.slurm / name for name in outputs)]
+    return [Source(path, None, "out") for path in paths if os.path.lexists(path)]
+
+
+def _printer(given: argparse.Namespace) -> Callable[[Source, bytes], None]:
+    if given.raw:
+        return _print_raw
+    if given.json:
+        return _print_json
+    return _print_prefixed if given.rank == ALL else _headed()
+
+
+def _print_raw(source: Source, content: bytes) -> None:
+    sys.stdout.flush()
+    sys.stdout.buffer.write(content)
+
+
+def _print_json(source: Source, content: bytes) -> None:
+    for line in _lines(content):
+        print(json.dumps({"rank": source.rank, "stream": source.stream, "text": line}))
+
+
+def _print_prefixed(source: Source, content: bytes) -> None:
+    rank = "" if source.rank is None else str(source.rank)
+    say(*(f"[{rank}{' err' * (source.stream == 'err')}] {line}" for line in _lines(content)))
+
+
+def _headed() -> Callable[[Source, bytes], None]:
+    """As `tail` does it: a line where another file than before goes on; none above what the rank says."""
+    shown: Path | None = None
+
+    def show(source: Source, content: bytes) -> None:
+        nonlocal shown
+        if not content:
+            return
+        if source.path != shown and (shown is not None or source.stream == "err" or source.rank is None):
+            say(f"==> {source} <==")
+        shown = source.path
+        say(*_lines(content))
+
+    return show
+
+
+def _lines(content: bytes) -> list[str]:
+    return content.decode(errors="replace").splitlines()
+
+
+def _tell(run: RecordedRun, state: State) -> None:
+    """How the run stands, beside the logs: on stderr."""
+    job = state.job
+    line = failure_line(run) if state.word == "failed" else None
+    warn(f"{f'job {job}' if job else label(run.path)}: {state}" + (f": {line}" if line else ""))

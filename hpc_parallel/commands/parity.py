@@ -1,0 +1,117 @@
+"""`python -m hpc_parallel parity [strategy=...] [nodes=...] [any override]`: strategies against one device.
+
+Each row trains the same steps from the same seed as one device does, and is compared with it. Exit
+codes: 0 all equal, 1 one is not or did not run, 2 the configuration is wrong (nothing was started),
+3 the site refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hpc_parallel.config.schema import register
+from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
+from hpc_parallel.launch.choose_launcher import choose
+from hpc_parallel.launch.launcher import SiteRefusedError
+from hpc_parallel.launch.prepare import PreparedRun
+from hpc_parallel.parity.cases import Case, plan
+from hpc_parallel.parity.compare import TOLERANCES, Tolerance, Verdict, compare
+from hpc_parallel.parity.parity_table import Table
+from hpc_parallel.problems import ConfigError
+from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.shell import complain, refuse
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prove what the arguments say; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hpc_parallel parity", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("overrides", nargs="*", help="as of `run`; precision=float64 for the sharpest proof")
+    parser.add_argument("--config-dir", help="a folder with configurations of your own")
+    given = parser.parse_intermixed_args(list(arguments))
+    if given.config_dir is not None and not Path(given.config_dir).is_dir():
+        return refuse([f"--config-dir {given.config_dir}: there is no such folder here."])
+    register()
+    try:
+        cases, notes = plan(given.overrides, extra_dir=given.config_dir)
+    except ConfigError as error:
+        return refuse(error.problems)
+    runs = [case.run for case in cases if case.run is not None]
+    if runs[0].config.dry_run:
+        for run in runs:
+            print(run)
+        return DONE
+    try:
+        return prove(cases, notes, precision=runs[0].config.training.precision)
+    except ConfigError as error:  # a run folder can't be made
+        return refuse(error.problems)
+    except SiteRefusedError as refusal:
+        complain([refusal])
+        return REFUSED
+    except KeyboardInterrupt:  # the launcher has ended what it had started
+        return FAILED
+
+
+def prove(cases: Sequence[Case], notes: Sequence[str], *, precision: str) -> int:
+    """Run and compare case by case, a line of the table each; returns the exit code."""
+    tolerance = TOLERANCES[precision]
+    table = Table(tolerance, precision=precision)
+    alone: dict[str, str | None] = {}  # folder of one device's run -> why it failed
+    lines: list[dict[str, Any]] = []
+    for number, case in enumerate(cases, start=1):
+        with table.working(f"{number} of {len(cases)}: {case.row.strategy}, {case.net}, {case.layout}"):
+            verdict = judge(case, tolerance, alone)
+        table.add(case, verdict)
+        lines.append(
+            {"strategy": case.row.strategy, "net": case.net, "layout": case.layout, **asdict(verdict)}
+        )
+    counts = Counter(line["word"] for line in lines)
+    folder = next(case.run.folder.path.parent for case in cases if case.run is not None)
+    table.end(counts, notes, folder=folder)
+    bounds = {name: getattr(tolerance, name) for name in ("losses", "gradients", "weights")}
+    write_json(folder / "parity.json", {"precision": precision, "bounds": bounds, "rows": lines})
+    return FAILED if counts["MISS"] or counts["failed"] else DONE
+
+
+def judge(case: Case, tolerance: Tolerance, alone: dict[str, str | None]) -> Verdict:
+    """Run what is still to be run, and compare."""
+    if case.run is None or case.alone is None:
+        return Verdict("left out", [str(problem) for problem in case.problems])
+    key = str(case.alone.folder.path)
+    if key not in alone:
+        alone[key] = run_quietly(case.alone)
+    if alone[key] is not None:
+        return Verdict("failed", [f"one device: {alone[key]}"])
+    if cause := run_quietly(case.run):
+        return Verdict("failed", [cause, f"results: {case.run.folder.path}"])
+    try:
+        differences = compare(case.run.folder, case.alone.folder)
+    except ValueError as error:
+        return Verdict("failed", [str(error)])
+    missed = [
+        f"{name}: {found.where} is off by {found} > {getattr(tolerance, name):g}"
+        for name, found in differences.items()
+        if not found.value <= getattr(tolerance, name)
+    ]
+    return Verdict("MISS" if missed else "equal", missed, differences)
+
+
+def run_quietly(run: PreparedRun) -> str | None:
+    """Run to the end and show nothing; the cause where it fails. Raises SiteRefusedError."""
+    launcher, _ = choose(run.config.launcher.kind)
+    with redirect_stdout(io.StringIO()) as told:
+        code = launcher.launch(run)
+    if code == DONE:
+        return None
+    failure = read_json(run.folder.failure)
+    return failure["line"] if failure else told.getvalue().strip().rpartition("\n")[2]

@@ -1,0 +1,123 @@
+"""`python -m hpc_parallel rerun RUN [override ...]`: a run once more, from the source that it kept.
+
+The same overrides, then yours; the same seed, so the same losses; a run folder of its own. Paths in
+overrides count from the folder where the first run was started. Exit codes are those of `run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hpc_parallel.problems import ConfigError
+from hpc_parallel.record.provenance import installed_packages
+from hpc_parallel.record.recorded_start import RecordedStart, key_of, read_start
+from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
+from hpc_parallel.record.snapshot import Snapshot
+from hpc_parallel.shell import complain, refuse
+
+ONCE = ("run_dir", "resume")  # what holds for one run alone
+_SHOWN = 5  # packages that differ
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Become the run's own command line; returns its exit code only where that can't be."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hpc_parallel rerun", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("run", type=Path, help="a run folder")
+    parser.add_argument("overrides", nargs="*", help="as of `run`, after the run's own")
+    given = parser.parse_args(list(arguments))
+    folder = RunFolder(Path(os.path.expanduser(given.run)).absolute())
+    try:
+        start = read_origin(folder)
+        words, variables = command(folder, start, given.overrides), source(folder, start)
+    except ConfigError as error:
+        return refuse(error.problems)
+    complain(differences(start))
+    print(f"rerun       {folder.path}, in {start.values['working_directory']}", flush=True)
+    return become(words, variables, directory=start.values["working_directory"])
+
+
+def become(words: Sequence[str], variables: Mapping[str, str], *, directory: str) -> NoReturn:
+    """Replace this process, which has imported today's source, by the command `run` of the kept one."""
+    os.chdir(directory)
+    command_line = [sys.executable, "-m", "hpc_parallel", "run", *words]
+    os.execve(sys.executable, command_line, {**os.environ, **variables})
+
+
+def read_origin(folder: RunFolder) -> RecordedStart:
+    """How the run was started. Raises ConfigError if that can't be repeated."""
+    if (reason := unreadable(folder.path)) is not None:
+        raise ConfigError([f"{folder.path}: {reason}"])
+    if not is_run_folder(folder.path):
+        raise ConfigError([f"{folder.path} is not a run folder (no config.yaml and rendezvous in it)."])
+    start = read_start(folder, key="rerun")  # its source is about to run
+    values = start.values
+    if not isinstance(where := values.get("working_directory"), str) or not _is_origin(values):
+        raise ConfigError([f"{folder.environment} does not say how the run was started. Start a new run."])
+    if not os.path.isdir(where):
+        raise ConfigError([f"{where}, where the run was started and its paths count from, is gone."])
+    return start
+
+
+def _is_origin(values: Mapping[str, Any]) -> bool:
+    """Whether the records of the kept source have their types."""
+    places, checkouts = values.get("import_path"), values.get("checkouts", {})
+    texts = places is None or (isinstance(places, list) and all(isinstance(place, str) for place in places))
+    return (
+        texts and isinstance(checkouts, dict) and all(isinstance(each, dict) for each in checkouts.values())
+    )
+
+
+def command(folder: RunFolder, start: RecordedStart, more: Sequence[str]) -> list[str]:
+    """The arguments of `run` that say the same, in the terms of the kept source. Raises ConfigError."""
+    words = [word for word in start.overrides if key_of(word) not in ONCE]
+    if start.config_dir is None:
+        return [*words, *more]
+    config_dir = _as_kept(folder, start.values, start.config_dir)
+    if not config_dir.is_dir():
+        raise ConfigError([f"--config-dir {config_dir}: the folder of the run's configurations is gone."])
+    return ["--config-dir", str(config_dir), *words, *more]
+
+
+def source(folder: RunFolder, start: RecordedStart) -> dict[str, str]:
+    """The environment in which Python imports what the run kept. Raises ConfigError if it kept nothing."""
+    if (import_path := start.values.get("import_path")) is None:
+        words = " ".join(["python -m hpc_parallel run", *start.overrides])
+        raise ConfigError([
+            f"{folder.path} kept no source (launcher.snapshot=false), so it can't be repeated as it was. "
+            f"With today's source: {words}"
+        ])  # fmt: skip
+    places = tuple(Path(os.path.normpath(folder.path / place)) for place in import_path)
+    if lost := [place for place in places if place.is_relative_to(folder.code) and not place.is_dir()]:
+        raise ConfigError([f"{lost[0]}, the source that the run kept, is gone."])
+    return Snapshot(files={}, copies={}, import_path=places).variables(os.environ)
+
+
+def differences(start: RecordedStart) -> list[str]:
+    """A line where other packages are installed than the job had: its losses may differ in the last bits."""
+    packages = start.values.get("packages")
+    then: Mapping[str, str] = packages if isinstance(packages, dict) else {}
+    now = installed_packages()
+    changed = [f"{name} {then.get(name, 'none')} -> {now.get(name, 'none')}"
+               for name in sorted(then.keys() | now.keys()) if then.get(name) != now.get(name)]  # fmt: skip
+    if not then or not changed:
+        return []
+    shown = ", ".join(changed[:_SHOWN]) + (f" and {len(changed) - _SHOWN} more" if changed[_SHOWN:] else "")
+    return [f"packages are not the run's: {shown}"]
+
+
+def _as_kept(folder: RunFolder, kept: Mapping[str, Any], place: Path) -> Path:
+    """The copy of `place` where the run kept its checkout; else the place itself."""
+    if place.is_relative_to(folder.code):
+        return place
+    for root, known in kept.get("checkouts", {}).items():
+        if place.is_relative_to(root):
+            return folder.code / str(known.get("copy", "")) / place.relative_to(root)
+    return place

@@ -1,0 +1,144 @@
+"""A line of `status`: how far a run is, how fast, how long it still takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+
+from hpc_parallel.record.metrics_file import per_second
+from hpc_parallel.record.names import label
+from hpc_parallel.record.recorded import RecordedRun
+from hpc_parallel.record.values import number, table, text, whole
+from hpc_parallel.supervise.run_state import DAMAGED, RUNNING, State, despite_damage, states
+
+
+@dataclass(frozen=True)
+class Row:
+    """None: not known, or not of this task. `step` of `steps`; `time_left_s` at the newest pace."""
+
+    run: str
+    path: str
+    strategy: str | None
+    nodes: int | None
+    gpus_per_node: int | None
+    state: str
+    reason: str
+    ended: bool
+    step: int | None
+    steps: int | None
+    loss: float | None
+    samples_per_s: float | None
+    time_left_s: float | None
+    restarts: int
+    job_id: str | None
+    failure: str | None  # its one line
+    damaged: Mapping[str, str]  # files that can't be read, with the reason of each, as far as it was looked
+
+
+HEADINGS = (
+    "run", "strategy", "nodes x devices", "state", "step", "loss", "samples/s", "left", "restarts", "job",
+)  # fmt: skip
+RIGHT = ("step", "loss", "samples/s", "left", "restarts")
+
+
+def rows_of(runs: Sequence[RecordedRun]) -> list[Row]:
+    found = zip(runs, states(runs), strict=True)
+    return [
+        despite_damage(partial(row_of, run, state), partial(_damaged_row, run, state)) for run, state in found
+    ]
+
+
+def _damaged_row(run: RecordedRun, state: State, why: str) -> Row:
+    unknown = dict.fromkeys(field.name for field in fields(Row))
+    return Row(**{
+        **unknown, "run": label(run.path), "path": str(run.path), "state": DAMAGED, "reason": why,
+        "ended": state.ended, "restarts": 0, "job_id": state.job, "damaged": run.noticed,
+    })  # type: ignore[arg-type]  # fmt: skip
+
+
+def row_of(run: RecordedRun, state: State) -> Row:
+    last, summary = run.last_metrics or {}, run.summary or {}
+    step, steps = whole(last.get("step")), total_steps(run, state)
+    pace_s = number(last.get("step_time_s"))
+    left_s = None
+    if state.word == RUNNING and step is not None and steps is not None and pace_s is not None:
+        left_s = number(max(0, steps - step) * pace_s)
+    rate = summary.get("samples_per_s") if state.ended else None
+    return Row(
+        run=label(run.path),
+        path=str(run.path),
+        strategy=run.strategy,
+        nodes=run.nodes,
+        gpus_per_node=run.gpus_per_node,
+        state=state.word,
+        reason=state.reason,
+        ended=state.ended,
+        step=step,
+        steps=steps,
+        loss=number(last.get("loss")),
+        samples_per_s=number(rate if rate is not None else last.get("samples_per_s")),
+        time_left_s=left_s,
+        restarts=run.attempts["restarts"],
+        job_id=state.job,
+        failure=failure_line(run) if state.word == "failed" else None,
+        damaged=run.noticed,
+    )
+
+
+def total_steps(run: RecordedRun, state: State) -> int | None:
+    """How many steps the metrics count to; of an ended run that trained nothing, as many as it has."""
+    if run.task in ("train", "proof"):
+        return whole(table(run.head.get("training")).get("steps"))
+    if state.ended or run.config is None:
+        return whole((run.last_metrics or {}).get("step")) if state.word == "completed" else None
+    from hpc_parallel.config import schema, tasks  # takes a fifth of a second
+
+    try:
+        return tasks.total_steps(schema.typed(run.config))
+    except Exception:  # an older version's keys, say: what OmegaConf raises is of many classes
+        return None
+
+
+def failure_line(run: RecordedRun) -> str | None:
+    return text((run.failure or {}).get("line"))
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """As HEADINGS."""
+    state = row.state + (f" ({row.reason})" if row.reason else "")
+    shape = f"{_shown(row.nodes)} x {_shown(row.gpus_per_node)}"
+    step = "" if row.step is None and row.steps is None else f"{row.step or 0}/{_shown(row.steps)}"
+    return (
+        row.run,
+        row.strategy or "?",
+        shape,
+        state,
+        step,
+        "" if row.loss is None else f"{row.loss:.4g}",
+        "" if row.samples_per_s is None else per_second(row.samples_per_s),
+        "" if row.time_left_s is None else duration(row.time_left_s),
+        str(row.restarts or ""),
+        row.job_id or "",
+    )
+
+
+def duration(seconds: float) -> str:
+    """`42 s`, `3 min 20 s`, `5 h 7 min`, `2 d 3 h`: the two largest units."""
+    rounded = round(seconds)
+    minutes, hours, days = rounded // 60, rounded // 3600, rounded // 86400
+    if days:
+        return f"{days} d {hours % 24} h"
+    if hours:
+        return f"{hours} h {minutes % 60} min"
+    return f"{minutes} min {rounded % 60} s" if minutes else f"{rounded} s"
+
+
+def counted(rows: Sequence[Row]) -> Mapping[str, int]:
+    """Runs in each state, the most frequent first."""
+    return dict(Counter(row.state for row in rows).most_common())
+
+
+def _shown(value: int | None) -> str:
+    return "?" if value is None else str(value)

@@ -1,0 +1,216 @@
+"""`python -m hpc_parallel show RUN`: one run in full: settings that are not the defaults, layout, figures.
+
+RUN is a path, a run id, a job id or a unique part of a name. Exit codes: 0 done, 2 what was named is
+unknown.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from hpc_parallel.commands import grid
+from hpc_parallel.commands.find import find_run
+from hpc_parallel.commands.run_rows import Row, duration, rows_of
+from hpc_parallel.exit_codes import DONE
+from hpc_parallel.problems import printable, spell
+from hpc_parallel.record.checkpoint_index import complete, skipped
+from hpc_parallel.record.metrics_file import milliseconds, per_second, size
+from hpc_parallel.record.recorded import RecordedRun
+from hpc_parallel.record.results import results
+from hpc_parallel.record.safe_read import DamagedError
+from hpc_parallel.record.values import number, text
+from hpc_parallel.shell import run_command
+from hpc_parallel.terminal import cell, console, print_json
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from hpc_parallel.commands.settings import Change
+
+Figure = tuple[str, str, Callable[[Any], str]]
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _plain(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _rate(value: float) -> str:
+    return f"{per_second(value)}/s"
+
+
+FIGURES: tuple[Figure, ...] = (  # of summary.json, or of the newest line of metrics.jsonl
+    ("samples", "samples", _plain),
+    ("loss", "loss", _plain),
+    ("validation loss", "validation_loss", _plain),
+    ("throughput", "samples_per_s", lambda value: f"{per_second(value)} samples/s"),
+    ("tokens", "tokens_per_s", _rate),
+    ("step time", "step_time_s", milliseconds),
+    ("latency", "latency_s", milliseconds),
+    ("latency, p99", "latency_p99_s", milliseconds),
+    ("peak memory of a device", "peak_memory_bytes", size),
+    ("pipeline idle (bubble)", "bubble_share", _share),
+    ("exposed communication", "exposed_communication_share", _share),
+    ("traffic of a step", "traffic_bytes", size),
+    ("model FLOPs utilisation", "mfu", _share),
+    ("skipped steps", "skipped_steps", _plain),
+    ("restarts", "restarts", _plain),
+    ("lost steps", "lost_steps", _plain),
+)  # fmt: skip
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Show the run; returns the exit code."""
+    given = parser().parse_args(list(arguments))
+    return run_command(lambda: _show(given))
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m hpc_parallel show", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    made.add_argument("run", metavar="RUN")
+    made.add_argument("--json", action="store_true", help="one object")
+    return made
+
+
+def _show(given: argparse.Namespace) -> int:
+    run = find_run(given.run)
+    (row,) = rows_of([run])
+    changed = differences(run)
+    if given.json:
+        print_json(_object(run, row, changed))
+    else:
+        screen = console()
+        for part in _parts(run, row, changed):
+            shown = printable(part, keep="\n\t") if isinstance(part, str) else part
+            screen.print(shown, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+    return DONE
+
+
+def differences(run: RecordedRun) -> Mapping[str, Change]:
+    """Empty where the configuration can't be read."""
+    if run.config is None:
+        return {}
+    from hpc_parallel.commands.settings import changed  # composes the defaults: 0.3 s
+
+    return changed(run.config)
+
+
+def figures(run: RecordedRun) -> dict[str, Any]:
+    """Those of the summary; what it lacks, while the run goes on, of its newest line."""
+    last, summary = run.last_metrics or {}, run.summary or {}
+    told = {**last, **{key: value for key, value in summary.items() if value is not None}}
+    if summary.get("final_loss") is not None:
+        told["loss"] = summary["final_loss"]
+    told |= {key: value for key, value in run.attempts.items() if key in ("restarts", "lost_steps")}
+    return {key: told[key] for _, key, _ in FIGURES if number(told.get(key)) is not None}
+
+
+def _object(run: RecordedRun, row: Row, changed: Mapping[str, Change]) -> dict[str, Any]:
+    degrees = grid.layout(run)
+    return {
+        **asdict(row),
+        "name": run.name,
+        "run_id": run.run_id,
+        "job_ids": run.job_ids,
+        "changed": {key: asdict(change) for key, change in changed.items()},
+        "layout": degrees and degrees.degrees,
+        "hosts": [asdict(host) for host in grid.hosts(run)],
+        "figures": figures(run),
+        "checkpoints": _checkpoints(run),
+        "summary": run.summary,
+        "failure": run.failure,
+        "damaged": run.damaged,
+        "skipped_checkpoints": skipped(run.folder.checkpoints),
+    }
+
+
+def _parts(run: RecordedRun, row: Row, changed: Mapping[str, Change]) -> Iterable[RenderableType]:
+    yield _table(_head(run, row))
+    if changed:
+        yield "\nnot the defaults"
+        yield _table([(f"{key} = {spell(change.value)}", _usual(change)) for key, change in changed.items()])
+    if found := grid.hosts(run):
+        yield f"\n{_devices(run)} = {grid.layout(run)}"
+        yield grid.draw(found)
+    known = figures(run)
+    # What is zero (a bubble without a pipeline, restarts) tells nothing.
+    shown = [(title, say(known[key])) for title, key, say in FIGURES if known.get(key)]
+    if shown:
+        yield "\nfigures"
+        yield _table(shown)
+    with suppress(FileNotFoundError, DamagedError):  # of a task's own, if the files are whole
+        lines = results(run.folder, run.summary or {})
+        yield from ["", *map(printable, lines)] if lines else []
+    if line := row.failure or (text((run.stopped or {}).get("line")) if row.ended else None):
+        yield f"\n{printable(line)}"
+
+
+def _head(run: RecordedRun, row: Row) -> list[tuple[str, str]]:
+    state = row.state + (f" ({row.reason})" if row.reason else "")
+    step = f"{row.step or 0} of {'?' if row.steps is None else row.steps}"
+    left = "" if row.time_left_s is None else f", about {duration(row.time_left_s)} left"
+    lines = [("run", row.run), ("state", state), ("step", step + left), ("folder", row.path)]
+    lines += [("jobs", ", ".join(run.job_ids))] * bool(run.job_ids)
+    lines += _times(run)
+    command = (run.environment or {}).get("overrides")
+    if isinstance(command, list):
+        lines.append(("command", " ".join(["run", *map(str, command)])))
+    if steps := _checkpoints(run):
+        lines.append(("checkpoints", ", ".join(map(str, steps))))
+    if names := skipped(run.folder.checkpoints):
+        lines.append(("no checkpoints", f"{', '.join(names)} (links and files are skipped)"))
+    lines += [("can't be read", f"{name} ({why})") for name, why in run.damaged.items()]
+    return lines
+
+
+def _times(run: RecordedRun) -> list[tuple[str, str]]:
+    began, ended = _time(run.attempts["started"]), _time((run.summary or {}).get("ended"))
+    if began is None:
+        return []
+    took = f", took {duration((ended - began).total_seconds())}" if ended is not None else ""
+    return [("started", f"{began:%Y-%m-%d %H:%M:%S} UTC{took}")]
+
+
+def _time(value: Any) -> datetime | None:
+    """None for what is no time of a known zone."""
+    try:
+        time = datetime.fromisoformat(value)
+    except (TypeError, ValueError):
+        return None
+    return time if time.tzinfo is not None else None
+
+
+def _checkpoints(run: RecordedRun) -> list[int]:
+    """Steps, rising."""
+    return sorted(checkpoint.step for checkpoint in complete(run.folder.checkpoints))
+
+
+def _devices(run: RecordedRun) -> str:
+    nodes, devices = run.nodes or 0, run.gpus_per_node or 0
+    return f"{nodes} node{'s' * (nodes > 1)} x {devices} device{'s' * (devices > 1)}"
+
+
+def _usual(change: Change) -> str:
+    return f"default {spell(change.default)}" if change.has_default else ""
+
+
+def _table(lines: Iterable[tuple[str, str]]) -> RenderableType:
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for left, right in lines:
+        table.add_row(cell(printable(left)), cell(printable(right)))
+    return table

@@ -1,0 +1,250 @@
+"""`python -m hpc_parallel tokenize SOURCE... --output tokens.npy`: text files made into a file of token ids.
+
+Inputs are read piece by piece, so neither they nor the tokens have to fit into memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from hpc_parallel.data.tokens import Description, description_file
+from hpc_parallel.exit_codes import DONE, FAILED, WRONG
+from hpc_parallel.problems import ConfigError
+from hpc_parallel.record.safe_read import DamagedError, is_foreign_link, open_regular, read_bytes
+from hpc_parallel.record.safe_write import replacing, write_text
+from hpc_parallel.shell import complain
+
+PIECE = 1 << 18  # characters, or bytes, encoded at once
+PIECES = 16  # encoded in parallel
+TOKENIZER_BYTES = 256 << 20  # the largest vocabularies of today take a tenth of it
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write tokens and description; returns 0, 1 if they can't be written, or 2 with all that is wrong told.
+
+    Unless it returns 0, nothing is written.
+    """
+    options = _parser().parse_args(arguments)
+    output: Path = options.output
+    problems = [*_output_problems(output)]
+    files = _find_sources(options.source, pattern=options.pattern, problems=problems)
+    encoder = _find_encoder(options, problems)
+    if problems or encoder is None:
+        return _refuse(problems)
+    try:
+        count = _write(output, files, encoder=encoder)
+    except ConfigError as error:
+        return _refuse(error.problems)
+    except OSError as error:  # a full disk, a file of another user's in a sticky folder
+        complain([f"{output} can't be written: {error.strerror or error}."])
+        return FAILED
+    print(f"{output}: {count:,} tokens of {encoder.vocab_size:,} ({encoder.name}), from {len(files)} files.")
+    print(f"Train on them: data=tokens data.path={output} model.vocab_size={encoder.vocab_size}")
+    return DONE
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """From a file to ids: bytes as they are where `tokenizer` is None, else pieces of UTF-8 text."""
+
+    name: str
+    vocab_size: int
+    tokenizer: Any = None
+    end_of_text: int | None = None
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+
+    def encode(self, file: Path) -> Iterator[np.ndarray[Any, Any]]:
+        """Raises ValueError if it is not UTF-8 text, or the tokenizer fails at it; DamagedError, OSError."""
+        with open_regular(file, follow=True) as stream:
+            if os.fstat(stream.fileno()).st_size == 0:  # as those of /proc, which may never end
+                pass
+            elif self.tokenizer is None:
+                while data := stream.read(PIECE):
+                    yield np.frombuffer(data, dtype=np.uint8)
+            else:
+                for pieces in _grouped(_pieces(stream)):
+                    with _failures_of_tokenizer():
+                        encodings = self.tokenizer.encode_batch(pieces, add_special_tokens=False)
+                    for encoding in encodings:
+                        yield np.asarray(encoding.ids, dtype=np.int64)
+        if self.end_of_text is not None:
+            yield np.asarray([self.end_of_text])
+
+
+@contextmanager
+def _failures_of_tokenizer() -> Iterator[None]:
+    """Raise ValueError for whatever the tokenizers library raises: it has no exceptions of its own, and a
+    panic of its Rust code is no Exception (https://pyo3.rs/main/doc/pyo3/panic/struct.panicexception)."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the tokenizer fails: {error}") from error
+
+
+def _pieces(stream: BinaryIO) -> Iterator[str]:
+    """Text cut after a line's end (or after twice PIECE, where a line is longer): no word is split."""
+    text = TextIOWrapper(stream, encoding="utf-8", newline="")
+    while piece := text.read(PIECE) + text.readline(PIECE):
+        yield piece
+
+
+def _grouped(pieces: Iterator[str]) -> Iterator[list[str]]:
+    group: list[str] = []
+    for piece in pieces:
+        group.append(piece)
+        if len(group) == PIECES:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _write(output: Path, files: Sequence[Path], *, encoder: Encoder) -> int:
+    """Write the ids and their description; returns the number of ids. Raises ConfigError and OSError."""
+    description = description_file(output)
+    problems: list[str] = []
+    try:
+        with replacing(output, mode=0o666) as stream:  # moved last: tokens that exist have a description
+            count = _append(files, encoder=encoder, stream=stream, problems=problems)
+            if not count and not problems:
+                problems.append("the sources hold no text.")
+            if problems:
+                raise ConfigError(problems)
+            values = Description(vocab_size=encoder.vocab_size, tokenizer=encoder.name, count=count)
+            write_text(description, json.dumps(values, indent=1) + "\n", mode=0o666)
+    except BaseException:
+        description.unlink(missing_ok=True)
+        raise
+    return count
+
+
+def _append(files: Sequence[Path], *, encoder: Encoder, stream: BinaryIO, problems: list[str]) -> int:
+    """Append every file's ids after a header that is filled in at the end; returns their number."""
+    _write_header(stream, dtype=encoder.dtype, count=0)
+    count = 0
+    for file in files:
+        try:
+            for ids in encoder.encode(file):
+                stream.write(ids.astype(encoder.dtype).tobytes())
+                count += len(ids)
+        except UnicodeDecodeError as error:
+            problems.append(f"{file} is not UTF-8 ({error.reason} at byte {error.start} of a piece).")
+        except DamagedError as error:
+            problems.append(f"{error}.")
+        except ValueError as error:
+            problems.append(f"{file}: {error}.")
+    stream.seek(0)
+    _write_header(stream, dtype=encoder.dtype, count=count)
+    return count
+
+
+def _write_header(stream: BinaryIO, *, dtype: np.dtype[Any], count: int) -> None:
+    """The .npy header of a row; 128 bytes for any count, so that it can be written over."""
+    fields = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({count},), }}"
+    stream.write(b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + fields.ljust(117).encode() + b"\n")
+
+
+def _output_problems(output: Path) -> Iterator[str]:
+    if output.suffix != ".npy":
+        legal = output.with_suffix(".npy") if output.name else output / "tokens.npy"
+        yield f"--output {output} must end in .npy. Try --output {legal}."
+    if not os.path.isdir(output.parent):
+        yield f"--output {output}: there is no folder {output.parent}. Try mkdir -p {output.parent}."
+    for file in (output, description_file(output)) if output.name else ():
+        if os.path.lexists(file):
+            yield f"{file} exists already, and a run may be reading it. Try another --output."
+
+
+def _find_sources(sources: Sequence[Path], *, pattern: str, problems: list[str]) -> list[Path]:
+    """Files as they are, folders as their matching files by name."""
+    files: list[Path] = []
+    for source in sources:
+        if os.path.isdir(source):
+            try:
+                found = sorted(
+                    file
+                    for file in source.rglob(pattern)
+                    if os.path.isfile(file) and not is_foreign_link(file)
+                )
+            except (ValueError, IndexError, NotImplementedError) as error:
+                problems.append(f"--pattern {pattern!r}: {error}. Try --pattern '*.txt'.")
+                continue
+            if not found:
+                problems.append(f"no file in {source} matches {pattern}. Try --pattern '*.md'.")
+            files += found
+        elif os.path.lexists(source):
+            files.append(source)
+        else:
+            problems.append(f"{source} does not exist.")
+    return files
+
+
+def _find_encoder(options: argparse.Namespace, problems: list[str]) -> Encoder | None:
+    if options.tokenizer == "bytes":
+        if options.end_of_text is not None:
+            problems.append("--end-of-text needs a tokenizer: bytes have no such token.")
+        return Encoder(name="bytes", vocab_size=256)
+    file = Path(options.tokenizer)
+    if not os.path.lexists(file):
+        problems.append(f"--tokenizer {file} does not exist. Try --tokenizer bytes, or a tokenizer.json.")
+        return None
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        problems.append("--tokenizer needs the package tokenizers. Try pip install tokenizers.")
+        return None
+    try:
+        content = read_bytes(file, limit_bytes=TOKENIZER_BYTES, follow=True)
+        with _failures_of_tokenizer():
+            tokenizer = Tokenizer.from_buffer(content)
+    except (ValueError, FileNotFoundError) as error:
+        problems.append(f"--tokenizer {file} can't be used: {error}.")
+        return None
+    tokenizer.no_truncation()  # a file may ask for either, which would lose or invent text
+    tokenizer.no_padding()
+    end_of_text = None if options.end_of_text is None else tokenizer.token_to_id(options.end_of_text)
+    if options.end_of_text is not None and end_of_text is None:
+        problems.append(f"--end-of-text {options.end_of_text} is no token of {file}.")
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    if not vocabulary:
+        problems.append(f"--tokenizer {file} has no vocabulary. Try one that was trained.")
+        return None
+    digest = hashlib.sha256(content).hexdigest()[:12]
+    vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
+    return Encoder(f"{file.name} {digest}", vocab_size, tokenizer=tokenizer, end_of_text=end_of_text)
+
+
+def _refuse(problems: Sequence[object]) -> int:
+    complain(problems)
+    return WRONG
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hpc_parallel tokenize",
+        description="Make text files into a file of token ids for data=tokens.",
+    )
+    parser.add_argument("source", nargs="+", type=Path, help="text files, or folders of them")
+    parser.add_argument("--output", required=True, type=Path, help="the .npy file; a .json comes beside it")
+    parser.add_argument(
+        "--tokenizer", default="bytes", help="bytes (default), or a tokenizer.json of the tokenizers library"
+    )
+    parser.add_argument("--pattern", default="*.txt", help="which files of a folder (default *.txt)")
+    parser.add_argument("--end-of-text", help="a token to put after each file, such as <|endoftext|>")
+    return parser

@@ -1,0 +1,249 @@
+"""What can't be true together, found on the login node: every contradiction at once, each with its mend."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hpc_parallel.config.checks import (
+    execution_checks,
+    huggingface_checks,
+    image_checks,
+    layout_checks,
+    site_checks,
+    switch_checks,
+    task_checks,
+)
+from hpc_parallel.config.checks.counts import count
+from hpc_parallel.config.checks.targets import missing_part
+from hpc_parallel.config.layout import EXECUTIONS, divisors
+from hpc_parallel.config.schedules import SCHEDULES
+from hpc_parallel.config.schema import TASKS, RunConfig, TransformerConfig
+from hpc_parallel.problems import Found, Problem, nearest
+from hpc_parallel.record.safe_read import MAX_INTEGER, list_folder
+
+CHOICES = {
+    "device": ("auto", "cpu", "cuda"),
+    "strategy.execution": EXECUTIONS,
+    "strategy.gradient_compression": ("none", "bfloat16"),
+    "strategy.context_attention": ("ring", "gather"),
+    "strategy.schedule": tuple(SCHEDULES),
+    "strategy.balance": ("flops", "parameters"),
+    "optimizer.name": ("adamw",),
+    "optimizer.schedule": ("cosine", "constant"),
+    "training.precision": ("float32", "bfloat16", "float64"),
+    "training.on_nonfinite": ("stop", "skip", "rollback"),
+    "training.activation_checkpointing": ("none", "full", "selective"),
+    "sweep.on_invalid": ("skip", "stop"),
+    "launcher.kind": ("auto", "local", "slurm", "script"),
+    "cluster.gpu_flag": ("gpus-per-node", "gres"),
+    "task.name": tuple(TASKS),
+}
+
+MOST = {"nodes": 1_000_000, "gpus_per_node": 1024, "data.sequence_length": 2**31}
+COUNTED = ("model", "strategy", "training", "optimizer", "launcher", "task")  # tables of counts
+MOST_COUNT, MOST_INTEGER = 2**31, MAX_INTEGER
+
+
+def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> list[Problem | str]:
+    """All that is wrong with `config`, in the order of the command line's `overrides`."""
+    if huge := list(_integers(config)):  # the other checks count and search: they might never end
+        return in_order(huge, overrides)
+    checks = (
+        _counts, _choices, _ranges, execution_checks.find_problems, layout_checks.find_problems, _model,
+        _data, huggingface_checks.find_problems, image_checks.find_problems, task_checks.find_problems,
+        site_checks.find_problems, switch_checks.find_problems, _switches,
+    )  # fmt: skip
+    return in_order([problem for check in checks for problem in check(config)], overrides)
+
+
+def in_order(problems: Sequence[Problem | str], overrides: Sequence[str]) -> list[Problem | str]:
+    """Sorted as the command line names the keys; problems of keys that it doesn't name come last."""
+    keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
+
+    def place(problem: Problem | str) -> int:
+        text = problem.key if isinstance(problem, Problem) else problem.lstrip("+~")
+        key = re.split(r"[\s=:]", text, maxsplit=1)[0]
+        named = [i for i, name in enumerate(keys) if key == name or key.startswith(f"{name}.")]
+        return named[-1] if named else len(keys)
+
+    return sorted(problems, key=place)
+
+
+def value_at(config: RunConfig, key: str) -> Any:
+    """The value of a dotted key; None where a free-form table doesn't have it."""
+    node: Any = config
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, dict) else getattr(node, part)
+    return node
+
+
+def _integers(config: RunConfig) -> Found:
+    """Integers beyond what any run has, or what a file of the run can hold."""
+    for key, value in _leaves(asdict(config)):
+        if isinstance(value, int):
+            most = MOST.get(key, MOST_COUNT if key.partition(".")[0] in COUNTED else MOST_INTEGER)
+            bound, word = (most, "most") if value > 0 else (-most, "least")
+            if abs(value) > most:
+                legal = () if key.endswith("]") or value < 0 else (bound,)
+                yield Problem(key, value, f"must be at {word} {bound}", legal)
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every plain value of nested tables and lists, by its dotted key."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{prefix}[{index}]")
+    else:
+        yield prefix, value
+
+
+def _counts(config: RunConfig) -> Found:
+    """What is counted is at least one."""
+    keys = [
+        "nodes", "gpus_per_node", "training.steps", "training.global_batch_size",
+        "training.microbatch_size", "training.log_every", "training.validate_every",
+        "training.checkpoint_every", "training.keep_last", "training.keep_every",
+        "training.validation_samples", "strategy.microbatches", "strategy.stages_per_rank",
+        "strategy.prefetch", "launcher.time_minutes", "launcher.cpus_per_device", "launcher.snapshot_mb",
+        "data.sequence_length", "data.max_bytes", "sweep.parallelism",
+    ]  # fmt: skip
+    if layout_checks.is_transformer(config):
+        sizes = ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab_size")
+        keys += [f"model.{name}" for name in sizes]
+    for key in keys:
+        count = value_at(config, key)
+        if isinstance(count, int) and count < 1:
+            legal = {"model.vocab_size": 256, "launcher.snapshot_mb": 64}.get(key, 1)
+            yield Problem(key, count, "must be at least 1", (legal,))
+
+
+def _choices(config: RunConfig) -> Found:
+    for key, choices in CHOICES.items():
+        value = value_at(config, key)
+        if value not in choices:
+            close = nearest(str(value), choices) or choices[:1]
+            yield Problem(key, value, f"is not one of {', '.join(choices)}", tuple(close))
+
+
+def _ranges(config: RunConfig) -> Found:
+    """Numbers inside their interval: key, its least, its most, whether the ends count, a legal value."""
+    steps = max(1, config.training.steps)  # of a count that is wrong, _counts speaks
+    table: list[tuple[str, float, float, bool, Any]] = [
+        ("seed", 0, 2**63 - 1, True, 0),
+        ("optimizer.learning_rate", 0, math.inf, False, 0.001),
+        ("optimizer.eps", 0, math.inf, False, 1e-8),
+        ("optimizer.weight_decay", 0, math.inf, True, 0.1),
+        ("optimizer.final_share", 0, 1, True, 0.1),
+        ("optimizer.warmup_steps", 0, steps, True, steps // 20),
+        ("training.measure_steps", 0, math.inf, True, 2),
+        ("training.clip_norm", 0, math.inf, False, 1.0),
+        ("strategy.bucket_mb", 0, math.inf, False, 25),
+        ("launcher.grace_s", 1, 3600, True, 90),
+        ("launcher.max_requeues", 0, math.inf, True, 20),
+        ("launcher.max_restarts", 0, math.inf, True, 0),
+        ("launcher.memory_gb", 0, math.inf, False, 16),
+        ("cluster.port", 1024, 65535, True, 29500),
+        ("cluster.start_timeout_s", 0, math.inf, False, 300),
+        ("cluster.collective_timeout_s", 0, math.inf, False, 600),
+        ("cluster.hang_timeout_s", 0, math.inf, False, 300),
+        ("data.validation_share", 0, 0.5, False, 0.05),
+    ]
+    for key, least, most, closed, legal in table:
+        value = value_at(config, key)
+        if value is None:
+            continue
+        inside = least <= value <= most if closed else least < value < most
+        if not inside or not math.isfinite(value):
+            bounds = f"{least:g}" if most == math.inf else f"{least:g} and {most:g}"
+            word = "must be above" if most == math.inf and not closed else "must be at least"
+            word = word if most == math.inf else "must lie between"
+            yield Problem(key, value, f"{word} {bounds}", (legal,))
+    betas = config.optimizer.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        yield Problem(
+            "optimizer.betas", betas, "must be two numbers from 0 up to, not with, 1", ([0.9, 0.95],)
+        )
+
+
+def _model(config: RunConfig) -> Found:
+    if not isinstance(config.model, dict) or not config.model.get("_target_"):
+        yield "model._target_ is missing: name the class of your model. Try model=tiny."
+        return
+    yield from _target("model._target_", config.model["_target_"])
+    if not layout_checks.is_transformer(config):
+        return
+    dim, heads, kv_heads = (config.model[name] for name in ("dim", "heads", "kv_heads"))
+    if min(dim, heads, kv_heads) < 1:
+        return
+    if dim % heads or (dim // heads) % 2:
+        legal = [d for d in divisors(dim) if (dim // d) % 2 == 0]
+        near = sorted(legal, key=lambda d: abs(d - heads))[:2]
+        rule = f"does not split model.dim = {dim} into heads of an even width (rotary positions turn pairs)"
+        yield Problem("model.heads", heads, rule, tuple(sorted(near)))
+    if heads % kv_heads:
+        near = sorted(divisors(heads), key=lambda d: abs(d - kv_heads))[:2]
+        rule = f"does not divide model.heads = {heads}: each key-value head serves as many heads"
+        yield Problem("model.kv_heads", kv_heads, rule, tuple(sorted(near)))
+    for key in ("model.rope_theta", "model.norm_eps"):
+        if not 0 < value_at(config, key) < math.inf:
+            legal = getattr(TransformerConfig, key.removeprefix("model."))
+            yield Problem(key, value_at(config, key), "must be above 0", (legal,))
+
+
+def _target(key: str, target: Any) -> Found:
+    missing = missing_part(str(target))
+    if missing is not None:
+        rule, near = missing
+        yield Problem(key, target, rule, near)
+
+
+def _data(config: RunConfig) -> Found:
+    """The data is where the configuration says, and its tokens fit the model's vocabulary."""
+    if not isinstance(config.data, dict) or not config.data.get("_target_"):
+        yield "data._target_ is missing: name the class of your data. Try data=text."
+        return
+    yield from _target("data._target_", config.data["_target_"])
+    vocab_size: int | None = 256 if config.data["_target_"].endswith("TextData") else None
+    if (path := config.data.get("path")) is not None:
+        if not path or not os.path.exists(os.path.expanduser(path)):
+            parent = Path(os.path.expanduser(path)).parent
+            names = [entry.name for entry in list_folder(parent)] if path else []
+            near = nearest(Path(path).name, names)
+            yield Problem("data.path", path, "does not exist here", tuple(parent / name for name in near))
+        else:
+            try:
+                vocab_size = _look_into(config.data) or vocab_size
+            except (ValueError, OSError) as error:
+                yield f"data.path = {path} can't be used: {error}"
+    key, room = count(config, "vocabulary")
+    if vocab_size and room and room < vocab_size:
+        rule = f"is too small for the data, whose tokens run from 0 to {vocab_size - 1}"
+        yield Problem(key, room, rule, (vocab_size,))
+
+
+def _look_into(data: dict[str, Any]) -> int | None:
+    """The vocabulary of the tokens at `data.path`. Raises ValueError where the files are no such data."""
+    from hpc_parallel.data import text, tokens  # neither imports torch
+
+    if data["_target_"] == "hpc_parallel.data.tokens.TokensData":
+        return tokens.read_description(Path(os.path.expanduser(data["path"])))["vocab_size"]
+    if data["_target_"] == "hpc_parallel.data.text.TextData":
+        text.find_files(data["path"], pattern=data["pattern"])
+    return None
+
+
+def _switches(config: RunConfig) -> Found:
+    for switch, package in (("tensorboard", "tensorboard"), ("wandb", "wandb")):
+        if getattr(config.training, switch) and find_spec(package) is None:
+            rule = f"needs the package {package}, which is not installed here (pip install {package})"
+            yield Problem(f"training.{switch}", True, rule, (False,))

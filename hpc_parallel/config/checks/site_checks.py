@@ -1,0 +1,171 @@
+"""Names, folders and flags: what Slurm, the shell and the file system would not take."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.problems import Found, Problem
+from hpc_parallel.record.run_folder import is_run_folder, unreadable
+from hpc_parallel.record.safe_read import list_folder
+
+# Flags of sbatch that the launchers set, with the key that decides them; None: no key does.
+OWN_FLAGS = {
+    "nodes": "nodes", "ntasks-per-node": "gpus_per_node", "ntasks": "gpus_per_node",
+    "gpus-per-node": "gpus_per_node", "gres": "gpus_per_node", "job-name": "name",
+    "partition": "launcher.partition", "account": "launcher.account", "qos": "launcher.qos",
+    "constraint": "launcher.constraint", "exclude": "launcher.exclude", "wckey": "launcher.wckey",
+    "time": "launcher.time_minutes", "mem": "launcher.memory_gb",
+    "cpus-per-task": "launcher.cpus_per_device",
+    "output": None, "error": None, "open-mode": None, "array": None, "wrap": None, "parsable": None,
+    "test-only": None, "wait": "launcher.wait",
+}  # fmt: skip
+
+
+def find_problems(config: RunConfig) -> Found:
+    yield from _names(config)
+    yield from _launcher(config)
+    yield from _cluster(config)
+
+
+def _names(config: RunConfig) -> Found:
+    """Names that become part of a path or of a shell's line."""
+    name, here = config.name, Path.cwd()
+    if name[:1] in ("", ".") or not _is_path(name) or "/" in name or len(name) > 100:
+        mend = re.sub(r"[^\w.-]+", "-", name).strip("-.")[:100] or "run"
+        rule = "can't name a folder: up to 100 printable characters without / \\ : and % (a pattern to Slurm)"
+        if name[:1] == "." and name.strip("."):
+            rule = "would name a hidden folder, which status does not list"
+        yield Problem("name", name, rule, (mend,))
+    folder = Path(os.path.expanduser(config.run_dir or "runs")).absolute()
+    rule = "must be a printable path without % and backslash (patterns to Slurm) and colon (ends a path)"
+    if config.run_dir == "" or not _is_path(str(folder)):
+        legal = "runs/mine" if _is_path(str(here)) else os.path.expanduser("~/runs/mine")
+        yield Problem("run_dir", str(folder) if config.run_dir is None else config.run_dir, rule, (legal,))
+    elif config.run_dir is not None and (refusal := unreadable(folder)):
+        yield f"run_dir = {config.run_dir} can't be used: {refusal}"
+    elif (run := next((place for place in folder.parents if is_run_folder(place)), None)) is not None:
+        rule = f"would lie inside the run folder {run}"
+        yield Problem("run_dir", config.run_dir, rule, (_free(str(run)),))
+    elif (
+        config.resume is None
+        and config.run_dir is not None
+        and os.path.lexists(folder)
+        and (not os.path.isdir(folder) or list_folder(folder))
+    ):
+        rule = "holds something already; a run is never overwritten"
+        yield Problem("run_dir", config.run_dir, rule, (_free(config.run_dir),))
+
+
+def _is_path(text: str) -> bool:
+    """Whether Slurm and PYTHONPATH take it as it is, and a script's line holds it."""
+    return text.isprintable() and not set(text) & set("%\\:")
+
+
+def _free(folder: str) -> Path | None:
+    """The folder's name with the first number that none has yet."""
+    numbered = (Path(f"{folder.rstrip('/')}-{number}") for number in range(2, 1000))
+    return next((path for path in numbered if not os.path.lexists(os.path.expanduser(path))), None)
+
+
+def _launcher(config: RunConfig) -> Found:
+    launcher = config.launcher
+    for key in ("partition", "account", "qos", "constraint", "exclude", "wckey"):
+        value = getattr(launcher, key)
+        if value is not None and (not value.isprintable() or not value.strip()):
+            yield Problem(f"launcher.{key}", value, "must be one printable line", (None,))
+    for index, pattern in enumerate(launcher.snapshot_exclude):
+        if not pattern.strip("/*"):
+            rule = f"at {index} would leave out all source"
+            left = [each for each in launcher.snapshot_exclude if each.strip("/*")]
+            yield Problem("launcher.snapshot_exclude", launcher.snapshot_exclude, rule, (left,))
+            break
+    for flag, value in launcher.extra.items():
+        yield from _extra_flag(str(flag), value)
+    if launcher.venv is not None and not os.path.exists(os.path.expanduser(f"{launcher.venv}/bin/activate")):
+        here = Path(sys.prefix)
+        legal = (here if (here / "bin" / "activate").exists() else None,)
+        rule = "is no virtual environment (no bin/activate in it)"
+        yield Problem("launcher.venv", launcher.venv, rule, legal)
+    for index, module in enumerate(launcher.modules):
+        if not module.strip() or not module.isprintable():
+            key = f"launcher.modules[{index}]"
+            yield Problem(key, module, "must be a module's name, such as cuda/12.4")
+
+
+def _extra_flag(flag: str, value: Any) -> Found:
+    key = f"launcher.extra.{flag}"
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", flag):
+        mend = re.sub(r"[^a-z0-9-]", "-", flag.lower()).lstrip("-0123456789")
+        yield f"{key} is not a flag of sbatch. Try +launcher.extra.{mend or 'FLAG'}={value}."
+    elif flag in OWN_FLAGS:
+        own = OWN_FLAGS[flag]
+        said = None if own is None else _own_value(flag, str(value))
+        offer = "" if said is None else f" Try {own}={said}."
+        yield f"{key}: this flag is set by {own or 'the launcher'}.{offer}"
+    elif isinstance(value, dict | list) or not str(value).isprintable():
+        yield Problem(key, value, "must be one printable value, or true for a flag without one")
+
+
+def _own_value(flag: str, value: str) -> str | int | None:
+    """A flag's value as our key says it: minutes, gigabytes, a bare count; None where it can't be told."""
+    if flag == "time":
+        return minutes_of(value)
+    if flag == "mem":
+        amount = re.fullmatch(r"(\d+)([KMGT]?)B?", value, re.IGNORECASE)
+        if amount is None or amount[1] == "0":
+            return None
+        scale = {"K": 2**-20, "": 2**-10, "M": 2**-10, "G": 1, "T": 2**10}[amount[2].upper()]
+        return f"{int(amount[1]) * scale:g}"
+    if flag == "wait":
+        return "true"
+    if flag in ("partition", "account", "qos", "constraint", "exclude", "wckey", "job-name"):
+        return value
+    count = re.search(r"(?:^|:)([1-9]\d*)$", value)
+    return count and count[1]
+
+
+def minutes_of(clock: str) -> int | None:
+    """Minutes, rounded up, of sbatch's time formats (`90:00`, `1:30:00`, `2-12`, `1-06:30:00`)."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", clock)
+    if match is None:
+        return None
+    days, first, second, third = (int(part or 0) for part in match.groups())
+    if match[1] is not None:  # days-hours[:minutes[:seconds]]
+        return days * 1440 + first * 60 + second + (third > 0)
+    if match[4] is not None:  # hours:minutes:seconds
+        return first * 60 + second + (third > 0)
+    return first + (second > 0)  # minutes[:seconds]
+
+
+def _cluster(config: RunConfig) -> Found:
+    gpu_type = config.cluster.gpu_type
+    if gpu_type is not None and not re.fullmatch(r"[\w.-]+", gpu_type, re.ASCII):
+        yield Problem("cluster.gpu_type", gpu_type, "can't name a kind of GPU", (None,))
+    for variable, value in config.cluster.environment.items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
+            mend = re.sub(r"^(?=\d)|[^A-Za-z0-9_]", "_", variable)
+            key = "cluster.environment"
+            yield f"{key}.{variable} is no name of a variable. Try +{key}.{mend}={value}."
+    if not re.fullmatch(r"[A-Za-z0-9.-]*", config.cluster.master_suffix):
+        yield Problem("cluster.master_suffix", config.cluster.master_suffix, "can't end a host name", ("i",))
+    yield from _hang_timeout(config)
+
+
+def _hang_timeout(config: RunConfig) -> Found:
+    """Ranks that wait must find a hang, and tell of it, before their collective gives up."""
+    limit_s, collective_s = config.cluster.hang_timeout_s, config.cluster.collective_timeout_s
+    # A tenth for all to look, a fifth and 5 s for all to write (supervise/hang_report.py), some room.
+    most_s = (collective_s - 10) / 1.3
+    if limit_s is not None and math.isfinite(collective_s) and limit_s > most_s:
+        rule = (
+            "leaves the ranks no time to tell where they hang, before "
+            f"cluster.collective_timeout_s = {collective_s:g} ends them"
+        )
+        legal = math.floor(most_s) if most_s >= 1 else None
+        yield Problem("cluster.hang_timeout_s", limit_s, rule, (legal,))

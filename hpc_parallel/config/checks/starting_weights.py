@@ -1,0 +1,116 @@
+"""`weights=FILE.safetensors|RUN`: what a run may start from in place of initial weights, seen without torch.
+
+A safetensors file is eight bytes of length, a table of names in JSON, and the numbers themselves
+(https://huggingface.co/docs/safetensors): reading one runs nothing that is in it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hpc_parallel.config.schema import (
+    ConvNetConfig,
+    RunConfig,
+    SegmenterConfig,
+    TransformerConfig,
+)
+from hpc_parallel.problems import Found, Problem, nearest
+from hpc_parallel.record.checkpoint_index import complete
+from hpc_parallel.record.run_folder import RunFolder, is_run_folder
+from hpc_parallel.record.safe_read import MIB, DamagedError, open_regular, parse_json
+from hpc_parallel.record.trust import UntrustedError, require_private
+from hpc_parallel.record.values import table, text, whole
+
+LENGTH_BYTES = 8
+MOST_HEADER_BYTES = 16 * MIB  # enough for 100,000 tensors; parsed, it takes up to 30 times as much
+IMAGE_SHAPE = ("channels", "classes", "in_channels", "kernel_size")
+SHAPE = {  # the keys of a model that its weights fit
+    TransformerConfig._target_: ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab_size", "tied_head"),
+    ConvNetConfig._target_: IMAGE_SHAPE,
+    SegmenterConfig._target_: IMAGE_SHAPE,
+}
+
+
+def find_problems(config: RunConfig) -> Found:
+    """What of `weights=` can be known before the job starts."""
+    if config.weights is None or config.resume is not None:  # a run goes on from its own checkpoints
+        return
+    path = Path(os.path.expanduser(config.weights))
+    try:
+        if not path.exists():
+            names = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+            near = tuple(path.parent / name for name in nearest(path.name, names))
+            yield Problem("weights", config.weights, "does not exist here", near)
+            return
+        if path.is_dir():
+            model = model_of_run(path, trusted=config.launcher.shared_folder)
+        else:
+            model = table(parse_json(read_header(path)[1].get("model", "{}")))
+    except DamagedError as error:
+        yield f"weights = {path} can't be used: {error.reason}"
+        return
+    except (OSError, ValueError, UntrustedError) as error:
+        yield f"weights = {path} can't be used: {getattr(error, 'strerror', None) or error}"
+        return
+    yield from _shape(config.model, model)
+
+
+def model_of_run(path: Path, *, trusted: bool) -> Mapping[str, Any]:
+    """The model of a run that has a checkpoint. Raises ValueError, UntrustedError."""
+    if not is_run_folder(path):
+        raise ValueError("the folder is no run's. Name a run folder, or a .safetensors file")
+    found = complete(RunFolder(path).checkpoints)
+    if not found:
+        raise ValueError("the run has no checkpoint")
+    if not trusted:
+        require_private(found[0].path)  # its index is a pickle
+    return table(table(found[0].manifest.get("config")).get("model"))
+
+
+def read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Names and shapes in a safetensors file, and what is said besides.
+
+    Raises ValueError where it is no such file, or is not all there; OSError.
+    """
+    with open_regular(path, follow=True) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        if length > MOST_HEADER_BYTES:
+            raise ValueError("it is no safetensors file")
+        header = file.read(length)
+    try:
+        tensors = parse_json(header.decode())
+        besides = tensors.pop("__metadata__", {})
+        shapes = {name: _numbers(entry["shape"]) for name, entry in tensors.items()}
+        end = max((_numbers(entry["data_offsets"])[1] for entry in tensors.values()), default=0)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
+        raise ValueError("it is no safetensors file") from None
+    expected = LENGTH_BYTES + length + end
+    if size != expected:
+        raise ValueError(f"it has {size} of {expected} bytes")
+    return shapes, {key: value for key, value in table(besides).items() if isinstance(value, str)}
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    """Raises ValueError."""
+    numbers = [whole(value) for value in values]
+    if not all(number is not None and number >= 0 for number in numbers):
+        raise ValueError("no list of counts")
+    return tuple(number for number in numbers if number is not None)
+
+
+def _shape(wanted: Any, found: Mapping[str, Any]) -> Found:
+    """Of our own models, the keys by which the weights of one don't fit the other."""
+    target = text(found.get("_target_"))
+    if not isinstance(wanted, dict) or not target:
+        return
+    if wanted.get("_target_") != target:
+        return  # it may have the same weights: the job compares them by name
+    for key in SHAPE.get(target, ()):
+        if key in found and wanted[key] != found[key]:
+            yield Problem(
+                f"model.{key}", wanted[key], "is not what the weights were trained as", (found[key],)
+            )

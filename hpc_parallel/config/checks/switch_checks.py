@@ -1,0 +1,61 @@
+"""Switches that stand beside any strategy, against the few that can't bear them, and this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+from hpc_parallel.config.layout import Layout, layout_of
+from hpc_parallel.config.schedules import schedule_of
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.problems import Found, Problem
+
+
+def find_problems(config: RunConfig) -> Found:
+    try:
+        layout = layout_of(config.strategy, devices=config.devices)
+    except (ValueError, ZeroDivisionError):  # layout_checks speaks
+        layout = Layout()
+    yield from _split_backward(config, layout)
+    if config.training.on_nonfinite == "rollback" and config.training.checkpoint_every is None:
+        rule = "needs a checkpoint to go back to (training.checkpoint_every)"
+        yield Problem("training.on_nonfinite", "rollback", rule, ("stop", "skip"))
+    if config.training.compile:
+        yield from _compile(config, layout)
+
+
+def _split_backward(config: RunConfig, layout: Layout) -> Found:
+    """Gradients of inputs and of weights are taken apart, and torch hands out a kept result once."""
+    strategy, keeps = config.strategy, config.training.activation_checkpointing
+    if layout.pipeline > 1 and schedule_of(strategy).splits_backward and keeps == "selective":
+        rule = (
+            f"can't be joined with strategy.schedule = {strategy.schedule}, which runs backward in two halves"
+        )
+        yield Problem("training.activation_checkpointing", keeps, rule, ("full", "none"))
+
+
+def _compile(config: RunConfig, layout: Layout) -> Found:
+    if layout.tile > 1:
+        rule = f"can't be joined with strategy.tile = {layout.tile}: a block's halos come while it runs"
+        yield Problem("training.compile", True, rule, (False,))
+    if layout.context > 1 and config.strategy.context_attention == "ring":
+        rule = (
+            f"can't be joined with strategy.context = {layout.context} as a ring: "
+            "torch can't compile the sending of keys and values"
+        )
+        yield Problem("training.compile", True, rule, (False,))
+    if layout.tensor > 1 and config.training.activation_checkpointing == "full":
+        rule = (
+            f"can't be joined with strategy.tensor = {layout.tensor} and training.compile: compiled code "
+            "can't keep what computing a sum over devices again needs"
+        )
+        yield Problem("training.activation_checkpointing", "full", rule, ("selective", "none"))
+    compiler = os.environ.get("CXX", "g++")  # as torch looks for it
+    if _runs_here(config) and shutil.which(compiler) is None:
+        rule = f"needs a C++ compiler, and there is no {compiler} here (install g++, or set CXX)"
+        yield Problem("training.compile", True, rule, (False,))
+
+
+def _runs_here(config: RunConfig) -> bool:
+    kind = config.launcher.kind
+    return kind == "local" or (kind == "auto" and shutil.which("sbatch") is None)

@@ -1,0 +1,75 @@
+"""Whether a class path names a class, without importing it: its module may need torch."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from functools import cache
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+
+from hpc_parallel.problems import nearest
+
+
+def missing_part(target: str) -> tuple[str, tuple[str, ...]] | None:
+    """The rule that `package.module.Class` breaks, and class paths near it; None where all is there.
+
+    What can't be read as source (a compiled module, a class made at import) gets the benefit of the doubt.
+    """
+    *modules, name = target.split(".")
+    if not modules or not all(part.isidentifier() for part in (*modules, name)):
+        return "is no path of a class (package.module.Class)", ()
+    dotted = modules[0]
+    spec = _top_level(dotted)
+    for part in modules[1:]:
+        if spec is None:
+            break
+        if spec.submodule_search_locations is None:
+            return None  # a class in a class
+        dotted = f"{dotted}.{part}"
+        spec = PathFinder.find_spec(dotted, list(spec.submodule_search_locations))
+    if spec is None:
+        return f"names no class: there is no module {dotted} here", ()
+    if not spec.origin or not spec.origin.endswith(".py"):
+        return None
+    names = _names_in(Path(spec.origin))
+    if names is None or name in names:
+        return None
+    near = nearest(name, [known for known in names if known[:1].isupper()])
+    return f"names no class: there is no {name} in {dotted}", tuple(f"{dotted}.{word}" for word in near)
+
+
+def _top_level(module: str) -> ModuleSpec | None:
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it; a console script does not
+    try:
+        return find_spec(module)
+    except ValueError:  # a module without a spec, such as __main__
+        return None
+    finally:
+        sys.path.pop(0)
+
+
+@cache
+def _names_in(source: Path) -> frozenset[str] | None:
+    """The names that a module binds at its top level; None where it may bind others."""
+    try:
+        return _names_of(source.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+
+
+@cache  # the same is asked for every run of a sweep
+def _names_of(text: bytes) -> frozenset[str] | None:
+    tree = ast.parse(text)
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif not isinstance(node, ast.Expr | ast.AnnAssign):
+            return None  # a condition or a loop, which may bind anything
+    return None if "*" in names or "__getattr__" in names else frozenset(names)

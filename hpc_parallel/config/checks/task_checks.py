@@ -1,0 +1,90 @@
+"""What a task can't do with the rest of the configuration."""
+
+from __future__ import annotations
+
+from hpc_parallel.config.checks.counts import count
+from hpc_parallel.config.layout import SPMD, Layout, layout_of
+from hpc_parallel.config.schema import (
+    ConvNetConfig,
+    GenerateConfig,
+    InferConfig,
+    RunConfig,
+    SegmenterConfig,
+)
+from hpc_parallel.data.codec import encode, reads_bytes
+from hpc_parallel.problems import Found, Problem
+
+WITHOUT_CACHE = ("context", "tile")  # axes that split a sample over devices
+
+
+def find_problems(config: RunConfig) -> Found:
+    try:
+        layout = layout_of(config.strategy, devices=config.devices)
+    except (ValueError, ZeroDivisionError):  # layout_checks speaks
+        return
+    if isinstance(config.task, InferConfig):
+        yield from _infer(config.task, layout)
+    elif isinstance(config.task, GenerateConfig):
+        yield from _generate(config, layout)
+        yield from _prompts(config, config.task)
+
+
+def _infer(task: InferConfig, layout: Layout) -> Found:
+    if task.repeats < 1:
+        yield Problem("task.repeats", task.repeats, "must be at least 1", (100,))
+    sizes = task.batch_sizes
+    if sizes is None:
+        return
+    if not sizes or any(size < 1 or size % layout.data for size in sizes):
+        legal = sorted({max(1, round(size / layout.data)) * layout.data for size in sizes or [1]})
+        rule = f"needs multiples of {layout.data}, as many samples for each replica"
+        rule = rule if layout.data > 1 else "needs numbers above 0"
+        yield Problem("task.batch_sizes", sizes, rule, (legal, None))
+
+
+def _generate(config: RunConfig, layout: Layout) -> Found:
+    target = config.model.get("_target_") if isinstance(config.model, dict) else None
+    if target in (ConvNetConfig._target_, SegmenterConfig._target_):
+        kind = target.rpartition(".")[2]
+        rule = f"continues text by CausalAttention with a cache, and a {kind} has none"
+        yield Problem("task", "generate", rule, ("infer",))
+    if config.strategy.execution != SPMD:
+        rule = "has no way to decode: each device needs a process of its own that keeps keys and values"
+        yield Problem("strategy", config.strategy.name, rule, ("data",))
+    for axis in WITHOUT_CACHE:
+        if (degree := getattr(layout, axis)) > 1:
+            rule = "splits each sample over devices, and one token at a time leaves nothing to split"
+            yield Problem(f"strategy.{axis}", degree, rule, (1,), ("strategy.replicate=-1",))
+    if config.training.compile:
+        rule = "would compile each block anew for every token, as what it looks back at grows"
+        yield Problem("training.compile", True, rule, (False,))
+
+
+def _prompts(config: RunConfig, task: GenerateConfig) -> Found:
+    for key, least in (("prompt_length", 1), ("new_tokens", 1), ("show", 0), ("temperature", 0)):
+        value = getattr(task, key)
+        if not value >= least:
+            legal = getattr(GenerateConfig, key)
+            yield Problem(f"task.{key}", value, f"must be at least {least}", (legal,))
+    length = config.data.get("sequence_length") if isinstance(config.data, dict) else None
+    if task.prompts is None:
+        if isinstance(length, int) and 1 <= length < task.prompt_length:
+            rule = f"is more than a sample has (data.sequence_length = {length})"
+            yield Problem("task.prompt_length", task.prompt_length, rule, (length,))
+        return
+    try:
+        as_bytes = reads_bytes(config.data)
+    except (ValueError, OSError, KeyError, TypeError):  # checks._data speaks
+        return
+    key, room = count(config, "vocabulary")
+    if not all(_is_prompt(text, as_bytes=as_bytes, room=room) for text in task.prompts) or not task.prompts:
+        what = "texts of a byte or more" if as_bytes else f"token ids below {room or key}, as '5 3'"
+        yield Problem("task.prompts", task.prompts, f"must be {what}", (None,))
+
+
+def _is_prompt(text: str, *, as_bytes: bool, room: int | None) -> bool:
+    try:
+        tokens = encode(text, as_bytes=as_bytes)
+    except ValueError:
+        return False
+    return bool(tokens) and min(tokens) >= 0 and (room is None or max(tokens) < room)

@@ -1,0 +1,59 @@
+"""The module that a job starts: `python -m hpc_parallel.job PART RUN_FOLDER ...`.
+
+A job may start days after it was submitted, and then with a newer hpc_parallel. Batch scripts, submitit's
+payloads and the local launcher therefore name this module only, and its parts keep their names. The modules
+behind them may move.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+
+def rank(run_folder: str) -> None:
+    """Run one rank under Slurm to its end. submitit pickles this function by its name."""
+    from hpc_parallel.supervise import rank_process
+
+    rank_process.run(run_folder)
+
+
+def agent(arguments: Sequence[str]) -> None:
+    """Run all ranks of a local run to their end."""
+    from hpc_parallel.supervise import local_agent
+
+    local_agent.main(arguments, load_entry=worker_main)
+
+
+def conclude(arguments: Sequence[str]) -> None:
+    """Name the cause after a job has ended badly."""
+    from hpc_parallel.supervise import conclude
+
+    conclude.main(arguments)
+
+
+def worker_main() -> Callable[[str], int]:
+    """Import everything that a rank needs, torch included, and return what the rank runs.
+
+    The local agent calls this once, before it forks the ranks. No rank may inherit a CUDA context or a pool
+    of OpenMP threads, so nothing is computed here.
+    """
+    from hpc_parallel.worker.main import main
+
+    return main
+
+
+def main(arguments: Sequence[str]) -> None:
+    part, *rest = arguments
+    if part == "rank":
+        rank(*rest)
+    elif part == "agent":
+        agent(rest)
+    elif part == "conclude":
+        conclude(rest)
+    else:
+        sys.exit(f"hpc_parallel.job has no part {part}: rank, agent or conclude")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,166 @@
+"""The local launcher: starts the run's agent (supervise/local_agent.py), follows it, and ends with it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType, MappingProxyType
+from typing import TYPE_CHECKING
+
+from hpc_parallel.launch.prepare import PreparedRun
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.safe_write import open_append
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+AGENT = ("-m", "hpc_parallel.job", "agent")
+PERIOD_S = 0.1
+_SAME_S = 0.3  # a process and its group are often sent the same signal both
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class LocalLauncher:
+    """Every rank a process of this machine; nodes are simulated."""
+
+    def preview(self, run: PreparedRun) -> str:
+        count = f"{run.processes} process{'es' * (run.processes > 1)}"
+        return f"{count} on this machine, by {' '.join(_command(run.folder, AGENT))}"
+
+    def launch(self, run: PreparedRun) -> int:
+        """Raises KeyboardInterrupt once a run that was asked to end has ended: a sweep must not go on."""
+        run.write()
+        code = follow_agent(run.folder, steps=run.steps, variables=run.variables)
+        summary = read_json(run.folder.summary)
+        if summary is not None and summary["outcome"] == "cancelled":
+            raise KeyboardInterrupt
+        return code
+
+
+def follow_agent(
+    folder: RunFolder,
+    *,
+    steps: int,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    console: Console | None = None,
+    agent: Sequence[str] = AGENT,
+) -> int:
+    """Start the agent, show the run until it ends, and return the exit code: 0 if it completed.
+
+    variables: what the run's processes have in their environment besides ours.
+
+    The first Ctrl-C lets the agent end the ranks in order, the second kills all at once. If this
+    process dies, the agent ends too, and the ranks with it.
+    """
+    with counting_signals() as asked:
+        process = Agent(folder, variables=variables, agent=agent)
+        try:
+            from hpc_parallel.launch.follow import Follower  # rich loads while the agent loads torch
+
+            follower = Follower(folder, steps=steps, console=console)
+            follower.note("starting")
+            forwarded = 0
+            while not process.has_ended():
+                if len(asked) > forwarded:
+                    follower.note("stopping; Ctrl-C again kills at once")
+                    process.stop(asked)
+                    forwarded = len(asked)
+                follower.poll()
+                time.sleep(PERIOD_S)
+        finally:
+            process.end(cancelled=bool(asked))
+    return follower.finish()
+
+
+class Agent:
+    """The process that runs a run's ranks (`supervise/local_agent.py`), from its start to its last word."""
+
+    def __init__(
+        self, folder: RunFolder, *, variables: Mapping[str, str], agent: Sequence[str] = AGENT
+    ) -> None:
+        self._folder = folder
+        self._log = folder.logs / "agent.err"
+        with os.fdopen(open_append(self._log), "ab") as output:
+            # A session of its own: the terminal's Ctrl-C reaches this process alone.
+            self._process = subprocess.Popen(
+                [*_command(folder, agent), "--parent", str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **variables},
+                start_new_session=True,
+            )
+
+    def has_ended(self) -> bool:
+        return _has_ended(self._process.pid)
+
+    def stop(self, asked: list[int]) -> None:
+        """Let it end in order at the first of the signals `asked`, kill it at the second."""
+        _signal(self._process, asked)
+
+    def end(self, *, cancelled: bool) -> None:
+        """Kill what is left of it, and see that the run folder says how the run ended."""
+        returncode = _end(self._process)
+        if returncode != 0:
+            _conclude(self._folder, returncode=returncode, log=str(self._log), cancelled=cancelled)
+
+
+def _command(folder: RunFolder, agent: Sequence[str]) -> list[str]:
+    return [sys.executable, *agent, str(folder.path)]
+
+
+def _signal(process: subprocess.Popen[bytes], asked: list[int]) -> None:
+    if len(asked) == 1:
+        process.send_signal(signal.SIGINT)
+    else:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _has_ended(process: int) -> bool:
+    """Look without reaping, so that the process group's number can't be another's yet."""
+    return os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """Kill what is left of the agent's session; returns the agent's exit code."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
+
+
+def _conclude(folder: RunFolder, *, returncode: int, log: str, cancelled: bool) -> None:
+    """Let the worker half say what happened where the agent could not: it was killed, or never started."""
+    if folder.summary.exists():
+        return
+    command = [sys.executable, "-m", "hpc_parallel.job", "conclude", str(folder.path), str(returncode)]
+    flags = ["--log", log] + (["--cancelled"] if cancelled else [])
+    subprocess.run([*command, *flags], stderr=subprocess.DEVNULL, check=False)
+
+
+@contextlib.contextmanager
+def counting_signals() -> Iterator[list[int]]:
+    """Collect the signals that ask this process to end, in place of ending it."""
+    asked: list[int] = []
+    last_s = -math.inf
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal last_s
+        if time.monotonic() - last_s > _SAME_S:
+            asked.append(number)
+        last_s = time.monotonic()
+
+    # What is ignored stays so: nohup's SIGHUP, SIGINT of a script's background job.
+    heard = [number for number in _STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, ask) for number in heard}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,76 @@
+"""The table of a proof, a line as soon as it is known: it may take minutes to the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import table as rich_table
+from rich.console import Console
+from rich.padding import Padding
+from rich.status import Status
+from rich.text import Text
+
+from hpc_parallel.parity.compare import Tolerance, Verdict
+
+if TYPE_CHECKING:
+    from hpc_parallel.parity.cases import Case
+
+WIDTH = 100  # of a file or a pipe
+MEASURES = ("losses", "gradients", "weights")
+STYLES = {"equal": "green", "MISS": "bold red", "failed": "bold red", "left out": "yellow"}
+
+
+class Table:
+    """Prints on stdout, as wide as it is; a status line below says on a terminal what runs now."""
+
+    def __init__(self, tolerance: Tolerance, *, precision: str) -> None:
+        console = Console(highlight=False)
+        self._console = console if console.is_terminal else Console(highlight=False, width=WIDTH)
+        self._console.file = self._console.file  # this stdout, also while that of a run is kept quiet
+        self._tolerance = tolerance
+        self._precision = precision
+        self._say("Largest relative difference from one device: of the loss over all steps, of any tensor's")
+        self._say("gradient at step 1, and of any tensor's weights after the last step, by tensor norm.\n")
+        self._line("strategy", "data", "layout", *MEASURES, "verdict", style="bold")
+        bounds = (f"<= {getattr(tolerance, measure):g}" for measure in MEASURES)
+        self._line("", "", "", *bounds, "", style="dim")
+
+    def working(self, text: str) -> Status:
+        return self._console.status(Text(text))
+
+    def add(self, case: Case, verdict: Verdict) -> None:
+        found = (str(verdict.differences.get(measure, "")) for measure in MEASURES)
+        style = STYLES[verdict.word]
+        self._line(case.row.strategy, case.net, case.layout, *found, verdict.word, last_style=style)
+        for reason in verdict.reasons:
+            self._console.print(Padding(Text(reason, style=style), (0, 0, 0, 4)))
+
+    def end(self, counts: Mapping[str, int], notes: Sequence[str], *, folder: Path) -> None:
+        for note in notes:
+            self._say(f"\n{note}")
+        self._say(f"\nWhy these bounds: {self._tolerance.why}")
+        total = sum(counts.values())
+        verdicts = ", ".join(f"{count} {word}" for word, count in counts.items())
+        self._say(f"{total} row{'s' * (total > 1)} in {self._precision}: {verdicts}.")
+        if counts.get("MISS") and self._precision == "float32":
+            self._say(
+                "Is a miss a mistake, or rounding that met the edge of a ReLU? precision=float64 tells."
+            )
+        self._console.print(f"results: {folder}", markup=False, soft_wrap=True)
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def _line(self, *cells: str, style: str = "", last_style: str = "") -> None:
+        """Tables of one line each, of the same columns."""
+        line = rich_table.Table(
+            box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0), expand=True
+        )
+        for width in (16, 6, None, 9, 9, 9, 8):
+            line.add_column(width=width, ratio=None if width else 1, overflow="fold")
+        texts = [Text(cell) for cell in cells]
+        texts[-1].stylize(last_style)
+        line.add_row(*texts, style=style)
+        self._console.print(line)

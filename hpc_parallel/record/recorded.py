@@ -1,0 +1,200 @@
+"""Runs as their folders describe them, for those who look on or come later.
+
+Nothing in a folder has to be complete, or ours: a file that is missing reads as None or empty, and so does
+one that can't be read, which `damaged` names. Nothing is unpickled or executed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hpc_parallel.record import attempts
+from hpc_parallel.record.metrics_file import last_line, read_metrics
+from hpc_parallel.record.owner import read_owner
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_read import (
+    YAML_BYTES,
+    DamagedError,
+    is_real_folder,
+    list_folder,
+    parse_yaml,
+    read_json,
+    read_text,
+    read_yaml,
+)
+from hpc_parallel.record.sweep_folder import MANIFEST, read_sweep
+from hpc_parallel.record.values import number as number
+from hpc_parallel.record.values import table, text, whole
+
+T = TypeVar("T")
+# A folder that holds two of these is a run's: another user's folder may hold one of these names too.
+MARKS = {"attempts.jsonl", "config.yaml", "environment.json", "metrics.jsonl", "owner.json", "rendezvous",
+         "summary.json"}  # fmt: skip
+MOST_LEVELS = 32  # of folders that are searched for runs
+_HEAD = re.compile(r"^(?:name|nodes|gpus_per_node|strategy|training|task):.*\n(?:[ -].*\n|\n)*", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """One run. A file is read when something in it is first asked for, and kept: `read_run` reads a living
+    run again."""
+
+    path: Path  # absolute
+    _damage: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def folder(self) -> RunFolder:
+        return RunFolder(self.path)
+
+    @property
+    def run_id(self) -> str:
+        return self.path.name
+
+    @property
+    def name(self) -> str:
+        return text(self.head.get("name")) or self.path.parent.name
+
+    @cached_property
+    def config(self) -> dict[str, Any] | None:
+        """The whole resolved configuration."""
+        return self._read(self.folder.config, read_yaml)
+
+    @cached_property
+    def head(self) -> Mapping[str, Any]:
+        """The configuration's shape alone (name, nodes, gpus_per_node, strategy, training, task): the whole
+        configurations of a thousand runs would take more than a second to parse."""
+        tables = "".join(_HEAD.findall(self._config_text or ""))
+        try:
+            return table(parse_yaml(tables)) or self.config or {}
+        except ValueError:
+            return self.config or {}
+
+    @property
+    def strategy(self) -> str | None:
+        return text(table(self.head.get("strategy")).get("name"))
+
+    @property
+    def task(self) -> str | None:
+        return text(table(self.head.get("task")).get("name"))
+
+    @property
+    def nodes(self) -> int | None:
+        return whole(self.head.get("nodes"))
+
+    @property
+    def gpus_per_node(self) -> int | None:
+        return whole(self.head.get("gpus_per_node"))
+
+    @cached_property
+    def summary(self) -> dict[str, Any] | None:
+        return self._read(self.folder.summary, read_json)
+
+    @cached_property
+    def failure(self) -> dict[str, Any] | None:
+        return self._read(self.folder.failure, read_json)
+
+    @cached_property
+    def stopped(self) -> dict[str, Any] | None:
+        """The signal that ended the newest start, and the step that it saved."""
+        return self._read(self.folder.stopped, read_json)
+
+    @cached_property
+    def owner(self) -> dict[str, Any] | None:
+        """The process or job that runs it, or ran it last (`record/owner.py`)."""
+        return self._read(self.folder.owner, lambda _: read_owner(self.folder))
+
+    @cached_property
+    def environment(self) -> dict[str, Any] | None:
+        return self._read(self.folder.environment, read_json)
+
+    @cached_property
+    def attempts(self) -> dict[str, Any]:
+        """`restarts`, `lost_steps`, `started` (ISO 8601, UTC; None before the first start), `job_ids`."""
+        history = self._read(self.folder.attempts, lambda _: attempts.history(self.folder))
+        return history or {"restarts": 0, "lost_steps": 0, "started": None, "job_ids": []}
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Every whole line."""
+        return self._read(self.folder.metrics, read_metrics) or []
+
+    @cached_property
+    def last_metrics(self) -> dict[str, Any] | None:
+        """The last whole line; only the end of the file is read."""
+        return self._read(self.folder.metrics, last_line)
+
+    @property
+    def job_ids(self) -> list[str]:
+        """Slurm's, in order; the last one also if it waits for its first start."""
+        jobs = [*self.attempts["job_ids"], (self.owner or {}).get("job_id")]
+        return list(dict.fromkeys(job for job in jobs if job))
+
+    @property
+    def damaged(self) -> dict[str, str]:
+        """The run's files that are there and can't be read, with the reason of each."""
+        for name in ("config", "summary", "failure", "environment", "owner", "attempts", "last_metrics"):
+            getattr(self, name)
+        at = self.folder
+        files = (at.config, at.summary, at.failure, at.environment, at.owner, at.attempts, at.metrics)
+        order = {path.name: number for number, path in enumerate(files)}
+        return dict(sorted(self._damage.items(), key=lambda item: order.get(item[0], len(files))))
+
+    @property
+    def noticed(self) -> dict[str, str]:
+        """Those of `damaged` that have been read so far."""
+        return dict(self._damage)
+
+    @cached_property
+    def _config_text(self) -> str | None:
+        return self._read(self.folder.config, lambda path: read_text(path, limit_bytes=YAML_BYTES))
+
+    def _read(self, path: Path, read: Callable[[Path], T]) -> T | None:
+        try:
+            return read(path)
+        except FileNotFoundError:
+            return None
+        except DamagedError as error:
+            self._damage[error.path.name] = error.reason
+            return None
+
+
+def read_run(path: Path) -> RecordedRun:
+    """The run of this folder, as it is from now on."""
+    return RecordedRun(Path(os.path.expanduser(path)).absolute())
+
+
+def is_run(path: Path) -> bool:
+    """Also if it is half-written or was copied without its empty folders. False for a folder that this user
+    may not read."""
+    return len(MARKS & {entry.name for entry in list_folder(path)}) > 1
+
+
+def find_runs(root: Path) -> list[RecordedRun]:
+    """The run of the folder `root`, those of a sweep folder (in its order), or all in the tree (by path).
+
+    What is no run is passed by: foreign files, hidden folders, links to folders, what can't be read.
+    """
+    paths = _walk(Path(os.path.expanduser(root)).absolute(), MOST_LEVELS)
+    return [RecordedRun(path) for path in dict.fromkeys(paths)]
+
+
+def _walk(path: Path, levels: int) -> list[Path]:
+    entries = list_folder(path)
+    names = {entry.name for entry in entries}
+    if len(MARKS & names) > 1:
+        return [path]  # what a run keeps is not searched: it may hold another checkout's runs
+    if MANIFEST in names:
+        try:
+            return [run.run_dir for run in read_sweep(path).runs if is_run(run.run_dir)]
+        except (FileNotFoundError, DamagedError):
+            pass
+    if not levels:
+        return []
+    folders = sorted(entry.name for entry in entries if entry.name[0] != "." and is_real_folder(entry))
+    return [run for name in folders for run in _walk(path / name, levels - 1)]

@@ -1,0 +1,64 @@
+"""What a task that trains nothing was run for: a table of batch sizes, texts; shown when it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpc_parallel.record.metrics_file import milliseconds, per_second
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_read import MIB, parse_line, read_head
+from hpc_parallel.record.values import number, table, text, whole
+
+SHOWN_BYTES = 16 * MIB  # of generated.jsonl
+INITIAL = "initial"  # weights that no file gave
+
+
+def results(folder: RunFolder, summary: Mapping[str, Any]) -> list[str]:
+    """Lines for people; none of a training run. Raises DamagedError."""
+    lines: list[str] = []
+    if rows := _rows(summary.get("batch_sizes")):
+        lines = show_table(rows)
+    elif generated := _first_lines(folder.generated):
+        lines = texts(generated, show=whole(table(folder.read_config().get("task")).get("show")) or 0)
+    if lines and (weights := text(summary.get("weights"))):
+        initial = "the weights are the initial ones: nothing was trained or restored"
+        lines.append(initial if weights == INITIAL else f"the weights are those of {weights}")
+    return lines
+
+
+def _first_lines(path: Path) -> list[dict[str, Any]]:
+    """Of a file of any length."""
+    try:
+        content = read_head(path, limit_bytes=SHOWN_BYTES)
+    except FileNotFoundError:
+        return []
+    lines = (parse_line(line) for line in content.splitlines())
+    return [line for line in lines if line is not None]
+
+
+def _rows(values: Any) -> list[dict[str, Any]]:
+    rows = [table(row) for row in values] if isinstance(values, list) else []
+    needed = ("batch_size", "latency_s", "latency_p99_s", "samples_per_s")
+    return [row for row in rows if all(number(row.get(key)) is not None for key in needed)]
+
+
+def show_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The trade that the batch size makes: each sample waits for its batch, and the device works better."""
+    cells = [["batch size", "latency", "p99", "samples/s"]]
+    with_tokens = all(number(row.get("tokens_per_s")) is not None for row in rows)
+    cells[0] += ["tokens/s"] * with_tokens
+    for row in rows:
+        times = [milliseconds(row[key]) for key in ("latency_s", "latency_p99_s")]
+        rates = [per_second(row[key]) for key in ("samples_per_s", "tokens_per_s")[: 1 + with_tokens]]
+        cells.append([str(row["batch_size"]), *times, *rates])
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+
+
+def texts(generated: Sequence[Mapping[str, Any]], *, show: int) -> list[str]:
+    """The first `show` prompts with their continuations, quoted so that no byte reaches the terminal raw."""
+    lines = [f"{line.get('prompt')!r} -> {line.get('text')!r}" for line in generated[: max(0, show)]]
+    left = len(generated) - len(lines)
+    return lines + [f"and {left} more in generated.jsonl"] * (left > 0)

@@ -1,0 +1,263 @@
+"""The agent of a local run: all ranks on this machine, forked from one process that has imported torch.
+
+`python -m hpc_parallel.job agent RUN_FOLDER`. The nodes are simulated; to a rank it looks as if
+torchrun had started it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import secrets
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from hpc_parallel.config.layout import processes_per_node
+from hpc_parallel.record import owner
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.supervise import failure
+from hpc_parallel.supervise.conclude import conclude, may_restart
+from hpc_parallel.supervise.fabric import site_variables
+from hpc_parallel.supervise.rank_process import die_with_parent
+from hpc_parallel.supervise.supervisor import Overseer
+from hpc_parallel.supervise.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import PContext
+
+Entry = Callable[[str], int]
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_PERIOD_S = 0.02
+_GRACE_S = 2.0  # after the first failure, for the others to write down what they saw
+_PATIENCE_S = 1.5  # from SIGTERM to SIGKILL
+_SAVE_S = 60.0  # the same for ranks that were asked to stop, and save their state
+_GIVE_UP_S = 10.0  # after SIGKILL: a process may hang in the kernel, on a GPU or a file server
+
+
+def run(run_folder: str, *, load_entry: Callable[[], Entry]) -> int:
+    """Run every rank to its end; 0 where all ended well, else 1 with the failure concluded.
+
+    After a failure that a new start can mend it starts again, `launcher.max_restarts` times. `load_entry`
+    imports torch and returns what each rank runs.
+    """
+    folder = RunFolder(Path(run_folder).absolute())
+    config = folder.read_config()
+    strategy = SimpleNamespace(**config["strategy"])
+    per_node = processes_per_node(strategy, gpus_per_node=config["gpus_per_node"])
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        conclude(folder, returncode=-number, cancelled=True, environment={})
+        os._exit(1)
+
+    # Both before torch is imported: OpenMP reads its variables when it is loaded.
+    site_variables(config["cluster"]["environment"], os.environ)
+    _share_cores(ranks=config["nodes"] * per_node)
+    while True:
+        for number in STOP_SIGNALS:  # there is nothing to end yet
+            signal.signal(number, leave)
+        code = _attempt(folder, config=config, per_node=per_node, load_entry=load_entry)
+        if code == 0 or not may_restart(folder):
+            return code
+        print("starting again", flush=True)
+
+
+def _attempt(
+    folder: RunFolder, *, config: dict[str, Any], per_node: int, load_entry: Callable[[], Entry]
+) -> int:
+    environments = rank_environments(nodes=config["nodes"], per_node=per_node)
+    folder.begin_anew()
+    failure.forget_all(folder)
+    owner.take(folder)  # the ranks save and end after a launcher that was killed
+    try:
+        watch = _start(
+            folder,
+            environments=environments,
+            entry=load_entry(),
+            hang_timeout_s=config["cluster"]["hang_timeout_s"],
+        )
+    except Exception:
+        text = traceback.format_exc()
+        sys.stderr.write(text)
+        conclude(folder, returncode=1, text=text, cancelled=False, environment={})
+        return 1
+    cancelled = watch.to_the_end()
+    failed = any(watch.returncodes.values()) or len(watch.returncodes) < len(environments)
+    if failed or cancelled:
+        conclude(folder, returncode=1, cancelled=cancelled, environment={})
+    summary = read_json(folder.summary)
+    return int(summary is None or summary["outcome"] != "completed")
+
+
+def rank_environments(*, nodes: int, per_node: int) -> dict[int, dict[str, str]]:
+    """What torchrun would tell each rank. The local rank is the rank: one machine has all devices."""
+    ranks = nodes * per_node
+    shared = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_WORLD_SIZE": str(nodes),
+        "TORCHELASTIC_RUN_ID": secrets.token_hex(8),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    return {
+        rank: {
+            **shared,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "GROUP_RANK": str(rank // per_node),
+        }
+        for rank in range(ranks)
+    }
+
+
+class Watch:
+    """The ranks of one run: who lives, who has ended and how."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        worlds: dict[int, World],
+        context: PContext,
+        hang_timeout_s: float | None,
+    ) -> None:
+        self.folder = folder
+        self.worlds = worlds
+        self.context = context  # owns the processes and their queues
+        self.living = dict(context.pids())  # rank -> process
+        self.returncodes: dict[int, int] = {}  # as of subprocess: negative for a signal
+        self.overseers = {
+            rank: Overseer(folder, world=worlds[rank], process=process, timeout_s=hang_timeout_s)
+            for rank, process in self.living.items()
+            if hang_timeout_s is not None
+        }
+        self.asked: list[int] = []  # signals that asked the whole run to end
+
+    def ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked.append(number)
+
+    def to_the_end(self) -> bool:
+        """Wait for all ranks; after a failure or a signal, end those that remain.
+
+        Returns whether a signal, and no failure before it, ended the run.
+        """
+        cancelled = False
+        terminate_at = kill_at = math.inf
+        patience_s = _PATIENCE_S
+        while self.living:
+            now = time.monotonic()
+            if self.asked:  # before any look at deaths, which the same signal may have caused
+                cancelled = cancelled or terminate_at == math.inf
+                terminate_at = min(terminate_at, now)
+                patience_s = _SAVE_S if cancelled else _PATIENCE_S
+            for rank, returncode in self._newly_ended():
+                if returncode == 0 or cancelled:
+                    continue
+                stopped = kill_at < math.inf and -returncode in (signal.SIGTERM, signal.SIGKILL)
+                failure.record_death(
+                    self.folder, world=self.worlds[rank], returncode=returncode, stopped=stopped
+                )
+                terminate_at = min(terminate_at, now + _GRACE_S)
+            for rank in self.living.keys() & self.overseers.keys() if not self.asked else ():
+                self.overseers[rank].look()
+            if now >= terminate_at and kill_at == math.inf:
+                self._send(signal.SIGTERM)
+                kill_at = now + patience_s
+            if now >= kill_at:
+                self._send(signal.SIGKILL)
+            if now >= kill_at + _GIVE_UP_S:
+                break
+            time.sleep(_PERIOD_S)
+        return cancelled
+
+    def _newly_ended(self) -> list[tuple[int, int]]:
+        ended = []
+        for rank, process in self.living.items():
+            # Look without reaping: the processes belong to torch's context.
+            seen = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if seen is not None:
+                by_signal = seen.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+                ended.append((rank, -seen.si_status if by_signal else seen.si_status))
+        for rank, returncode in ended:
+            del self.living[rank]
+            self.returncodes[rank] = returncode
+        return ended
+
+    def _send(self, number: int) -> None:
+        for process in self.living.values():
+            os.kill(process, number)  # unreaped, so the number is still its own
+
+
+def _start(
+    folder: RunFolder, *, environments: dict[int, dict[str, str]], entry: Entry, hang_timeout_s: float | None
+) -> Watch:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+
+    worlds = {rank: World.discover({**os.environ, **own}) for rank, own in environments.items()}
+    # A signal between the fork and our handlers would go to torch's, which raise: it waits instead.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    context = start_processes(
+        name="hpc_parallel",
+        entrypoint=_be_rank,
+        args={rank: (str(folder.path), worlds[rank], os.getpid(), entry) for rank in environments},
+        envs=environments,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # each rank opens its own files
+        start_method="fork",
+    )
+    # Watch does not use context.wait(): at the first failure that ends the others at once, before they
+    # can say what they saw, and then waits 30 s for those that don't listen.
+    watch = Watch(folder, worlds=worlds, context=context, hang_timeout_s=hang_timeout_s)
+    for number in STOP_SIGNALS:
+        signal.signal(number, watch.ask)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    return watch
+
+
+def _be_rank(run_folder: str, world: World, agent: int, entry: Entry) -> None:
+    """What a forked process does; ends it."""
+    die_with_parent(agent)
+    for number in (*STOP_SIGNALS, signal.SIGQUIT):  # torch's handlers raise, which C code does not notice
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    try:
+        code = entry(run_folder)
+    except Exception as error:
+        failure.record_exception(RunFolder(Path(run_folder)), world=world, error=error)
+        traceback.print_exc()
+        code = 1
+    # torch keeps a rank that returns (or exits with 0) alive until all have; one that exits with None
+    # ends now, and with success all the same.
+    sys.exit(code or None)
+
+
+def _share_cores(*, ranks: int) -> None:
+    """Give OpenMP its share of the cores, as torchrun does; the site's word wins."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+
+
+def main(arguments: Sequence[str], *, load_entry: Callable[[], Entry]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m hpc_parallel.job agent", description=__doc__)
+    parser.add_argument("run_folder")
+    parser.add_argument("--parent", type=int, help="the process to end with")
+    given = parser.parse_args(arguments)
+    if given.parent:
+        die_with_parent(given.parent, by=signal.SIGTERM)  # which ends the ranks in order
+    code = 1
+    try:
+        code = run(given.run_folder, load_entry=load_entry)
+    except Exception:
+        traceback.print_exc()
+    if os.getpgrp() == os.getpid():  # what the ranks started and left behind is in our group
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGTERM)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # no clean-up of torch's can hang any more

@@ -1,0 +1,131 @@
+"""`summary.json`: what a run was, how far it came, how fast, and how it ended.
+
+Torch-free: after a failure it is written by a process that must start fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from statistics import median
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+from hpc_parallel.config.layout import layout_of, processes_per_node
+from hpc_parallel.record.results import INITIAL
+
+MEASURED = (
+    "exposed_communication_share",
+    "bubble_share",
+    "step_parts_s",
+    "traffic_bytes",
+    "busiest_rank_traffic_bytes",
+    "traffic",
+    "ring_all_reduce",
+)
+Lines = Sequence[Mapping[str, Any]]
+
+
+def summarise(
+    config: Mapping[str, Any],
+    *,
+    outcome: str,
+    lines: Lines,
+    history: Mapping[str, Any],
+    measured: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """All keys of the contract, null where a figure is not measured.
+
+    config: the content of `config.yaml`; lines: of `metrics.jsonl`; history: of the run's starts
+    (`record/attempts.py`); measured: on the steps that were watched, and which weights the job began with.
+
+    `exposed_communication_share`: of a step, the time in which a device waits for others and computes
+    nothing, a pipeline's bubble left out; mean over the ranks. `bubble_share`: of the time from the first
+    stage's start to the last one's end, that in which a rank's stages have no work (the transfers between
+    them are in it); mean over the ranks, 0 without a pipeline. `step_parts_s`: where the time of a watched
+    step went, seconds, mean over the ranks: `compute`, `communication` (exposed), `bubble`, `data` (fetching
+    the batch, before the step), `other` (the host's own work); watching makes it longer than `step_time_s`.
+    `traffic_bytes`: sent in one step by all
+    ranks; `traffic`: the same by kind of collective; `busiest_rank_traffic_bytes`: sent and received by
+    the one that moves most (of a process that drives several devices, by the busiest device);
+    `ring_all_reduce`: both, if the same gradients were averaged by one.
+    """
+    nodes, gpus_per_node = config["nodes"], config["gpus_per_node"]
+    strategy = SimpleNamespace(**config["strategy"])
+    layout = layout_of(strategy, devices=nodes * gpus_per_node)
+    return {
+        "outcome": outcome,
+        "strategy": strategy.name,
+        "layout": layout.degrees,
+        "nodes": nodes,
+        "gpus_per_node": gpus_per_node,
+        "world_size": nodes * processes_per_node(strategy, gpus_per_node=gpus_per_node),
+        "steps": 0,
+        "samples": 0,
+        "skipped_steps": 0,
+        "final_loss": None,
+        "validation_loss": None,
+        "samples_per_s": None,
+        "step_time_s": None,
+        "latency_s": None,
+        "peak_memory_bytes": max((line["peak_memory_bytes"] for line in lines), default=None),
+        **{key: measured.get(key) for key in MEASURED},
+        "predicted": None,
+        "weights": measured.get("weights", config.get("weights") or INITIAL),
+        **FIGURES.get(config["task"]["name"], _trained)(lines),
+        **history,
+        "ended": datetime.now(UTC).isoformat(),
+    }
+
+
+def _trained(lines: Lines) -> dict[str, Any]:
+    last = lines[-1] if lines else {}
+    return {
+        "steps": last.get("step", 0),
+        "samples": last.get("samples", 0),
+        "final_loss": last.get("loss"),
+        "skipped_steps": last.get("skipped_steps", 0),
+        "validation_loss": _last(lines, "validation_loss"),
+        "samples_per_s": _typical(lines, "samples_per_s"),
+        "step_time_s": _typical(lines, "step_time_s"),
+        **({"tokens_per_s": _typical(lines, "tokens_per_s")} if "tokens_per_s" in last else {}),
+    }
+
+
+def _inferred(lines: Lines) -> dict[str, Any]:
+    """The latency is of one sample a replica, the throughput of the batch size that gives most."""
+    kept = ("batch_size", "latency_s", "latency_p99_s", "samples_per_s", "tokens_per_s")
+    rows = [{key: line[key] for key in kept if key in line} for line in lines if "batch_size" in line]
+    return {
+        "samples": _last(lines, "samples") or 0,
+        "validation_loss": _last(lines, "validation_loss"),
+        "samples_per_s": max((row["samples_per_s"] for row in rows), default=None),
+        "latency_s": rows[0]["latency_s"] if rows else None,
+        "latency_p99_s": rows[0]["latency_p99_s"] if rows else None,
+        "batch_sizes": rows,
+    }
+
+
+def _generated(lines: Lines) -> dict[str, Any]:
+    """A step is a token of every prompt; the first one reads the prompts."""
+    return {
+        "samples": _last(lines, "samples") or 0,
+        "step_time_s": _typical(lines, "step_time_s"),
+        "tokens_per_s": _typical(lines, "tokens_per_s"),
+        "prompt_time_s": lines[0]["step_time_s"] if lines else None,
+    }
+
+
+# Of the tasks that train nothing.
+FIGURES: dict[str, Callable[[Lines], dict[str, Any]]] = {"infer": _inferred, "generate": _generated}
+
+
+def _typical(lines: Lines, key: str) -> float | None:
+    """The median after the warm-up, which the first line holds. A line of watched steps alone repeats the one
+    before, and says nothing of its own."""
+    steady = [line[key] for line in lines[1:] if line.get("timed_steps", 1)]
+    return median(steady or [lines[0][key]]) if lines else None
+
+
+def _last(lines: Lines, key: str) -> Any:
+    return next((line[key] for line in reversed(lines) if key in line), None)

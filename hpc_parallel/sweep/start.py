@@ -1,0 +1,156 @@
+"""A planned sweep from its folder to its submission, or to its end on this machine."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+from contextlib import nullcontext, suppress
+from pathlib import Path
+
+from hpc_parallel.exit_codes import DONE, REFUSED
+from hpc_parallel.launch.batch_script import ScriptLauncher
+from hpc_parallel.launch.choose_launcher import choose
+from hpc_parallel.launch.launcher import Launcher
+from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.record.job_state import job_states
+from hpc_parallel.record.names import command_on
+from hpc_parallel.record.sweep_folder import create, write_sweep
+from hpc_parallel.record.trust import require_trusted
+from hpc_parallel.shell import complain
+from hpc_parallel.sweep import sweep_table
+from hpc_parallel.sweep.earlier import to_go_on
+from hpc_parallel.sweep.hold import held, release
+from hpc_parallel.sweep.plan import SweepPlan, folder_problems
+from hpc_parallel.sweep.write import take_back, write_runs
+
+
+def start(plan: SweepPlan) -> int:
+    """Run or submit the plan; returns the exit code. Raises ConfigError where nothing was started."""
+    for line in sweep_table.notes(plan):
+        print(line)
+    if not plan.runs:
+        sweep_table.console().print(sweep_table.submitted(plan, {}, {}))
+        print(f"nothing is missing in {plan.folder}")
+        return DONE
+    kind = plan.runs[0].run.config.launcher.kind
+    launcher, choice = choose(kind)
+    kind = choice.split()[1].rstrip(":")
+    if plan.runs[0].run.config.dry_run:
+        return preview(plan, kind=kind, launcher=launcher)
+    if plan.earlier is None and (problems := folder_problems(plan.folder)):
+        raise ConfigError(problems)
+    count = len(plan.runs)
+    print(f"sweep of {count} run{'s' * (count > 1)}; {choice}", flush=True)
+    for note in dict.fromkeys(note for planned in plan.runs for note in planned.run.notes):
+        print(note)
+    if plan.earlier is None:
+        open_folder(plan.folder)
+    with nullcontext() if plan.earlier is not None else held(plan.folder, key="hydra.sweep.dir"):
+        try:
+            write(plan)
+        except (ConfigError, KeyboardInterrupt):
+            if plan.earlier is None:
+                release(plan.folder)
+                with suppress(OSError):  # it was there before, and holds something
+                    plan.folder.rmdir()
+            raise
+        if kind == "local":
+            from hpc_parallel.sweep.run_here import run_all
+
+            return run_all(plan)
+        return write_scripts(plan) if kind == "script" else submit(plan)
+
+
+def write(plan: SweepPlan) -> None:
+    """Every run folder and the manifest.
+
+    Raises ConfigError if one can't be made, or if others could replace what runs; then none is left.
+    """
+    shared_folder = plan.runs[0].run.config.launcher.shared_folder
+    require_trusted(plan.folder, key="hydra.sweep.dir", shared_folder=shared_folder)
+    runs = [planned.run for planned in plan.runs]
+    write_runs(runs)
+    try:
+        write_sweep(plan.folder, plan.manifest({}))
+    except OSError as error:
+        take_back(runs)
+        rule = f"can't be written: {error.strerror or error}"
+        raise ConfigError([Problem("hydra.sweep.dir", plan.folder, rule)]) from error
+
+
+def open_folder(folder: Path) -> None:
+    """Raises ConfigError where the sweep folder can't be made."""
+    try:
+        create(folder)
+    except OSError as error:
+        rule = f"can't hold the sweep: {error.strerror or error}"
+        raise ConfigError([Problem("hydra.sweep.dir", folder, rule)]) from error
+
+
+def submit(plan: SweepPlan) -> int:
+    """To Slurm, one array a shape; returns once submitted, or with `sweep.wait` when all have ended."""
+    from hpc_parallel.sweep.arrays import submit as submit_arrays
+
+    jobs, refusals = submit_arrays(plan)
+    release(plan.folder)  # its jobs own their runs
+    states = job_states(list(jobs.values()))
+    sweep_table.console().print(sweep_table.submitted(plan, jobs, states, word="refused"))
+    complain(refusals)
+    print(f"sweep folder  {plan.folder}")
+    if jobs:
+        print(f"follow        {command_on(plan.folder, 'status', '--watch')}")
+        print(f"cancel        {command_on(plan.folder, 'cancel')}")
+    print(f"if some fail  {to_go_on(plan.folder)}", flush=True)
+    if refusals:
+        return REFUSED
+    if not plan.settings.wait:
+        return DONE
+    from hpc_parallel.sweep.follow_jobs import follow_jobs
+
+    return follow_jobs(plan, jobs)
+
+
+def write_scripts(plan: SweepPlan) -> int:
+    """A batch script a run, to be submitted by hand."""
+    try:
+        for planned in plan.runs:
+            ScriptLauncher().write_script(planned.run)
+    except BaseException:  # a full disk, Ctrl-C
+        take_back(planned.run for planned in plan.runs)
+        raise
+    print(f"sweep folder  {plan.folder}")
+    return DONE
+
+
+def preview(plan: SweepPlan, *, kind: str, launcher: Launcher) -> int:
+    """All batch scripts, when Slurm would start them, and what they may use; writes nothing."""
+    runs = [planned.run for planned in plan.runs]
+    if kind != "slurm":
+        for number, planned in enumerate(plan.runs):
+            print(f"# {number}: {planned.label}\n{launcher.preview(planned.run)}")
+    else:
+        from hpc_parallel.sweep.arrays import arrays
+
+        for array in arrays(plan):
+            print(array.script)
+            for number, planned in enumerate(array.runs):
+                print(f"# {number}: {planned.label}")
+            print(f"# {estimate(array.script)}\n")
+    devices = sum(run.config.devices for run in runs)
+    line = f"{len(runs)} run{'s' * (len(runs) > 1)} of {devices} device{'s' * (devices > 1)} together"
+    if kind != "local":
+        hours = math.fsum(run.config.devices * run.config.launcher.time_minutes / 60 for run in runs)
+        line += f", at most {hours:g} device-hours by their time limits"
+    print(f"# {line}")
+    return DONE
+
+
+def estimate(script: str) -> str:
+    """When Slurm would start this script, in its own words, or why it would not; nothing is submitted."""
+    try:
+        tried = subprocess.run(
+            ["sbatch", "--test-only"], input=script, capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"no estimate of its start: {error}"
+    return " ".join(tried.stderr.split()) or "Slurm gives no estimate of its start"

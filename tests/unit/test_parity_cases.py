@@ -1,0 +1,193 @@
+"""What `python -m hpc_parallel parity` would run, and how it compares: without training anything."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpc_parallel.commands.parity import main
+from hpc_parallel.config.checks.all_checks import CHOICES
+from hpc_parallel.config.compose import find_folder
+from hpc_parallel.parity.cases import plan
+from hpc_parallel.parity.compare import compare
+from hpc_parallel.parity.rows import ROWS
+from hpc_parallel.problems import ConfigError
+from hpc_parallel.record.run_folder import RunFolder
+
+
+def test_every_strategy_has_a_row() -> None:
+    strategies = {file.stem for file in (find_folder("conf") / "strategy").glob("*.yaml")}
+    assert {row.strategy for row in ROWS} == strategies
+
+
+def test_the_whole_table_can_run() -> None:
+    cases, notes = plan([])
+    assert notes == []
+    assert [case.problems for case in cases if case.problems] == []
+    assert len(cases) == sum(len(row.nets) for row in ROWS)
+    folders = [case.run.folder.path for case in cases]
+    assert len(set(folders)) == len(cases)
+    for case in cases:
+        alone, run = case.alone.config, case.run.config
+        assert case.alone.layout.devices == 1
+        assert (case.run.layout.devices == 1) == (case.row.strategy == "single")  # no row is vacuous
+        assert (alone.model, alone.data, alone.seed) == (run.model, run.data, run.seed)
+        assert alone.training.global_batch_size == run.training.global_batch_size
+    said = [case.run.config.strategy for case in cases]
+    assert {strategy.schedule for strategy in said} == set(CHOICES["strategy.schedule"])
+    assert {strategy.context_attention for strategy in said} == set(CHOICES["strategy.context_attention"])
+    layouts = {case.layout for case in cases}
+    assert {"pipeline 2, 1f1b", "context 2, gather", "shard 4, microbatch_size=1"} <= layouts
+    # text on one device is one batch, so accumulation is proven; BatchNorm looks at a microbatch
+    text = [case for case in cases if case.net == "text"]
+    assert {case.alone.batch.microbatches for case in text} == {1}
+    assert max(case.run.batch.microbatches for case in text) > 1
+    assert all(c.alone.batch.microbatches == c.run.batch.microbatches for c in cases if c.net != "text")
+    assert len({case.alone.folder.path for case in cases}) <= 5
+
+
+def test_a_strategy_takes_the_layout_of_the_command_line() -> None:
+    cases, _ = plan(["strategy=pipeline", "nodes=4", "strategy.schedule=gpipe", "seed=7"])
+    assert [(case.row.strategy, case.net) for case in cases] == [("pipeline", "text"), ("pipeline", "digits")]
+    assert str(cases[0].run.layout) == "pipeline 4"
+    assert cases[0].run.config.strategy.schedule == "gpipe"
+    assert (cases[0].run.config.seed, cases[0].alone.config.seed) == (7, 7)
+    assert "length of model.channels = 3" in str(cases[1].problems[0])  # too few for four stages
+
+
+def test_other_overrides_apply_to_both_sides() -> None:
+    ((case,), _) = plan(["strategy=fsdp", "nodes=2", "model=tiny", "training.steps=3", "precision=float64",
+                    "training.microbatch_size=2", "strategy.reshard=false"])  # fmt: skip
+    for config in (case.run.config, case.alone.config):
+        assert (config.model["layers"], config.model["dim"]) == (4, 128)  # as the user's model says
+        assert (config.training.steps, config.training.precision) == (3, "float64")
+    assert (case.run.batch.microbatches, case.alone.batch.microbatches) == (4, 1)
+    assert (case.run.config.strategy.reshard, case.alone.config.strategy.name) == (False, "single")
+
+
+def test_what_a_strategy_cant_take_is_left_out_and_says_so() -> None:
+    planned, _ = plan(["nodes=4", "model=tiny", "model.kv_heads=2"])
+    cases = {case.row.strategy: case for case in planned}
+    assert "single" not in cases  # it has no layout
+    assert "strategy.tensor = 4 does not divide" in str(cases["tensor"].problems[0])
+    assert "tile" not in cases  # of images
+    assert str(cases["pipeline"].run.layout) == "pipeline 4"
+
+
+def test_a_key_of_one_network_leaves_the_others_out() -> None:
+    cases, notes = plan(["strategy=data", "model.layers=3"])
+    assert {case.net for case in cases} == {"text"}
+    assert [note.partition(":")[0] for note in notes] == ["digits is left out", "cells is left out"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("training.step=5", "there is no key training.step. Try training.steps=5."),
+        ("strategy=pipelin nodez=2", "nodez=2: there is no key nodez. Try nodes=2."),
+        (
+            "strategy=fsdp training.precision=bfloat16",
+            "Try training.precision=float32 or training.precision=float64.",
+        ),
+        ("strategy=fsdp precision=bfloat16", "Try training.precision=float32 or training.precision=float64."),
+        ("strategy=fsdp launcher=script", "Try launcher=local."),
+        ("strategy=fsdp launcher=slurm", "Try launcher.wait=true."),
+        ("strategy=fsdp task=train", "Try task=proof."),
+        ("strategy=fsdp training.steps=0", "Try training.steps=1."),
+        ("strategy=tensor nodes=4 model.kv_heads=2", "strategy.tensor = 4 does not divide model.heads"),
+        ("strategy=pipeline nodes=2,4", "several values are a sweep"),
+        ("--config-dir nowhere strategy=fsdp", "--config-dir nowhere: there is no such folder"),
+    ],
+)
+def test_a_wrong_configuration_starts_nothing(
+    words: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words.split()) == 2
+    told = capsys.readouterr()
+    assert says in told.err
+    assert told.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+WITHOUT_TORCH = """
+import sys
+from hpc_parallel.commands.parity import main
+assert main(["strategy=fsdp", "nodes=2", "dry_run=true"]) == 0
+assert "torch" not in sys.modules
+"""
+
+
+def test_the_command_itself_needs_no_torch(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    words = [sys.executable, "-c", WITHOUT_TORCH]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "shard 2" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        plan(["strategy=fsdp", "nodez=2", "training.precison=float64", "optimizer.name=sgd"])
+    assert len(error.value.problems) == 3
+
+
+def folder(path: Path, *, losses: list[float | None], **tensors: dict[str, np.ndarray]) -> RunFolder:
+    made = RunFolder(path)
+    made.proof.mkdir(parents=True)
+    lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, start=1)]
+    made.metrics.write_text("\n".join(lines) + "\n")
+    for name, arrays in tensors.items():
+        np.savez(made.proof / f"{name.replace('_', '-')}.npz", **arrays)
+    return made
+
+
+def test_differences_are_relative_and_the_largest_is_named(tmp_path: Path) -> None:
+    ones = {"a": np.ones(4), "b": np.ones((2, 2))}
+    wanted = folder(tmp_path / "1", losses=[2.0, 4.0], gradients_0=ones, weights_0=ones)
+    found = folder(
+        tmp_path / "2", losses=[2.0, 4.1], gradients_0={"a": np.ones(4)},
+        gradients_1={"b": np.full((2, 2), 3.0)}, weights_0=ones, weights_3={"a": np.array([1, 1, 1, 2.0])},
+    )  # fmt: skip
+    differences = compare(found, wanted)
+    assert differences["losses"].value == pytest.approx(0.025)
+    assert differences["losses"].where == "step 2"
+    assert (differences["gradients"].value, differences["gradients"].where) == (2.0, "b")
+    assert (differences["weights"].value, differences["weights"].where) == (0.5, "a")  # rank 3's copy
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"a": np.array([1.0, np.nan])},
+        {"a": np.array([1.0, np.inf])},
+        {"a": np.ones(3)},
+        {"b": np.ones(2)},
+        {"a": np.ones(2), "b": np.ones(2)},
+    ],
+)
+def test_what_cant_be_compared_is_infinitely_far(tmp_path: Path, other: dict[str, np.ndarray]) -> None:
+    ones = {"a": np.ones(2)}
+    wanted = folder(tmp_path / "1", losses=[1.0], gradients_0=ones, weights_0=ones)
+    found = folder(tmp_path / "2", losses=[None], gradients_0=other, weights_0=ones)
+    differences = compare(found, wanted)
+    assert differences["gradients"].value == differences["losses"].value == math.inf
+    assert differences["weights"].value == 0.0
+    assert compare(wanted, found)["gradients"].value == math.inf
+
+
+def test_a_run_that_left_nothing_is_no_proof(tmp_path: Path) -> None:
+    ones = {"a": np.ones(2)}
+    wanted = folder(tmp_path / "1", losses=[1.0], gradients_0=ones, weights_0=ones)
+    with pytest.raises(ValueError, match="left no weights"):
+        compare(folder(tmp_path / "2", losses=[1.0], gradients_0=ones), wanted)
+    with pytest.raises(ValueError, match="logged 2 steps and one device 1"):
+        compare(folder(tmp_path / "3", losses=[1.0, 1.0], gradients_0=ones, weights_0=ones), wanted)

@@ -1,0 +1,177 @@
+"""A supervisor under Slurm's signals: it outlives them, and tells how its worker ended."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.supervise import failure, hang_report
+from hpc_parallel.supervise.hang_report import Standing
+from hpc_parallel.supervise.world import World
+
+ENVIRONMENT = {
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "0",
+}  # fmt: skip
+SUPERVISOR = """
+import sys
+from hpc_parallel.supervise import rank_process
+rank_process.run(sys.argv[1], worker=(sys.executable, "-c", sys.argv[2]))
+"""
+# Ready only when it has its own handler: the file holds its process number.
+WAITING = """
+import os, pathlib, signal, sys, time
+def end(number, frame): sys.exit(7)
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2): signal.signal(number, end)
+pathlib.Path(sys.argv[1], "half").write_text(str(os.getpid()))
+pathlib.Path(sys.argv[1], "half").rename(pathlib.Path(sys.argv[1], "ready"))
+time.sleep(30)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    made = RunFolder(tmp_path / "run")
+    made.create()
+    made.config.write_text("cluster: {environment: {OF_THE_SITE: 'yes'}}\n")
+    return made
+
+
+def start(folder: RunFolder, worker: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, str(folder.path), worker],
+        env={**os.environ, **ENVIRONMENT},
+        start_new_session=True,
+    )
+
+
+def worker_of(folder: RunFolder) -> int:
+    ready = folder.path / "ready"
+    end = time.monotonic() + 20
+    while not ready.exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return int(ready.read_text())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_a_death_by_signal_is_recorded(folder: RunFolder, number: signal.Signals) -> None:
+    dying = f"import os; os.kill(os.getpid(), {int(number)})"
+    assert start(folder, dying).wait(20) == 128 + number
+    (found,) = failure.records(folder)
+    assert (found.rank, found.node, found.kind, found.signal) == (3, 1, "killed", number.name)
+    assert found.host == os.uname().nodename
+    assert found.message == f"killed by {number.name}"
+
+
+@pytest.mark.parametrize(("code", "kinds"), [(0, []), (5, ["error"])])
+def test_the_workers_exit_code_is_the_supervisors(folder: RunFolder, code: int, kinds: list[str]) -> None:
+    failure.record_death(folder, world=_world(), returncode=-9)  # an earlier attempt's
+    assert start(folder, f"raise SystemExit({code})").wait(20) == code
+    assert [found.kind for found in failure.records(folder)] == kinds
+
+
+STOPPED = """
+import faulthandler, os, signal, sys
+faulthandler.enable(open(sys.argv[1] + "/logs/rank-3.err", "w"))
+def in_mid_step(): os.kill(os.getpid(), signal.SIGSTOP)
+in_mid_step()
+os._exit(0)
+"""
+
+
+def test_a_stopped_worker_is_told_of_and_ended(folder: RunFolder) -> None:
+    """When it stands still for too long; its peers, who told before, are what the supervisor waits for."""
+    folder.config.write_text("cluster: {environment: {}, hang_timeout_s: 0.5}\n")
+    attempt = World.discover(ENVIRONMENT).attempt
+    for rank in range(3):
+        hang_report.report(
+            folder,
+            Standing(rank=rank, host="n1", world_size=4, attempt=attempt, phase="step", step=8, idle_s=1.0,
+                     where="a.py:1 in f", stack=[]),
+        )  # fmt: skip
+    assert start(folder, STOPPED).wait(20) == 128 + signal.SIGABRT
+    (found,) = failure.records(folder)
+    assert (found.kind, found.rank) == ("hang", 3)
+    assert found.message == "stopped by a signal (state T) at <string>:4 in in_mid_step"
+    (told,) = [each for each in hang_report.reported(folder, attempt=attempt) if each.rank == 3]
+    assert (told.stopped, told.phase) == (True, None)
+    assert "line 4 in in_mid_step" in hang_report.stacks(folder, 3).read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
+def test_a_signal_to_the_supervisor_is_survived(folder: RunFolder, number: signal.Signals) -> None:
+    supervisor = start(folder, WAITING)
+    worker = worker_of(folder)
+    supervisor.send_signal(number)
+    time.sleep(0.2)
+    assert supervisor.poll() is None  # it waits for its worker, which got no signal
+    os.kill(worker, number)
+    assert supervisor.wait(20) == 7
+
+
+def test_a_signal_to_the_whole_step(folder: RunFolder) -> None:
+    """As Slurm sends it: to supervisor and worker at once."""
+    supervisor = start(folder, WAITING)
+    worker_of(folder)
+    os.killpg(supervisor.pid, signal.SIGTERM)
+    assert supervisor.wait(20) == 7
+
+
+def test_the_worker_ends_with_its_supervisor(folder: RunFolder) -> None:
+    supervisor = start(folder, WAITING)
+    worker = worker_of(folder)
+    supervisor.kill()
+    supervisor.wait()
+    end = time.monotonic() + 5
+    while _lives(worker):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("worker", "code"), [("import os; os.kill(os.getpid(), 9)", 137), ("", 0)])
+def test_under_submitit(folder: RunFolder, tmp_path: Path, worker: str, code: int) -> None:
+    """srun sees the code, without a traceback, and only a success leaves a result."""
+    from submitit.core.utils import DelayedSubmission
+
+    from hpc_parallel.supervise import rank_process
+
+    command = (sys.executable, "-c", worker)
+    DelayedSubmission(rank_process.run, str(folder.path), worker=command).dump(tmp_path / "1_submitted.pkl")
+    submitit = {"SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "1", "SLURM_PROCID": "3"}
+    done = subprocess.run(
+        [sys.executable, "-m", "submitit.core._submit", str(tmp_path)],
+        env={**os.environ, **ENVIRONMENT, **submitit},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+    results = [pickle.loads(found.read_bytes()) for found in tmp_path.glob("*_result.pkl")]
+    assert results == ([("success", None)] if code == 0 else [])
+    assert [found.signal for found in failure.records(folder)] == (["SIGKILL"] if code else [])
+
+
+def _world() -> World:
+    return World.discover({**ENVIRONMENT, "TORCHELASTIC_RESTART_COUNT": "7"})
+
+
+def _lives(process: int) -> bool:
+    """A zombie has ended, though the machine's init may be slow to reap it."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_the_worker_starts_with_the_sites_variables(folder: RunFolder) -> None:
+    """OpenMP reads its own when torch is loaded, so they must be there before."""
+    assert start(folder, "import os; assert os.environ['OF_THE_SITE'] == 'yes'").wait() == 0

@@ -1,0 +1,59 @@
+"""Whether a run starts again, counted over all its starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_parallel.record import attempts
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.supervise import restart
+
+LAUNCHER = {"max_requeues": 2, "max_restarts": 1, "exclude": None, "resubmit": False}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    return folder
+
+
+def allowed(folder: RunFolder, how: str, *, mendable: bool = True) -> bool:
+    """As at the end of a start that ended so."""
+    attempts.end(folder, how=how, host="n2")
+    return restart.allowed(folder, how=how, mendable=mendable, launcher=LAUNCHER)
+
+
+def test_as_often_as_the_launcher_says_and_anew_after_a_resume_by_hand(folder: RunFolder) -> None:
+    assert [allowed(folder, "time_limit") for _ in range(3)] == [True, True, False]
+    assert [allowed(folder, "preempted") for _ in range(4)] == [True] * 4
+    assert [allowed(folder, "killed") for _ in range(2)] == [True, False]
+    assert not allowed(folder, "error", mendable=False)
+    attempts.resumed_by_hand(folder)
+    assert [allowed(folder, "time_limit") for _ in range(3)] == [True, True, False]
+    assert allowed(folder, "hang")
+
+
+def test_values_that_are_not_finite_roll_back_once(folder: RunFolder) -> None:
+    assert [allowed(folder, "nonfinite") for _ in range(2)] == [True, False]
+
+
+def test_a_host_that_failed_twice_is_left_out(folder: RunFolder) -> None:
+    for how, host in (("killed", "n2"), ("hang", "n3"), ("time_limit", "n3"), ("node_lost", "n2"),
+                      ("killed", None), ("killed", None)):  # fmt: skip
+        attempts.end(folder, how=how, host=host)
+    assert restart.hosts_to_exclude(folder) == ["n2"]
+
+
+def test_what_a_signal_meant_without_a_job(folder: RunFolder) -> None:
+    meaning = {name: restart.why_stopped(name, environment={}) for name in ("SIGUSR2", "SIGTERM", "SIGINT")}
+    assert meaning == {"SIGUSR2": "time_limit", "SIGTERM": "cancelled", "SIGINT": "cancelled"}
+
+
+def test_a_line_torn_by_a_crash_takes_no_other_along(folder: RunFolder) -> None:
+    folder.metrics.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "lo')
+    attempts.begin(folder, step=2, environment={})
+    attempts.append_line(folder.metrics, {"step": 3})
+    assert folder.metrics.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'

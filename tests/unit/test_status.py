@@ -1,0 +1,221 @@
+"""`status`: the state, pace and time left of runs in every condition, with few looks at files and Slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_parallel.__main__ import main
+from hpc_parallel.commands.run_rows import duration
+from hpc_parallel.record import attempts
+from hpc_parallel.record.job_state import JobState, _listed
+from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, SweepRun, write_sweep
+from tests.recorded_runs import failed, finished, foreign, half_written, living, own, prepared, started
+
+PIPELINE = ("strategy=pipeline", "nodes=2", "training.steps=100")
+_events: list[str] | None = None
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "slurm.conf").touch()  # an empty one: where Slurm is installed, it does not answer
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+
+
+def rows(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
+    assert main(["status", "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def row(capsys: pytest.CaptureFixture[str], path: Path) -> dict[str, Any]:
+    (found,) = rows(capsys, str(path))
+    return found
+
+
+def test_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = finished(tmp_path / "runs/pipeline/1", *PIPELINE)
+    assert row(capsys, folder.path) == {
+        "run": "pipeline/1", "path": str(folder.path), "strategy": "pipeline", "nodes": 2, "gpus_per_node": 1,
+        "state": "completed", "reason": "", "ended": True, "step": 30, "steps": 100, "loss": 4 / 30,
+        "samples_per_s": 31.0, "time_left_s": None, "restarts": 0, "job_id": None, "failure": None,
+        "damaged": {},
+    }  # fmt: skip
+
+
+def test_a_run_that_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = started(tmp_path / "runs/pipeline/1", *PIPELINE)
+    attempts.begin(folder, step=20, environment={})  # after a failure: ten steps were lost
+    own(folder, os.getpid())
+    found = row(capsys, folder.path)
+    assert (found["state"], found["ended"], found["restarts"]) == ("running", False, 1)
+    assert (found["step"], found["time_left_s"]) == (20, 80 * 0.5)
+    assert (found["loss"], found["samples_per_s"]) == (0.2, 32.0)
+
+
+def test_a_failed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = failed(tmp_path / "runs/pipeline/1", *PIPELINE)
+    found = row(capsys, folder.path)
+    assert (found["state"], found["reason"], found["time_left_s"]) == ("failed", "error", None)
+    assert found["failure"] == "rank 1 on n1 failed first: ValueError: [no]; 1 follower"
+    assert main(["status", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "failed (error)" in out
+    assert "pipeline/1: rank 1 on n1 failed first: ValueError: [no]; 1 follower\n" in out
+
+
+def test_a_half_written_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = row(capsys, half_written(tmp_path / "runs/a/1").path)
+    assert (found["state"], found["ended"], found["strategy"], found["nodes"]) == (
+        "not started",
+        True,
+        None,
+        2,
+    )
+    assert (found["step"], found["steps"], found["loss"]) == (None, None, None)
+
+
+def test_a_stranger_in_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = row(capsys, foreign(tmp_path / "runs/a/1").path)
+    assert (found["state"], found["step"], found["failure"], found["restarts"]) == ("completed", 30, None, 0)
+    assert main(["status"]) == 0
+    assert "completed" in capsys.readouterr().out
+
+
+def test_what_a_living_process_means(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    waits = prepared(tmp_path / "runs/a/1")
+    began = started(tmp_path / "runs/a/2")
+    assert row(capsys, waits.path)["state"] == "not started"
+    assert [row(capsys, began.path)[key] for key in ("state", "ended")] == ["broken off", True]
+    with living() as process:
+        for folder in (waits, began):
+            own(folder, process.pid)
+        assert row(capsys, waits.path)["state"] == "starting"
+        assert row(capsys, began.path)["state"] == "running"
+    assert row(capsys, began.path)["state"] == "broken off"  # the number of a process that is gone
+    write_json(began.owner, {"host": "elsewhere", "pid": 1, "began": "x"})
+    found = row(capsys, began.path)
+    assert (found["state"], found["reason"], found["ended"]) == (
+        "unknown",
+        "its process is on elsewhere",
+        False,
+    )
+
+
+def test_without_slurms_word_the_folder_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = started(tmp_path / "runs/a/1")
+    write_json(folder.owner, {"job_id": "17"})
+    found = row(capsys, folder.path)
+    assert (found["state"], found["reason"], found["job_id"]) == ("unknown", "Slurm does not answer", "17")
+    done = finished(tmp_path / "runs/a/2")
+    write_json(done.owner, {"job_id": "18"})
+    assert row(capsys, done.path)["state"] == "completed"
+
+
+def test_slurms_lists() -> None:
+    """As sacct 22.05 and squeue print them; an array's task is known by both of its ids."""
+    text = "7|7|CANCELLED by 1000\n9_0|10|RUNNING\n9_[1-2,5%2]|9|PENDING|Resources\n"
+    assert _listed(text) == {
+        "7": JobState("CANCELLED"), "9_0": JobState("RUNNING"), "10": JobState("RUNNING"),
+        **{job: JobState("PENDING", "Resources") for job in ("9", "9_1", "9_2", "9_5")},
+    }  # fmt: skip
+
+
+def test_the_newest_and_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(12):
+        folder = finished(tmp_path / f"runs/a/{number:02}")
+        os.utime(folder.config, (number, number))
+    assert [found["run"] for found in rows(capsys)] == [f"a/{number:02}" for number in range(11, 1, -1)]
+    assert len(rows(capsys, "--all")) == 12
+    assert main(["status"]) == 0
+    assert "2 older ones: --all" in capsys.readouterr().out
+
+
+def test_a_sweep_in_its_own_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [finished(tmp_path / "runs/b/2").path, failed(tmp_path / "runs/a/1").path]
+    runs = tuple(SweepRun(("nodes=1",), path, nodes=1, gpus_per_node=1) for path in paths)
+    skipped = (SkippedRun(("nodes=3", "strategy=x"), ("nodes = 3 is odd.",)),)
+    sweep = tmp_path / "runs/sweeps/20261122"
+    sweep.mkdir(parents=True)
+    write_sweep(sweep, Sweep(("-m",), "2026-11-22T01:00:00+00:00", None, runs, skipped))
+    assert [found["run"] for found in rows(capsys, "20261122")] == ["b/2", "a/1"]
+    assert main(["status", str(sweep)]) == 0
+    out = capsys.readouterr().out
+    assert "1 completed, 1 failed" in out
+    assert "left out: nodes=3 strategy=x: nodes = 3 is odd.\n" in out
+
+
+def test_a_stranger_in_place_of_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finished(tmp_path / "runs/sweeps/1/a")
+    (tmp_path / "runs/sweeps/1/sweep.json").write_text("[1, 2]")
+    assert [found["state"] for found in rows(capsys, "runs/sweeps/1")] == ["completed"]
+    assert main(["status", "runs/sweeps/1"]) == 0
+
+
+def test_watching_ends_with_the_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = started(tmp_path / "runs/a/1")
+    with living() as process:
+        own(folder, process.pid)
+        process.terminate()
+        process.wait()
+        assert main(["status", "--watch"]) == 0
+    assert "broken off" in capsys.readouterr().out
+
+
+def test_no_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status"]) == 0
+    assert "no runs in" in capsys.readouterr().out
+    assert rows(capsys) == []
+
+
+@pytest.mark.parametrize("words", [["--all", "a"], ["--watch", "--json"], ["--no-such"]])
+def test_wrong_usage(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["status", *words])
+    assert left.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0, "0 s"), (59.6, "1 min 0 s"), (3599, "59 min 59 s"), (18420, "5 h 7 min"), (183600, "2 d 3 h")],
+)
+def test_durations(seconds: float, said: str) -> None:
+    assert duration(seconds) == said
+
+
+def test_few_looks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a list of many runs costs: five files and a folder a run, and Slurm is asked once for all."""
+    looks = {}
+    for count in (10, 30):
+        for number in range(count):
+            path = tmp_path / f"runs/a/{number:02}"
+            if not path.exists():
+                write_json(finished(path).owner, {"job_id": str(number + 1)})
+        looks[count] = observed(lambda: rows(capsys, "--all"), under=str(tmp_path / "runs"))
+    opened = (looks[30]["open"] - looks[10]["open"]) / 20
+    listed = (looks[30]["os.scandir"] - looks[10]["os.scandir"]) / 20
+    assert (opened, listed) == (5, 1)  # config, owner, attempts, metrics, summary
+    assert looks[10]["subprocess.Popen"] == looks[30]["subprocess.Popen"] == 2  # sacct, squeue
+
+
+def observed(work: Any, *, under: str) -> dict[str, int]:
+    """How often Python opens files and lists folders under a path, and starts programs."""
+    global _events
+    if _events is None:
+        _events = []
+        sys.addaudithook(lambda event, given: _note(event, given, under))
+    _events.clear()
+    work()
+    return {event: _events.count(event) for event in ("open", "os.scandir", "subprocess.Popen")}
+
+
+def _note(event: str, given: tuple[Any, ...], under: str) -> None:
+    if event == "subprocess.Popen" or (event in ("open", "os.scandir") and str(given[0]).startswith(under)):
+        assert _events is not None
+        _events.append(event)
