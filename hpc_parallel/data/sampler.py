@@ -87,6 +87,14 @@ class Batches:
         return sample_order(indices, seed=self.seed, population=population)
 
 
+def to_device(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Copy inputs and targets to `device`, without a wait of the host."""
+    inputs, targets = batch
+    if device.type == "cuda":  # a copy from pinned memory does not stop the host
+        inputs, targets = inputs.pin_memory(), targets.pin_memory()
+    return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+
+
 def validation_steps(samples: Samples, *, count: int, global_batch_size: int) -> int:
     """How many whole global batches the first `count` samples make, at least one.
 

@@ -7,7 +7,7 @@ everything else has a default that may be replaced.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpc_parallel.supervise.error_place import mark
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""From the head's output and the targets to the SUM of the loss terms, as `LayeredModel.loss`."""
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from hydra.utils import instantiate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from hpc_parallel.config.layout import DATAPARALLEL, PARAMETER_SERVER, BatchPlan, tile_grid
 from hpc_parallel.config.schedules import schedule_of
-from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.models.layered import LayeredModel, materialise
+from hpc_parallel.config.schema import RunConfig, StrategyConfig
+from hpc_parallel.models.layered import LayeredModel, Loss, materialise
 from hpc_parallel.strategies import (
     batch_norm,
     checkpointing,
@@ -28,9 +28,8 @@ from hpc_parallel.strategies import (
     tensor,
     tile,
 )  # fmt: skip
-from hpc_parallel.strategies.accumulate import Accumulate
 from hpc_parallel.strategies.device_traffic import DeviceTraffic
-from hpc_parallel.strategies.forward_backward import ForwardBackward
+from hpc_parallel.strategies.forward_backward import Accumulate, ForwardBackward, SequenceParts, TensorGroup
 from hpc_parallel.strategies.mesh import axis_of, data_mesh, joint, slicing_axis
 from hpc_parallel.strategies.parameter_server import Idle, ParameterServer
 
@@ -41,16 +40,16 @@ class Assembled:
 
     parts: Sequence[LayeredModel]
     forward_backward: ForwardBackward
-    through: Callable[[int], ForwardBackward]  # another way, for batches of so many microbatches of any size
+    through: Callable[[int], ForwardBackward]  # the same for another number of microbatches, of any size
     mesh: DeviceMesh
     forward_flops: float  # of the whole model, a sample
     server: ParameterServer | None = None  # where it alone has the optimizer
     traffic: Sequence[DeviceTraffic] | None = None  # of the devices of one process, where it drives several
 
     def named_parameters(self) -> dict[str, Parameter]:
-        """Full names; a tied weight that another rank holds too goes by its canonical name.
+        """Full names; a tied weight that another rank also holds has its canonical name.
 
-        Of two copies on this rank it is the original, which the other follows.
+        If this rank holds both copies of a tied weight, only the original is listed.
         """
         canonical = {alias: name for part in self.parts for alias, name in part.tied.items()}
         for part in self.parts:
@@ -71,80 +70,44 @@ def assemble(
     device: torch.device,
     trains: bool = True,
 ) -> Assembled:
-    """Build on meta, cut, split samples or layers, checkpoint, compile, shard, set the precision,
+    """Build on meta, cut into stages, split samples or layers, checkpoint, compile, shard, set the precision,
     materialise, replicate.
 
-    Weights are materialised before replication, which wants real ones, and after everything that
-    decides which of them this rank needs. Each is drawn from (seed, its name), so no rank tells
-    another its weights. What only runs forward (not `trains`) needs no replication: it averages gradients.
+    Weights are materialised before replication, which needs real ones, and after everything that decides
+    which of them this rank needs. Each is drawn from (seed, its name), so no rank sends weights to another.
+    Inference (not `trains`) needs no replication, which averages gradients.
+
+    Raises ConfigError if the model can't be split as the strategy asks.
     """
-    strategy = config.strategy
     with torch.device("meta"):
-        parts: list[LayeredModel] = [instantiate(config.model)]
-    flops = parts[0].forward_flops(sample_shape)
-    tiles = axis_of(mesh, "tile")
-    if tiles is not None:
-        grid = tile_grid(tiles.size(), strategy.tile_grid)
-        maps = tile.measure(parts[0], sample_shape=sample_shape, grid=grid)
-    sequence = axis_of(mesh, "context")
-    if sequence is not None:
-        context.require(parts[0], axis=sequence, sample_shape=sample_shape)
-    schedule = schedule_of(strategy)
-    pipe = axis_of(mesh, "pipeline")
-    if pipe is not None:
-        here = stages.cut(parts[0], axis=pipe, sample_shape=sample_shape, options=strategy)
-        indices, parts = list(here), list(here.values())
-    training = config.training
-    exactness = training.precision
-    together = axis_of(mesh, "tensor")
-    one_batch = joint(mesh, "replicate", "shard", "context", "tile")  # the ranks that share a microbatch
-    sharded = slicing_axis(mesh) is not None
+        model: LayeredModel = instantiate(config.model)
+    flops = model.forward_flops(sample_shape)
+    maps = check_samples(model, mesh=mesh, sample_shape=sample_shape, options=config.strategy)
+    loss = loss_of(model, mesh=mesh, options=config.strategy)
+    local_stages = cut(model, mesh=mesh, sample_shape=sample_shape, options=config.strategy)
+    parts = list(local_stages.values())
     for part in parts:
-        if tiles is not None:
-            tile.apply(part, axis=tiles, grid=grid, maps=maps)
-        if sequence is not None:
-            context.apply(part, axis=sequence, options=strategy)
-        if together is not None:
-            tensor.apply(part, axis=together, options=strategy)
-        if one_batch is not None:
-            batch_norm.apply(part, axis=one_batch)
-        checkpointing.apply(part, keeps=training.activation_checkpointing, compiled=training.compile)
-        if training.compile:
-            compiling.apply(part)
-        if sharded:
-            shard.apply(part, mesh=data_mesh(mesh), options=strategy, precision=exactness)
-        else:
-            precision.apply(part, precision=exactness, device_type=device.type)
-        materialise(part, seed=config.seed, device=device, dtype=precision.WEIGHTS[exactness])
-    runners: list[torch.nn.Module] = list(parts)
-    averaged = joint(mesh, "replicate", "context", "tile") if trains and not sharded else None
-    server: ParameterServer | None = None
-    traffic: Sequence[DeviceTraffic] | None = None
-    if strategy.execution == DATAPARALLEL:
-        runner = dataparallel.apply(parts[0], degree=batch.data, device=device)
-        runners, traffic = [runner], runner.funnel.devices
-    elif strategy.execution == PARAMETER_SERVER:
-        server = ParameterServer(parts[0].parameters(), options=strategy, device=device)
-    elif averaged is not None and not (pipe is not None and schedule.splits_backward):
-        runners = [replicate.apply(part, axis=averaged, options=strategy) for part in parts]
-        averaged = None
+        split(part, mesh=mesh, maps=maps, options=config.strategy)
+        prepare(part, config=config, mesh=mesh, device=device)
+    replicas = replicate_parts(parts, config=config, batch=batch, mesh=mesh, device=device, trains=trains)
 
     def through(microbatches: int) -> ForwardBackward:
-        way: ForwardBackward
         if mesh.get_coordinate() is None:
             return Idle(device=device)
-        if pipe is None:
-            way = Accumulate(runners[0], model=parts[0], microbatches=microbatches)
+        schedule: ForwardBackward
+        if axis_of(mesh, "pipeline") is None:
+            schedule = Accumulate(replicas.runners[0], model=parts[0], loss=loss, microbatches=microbatches)
         else:
-            way = pipeline.Pipeline(
-                runners, stages=parts, indices=indices, mesh=mesh, replicas=averaged,
-                schedule=strategy.schedule, microbatches=microbatches, device=device,
+            schedule = pipeline.Pipeline(
+                replicas.runners, stages=parts, loss=loss, indices=list(local_stages), mesh=mesh,
+                replicas=replicas.unaveraged, schedule=config.strategy.schedule, microbatches=microbatches,
+                device=device,
             )  # fmt: skip
-        if sequence is not None:
-            way = context.OneSequence(way, axis=sequence)
-        if together is not None:
-            way = tensor.OneReplica(way, axis=together, options=strategy)
-        return way
+        if (axis := axis_of(mesh, "context")) is not None:
+            schedule = SequenceParts(schedule, axis=axis)
+        if (axis := axis_of(mesh, "tensor")) is not None:
+            schedule = TensorGroup(schedule, axis=axis, options=config.strategy)
+        return schedule
 
     return Assembled(
         parts=parts,
@@ -152,6 +115,100 @@ def assemble(
         through=through,
         mesh=mesh,
         forward_flops=flops.total,
-        server=server,
-        traffic=traffic,
+        server=replicas.server,
+        traffic=replicas.traffic,
     )
+
+
+def check_samples(
+    model: LayeredModel, *, mesh: DeviceMesh, sample_shape: tuple[int, ...], options: StrategyConfig
+) -> tile.Maps | None:
+    """See that samples of this shape can be split. Returns the sizes of the maps if they are tiled.
+
+    Raises ConfigError if they can't be.
+    """
+    if (axis := axis_of(mesh, "context")) is not None:
+        context.require(model, axis=axis, sample_shape=sample_shape)
+    if (axis := axis_of(mesh, "tile")) is None:
+        return None
+    return tile.measure(model, sample_shape=sample_shape, grid=tile_grid(axis.size(), options.tile_grid))
+
+
+def loss_of(model: LayeredModel, *, mesh: DeviceMesh, options: StrategyConfig) -> Loss:
+    """The model's loss as this rank computes it: of a tile, or of logits split by vocabulary."""
+    loss: Loss = model.loss
+    if (axis := axis_of(mesh, "tile")) is not None:
+        grid = tile_grid(axis.size(), options.tile_grid)
+        loss = tile.loss_of_tile(loss, axis=axis, grid=grid, pixelwise=model.pixelwise)
+    if (axis := axis_of(mesh, "tensor")) is not None and options.loss_parallel:
+        loss = tensor.loss_of_slices(loss, axis=axis)
+    return loss
+
+
+def cut(
+    model: LayeredModel, *, mesh: DeviceMesh, sample_shape: tuple[int, ...], options: StrategyConfig
+) -> dict[int, LayeredModel]:
+    """This rank's stages by their place in the pipeline; without one, the whole model."""
+    if (axis := axis_of(mesh, "pipeline")) is None:
+        return {0: model}
+    return stages.cut(model, axis=axis, sample_shape=sample_shape, options=options)
+
+
+def split(part: LayeredModel, *, mesh: DeviceMesh, maps: tile.Maps | None, options: StrategyConfig) -> None:
+    """Split samples or single layers over devices."""
+    if maps is not None and (axis := axis_of(mesh, "tile")) is not None:
+        tile.apply(part, axis=axis, grid=tile_grid(axis.size(), options.tile_grid), maps=maps)
+    if (axis := axis_of(mesh, "context")) is not None:
+        context.apply(part, axis=axis, options=options)
+    if (axis := axis_of(mesh, "tensor")) is not None:
+        tensor.apply(part, axis=axis, options=options)
+    if (axis := joint(mesh, "replicate", "shard", "context", "tile")) is not None:
+        batch_norm.apply(part, axis=axis)  # over all ranks that share a microbatch
+
+
+def prepare(part: LayeredModel, *, config: RunConfig, mesh: DeviceMesh, device: torch.device) -> None:
+    """Checkpoint, compile, shard or set the precision, and give the weights their values."""
+    training = config.training
+    checkpointing.apply(part, keeps=training.activation_checkpointing, compiled=training.compile)
+    if training.compile:
+        compiling.apply(part)
+    if slicing_axis(mesh) is not None:
+        shard.apply(part, mesh=data_mesh(mesh), options=config.strategy, precision=training.precision)
+    else:
+        precision.apply(part, precision=training.precision, device_type=device.type)
+    materialise(part, seed=config.seed, device=device, dtype=precision.WEIGHTS[training.precision])
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The parts of the model as replicas of each other."""
+
+    runners: Sequence[Module]  # the parts, wrapped by what averages their gradients
+    unaveraged: DeviceMesh | None = None  # the axis whose gradients no wrapper averages
+    server: ParameterServer | None = None
+    traffic: Sequence[DeviceTraffic] | None = None
+
+
+def replicate_parts(
+    parts: list[LayeredModel],
+    *,
+    config: RunConfig,
+    batch: BatchPlan,
+    mesh: DeviceMesh,
+    device: torch.device,
+    trains: bool,
+) -> Replicas:
+    """Let gradients be averaged over the ranks that hold the same weights."""
+    strategy = config.strategy
+    if strategy.execution == DATAPARALLEL:
+        runner = dataparallel.apply(parts[0], degree=batch.data, device=device)
+        return Replicas([runner], traffic=runner.funnel.devices)
+    if strategy.execution == PARAMETER_SERVER:
+        server = ParameterServer(parts[0].parameters(), options=strategy, device=device)
+        return Replicas(parts, server=server)
+    axis = joint(mesh, "replicate", "context", "tile")
+    if axis is None or not trains or slicing_axis(mesh) is not None:
+        return Replicas(parts)
+    if axis_of(mesh, "pipeline") is not None and schedule_of(strategy).splits_backward:
+        return Replicas(parts, unaveraged=axis)
+    return Replicas([replicate.apply(part, axis=axis, options=strategy) for part in parts])

@@ -25,7 +25,7 @@ def apply(model: LayeredModel, *, axis: DeviceMesh) -> LayeredModel:
     """Let every BatchNorm of `model` take its statistics over `axis`, which may join several axes."""
     for module in model.modules():
         if isinstance(module, _BatchNorm):
-            replace_forward(module, partial(forward, axis.get_group()))
+            replace_forward(module, partial(forward, axis.get_group()), technique="Global")
     return model
 
 

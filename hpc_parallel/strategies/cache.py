@@ -5,13 +5,17 @@ Works for every model that mixes positions by `CausalAttention` alone and asks i
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.nn import functional as F
 
 from hpc_parallel.models.attention import CausalAttention
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 
 
 def apply(model: LayeredModel, *, length: int) -> LayeredModel:
@@ -28,10 +32,20 @@ def apply(model: LayeredModel, *, length: int) -> LayeredModel:
     past = Past()
     for name in found:
         model.set_submodule(name, CachedAttention(past, length=length))
-    model.register_forward_hook(lambda _, inputs, __: past.grow(inputs[0].shape[1]))
+    replace_forward(model, partial(count_positions, past), technique="Cached")
     if model.head is not None:
-        model.head.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, -1:], *inputs[1:]))
+        replace_forward(model.head, last_position, technique="LastPosition")
     return model
+
+
+def count_positions(past: Past, forward: Forward, model: LayeredModel, x: Tensor) -> Tensor:
+    out = forward(model, x)
+    past.grow(x.shape[1])
+    return out
+
+
+def last_position(forward: Forward, head: Module, x: Tensor) -> Tensor:
+    return forward(head, x[:, -1:])
 
 
 class Past:

@@ -42,7 +42,7 @@ def apply(model: LayeredModel, *, keeps: str, compiled: bool) -> LayeredModel:
     if keeps != "none":
         way = partial(run_now_and_again, keeps == "selective", compiled)
         for block in model.blocks.values():
-            replace_forward(block, way)
+            replace_forward(block, way, technique="Checkpointed")
     return model
 
 

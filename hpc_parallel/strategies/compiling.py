@@ -25,7 +25,7 @@ def apply(model: LayeredModel) -> LayeredModel:
     limits.recompile_limit = max(limits.recompile_limit, SHAPES * len(model.blocks))
     run = partial(run_compiled, cache(partial(torch.compile, fullgraph=True, dynamic=False)))
     for block in model.blocks.values():
-        replace_forward(block, run)
+        replace_forward(block, run, technique="Compiled")
     return model
 
 

@@ -7,8 +7,6 @@ replicas. `ring.py` has the attention.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,9 +16,6 @@ from hpc_parallel.models.attention import CausalAttention
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies.ring import Gather, Ring, slices_of
-
-if TYPE_CHECKING:
-    from hpc_parallel.strategies.forward_backward import ForwardBackward
 
 WAYS: dict[str, type[Ring | Gather]] = {"ring": Ring, "gather": Gather}
 
@@ -65,23 +60,3 @@ class SplitAttention(CausalAttention):
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with torch.autocast(query.device.type, enabled=False):  # sums stay in float32
             return self._way.apply(query, key, value, self._axis.get_group())  # type: ignore[no-any-return]
-
-
-class OneSequence:
-    """The ranks of a context axis train on the same samples `[batch, seq, ...]`, each on its slices."""
-
-    def __init__(self, inner: ForwardBackward, *, axis: DeviceMesh) -> None:
-        self._inner = inner
-        self._rank = axis.get_local_rank()
-        self._degree = axis.size()
-        self.copies = inner.copies
-
-    def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return self._inner.train(self._slices(inputs), self._slices(targets)) / self._degree
-
-    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return self._inner.evaluate(self._slices(inputs), self._slices(targets)) / self._degree
-
-    def _slices(self, whole: Tensor) -> Tensor:
-        mine = slices_of(self._rank, degree=self._degree, length=whole.shape[1])
-        return torch.cat([whole[:, part] for part in mine], dim=1)

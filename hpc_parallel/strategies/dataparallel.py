@@ -32,7 +32,7 @@ def apply(model: LayeredModel, *, degree: int, device: torch.device) -> Threads 
     here = Here()
     for module in model.modules():
         if isinstance(module, _BatchNorm):
-            replace_forward(module, partial(normalise, here))
+            replace_forward(module, partial(normalise, here), technique="Global")
     kind = Gpus if device.type == "cuda" else Threads
     return kind(model, degree=degree, here=here)
 

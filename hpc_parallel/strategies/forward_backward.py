@@ -1,22 +1,148 @@
-"""How a batch goes through the model on this rank: what every strategy offers to the step."""
+"""From a batch to its gradients, on this rank.
+
+`Accumulate` runs whole replicas. A pipeline has its own schedule (pipeline.py). `SequenceParts` and
+`TensorGroup` stand around either of them where several ranks train on the same samples.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
+import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn import Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+from hpc_parallel.config.schema import StrategyConfig
+from hpc_parallel.models.layered import LayeredModel, Loss
+from hpc_parallel.strategies.ring import slices_of
 
 
 class ForwardBackward(Protocol):
-    """A strategy's way through the layers."""
+    """A strategy's schedule of forward and backward passes."""
 
     copies: Sequence[Parameter]
-    """Weights of this rank that are a peer's too, who counts them in the gradient's norm."""
+    """Weights of this rank that another rank also holds and counts in the gradient's norm."""
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Gradients of the replica's mean loss into `.grad`; that loss, or zero where a peer has it."""
+        """Add the gradients of the replica's mean loss to `.grad`; the loss, or zero where a peer has it."""
 
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The replica's mean loss without gradients; zero where a peer has it."""
+        """Returns the replica's mean loss without gradients, zero where a peer has it."""
+
+
+def propagate_nonfinite(loss: Tensor) -> Tensor:
+    """Returns `loss` with its own gradients if it is finite, else NaN with gradients of NaN.
+
+    The derivative of an infinite cross-entropy is finite, so only the rank that has the loss would know.
+    All ranks see the gradients.
+    """
+    return loss * (1 + 0 * loss.detach())
+
+
+class Accumulate:
+    """Sums the gradients of `microbatches` forward and backward passes; the last one averages them once."""
+
+    copies: Sequence[Parameter] = ()
+
+    def __init__(self, runner: Module, *, model: LayeredModel, loss: Loss, microbatches: int) -> None:
+        """`runner` is the `model`, wrapped by what else applies to it (DistributedDataParallel)."""
+        self._runner = runner
+        self._model = model
+        self._loss = loss
+        # DistributedDataParallel would prepare for a backward pass; others evaluate as they train.
+        self._forward = model if isinstance(runner, DistributedDataParallel) else runner
+        self._microbatches = microbatches
+        self._without_averaging: Callable[[], AbstractContextManager[None]] = nullcontext
+        if isinstance(runner, DistributedDataParallel):
+            self._without_averaging = self._first_step_in_sync if runner.static_graph else runner.no_sync
+        elif isinstance(runner, FSDPModule):
+            self._without_averaging = self._inside_a_replica
+        self._first = True
+
+    def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean loss of this replica's batch `[batch, ...]`; its gradients are added to the weights'."""
+        terms = self._model.loss_terms(targets)
+        pieces = self._split(inputs, targets)
+        losses = []
+        for index, (samples, expected) in enumerate(pieces):
+            last = index == len(pieces) - 1
+            with nullcontext() if last else self._without_averaging():
+                loss = propagate_nonfinite(self._loss(self._runner(samples), expected) / terms)
+                loss.backward()
+            losses.append(loss.detach())
+        self._first = False
+        return torch.stack(losses).sum()
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean loss of this replica's batch, forward only."""
+        terms = self._model.loss_terms(targets)
+        losses = [
+            self._loss(self._forward(samples), expected) for samples, expected in self._split(inputs, targets)
+        ]
+        return torch.stack(losses).sum() / terms
+
+    def _split(self, inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(inputs.chunk(self._microbatches), targets.chunk(self._microbatches), strict=True))
+
+    def _first_step_in_sync(self) -> AbstractContextManager[None]:
+        """DistributedDataParallel learns a static graph in the first step and can't omit an all-reduce there.
+
+        Averaging the sum so far with every microbatch is superfluous but right: what has been averaged
+        already is the same on all ranks.
+        """
+        return nullcontext() if self._first else self._runner.no_sync()  # type: ignore[operator]
+
+    @contextmanager
+    def _inside_a_replica(self) -> Iterator[None]:
+        """Slices are summed with every microbatch, or they would not be slices; over replicas once."""
+        self._runner.set_requires_all_reduce(False)  # type: ignore[operator]
+        yield
+        self._runner.set_requires_all_reduce(True)  # type: ignore[operator]
+
+
+class SequenceParts:
+    """The ranks of a context axis train on the same samples `[batch, seq, ...]`, each on its slices."""
+
+    def __init__(self, inner: ForwardBackward, *, axis: DeviceMesh) -> None:
+        self._inner = inner
+        self._rank = axis.get_local_rank()
+        self._degree = axis.size()
+        self.copies = inner.copies
+
+    def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return self._inner.train(self._slices(inputs), self._slices(targets)) / self._degree
+
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return self._inner.evaluate(self._slices(inputs), self._slices(targets)) / self._degree
+
+    def _slices(self, sequence: Tensor) -> Tensor:
+        slices = slices_of(self._rank, degree=self._degree, length=sequence.shape[1])
+        return torch.cat([sequence[:, part] for part in slices], dim=1)
+
+
+class TensorGroup:
+    """The ranks of a tensor axis train on the same samples and compute one loss; the first one returns it."""
+
+    def __init__(self, inner: ForwardBackward, *, axis: DeviceMesh, options: StrategyConfig) -> None:
+        self._inner = inner
+        self._returns_loss = axis.get_local_rank() == 0
+        self._loss_context = loss_parallel if options.loss_parallel else nullcontext
+        self.copies = inner.copies
+
+    def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with self._loss_context():  # around the backward pass too, as torch requires
+            return self._once(self._inner.train(inputs, targets))
+
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with self._loss_context():
+            return self._once(self._inner.evaluate(inputs, targets))
+
+    def _once(self, loss: Tensor) -> Tensor:
+        return loss if self._returns_loss else torch.zeros_like(loss)

@@ -26,9 +26,9 @@ from torch.profiler import record_function
 
 from hpc_parallel.config.checks.pipeline_checks import version_problem
 from hpc_parallel.config.schedules import SCHEDULES
-from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.models.layered import LayeredModel, Loss
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.strategies.finite_loss import telling
+from hpc_parallel.strategies.forward_backward import propagate_nonfinite
 from hpc_parallel.strategies.replicate import Average
 from hpc_parallel.strategies.tied_ends import TiedEnds
 
@@ -124,6 +124,7 @@ class Pipeline:
         runners: Sequence[Module],
         *,
         stages: Sequence[LayeredModel],
+        loss: Loss,
         indices: Sequence[int],
         mesh: DeviceMesh,
         replicas: DeviceMesh | None,
@@ -154,6 +155,7 @@ class Pipeline:
         for part, average in zip(self._parts, self._averages, strict=False):
             part.average = average
         self._model = stages[-1]
+        self._loss = loss
         self._terms = 1
         self._first = indices[0] == 0
         self._last = indices[-1] == count - 1
@@ -166,15 +168,15 @@ class Pipeline:
         wanted = inspect.signature(kind).parameters  # the arguments move between releases of torch
         given = {
             "n_microbatches": self._each,
-            "loss_fn": self._loss,
+            "loss_fn": self._mean_loss,
             "scale_grads": False,
             "stage" if "stage" in wanted else "stages": self._parts[0] if "stage" in wanted else self._parts,
         }
         self._schedule = kind(**given)
 
-    def _loss(self, output: Tensor, target: Tensor) -> Tensor:
+    def _mean_loss(self, output: Tensor, target: Tensor) -> Tensor:
         with busy(self._parts[-1].stage_index, "loss"):
-            return telling(self._model.loss(output, target) / self._terms)
+            return propagate_nonfinite(self._loss(output, target) / self._terms)
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean loss of this pipeline's batch where the last stage lives, else zero."""

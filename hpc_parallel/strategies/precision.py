@@ -18,5 +18,5 @@ def apply(model: LayeredModel, *, precision: str, device_type: str) -> LayeredMo
     """
     if precision == "bfloat16":
         autocast = torch.autocast(device_type, dtype=torch.bfloat16)
-        replace_forward(model, autocast(lambda before, *inputs: before(*inputs)))
+        replace_forward(model, autocast(lambda before, *inputs: before(*inputs)), technique="Bfloat16")
     return model

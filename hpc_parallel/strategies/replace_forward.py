@@ -1,4 +1,4 @@
-"""Another forward pass for one module, which copies of the module have as well."""
+"""Another forward pass for one module: visible when the model is printed, and kept by copies of it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from torch.nn import Module
 Forward = Callable[..., Tensor]
 
 
-def replace_forward(module: Module, forward: Callable[..., Tensor]) -> None:
-    """Let `forward(before, module, *inputs)` be what `module` does; `before(module, *inputs)` is what it did.
+def replace_forward(module: Module, forward: Callable[..., Tensor], *, technique: str) -> None:
+    """Let `module` compute `forward(before, module, *inputs)`; `before(module, *inputs)` is what it did.
 
-    By a class of its own: an attribute `forward` would keep hold of this very module, and the copies that
-    nn.DataParallel makes of it would compute with its weights.
+    `technique` is put before the name of the module's class: a checkpointed `TransformerBlock` is printed
+    as `CheckpointedTransformerBlock`.
+
+    The module gets a class of its own. An attribute `forward` would hold this very module, and the copies
+    that nn.DataParallel makes of it would compute with its weights.
     """
-    module.__class__ = _subclass(type(module), forward)  # type: ignore[arg-type]
+    module.__class__ = _subclass(type(module), forward, technique)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=256)
-def _subclass(kind: type[Module], forward: Callable[..., Tensor]) -> type[Module]:
+def _subclass(kind: type[Module], forward: Callable[..., Tensor], technique: str) -> type[Module]:
     """One for all modules that are given the same `forward`: torch.compile tells them apart by class."""
     before: Forward = kind.forward
 
     def replaced(self: Module, *inputs: Any) -> Tensor:
         return forward(before, self, *inputs)
 
-    return type(kind.__name__, (kind,), {"forward": replaced})
+    return type(f"{technique}{kind.__name__}", (kind,), {"forward": replaced})

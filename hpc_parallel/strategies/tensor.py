@@ -1,17 +1,15 @@
 """Tensor parallelism: single layers split over devices by the model's hints (Shoeybi et al. 2019, Megatron).
 
 Between layers each device keeps its slice of the sequence (Korthikanti et al. 2022), and the loss is
-taken of logits that stay split by vocabulary; each is a switch of its own.
+taken of logits that stay split by vocabulary (`loss_of_slices`); each is a switch of its own.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
@@ -20,19 +18,15 @@ from torch.distributed.tensor.parallel import (
     ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
-    loss_parallel,
     parallelize_module,
 )
 from torch.func import functional_call
 from torch.nn import Module, Parameter
 
 from hpc_parallel.config.schema import StrategyConfig
-from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.models.layered import LayeredModel, Loss
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
-
-if TYPE_CHECKING:
-    from hpc_parallel.strategies.forward_backward import ForwardBackward
 
 
 def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> LayeredModel:
@@ -54,8 +48,6 @@ def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> 
     if left_out := [name for name, weight in model.named_parameters() if not isinstance(weight, DTensor)]:
         rule = f"can't be: {type(model).__name__}.tensor_roles says nothing of {', '.join(left_out[:3])}"
         raise ConfigError([Problem("strategy.tensor", axis.size(), rule, (1,))])
-    if options.loss_parallel:
-        _take_loss_of_slices(model, axis=axis)
     return model
 
 
@@ -112,7 +104,7 @@ class Alike(ParallelStyle):
             for name, weight in part.named_parameters(recurse=False):
                 whole = DTensor.from_local(weight, device_mesh, [Replicate()], run_check=False)
                 setattr(part, name, Parameter(whole.detach(), requires_grad=weight.requires_grad))
-        replace_forward(module, partial(_with_plain_weights, _AsBefore(module)))
+        replace_forward(module, partial(_with_plain_weights, _AsBefore(module)), technique="Alike")
         return module
 
 
@@ -135,32 +127,11 @@ def _with_plain_weights(as_before: _AsBefore, _: Forward, __: Module, *inputs: A
     return functional_call(as_before, plain, inputs)  # type: ignore[no-any-return]
 
 
-def _take_loss_of_slices(model: LayeredModel, *, axis: DeviceMesh) -> None:
-    whole_loss = model.loss
+def loss_of_slices(loss: Loss, *, axis: DeviceMesh) -> Loss:
+    """`loss`, taken of logits that stay split over `axis` by their last dim."""
 
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        found = whole_loss(DTensor.from_local(output, axis, [Shard(-1)], run_check=False), target)
-        return found.full_tensor() if isinstance(found, DTensor) else found
+    def split_loss(output: Tensor, target: Tensor) -> Tensor:
+        value = loss(DTensor.from_local(output, axis, [Shard(-1)], run_check=False), target)
+        return value.full_tensor() if isinstance(value, DTensor) else value
 
-    model.loss = loss  # type: ignore[method-assign]
-
-
-class OneReplica:
-    """The ranks of a tensor axis train as one: they take the loss together, and one of them tells it."""
-
-    def __init__(self, inner: ForwardBackward, *, axis: DeviceMesh, options: StrategyConfig) -> None:
-        self._inner = inner
-        self._tells = axis.get_local_rank() == 0
-        self._losses = loss_parallel if options.loss_parallel else nullcontext
-        self.copies = inner.copies
-
-    def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        with self._losses():  # the backward pass is in it too, as torch wants
-            return self._told(self._inner.train(inputs, targets))
-
-    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        with self._losses():
-            return self._told(self._inner.evaluate(inputs, targets))
-
-    def _told(self, loss: Tensor) -> Tensor:
-        return loss if self._tells else torch.zeros_like(loss)
+    return split_loss

@@ -8,7 +8,7 @@ whole image (`batch_norm.py`). A head that looks at the whole image gets it, on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.models.layered import LayeredModel, Loss
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies.halo import Box, Exchange, Grid, Size, Span
+from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 
 WINDOWS = (nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d)
 # Each output place depends on one input place, or the other way round, if tiles start where both do.
@@ -56,10 +57,9 @@ class Maps:
 def apply(model: LayeredModel, *, axis: DeviceMesh, grid: tuple[int, int], maps: Maps) -> LayeredModel:
     """Let `model` (or a stage of it) work on this rank's tile of whole images that it is given.
 
-    `maps`: of the whole model, by `measure`. Its loss becomes this tile's share of the sum over the image.
+    `maps`: of the whole model, by `measure`. The loss is then that of `loss_of_tile`.
     """
-    rows, columns = grid
-    tiles = Grid(rows=rows, columns=columns, place=axis.get_local_rank(), group=axis.get_group())
+    tiles = grid_of(axis, grid)
     head = model.head if not model.pixelwise else None
     within_head = set() if head is None else set(head.modules())
     for name, module in model.named_modules():
@@ -73,32 +73,49 @@ def apply(model: LayeredModel, *, axis: DeviceMesh, grid: tuple[int, int], maps:
             if not isinstance(module, nn.Conv2d):
                 module.ceil_mode = False
     if model.stem is not None:
-        model.stem.register_forward_pre_hook(lambda _, inputs: (tiles.crop(inputs[0]), *inputs[1:]))
+        replace_forward(model.stem, partial(crop_before, tiles), technique="Cropped")
     if head is not None:
         height, width = maps.inputs["head"]
         everything: Box = ((0, height), (0, width))
         fetch_before(head, tiles.exchange((height, width), [everything] * tiles.tiles))
-    model.loss = partial(share_of_loss, model.loss, tiles, model.pixelwise)  # type: ignore[method-assign]
     return model
 
 
+def grid_of(axis: DeviceMesh, grid: tuple[int, int]) -> Grid:
+    """Where this rank of `axis` stands in a `grid` of rows and columns."""
+    rows, columns = grid
+    return Grid(rows=rows, columns=columns, place=axis.get_local_rank(), group=axis.get_group())
+
+
+def crop_before(tiles: Grid, forward: Forward, stem: nn.Module, image: Tensor) -> Tensor:
+    return forward(stem, tiles.crop(image))
+
+
 def fetch_before(module: nn.Module, exchange: Exchange, *, fill: float = 0.0) -> None:
+    """Let `module` first fetch what its outputs need beyond this rank's tile."""
+
+    def forward(before: Forward, module: nn.Module, tile: Tensor) -> Tensor:
+        return before(module, exchange(tile, fill))
+
     if not exchange.needless:
-        module.register_forward_pre_hook(lambda _, inputs: (exchange(inputs[0], fill), *inputs[1:]))
+        replace_forward(module, forward, technique="Tiled")
 
 
-def share_of_loss(
-    whole: Callable[[Tensor, Tensor], Tensor], tiles: Grid, pixelwise: bool, output: Tensor, target: Tensor
-) -> Tensor:
-    """This tile's share of the loss `whole`; the shares of an image add up to it.
+def loss_of_tile(loss: Loss, *, axis: DeviceMesh, grid: tuple[int, int], pixelwise: bool) -> Loss:
+    """This tile's share of `loss`; the shares of an image add up to it.
 
-    Where the head sees the whole image, every device has its loss and counts a part. Gradients are
-    averaged over the tiles, as over replicas, while the loss is their sum: hence the factor.
+    If the head sees the whole image (not `pixelwise`), every device has its loss and counts a part. Gradients
+    are averaged over the tiles, as over replicas, while the loss is their sum: hence the factor.
     """
-    share = whole(output, tiles.crop(target)) if pixelwise else whole(output, target) / tiles.tiles
-    if share.requires_grad:
-        share.register_hook(lambda gradient: gradient * tiles.tiles)
-    return share
+    tiles = grid_of(axis, grid)
+
+    def share_of_loss(output: Tensor, target: Tensor) -> Tensor:
+        share = loss(output, tiles.crop(target)) if pixelwise else loss(output, target) / tiles.tiles
+        if share.requires_grad:
+            share.register_hook(lambda gradient: gradient * tiles.tiles)
+        return share
+
+    return share_of_loss
 
 
 def windows_of(module: nn.Module) -> tuple[Window, Window]:

@@ -2,7 +2,7 @@
 
 The gradient's norm is on the device and the same on all ranks anyway; where it is not finite, so is a flag
 by which the fused optimizer leaves weights and state as they are (`found_inf`, as of torch's GradScaler).
-A loss that is not finite makes its gradients so (strategies/finite_loss.py). Nothing waits for the device.
+A loss that is not finite makes its gradients so (`propagate_nonfinite`). Nothing waits for the device.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.data.sampler import Batches
+from hpc_parallel.data.sampler import Batches, to_device
 from hpc_parallel.profiling.measurement import Measurement
 from hpc_parallel.supervise.error_place import at_step
 from hpc_parallel.supervise.progress import Progress
@@ -21,7 +21,7 @@ from hpc_parallel.training.nonfinite import LOOK_EVERY
 from hpc_parallel.training.optimizer import learning_rate, set_learning_rate
 from hpc_parallel.training.saver import Saver
 from hpc_parallel.training.step import Step
-from hpc_parallel.training.validation import mean_loss, to_device
+from hpc_parallel.training.validation import mean_loss
 from hpc_parallel.training.writers import Writer
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hpc_parallel.data.sampler import Batches
+from hpc_parallel.data.sampler import Batches, to_device
 from hpc_parallel.record.values import finite
 from hpc_parallel.strategies.exchange import all_gather_numbers
 
@@ -19,10 +19,3 @@ def mean_loss(
     losses = [evaluate(*to_device(batches.at(step), device)) for step in range(steps)]
     (shares,) = all_gather_numbers([torch.stack(losses).double().mean().item()], device=device)
     return finite(sum(shares) / batches.replicas)
-
-
-def to_device(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    inputs, targets = batch
-    if device.type == "cuda":  # from pinned memory the copy does not stop the host
-        inputs, targets = inputs.pin_memory(), targets.pin_memory()
-    return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)

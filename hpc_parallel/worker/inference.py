@@ -15,6 +15,7 @@ from hpc_parallel.config.layout import BatchPlan, plan_batch
 from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import InferConfig, RunConfig
 from hpc_parallel.config.tasks import batch_sizes
+from hpc_parallel.data.sampler import to_device
 from hpc_parallel.record import attempts
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
@@ -22,7 +23,7 @@ from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.strategies.exchange import all_gather_numbers
 from hpc_parallel.training.load_weights import start_from
 from hpc_parallel.training.metrics import peak_memory_bytes
-from hpc_parallel.training.validation import mean_loss, to_device
+from hpc_parallel.training.validation import mean_loss
 from hpc_parallel.training.writers import open_writers
 from hpc_parallel.worker.session import Session, complete
 

@@ -223,7 +223,9 @@ def measured(net: Net, grid: tuple[int, int], dtype: torch.dtype) -> dict[str, f
     batch_norm.apply(tiled, axis=mesh["tile"])
     part = images.clone().requires_grad_()
     output = tiled(part)
-    loss = tiled.loss(output, weights)
+    loss = tile.loss_of_tile(tiled.loss, axis=mesh["tile"], grid=grid, pixelwise=tiled.pixelwise)(
+        output, weights
+    )
     loss.backward()
     tiles = tile.Grid(*grid, place=mesh.get_local_rank(), group=mesh.get_group())
     assert part.grad is not None

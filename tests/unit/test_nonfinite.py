@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpc_parallel.strategies.finite_loss import telling
+from hpc_parallel.strategies.forward_backward import propagate_nonfinite
 from hpc_parallel.training.nonfinite import Guard, NonFiniteError, blame, order
 from hpc_parallel.training.optimizer import GradientNorm
 
@@ -97,15 +97,15 @@ def test_an_infinite_loss_tells_by_its_gradients() -> None:
     assert logits.grad is not None
     assert logits.grad.isfinite().all()
     logits.grad = None
-    telling(nn.functional.cross_entropy(logits, torch.tensor(1))).backward()
+    propagate_nonfinite(nn.functional.cross_entropy(logits, torch.tensor(1))).backward()
     assert logits.grad.isnan().all()
 
 
 def test_a_finite_loss_is_untouched() -> None:
     value = torch.tensor(0.1, requires_grad=True)
     other = torch.tensor(0.1, requires_grad=True)
-    assert telling(value * 0.3) == value * 0.3
-    telling(value * 0.3).backward()
+    assert propagate_nonfinite(value * 0.3) == value * 0.3
+    propagate_nonfinite(value * 0.3).backward()
     (other * 0.3).backward()
     assert value.grad == other.grad
 
