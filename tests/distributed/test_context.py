@@ -59,7 +59,10 @@ LAYOUTS = {
         "strategy=hybrid", "nodes=2", "gpus_per_node=4", "strategy.tensor=2", "strategy.context=2", *SHALLOW,
     ),
 }  # fmt: skip
-SLOW = ["replicate 2 x shard 2 x context 2", "pipeline 2 x context 2 x tensor 2"]
+SLOW = [
+    "replicate 2 x shard 2 x context 2", "pipeline 2 x context 2 x tensor 2", "context over 4, gather",
+    "shard 2 x context 2, gather, accumulating 4", "tensor 2 x context 2, whole sequence and logits",
+]  # fmt: skip
 CASES = [
     *((layout, "float64") for layout in LAYOUTS if layout not in SLOW),
     *in_full((layout, "float64") for layout in SLOW),

@@ -34,11 +34,18 @@ FSDP = ("strategy=fsdp", "nodes=2")
 TENSOR = ("strategy=tensor", "nodes=2")
 CONTEXT = ("strategy=context", "nodes=2")
 CASES = [
-    *((LLAMA, layout, "float64") for layout in (DATA, PIPELINE, FSDP, TENSOR, CONTEXT)),
-    *in_full([(LLAMA, TENSOR, "float32")]),
-    (LLAMA, (*TENSOR, "strategy.sequence_parallel=false"), "float64"),
-    *((QWEN3, layout, "float64") for layout in (PIPELINE, TENSOR)),
-    *((GPT2, layout, "float64") for layout in (DATA, PIPELINE, CONTEXT)),
+    *((LLAMA, layout, "float64") for layout in (PIPELINE, FSDP, TENSOR, CONTEXT)),
+    (QWEN3, TENSOR, "float64"),
+    *((GPT2, layout, "float64") for layout in (DATA, PIPELINE)),
+    *in_full(
+        [
+            (LLAMA, TENSOR, "float32"),
+            (LLAMA, DATA, "float64"),
+            (QWEN3, PIPELINE, "float64"),
+            (GPT2, CONTEXT, "float64"),
+            (LLAMA, (*TENSOR, "strategy.sequence_parallel=false"), "float64"),
+        ]
+    ),
 ]
 CLOSE = {"float64": (1e-10, 1e-10), "float32": (1e-5, 1e-4)}
 
