@@ -102,7 +102,8 @@ SLOW = [
     "data over 4, accumulating 2", "pipeline 2 x replicate 2", "hsdp 2 x 2", "tensor 2 x replicate 2",
     "shard 2 x tensor 2", "pipeline 2 x tensor 2", "zero bubble 2 x replicate 2",
     "zero bubble 2 x tile 1 x 2", "data over 2, accumulating 4", "dataparallel over 4",
-    "pipeline of 2, gpipe, one microbatch", "fsdp over 2, accumulating 4", "tensor over 2, whole logits, accumulating 4",
+    "pipeline of 2, gpipe, one microbatch", "fsdp over 2, accumulating 4",
+    "tensor over 2, whole logits, accumulating 4",
 ]  # fmt: skip
 IN_FLOAT32 = [
     "data over 2", "dataparallel over 4", "server that works, over 2", "pipeline of 2", "fsdp over 4",
