@@ -20,6 +20,7 @@ from torch.distributed import Work
 from torch.profiler import profile, record_function
 
 from hpc_parallel.strategies.pipeline import BUSY
+from hpc_parallel.torch_internals import profiler_events
 
 STEP = "measured step"
 WAIT = "wait for others"
@@ -70,9 +71,6 @@ class Event(NamedTuple):
 
 def events_of(profiled: profile) -> list[Event]:
     """All that was recorded on this rank."""
-    assert profiled.profiler is not None
-    results = profiled.profiler.kineto_results
-    assert results is not None
     return [
         Event(
             name=event.name(),
@@ -82,7 +80,7 @@ def events_of(profiled: profile) -> list[Event]:
             on_device=event.device_type() != DeviceType.CPU,
             is_mark=event.is_user_annotation(),
         )
-        for event in results.events()
+        for event in profiler_events(profiled)
     ]
 
 

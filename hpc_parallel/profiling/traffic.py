@@ -12,13 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from hpc_parallel.torch_internals import DispatchMode, group_of, operator_arguments, operator_name
 
 
 class Moved(NamedTuple):
@@ -38,13 +35,14 @@ class Place(NamedTuple):
 Rule = Callable[[Mapping[str, Any], Place], Moved]
 
 
-class Traffic(TorchDispatchMode):
+class Traffic(DispatchMode):
     """Counts the bytes that this rank moves while it is active, by kind of collective."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
+        self.unknown: set[str] = set()  # collectives whose bytes no rule gives
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -58,21 +56,19 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its own collectives come by when it has taken itself apart
-        if isinstance(function, OpOverload) and (known := KINDS.get(function._schema.name)):
-            names = (argument.name for argument in function._schema.arguments)
-            given = dict(zip(names, args, strict=False)) | (kwargs or {})
-            kind, rule = known
+        name = operator_name(function) or ""
+        if name in KINDS:
+            given = operator_arguments(function, args, kwargs)
+            kind, rule = KINDS[name]
             self.note(kind, rule(given, place(given)))
+        elif name.startswith(COLLECTIVES) and name not in WITHOUT_BYTES:
+            self.unknown.add(name)
         return function(*args, **(kwargs or {}))
 
 
 def place(given: Mapping[str, Any]) -> Place:
     """This rank's in the group that a collective was called with: an object, or a name."""
-    group = given["process_group"] if "process_group" in given else given["group_name"]
-    if isinstance(group, str):
-        group = _resolve_process_group(group)  # type: ignore[arg-type]
-    elif isinstance(group, torch.ScriptObject):
-        group = dist.ProcessGroup.unbox(group)
+    group = group_of(given["process_group"] if "process_group" in given else given["group_name"])
     return Place(rank=group.rank(), ranks=group.size())
 
 
@@ -196,4 +192,11 @@ KINDS: dict[str, tuple[str, Rule]] = {
     "_c10d_functional::all_to_all_single": ("all_to_all", split("input", "output")),
     "_dtensor::shard_dim_alltoall": ("all_to_all", whole_array("input")),
 }
+COLLECTIVES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "symm_mem::", "_dtensor::")
+# Waits, barriers, checks, and what only names or wraps a tensor.
+WITHOUT_BYTES = {
+    "c10d::barrier", "c10d::monitored_barrier_", "c10d::check_for_nan",
+    "_c10d_functional::_wrap_tensor_autograd", "_c10d_functional::wait_tensor",
+    "_c10d_functional_autograd::wait_tensor", "_dtensor::mesh_get_process_group",
+}  # fmt: skip
 NAMES = tuple(dict.fromkeys(kind for kind, _ in KINDS.values()))

@@ -15,23 +15,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
+from hpc_parallel.torch_internals import BatchNorm, require_dims
 
 
 def apply(model: LayeredModel, *, axis: DeviceMesh) -> LayeredModel:
     """Let every BatchNorm of `model` take its statistics over `axis`, which may join several axes."""
     for module in model.modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, BatchNorm):
             replace_forward(module, partial(forward, axis.get_group()), technique="Global")
     return model
 
 
-def forward(group: dist.ProcessGroup, alone: Forward, norm: _BatchNorm, x: Tensor) -> Tensor:
+def forward(group: dist.ProcessGroup, alone: Forward, norm: BatchNorm, x: Tensor) -> Tensor:
     """What `norm` does to `x` [batch, channel, ...], `x` being this rank's part of the microbatch."""
-    norm._check_input_dim(x)
+    require_dims(norm, x)
     if not norm.training and norm.running_mean is not None:
         return alone(norm, x)
     out, mean, variance, count = Normalise.apply(x, norm.weight, norm.bias, norm.eps, group)
@@ -40,7 +40,7 @@ def forward(group: dist.ProcessGroup, alone: Forward, norm: _BatchNorm, x: Tenso
 
 
 @torch.no_grad()
-def track(norm: _BatchNorm, *, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+def track(norm: BatchNorm, *, mean: Tensor, variance: Tensor, count: Tensor) -> None:
     """Take the moments of a microbatch of `count` places into the running statistics, if there are any."""
     means, variances = norm.running_mean, norm.running_var
     if norm.training and means is not None and variances is not None:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -26,6 +25,7 @@ from torch.utils.checkpoint import (
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
+from hpc_parallel.torch_internals import buffers_of, tree_leaves, written_arguments
 
 DEAR = {
     "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution",
@@ -88,9 +88,7 @@ class KeepUnwritten:
 
     def __call__(self, context: Any, operation: Any, *inputs: Any, **named: Any) -> CheckpointPolicy:
         """Raises ConfigError where the block writes into a kept result."""
-        formal = operation._schema.arguments if operation._schema.is_mutable else ()
-        written = [given for given, one in zip(inputs, formal, strict=False) if one.is_write]
-        if not self._kept.isdisjoint(memory_of(written)):
+        if not self._kept.isdisjoint(memory_of(written_arguments(operation, inputs))):
             rule = f"keeps a result that the block then overwrites ({operation.name()})"
             key = "training.activation_checkpointing"
             raise ConfigError([Problem(key, "selective", rule, ("full", "none"))])
@@ -112,7 +110,7 @@ class WithCopiesOfBuffers:
     """
 
     def __init__(self, block: Module, inner: AbstractContextManager[Any]) -> None:
-        self._tables = [module._buffers for module in block.modules()]
+        self._tables = [buffers_of(module) for module in block.modules()]
         self._inner = inner
         self._kept: list[dict[str, Tensor | None]] = []
 

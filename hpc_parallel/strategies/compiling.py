@@ -11,6 +11,7 @@ from torch.nn import Module
 
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
+from hpc_parallel.torch_internals import allow_recompiles
 
 SHAPES = 64  # of input that a block may meet: microbatches in training, in each batch size of inference
 
@@ -20,9 +21,7 @@ def apply(model: LayeredModel) -> LayeredModel:
 
     Hooks on the block itself (fully_shard's) are so never compiled, and parameters keep their names.
     """
-    # Blocks of different shapes are versions of one function to torch, which gives up after a few.
-    limits: Any = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, SHAPES * len(model.blocks))
+    allow_recompiles(SHAPES * len(model.blocks))
     run = partial(run_compiled, cache(partial(torch.compile, fullgraph=True, dynamic=False)))
     for block in model.blocks.values():
         replace_forward(block, run, technique="Compiled")

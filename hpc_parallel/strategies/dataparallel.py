@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.strategies.batch_norm import track
 from hpc_parallel.strategies.device_traffic import DeviceTraffic, move
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
+from hpc_parallel.torch_internals import BatchNorm, require_dims
 
 Runner = Callable[..., Tensor]
 
@@ -31,7 +31,7 @@ def apply(model: LayeredModel, *, degree: int, device: torch.device) -> Threads 
     """Run each batch of `model` in `degree` parts at once, and give their outputs as one."""
     here = Here()
     for module in model.modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, BatchNorm):
             replace_forward(module, partial(normalise, here), technique="Global")
     kind = Gpus if device.type == "cuda" else Threads
     return kind(model, degree=degree, here=here)
@@ -92,13 +92,13 @@ class Meeting:
         self._total = first
 
 
-def normalise(here: Here, alone: Forward, norm: _BatchNorm, x: Tensor) -> Tensor:
+def normalise(here: Here, alone: Forward, norm: BatchNorm, x: Tensor) -> Tensor:
     """BatchNorm of `x` [batch, channel, ...] by the moments of all replicas' parts of the microbatch.
 
     Plain operations on sums that the replicas have in common: the derivative crosses between them where
     the sums did. The first replica's running statistics are the model's own (nn.DataParallel).
     """
-    norm._check_input_dim(x)
+    require_dims(norm, x)
     if here.meeting is None or (not norm.training and norm.running_mean is not None):
         return alone(norm, x)
     dims = [dim for dim in range(x.dim()) if dim != 1]

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from hpc_parallel import torch_internals
 from hpc_parallel.config.layout import Layout
 
 
@@ -41,7 +42,7 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Over which fully_shard works: the slicing axis, and before it the replicas of what it slices."""
     slices, replicas = slicing_axis(mesh), axis_of(mesh, "replicate")
     assert slices is not None
-    return slices if replicas is None else DeviceMesh._concatenate([replicas, slices])
+    return slices if replicas is None else torch_internals.concatenate([replicas, slices])
 
 
 def weight_axes(mesh: DeviceMesh) -> list[DeviceMesh]:
@@ -53,7 +54,7 @@ def weight_axes(mesh: DeviceMesh) -> list[DeviceMesh]:
 def joint(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
     """One axis made of those of `names` that are used; None where none is."""
     used = tuple(name for name in names if axis_of(mesh, name) is not None)
-    return None if not used else mesh[used[0]] if len(used) == 1 else mesh[used]._flatten()
+    return None if not used else mesh[used[0]] if len(used) == 1 else torch_internals.flatten(mesh[used])
 
 
 def axis_of(mesh: DeviceMesh, name: str) -> DeviceMesh | None:

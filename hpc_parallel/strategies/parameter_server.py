@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from hpc_parallel import torch_internals
 from hpc_parallel.config.schema import StrategyConfig
 
 SERVER = 0
@@ -53,7 +54,7 @@ class ParameterServer:
                 for worker in self._workers:
                     self._send(message, to=worker)
             else:
-                torch._foreach_copy_(weights, pieces(self._receive(bucket, of=SERVER), like=bucket))
+                torch_internals.copy(pieces(self._receive(bucket, of=SERVER), like=bucket), weights)
 
     def _add_up(self, bucket: Sequence[Parameter]) -> None:
         first, *others = self._workers

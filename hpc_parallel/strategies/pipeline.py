@@ -24,6 +24,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
+from hpc_parallel import torch_internals
 from hpc_parallel.config.checks.pipeline_checks import version_problem
 from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.models.layered import LayeredModel, Loss
@@ -51,7 +52,7 @@ def busy(stage: int, kind: str, microbatch: int | None = None) -> AbstractContex
     kind: forward, loss, backward (of inputs and weights, or of inputs alone), weights (their gradients,
     where a schedule puts them off), average (over replicas).
     """
-    if not torch.autograd._profiler_enabled():
+    if not torch_internals.profiler_is_on():
         return nullcontext()
     return record_function(f"{BUSY} {stage} {kind}" + ("" if microbatch is None else f" {microbatch}"))
 
@@ -141,10 +142,10 @@ class Pipeline:
             raise ConfigError([problem])
         for runner in runners:
             if isinstance(runner, DistributedDataParallel):
-                # As under no_sync: a stage itself says when gradients go out. Else the forward pass by which
-                # torch learns shapes makes them go with the first microbatch too, and where the last one's
-                # follow before another forward pass the reducer fails (torch 2.13; gpipe, looped_bfs).
-                runner.require_backward_grad_sync = False
+                # Else the forward pass by which torch learns shapes averages with the first microbatch too.
+                # If the last one's gradients follow before another forward pass, the reducer fails (torch
+                # 2.13; gpipe, looped_bfs).
+                torch_internals.leave_averaging_to_the_caller(runner)
         axis = mesh["pipeline"]
         count = axis.size() * len(stages)
         self._parts = [

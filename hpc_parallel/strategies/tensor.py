@@ -27,6 +27,7 @@ from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.layered import LayeredModel, Loss
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
+from hpc_parallel.torch_internals import LayerStyle
 
 
 def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> LayeredModel:
@@ -76,33 +77,33 @@ def _styles(options: StrategyConfig) -> dict[str, ParallelStyle]:
     }
 
 
-class EachPosition(ParallelStyle):
+class EachPosition(LayerStyle):
     """A layer that treats positions or heads alone, such as a norm: weights whole, its input where it is."""
 
     def __init__(self, between: Placement) -> None:
         self._between = between
 
-    def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
+    def split(self, module: Module, mesh: DeviceMesh) -> Module:
         def enter(_: Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> DTensor:
             return DTensor.from_local(inputs[0], mesh, [self._between], run_check=False)
 
         def leave(_: Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
             return output.to_local()
 
-        return distribute_module(module, device_mesh, None, enter, leave)  # type: ignore[arg-type]
+        return distribute_module(module, mesh, None, enter, leave)  # type: ignore[arg-type]
 
 
-class Alike(ParallelStyle):
+class Alike(LayerStyle):
     """A module that every device computes whole, from the same input: so is each weight's gradient.
 
     Its weights are distributed tensors only to those who hold them; it computes with plain ones, which any
     layer can, and autograd gives each back its gradient as whole, not as a part of a sum.
     """
 
-    def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
+    def split(self, module: Module, mesh: DeviceMesh) -> Module:
         for part in module.modules():
             for name, weight in part.named_parameters(recurse=False):
-                whole = DTensor.from_local(weight, device_mesh, [Replicate()], run_check=False)
+                whole = DTensor.from_local(weight, mesh, [Replicate()], run_check=False)
                 setattr(part, name, Parameter(whole.detach(), requires_grad=weight.requires_grad))
         replace_forward(module, partial(_with_plain_weights, _AsBefore(module)), technique="Alike")
         return module

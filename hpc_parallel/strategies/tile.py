@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_parallel.models.layered import LayeredModel, Loss
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies.halo import Box, Exchange, Grid, Size, Span
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
+from hpc_parallel.torch_internals import BatchNorm, DispatchMode
 
 WINDOWS = (nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d)
 # Each output place depends on one input place, or the other way round, if tiles start where both do.
@@ -186,7 +185,7 @@ def measure(model: LayeredModel, *, sample_shape: tuple[int, ...], grid: tuple[i
 
 
 @dataclass
-class Watch(TorchDispatchMode):
+class Watch(DispatchMode):
     """Notes the size of the map at each known part, and every operation elsewhere that is not pointwise."""
 
     whole: set[str]  # parts that get the whole map
@@ -200,7 +199,7 @@ class Watch(TorchDispatchMode):
         self.blamed: set[str] = set()
 
     def enter(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        known = isinstance(module, (*WINDOWS, *RESIZES, _BatchNorm)) or name in self.whole
+        known = isinstance(module, (*WINDOWS, *RESIZES, BatchNorm)) or name in self.whole
         if isinstance(module, nn.Upsample):
             known = module.mode == "nearest" and module.size is None
         if known and not any(known for _, known in self.within):

@@ -45,11 +45,9 @@ def entered() -> list[dict[str, Any]]:
     try:
         import torch.distributed as dist
 
-        if not dist.is_initialized():
-            return []
-        world = dist.distributed_c10d._world
-        members = {str(name): sorted(world.pg_group_ranks[group]) for group, name in world.pg_names.items()}
-        return by_group(recorded(), members=members)
+        from hpc_parallel.torch_internals import process_groups
+
+        return by_group(recorded(), members=process_groups()) if dist.is_initialized() else []
     except Exception as error:  # a failure is being recorded: this must not hide it
         print(f"no word from the flight recorder: {type(error).__name__}: {error}", flush=True)
         return []
@@ -60,12 +58,9 @@ def recorded() -> list[dict[str, Any]]:
 
     Raises what torch raises where its recorder is off (TORCH_FR_BUFFER_SIZE=0).
     """
-    from torch._C import _distributed_c10d as c10d
+    from hpc_parallel.torch_internals import flight_recorder_entries
 
-    # A build with CUDA keeps NCCL's and gloo's apart.
-    dumps = [getattr(c10d, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")]
-    entries = [entry for dump in dumps if dump for entry in json.loads(dump()).get("entries", [])]
-    return sorted(entries, key=lambda entry: int(entry["time_created_ns"]))
+    return sorted(flight_recorder_entries(), key=lambda entry: int(entry["time_created_ns"]))
 
 
 def read_dump(path: Path) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ MEASURED = (
     "traffic_bytes",
     "busiest_rank_traffic_bytes",
     "traffic",
+    "unknown_collectives",
     "ring_all_reduce",
 )
 Lines = Sequence[Mapping[str, Any]]
@@ -48,6 +49,7 @@ def summarise(
     `traffic_bytes`: sent in one step by all
     ranks; `traffic`: the same by kind of collective; `busiest_rank_traffic_bytes`: sent and received by
     the one that moves most (of a process that drives several devices, by the busiest device);
+    `unknown_collectives`: those whose bytes are not known; traffic is then null.
     `ring_all_reduce`: both, if the same gradients were averaged by one.
     """
     nodes, gpus_per_node = config["nodes"], config["gpus_per_node"]

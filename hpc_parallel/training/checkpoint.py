@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.optim import Optimizer
-from torch.utils.serialization import config
 
 from hpc_parallel.record.checkpoint_index import CHECKSUM, Checkpoint, Digest, publish
 from hpc_parallel.strategies.assemble import Assembled
+from hpc_parallel.torch_internals import without_checksums
 
 State = dict[str, Tensor]
 BUFFER_BYTES = 2**18  # gathers small writes; larger ones pass by without a copy
@@ -177,7 +177,7 @@ class Writer(dcp.FileSystemWriter):
         self._folder, self._step, self._about = folder, step, about
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # there are ours
+        with without_checksums():
             written = super().write_data(plan, planner).value()
         both: Future[Any] = Future()
         both.set_result([*written, self._files.written])

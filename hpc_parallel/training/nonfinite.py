@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from hpc_parallel.strategies import exchange
+from hpc_parallel.torch_internals import hold_updates_by
 
 LOOK_EVERY = 100  # steps after which the host asks, if no logged line has been due
 
@@ -59,7 +60,7 @@ class Guard:
         self._count = torch.zeros((), device=device)  # steps held back so far
         self._norms = torch.zeros(len(parameters), device=device)  # of the first such step, a parameter each
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        optimizer.found_inf = self._held  # type: ignore[attr-defined]
+        hold_updates_by(self._held, optimizer)
         self._buffers = buffers if self._skips else []
         self._before: list[Tensor] = []
 

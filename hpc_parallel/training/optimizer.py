@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 from torch.optim import AdamW, Optimizer
 
+from hpc_parallel import torch_internals
 from hpc_parallel.config.schema import OptimizerConfig
 from hpc_parallel.strategies.mesh import holders, local_gradients
 
@@ -74,7 +75,7 @@ class GradientNorm:
         shares, each = [], []
         for count, parameters in self._by_holders.items():
             present = [parameter for parameter in parameters if parameter.grad is not None]
-            norms = iter(torch._foreach_norm(local_gradients(present), 2.0))
+            norms = iter(torch_internals.norms(local_gradients(present)))
             zero = torch.zeros((), device=parameters[0].device)
             each += [zero if parameter.grad is None else next(norms) for parameter in parameters]
             own = torch.stack(each[-len(parameters) :])
@@ -88,7 +89,7 @@ class GradientNorm:
 def clip(parameters: Iterable[Parameter], *, norm: Tensor, most: float) -> None:
     """Scale all gradients so that their global `norm` is at most `most`, without reading it back."""
     scale = (most / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(local_gradients(parameters), scale)
+    torch_internals.scale(local_gradients(parameters), scale)
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:

@@ -1,0 +1,251 @@
+"""Each private symbol of torch does what hpc_parallel/torch_internals.py says of it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.serialization import config as serialization
+
+from hpc_parallel import torch_internals
+from hpc_parallel.profiling.traffic import COLLECTIVES, KINDS, WITHOUT_BYTES, Traffic
+
+OF_TORCH = ("torch.", "dist.", "DeviceMesh.")
+PACKAGE = Path(torch_internals.__file__).parent
+
+
+@pytest.fixture
+def fifth_of_eight() -> Iterator[None]:
+    """A process group that sends nothing: enough for meshes."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=5, world_size=8, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """gloo with one rank."""
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_axes_are_joined(fifth_of_eight: None) -> None:
+    mesh = DeviceMesh("cpu", torch.arange(8).view(2, 2, 2), mesh_dim_names=("replicate", "shard", "context"))
+    slices = torch_internals.flatten(mesh["shard", "context"])
+    assert (slices.size(), slices.get_local_rank()) == (4, 1)
+    both = torch_internals.concatenate([mesh["replicate"], slices])
+    assert both.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_a_style_of_our_own_is_asked_to_split(fifth_of_eight: None) -> None:
+    class Style(torch_internals.LayerStyle):
+        def split(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+            module.split_over = mesh.size()
+            return module
+
+    mesh = DeviceMesh("cpu", torch.arange(8), mesh_dim_names=("tensor",))
+    assert parallelize_module(nn.Linear(2, 2), mesh, Style()).split_over == 8
+
+
+def test_the_profiler_is_seen_and_its_events_have_a_thread() -> None:
+    assert not torch_internals.profiler_is_on()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        assert torch_internals.profiler_is_on()
+        with record_function("here"):
+            torch.ones(3).sum()
+    (event,) = (event for event in torch_internals.profiler_events(profiled) if event.name() == "here")
+    assert event.is_user_annotation()
+    assert event.start_ns() < event.end_ns()
+    assert event.start_thread_id() > 0
+    assert event.device_type() == torch.autograd.DeviceType.CPU
+
+
+def test_operators_tell_their_names_and_arguments() -> None:
+    add = torch.ops.aten.add_.Tensor
+    one, two = torch.ones(1), torch.ones(1)
+    assert torch_internals.operator_name(add) == "aten::add_"
+    assert torch_internals.operator_name(len) is None
+    assert torch_internals.operator_arguments(add, (one, two), {"alpha": 3}) == {
+        "self": one, "other": two, "alpha": 3,
+    }  # fmt: skip
+    (written,) = torch_internals.written_arguments(add, (one, two))
+    assert written is one
+    assert torch_internals.written_arguments(torch.ops.aten.add.Tensor, (one, two)) == []
+
+
+def test_every_collective_of_torch_has_a_rule() -> None:
+    """But for those that neither hpc_parallel nor torch calls for it: they would be named as unknown."""
+    names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    collectives = {name for name in names if name.startswith(COLLECTIVES) and not name.startswith("symm_mem")}
+    others = {
+        "_c10d_functional::batch_p2p_ops", "_c10d_functional::irecv", "_c10d_functional::isend",
+        "_c10d_functional_autograd::all_gather_into_tensor", "_c10d_functional_autograd::all_to_all_single",
+        "_c10d_functional_autograd::reduce_scatter_tensor",
+    }  # fmt: skip
+    assert collectives - KINDS.keys() - WITHOUT_BYTES - others == set()
+    assert KINDS.keys() - names == set()
+
+
+def test_an_unknown_collective_is_named(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(KINDS, "c10d::allreduce_")
+    with Traffic() as traffic:
+        dist.all_reduce(torch.ones(3))
+        dist.barrier()
+    assert traffic.unknown == {"c10d::allreduce_"}
+    assert not traffic.sent
+
+
+def test_a_group_is_found_by_itself_and_by_its_name(alone: None) -> None:
+    world = dist.group.WORLD
+    assert world is not None
+    assert torch_internals.group_of(world) is world
+    assert torch_internals.group_of(world.group_name).size() == 1
+
+
+def test_buffers_can_be_exchanged() -> None:
+    norm = torch_internals.BatchNorm(2)
+    assert isinstance(nn.BatchNorm2d(2), torch_internals.BatchNorm)
+    other = torch.full((2,), 7.0)
+    torch_internals.buffers_of(norm)["running_mean"] = other
+    assert norm.running_mean is other
+
+
+def test_a_batch_norm_refuses_other_dims() -> None:
+    with pytest.raises(ValueError, match="expected 4D input"):
+        torch_internals.require_dims(nn.BatchNorm2d(2), torch.ones(2, 2))
+
+
+def test_the_limit_of_recompiles_only_rises() -> None:
+    before = torch._dynamo.config.recompile_limit
+    torch_internals.allow_recompiles(before + 1)
+    torch_internals.allow_recompiles(1)
+    assert torch._dynamo.config.recompile_limit == before + 1
+    torch._dynamo.config.recompile_limit = before
+
+
+def test_tensors_are_taken_together() -> None:
+    tensors = [torch.tensor([3.0, 4.0]), torch.tensor([[12.0]])]
+    assert [norm.item() for norm in torch_internals.norms(tensors)] == [5.0, 12.0]
+    torch_internals.scale(tensors, torch.tensor(2.0))
+    assert [tensor.tolist() for tensor in tensors] == [[6.0, 8.0], [[24.0]]]
+    torch_internals.copy(tensors, targets := [torch.zeros(2), torch.zeros(1, 1)])
+    assert [target.tolist() for target in targets] == [[6.0, 8.0], [[24.0]]]
+
+
+def test_torch_writes_no_checksums_meanwhile() -> None:
+    assert serialization.save.compute_crc32
+    with torch_internals.without_checksums():
+        assert not serialization.save.compute_crc32
+    assert serialization.save.compute_crc32
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_averaging_is_left_to_the_caller(alone: None, left: bool) -> None:
+    averaged = []
+    replica = DistributedDataParallel(nn.Linear(2, 1))
+
+    def average(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        averaged.append(bucket.index())
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    # Through a lambda: torch refuses annotations that are strings.
+    replica.register_comm_hook(None, lambda state, bucket: average(bucket))
+    if left:
+        torch_internals.leave_averaging_to_the_caller(replica)
+    replica(torch.ones(1, 2)).sum().backward()
+    assert averaged == ([] if left else [0])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_an_update_is_held_by_a_flag(kind: type[torch.optim.Optimizer]) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = kind([weight], lr=0.5, fused=True)  # type: ignore[call-arg]
+    flag = torch.ones(())
+    torch_internals.hold_updates_by(flag, optimizer)
+    weight.grad = torch.full((3,), torch.nan)
+    optimizer.step()
+    assert weight.tolist() == [1, 1, 1]
+    weight.grad = torch.ones(3)
+    flag.zero_()
+    optimizer.step()
+    assert max(weight.tolist()) < 1
+
+
+def test_an_optimizer_that_ignores_the_flag_is_refused() -> None:
+    class Plain(torch.optim.Optimizer):
+        def __init__(self, parameters: list[nn.Parameter], lr: float = 0.1) -> None:
+            super().__init__(parameters, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for weight in group["params"]:
+                    weight -= group["lr"] * weight.grad
+
+    weight = nn.Parameter(torch.ones(3))
+    for optimizer in (Plain([weight]), torch.optim.AdamW([weight], fused=False)):
+        with pytest.raises(RuntimeError, match="ignores found_inf, so NaN would reach the weights"):
+            torch_internals.hold_updates_by(torch.ones(()), optimizer)
+
+
+def test_the_flight_recorder_tells_what_began(alone: None) -> None:
+    dist.all_reduce(torch.ones(3, 5))
+    (ranks,) = torch_internals.process_groups().values()
+    assert ranks == [0]
+    entry = torch_internals.flight_recorder_entries()[-1]
+    assert entry["profiling_name"] == "gloo:all_reduce"
+    assert entry["input_sizes"] == [[3, 5]]
+    assert entry["process_group"][0] in torch_internals.process_groups()
+    assert {"time_created_ns", "collective_seq_id"} <= entry.keys()
+
+
+def test_what_is_overridden_is_still_there() -> None:
+    methods = {
+        "forward_one_chunk": "fwd_chunk_id", "backward_one_chunk": "bwd_chunk_id",
+        "backward_weight_one_chunk": "bwd_chunk_id", "get_local_bwd_output": "mb_index",
+        "set_local_bwd_input": "next_stage_bwd_outputs", "perform_reduce_grad": "grad_scale_factor",
+    }  # fmt: skip
+    for name, first in methods.items():
+        assert list(inspect.signature(getattr(PipelineStage, name)).parameters)[1] == first, name
+    assert "last_backward" in inspect.signature(PipelineStage.backward_one_chunk).parameters
+    assert {"create_stream", "rename"} <= vars(FileSystem).keys()
+
+
+def test_a_checkpoint_is_written_through_its_file_system(tmp_path: Path) -> None:
+    assert type(FileSystemWriter(tmp_path).fs) is FileSystem
+
+
+def test_no_other_module_uses_private_symbols_of_torch() -> None:
+    """By the names of what is imported from torch, and of attributes of `torch` and `dist`."""
+    private = []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names: list[str] = []
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+                names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith(OF_TORCH):
+                names = [node.attr]
+            if any(name.startswith("_") and not name.startswith("__") for name in names):
+                private.append(f"{file.relative_to(PACKAGE)}: {ast.unparse(node)}")
+    assert [use for use in private if not use.startswith("torch_internals.py")] == []
+    assert len(private) > 5, private
