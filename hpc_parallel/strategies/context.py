@@ -15,16 +15,18 @@ from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.attention import CausalAttention
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import ConfigError, Problem
-from hpc_parallel.strategies.ring import Gather, Ring, slices_of
+from hpc_parallel.strategies.ring import Exchange, Gather, Ring, SequenceAttention, slices_of
 
-WAYS: dict[str, type[Ring | Gather]] = {"ring": Ring, "gather": Gather}
+EXCHANGES: dict[str, Exchange] = {"ring": Ring(), "gather": Gather()}  # by strategy.context_attention
 
 
 def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> LayeredModel:
     """Let every attention of `model` (or a stage of it) be over the whole sequence that `axis` splits."""
     for name, module in list(model.named_modules()):
         if isinstance(module, CausalAttention):
-            model.set_submodule(name, SplitAttention(axis=axis, way=WAYS[options.context_attention]))
+            model.set_submodule(
+                name, SplitAttention(axis=axis, exchange=EXCHANGES[options.context_attention])
+            )
     return model
 
 
@@ -47,10 +49,10 @@ def require(model: LayeredModel, *, axis: DeviceMesh, sample_shape: tuple[int, .
 class SplitAttention(CausalAttention):
     """Attention over the whole sequence, this device having two slices of it."""
 
-    def __init__(self, *, axis: DeviceMesh, way: type[Ring | Gather]) -> None:
+    def __init__(self, *, axis: DeviceMesh, exchange: Exchange) -> None:
         super().__init__()
         self._axis = axis
-        self._way = way
+        self._exchange = exchange
 
     def positions(self, length: int, *, device: torch.device) -> Tensor:
         degree = self._axis.size()
@@ -59,4 +61,5 @@ class SplitAttention(CausalAttention):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with torch.autocast(query.device.type, enabled=False):  # sums stay in float32
-            return self._way.apply(query, key, value, self._axis.get_group())  # type: ignore[no-any-return]
+            group = self._axis.get_group()
+            return SequenceAttention.apply(query, key, value, group, self._exchange)  # type: ignore[no-any-return]

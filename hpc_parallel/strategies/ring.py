@@ -1,15 +1,15 @@
 """Causal attention over a sequence that is split over devices, forward and backward.
 
-Ring attention (Liu et al. 2023): keys and values go round, one hop while the last ones are computed with.
-The zig-zag (Llama 3, Dubey et al. 2024, section 3.3.2) gives device r of P the slices r and 2P-1-r of 2P:
-an early one, which sees little, and a late one, which sees much. Whichever device's keys come by, exactly
-half of the products are behind the causal mask, in whole slices, so they are skipped and all devices have
-as much to do. The other way, gathering all keys and values, is one collective and holds them all.
+`Ring` (Liu et al. 2023) sends keys and values around the devices; each hop overlaps with the computation on
+the last ones. The zig-zag (Llama 3, Dubey et al. 2024, section 3.3.2) gives device r of P the slices r and
+2P-1-r of 2P: an early one, which sees few keys, and a late one, which sees many. For the keys of any other
+device, exactly half of the products are behind the causal mask, in entire slices. They are skipped, and all
+devices compute the same amount. `Gather` collects all keys and values on every device in one collective.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -39,107 +39,156 @@ def visible(source: int, *, rank: int, half: int) -> tuple[slice, slice]:
     return (every, early) if source < rank else (late, every)
 
 
-class Ring(torch.autograd.Function):
+class Exchange(Protocol):
+    """How a device sees the keys and values of the others.
+
+    `query` and `grad_output` [batch, kv_head, group, seq, head_dim], `lse` and `delta` [..., seq, 1] have the
+    dtype of the computation. `kv` [2, batch, kv_head, seq, head_dim] has the dtype of the model.
+    """
+
+    @staticmethod
+    def forward(query: Tensor, kv: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        """Returns the outputs, like `query`, and `lse`."""
+
+    @staticmethod
+    def backward(
+        grad_output: Tensor,
+        query: Tensor,
+        kv: Tensor,
+        *,
+        lse: Tensor,
+        delta: Tensor,
+        group: dist.ProcessGroup,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the gradients of `query` and of `kv`."""
+
+
+class SequenceAttention(torch.autograd.Function):
+    """Attention of this device's two slices of queries over the whole sequence."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, exchange: Exchange
+    ) -> Tensor:
+        """[batch, head, seq, head_dim] each, this device's two slices; like `query`."""
+        outputs, lse = exchange.forward(upcast(query, key), torch.stack((key, value)), group)
+        result = outputs.flatten(1, 2).to(query.dtype)
+        ctx.save_for_backward(query, key, value, result, lse)
+        ctx.group, ctx.exchange = group, exchange
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, result, lse = ctx.saved_tensors
+        grad_output = upcast(gradient, key)
+        grad_query, grad_kv = ctx.exchange.backward(
+            grad_output,
+            upcast(query, key),
+            torch.stack((key, value)),
+            lse=lse,
+            delta=(grad_output * upcast(result, key)).sum(-1, keepdim=True),
+            group=ctx.group,
+        )
+        gradients = (grad_query.flatten(1, 2), *grad_kv)
+        inputs = (query, key, value)
+        return *(grad.to(like.dtype) for grad, like in zip(gradients, inputs, strict=True)), None, None
+
+
+class Ring:
     """Keys and values pass every device; in the backward pass their gradients travel with them."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """[batch, head, seq, head_dim] each, this device's two slices; like `query`."""
-        rank, degree, half = group.rank(), group.size(), query.shape[-2] // 2
-        queries, pairs = widened(query, key), torch.stack((key, value))
-        following = Passing(pairs, group)
-        outputs, log_sums = attend(queries, *pairs.to(queries.dtype), causal=True)
+    def forward(query: Tensor, kv: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        rank, degree, half = group.rank(), group.size(), kv.shape[-2] // 2
+        next_kv = Passing(kv, group)
+        outputs, lse = attend(query, *kv.to(query.dtype), causal=True)
         for turn in range(1, degree):
-            pairs = following.arrived()
+            kv = next_kv.arrived()
             if turn < degree - 1:
-                following = Passing(pairs, group)
-            rows, seen = visible((rank - turn) % degree, rank=rank, half=half)
-            keys, values = pairs.to(queries.dtype)[..., seen, :]
-            part = attend(queries[..., rows, :], keys, values, causal=False)
-            merge(outputs[..., rows, :], log_sums[..., rows, :], part=part)
-        result = outputs.flatten(1, 2).to(query.dtype)
-        ctx.save_for_backward(query, key, value, result, log_sums)
-        ctx.group = group
-        return result
+                next_kv = Passing(kv, group)
+            rows, columns = visible((rank - turn) % degree, rank=rank, half=half)
+            keys, values = kv.to(query.dtype)[..., columns, :]
+            part = attend(query[..., rows, :], keys, values, causal=False)
+            merge(outputs[..., rows, :], lse[..., rows, :], part=part)
+        return outputs, lse
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, result, log_sums = ctx.saved_tensors
-        rank, degree, half = ctx.group.rank(), ctx.group.size(), query.shape[-2] // 2
-        queries, pairs = widened(query, key), torch.stack((key, value))
-        incoming = widened(gradient, key)
-        slopes = (incoming * widened(result, key)).sum(-1, keepdim=True)
-        following = Passing(pairs, ctx.group)
-        of_queries, of_pairs = attend_backward(
-            incoming, queries, *pairs.to(queries.dtype), log_sums=log_sums, slopes=slopes, causal=True
+    def backward(
+        grad_output: Tensor,
+        query: Tensor,
+        kv: Tensor,
+        *,
+        lse: Tensor,
+        delta: Tensor,
+        group: dist.ProcessGroup,
+    ) -> tuple[Tensor, Tensor]:
+        rank, degree, half = group.rank(), group.size(), kv.shape[-2] // 2
+        next_kv = Passing(kv, group)
+        grad_query, grad_kv = attend_backward(
+            grad_output, query, *kv.to(query.dtype), lse=lse, delta=delta, causal=True
         )
         for turn in range(1, degree):
-            coming = Passing(of_pairs, ctx.group)
-            pairs = following.arrived()
+            next_grad_kv = Passing(grad_kv, group)
+            kv = next_kv.arrived()
             if turn < degree - 1:
-                following = Passing(pairs, ctx.group)
-            rows, seen = visible((rank - turn) % degree, rank=rank, half=half)
-            for_queries, for_pairs = attend_backward(
-                incoming[..., rows, :],
-                queries[..., rows, :],
-                *pairs.to(queries.dtype)[..., seen, :],
-                log_sums=log_sums[..., rows, :],
-                slopes=slopes[..., rows, :],
+                next_kv = Passing(kv, group)
+            rows, columns = visible((rank - turn) % degree, rank=rank, half=half)
+            part_query, part_kv = attend_backward(
+                grad_output[..., rows, :],
+                query[..., rows, :],
+                *kv.to(query.dtype)[..., columns, :],
+                lse=lse[..., rows, :],
+                delta=delta[..., rows, :],
                 causal=False,
             )
-            of_queries[..., rows, :] += for_queries
-            of_pairs = coming.arrived()
-            of_pairs[..., seen, :] += for_pairs
-        of_keys, of_values = Passing(of_pairs, ctx.group).arrived()  # home
-        found = (of_queries.flatten(1, 2), of_keys, of_values)
-        return *(grad.to(like.dtype) for grad, like in zip(found, (query, key, value), strict=True)), None
+            grad_query[..., rows, :] += part_query
+            grad_kv = next_grad_kv.arrived()
+            grad_kv[..., columns, :] += part_kv
+        return grad_query, Passing(grad_kv, group).arrived()  # the last hop brings each gradient home
 
 
-class Gather(torch.autograd.Function):
+class Gather:
     """Every device gets all keys and values, in the backward pass again; their gradients are scattered."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """[batch, head, seq, head_dim] each, this device's two slices; like `query`."""
-        queries = widened(query, key)
-        keys, values = gathered(torch.stack((key, value)), group).to(queries.dtype)
-        outputs, log_sums = torch.empty_like(queries), torch.empty_like(queries[..., :1])
+    def forward(query: Tensor, kv: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        keys, values = gather_kv(kv, group).to(query.dtype)
+        outputs, lse = torch.empty_like(query), torch.empty_like(query[..., :1])
         for rows, end in ends_of(query, group):
-            outputs[..., rows, :], log_sums[..., rows, :] = attend(
-                queries[..., rows, :], keys[..., :end, :], values[..., :end, :], causal=True
+            outputs[..., rows, :], lse[..., rows, :] = attend(
+                query[..., rows, :], keys[..., :end, :], values[..., :end, :], causal=True
             )
-        result = outputs.flatten(1, 2).to(query.dtype)
-        ctx.save_for_backward(query, key, value, result, log_sums)
-        ctx.group = group
-        return result
+        return outputs, lse
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, result, log_sums = ctx.saved_tensors
-        queries, incoming = widened(query, key), widened(gradient, key)
-        keys, values = gathered(torch.stack((key, value)), ctx.group).to(queries.dtype)
-        slopes = (incoming * widened(result, key)).sum(-1, keepdim=True)
-        of_queries, of_pairs = torch.empty_like(queries), queries.new_zeros((2, *keys.shape))
-        for rows, end in ends_of(query, ctx.group):
-            of_queries[..., rows, :], for_pairs = attend_backward(
-                incoming[..., rows, :],
-                queries[..., rows, :],
+    def backward(
+        grad_output: Tensor,
+        query: Tensor,
+        kv: Tensor,
+        *,
+        lse: Tensor,
+        delta: Tensor,
+        group: dist.ProcessGroup,
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = gather_kv(kv, group).to(query.dtype)
+        grad_query, grad_kv = torch.empty_like(query), query.new_zeros((2, *keys.shape))
+        for rows, end in ends_of(query, group):
+            grad_query[..., rows, :], part_kv = attend_backward(
+                grad_output[..., rows, :],
+                query[..., rows, :],
                 keys[..., :end, :],
                 values[..., :end, :],
-                log_sums=log_sums[..., rows, :],
-                slopes=slopes[..., rows, :],
+                lse=lse[..., rows, :],
+                delta=delta[..., rows, :],
                 causal=True,
             )
-            of_pairs[..., :end, :] += for_pairs
-        of_keys, of_values = scattered(of_pairs, ctx.group)
-        found = (of_queries.flatten(1, 2), of_keys, of_values)
-        return *(grad.to(like.dtype) for grad, like in zip(found, (query, key, value), strict=True)), None
+            grad_kv[..., :end, :] += part_kv
+        return grad_query, scatter_grad_kv(grad_kv, group)
 
 
 class Passing:
-    """A tensor on its way to the next device of a ring, while the previous one's comes in."""
+    """Sends a tensor to the next device of a ring while the previous device's one arrives."""
 
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         rank, degree = group.rank(), group.size()
@@ -158,7 +207,7 @@ class Passing:
         return self._incoming
 
 
-def widened(tensor: Tensor, key: Tensor) -> Tensor:
+def upcast(tensor: Tensor, key: Tensor) -> Tensor:
     """[batch, head, ...] -> [batch, kv_head, group, ...] by the heads of `key`, in float32 or better."""
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     return wide.unflatten(1, (key.shape[1], -1))  # type: ignore[no-any-return]
@@ -172,18 +221,18 @@ def ends_of(query: Tensor, group: dist.ProcessGroup) -> list[tuple[slice, int]]:
     return [(slice(0, half), early.stop), (slice(half, length), late.stop)]
 
 
-def gathered(pairs: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gather_kv(kv: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[2, batch, kv_head, seq, head_dim] of all devices, in the order of the sequence."""
-    everyones = pairs.new_empty((group.size(), *pairs.shape))
-    all_gather(everyones.flatten(0, 1), pairs, group=group)
-    early, late = everyones.chunk(2, dim=-2)
+    all_kv = kv.new_empty((group.size(), *kv.shape))
+    all_gather(all_kv.flatten(0, 1), kv, group=group)
+    early, late = all_kv.chunk(2, dim=-2)
     return torch.cat([*early, *late.flip(0)], dim=-2)
 
 
-def scattered(of_pairs: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over devices of this device's two slices: what `gathered` is to gradients."""
-    early, late = of_pairs.unflatten(-2, (2, group.size(), -1)).unbind(-4)
-    everyones = torch.cat([early, late.flip(-3)], dim=-2).movedim(-3, 0).contiguous()
-    own = torch.empty_like(everyones[0])
-    reduce_scatter(own, everyones.flatten(0, 1), group=group)
-    return own
+def scatter_grad_kv(grad_kv: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over devices of this device's two slices: the inverse of `gather_kv` for gradients."""
+    early, late = grad_kv.unflatten(-2, (2, group.size(), -1)).unbind(-4)
+    by_device = torch.cat([early, late.flip(-3)], dim=-2).movedim(-3, 0).contiguous()
+    local = torch.empty_like(by_device[0])
+    reduce_scatter(local, by_device.flatten(0, 1), group=group)
+    return local

@@ -82,12 +82,12 @@ def _attention(way: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[li
     from torch.distributed.device_mesh import init_device_mesh
 
     from hpc_parallel.models.attention import CausalAttention
-    from hpc_parallel.strategies.context import WAYS, SplitAttention
+    from hpc_parallel.strategies.context import EXCHANGES, SplitAttention
 
     batch, kv_heads, group, half, width = shape
     degree = dist.get_world_size()
     mesh = init_device_mesh("cpu", (degree,), mesh_dim_names=("context",))
-    split = SplitAttention(axis=mesh, way=WAYS[way])
+    split = SplitAttention(axis=mesh, exchange=EXCHANGES[way])
     mine = split.positions(2 * half, device=torch.device("cpu"))
     numbers = torch.Generator().manual_seed(0)
     length = 2 * half * degree
