@@ -75,7 +75,7 @@ def _kept_bytes(keeps: str, *, layers: int) -> int:
     return alive.bytes
 
 
-def test_a_block_keeps_what_it_says() -> None:
+def test_a_block_keeps_the_results_of_its_policy() -> None:
     """From one depth to the next: nothing but the input, or what nine products gave besides."""
     growth = {
         keeps: _kept_bytes(keeps, layers=3) - _kept_bytes(keeps, layers=2)

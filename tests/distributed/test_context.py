@@ -219,6 +219,6 @@ def _told(case: str) -> str:
         ("its length", "does not split samples of shape [10] into two slices a device"),
     ],
 )
-def test_what_cannot_be_split_is_refused(workers: Workers, case: str, told: str) -> None:
+def test_an_unsplittable_model_is_refused(workers: Workers, case: str, told: str) -> None:
     wanted = f"strategy.context = 2 {told}. Try strategy.context=1."
     assert workers.run(2, _told, case) == [wanted] * 2

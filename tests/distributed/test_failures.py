@@ -69,7 +69,7 @@ def failing(training_agents: AgentServer, tmp_path: Path) -> Failing:
 
 
 @pytest.mark.parametrize(("what", "place"), [("memory", "block 2"), ("backward", "block 2's backward pass")])
-def test_out_of_memory_names_the_block_of_the_whole_model(failing: Failing, what: str, place: str) -> None:
+def test_out_of_memory_names_the_block(failing: Failing, what: str, place: str) -> None:
     found = failing(*PIPELINE, *harm(what, at=1, victim=1))
     assert re.fullmatch(
         rf"rank 1 on {HOST} failed first: out of memory in {place} "
@@ -82,7 +82,7 @@ def test_out_of_memory_names_the_block_of_the_whole_model(failing: Failing, what
     assert [other["rank"] for other in found["followers"]] == [0]
 
 
-def test_a_bug_is_told_with_its_step(failing: Failing) -> None:
+def test_an_error_in_the_model_is_reported_with_its_step(failing: Failing) -> None:
     found = failing(*TWO, *harm("bug", at=3, victim=1))
     assert found["line"] == f"rank 1 on {HOST} failed first: ValueError: a bad label; 1 follower"
     assert (found["kind"], found["details"]) == ("error", {"where": "block 2", "step": 3})
@@ -102,7 +102,7 @@ def test_a_skipped_collective_names_who_skipped_it(failing: Failing) -> None:
     assert found["details"]["missing"] == [1]
 
 
-def test_who_never_comes_is_named_though_it_says_nothing(failing: Failing) -> None:
+def test_a_rank_that_never_reports_is_named(failing: Failing) -> None:
     found = failing(*TWO, *QUICK, *harm("sleep", at=3, victim=1))
     assert (found["rank"], found["kind"]) == (1, "collective_timeout")
     assert re.fullmatch(
@@ -125,7 +125,7 @@ def test_a_loss_that_is_not_finite_stops_all_before_it_is_learnt_from(failing: F
     assert found["followers"] == [{"rank": 0, "host": HOST, "kind": "stopped"}]
 
 
-def test_what_only_the_job_sees_of_the_configuration(failing: Failing) -> None:
+def test_problems_that_only_the_job_finds(failing: Failing) -> None:
     """A model of one block, whatever its keys say, can't make two stages."""
     found = failing(*PIPELINE, "model._target_=tests.models.Bigram")
     assert found["kind"] == "configuration"

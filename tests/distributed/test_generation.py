@@ -107,7 +107,7 @@ def test_a_draw_depends_on_the_prompt_and_the_place_alone(workers: Workers, want
     assert not any(mine == greedy for mine, greedy in zip(drawn[0], wanted, strict=True))
 
 
-def test_what_a_generation_leaves(workers: Workers) -> None:
+def test_a_generation_writes_its_results(workers: Workers) -> None:
     """Without prompts of its own it continues the held-out samples; a step is a token of all of them."""
     words = ("task=generate", "task.prompt_length=8", "task.new_tokens=13", "data.max_bytes=300000")
     folder = workers.do("strategy=single", *words, "training.global_batch_size=4", "training.log_every=5")

@@ -105,7 +105,7 @@ def test_training_validates_alike(workers: Workers) -> None:
     assert inferred == pytest.approx(trained, rel=1e-12)
 
 
-def test_what_an_inference_leaves(workers: Workers) -> None:
+def test_an_inference_writes_its_results(workers: Workers) -> None:
     lines, summary = read(workers.do(*COMMON, *TEXT, "strategy=data", "nodes=2", "task.batch_sizes=[8,4]"))
     assert [line.get("batch_size") for line in lines] == [None, 2, 4, 8]  # one a replica comes unasked
     assert lines[0]["samples"] == SAMPLES

@@ -168,7 +168,7 @@ def test_a_rank_that_raises_is_named_and_its_peers_follow(agents: AgentServer, t
 
 
 @pytest.mark.parametrize("scenario", ["exit", "deaf"])
-def test_a_rank_that_says_nothing_is_named(agents: AgentServer, tmp_path: Path, scenario: str) -> None:
+def test_a_rank_without_a_record_is_named(agents: AgentServer, tmp_path: Path, scenario: str) -> None:
     folder = make_folder(tmp_path, scenario)
     agent = agents.start(folder)
     ranks_of(folder)

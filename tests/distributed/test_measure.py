@@ -70,7 +70,7 @@ def test_traffic_is_the_closed_form(workers: Workers, layout: tuple[str, ...]) -
     assert found["busiest_rank_traffic_bytes"] == 2 * found["traffic_bytes"] / devices  # all do alike
 
 
-def test_watched_steps_say_nothing_of_the_speed(workers: Workers) -> None:
+def test_watched_steps_do_not_count_in_the_speed(workers: Workers) -> None:
     trained = workers.train(*SHORT, "strategy=single", "training.steps=7", "training.log_every=1")
     assert [line["timed_steps"] for line in trained.lines] == [1, 1, 0, 0, 0, 1, 1]
     timed = [line["step_time_s"] for line in trained.lines]
@@ -92,7 +92,7 @@ def test_halos_of_tiles(workers: Workers) -> None:
     assert traffic["all_to_all"] == 2 * BATCH * rows * FLOAT
 
 
-def test_short_runs_measure_what_they_can(workers: Workers) -> None:
+def test_short_runs_measure_fewer_steps(workers: Workers) -> None:
     keys = ("traffic", "bubble_share", "exposed_communication_share")
     for steps, measured in ((2, []), (3, keys[:1]), (4, keys)):
         found = summary(workers, "strategy=single", f"training.steps={steps}")
@@ -101,7 +101,7 @@ def test_short_runs_measure_what_they_can(workers: Workers) -> None:
     assert [off[key] for key in keys] == [None] * 3
 
 
-def test_one_device_waits_for_nobody(workers: Workers) -> None:
+def test_one_device_has_no_communication_time(workers: Workers) -> None:
     found = summary(workers, "strategy=single")
     assert (found["exposed_communication_share"], found["bubble_share"]) == (0.0, 0.0)
     parts = found["step_parts_s"]

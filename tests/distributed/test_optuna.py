@@ -19,7 +19,7 @@ TINY = (
 )  # fmt: skip
 
 
-def test_optuna_minimises_what_the_runs_come_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optuna_minimises_the_objective_of_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its own record of the trials, and by the file in which it says what was best."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["run"])

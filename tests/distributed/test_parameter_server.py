@@ -60,7 +60,7 @@ def _round(run_folder: str) -> dict[str, Any]:
     return {**held, "gradient": whole}
 
 
-def test_the_server_alone_has_the_optimizer_and_the_whole_gradient(workers: Workers) -> None:
+def test_only_the_server_has_the_optimizer_and_the_full_gradient(workers: Workers) -> None:
     options = (*SMALL, "training.precision=float64")
     alone = workers.prepare("strategy=single", *options)
     (reference,) = workers.run(1, _round, str(alone.folder.path))

@@ -97,7 +97,7 @@ def test_a_broken_technique_is_seen(what: str, tmp_path: Path) -> None:
     assert any(reason.startswith(f"{measure}: ") for reason in row["reasons"])
 
 
-def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
+def test_a_failed_run_names_the_cause(tmp_path: Path) -> None:
     interface = "+cluster.environment.GLOO_SOCKET_IFNAME=nosuch0"
     done, (row,) = parity("strategy=data", "nodes=2", "model=tiny", interface, here=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr

@@ -63,7 +63,7 @@ def test_the_default_run_learns_text(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_what_a_run_writes_keeps_the_contract(workers: Workers) -> None:
+def test_a_run_writes_the_keys_of_the_contract(workers: Workers) -> None:
     trained = workers.train("strategy=pipeline", "nodes=2", "gpus_per_node=2", "strategy.pipeline=2",
                             "strategy.replicate=2", *SMALL)  # fmt: skip
     assert [line["step"] for line in trained.lines] == [1, 5, 10, 12]

@@ -61,12 +61,12 @@ def test_all_ranks_stop_after_the_same_step(
     assert 105 <= step < 350
 
 
-def test_nobody_asked_nobody_stops(workers: Workers) -> None:
+def test_without_a_request_no_rank_stops(workers: Workers) -> None:
     assert workers.run(2, stops_after, {}) == [(400, None)] * 2
 
 
 @pytest.mark.full  # test_chaos.py's test_preempted_twice_in_a_row is this on a real Slurm
-def test_a_run_that_is_stopped_twice_ends_as_if_it_never_was(tmp_path: Path, workers: Workers) -> None:
+def test_a_run_that_is_stopped_twice_ends_like_an_undisturbed_one(tmp_path: Path, workers: Workers) -> None:
     """SIGTERM to the command, `resume=`, another strategy each time; the curve is that of one device."""
     steps = 240
     reference = workers.train(*SMALL, f"training.steps={steps}", "strategy=single")

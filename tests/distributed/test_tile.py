@@ -128,7 +128,7 @@ PLAIN = Net(
 @pytest.mark.parametrize(
     "broken", ["halo", "corner", "gradient of a halo", "statistics", "share of the loss"]
 )
-def test_the_comparison_sees_what_is_broken(workers: Workers, broken: str) -> None:
+def test_the_comparison_detects_each_fault(workers: Workers, broken: str) -> None:
     sound = workers.run(4, compare, PLAIN, (2, 2), torch.float64)
     assert max(max(differences.values()) for differences in sound) < 1e-13
     wrong = workers.run(4, compare, PLAIN, (2, 2), torch.float64, broken)

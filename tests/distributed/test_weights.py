@@ -93,7 +93,7 @@ def test_inference_gives_the_loss_that_training_ended_with(
         assert summary["weights"] == str(source)
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+def test_a_damaged_checkpoint_is_replaced_by_the_previous_one(
     workers: Workers, run: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In a job and in the export alike; what another start is writing there is left alone."""

@@ -163,7 +163,7 @@ def test_a_report_takes_the_place_of_a_report_only(runs: Path, capsys: pytest.Ca
     assert [path.name for path in mine.iterdir()] == ["index.html"]
 
 
-def test_everything_wrong_is_told_at_once(
+def test_all_errors_are_reported_at_once(
     runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (runs.parent / "empty").mkdir()

@@ -100,7 +100,7 @@ def test_sorting_is_for_the_keyboard_too(ask: Ask) -> None:
     assert opened.answer == [True, "BUTTON", 0]
 
 
-def test_rows_are_filtered_by_words_and_state(ask: Ask) -> None:
+def test_rows_are_filtered_by_name_and_state(ask: Ask) -> None:
     opened = ask(
         "const filter = document.getElementById('filter'), state = document.getElementById('state');"
         "const look = (words, of) => { filter.value = words; state.value = of;"

@@ -68,7 +68,7 @@ def test_best_is_more_of_throughput_and_less_of_all_else(tmp_path: Path, new: Ca
     assert best(tmp_path) == {column.key: [1] for column in COLUMNS}
 
 
-def test_only_what_competes_can_be_best(tmp_path: Path, new: Callable[[], Path]) -> None:
+def test_only_comparable_runs_can_be_best(tmp_path: Path, new: Callable[[], Path]) -> None:
     """One device waits for nobody, data has no bubble; what failed or goes on or is not measured is none."""
     zero = {"bubble_share": 0.0, "exposed_communication_share": 0.0, "traffic_bytes": 0}
     ended(new(), "strategy=single", samples_per_s=10, **zero)
@@ -138,7 +138,7 @@ def test_scaling_is_found_and_reckoned(tmp_path: Path, new: Callable[[], Path]) 
     assert said == pytest.approx([0.8, 0.75, 0.85])  # each by its own throughput
 
 
-def test_a_series_says_what_all_of_its_runs_have_in_common(tmp_path: Path, new: Callable[[], Path]) -> None:
+def test_a_series_names_the_settings_common_to_its_runs(tmp_path: Path, new: Callable[[], Path]) -> None:
     for words in ((), ("strategy.pipeline=2",)):
         for nodes in (2, 4):
             steps = f"training.steps={10 * nodes}"  # how long a run takes is no part of how fast it is
@@ -150,7 +150,7 @@ def test_a_series_says_what_all_of_its_runs_have_in_common(tmp_path: Path, new: 
     }  # fmt: skip
 
 
-def test_runs_of_one_name_are_told_apart_by_their_layout(tmp_path: Path, new: Callable[[], Path]) -> None:
+def test_runs_of_one_name_are_distinguished_by_layout(tmp_path: Path, new: Callable[[], Path]) -> None:
     for words in ((), ("strategy.pipeline=2",), ("strategy.pipeline=2",)):
         ended(new(), "strategy=data", "nodes=2", *words)
     assert [row.label for row in rows(tmp_path)] == [
@@ -252,7 +252,7 @@ def test_no_strangers_value_ends_a_report(tmp_path: Path, new: Callable[[], Path
     assert strong.points[1].efficiency == pytest.approx(1)
 
 
-def test_what_a_sweep_left_out_is_told(tmp_path: Path) -> None:
+def test_runs_that_a_sweep_left_out_are_listed(tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
     run = ended(tmp_path / "a", "strategy=data", "nodes=2")
     create(sweep)
@@ -274,7 +274,7 @@ def test_what_a_sweep_left_out_is_told(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_labels_tell_runs_apart(tmp_path: Path, new: Callable[[], Path]) -> None:
+def test_labels_distinguish_runs(tmp_path: Path, new: Callable[[], Path]) -> None:
     for words in (("nodes=1",), ("nodes=2",), ("nodes=2", "strategy.bucket_mb=5"), ("nodes=2",)):
         ended(new(), "strategy=data", *words)
     ended(new(), "strategy=pipeline", "nodes=2")
@@ -283,7 +283,7 @@ def test_labels_tell_runs_apart(tmp_path: Path, new: Callable[[], Path]) -> None
     ]  # fmt: skip
 
 
-def test_a_label_says_what_most_runs_have_not_in_common(tmp_path: Path, new: Callable[[], Path]) -> None:
+def test_a_label_names_the_settings_that_differ_between_runs(tmp_path: Path, new: Callable[[], Path]) -> None:
     """And of a model of another class that alone, not each of its keys."""
     for count in (4, 8):
         ended(new(), "strategy=pipeline", "nodes=2", f"strategy.microbatches={count}")
@@ -375,7 +375,7 @@ def test_a_cpus_memory_backs_no_claim(tmp_path: Path, new: Callable[[], Path]) -
         shutil.rmtree(tmp_path / "runs")
 
 
-def test_a_prediction_stands_beside_what_came(tmp_path: Path, new: Callable[[], Path]) -> None:
+def test_a_prediction_is_shown_beside_the_measured_value(tmp_path: Path, new: Callable[[], Path]) -> None:
     ended(
         new(), "nodes=2", samples_per_s=50, predicted={"samples_per_s": 40.0, "latency_s": 1.0, "layout": {}}
     )

@@ -167,7 +167,7 @@ def test_a_torn_record(record: str, tmp_path: Path, capsys: Capture) -> None:
     [("{run}/batch_script.sh", True), ("{run}/slurm/resubmit.sh", True), ("/home/me/other job.sh", False),
      ("{run}-2/batch_script.sh", False), ("", False)],
 )  # fmt: skip
-def test_a_job_is_known_by_its_script(
+def test_a_job_is_identified_by_its_script(
     script: str, asked: bool, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = started(tmp_path / "runs/a/1")

@@ -49,7 +49,7 @@ def checkout(tmp_path: Path) -> Path:
     return root
 
 
-def test_run_folders_keep_none_and_say_which(checkout: Path, tmp_path: Path) -> None:
+def test_run_folders_keep_no_credentials_and_name_them(checkout: Path, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     snapshot = plan_snapshot(folder.code, working_directory=checkout)
     snapshot.take()
@@ -92,7 +92,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-def test_what_leaves_the_run_folder_is_model_data_training_and_strategy() -> None:
+def test_exports_contain_model_data_training_and_strategy() -> None:
     assert public_part(CONFIG) == {
         "model": {"_target_": "x.Model", "dim": 8, "vocab_size": 256, "pad_token_id": 0, "eos_token": "<s>"},
         "data": {"tokenizer": "a.json", "nested": [{"rows": 3}, None]},

@@ -95,7 +95,7 @@ DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
 
 
 @pytest.mark.parametrize(("file", "damage", "reason"), DAMAGES)
-def test_one_line_says_what_is_damaged(
+def test_one_line_names_the_damage(
     file: str, damage: Callable[[Path], None], reason: str, tmp_path: Path, capsys: Capture
 ) -> None:
     folder = finished(tmp_path / "runs/a/1", "strategy=single")

@@ -173,7 +173,7 @@ def test_a_stranger_is_no_rank(folder: RunFolder, shared: Path) -> None:
 
 
 @needs_root
-def test_a_stranger_can_not_put_words_in_rank_0s_mouth(folder: RunFolder) -> None:
+def test_a_stranger_cannot_answer_for_rank_0(folder: RunFolder) -> None:
     """On the reviewed version rank 1 ended with the stranger's text, and rank 0 had met it."""
 
     done = FORK.Event()
@@ -284,7 +284,7 @@ def store(server: TCPStore) -> SignedStore:
     return SignedStore(server, secret=b"s" * 32)
 
 
-def test_it_stores_what_torch_stores(store: SignedStore) -> None:
+def test_the_signed_store_equals_torchs_store(store: SignedStore) -> None:
     """Called by torch's C++ code, as process groups do; TCPStore itself gives the expected values."""
     plain = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
@@ -345,7 +345,7 @@ def test_a_forged_value_is_refused(forgery: str, use: str, caller: str) -> None:
         USES[use](PrefixStore("p", store) if caller == "c++" else store)
 
 
-def test_nobody_counts_twice(server: TCPStore, store: SignedStore) -> None:
+def test_a_repeated_or_lost_record_is_refused(server: TCPStore, store: SignedStore) -> None:
     assert [store.add("n", 1), store.add("n", 1)] == [1, 2]
     both = server.get("n")
     server.set("n", both + both[: len(both) // 2])  # the first record again
@@ -541,7 +541,7 @@ def test_signed_objects_pass(signed: None) -> None:
             distributed_c10d._tensor_to_object(tensor, cut, None)
 
 
-def test_a_torch_that_pickles_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_with_other_pickling_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     signed_objects._require_hooks()
     # There the two names are defined, and nothing else of pickle is used.
     assert inspect.getsource(distributed_c10d).count("pickle.") == 2
@@ -583,7 +583,7 @@ def test_plain_values_pass_between_ranks(tmp_path: Path) -> None:
     "sent", [b"{", b"\xff", b"NaN", b"[" * 500 + b"]" * 500, pickle.dumps([1])],
     ids=["cut", "no text", "nan", "deep", "pickle"],
 )  # fmt: skip
-def test_what_is_no_json_is_refused(sent: bytes) -> None:
+def test_invalid_json_is_refused(sent: bytes) -> None:
     with pytest.raises(exchange.ExchangeError, match="sent what is no JSON"):
         exchange._decode(torch.frombuffer(bytearray(sent), dtype=torch.uint8))
     for length in (-1, 0, 2**40):

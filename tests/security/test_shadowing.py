@@ -59,7 +59,7 @@ def test_a_folder_of_the_users_own_stays_on_the_import_path(shared: Path) -> Non
         assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "")
 
 
-def test_who_may_write_a_folder_decides(shared: Path) -> None:
+def test_write_permission_on_a_folder_decides(shared: Path) -> None:
     assert is_private(str(shared))
     shared.chmod(0o775)
     assert is_private(str(shared))  # root's own group

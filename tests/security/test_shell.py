@@ -36,7 +36,7 @@ def said(capfd: pytest.CaptureFixture[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("words", [["--help"], ["run", "--help"], RUN, ["status"], ["report", "--help"]])
-def test_a_full_stdout_is_told_in_one_line(
+def test_a_full_stdout_is_reported_in_one_line(
     words: list[str], capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -88,7 +88,7 @@ def test_every_command_ends_so(
     assert said(capfd) == line
 
 
-def test_what_the_encoding_lacks_is_escaped(tmp_path: Path) -> None:
+def test_unencodable_characters_are_escaped(tmp_path: Path) -> None:
     def work() -> int:
         print("café \udc80 …")
         return 0
@@ -98,7 +98,7 @@ def test_what_the_encoding_lacks_is_escaped(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text() == "caf\\xe9 \\udc80 \\u2026\n"
 
 
-def test_a_deleted_folder_is_told(
+def test_a_deleted_folder_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

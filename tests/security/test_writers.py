@@ -186,9 +186,7 @@ def test_a_temporary_name_is_never_used_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
-def test_what_is_made_for_others_has_the_mode_that_the_user_chose(
-    tmp_path: Path, umask: int, mode: int
-) -> None:
+def test_exported_files_have_the_mode_of_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
     (tmp_path / "text.txt").write_text("some text")
     before = os.umask(umask)
     try:

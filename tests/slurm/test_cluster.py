@@ -191,6 +191,6 @@ def test_accounting_remembers_a_job() -> None:
         wait_until(lambda: cluster.run(*listing, f"--jobs={job}") == "FAILED|3:0")
 
 
-def test_a_recycled_process_id_is_nobody() -> None:
+def test_a_recycled_process_id_matches_no_process() -> None:
     assert Process.current().alive()
     assert not Process(os.getpid(), start_ticks=0).alive()

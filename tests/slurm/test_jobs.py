@@ -177,7 +177,7 @@ def test_a_proof_goes_through_slurm(site: Site) -> None:
     assert read(folder, "summary.json")["job_ids"]
 
 
-def test_submission_returns_with_what_a_user_needs(site: Site) -> None:
+def test_submission_prints_job_folder_and_commands(site: Site) -> None:
     done = site.run("strategy=data", "nodes=2", *SMALL, "training.steps=2")  # launcher=auto
     assert done.returncode == 0, done.stderr
     assert "launcher slurm: sbatch is here and Slurm's controller answers" in done.stdout
@@ -201,7 +201,7 @@ def test_submission_returns_with_what_a_user_needs(site: Site) -> None:
     assert not any("cloudpickle" in name for name in names)  # nothing pickled by value
 
 
-def test_dry_run_shows_what_is_submitted(site: Site) -> None:
+def test_dry_run_prints_the_submitted_script(site: Site) -> None:
     words = ("strategy=pipeline", "nodes=2", *SMALL, "run_dir=runs/same/one", "training.steps=2")
     shown = site.run(*words, "launcher=slurm", "dry_run=true")
     assert shown.returncode == 0
@@ -236,7 +236,7 @@ def test_a_written_script_runs_by_sbatch(site: Site, workers: Workers) -> None:
     assert not list(site.home.rglob("pwned"))
 
 
-def test_a_wrong_partition_is_refused_in_slurms_words(site: Site) -> None:
+def test_a_wrong_partition_is_refused_with_slurms_message(site: Site) -> None:
     done = site.run("strategy=data", "nodes=2", *SMALL, "launcher=slurm", "launcher.partition=gpux")
     assert done.returncode == 3
     assert "invalid partition specified: gpux" in done.stderr
@@ -264,7 +264,7 @@ def test_a_resume_that_slurm_refuses_leaves_the_run_as_it_was(site: Site) -> Non
     assert read(folder, "summary.json")["steps"] == 20
 
 
-def test_too_many_nodes_are_refused_in_slurms_words(site: Site) -> None:
+def test_too_many_nodes_are_refused_with_slurms_message(site: Site) -> None:
     done = site.run("strategy=data", "nodes=8", *SMALL, "launcher=slurm")
     assert done.returncode == 3
     assert re.search(r"Requested node configuration is not available \(Partition\w+\)", done.stderr)
@@ -358,7 +358,7 @@ def test_a_rank_killed_with_its_supervisor_is_named(site: Site) -> None:
     wait_for(lambda: worker_of(folder, rank=1) is None)
 
 
-def test_a_cancelled_job_says_so(site: Site) -> None:
+def test_a_cancelled_job_is_reported_as_cancelled(site: Site) -> None:
     words = ("strategy=data", "nodes=2", *SMALL, "training.steps=100000", "run_dir=cancelled")
     following = site.follow(*words)
     folder = site.home / "cancelled"

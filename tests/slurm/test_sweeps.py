@@ -64,7 +64,7 @@ def job_of(sweep: Sweep, *words: str) -> str:
     return run.job_id
 
 
-def test_a_sweep_is_an_array_a_shape_and_goes_on_with_what_failed(site: CountedSite) -> None:
+def test_a_sweep_is_one_array_for_each_shape_and_resumes_failed_runs(site: CountedSite) -> None:
     """`strategy=data,pipeline nodes=1,2,4` and a shape that can't be: a batch of 16 over 5 devices."""
     words = ("-m", "strategy=data,pipeline", "nodes=1,2,4,5", *SMALL, "strategy.balance=parameters",
              "training.steps=30", "launcher=slurm")  # fmt: skip

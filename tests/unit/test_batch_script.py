@@ -176,7 +176,7 @@ def test_a_failing_line_stops_the_job_with_its_text_and_code(node: Node, text: s
     assert not (node.folder / "pwned").exists()
 
 
-def test_setup_lines_run_as_if_typed(node: Node) -> None:
+def test_setup_lines_run_like_typed_lines(node: Node) -> None:
     lines = ["export SITE='it'\"'\"'s $((1+1))'", "declare -a LIST=(one two)", "true && COUNT=$#", "cd /"]
     done = node.run(
         f"launcher.setup=[{','.join(quoted(line) for line in lines)}]",
@@ -235,7 +235,7 @@ def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PreparedRun:
     return run
 
 
-def test_the_preview_is_what_submitit_hands_over(submitted: PreparedRun, tmp_path: Path) -> None:
+def test_the_preview_equals_submitits_script(submitted: PreparedRun, tmp_path: Path) -> None:
     given = (tmp_path / "given").read_text()
     assert given.splitlines() == SlurmLauncher().preview(submitted).splitlines()
     assert "wckey" not in given
@@ -251,7 +251,7 @@ def test_the_payload_is_a_name_and_a_path(submitted: PreparedRun) -> None:
     assert modules == {"hpc_parallel.job", "submitit.core.utils"}
 
 
-def test_script_writes_what_it_previews(capsys: pytest.CaptureFixture[str]) -> None:
+def test_script_writes_its_preview(capsys: pytest.CaptureFixture[str]) -> None:
     run: PreparedRun = prepared("nodes=2", "run_dir='my run'")
     assert ScriptLauncher().launch(run) == 0
     assert run.folder.batch_script.read_text() == ScriptLauncher().preview(run)

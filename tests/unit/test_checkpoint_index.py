@@ -23,7 +23,7 @@ def steps(folder: Path) -> list[int]:
     return [checkpoint.step for checkpoint in complete(folder)]
 
 
-def test_newest_first_and_only_what_is_marked(tmp_path: Path) -> None:
+def test_complete_checkpoints_are_listed_newest_first(tmp_path: Path) -> None:
     for step in (9, 10, 100):
         write(tmp_path, step)
     (tmp_path / "step-100" / checkpoint_index.MARKER).unlink()
@@ -80,7 +80,7 @@ def test_the_last_and_the_milestones_are_kept(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-70"]
 
 
-def test_what_a_dead_run_left_goes(tmp_path: Path) -> None:
+def test_remains_of_a_dead_run_are_removed(tmp_path: Path) -> None:
     write(tmp_path, 1)
     (tmp_path / ".step-2").mkdir()
     (tmp_path / "step-3").mkdir()
@@ -89,7 +89,7 @@ def test_what_a_dead_run_left_goes(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "step-1"]
 
 
-def test_a_damaged_one_is_written_anew(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_written_again(tmp_path: Path) -> None:
     write(tmp_path, 1, b"old")
     (tmp_path / "step-1" / "part").write_bytes(b"odd")
     write(tmp_path, 1, b"new")

@@ -74,7 +74,7 @@ SMALL = st.none() | st.integers(1, 12)
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4), DEGREE, DEGREE, SCHEDULE,
        st.integers(1, 48), SMALL, SMALL)  # fmt: skip
-def test_what_passes_the_checks_can_be_laid_out(
+def test_every_accepted_configuration_has_a_layout(
     config: RunConfig,
     nodes: int,
     devices: int,
@@ -108,7 +108,7 @@ def test_what_passes_the_checks_can_be_laid_out(
     [(300, 600, None), (453, 600, None), (454, 600, "453"), (300, 60, "38"), (300, 11, "null"),
      (None, 11, None), (0, 600, "300"), (300, float("inf"), None)],
 )  # fmt: skip
-def test_a_hang_is_told_before_the_collectives_give_up(
+def test_a_hang_is_reported_before_the_collectives_time_out(
     limit_s: float | None, collective_s: float, mend: str | None
 ) -> None:
     values = (f"hang_timeout_s={spell(limit_s)}", f"collective_timeout_s={collective_s}")

@@ -15,7 +15,7 @@ def world(*, local_world_size: int = 2, launcher: str = "slurm") -> World:
     return World(0, 4, 0, local_world_size, 0, 2, host="here", launcher=launcher, attempt="x")
 
 
-def test_the_site_sets_only_what_is_unset() -> None:
+def test_the_site_sets_only_unset_variables() -> None:
     environment = {"NCCL_DEBUG": "INFO", "HOME": "/root", "FI_PROVIDER": "cxi", "TORCH_NCCL_TRACE": "1"}
     used = fabric.site_variables({"NCCL_DEBUG": "WARN", "NCCL_IB_HCA": "mlx5", "MY_SITE": "a"}, environment)
     assert environment["NCCL_DEBUG"] == "INFO"
@@ -35,7 +35,7 @@ def test_gloo_and_nccl_stay_on_one_machine() -> None:
     assert environment == V2 | {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
-def test_gloo_keeps_what_is_set() -> None:
+def test_gloo_keeps_a_chosen_interface() -> None:
     environment = {"GLOO_SOCKET_IFNAME": "ib0"}
     assert fabric.set_sockets(environment, world=world(local_world_size=4), hosts=()) == "ib0"
 
@@ -54,7 +54,7 @@ def test_gloo_takes_the_interface_towards_another_host(monkeypatch: pytest.Monke
     assert asked == ["n2-ib", "n3-ib"]
 
 
-def test_gloo_chooses_itself_where_nothing_is_known() -> None:
+def test_gloo_chooses_the_interface_without_a_setting() -> None:
     environment: dict[str, str] = {}
     assert fabric.set_sockets(environment, world=world(), hosts=("here", "no-such-host.invalid")) is None
     assert environment == V2

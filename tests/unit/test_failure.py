@@ -122,7 +122,7 @@ def test_kind_of_a_wrapped_exception() -> None:
     assert failure.kind_of(wrapper) == "error"
 
 
-def test_a_ranks_own_word_stands(folder: RunFolder) -> None:
+def test_the_record_of_a_rank_is_kept(folder: RunFolder) -> None:
     try:
         raise ValueError("line one\nline two")
     except ValueError as error:
@@ -143,7 +143,7 @@ def test_a_new_attempt_replaces_the_record_of_the_last(folder: RunFolder) -> Non
     assert [(found.rank, found.signal) for found in failure.records(folder)] == [(5, "SIGSEGV")]
 
 
-def test_what_was_torn_in_the_midst_of_writing_goes(folder: RunFolder) -> None:
+def test_half_written_files_are_removed(folder: RunFolder) -> None:
     """A rank's own at its next start, all at the end of the job."""
     names = [".rank-1.failure.json.x", ".rank-1.hang.json.y", ".rank-11.failure.json.z", "rank-1.out"]
     for name in names:
@@ -327,7 +327,7 @@ srun: error: n1: task 0: Killed
     assert read_json(folder.summary)["outcome"] == "failed"
 
 
-def test_a_rank_that_said_why_is_not_outdone_by_srun(folder: RunFolder) -> None:
+def test_a_record_of_a_rank_takes_precedence_over_srun(folder: RunFolder) -> None:
     failure.record_exception(folder, world=world(1), error=ValueError("a bad label"))
     line = conclude(folder, returncode=1, text="srun: error: n1: task 1: Killed\n")
     assert line == "rank 1 on n0 failed first: ValueError: a bad label"
@@ -410,7 +410,7 @@ def test_a_full_disk(folder: RunFolder) -> None:
          "rank 1 on n0 failed first: RuntimeError: Connection closed by peer"),
     ],
 )  # fmt: skip
-def test_a_lost_node_is_named_from_slurms_words(folder: RunFolder, text: str, line: str) -> None:
+def test_a_lost_node_is_named_from_slurms_output(folder: RunFolder, text: str, line: str) -> None:
     lost = RuntimeError("Connection closed by peer")
     failure.record_exception(folder, world=world(1), error=lost)
     assert conclude(folder, returncode=143, text=text) == line
@@ -440,7 +440,7 @@ def calls(
     }  # fmt: skip
 
 
-def test_who_is_missing_from_a_collective() -> None:
+def test_a_rank_missing_from_a_collective_is_named() -> None:
     behind = {rank: [calls("all_reduce", "all_gather")] for rank in (0, 1, 3)} | {2: [calls("all_reduce")]}
     finding = compare(behind, world_size=4)
     assert finding is not None
@@ -458,7 +458,7 @@ def test_who_is_missing_from_a_collective() -> None:
     assert finding.ranks == (3,)
 
 
-def test_who_entered_another_collective() -> None:
+def test_a_rank_in_another_collective_is_named() -> None:
     right = {rank: [calls("all_reduce", "all_gather", "barrier", first=5)] for rank in (0, 1, 2)}
     finding = compare(right | {3: [calls("all_reduce", "barrier", "all_reduce", first=5)]}, world_size=4)
     assert finding is not None
@@ -466,7 +466,7 @@ def test_who_entered_another_collective() -> None:
     assert finding.ranks == (3,)
 
 
-def test_who_waits_in_another_group_is_not_to_blame() -> None:
+def test_a_rank_that_waits_in_another_group_is_not_blamed() -> None:
     """0 waits for 1, which waits for 3 in a group of their own."""
     standings = {
         0: [calls("all_reduce", "all_reduce", ranks=(0, 1))],
@@ -500,7 +500,7 @@ NCCL = (
 )
 
 
-def test_ncclas_watchdog_names_who_did_not_come(folder: RunFolder) -> None:
+def test_nccls_watchdog_names_the_missing_rank(folder: RunFolder) -> None:
     """It writes the recorder's content and aborts the process: ranks 0 and 5 waited, 6 stood one before."""
     for rank, count in ((0, 12), (5, 12), (6, 11)):
         entries = [
@@ -556,5 +556,5 @@ def test_the_recorders_variables_leave_the_users_alone(folder: RunFolder) -> Non
         ("nonfinite", 3, "stop", False), ("nonfinite", 3, "rollback", True),
     ],
 )  # fmt: skip
-def test_what_a_restart_can_mend(kind: str, rank: int | None, policy: str, mends: bool) -> None:
+def test_restarts_follow_the_kind_of_failure(kind: str, rank: int | None, policy: str, mends: bool) -> None:
     assert failure.can_restart({"kind": kind, "rank": rank}, on_nonfinite=policy) == mends

@@ -136,7 +136,7 @@ def test_after_a_failure_the_cause_is_the_last_line(folder: RunFolder, terminal:
 
 
 @pytest.mark.parametrize(("signal", "shown_lines"), [("SIGSEGV", 1), ("SIGKILL", 0)])
-def test_a_crash_shows_what_the_rank_wrote(folder: RunFolder, signal: str, shown_lines: int) -> None:
+def test_a_crash_shows_the_output_of_the_rank(folder: RunFolder, signal: str, shown_lines: int) -> None:
     write_json(folder.failure, {"rank": 5, "signal": signal, "traceback": [], "line": "rank 5"})
     write_json(folder.summary, {"outcome": "failed"})
     folder.log(5, "err").write_text("Fatal Python error: Segmentation fault\n")

@@ -75,7 +75,7 @@ def the_sweep(here: Path) -> tuple[Path, Sweep]:
     return folder, read_sweep(folder)
 
 
-def test_each_run_hands_its_figure_back_and_the_sweep_knows_it(
+def test_each_run_returns_its_objective_to_the_sweeper(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["-m", "optimizer.learning_rate=0.25,0.5", "seed=1,2", CALLED, *HERE]) == 0
@@ -111,7 +111,7 @@ def test_a_run_without_the_figure_failed(capsys: pytest.CaptureFixture[str]) -> 
     assert "completed without bubble_share" in capsys.readouterr().err
 
 
-def test_an_impossible_run_is_told_and_the_others_stay(
+def test_an_impossible_run_is_reported_and_the_others_stay(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["-m", "nodes=1,2", "strategy=pipeline", "strategy.pipeline=2", CALLED, *HERE]) == 1
@@ -136,7 +136,7 @@ def test_where_none_can_run_nothing_is_left(here: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("ended", [99, 77])
-def test_who_ends_a_run_ends_the_sweep(ended: int, here: Path) -> None:
+def test_ending_a_run_ends_the_sweep(ended: int, here: Path) -> None:
     assert main(["-m", f"seed=1,{ended},2", CALLED, *HERE]) == 1
     assert [run.config.seed for run in ASKED] == [1, ended]
 
@@ -166,7 +166,7 @@ WRONG_FOR_ALL = {
         (["nodez=1,2", "strategy=glob(*sdp)", "data=text,txt"], ["Try nodes=1", "Try data=text"]),
     ],
 )
-def test_what_no_run_can_be_is_told_before_the_first(
+def test_impossible_values_are_reported_before_the_first_run(
     words: list[str], told: list[str], here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["-m", "seed=1,2", CALLED, *HERE, *words]) == 2
@@ -225,7 +225,7 @@ def optuna_sweep(*words: str) -> list[str]:
     return ["-m", "hydra/sweeper=optuna", *words, *HERE]
 
 
-def test_optuna_stops_at_a_failed_run_unless_it_is_told_to_bear_it(
+def test_optuna_stops_at_a_failed_run_unless_failures_are_allowed(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It asks for two runs at once, and judges them together."""
@@ -238,7 +238,7 @@ def test_optuna_stops_at_a_failed_run_unless_it_is_told_to_bear_it(
     assert "the sweeper stopped: ValueError: No trials are completed yet." in capsys.readouterr().err
 
 
-def test_what_optuna_itself_refuses_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_optuna_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = optuna_sweep("optimizer.learning_rate=interval(1e-4,1e-2)", "hydra/sweeper/sampler=grid")
     assert main(words) == 2
     told = capsys.readouterr().err

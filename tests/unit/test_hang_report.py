@@ -75,7 +75,9 @@ def blamed(folder: RunFolder, *, but: dict[int, dict[str, object]], silent: tupl
              "for 300 s (all_reduce 881 of default_pg)"),
     ],
 )  # fmt: skip
-def test_who_is_to_blame(folder: RunFolder, but: dict[int, dict[str, object]], line: str) -> None:
+def test_the_root_cause_is_chosen_by_kind_and_time(
+    folder: RunFolder, but: dict[int, dict[str, object]], line: str
+) -> None:
     assert blamed(folder, but=but) == line
 
 
@@ -84,7 +86,7 @@ def test_a_rank_that_gives_no_sign(folder: RunFolder) -> None:
     assert blamed(folder, but={}, silent=(2,)) == line
 
 
-def test_an_earlier_attempts_standings_say_nothing(folder: RunFolder) -> None:
+def test_hang_reports_of_an_earlier_attempt_are_ignored(folder: RunFolder) -> None:
     hang_report.report(folder, replace(WAITS, attempt="before"))
     failure.record_hang(folder, world=World.discover({}), message="no progress", stack=[])
     assert hang_report.cause_of(folder, failure.records(folder)) is None
@@ -156,6 +158,6 @@ def test_time_in_which_the_job_was_suspended_does_not_count(
     assert looked(folder, monkeypatch, nap=[3], mark=range(4, 42, 8)) is None
 
 
-def test_another_ranks_alarm_is_heard(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_alarm_of_another_rank_is_noticed(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     hang_report.raise_alarm(folder, attempt="alone")
     assert looked(folder, monkeypatch, mark=range(1, 42)) == pytest.approx(0)

@@ -153,7 +153,7 @@ def test_flops_count_each_weight_and_both_products_of_attention() -> None:
     assert (flops.stem, flops.head) == (0, 2 * 10 * 32 * 64)
 
 
-def test_what_the_login_node_reads_is_what_the_library_says() -> None:
+def test_the_login_node_reads_the_librarys_values() -> None:
     for kind in FAMILIES:
         settings = type(transformers.AutoConfig.for_model(kind))
         source = read_source(kind)
@@ -167,7 +167,7 @@ def test_what_the_login_node_reads_is_what_the_library_says() -> None:
         assert drops <= FIXED.keys()  # or a layout could change what is learnt
 
 
-def test_a_refusal_of_the_librarys_is_told_as_one() -> None:
+def test_an_error_of_the_library_is_one_problem() -> None:
     from hpc_parallel.models.huggingface import HuggingFaceModel
     from hpc_parallel.problems import ConfigError
 

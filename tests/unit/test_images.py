@@ -38,7 +38,7 @@ def test_cells_are_a_function_of_seed_and_number() -> None:
     assert data.digest != CellsData(height=48, width=80, samples=20, seed=1).digest
 
 
-def test_cells_can_be_told_from_the_ground() -> None:
+def test_cells_differ_from_the_background() -> None:
     images, masks = CellsData(height=128, width=128, samples=8).train.batch(np.arange(8))
     inside = masks.bool()
     assert 0.1 < inside.float().mean() < 0.6

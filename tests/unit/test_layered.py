@@ -27,7 +27,7 @@ def fill(model: LayeredModel, *, seed: int = 3, dtype: torch.dtype = torch.float
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_stages_in_a_row_are_the_whole_model(tied: bool) -> None:
+def test_stages_in_sequence_equal_the_model(tied: bool) -> None:
     whole = fill(build(tied=tied))
     stages = [fill(keep(build(tied=tied), **cut)) for cut in CUTS]
     tokens = torch.randint(11, (2, 7), generator=torch.Generator().manual_seed(0))
@@ -111,7 +111,7 @@ def test_initial_spread_is_the_published_one() -> None:
     assert torch.equal(weights["head.norm.weight"], torch.ones(256))
 
 
-def test_what_is_not_there_cannot_be_kept() -> None:
+def test_an_absent_part_cannot_be_kept() -> None:
     stage = keep(build(tied=True), **CUTS[0])
     with pytest.raises(ValueError, match="no block 3 among 0, 1"):
         keep(stage, blocks=[1, 3], stem=True, head=False)

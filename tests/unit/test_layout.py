@@ -41,7 +41,7 @@ def test_replicas_are_replicate_by_shard(degrees: list[int]) -> None:
 
 
 @given(DEGREES, st.sampled_from(AXES))
-def test_minus_one_is_what_the_others_leave(degrees: list[int], free: str) -> None:
+def test_minus_one_takes_the_remaining_devices(degrees: list[int], free: str) -> None:
     whole = layout_of(degrees)
     open_one = layout_of(degrees)
     marked = Layout(**{**open_one.degrees, free: -1})
@@ -57,7 +57,7 @@ def test_minus_one_is_what_the_others_leave(degrees: list[int], free: str) -> No
         ({}, 2),
     ],
 )
-def test_what_does_not_multiply_is_refused(degrees: dict[str, int], devices: int) -> None:
+def test_degrees_that_do_not_multiply_are_refused(degrees: dict[str, int], devices: int) -> None:
     with pytest.raises(ValueError, match=r"both -1|multiply to"):
         Layout.resolve(Layout(**degrees), devices=devices)
 
@@ -101,6 +101,6 @@ def test_sbatch_clocks_in_minutes(clock: str, minutes: int | None) -> None:
     assert minutes_of(clock) == minutes
 
 
-def test_a_layout_says_what_it_uses() -> None:
+def test_a_layout_prints_its_used_axes() -> None:
     assert str(Layout()) == "one device"
     assert str(Layout(pipeline=2, tensor=4)) == "pipeline 2 x tensor 4"

@@ -468,7 +468,7 @@ def test_a_wrong_command_is_refused(case: Wrong, here: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("count", [0, -3])
-def test_what_is_counted_is_at_least_one(count: int, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_counts_are_at_least_one(count: int, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = refused([f"{key}={count}" for key in COUNTED], capsys).splitlines()[1:]
     assert [
         line.partition(".  Try")[0].split(" Try")[0].strip() for line in told if "at least 1" in line
@@ -497,7 +497,7 @@ def assert_offers_are_legal(words: Sequence[str], told: str) -> None:
             assert not [p for p in problems if p.startswith((complaint, f"{refused_key} "))], offer
 
 
-def test_all_problems_are_told_in_the_order_of_the_command(
+def test_all_problems_are_printed_in_the_order_of_the_command(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = "nodes=2 nodez=3 training.precision=fp16 strategy.pipeline=3 launcher.time_minutes=1:00:00 +foo=1"
@@ -553,7 +553,7 @@ def test_compiling_here_needs_a_compiler(
     assert "Try training.compile=false." in told
 
 
-def test_a_fault_of_ours_is_not_said_to_be_the_users(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_is_not_blamed_on_the_user(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fault(*words: object, **more: object) -> None:
         raise ZeroDivisionError
 

@@ -54,7 +54,7 @@ def test_a_sweep_is_named_wherever_it_lies(place: str, here: Path) -> None:
     assert (named.path, [each.path for each in named.runs]) == (folder, [run, gone])
 
 
-def test_a_submission_tells_these_lines(
+def test_a_submission_prints_these_lines(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(slurm_launcher, "submit", lambda run: "17")

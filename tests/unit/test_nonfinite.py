@@ -56,7 +56,7 @@ def by_hand(steps: range) -> list[nn.Parameter]:
     return theirs
 
 
-def test_a_skipped_step_is_as_if_it_had_not_been() -> None:
+def test_a_skipped_step_changes_nothing() -> None:
     ours, guard, counts = guarded("skip")
     assert counts == [0, 0, 1, 2, 2, 2]
     torch.testing.assert_close(ours, by_hand(range(1, 7)))
@@ -90,7 +90,7 @@ def test_running_statistics_skip_the_step_too() -> None:
     torch.testing.assert_close(list(norm.buffers()), list(seen.buffers()))
 
 
-def test_an_infinite_loss_tells_by_its_gradients() -> None:
+def test_an_infinite_loss_makes_gradients_nan() -> None:
     """The derivative of -log(0) by softmax is finite: alone it would go unseen."""
     logits = torch.tensor([0.0, -math.inf], requires_grad=True)
     nn.functional.cross_entropy(logits, torch.tensor(1)).backward()
@@ -119,7 +119,7 @@ def found(*, loss: float = 1.0, gradient: str | None = None, weight: str | None 
     return {"loss": loss, "gradient": gradient, "weight": weight}
 
 
-def test_whom_to_blame() -> None:
+def test_the_blamed_rank_and_parameter() -> None:
     later, earlier = found(gradient="blocks.3.a"), found(gradient="blocks.2.b")
     assert blame([later, earlier], step=7)[0] == 1
     assert blame([earlier, found(gradient="blocks.3.a", loss=math.nan)], step=7) == (

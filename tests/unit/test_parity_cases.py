@@ -27,7 +27,7 @@ def test_every_strategy_has_a_row() -> None:
     assert {row.strategy for row in ROWS} == strategies
 
 
-def test_the_whole_table_can_run() -> None:
+def test_every_row_of_the_table_can_run() -> None:
     cases, notes = plan([])
     assert notes == []
     assert [case.problems for case in cases if case.problems] == []
@@ -72,7 +72,7 @@ def test_other_overrides_apply_to_both_sides() -> None:
     assert (case.run.config.strategy.reshard, case.alone.config.strategy.name) == (False, "single")
 
 
-def test_what_a_strategy_cant_take_is_left_out_and_says_so() -> None:
+def test_an_unsupported_row_is_left_out_with_its_reason() -> None:
     planned, _ = plan(["nodes=4", "model=tiny", "model.kv_heads=2"])
     cases = {case.row.strategy: case for case in planned}
     assert "single" not in cases  # it has no layout
@@ -134,7 +134,7 @@ def test_the_command_itself_needs_no_torch(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_printed_at_once() -> None:
     with pytest.raises(ConfigError) as error:
         plan(["strategy=fsdp", "nodez=2", "training.precison=float64", "optimizer.name=sgd"])
     assert len(error.value.problems) == 3
@@ -174,7 +174,7 @@ def test_differences_are_relative_and_the_largest_is_named(tmp_path: Path) -> No
         {"a": np.ones(2), "b": np.ones(2)},
     ],
 )
-def test_what_cant_be_compared_is_infinitely_far(tmp_path: Path, other: dict[str, np.ndarray]) -> None:
+def test_incomparable_tensors_differ_infinitely(tmp_path: Path, other: dict[str, np.ndarray]) -> None:
     ones = {"a": np.ones(2)}
     wanted = folder(tmp_path / "1", losses=[1.0], gradients_0=ones, weights_0=ones)
     found = folder(tmp_path / "2", losses=[None], gradients_0=other, weights_0=ones)

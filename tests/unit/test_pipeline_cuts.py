@@ -51,7 +51,7 @@ def test_more_stages_than_blocks_is_a_problem_of_the_configuration() -> None:
         balance(PartFlops(stem=1, blocks=(1, 1), head=1), stages=3)
 
 
-def test_stages_are_balanced_by_what_is_asked_for() -> None:
+def test_stages_are_balanced_by_the_chosen_cost() -> None:
     """An embedding is many weights and no work; the head is as many weights, and counts where it stands."""
     with torch.device("meta"):
         model = Transformer(layers=8, dim=32, heads=2, kv_heads=2, ffn_dim=64, vocab_size=900)

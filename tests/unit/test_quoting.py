@@ -166,7 +166,7 @@ def test_no_text_is_run(
 
 @QUICK
 @given(variable=TEXTS, key=TEXTS.filter(lambda text: text.isprintable()))
-def test_what_goes_by_the_run_folder_stays_as_it_is(variable: str, key: str) -> None:
+def test_values_in_the_configuration_need_no_quoting(variable: str, key: str) -> None:
     """Values of the environment and of a model meet no shell: they go by `config.yaml`."""
     values = {"cluster": {"environment": {"MINE": variable}}, "model": {key: variable}}
     written = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

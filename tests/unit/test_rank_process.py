@@ -88,7 +88,7 @@ os._exit(0)
 """
 
 
-def test_a_stopped_worker_is_told_of_and_ended(folder: RunFolder) -> None:
+def test_a_stopped_worker_is_reported_and_ended(folder: RunFolder) -> None:
     """When it stands still for too long; its peers, who told before, are what the supervisor waits for."""
     folder.config.write_text("cluster: {environment: {}, hang_timeout_s: 0.5}\n")
     attempt = World.discover(ENVIRONMENT).attempt

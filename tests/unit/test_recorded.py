@@ -48,7 +48,7 @@ def line(step: int, **more: Any) -> str:
     return json.dumps({"step": step, "loss": 1 / step, **more}) + "\n"
 
 
-def test_a_whole_run(tmp_path: Path) -> None:
+def test_a_complete_run(tmp_path: Path) -> None:
     folder = made(tmp_path / "runs" / "mine" / "20261122-0101")
     attempts.begin(folder, step=0, environment={"SLURM_JOB_ID": "17"})
     folder.metrics.write_text(line(10) + line(20))
@@ -68,7 +68,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert "model" not in run.head
 
 
-def test_what_is_half_written_or_foreign_reads_as_nothing(tmp_path: Path) -> None:
+def test_a_half_written_or_foreign_file_reads_as_none(tmp_path: Path) -> None:
     folder = made(tmp_path / "data" / "1", config="nodes: [2\nstrategy: {")
     folder.summary.write_text('{"outcome": "comp')
     folder.failure.mkdir()

@@ -115,7 +115,7 @@ def test_rank_0_publishes_its_node_and_the_suffix(folder: RunFolder, resolved: N
 
 
 @pytest.mark.timing
-def test_who_never_arrives_is_named_by_all(folder: RunFolder, resolved: None) -> None:
+def test_a_rank_that_never_arrives_is_named_by_all(folder: RunFolder, resolved: None) -> None:
     worlds = [world(rank, one_machine=False) for rank in (0, 1)]
     outcomes = start(folder, worlds, cluster(start_timeout_s=2.0))()
     for outcome in outcomes:
@@ -129,7 +129,7 @@ def test_who_never_arrives_is_named_by_all(folder: RunFolder, resolved: None) ->
 
 
 @pytest.mark.timing
-def test_without_rank_0_nobody_waits_for_ever(folder: RunFolder) -> None:
+def test_without_rank_0_waiting_times_out(folder: RunFolder) -> None:
     (outcome,) = start(folder, [world(1)], cluster(start_timeout_s=1.0))()
     assert outcome.error is not None
     assert outcome.error.startswith(f"rank 0 on here never published its address in {folder.rendezvous}")
@@ -166,7 +166,7 @@ def test_a_fixed_port_that_is_free_is_used(folder: RunFolder) -> None:
     assert json.loads((folder.rendezvous / "test-1.json").read_text())["port"] == port
 
 
-def test_rank_0s_last_words_stay_for_those_who_come_later(folder: RunFolder) -> None:
+def test_the_last_record_of_rank_0_is_kept_for_late_readers(folder: RunFolder) -> None:
     slow = cluster(start_timeout_s=0.5)
     (first,) = start(folder, [world(0)], slow)()
     (late,) = start(folder, [world(3)], slow)()

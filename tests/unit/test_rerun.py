@@ -115,7 +115,7 @@ def folder(tmp_path: Path) -> RunFolder:
     return made
 
 
-def test_what_holds_for_one_run_alone_is_left_out(folder: RunFolder) -> None:
+def test_overrides_of_one_run_are_left_out(folder: RunFolder) -> None:
     assert ONCE == ("run_dir", "resume")
     assert command(folder, recorded(), ["nodes=3", "~name"]) == [
         "strategy=data",
@@ -143,7 +143,7 @@ def test_a_moved_run_imports_from_where_it_is(folder: RunFolder, tmp_path: Path)
     assert variables["PYTHONPATH"].split(":")[:2] == [f"{tmp_path}/moved/code/mine", "/where/i/was"]
 
 
-def test_other_packages_are_said() -> None:
+def test_changed_packages_are_listed() -> None:
     now = differences(recorded(packages={}))
     assert now == []  # the job never began: nothing is known
     (line,) = differences(recorded(packages={"torch": "0.1", "gone": "2"}))
@@ -160,7 +160,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return problem.strip()
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal(capsys, str(tmp_path)).startswith(f"{tmp_path} is not a run folder")
     assert refusal(capsys, str(tmp_path / "none")).startswith(f"{tmp_path}/none is not a run folder")
 
@@ -174,7 +174,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
         ({"config_dir": "/no/such/conf"}, "--config-dir /no/such/conf: "),
     ],
 )
-def test_what_cannot_be_repeated_is_said(
+def test_an_unrepeatable_run_is_reported(
     folder: RunFolder, change: dict[str, object], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_json(folder.environment, KEPT | {"working_directory": "/"} | change)
@@ -190,7 +190,7 @@ def test_what_cannot_be_repeated_is_said(
         ('{"overrides": [1]}', "it does not say how the run was started"),
     ],
 )
-def test_a_run_that_does_not_say_how_it_started_is_refused(
+def test_a_run_without_a_record_of_its_start_is_refused(
     folder: RunFolder, text: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder.environment.write_text(text)

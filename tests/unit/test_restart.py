@@ -26,7 +26,7 @@ def allowed(folder: RunFolder, how: str, *, mendable: bool = True) -> bool:
     return restart.allowed(folder, how=how, mendable=mendable, launcher=LAUNCHER)
 
 
-def test_as_often_as_the_launcher_says_and_anew_after_a_resume_by_hand(folder: RunFolder) -> None:
+def test_restarts_are_limited_and_counted_from_the_last_resume(folder: RunFolder) -> None:
     assert [allowed(folder, "time_limit") for _ in range(3)] == [True, True, False]
     assert [allowed(folder, "preempted") for _ in range(4)] == [True] * 4
     assert [allowed(folder, "killed") for _ in range(2)] == [True, False]
@@ -47,7 +47,7 @@ def test_a_host_that_failed_twice_is_left_out(folder: RunFolder) -> None:
     assert restart.hosts_to_exclude(folder) == ["n2"]
 
 
-def test_what_a_signal_meant_without_a_job(folder: RunFolder) -> None:
+def test_a_signal_without_a_job_is_a_cancellation(folder: RunFolder) -> None:
     meaning = {name: restart.why_stopped(name, environment={}) for name in ("SIGUSR2", "SIGTERM", "SIGINT")}
     assert meaning == {"SIGUSR2": "time_limit", "SIGTERM": "cancelled", "SIGINT": "cancelled"}
 

@@ -40,7 +40,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     return run.folder
 
 
-def test_the_old_line_comes_first_and_what_is_said_anew_replaces_it(started: RunFolder) -> None:
+def test_new_overrides_replace_those_of_the_old_command(started: RunFolder) -> None:
     place = str(started.path)
     end = [f"run_dir={place}", f"resume={place}"]
     kept = ["launcher=local", "launcher.snapshot=false"]
@@ -80,7 +80,7 @@ def test_auto_is_the_newest_of_that_name(tmp_path: Path, monkeypatch: pytest.Mon
         ("training.steps=40", "training.steps=80"),
     ],
 )
-def test_what_decides_the_samples_and_the_weights_must_stay(
+def test_settings_of_samples_and_weights_must_not_change(
     started: RunFolder, capsys: pytest.CaptureFixture[str], word: str, legal: str
 ) -> None:
     before = sorted(started.path.rglob("*"))

@@ -42,7 +42,7 @@ def python(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_cfg_job_shows_the_whole_configuration(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cfg_job_prints_the_full_configuration(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = yaml.safe_load(printed(capsys, "--cfg", "job", "strategy=pipeline", "nodes=3"))
     assert (shown["nodes"], shown["strategy"]["pipeline"], shown["model"]["layers"]) == (3, -1, 4)
     assert set(shown) >= {"strategy", "model", "data", "optimizer", "training", "launcher", "cluster", "task"}
@@ -126,7 +126,7 @@ def test_a_sweep_into_one_folder_is_refused(here: Path, capsys: pytest.CaptureFi
     assert not list(here.iterdir())
 
 
-def test_a_folder_that_cannot_be_made_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_created_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run_dir=/proc/mine", "launcher=script"]) == 2
     told = capsys.readouterr().err
     assert "run_dir = /proc/mine can't hold the run" in told
@@ -192,7 +192,7 @@ def test_the_users_environment_stays(
     assert dict(os.environ) == before
 
 
-def test_what_runs_does_not_see_our_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_does_not_see_hydras_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     seen: list[bool] = []
     monkeypatch.setattr(
@@ -216,7 +216,7 @@ def test_nothing_of_hydras_lies_beside_a_run(here: Path, capsys: pytest.CaptureF
     ]  # fmt: skip
 
 
-def test_the_configuration_is_kept_whole(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_full_configuration_is_recorded(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also a key that was deleted from the command line has its default in `config.yaml`."""
     printed(capsys, "launcher=script", "run_dir=mine", "~nodes", "~training", "launcher.snapshot=false")
     kept = yaml.safe_load((here / "mine" / "config.yaml").read_text())
@@ -225,7 +225,7 @@ def test_the_configuration_is_kept_whole(here: Path, capsys: pytest.CaptureFixtu
     assert "command" in json.loads((here / "mine" / "environment.json").read_text())
 
 
-def test_what_was_said_is_kept_for_each_run_of_a_sweep(own: str, here: Path) -> None:
+def test_overrides_are_recorded_for_each_run_of_a_sweep(own: str, here: Path) -> None:
     words = ["-m", "--config-dir", Path(own).name, "strategy=mine", "nodes=2,4", "name='it is'"]
     assert main([*words, "launcher=script", "launcher.snapshot=false"]) == 0
     kept = [json.loads(file.read_text()) for file in here.glob("runs/it is/*/environment.json")]

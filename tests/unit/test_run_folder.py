@@ -97,7 +97,7 @@ def test_run_ids_sort_by_time_and_differ_within_a_second() -> None:
     assert len({new_run_id(now) for _ in range(20)}) > 15
 
 
-def test_what_is_set_aside_can_still_be_read(tmp_path: Path) -> None:
+def test_files_set_aside_can_still_be_read(tmp_path: Path) -> None:
     """Of two that resume a run at once, one looks while the other has begun."""
     folder = RunFolder(tmp_path / "run")
     folder.create()
@@ -112,7 +112,7 @@ def test_what_is_set_aside_can_still_be_read(tmp_path: Path) -> None:
     assert [path.name for path in folder.path.glob("code*")] == ["code-1"]
 
 
-def test_what_was_set_aside_is_put_back(tmp_path: Path) -> None:
+def test_files_set_aside_are_put_back(tmp_path: Path) -> None:
     """Twice: of a third start that came to nothing no trace is left, and the first stays under its number."""
     folder = RunFolder(tmp_path / "run")
     folder.create()

@@ -108,7 +108,7 @@ def test_steps_walk_through_the_epoch() -> None:
     assert torch.equal(seen.sort().values, torch.arange(48))
 
 
-def test_validation_is_the_first_samples_in_whole_batches() -> None:
+def test_validation_uses_the_first_samples_in_full_batches() -> None:
     samples = Numbers(100)
     assert validation_steps(samples, count=64, global_batch_size=16) == 4
     assert validation_steps(samples, count=70, global_batch_size=16) == 4
@@ -121,7 +121,7 @@ def test_validation_is_the_first_samples_in_whole_batches() -> None:
     ]  # fmt: skip
 
 
-def test_what_cannot_be_ordered_is_refused() -> None:
+def test_an_impossible_population_is_refused() -> None:
     with pytest.raises(ValueError, match="population of 0"):
         sample_order([0], seed=0, population=0)
     with pytest.raises(ValueError, match="negative"):

@@ -27,7 +27,9 @@ def test_every_schedule_has_its_kind() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 @settings(max_examples=25, deadline=None)
 @given(ranks=st.integers(2, 6), several=st.integers(2, 3), microbatches=st.integers(1, 20))
-def test_torch_takes_what_is_said_to_fit(name: str, ranks: int, several: int, microbatches: int) -> None:
+def test_torch_accepts_every_accepted_schedule(
+    name: str, ranks: int, several: int, microbatches: int
+) -> None:
     """Torch itself is asked, with stages that never run."""
     fewest, most, _ = SCHEDULES[name].stages_per_rank
     per_rank = several if most is None else fewest
@@ -94,7 +96,7 @@ def test_a_torch_that_is_too_old_for_a_v_is_named(monkeypatch: pytest.MonkeyPatc
     assert "2.12" in str(problem)
 
 
-def test_the_naive_scheme_has_one_microbatch_unless_told() -> None:
+def test_the_naive_schedule_has_one_microbatch_by_default() -> None:
     sizes = {"layout": Layout(pipeline=4), "microbatch_size": None, "microbatches": None}
     assert plan_batch(16, **sizes, in_turn=True).microbatches == 1
     assert plan_batch(16, **sizes).microbatches == 16

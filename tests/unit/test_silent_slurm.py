@@ -83,7 +83,7 @@ def test_nothing_is_asked_to_end_of_a_slurm_that_does_not_answer(
     assert capsys.readouterr().err.endswith("unknown (Slurm does not answer)): Slurm does not answer\n")
 
 
-def test_what_slurm_refuses_is_told_in_its_words(
+def test_a_refusal_shows_slurms_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SACCT", "1|1|RUNNING\\n")
@@ -102,7 +102,7 @@ def test_one_that_answers_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) ->
     assert states_by_accounting(["7"])["7"].state == "TIMEOUT"
 
 
-def test_of_what_accounting_does_not_tell_in_time_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_answer_of_accounting_gives_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """The queue answers, and has forgotten the job: it is gone only where accounting says so, too."""
     assert states_by_accounting(["7"])["7"].state == FORGOTTEN
     monkeypatch.setattr("hpc_parallel.record.job_state._PATIENCE_S", 0.2)
@@ -110,7 +110,7 @@ def test_of_what_accounting_does_not_tell_in_time_nothing_is_known(monkeypatch: 
     assert states_by_accounting(["7"])["7"].state == SILENT
 
 
-def test_a_job_submitted_by_hand_is_known_by_its_script(
+def test_a_job_submitted_by_hand_is_identified_by_its_script(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = [prepared(tmp_path / f"runs/by hand/{number}") for number in range(3)]

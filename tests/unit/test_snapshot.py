@@ -41,7 +41,7 @@ def copied(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_it_holds_what_git_tracks_and_does_not_ignore(checkout: Path, tmp_path: Path) -> None:
+def test_it_contains_tracked_and_unignored_files(checkout: Path, tmp_path: Path) -> None:
     plan_snapshot(tmp_path / "code", working_directory=checkout).take()
     assert copied(tmp_path / "code" / "mine") == {
         ".gitignore", "tracked_one.py", "sub/deep_one.py", "new_one.py",
@@ -49,7 +49,7 @@ def test_it_holds_what_git_tracks_and_does_not_ignore(checkout: Path, tmp_path: 
     assert (tmp_path / "code/mine/tracked_one.py").read_text() == "value = 2\n"
 
 
-def test_processes_import_the_copy_and_not_what_was_edited_since(checkout: Path, tmp_path: Path) -> None:
+def test_processes_import_the_kept_source(checkout: Path, tmp_path: Path) -> None:
     kept = plan_snapshot(tmp_path / "code", working_directory=checkout / "sub")
     kept.take()
     (checkout / "sub" / "deep_one.py").write_text("value = 99\n")
@@ -105,7 +105,7 @@ def test_patterns_that_leave_nothing_are_refused(checkout: Path, tmp_path: Path)
         plan_snapshot(tmp_path / "code", working_directory=checkout, exclude=["*.py", ".git*"])
 
 
-def test_what_an_import_path_names_is_kept_too(
+def test_folders_of_the_import_path_are_kept(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model of the user's own may lie in another checkout than the working directory's."""

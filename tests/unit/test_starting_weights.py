@@ -52,14 +52,14 @@ def problems(*words: str) -> list[str]:
     return [str(problem) for problem in raised.value.problems]
 
 
-def test_the_header_says_names_and_shapes(file: Path) -> None:
+def test_the_header_lists_names_and_shapes(file: Path) -> None:
     """As the format's own library wrote it."""
     shapes, about = read_header(file)
     assert shapes == {"stem.weight": (3, 2), "count": ()}
     assert json.loads(about["model"])["dim"] == MODEL["dim"]
 
 
-def test_a_file_or_a_run_is_kept_by_its_whole_path(
+def test_a_file_or_a_run_is_recorded_by_its_full_path(
     file: Path, run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(file.parent)
@@ -69,7 +69,7 @@ def test_a_file_or_a_run_is_kept_by_its_whole_path(
         ] == str(path)
 
 
-def test_what_is_not_there_has_a_near_name(file: Path) -> None:
+def test_a_missing_file_has_a_near_name(file: Path) -> None:
     wrong = file.with_name("tinny.safetensors")
     assert problems(f"weights={wrong}") == [f"weights = {wrong} does not exist here. Try weights={file}."]
 
@@ -118,7 +118,7 @@ def test_a_run_that_others_may_write_is_not_unpickled(run: RunFolder) -> None:
         assert export([str(moved.path)]) == 2
 
 
-def test_a_model_of_another_shape_is_told_with_the_right_one(file: Path, run: RunFolder) -> None:
+def test_a_model_of_another_shape_is_refused_with_the_right_shape(file: Path, run: RunFolder) -> None:
     for source in (file, run.path):
         assert problems(f"weights={source}", "model.layers=2", "model.dim=64", "model.rope_theta=5000") == [
             f"model.layers = 2 is not what the weights were trained as. Try model.layers={MODEL['layers']}.",

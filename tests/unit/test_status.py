@@ -88,7 +88,7 @@ def test_a_stranger_in_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "completed" in capsys.readouterr().out
 
 
-def test_what_a_living_process_means(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_living_process_gives_the_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     waits = prepared(tmp_path / "runs/a/1")
     began = started(tmp_path / "runs/a/2")
     assert row(capsys, waits.path)["state"] == "not started"
@@ -108,7 +108,7 @@ def test_what_a_living_process_means(tmp_path: Path, capsys: pytest.CaptureFixtu
     )
 
 
-def test_without_slurms_word_the_folder_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_slurm_the_folder_gives_the_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = started(tmp_path / "runs/a/1")
     write_json(folder.owner, {"job_id": "17"})
     found = row(capsys, folder.path)

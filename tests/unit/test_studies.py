@@ -53,14 +53,14 @@ def test_every_run_of_a_study_can_run(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
-def test_a_studys_head_tells_its_question_and_its_time(path: Path) -> None:
+def test_the_header_of_a_study_states_its_question_and_duration(path: Path) -> None:
     package, question, time, *_ = path.read_text().splitlines()
     assert package == "# @package _global_"
     assert re.fullmatch(r"# Question: .+\?", question)
     assert re.fullmatch(r"# Takes: .+ here \(.+\); on a cluster .+\.", time)
 
 
-def test_what_is_said_takes_the_place_of_what_a_study_sweeps() -> None:
+def test_overrides_replace_the_values_of_a_study() -> None:
     plan = planned("jobs=microbatches", "strategy.schedule=gpipe", "strategy.microbatches=2,4", "nodes=2")
     strategies = [each.run.config.strategy for each in plan.runs]
     assert [(each.schedule, each.microbatches) for each in strategies] == [("gpipe", 2), ("gpipe", 4)]

@@ -64,7 +64,7 @@ def hydras(overrides: Sequence[str]) -> RunConfig:
         ["task=infer,generate", "seed=1,2"],
     ],
 )  # fmt: skip
-def test_combinations_are_what_hydra_composes_one_by_one(words: list[str]) -> None:
+def test_combinations_equal_those_of_hydra(words: list[str]) -> None:
     found = cells(*words)
     assert len({tuple(overrides) for overrides, _, _ in found}) == len(found) > 1
     for overrides, swept, config in found:
@@ -72,7 +72,7 @@ def test_combinations_are_what_hydra_composes_one_by_one(words: list[str]) -> No
         assert set(swept) < set(overrides) or set(swept) == set(overrides)
 
 
-def test_the_order_and_the_words_are_the_basic_sweepers() -> None:
+def test_order_and_overrides_equal_the_basic_sweepers() -> None:
     found = cells("nodes=1,2", "strategy=data,fsdp", "seed=7")
     assert [overrides for overrides, _, _ in found] == [
         ["nodes=1", "strategy=data", "seed=7"], ["nodes=1", "strategy=fsdp", "seed=7"],
@@ -81,7 +81,7 @@ def test_the_order_and_the_words_are_the_basic_sweepers() -> None:
     assert [swept for _, swept, _ in found][1] == ["nodes=1", "strategy=fsdp"]
 
 
-def test_more_combinations_are_what_hydra_composes_one_by_one() -> None:
+def test_more_combinations_equal_those_of_hydra() -> None:
     more = ["strategy=hybrid strategy.pipeline=2", "strategy=hybrid training.steps=5 nodes=4"]
     found = cells("strategy=data,fsdp", "nodes=2,4", "training.steps=3", f"sweep.also={json.dumps(more)}")
     assert [swept for _, swept, _ in found[4:]] == [
@@ -98,7 +98,7 @@ def test_hydras_own_values_are_the_combinations(here: Path) -> None:
     assert [(config.name, config.seed) for *_, config in found] == [("n0", 5), ("n1", 6)]
 
 
-def test_another_sweeper_has_its_way() -> None:
+def test_another_sweeper_chooses_the_runs() -> None:
     assert compose_cells(
         ["nodes=1,2", "hydra.launcher._target_=other.Launcher"], config_dir=CONF, config_name="config"
     ) is None  # fmt: skip
@@ -145,7 +145,7 @@ def test_only_a_sweep_has_keys_of_a_sweep(word: str, capsys: pytest.CaptureFixtu
          "--experimental-rerun would run a pickled configuration. Try python -m hpc_parallel rerun RUN."),
     ],
 )  # fmt: skip
-def test_what_a_run_does_not_take_from_hydra_is_refused(
+def test_unsupported_settings_of_hydra_are_refused(
     words: list[str], line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", argv := ["run", "nodes=3"])  # is read where no words are given, and kept
@@ -181,7 +181,7 @@ def scripts(calls: Path) -> dict[str, str]:
     return {job: Path(f"{calls}.{job}").read_text() for job in calls.read_text().split()}
 
 
-def test_an_array_is_what_sbatch_is_told_alike(slurm: Path, here: Path) -> None:
+def test_runs_with_equal_sbatch_flags_form_one_array(slurm: Path, here: Path) -> None:
     """Not the node count alone: time limits are resources, too; names, seeds and strategies are not."""
     words = ["strategy=data,fsdp", "launcher.time_minutes=10,20", "seed=1,2", "nodes=2", "launcher=slurm"]
     assert main(["-m", *words, *CHEAP, "sweep.parallelism=3"]) == 0
@@ -255,7 +255,7 @@ def test_arrays_that_the_site_would_not_take_are_split(
     assert [(run.job_id or "").partition("_")[2] for run in sweep.runs] == ["0", "1", "2", "0", "1", "2", ""]
 
 
-def test_resume_runs_only_what_is_missing_or_failed(slurm: Path, here: Path) -> None:
+def test_resume_runs_only_missing_and_failed_runs(slurm: Path, here: Path) -> None:
     words = ["-m", "seed=range(4)", "launcher=slurm", *CHEAP]
     assert main(words) == 0
     folder, first = only_sweep(here)
@@ -309,7 +309,7 @@ def test_one_run_goes_on_without_m(capsys: pytest.CaptureFixture[str]) -> None:
     assert "resume = auto goes on with one run, and -m starts several." in capsys.readouterr().err
 
 
-def test_what_is_impossible_is_told_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_setting_is_reported_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["-m", "strategy=pipeline", "nodes=1,8,8", "launcher=script", *CHEAP]) == 0
     assert "skipped 1 combination" in capsys.readouterr().out
     assert len(only_sweep(here)[1].skipped) == 1
@@ -330,7 +330,7 @@ def test_source_is_copied_once_and_linked(here: Path) -> None:
     assert paths == {1}
 
 
-def test_a_task_of_an_array_is_known_by_its_number(tmp_path: Path) -> None:
+def test_an_array_task_is_identified_by_its_number(tmp_path: Path) -> None:
     raw = {"SLURM_JOB_ID": "127"}
     task = {**raw, "SLURM_ARRAY_JOB_ID": "123", "SLURM_ARRAY_TASK_ID": "4"}
     assert (job_of(raw), job_of(task), job_of({})) == ("127", "123_4", None)

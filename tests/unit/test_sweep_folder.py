@@ -49,7 +49,7 @@ def test_the_manifest_has_the_keys_of_the_contract(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["sweep.json"]
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
+def test_written_values_are_read_back(tmp_path: Path) -> None:
     write_sweep(tmp_path, SWEEP)
     assert read_sweep(tmp_path) == SWEEP
 
@@ -72,7 +72,7 @@ def test_a_folder_with_other_files_keeps_its_mode(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"command": [], "started": "", "parallelism": null}'])
-def test_a_foreign_file_is_told_of(text: str, tmp_path: Path) -> None:
+def test_a_foreign_file_is_reported(text: str, tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text(text)
     with pytest.raises(ValueError, match=r"sweep\.json can't be read: "):
         read_sweep(tmp_path)

@@ -143,7 +143,7 @@ def test_a_run_that_waits_is_cancelled_alone(here: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("withdrawn", [True, False])
-def test_what_has_gone_while_we_asked_is_no_ones_to_end(withdrawn: bool, here: Path) -> None:
+def test_a_process_that_ended_meanwhile_is_not_signalled(withdrawn: bool, here: Path) -> None:
     """Between the question and the yes another cancelled it, or its sweep ended and took its folder away."""
     folder = prepared(here / "runs/a/1")
     owner.queue(folder)
@@ -156,7 +156,7 @@ def test_what_has_gone_while_we_asked_is_no_ones_to_end(withdrawn: bool, here: P
     assert end([target]) == {}
 
 
-def test_after_a_signal_what_never_began_is_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_after_a_signal_unstarted_runs_are_reported(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, sweep = meanwhile(lambda folder: os.kill(os.getpid(), signal.SIGTERM))
     assert code == 1
     assert [row["state"] for row in rows(sweep, capsys)] == ["cancelled"] * 2 + ["not started"] * 3
@@ -194,7 +194,7 @@ def test_of_two_that_go_on_with_a_sweep_one_must_refuse(
     assert not (sweep / "owner.json").exists()
 
 
-def test_a_sweep_is_let_go_only_by_who_holds_it(here: Path) -> None:
+def test_only_the_holder_releases_a_sweep(here: Path) -> None:
     folder = RunFolder(here)
     owner.claim(folder)
     write_json(folder.owner, {"host": "elsewhere", "pid": 1, "began": "x"})
@@ -203,7 +203,7 @@ def test_a_sweep_is_let_go_only_by_who_holds_it(here: Path) -> None:
 
 
 @pytest.mark.parametrize("word", ["sweep.resume=/a/(b", "resume=/a/(b"])
-def test_what_hydra_can_not_read_is_told(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_overrides_are_reported(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["-m", word] if word.startswith("sweep") else [word]) == 2
     key = word.partition("=")[0]
     said = f"{key} = /a/(b can't be read: quote what is special in it, once more for the shell."

@@ -34,7 +34,7 @@ def test_the_standard_library_is_there_without_asking() -> None:
     assert data.digest == TextData(sequence_length=128).digest
 
 
-def test_held_out_files_are_whole_and_known_by_their_name(tmp_path: Path) -> None:
+def test_held_out_files_are_chosen_by_name(tmp_path: Path) -> None:
     texts = {f"file{i}": f"<{i}>" * 40 for i in range(30)}
     folder = write(tmp_path, **texts)
     held_out = {name for name in texts if name_fraction(f"{name}.txt") <= 0.2}
@@ -78,7 +78,7 @@ def test_every_token_but_the_first_is_a_target_once() -> None:
     assert targets.tolist() == [[21, 22, 23, 24, 25], [1, 2, 3, 4, 5]]
 
 
-def test_too_little_text_is_told(tmp_path: Path) -> None:
+def test_too_little_text_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path, a="a" * 50, b="b" * 5)
     with pytest.raises(ValueError, match=r"data\.sequence_length = 8 needs 9 tokens, but the .* part has 5"):
         TextData(path=str(folder), pattern="*.txt", sequence_length=8)

@@ -30,7 +30,7 @@ def test_intervals_against_sets() -> None:
         assert all(x[1] < y[0] for x, y in pairwise(a))
 
 
-def test_a_host_waits_where_it_says_so() -> None:
+def test_a_host_waits_in_marked_calls() -> None:
     events = [
         Event(STEP, 1000, 2000),
         Event(WAIT, 1100, 1200),
@@ -64,7 +64,7 @@ def test_the_end_of_a_backward_pass_waits_for_its_buckets() -> None:
     assert Timeline.read(events, on_gpu=False).waiting == [(300, 350), (360, 500), (580, 600)]
 
 
-def test_kernels_tell_on_a_gpu() -> None:
+def test_on_a_gpu_the_kernels_are_measured() -> None:
     events = [
         Event(STEP, 0, 1000),
         Event("ampere_sgemm", 100, 300, on_device=True),

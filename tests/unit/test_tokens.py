@@ -88,7 +88,7 @@ def test_a_tokenizer_gives_text_back(
         assert tokens[:-1].tolist()[: len(tokenizer.encode(texts[0]).ids)] == tokenizer.encode(texts[0]).ids
 
 
-def test_all_that_is_wrong_is_told_and_nothing_written(
+def test_all_problems_are_printed_and_nothing_is_written(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(tmp_path.rglob("*"))
@@ -117,7 +117,7 @@ def test_a_failure_halfway_leaves_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_what_exists_is_not_overwritten(
+def test_an_existing_file_is_not_overwritten(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [str(source), "--output", str(tmp_path / "tokens.npy")]
@@ -266,7 +266,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixtur
         (None, "[]"),
     ],
 )
-def test_odd_tokens_are_told(tmp_path: Path, tokens: bytes | None, description: str | None) -> None:
+def test_odd_tokens_are_refused(tmp_path: Path, tokens: bytes | None, description: str | None) -> None:
     file = tmp_path / "tokens.npy"
     np.save(file, np.arange(8, dtype=np.uint16))
     (tmp_path / "tokens.json").write_text('{"vocab_size": 256, "tokenizer": "bytes", "count": 8}')

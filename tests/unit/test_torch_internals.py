@@ -78,7 +78,7 @@ def test_the_profiler_is_seen_and_its_events_have_a_thread() -> None:
     assert event.device_type() == torch.autograd.DeviceType.CPU
 
 
-def test_operators_tell_their_names_and_arguments() -> None:
+def test_operators_have_names_and_arguments() -> None:
     add = torch.ops.aten.add_.Tensor
     one, two = torch.ones(1), torch.ones(1)
     assert torch_internals.operator_name(add) == "aten::add_"
@@ -208,7 +208,7 @@ def test_an_optimizer_that_ignores_the_flag_is_refused() -> None:
             torch_internals.hold_updates_by(torch.ones(()), optimizer)
 
 
-def test_the_flight_recorder_tells_what_began(alone: None) -> None:
+def test_the_flight_recorder_lists_started_collectives(alone: None) -> None:
     dist.all_reduce(torch.ones(3, 5))
     (ranks,) = torch_internals.process_groups().values()
     assert ranks == [0]
@@ -219,7 +219,7 @@ def test_the_flight_recorder_tells_what_began(alone: None) -> None:
     assert {"time_created_ns", "collective_seq_id"} <= entry.keys()
 
 
-def test_what_is_overridden_is_still_there() -> None:
+def test_overridden_methods_still_exist() -> None:
     methods = {
         "forward_one_chunk": "fwd_chunk_id", "backward_one_chunk": "bwd_chunk_id",
         "backward_weight_one_chunk": "bwd_chunk_id", "get_local_bwd_output": "mb_index",

@@ -128,7 +128,7 @@ def test_angles_are_exact_far_out() -> None:
 
 
 @torch.no_grad()
-def test_a_token_does_not_change_what_comes_before() -> None:
+def test_a_token_does_not_change_earlier_positions() -> None:
     model = build()
     row = tokens(1, 12)
     changed = row.clone()

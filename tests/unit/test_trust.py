@@ -91,7 +91,7 @@ def test_a_sticky_folder_keeps_its_entries_and_not_itself(folder: Path) -> None:
         require_private(folder.parent)
 
 
-def test_nobody_gets_behind_a_closed_folder(folder: Path) -> None:
+def test_a_closed_folder_protects_its_contents(folder: Path) -> None:
     folder.chmod(0o777)
     folder.parent.chmod(0o700)
     require_private(folder)

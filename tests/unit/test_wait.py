@@ -27,7 +27,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PreparedRun:
     return made
 
 
-def test_the_end_of_a_job_without_words_is_concluded(run: PreparedRun) -> None:
+def test_a_job_that_ends_without_output_is_concluded(run: PreparedRun) -> None:
     hand_to_job(run.folder, "34")
     assert wait.wait_for_job(run, "34") == 1
     assert json.loads(run.folder.failure.read_text())["kind"] == "start"
@@ -46,7 +46,7 @@ def test_a_run_that_was_resumed_since_is_left_alone(
     assert not run.folder.attempts.exists()
 
 
-def test_who_ends_the_following_leaves_the_job_and_ends_what_follows_it(
+def test_ending_the_follower_leaves_the_job_running(
     run: PreparedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A sweeper would submit its next run if it were told of a failure."""

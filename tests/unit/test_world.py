@@ -117,7 +117,7 @@ def test_the_innermost_launcher_places_the_process(case: str) -> None:
     assert world.attempt == attempt
 
 
-def test_slurm_tells_the_host_of_every_rank_on_uneven_nodes() -> None:
+def test_slurm_gives_the_host_of_every_rank_on_uneven_nodes() -> None:
     world = World.discover(SRUN)
     assert world.hosts == ("n1", "n2", "n3")
     assert world.tasks == (3, 1, 1)
@@ -168,7 +168,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_missing_or_impossible_is_named(case: str) -> None:
+def test_missing_or_impossible_variables_are_named(case: str) -> None:
     base, removed, changed, words = WRONG[case]
     environment = {name: value for name, value in base.items() if name not in removed} | changed
     with pytest.raises(WorldError) as caught:
