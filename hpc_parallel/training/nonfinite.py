@@ -1,8 +1,8 @@
-"""A loss or gradient that is not finite never reaches the weights, and the host hears of it late.
+"""A loss or gradient that is not finite never reaches the weights, and the host learns of it later.
 
-The gradient's norm is on the device and the same on all ranks anyway; where it is not finite, so is a flag
-by which the fused optimizer leaves weights and state as they are (`found_inf`, as of torch's GradScaler).
-A loss that is not finite makes its gradients so (`propagate_nonfinite`). Nothing waits for the device.
+The gradient's norm is on the device and equal on all ranks. If it is not finite, a flag on the device makes
+the fused optimizer leave weights and state as they are (`found_inf`, as of torch's GradScaler). A loss that
+is not finite makes its gradients so (`propagate_nonfinite`). The host does not wait for the device.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch.optim import Optimizer
 from hpc_parallel.strategies import exchange
 from hpc_parallel.torch_internals import hold_updates_by
 
-LOOK_EVERY = 100  # steps after which the host asks, if no logged line has been due
+CHECK_EVERY = 100  # steps after which the host checks, if no logged line was due
 
 
 class NonFiniteError(RuntimeError):
-    """The rank to blame for a step whose loss or gradient is not finite; the weights are those before it.
+    """Raised on the rank that caused a loss or gradient that is not finite; the weights are those before it.
 
-    `details`: the `step`, and the first `parameter` concerned in the order of the model. A checkpoint of
-    a later step has seen no update since, so a rollback takes one of a step before.
+    `details`: the `step`, and the first affected `parameter` in the order of the model. A checkpoint of a
+    later step contains no update since, so a rollback takes one of an earlier step.
     """
 
     def __init__(self, message: str, *, step: int, parameter: str | None) -> None:
@@ -37,11 +37,11 @@ class NonFiniteError(RuntimeError):
 
 
 class FollowerError(RuntimeError):
-    """This rank ends because another one is to blame."""
+    """Raised on a rank that ends because another rank failed."""
 
 
 class Guard:
-    """Holds back updates by `optimizer`, of that step (skip) or of all that follow too (stop, rollback)."""
+    """Holds back updates of `optimizer`: of a bad step (skip), or of it and all later (stop, rollback)."""
 
     def __init__(
         self,
@@ -51,8 +51,11 @@ class Guard:
         policy: str,
         buffers: Sequence[Tensor],
     ) -> None:
-        """`parameters`: this rank's by full name, in the order in which `note` gets their norms;
-        `buffers`: what a forward pass changes, which a skipped step must not."""
+        """Let the optimizer read the flag.
+
+        `parameters`: this rank's by full name, in the order in which `note` gets their norms. `buffers`:
+        values that a forward pass changes, and that a skipped step must not change.
+        """
         self._parameters = parameters
         self._skips = policy == "skip"
         device = next(iter(parameters.values())).device
@@ -66,19 +69,19 @@ class Guard:
 
     @property
     def skipped(self) -> Tensor | None:
-        """How many steps were left out, on the device; None where the policy is another."""
+        """The number of skipped steps, on the device. None under another policy."""
         return self._count.clone() if self._skips else None
 
     @torch.no_grad()
     def before(self) -> None:
-        """Remember what a forward pass changes."""
+        """Copy the buffers that a forward pass changes."""
         self._before = [buffer.clone() for buffer in self._buffers]
 
     @torch.no_grad()
     def note(self, *, norm: Tensor, norms: Tensor, loss: Tensor) -> None:
-        """Decide on this step by the whole gradient's `norm`, which is the same on all ranks.
+        """Decide on this step by the `norm` of the full gradient, which is equal on all ranks.
 
-        `norms`: of this rank's parameters each; `loss`: this rank's.
+        `norms`: of each parameter of this rank. `loss`: this rank's.
         """
         bad = ~norm.isfinite()
         if self._skips:
@@ -92,51 +95,51 @@ class Guard:
         for buffer, old in zip(self._buffers, self._before, strict=True):
             buffer.copy_(torch.where(bad, old, buffer))
 
-    def look(self, step: int) -> None:
-        """Ask the device whether a step up to the 1-based `step` was held back, on all ranks together.
+    def raise_if_nonfinite(self, step: int) -> None:
+        """Check on all ranks whether a step up to the 1-based `step` was held back.
 
-        Raises NonFiniteError on the rank to blame and FollowerError on the others.
+        Raises NonFiniteError on the rank that caused it and FollowerError on the others.
         """
         if self._skips:
             return
         count = self._count.clone()
         if dist.is_initialized():
-            dist.all_reduce(count, op=dist.ReduceOp.MAX)  # a parameter server alone knows the gradient
+            dist.all_reduce(count, op=dist.ReduceOp.MAX)  # only a parameter server knows the gradient
         if held := int(count.item()):
             self._blame(step - held + 1)
 
     def _blame(self, step: int) -> None:
-        """By the first rank whose loss is not finite, else by the one with the first such gradient."""
+        """Blame the first rank whose loss is not finite, else the one with the first such gradient."""
         names = list(self._parameters)
         bad = {names[index] for index in (~self._norms.isfinite()).nonzero().flatten().tolist()}
         broken = {name for name, weight in self._parameters.items() if not _is_finite(weight)}
-        here = {
+        local = {
             "loss": str(self._loss.item()),  # JSON has no NaN
             "gradient": min(bad, key=order, default=None),
             "weight": min(broken, key=order, default=None),
         }  # fmt: skip
-        everywhere = exchange.all_gather(here) if dist.is_initialized() else [here]
-        rank, message, parameter = blame(everywhere, step=step)
+        records = exchange.all_gather(local) if dist.is_initialized() else [local]
+        rank, message, parameter = blame(records, step=step)
         if rank == (dist.get_rank() if dist.is_initialized() else 0):
             raise NonFiniteError(message, step=step, parameter=parameter)
         raise FollowerError(f"ended with rank {rank}: {message}")
 
 
-def blame(found: Sequence[Mapping[str, Any]], *, step: int) -> tuple[int, str, str | None]:
-    """The rank, what to say, and the first parameter concerned, from what each rank found.
+def blame(records: Sequence[Mapping[str, Any]], *, step: int) -> tuple[int, str, str | None]:
+    """Returns the rank, the message and the first affected parameter, from the records of all ranks.
 
-    A weight that is not finite itself (by an update that overflowed, by what it was loaded from) is the
-    cause of all else; a loss that is not tells its rank, but not a parameter, as all gradients follow it.
+    A weight that is not finite (because an update overflowed, or the loaded file was bad) is the cause of
+    everything else. A loss that is not finite identifies the rank but no parameter: all gradients follow it.
     """
     for what, words in (("weight", "the weight"), ("gradient", "the gradient of")):
-        named = [(order(rank[what]), place) for place, rank in enumerate(found) if rank[what] is not None]
-        losses = [place for place, rank in enumerate(found) if not math.isfinite(float(rank["loss"]))]
+        named = [(order(rank[what]), place) for place, rank in enumerate(records) if rank[what] is not None]
+        losses = [place for place, rank in enumerate(records) if not math.isfinite(float(rank["loss"]))]
         first = min(named, default=None)
-        name = None if first is None else found[first[1]][what]
+        name = None if first is None else records[first[1]][what]
         if what == "gradient" and losses:
             place = losses[0]
             follows = f"; of the gradients {name} is the first" if name else ""
-            return place, f"the loss of step {step} is {found[place]['loss']}{follows}", name
+            return place, f"the loss of step {step} is {records[place]['loss']}{follows}", name
         if first is not None:
             return first[1], f"{words} {name} is not finite at step {step}", name
     return 0, f"the gradient's norm is not finite at step {step}: its squares overflow", None

@@ -26,7 +26,7 @@ from hpc_parallel.training.optimizer import GradientNorm, clip
 
 @dataclass(frozen=True)
 class StepResult:
-    """Scalars on the device, read by whoever needs them, late."""
+    """Scalars on the device. Reading one waits for the device, so do it as late as possible."""
 
     loss: Tensor  # mean loss of this replica's batch; zero where a peer has it
     gradient_norm: Tensor  # of the whole model, before clipping; rank 0 has it always
@@ -37,10 +37,10 @@ class Step(Protocol):
     def run(self, inputs: Tensor, targets: Tensor) -> StepResult:
         """Take this replica's batch `[batch, ...]` and update the weights."""
 
-    def look(self, step: int) -> None:
-        """Let the host hear of values that were not finite up to the 1-based `step`, on all ranks together.
+    def raise_if_nonfinite(self, step: int) -> None:
+        """Check on all ranks whether a loss or gradient up to the 1-based `step` was not finite.
 
-        Raises what `training.nonfinite.Guard.look` raises.
+        Raises NonFiniteError on the rank that caused it and FollowerError on the others.
         """
 
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -59,8 +59,11 @@ class GradientStep:
         on_nonfinite: str,
         on_gradients: Callable[[], None] | None = None,
     ) -> None:
-        """`on_nonfinite`: stop, skip or rollback, what becomes of a step whose gradient is not finite;
-        `on_gradients` is called in each step when `.grad` is complete, before it is clipped."""
+        """Prepare the gradient norm and the guard for this rank's weights.
+
+        `on_nonfinite`: stop, skip or rollback, if a gradient is not finite. `on_gradients` is
+        called in each step when `.grad` is complete, before clipping.
+        """
         self._forward_backward: ForwardBackward = assembled.forward_backward
         self._parts = assembled.parts
         self._parameters: list[Parameter] = [p for part in assembled.parts for p in part.parameters()]
@@ -81,8 +84,8 @@ class GradientStep:
         loss = self._train(inputs, targets)
         return StepResult(loss=loss, gradient_norm=self._update(loss), skipped=self._guard.skipped)
 
-    def look(self, step: int) -> None:
-        self._guard.look(step)
+    def raise_if_nonfinite(self, step: int) -> None:
+        self._guard.raise_if_nonfinite(step)
 
     def _train(self, inputs: Tensor, targets: Tensor) -> Tensor:
         self._guard.before()
@@ -94,7 +97,7 @@ class GradientStep:
 
     @located("the optimizer")
     def _update(self, loss: Tensor) -> Tensor:
-        """Clip and step; the gradient's norm as it was before."""
+        """Clip and step. Returns the gradient's norm before clipping."""
         norm, norms = self._norm()
         self._guard.note(norm=norm, norms=norms, loss=loss)
         if self._on_gradients is not None:
@@ -115,9 +118,9 @@ class GradientStep:
 
 
 class ServedStep(GradientStep):
-    """A round of a parameter server, who alone updates: gradients to it, weights back from it.
+    """A round of a parameter server: gradients to it, weights back from it. Only the server updates.
 
-    `on_gradients` is called on the server only, which alone has the whole gradient.
+    `on_gradients` is called on the server only: no other rank has the full gradient.
     """
 
     def __init__(self, server: ParameterServer, assembled: Assembled, **options: Any) -> None:
@@ -152,10 +155,11 @@ def build_step(
 
 
 def place_in_backward(error: BaseException, *, parts: Sequence[LayeredModel]) -> str | None:
-    """Where the backward pass stood, by the gradients that it still owed; None where it had not begun.
+    """Returns the part whose backward pass failed, or None if the backward pass had not begun.
 
-    Autograd goes through the blocks from the last to the first and does not say where it is. After the
-    first of several microbatches all weights have gradients, and only that it was backward is known.
+    Autograd passes the blocks from the last to the first and does not report where it is: the first weight
+    without a gradient tells. After the first of several microbatches all weights have gradients, and only
+    "the backward pass" is known.
     """
     functions = set()
     link: BaseException | None = error

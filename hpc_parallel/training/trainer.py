@@ -1,4 +1,4 @@
-"""The loop: batches in, steps, a metrics line when one is due. It knows no strategy."""
+"""The training loop: batches, steps, a line of metrics when one is due. It knows no strategy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpc_parallel.profiling.measurement import Measurement
 from hpc_parallel.supervise.error_place import at_step
 from hpc_parallel.supervise.progress import Progress
 from hpc_parallel.training.metrics import Metrics
-from hpc_parallel.training.nonfinite import LOOK_EVERY
+from hpc_parallel.training.nonfinite import CHECK_EVERY
 from hpc_parallel.training.optimizer import learning_rate, set_learning_rate
 from hpc_parallel.training.saver import Saver
 from hpc_parallel.training.step import Step
@@ -27,7 +27,7 @@ from hpc_parallel.training.writers import Writer
 
 @dataclass(frozen=True)
 class Samples:
-    """The batches of this rank, to train on and to validate on, and the device that they go to."""
+    """The batches of this rank for training and validation, and the device that they are copied to."""
 
     train: Batches
     validation: Batches
@@ -37,16 +37,16 @@ class Samples:
 
 @dataclass(frozen=True)
 class Observers:
-    """What looks at a training and changes nothing."""
+    """Everything that observes the training and does not change it."""
 
     metrics: Metrics
     measurement: Measurement
-    writers: Sequence[Writer]  # empty on every rank but the one that writes
-    progress: Progress  # for a watchdog
+    writers: Sequence[Writer]  # only one rank has any
+    progress: Progress  # read by the watchdog
 
 
 class Trainer:
-    """Trains up to `training.steps` optimizer steps, or to where it is asked to stop."""
+    """Trains until `training.steps` optimizer steps are done or a signal asks it to stop."""
 
     def __init__(
         self,
@@ -60,8 +60,11 @@ class Trainer:
         stop: Callable[[int], signal.Signals | None],
         done: int,
     ) -> None:
-        """`stop`: whether all ranks stop after this step, and by which signal. `done`: steps that a
-        checkpoint has brought along."""
+        """Keep what the loop needs.
+
+        `stop` returns the signal if all ranks stop after this step, else None. `done`: steps that the
+        checkpoint contains.
+        """
         self._step = step
         self._optimizer = optimizer
         self._samples = samples
@@ -77,7 +80,7 @@ class Trainer:
         self._progress.first_step = done + 1
 
     def fit(self) -> signal.Signals | None:
-        """Train to the last step; returns the signal by which it was stopped before, all being saved."""
+        """Train to the last step. Returns the signal if one stopped the run before; all state is saved."""
         steps = self._training.steps
         started_after = self.done
         for step in range(started_after + 1, steps + 1):
@@ -93,8 +96,8 @@ class Trainer:
             self.done = step
             validate = self._due(step, self._training.validate_every)
             line_due = validate or self._due(step, self._training.log_every)
-            if line_due or step % LOOK_EVERY == 0:
-                self._step.look(step)
+            if line_due or step % CHECK_EVERY == 0:
+                self._step.raise_if_nonfinite(step)
             if line_due:
                 self._progress.mark("log", step)
                 line = self._metrics.line(step=step, learning_rate=rate)
@@ -105,19 +108,19 @@ class Trainer:
             if self._saver.due(step):
                 started = time.perf_counter()
                 self._progress.mark("save", step)
-                self._step.look(step)  # what is kept must be sound
+                self._step.raise_if_nonfinite(step)  # a checkpoint must be sound
                 self._saver.save(step, whole=step == steps)
                 self._metrics.leave_out(time.perf_counter() - started)
-            if step < steps and (asked := self._stop(step)) is not None:
+            if step < steps and (stop_signal := self._stop(step)) is not None:
                 self._progress.mark("save", step)
-                self._step.look(step)
+                self._step.raise_if_nonfinite(step)
                 self._saver.save(step, whole=True)
-                return asked
+                return stop_signal
         self._progress.mark("done", steps)
         return None
 
     def validate(self, *, after: int) -> float | None:
-        """Mean loss over the held-out samples, after a step; None where it is not finite."""
+        """Returns the mean loss over the held-out samples after a step, or None if it is not finite."""
 
         def evaluate(inputs: Tensor, targets: Tensor) -> Tensor:
             self._progress.mark("validate", after)  # each batch is progress
@@ -130,5 +133,5 @@ class Trainer:
         return loss
 
     def _due(self, step: int, every: int | None) -> bool:
-        """The first and the last step always are: what a run starts from and ends with is never left out."""
+        """The first and the last step are always due, so that the start and the end of a run are recorded."""
         return every is not None and (step % every == 0 or step in (1, self._training.steps))

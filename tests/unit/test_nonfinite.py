@@ -60,7 +60,7 @@ def test_a_skipped_step_changes_nothing() -> None:
     ours, guard, counts = guarded("skip")
     assert counts == [0, 0, 1, 2, 2, 2]
     torch.testing.assert_close(ours, by_hand(range(1, 7)))
-    guard.look(6)  # nothing to say
+    guard.raise_if_nonfinite(6)  # nothing to say
 
 
 @pytest.mark.parametrize("policy", ["stop", "rollback"])
@@ -70,7 +70,7 @@ def test_nothing_is_learnt_from_the_first_bad_step_on(policy: str) -> None:
     with pytest.raises(
         NonFiniteError, match=r"the gradient of blocks\.0\.bias is not finite at step 3"
     ) as raised:
-        guard.look(6)
+        guard.raise_if_nonfinite(6)
     assert raised.value.details == {"step": 3, "parameter": "blocks.0.bias"}
 
 
