@@ -1,4 +1,4 @@
-"""Text as token ids and back, for who reads along: bytes where tokens are bytes, else the ids in figures."""
+"""Conversion of prompts and generated tokens: text if tokens are bytes, else token ids in decimal."""
 
 from __future__ import annotations
 
@@ -12,20 +12,26 @@ from hpc_parallel.data.tokens import read_description
 
 
 def reads_bytes(data: Mapping[str, Any]) -> bool:
-    """Whether the tokens of this configuration of data are bytes; of a user's own class that is not known."""
+    """Whether the tokens of this data configuration are bytes; False for a user's own class."""
     if data["_target_"] == "hpc_parallel.data.tokens.TokensData":
         return read_description(Path(os.path.expanduser(data["path"])))["tokenizer"] == "bytes"
     return bool(data["_target_"] == "hpc_parallel.data.text.TextData")
 
 
 def encode(text: str, *, as_bytes: bool) -> list[int]:
-    """Raises ValueError where ids are wanted and `text` is not a row of them."""
-    return list(text.encode()) if as_bytes else [int(word) for word in text.split()]
+    """Returns the token ids of `text`: its bytes, or the decimal ids that it lists.
+
+    Raises ValueError if `text` must list ids and has anything else.
+    """
+    return list(text.encode()) if as_bytes else [int(token) for token in text.split()]
 
 
 def decode(tokens: Sequence[int], *, as_bytes: bool) -> str:
-    """What is no text is shown as the replacement character (U+FFFD), an id beyond the bytes too."""
+    """Returns text, or the ids in decimal.
+
+    Invalid UTF-8 and ids above 255 become the replacement character (U+FFFD).
+    """
     if not as_bytes:
         return " ".join(map(str, tokens))
-    # 0xFF is never a part of UTF-8
+    # 0xFF never occurs in UTF-8
     return bytes(t if t < VOCAB_SIZE else 0xFF for t in tokens).decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Real and drawn images on every machine without a download."""
+"""Image data that needs no download: handwritten digits and generated cells."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ class Digits:
 
 
 class DigitsData:
-    """The 1,797 handwritten digits that come with scikit-learn (Alpaydin and Kaynak 1998).
+    """The 1,797 handwritten digits of scikit-learn (Alpaydin and Kaynak 1998).
 
-    A digit fills a canvas of height x width pixels, repeated like tiles on a wall. The last
-    `validation_share` of the images is held out.
+    Each digit is repeated in both directions to fill height x width pixels. The last `validation_share` of
+    the images is held out.
 
-    Raises ValueError for a canvas that is no multiple of 8 pixels.
+    Raises ValueError if height or width is not a multiple of 8 pixels.
     """
 
     def __init__(self, *, height: int = 32, width: int = 32, validation_share: float = 0.1) -> None:
-        from sklearn.datasets import load_digits  # an extra, and slow to import
+        from sklearn.datasets import load_digits  # an optional dependency, and slow to import
 
         if height % DIGIT_SIDE or width % DIGIT_SIDE:
             raise ValueError(f"data.height and data.width must be multiples of {DIGIT_SIDE}")
-        found = load_digits()
-        images = np.round(found.images * (255 / 16)).astype(np.uint8)
-        labels = found.target.astype(np.int64)
+        digits = load_digits()
+        images = np.round(digits.images * (255 / 16)).astype(np.uint8)
+        labels = digits.target.astype(np.int64)
         cut = round(len(labels) * (1 - validation_share))
         self.sample_shape = (1, height, width)
         self.digest = hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest()
@@ -58,7 +58,7 @@ class DigitsData:
 
 @dataclass(frozen=True)
 class Cells:
-    """Pictures of a microscope that never was: each is a pure function of (seed, its number)."""
+    """Synthetic microscope images; each is a pure function of (seed, its number)."""
 
     seed: int
     first: int
@@ -76,7 +76,7 @@ class Cells:
         return torch.from_numpy(images)[:, None], torch.from_numpy(masks)
 
     def draw(self, position: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """Bright ellipses with a soft edge on an uneven, noisy ground; about one on 400 pixels."""
+        """Draw bright ellipses with soft edges on an uneven, noisy background: about one for 400 pixels."""
         random = np.random.Generator(np.random.Philox(key=[self.seed, self.first + position]))
         shape = (self.height, self.width)
         rows, columns = np.arange(self.height)[:, None], np.arange(self.width)[None, :]
@@ -85,10 +85,10 @@ class Cells:
         image = image + random.normal(0, 12, size=shape)
         mask = np.zeros(shape, dtype=np.uint8)
         for _ in range(1 + random.poisson(self.height * self.width / 400)):
-            middle = random.uniform(0, shape)
+            centre = random.uniform(0, shape)
             radii, angle = random.uniform(3, 8, size=2), random.uniform(0, np.pi)
-            box = tuple(slice(max(0, int(place) - 9), int(place) + 10) for place in middle)
-            down, right = rows[box[0]] - middle[0], columns[:, box[1]] - middle[1]
+            box = tuple(slice(max(0, int(x) - 9), int(x) + 10) for x in centre)
+            down, right = rows[box[0]] - centre[0], columns[:, box[1]] - centre[1]
             along = (down * np.cos(angle) + right * np.sin(angle)) / radii[0]
             across = (right * np.cos(angle) - down * np.sin(angle)) / radii[1]
             distance = np.hypot(along, across)  # 1 on the edge
@@ -98,13 +98,13 @@ class Cells:
 
 
 class CellsData:
-    """Drawn cells with their masks: `samples` to learn from, a tenth as many held out; of any size."""
+    """Synthetic cells with masks: `samples` for training and a tenth as many for validation, of any size."""
 
     def __init__(self, *, height: int = 64, width: int = 64, samples: int = 4096, seed: int = 0) -> None:
         self.sample_shape = (1, height, width)
         self.train = Cells(seed, 0, samples, height, width)
         self.validation = Cells(seed, samples, max(1, samples // 10), height, width)
-        pictures = (
+        first_images = (
             part.tobytes() for population in (self.train, self.validation) for part in population.draw(0)
         )
-        self.digest = hashlib.sha256(b"".join(pictures)).hexdigest()  # numpy may draw otherwise one day
+        self.digest = hashlib.sha256(b"".join(first_images)).hexdigest()  # numpy may change its generators

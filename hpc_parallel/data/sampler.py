@@ -1,6 +1,6 @@
-"""Which samples a step sees: a pure function of (seed, global sample index), with nothing to store.
+"""The samples of each step: a pure function of (seed, global sample index), without stored state.
 
-What data must offer is written here too, for those who bring their own.
+The protocols `Samples` and `Data` are the interface for your own data.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 class Samples(Protocol):
-    """A population of samples that can be asked for by position."""
+    """A population of samples, accessed by position."""
 
     def __len__(self) -> int: ...
 
     def batch(self, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of these samples, stacked along the first dim."""
+        """Returns inputs and targets of these samples, stacked along the first dim."""
         ...
 
 
 class Data(Protocol):
-    """Two populations, and what a model or another rank needs to know of them."""
+    """The training and validation samples."""
 
     @property
     def train(self) -> Samples: ...
@@ -38,23 +38,23 @@ class Data(Protocol):
     def validation(self) -> Samples: ...
     @property
     def sample_shape(self) -> tuple[int, ...]:
-        """Shape of one input, without the batch."""
+        """Shape of one input, without the batch dim."""
         ...
 
     @property
     def digest(self) -> str:
-        """Hash of the content: ranks that differ here read different files."""
+        """Hash of the content. If it differs between ranks, they read different files."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """One data replica's part of each global batch; all ranks of a replica make the same one.
+    """One data replica's part of each global batch; the same on all ranks of a replica.
 
-    A global batch of B samples is M microbatches one after the other. Of each, replica r of R has the
-    r-th part, so all replicas together work on the samples that one device would have in its m-th
-    microbatch: what is computed over a microbatch (BatchNorm) is the same on any number of replicas.
-    Without a seed, samples come as they lie. A rank that is no replica (None) gets batches of nothing.
+    A global batch of B samples is M consecutive microbatches. Replica r of R has the r-th part of each, so in
+    their m-th microbatches all replicas together have the samples of one device's m-th microbatch. Operations
+    over a microbatch (BatchNorm) therefore give the same result on any number of replicas. Without a seed,
+    samples keep their order. A rank that is not a replica (None) gets empty batches.
     """
 
     samples: Samples
@@ -70,7 +70,7 @@ class Batches:
             raise ValueError(f"{self.global_batch_size} samples don't divide over {parts}")
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of the step after `step` others, [global_batch_size / replicas, ...]."""
+        """Returns inputs and targets [global_batch_size / replicas, ...] of the 0-based `step`."""
         if self.replica is None:
             return torch.empty(0), torch.empty(0)
         return self.samples.batch(self.positions(step))
@@ -78,8 +78,8 @@ class Batches:
     def positions(self, step: int) -> NDArray[np.int64]:
         assert self.replica is not None
         size = self.global_batch_size // (self.replicas * self.microbatches)
-        first = step * self.global_batch_size + self.replica * size
-        starts = first + size * self.replicas * np.arange(self.microbatches, dtype=np.int64)
+        offset = step * self.global_batch_size + self.replica * size
+        starts = offset + size * self.replicas * np.arange(self.microbatches, dtype=np.int64)
         indices = (starts[:, None] + np.arange(size)).ravel()
         population = len(self.samples)
         if self.seed is None:
@@ -88,17 +88,17 @@ class Batches:
 
 
 def to_device(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Copy inputs and targets to `device`, without a wait of the host."""
+    """Copy inputs and targets to `device` without blocking the host."""
     inputs, targets = batch
-    if device.type == "cuda":  # a copy from pinned memory does not stop the host
+    if device.type == "cuda":  # only copies from pinned memory do not block
         inputs, targets = inputs.pin_memory(), targets.pin_memory()
     return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
 
 
 def validation_steps(samples: Samples, *, count: int, global_batch_size: int) -> int:
-    """How many whole global batches the first `count` samples make, at least one.
+    """The number of full global batches in the first `count` samples, at least one.
 
-    Whole batches, so that every layout measures the same samples, in the shapes it trains with.
+    Only full batches count, so every layout measures the same samples with the shapes of training.
     """
     return max(1, min(count, len(samples)) // global_batch_size)
 
@@ -106,32 +106,34 @@ def validation_steps(samples: Samples, *, count: int, global_batch_size: int) ->
 def sample_order(
     indices: Sequence[int] | NDArray[np.integer[Any]], *, seed: int, population: int
 ) -> NDArray[np.int64]:
-    """Position in [0, population) of each global sample index.
+    """Returns the position in [0, population) of each global sample index.
 
-    Epoch e = index // population shuffles by a keyed bijection: a Feistel network on two digits of
-    base ceil(sqrt(population)), walked on until it lands inside (Black & Rogaway 2002, "Ciphers with
-    Arbitrary Finite Domains", generalised Feistel and cycle walking). So an epoch shows every sample
-    exactly once, in an order of its own, and any index costs O(1).
+    Epoch e = index // population shuffles by a keyed bijection: a Feistel network on two digits of base
+    ceil(sqrt(population)), applied again until its result is in the range (Black & Rogaway 2002, "Ciphers
+    with Arbitrary Finite Domains", generalised Feistel and cycle walking). Each epoch has every sample
+    exactly once, in its own order, and any index costs O(1).
 
     Raises ValueError for an empty population or a negative index.
     """
-    numbers = np.asarray(indices, dtype=np.int64)
-    if population < 1 or (numbers < 0).any():
-        raise ValueError(f"sample indices must not be negative, nor the population of {population} empty")
-    epochs, places = (part.astype(np.uint64) for part in np.divmod(numbers, population))
+    indices = np.asarray(indices, dtype=np.int64)
+    if population < 1 or (indices < 0).any():
+        raise ValueError(
+            f"sample indices must not be negative, and a population of {population} must have samples"
+        )
+    epochs, offsets = (part.astype(np.uint64) for part in np.divmod(indices, population))
     base = np.uint64(math.isqrt(population - 1) + 1)
     keys = _mix(_mix(np.full_like(epochs, seed)) + epochs * np.uint64(GOLDEN))
-    positions = _permute(places, keys=keys, base=base)
+    positions = _permute(offsets, keys=keys, base=base)
     while (outside := positions >= np.uint64(population)).any():
         positions[outside] = _permute(positions[outside], keys=keys[outside], base=base)
     return positions.astype(np.int64)
 
 
-def _permute(places: NDArray[np.uint64], *, keys: NDArray[np.uint64], base: np.uint64) -> NDArray[np.uint64]:
+def _permute(values: NDArray[np.uint64], *, keys: NDArray[np.uint64], base: np.uint64) -> NDArray[np.uint64]:
     """A bijection of [0, base^2): each round adds a hash of one digit to the other."""
-    left, right = np.divmod(places, base)
-    for number in range(1, ROUNDS + 1):
-        noise = _mix((keys + np.uint64(number * GOLDEN % 2**64)) ^ _mix(right))
+    left, right = np.divmod(values, base)
+    for round_index in range(1, ROUNDS + 1):
+        noise = _mix((keys + np.uint64(round_index * GOLDEN % 2**64)) ^ _mix(right))
         left, right = right, (left + noise % base) % base
     return left * base + right
 

@@ -1,4 +1,4 @@
-"""Real text on every machine without a download: the bytes of source files."""
+"""Text data that needs no download: the bytes of source files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hpc_parallel.data.windows import Windows
 
 VOCAB_SIZE = 256
-# Of the standard library: what is no library source, or is a table in a source file's clothes.
+# Folders of the standard library that are not library code, or whose source files are mostly tables.
 LEFT_OUT = {
     "site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo",
     "ensurepip", "encodings", "pydoc_data", "__pycache__", "__phello__",
@@ -23,13 +23,13 @@ LEFT_OUT = {
 
 
 class TextData:
-    """The bytes of the files below `path` that match `pattern`, one after the other by name.
+    """The bytes of the files below `path` that match `pattern`, concatenated in the order of their names.
 
-    `path` null is the standard library of this Python. Whole files are held out for validation, by a
-    hash of their name alone, so which ones they are doesn't change with the rest; of a single file,
-    the end is held out.
+    If `path` is null, the text is Python's standard library. Validation has entire files, chosen by a hash of
+    their names only, so the choice does not depend on the other files. If there is only one file, validation
+    has its end.
 
-    Raises ValueError where there is no file or too little text.
+    Raises ValueError if there is no file or too little text.
     """
 
     vocab_size = VOCAB_SIZE
@@ -45,19 +45,19 @@ class TextData:
         max_bytes: int = 6_000_000,
         validation_share: float = 0.05,
     ) -> None:
-        import numpy as np  # here, since the login node asks for find_files alone
+        import numpy as np  # not at module level: the login node needs find_files only
 
         from hpc_parallel.data.windows import Windows
 
         files = find_files(path, pattern=pattern)
         texts: dict[str, bytes] = {}
-        left = max_bytes
+        remaining_bytes = max_bytes
         for name, file in files.items():
-            if left <= 0:
+            if remaining_bytes <= 0:
                 break
             with open_regular(file, follow=True) as stream:
-                texts[name] = stream.read(left)
-            left -= len(texts[name])
+                texts[name] = stream.read(remaining_bytes)
+            remaining_bytes -= len(texts[name])
         train, validation = split(texts, share=validation_share)
         self.sequence_length = sequence_length
         self.sample_shape = (sequence_length,)
@@ -69,30 +69,33 @@ class TextData:
 
 
 def find_files(path: str | None, *, pattern: str) -> dict[str, Path]:
-    """Files by their name relative to the folder, in the order of these names."""
+    """Returns name relative to `path` -> file, sorted by name.
+
+    Raises ValueError if no file matches.
+    """
     root = Path(sysconfig.get_path("stdlib") if path is None else os.path.expanduser(path))
     if os.path.isfile(root):
         return {root.name: root}
-    found: dict[str, Path] = {}
-    for folder, below, names in os.walk(root):
-        if path is None:
-            below[:] = [name for name in below if name not in LEFT_OUT]  # not walked: may hold all of conda
+    matches: dict[str, Path] = {}
+    for folder, subfolders, names in os.walk(root):
+        if path is None:  # do not enter them: site-packages may be all of conda
+            subfolders[:] = [name for name in subfolders if name not in LEFT_OUT]
         files = (Path(folder, name) for name in fnmatch.filter(names, pattern))
-        found |= {
+        matches |= {
             file.relative_to(root).as_posix(): file
             for file in files
             if os.path.isfile(file) and not is_foreign_link(file)
         }
-    if not found:
+    if not matches:
         raise ValueError(
-            f"no file matches data.pattern = {pattern} in {root}: data.path names a folder of text files, "
-            "and data.pattern their names"
+            f"no file matches data.pattern = {pattern} in {root}: data.path must be a text file or a folder "
+            "of text files, and data.pattern must match their names"
         )
-    return dict(sorted(found.items()))
+    return dict(sorted(matches.items()))
 
 
 def split(texts: dict[str, bytes], *, share: float) -> tuple[bytes, bytes]:
-    """Training and validation bytes; files whose name hashes lowest are held out, at least one."""
+    """Returns training and validation bytes; the files with the lowest hashes are held out, at least one."""
     if len(texts) == 1:
         (text,) = texts.values()
         cut = round(len(text) * (1 - share))
@@ -105,5 +108,5 @@ def split(texts: dict[str, bytes], *, share: float) -> tuple[bytes, bytes]:
 
 
 def name_fraction(name: str) -> float:
-    """A number in [0, 1) that depends on the name only and is spread evenly over names."""
+    """A uniformly distributed number in [0, 1) that depends on the name only."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48

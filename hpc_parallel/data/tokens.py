@@ -1,7 +1,7 @@
-"""Token ids of a file made by `python -m hpc_parallel tokenize`, read without loading it.
+"""Token ids from a memory-mapped file that `python -m hpc_parallel tokenize` writes.
 
-`NAME.npy` holds the ids (uint16 or uint32, one dim), `NAME.json` beside it says what they are. The
-login node reads the latter, so neither torch nor numpy is imported before the tokens are opened.
+`NAME.npy` has the ids (uint16 or uint32, one dim), and `NAME.json` beside it describes them. The login node
+reads the description only, so torch and numpy are imported only when the tokens are opened.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAKE_IT = "Make both with `python -m hpc_parallel tokenize SOURCE --output token
 
 
 class Description(TypedDict):
-    """What stands in `NAME.json`."""
+    """The content of `NAME.json`."""
 
     vocab_size: int
     tokenizer: str  # "bytes", or the tokenizer file's name and hash
@@ -31,10 +31,10 @@ class Description(TypedDict):
 
 
 class TokensData:
-    """Windows of `sequence_length` over the tokens; the last `validation_share` of them is held out.
+    """Windows of `sequence_length` tokens; the last `validation_share` of the tokens is held out.
 
-    Raises ValueError where the file and its description are missing, malformed or don't belong together,
-    or hold too few tokens.
+    Raises ValueError if the file or its description is missing or malformed, if they don't match, or if there
+    are too few tokens.
     """
 
     train: Windows
@@ -60,39 +60,42 @@ def description_file(tokens_file: Path) -> Path:
 
 
 def read_description(tokens_file: Path) -> Description:
-    """What is known of the tokens without opening them.
+    """Read the description of the tokens without opening the tokens.
 
-    Raises ValueError where either file is missing or the description isn't one.
+    Raises ValueError if either file is missing or the description is malformed.
     """
-    beside = description_file(tokens_file)
+    json_file = description_file(tokens_file)
     if tokens_file.suffix != ".npy":
         raise ValueError(f"{tokens_file.name} is no .npy file of token ids. {MAKE_IT}")
-    for file in (tokens_file, beside):
+    for file in (tokens_file, json_file):
         if not os.path.isfile(file):
             state = "is no regular file" if os.path.lexists(file) else "is missing"
             raise ValueError(f"{file} {state}. {MAKE_IT}")
     try:
-        found = read_json(beside, follow=True) or {}
+        fields = read_json(json_file, follow=True) or {}
         description = Description(
-            vocab_size=found["vocab_size"], tokenizer=found["tokenizer"], count=found["count"]
+            vocab_size=fields["vocab_size"], tokenizer=fields["tokenizer"], count=fields["count"]
         )
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{beside} does not describe tokens ({error!r}). {MAKE_IT}") from error
+        raise ValueError(f"{json_file} does not describe tokens ({error!r}). {MAKE_IT}") from error
     for key in ("vocab_size", "count"):
-        value = found[key]
+        value = fields[key]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{beside}: {key} = {value!r} must be a whole number above 0. {MAKE_IT}")
+            raise ValueError(f"{json_file}: {key} = {value!r} must be a whole number above 0. {MAKE_IT}")
     if not isinstance(description["tokenizer"], str):
-        raise ValueError(f"{beside}: tokenizer = {description['tokenizer']!r} must be a name. {MAKE_IT}")
+        raise ValueError(f"{json_file}: tokenizer = {description['tokenizer']!r} must be a name. {MAKE_IT}")
     return description
 
 
 def open_tokens(file: Path, *, count: int) -> NDArray[Any]:
-    """The ids [count], mapped into memory page by page as they are used."""
+    """Map the ids [count] into memory.
+
+    Raises ValueError if the file is not such an array or has another number of tokens.
+    """
     import numpy as np
 
     try:
-        with open_regular(file, follow=True):  # numpy would wait for a pipe
+        with open_regular(file, follow=True):  # numpy would block on a named pipe
             pass
         tokens: NDArray[Any] = np.lib.format.open_memmap(file, mode="r")
     except (ValueError, OSError, EOFError, TypeError, ArithmeticError, SyntaxError, MemoryError) as error:
@@ -108,7 +111,7 @@ def open_tokens(file: Path, *, count: int) -> NDArray[Any]:
 
 
 def sampled_digest(tokens: NDArray[Any], *, description: Description, places: int = 64) -> str:
-    """Hash of the description and of 1,024 tokens at `places` places: as quick for a file of any size."""
+    """Hash of the description and of 1,024 tokens at each of `places` offsets; fast for large files too."""
     import numpy as np
 
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode())

@@ -16,9 +16,9 @@ from hpc_parallel.models.layered import LayeredModel, PartFlops
 class ConvNet(LayeredModel):
     """Images uint8 [batch, channel, height, width] -> logits [batch, classes].
 
-    Each block halves height and width (rounded down) and gives its own number of channels.
+    Block i halves height and width (rounded down) and has `channels[i]` output channels.
 
-    Raises ValueError where a kernel has no middle.
+    Raises ValueError if `kernel_size` is even.
     """
 
     tensor_roles = MappingProxyType({"blocks.*": "alike", "head.output": "classes"})
@@ -32,9 +32,9 @@ class ConvNet(LayeredModel):
         kernel_size: int = 3,
         head: nn.Module | None = None,
     ) -> None:
-        """`head`: another than the classifier, from `channels[-1]` features at each place."""
+        """`head` replaces the classifier; it takes `channels[-1]` features at each position."""
         if kernel_size % 2 == 0:
-            raise ValueError(f"model.kernel_size = {kernel_size} must be odd: others have no middle")
+            raise ValueError(f"model.kernel_size = {kernel_size} must be odd: an even kernel has no centre")
         widths = [in_channels, *channels]
         super().__init__(
             stem=Pixels(),
@@ -52,7 +52,7 @@ class ConvNet(LayeredModel):
         return F.cross_entropy(logits, target.long(), reduction="sum")
 
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Matrices and kernels normal with variance 2 / (inputs of one output) (He et al. 2015)."""
+        """Matrices and kernels are normal with variance 2 / fan-in (He et al. 2015)."""
         if name == "stem.middle":
             tensor.fill_(127.5)
         elif tensor.dim() > 1:
@@ -61,26 +61,29 @@ class ConvNet(LayeredModel):
             super().initialise(name, tensor, generator)
 
     def forward_flops(self, sample_shape: tuple[int, ...]) -> PartFlops:
-        """2 a weight and place where it is used; norms and pooling are left out, as torch's counter does."""
+        """2 FLOPs for each weight and position where it is used.
+
+        Norms and pooling do not count, as in torch's FLOP counter.
+        """
         _, height, width = sample_shape
         blocks = []
         for block in self.blocks.values():
             blocks.append(2 * block.conv.weight.numel() * height * width)  # type: ignore[union-attr, operator]
             height, width = height // 2, width // 2
-        places = height * width if self.pixelwise else 1
+        positions = height * width if self.pixelwise else 1
         weights = [p.numel() for p in self.head.parameters() if p.dim() > 1] if self.head else []
-        return PartFlops(stem=0, blocks=tuple(blocks), head=2 * places * sum(weights))
+        return PartFlops(stem=0, blocks=tuple(blocks), head=2 * positions * sum(weights))
 
 
 class Segmenter(ConvNet):
     """Images uint8 [batch, channel, height, width] -> logits of each pixel [batch, classes, height, width].
 
-    Height and width must divide by 2 to the number of blocks. Every part sees a neighbourhood only, so
-    an image may be as large as all devices together can hold.
+    Height and width must be multiples of 2^blocks. Each output depends on a neighbourhood only, so tiles can
+    split an image that is too large for one device.
     """
 
     pixelwise = True
-    tensor_roles = MappingProxyType({})  # no layer of it is linear
+    tensor_roles = MappingProxyType({})  # no layer is linear
 
     def __init__(self, *, channels: Sequence[int], classes: int, **options: int) -> None:
         head = PixelHead(channels[-1], classes=classes, factor=2 ** len(channels))
@@ -88,7 +91,7 @@ class Segmenter(ConvNet):
 
 
 class Pixels(nn.Module):
-    """Bytes to numbers in [-1, 1], in the precision of the weights."""
+    """Convert bytes to numbers in [-1, 1], in the precision of the weights."""
 
     middle: Tensor
 
@@ -103,7 +106,7 @@ class Pixels(nn.Module):
 class Block(nn.Module):
     """MaxPool(ReLU(BatchNorm(Conv(x)))): [batch, before, h, w] -> [batch, after, h // 2, w // 2].
 
-    The convolution has no bias: the norm would take it out again, and leave its gradient pure noise.
+    The convolution has no bias: the norm would subtract it, and its gradient would be rounding noise.
     """
 
     def __init__(self, before: int, after: int, *, kernel_size: int) -> None:
@@ -128,7 +131,7 @@ class Classifier(nn.Module):
 
 
 class PixelHead(nn.Module):
-    """Logits of `factor`^2 pixels from each place (sub-pixel convolution, Shi et al. 2016)."""
+    """Logits of `factor`^2 pixels from each position (sub-pixel convolution, Shi et al. 2016)."""
 
     def __init__(self, width: int, *, classes: int, factor: int) -> None:
         super().__init__()

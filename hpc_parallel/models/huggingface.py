@@ -1,8 +1,8 @@
-"""A causal language model of the library transformers, built from its configuration and trained as any other.
+"""A causal language model of the transformers library, built from its configuration.
 
-Nothing is fetched: the library gives the layers, which are handed on as stem, blocks and head. What its own
-model does around the layers (positions, the causal mask) each attention does for itself here, by asking
-`CausalAttention`; so techniques can change where positions are and where keys and values come from.
+Nothing is downloaded: the library's layers become stem, blocks and head. The library's model computes
+positions and the causal mask once, around the layers. Here each attention gets them from `CausalAttention`,
+so techniques can change position indices and where keys and values come from.
 https://huggingface.co/docs/transformers/attention_interface
 """
 
@@ -28,64 +28,69 @@ INTERFACE = "hpc_parallel"
 
 
 class HuggingFaceModel(LanguageModel):
-    """Equals the library's own model without dropout and attention windows; its norms are exact in float64.
+    """Equals the library's model without dropout and attention windows; norms are exact in float64.
 
-    Raises ConfigError for a configuration that the library refuses.
+    Raises ConfigError for a configuration that the library rejects.
     """
 
     def __init__(self, *, config: Mapping[str, Any]) -> None:
-        """`config`: `model_type` and keys of that type's configuration; null is as good as left out."""
+        """`config` has `model_type` and keys of that type's configuration; null means the default."""
         settings = configuration(config)
         family = FAMILIES[settings.model_type]
-        whole = AutoModelForCausalLM.from_config(settings, attn_implementation=INTERFACE)
-        norm_exactly(whole)
-        base = whole.base_model
+        library_model = AutoModelForCausalLM.from_config(settings, attn_implementation=INTERFACE)
+        use_exact_norms(library_model)
+        base = library_model.base_model
         layers = getattr(base, family.layers)
         for layer in layers:
-            own_its_positions(getattr(layer, family.attention), rotary=rotation(base, settings))
+            compute_own_positions(getattr(layer, family.attention), rotary=rotation(base, settings))
         stem = getattr(base, family.embedding)
         if family.positions is not None:
-            stem = Placed(stem, getattr(base, family.positions))
+            stem = PositionedEmbedding(stem, getattr(base, family.positions))
         super().__init__(
-            stem=stem, blocks=layers, head=Head(getattr(base, family.norm), whole.get_output_embeddings())
+            stem=stem,
+            blocks=layers,
+            head=Head(getattr(base, family.norm), library_model.get_output_embeddings()),
         )
         self.settings = settings
         self.family = family
         self.attention_width = settings.num_attention_heads * head_dim(settings)
         self.tensor_roles = self._roles()
         tokens = "stem" if family.positions is None else "stem.tokens"
-        self.places = {
-            tokens: f"{whole.base_model_prefix}.{family.embedding}",
-            "stem.positions": f"{whole.base_model_prefix}.{family.positions}",
-            "blocks": f"{whole.base_model_prefix}.{family.layers}",
-            "head.norm": f"{whole.base_model_prefix}.{family.norm}",
+        prefix = library_model.base_model_prefix
+        self.library_prefixes = {
+            tokens: f"{prefix}.{family.embedding}",
+            "stem.positions": f"{prefix}.{family.positions}",
+            "blocks": f"{prefix}.{family.layers}",
+            "head.norm": f"{prefix}.{family.norm}",
             "head.logits": "lm_head",
         }
         if settings.tie_word_embeddings:
             self.tied = {"head.logits.weight": f"{tokens}.weight"}
 
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """As the library does: normal of its `initializer_range`, in GPT-2 scaled by 1/sqrt(2 layers)
-        where a weight writes into the residual stream; norms one, biases zero."""
-        spread = self.settings.initializer_range
+        """Initialise as the library does: normal with std `initializer_range`, norms one, biases zero.
+
+        GPT-2 scales the std of projections into the residual stream by 1/sqrt(2 layers).
+        """
+        std = self.settings.initializer_range
         if self.family.residual is not None and name.endswith(self.family.residual):
-            spread /= math.sqrt(2 * self.settings.num_hidden_layers)
+            std /= math.sqrt(2 * self.settings.num_hidden_layers)
         if tensor.dim() > 1:
-            tensor.normal_(std=spread, generator=generator)
+            tensor.normal_(std=std, generator=generator)
         else:
             super().initialise(name, tensor, generator)
 
     def library_name(self, name: str) -> str:
-        """What the library's state dict calls the parameter `name`: stem, blocks, head become its parts.
+        """The name of the parameter `name` in the library's state dict.
 
-        Within a block the names are the library's own, and so are the shapes of all.
+        Only the prefixes of stem, blocks and head differ. Shapes are equal.
         """
-        part = re.match("|".join(sorted(self.places, key=len, reverse=True)), name)
+        part = re.match("|".join(sorted(self.library_prefixes, key=len, reverse=True)), name)
         assert part is not None, name
-        return self.places[part[0]] + name[part.end() :]
+        return self.library_prefixes[part[0]] + name[part.end() :]
 
     def _roles(self) -> dict[str, str]:
-        """The library's tensor plan, and what it leaves whole: norms, embedding and logits."""
+        """The library's tensor parallel plan, plus norms, embedding and logits, which it leaves out."""
         planned = roles_in(self.settings.base_model_tp_plan or {})
         if not planned:
             return {}
@@ -98,18 +103,18 @@ class HuggingFaceModel(LanguageModel):
         return {**planned, **dict.fromkeys(norms, "position"), **ends}
 
 
-class Placed(nn.Module):
+class PositionedEmbedding(nn.Module):
     """The embedding of a token plus that of its position."""
 
     def __init__(self, tokens: nn.Module, positions: nn.Module) -> None:
         super().__init__()
         self.tokens = tokens
         self.positions = positions
-        self.mix = CausalAttention()  # asked where the positions are
+        self.mix = CausalAttention()  # for the position indices only
 
     def forward(self, x: Tensor) -> Tensor:
-        where = self.mix.positions(x.shape[1], device=x.device)
-        return self.tokens(x) + self.positions(where)  # type: ignore[no-any-return]
+        indices = self.mix.positions(x.shape[1], device=x.device)
+        return self.tokens(x) + self.positions(indices)  # type: ignore[no-any-return]
 
 
 class Head(nn.Module):
@@ -125,10 +130,10 @@ class Head(nn.Module):
 
 
 class OwnPositions(nn.Module):
-    """Put before a class of attention: asks `mix` for its positions, and takes nothing but its input.
+    """A mixin for attention classes: the module takes only its input and gets positions from `mix`.
 
-    Positions are asked for inside of what a technique wraps round an attention, as only there the input
-    is of all of them; and the input is handed on by place, where techniques look for it.
+    It computes positions inside any wrapper of a technique, because only there the input has all positions.
+    The input is a positional argument, because techniques expect it there.
     """
 
     mix: CausalAttention
@@ -138,16 +143,18 @@ class OwnPositions(nn.Module):
         return super().__call__(hidden_states)
 
     def forward(self, x: Tensor) -> Any:
-        turned = {}
+        embeddings = {}
         if self.rotary is not None:
-            where = self.mix.positions(x.shape[1], device=x.device)
-            turned = {"position_embeddings": self.rotary(x, where[None])}
-        return super().forward(x, attention_mask=None, **turned)
+            indices = self.mix.positions(x.shape[1], device=x.device)
+            embeddings = {"position_embeddings": self.rotary(x, indices[None])}
+        return super().forward(x, attention_mask=None, **embeddings)
 
 
-def norm_exactly(model: nn.Module) -> None:
-    """Put torch's RMSNorm in the place of the library's, which is the same but rounds float64 to float32:
-    a last bit that two layouts differ in would grow to 1e-7 there."""
+def use_exact_norms(model: nn.Module) -> None:
+    """Replace the library's RMSNorm by torch's, which does not round float64 to float32.
+
+    The rounding turns a difference in the last bit between two layouts into 1e-7.
+    """
     for module in list(model.modules()):
         for name, norm in list(module.named_children()):
             if type(norm).__name__.endswith("RMSNorm"):
@@ -155,10 +162,10 @@ def norm_exactly(model: nn.Module) -> None:
                 setattr(module, name, exact)
 
 
-def own_its_positions(attention: nn.Module, *, rotary: nn.Module | None) -> None:
-    """Make `attention` one with `OwnPositions`, in place.
+def compute_own_positions(attention: nn.Module, *, rotary: nn.Module | None) -> None:
+    """Add `OwnPositions` to the class of `attention`, in place.
 
-    Its parameters keep their names, as no module is put round it (fully_shard changes classes so, too).
+    Its parameters keep their names, because no module wraps it. fully_shard changes classes the same way.
     """
     kind = type(attention)
     attention.__class__ = type(kind.__name__, (OwnPositions, kind), {})
@@ -167,22 +174,22 @@ def own_its_positions(attention: nn.Module, *, rotary: nn.Module | None) -> None
 
 
 def rotation(base: nn.Module, settings: PreTrainedConfig) -> nn.Module | None:
-    """Another module of the kind that turns queries and keys in `base`; None where positions are learnt."""
+    """A new rotary embedding like the one of `base`; None if positions are learnt."""
     if not hasattr(base, "rotary_emb"):
         return None
-    with torch.device("cpu"):  # its tables are computed here and now: on meta they would stay empty
-        another: nn.Module = type(base.rotary_emb)(settings)  # type: ignore[assignment]
-    return another
+    with torch.device("cpu"):  # its tables are computed at construction: on meta they would stay empty
+        rotary: nn.Module = type(base.rotary_emb)(settings)  # type: ignore[assignment]
+    return rotary
 
 
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, *, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
-    """What the library calls for attention: [batch, head, seq, head_dim] -> [batch, seq, head, head_dim]."""
-    usual = query.shape[-1] ** -0.5
-    if scaling != usual:
-        query = query * (scaling / usual)
-    # Rotation leaves autocast's precision, which all three must share.
+    """The library's attention function: [batch, head, seq, head_dim] -> [batch, seq, head, head_dim]."""
+    default = query.shape[-1] ** -0.5
+    if scaling != default:
+        query = query * (scaling / default)
+    # Under autocast, rotation returns float32 queries and keys; all three must share a dtype.
     mixed = module.mix(query.to(value.dtype), key.to(value.dtype), value)  # type: ignore[operator]
     return mixed.transpose(1, 2), None
 
@@ -191,18 +198,24 @@ AttentionInterface.register(INTERFACE, attend)
 
 
 def configuration(config: Mapping[str, Any]) -> PreTrainedConfig:
-    """The library's own, without what it has no place for here (`FIXED`). Raises ConfigError."""
-    given = {key: value for key, value in config.items() if value is not None}
-    kind = given.pop("model_type")
+    """Build the library's configuration; options that are not supported here get their `FIXED` values.
+
+    Raises ConfigError if the library rejects it.
+    """
+    settings = {key: value for key, value in config.items() if value is not None}
+    kind = settings.pop("model_type")
     source = read_source(kind)
     if "num_key_value_heads" in source.keys:
-        given.setdefault("num_key_value_heads", given["num_attention_heads"])
-    given |= {key: value for key, (value, _) in FIXED.items() if key in source.keys}
-    given = {"bos_token_id": None, "eos_token_id": None} | given  # a default may be beyond the vocabulary
+        settings.setdefault("num_key_value_heads", settings["num_attention_heads"])
+    settings |= {key: value for key, (value, _) in FIXED.items() if key in source.keys}
+    settings = {
+        "bos_token_id": None,
+        "eos_token_id": None,
+    } | settings  # a default may be beyond the vocabulary
     try:
-        return AutoConfig.for_model(kind, **{source.aliases.get(key, key): v for key, v in given.items()})
+        return AutoConfig.for_model(kind, **{source.aliases.get(key, key): v for key, v in settings.items()})
     except (ValueError, TypeError, StrictDataclassError) as error:
-        raise ConfigError([f"model.config: transformers refuses it: {error}"]) from error
+        raise ConfigError([f"model.config: transformers rejects it: {error}"]) from error
 
 
 def head_dim(settings: PreTrainedConfig) -> int:

@@ -1,4 +1,4 @@
-"""What causal language models of any make have in common: the loss of a token, the cost of attention."""
+"""The base of all causal language models: the loss of a token and the FLOPs of attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class LanguageModel(LayeredModel):
     """Tokens [batch, seq] -> logits [batch, seq, vocab]; between blocks [batch, seq, dim]."""
 
     attention_width: int
-    """Of all query heads together."""
+    """Width of all query heads together."""
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Cross-entropy in nats, summed over the tokens [batch, seq], in float32 (float64 stays)."""
@@ -21,9 +21,9 @@ class LanguageModel(LayeredModel):
         return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
 
     def forward_flops(self, sample_shape: tuple[int, ...]) -> PartFlops:
-        """2 a weight and token, and 4 seq^2 width for the two attention products of a block.
+        """2 FLOPs for each weight and token, and 4 seq^2 width for the two attention products of a block.
 
-        The masked half is counted, as is usual for utilisation (PaLM, Chowdhery et al. 2022, app. B).
+        The masked half counts, as is usual for utilisation (PaLM, Chowdhery et al. 2022, app. B).
         """
         (seq,) = sample_shape
         weights = super().forward_flops(sample_shape)

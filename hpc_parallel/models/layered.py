@@ -1,7 +1,7 @@
-"""What a model must offer so that every technique can cut, shard and fill it without knowing its class.
+"""The interface of a model that lets every technique cut, shard and initialise it without knowing its class.
 
-A model of your own subclasses `LayeredModel`, hands its parts to `__init__`, and writes `loss`;
-everything else has a default that may be replaced.
+To add a model, subclass `LayeredModel`, pass its parts to `__init__` and define `loss`. Everything else has a
+default that you can override.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 from hpc_parallel.supervise.error_place import mark
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""From the head's output and the targets to the SUM of the loss terms, as `LayeredModel.loss`."""
+"""(head's output, targets) -> the SUM of the loss terms, as `LayeredModel.loss`."""
 
 
 @dataclass(frozen=True)
 class PartCosts:
-    """What each part of a model costs, in one unit."""
+    """The cost of each part of a model, all in the same unit."""
 
     stem: int
     blocks: tuple[int, ...]
@@ -36,32 +36,35 @@ class PartCosts:
 
 
 class PartFlops(PartCosts):
-    """Floating-point operations of one sample's forward pass by part (an add and a multiply are two)."""
+    """FLOPs of one sample's forward pass by part; a multiplication and an addition are two."""
 
 
 class LayeredModel(nn.Module):
-    """A stem, blocks in a row, a head; a pipeline stage is the same object with parts taken out.
+    """A stem, a sequence of blocks and a head; a pipeline stage is a LayeredModel with some of these parts.
 
-    Blocks are keyed by their place in the whole model ("0", "1", ...), so a parameter has the same
-    full name in a stage as in the whole. Each part takes one tensor and returns one.
+    Blocks are keyed by their index in the whole model ("0", "1", ...), so a parameter has the same full name
+    in a stage as in the whole model. Each part takes one tensor and returns one.
     """
 
     stem: nn.Module | None
     head: nn.Module | None
     tied: Mapping[str, str] = MappingProxyType({})
-    """Names of parameters that are another's alias -> the other's (canonical) name."""
+    """Alias of a tied parameter -> its canonical name."""
     tensor_roles: Mapping[str, str] = MappingProxyType({})
-    """How single layers split over devices: name of a module (`*`: any block) -> its role.
+    """How layers split over devices: name of a module (`*`: any block) -> its role.
 
-    `column`, `row`: a linear layer, by its outputs or its inputs (the next is then by the other);
-    `vocabulary`: an embedding, by its rows; `logits`: the last linear layer, by its outputs;
-    `position`: a layer that treats each position alone, never split; `heads`: the same for each head
-    of `[batch, seq, head, head_dim]`; `whole`: a module that needs all positions of its input. A model
-    without positions: `alike`, a module of any kind that every device computes whole; `classes`: the last
-    linear layer, by its outputs. Every weight needs a role; a model without any is not split.
+    - `column`, `row`: a linear layer split by outputs or by inputs; a `row` layer follows a `column` layer.
+    - `vocabulary`: an embedding split by rows. `logits`: the last linear layer split by outputs.
+    - `position`: a layer that treats each position separately; not split. `heads`: the same for each head
+      of `[batch, seq, head, head_dim]`.
+    - `whole`: a module that needs all positions of its input.
+    - In a model without positions, `alike`: any module that every device computes fully; `classes`: the last
+      linear layer split by outputs.
+
+    Every weight needs a role. A model without roles is not split.
     """
     pixelwise: bool = False
-    """Of an image model: whether the head gives each place of the image an output and has a target for it."""
+    """Whether an image model has an output and a target for each position of the image."""
 
     def __init__(self, *, stem: nn.Module, blocks: Iterable[nn.Module], head: nn.Module) -> None:
         super().__init__()
@@ -70,7 +73,7 @@ class LayeredModel(nn.Module):
         self.head = head
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run what is there, in order: a stage without a stem takes the previous stage's output."""
+        """Run the present parts in order; a stage without a stem takes the previous stage's output."""
         part = "stem"
         try:
             if self.stem is not None:
@@ -85,18 +88,18 @@ class LayeredModel(nn.Module):
             raise
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """The SUM of the loss terms, in float32 or better; whoever divides knows the global count."""
+        """Returns the SUM of the loss terms, in float32 or better; the caller divides by the global count."""
         raise NotImplementedError(f"{type(self).__name__} must define loss(output, target)")
 
     def loss_terms(self, target: Tensor) -> int:
-        """How many terms `loss` sums: known from the shape, so that no device is asked."""
+        """The number of terms that `loss` sums, from the shape only: no device is synchronised."""
         return target.numel()
 
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill one parameter or buffer in place; `name` is its full (canonical) name.
 
-        Random numbers come from `generator` alone, which depends on (seed, name). A buffer that holds
-        anything but running statistics (a table, a mask) needs a line of its own here.
+        Draw random numbers from `generator` only, which depends on (seed, name). Override this for buffers
+        other than running statistics, such as a table or a mask.
         """
         if name.endswith(("bias", "running_mean")) or not tensor.is_floating_point():
             tensor.zero_()
@@ -106,10 +109,10 @@ class LayeredModel(nn.Module):
             tensor.normal_(std=0.02, generator=generator)
 
     def forward_flops(self, sample_shape: tuple[int, ...]) -> PartFlops:
-        """FLOPs of one sample, asked of the whole model (before it is cut).
+        """FLOPs of one sample; called on the whole model, before it is cut.
 
-        The default takes each weight of a matrix as used once at each position of `sample_shape`, as
-        token models do; lookups cost nothing. A model that uses its weights otherwise overrides this.
+        The default counts each weight of a matrix once for each position of `sample_shape`, as in token
+        models; embeddings cost nothing. Override this for a model that uses its weights otherwise.
         """
         positions = torch.Size(sample_shape).numel()
 
@@ -126,19 +129,19 @@ class LayeredModel(nn.Module):
 
 
 def keep(model: LayeredModel, *, blocks: Iterable[int], stem: bool, head: bool) -> LayeredModel:
-    """Cut `model` down to one stage in place, and return it; the names of what stays don't change.
+    """Reduce `model` to one stage in place and return it; remaining parts keep their names.
 
-    Where the cut separates a tied pair, each stage holds a parameter of its own, which `materialise`
-    fills alike; keeping their gradients alike is the pipeline's work (`model.tied` names the pair).
+    If the cut separates a tied pair (`model.tied`), each stage has its own parameter. `materialise` fills
+    both with the same values, and the pipeline keeps their gradients equal.
 
     Raises ValueError for a part that the model doesn't have.
     """
-    wanted = {str(index) for index in blocks}
-    if missing := sorted(wanted - set(model.blocks)):
+    kept = {str(index) for index in blocks}
+    if missing := sorted(kept - set(model.blocks)):
         raise ValueError(f"there is no block {', '.join(missing)} among {', '.join(model.blocks)}")
     if (stem and model.stem is None) or (head and model.head is None):
         raise ValueError("a stem or head that was cut away can't be kept")
-    for name in [name for name in model.blocks if name not in wanted]:
+    for name in [name for name in model.blocks if name not in kept]:
         del model.blocks[name]
     if not stem:
         model.stem = None
@@ -151,32 +154,32 @@ def keep(model: LayeredModel, *, blocks: Iterable[int], stem: bool, head: bool) 
 def materialise(
     model: LayeredModel, *, seed: int, device: torch.device | str, dtype: torch.dtype
 ) -> LayeredModel:
-    """Give every parameter and meta buffer of `model` memory and values, in place; returns it.
+    """Allocate and fill every parameter and meta buffer of `model` in place, and return it.
 
-    Each tensor is filled from a generator of its own, seeded by (seed, canonical name): a stage gets
-    the very bits that the whole model has there. Values are drawn in float32 and then cast, so runs
-    of different precision start from the same numbers. Parameters that were one object stay one
-    (`nn.Module.to_empty` would part them, since a meta tensor can't change its storage). Of a weight
-    that is distributed this rank keeps its slice: no more than one weight is ever whole.
+    Each tensor has its own generator, seeded by (seed, canonical name), so a stage gets the same bits as the
+    whole model. Values are drawn in float32 and then cast, so runs of different precision start from the
+    same numbers. Shared parameters stay shared (`nn.Module.to_empty` would make them two, because a meta
+    tensor can't change its storage). This rank keeps only its slice of a distributed weight, so at most one
+    weight is whole at a time.
     """
-    made: dict[int, Tensor] = {}
+    created: dict[int, Tensor] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        if id(parameter) not in made:
+        if id(parameter) not in created:
             values = _filled(model, name, parameter, seed=seed, device=device, dtype=dtype)
-            made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-        _assign(model, name, made[id(parameter)])
+            created[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+        _assign(model, name, created[id(parameter)])
     for name, buffer in list(model.named_buffers(remove_duplicate=False)):
-        if id(buffer) not in made:
+        if id(buffer) not in created:
             if buffer.is_meta:
-                made[id(buffer)] = _filled(model, name, buffer, seed=seed, device=device, dtype=dtype)
+                created[id(buffer)] = _filled(model, name, buffer, seed=seed, device=device, dtype=dtype)
             else:
-                made[id(buffer)] = buffer.to(device, dtype if buffer.is_floating_point() else buffer.dtype)
-        _assign(model, name, made[id(buffer)])
+                created[id(buffer)] = buffer.to(device, dtype if buffer.is_floating_point() else buffer.dtype)
+        _assign(model, name, created[id(buffer)])
     return model
 
 
 def tensor_seed(seed: int, name: str) -> int:
-    """64 bits that depend on nothing but (seed, name); Python's own `hash` changes with the process."""
+    """64 bits that depend on (seed, name) only; Python's `hash` differs between processes."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "big")
 
 
@@ -184,7 +187,7 @@ def _filled(
     model: LayeredModel, name: str, like: Tensor, *, seed: int, device: torch.device | str, dtype: torch.dtype
 ) -> Tensor:
     canonical = model.tied.get(name, name)
-    # The low 63 bits: a CUDA generator and a CPU one both take them.
+    # 63 bits: CUDA and CPU generators both accept them.
     generator = torch.Generator(device=device).manual_seed(tensor_seed(seed, canonical) >> 1)
     floating = like.is_floating_point()
     values = torch.empty(like.shape, dtype=torch.float32 if floating else like.dtype, device=device)
@@ -194,15 +197,15 @@ def _filled(
 
 
 def own_slice(whole: Tensor, *, like: DTensor) -> DTensor:
-    """This rank's part of `whole`, placed as `like`, without asking another rank.
+    """Returns this rank's slice of `whole`, placed as `like`, without communication.
 
-    Inner mesh axes cut first: where two cut the same dim, fully_shard slices what tensor parallelism left.
+    Inner mesh axes cut first: if two axes cut one dim, fully_shard slices the part of tensor parallelism.
     """
     mesh, part = like.device_mesh, whole
     for axis in reversed(range(mesh.ndim)):
         placement = like.placements[axis]
         if not placement.is_replicate():
-            dim: int = placement.dim  # type: ignore[attr-defined]  # Shard's, and of a kind that torch keeps private
+            dim: int = placement.dim  # type: ignore[attr-defined]  # of Shard and of a private class of torch
             chunks = part.chunk(mesh.size(axis), dim=dim)
             rank = mesh.get_local_rank(axis)
             part = chunks[rank] if rank < len(chunks) else part.narrow(dim, 0, 0)

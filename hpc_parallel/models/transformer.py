@@ -1,6 +1,6 @@
 """The reference decoder: pre-norm blocks of grouped-query attention and SwiGLU, as in Llama.
 
-Touvron et al. 2023 (the whole), Zhang & Sennrich 2019 (RMSNorm), Su et al. 2021 (rotary positions),
+Touvron et al. 2023 (Llama), Zhang & Sennrich 2019 (RMSNorm), Su et al. 2021 (rotary positions),
 Ainslie et al. 2023 (grouped-query attention), Shazeer 2020 (SwiGLU). No biases, no dropout.
 """
 
@@ -20,7 +20,7 @@ from hpc_parallel.models.language import LanguageModel
 class Transformer(LanguageModel):
     """Tokens [batch, seq] -> logits [batch, seq, vocab]; between blocks [batch, seq, dim].
 
-    Raises ValueError where heads don't divide the width, or key-value heads the heads.
+    Raises ValueError if `heads` do not divide `dim` into even widths, or `kv_heads` do not divide `heads`.
     """
 
     tensor_roles = MappingProxyType(
@@ -81,9 +81,9 @@ class Transformer(LanguageModel):
             self.tied = {"head.output.weight": "stem.weight"}
 
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Normal 0.02; what writes into the residual stream is scaled by 1/sqrt(2 layers) (GPT-2).
+        """Normal with std 0.02, scaled by 1/sqrt(2 layers) for projections into the residual stream (GPT-2).
 
-        Each of the 2 layers' writes adds its variance to the stream, which so stays of one size.
+        The stream sums 2 outputs of each layer, and the scale keeps the variance of the sum constant.
         """
         if name.endswith((".attention.output.weight", ".feed_forward.down.weight")):
             tensor.normal_(std=0.02 / math.sqrt(2 * self.layers), generator=generator)
@@ -94,7 +94,7 @@ class Transformer(LanguageModel):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)); [batch, seq, dim].
 
-    Under autocast the products come back in bfloat16 and the sum, the residual stream, stays float32.
+    Under autocast the matrix products return bfloat16, and the residual stream stays float32.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions; heads / kv_heads query heads share a key-value head."""
+    """Causal attention with rotary positions; `heads / kv_heads` query heads share a key-value head."""
 
     def __init__(self, dim: int, *, heads: int, kv_heads: int, rope_theta: float) -> None:
         super().__init__()
@@ -124,14 +124,14 @@ class Attention(nn.Module):
         self.output = nn.Linear(heads * self.head_dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Heads are counted from the weights' output, so a device may hold some of them only.
+        # The number of heads comes from the projections' outputs: a device may have only some of the heads.
         query, key, value = (
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [batch, head, seq, head_dim]
             for projection in (self.query, self.key, self.value)
         )
         positions = self.mix.positions(x.shape[1], device=x.device)
-        turn = rotation(positions, head_dim=self.head_dim, theta=self.rope_theta, like=x)
-        mixed = self.mix(rotate(query, turn), rotate(key, turn), value)
+        cos_sin = rotation(positions, head_dim=self.head_dim, theta=self.rope_theta, like=x)
+        mixed = self.mix(rotate(query, cos_sin), rotate(key, cos_sin), value)
         return self.output(mixed.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
 
 
@@ -163,8 +163,8 @@ class Head(nn.Module):
 def rotation(positions: Tensor, *, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin [seq, head_dim / 2] of position x theta^(-2i / head_dim), for the `positions` [seq].
 
-    Made anew for each call: a table kept as a buffer would have to survive meta construction, casts
-    and cuts. Angles are exact to float64, since a float32 angle of position 100,000 is off by 0.004.
+    They are computed in every call: a buffer would need care in meta construction, casts and cuts. Angles are
+    computed in float64, because a float32 angle of position 100,000 has an error of 0.004.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
     angles = positions.double()[:, None] * torch.pow(theta, -exponents)
@@ -172,8 +172,8 @@ def rotation(positions: Tensor, *, head_dim: int, theta: float, like: Tensor) ->
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (i, i + head_dim / 2) of `x` [batch, head, seq, head_dim] by its angle."""
-    cos, sin = turn
+def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate each pair (i, i + head_dim / 2) of `x` [batch, head, seq, head_dim] by its angle."""
+    cos, sin = cos_sin
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

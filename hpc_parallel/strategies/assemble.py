@@ -202,7 +202,7 @@ def replicate_parts(
     strategy = config.strategy
     if strategy.execution == DATAPARALLEL:
         runner = dataparallel.apply(parts[0], degree=batch.data, device=device)
-        return Replicas([runner], traffic=runner.funnel.devices)
+        return Replicas([runner], traffic=runner.transfers.devices)
     if strategy.execution == PARAMETER_SERVER:
         server = ParameterServer(parts[0].parameters(), options=strategy, device=device)
         return Replicas(parts, server=server)

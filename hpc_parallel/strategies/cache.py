@@ -1,6 +1,6 @@
-"""Keys and values kept, so that a new token costs one position (Pope et al. 2022, section 2).
+"""Key-value cache: the forward pass of a new token computes one position (Pope et al. 2022, section 2).
 
-Works for every model that mixes positions by `CausalAttention` alone and asks it where they are.
+Works for every model that mixes positions only in `CausalAttention` and gets position indices from it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 
 
 def apply(model: LayeredModel, *, length: int) -> LayeredModel:
-    """Let `model` (or a stage of it) take a prompt, then one position at a time, `length` in all.
+    """Let `model` (or a stage of it) take a prompt, then one position at a time, `length` positions in all.
 
-    The head sees the last position only: logits of the others would not be asked for.
+    The head computes the last position only, because the logits of others are not needed.
 
-    Raises ConfigError where there is nothing to keep.
+    Raises ConfigError if the model has no CausalAttention.
     """
-    found = [name for name, module in model.named_modules() if isinstance(module, CausalAttention)]
-    if not found:
-        rule = f"needs a model that attends by CausalAttention, and {type(model).__name__} does not"
+    attentions = [name for name, module in model.named_modules() if isinstance(module, CausalAttention)]
+    if not attentions:
+        rule = f"needs a model with CausalAttention, and {type(model).__name__} has none"
         raise ConfigError([Problem("task", "generate", rule, ("infer",))])
     past = Past()
-    for name in found:
+    for name in attentions:
         model.set_submodule(name, CachedAttention(past, length=length))
     replace_forward(model, partial(count_positions, past), technique="Cached")
     if model.head is not None:
@@ -49,7 +49,7 @@ def last_position(forward: Forward, head: Module, x: Tensor) -> Tensor:
 
 
 class Past:
-    """How many positions have been through the whole model: also for a module that only asks where it is."""
+    """The number of positions that the model has processed. Attentions read it also for position indices."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -59,7 +59,7 @@ class Past:
 
 
 class CachedAttention(CausalAttention):
-    """Looks back at the positions of all passes so far; a device with some of the heads keeps theirs."""
+    """Attention over the positions of all passes so far; a device caches the heads that it has."""
 
     keys: Tensor  # [batch, kv_head, length, head_dim], filled from the front
     values: Tensor
@@ -73,9 +73,9 @@ class CachedAttention(CausalAttention):
         return torch.arange(self._past.length, self._past.length + length, device=device)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The same; after the first pass `query` is of one position, to which all others are past."""
+        """Like `CausalAttention.forward`; after the first pass `query` has one position, which sees all."""
         start, end = self._past.length, self._past.length + key.shape[2]
-        if start == 0:  # heads and dtype are known now
+        if start == 0:  # the number of local heads and the dtype are known only now
             self.keys, self.values = (
                 part.new_empty(*part.shape[:2], self._length, part.shape[3]) for part in (key, value)
             )

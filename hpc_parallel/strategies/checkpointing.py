@@ -1,8 +1,8 @@
 """Activation checkpointing: blocks keep their input and run again for the backward pass (Chen et al. 2016).
 
-`selective` keeps the results of matrix products, convolutions, attention and sums over devices too.
-torchtitan keeps every second product; here it is every one, so that nothing is repeated but what memory
-bounds, and no sum goes over the network twice. What was gathered is gathered again: that is large.
+`selective` also keeps the results of matrix products, convolutions, attention and reductions over devices.
+torchtitan keeps every second matrix product. This module keeps every one: only memory-bound operations are
+repeated, and no reduction goes over the network twice. Gathered tensors are gathered again: they are large.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 from hpc_parallel.torch_internals import buffers_of, tree_leaves, written_arguments
 
-DEAR = {
+EXPENSIVE = {
     "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution",
     "reduce_scatter_tensor", "all_reduce",
 }  # fmt: skip
@@ -35,67 +35,69 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def apply(model: LayeredModel, *, keeps: str, compiled: bool) -> LayeredModel:
-    """Let every block of `model` keep nothing but its input (`full`), or its dear results too (`selective`).
+    """Let every block of `model` keep only its input (`full`), or its expensive results too (`selective`).
 
-    `compiled`: whether a compiler will read the blocks; the repeating is then its work.
+    `compiled`: whether torch.compile compiles the blocks. The compiler then does the recomputation.
     """
     if keeps != "none":
-        way = partial(run_now_and_again, keeps == "selective", compiled)
+        checkpointed = partial(checkpointed_forward, keeps == "selective", compiled)
         for block in model.blocks.values():
-            replace_forward(block, way, technique="Checkpointed")
+            replace_forward(block, checkpointed, technique="Checkpointed")
     return model
 
 
-def run_now_and_again(
+def checkpointed_forward(
     selective: bool, compiled: bool, forward: Forward, block: Module, *inputs: Tensor
 ) -> Tensor:
     contexts: Callable[[], Contexts] = noop_context_fn
     if not compiled:
-        contexts = partial(now_and_again, selective, block)
-    elif selective:  # of contexts of our own a compiler takes none
-        contexts = partial(create_selective_checkpoint_contexts, keep_dear)
+        contexts = partial(pass_contexts, selective, block)
+    elif selective:  # torch.compile accepts torch's contexts only
+        contexts = partial(create_selective_checkpoint_contexts, keep_expensive)
     return checkpoint(  # type: ignore[no-any-return]
         partial(forward, block), *inputs, use_reentrant=False, context_fn=contexts
     )
 
 
-def now_and_again(selective: bool, block: Module) -> Contexts:
-    """Around the forward pass, and around its repetition."""
-    now: AbstractContextManager[Any] = nullcontext()
-    again: AbstractContextManager[Any] = nullcontext()
+def pass_contexts(selective: bool, block: Module) -> Contexts:
+    """The contexts of the forward pass and of its recomputation."""
+    forward: AbstractContextManager[Any] = nullcontext()
+    recomputation: AbstractContextManager[Any] = nullcontext()
     if selective:
-        now, again = create_selective_checkpoint_contexts(KeepUnwritten())
-    return now, WithCopiesOfBuffers(block, again)
+        forward, recomputation = create_selective_checkpoint_contexts(KeepUnwritten())
+    return forward, WithCopiesOfBuffers(block, recomputation)
 
 
-def keep_dear(_: object, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    """What a custom autograd function computes is left to it: gradients are off there, and its
-    operations write into each other's results."""
+def keep_expensive(_: object, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    """Keep the results of expensive operations, but not inside a custom autograd function.
+
+    Gradients are off there, and its operations write into each other's results.
+    """
     name = operation.name().partition("::")[2].partition(".")[0]
-    dear = name in DEAR or name.startswith("_scaled_dot_product_")
-    keep = dear and torch.is_grad_enabled()
+    expensive = name in EXPENSIVE or name.startswith("_scaled_dot_product_")
+    keep = expensive and torch.is_grad_enabled()
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class KeepUnwritten:
-    """`keep_dear` for one pass through a block, seeing that nothing is written into what it has kept.
+    """`keep_expensive` for one pass through a block, with a check that no kept result is overwritten.
 
-    torch sees that by itself, but not through the view that a product of more than two dims returns.
+    torch checks this too, but not for the view that a matrix product of more than two dims returns.
     """
 
     def __init__(self) -> None:
         self._kept: set[int] = set()
 
     def __call__(self, context: Any, operation: Any, *inputs: Any, **named: Any) -> CheckpointPolicy:
-        """Raises ConfigError where the block writes into a kept result."""
+        """Raises ConfigError if the block writes into a kept result."""
         if not self._kept.isdisjoint(memory_of(written_arguments(operation, inputs))):
             rule = f"keeps a result that the block then overwrites ({operation.name()})"
             key = "training.activation_checkpointing"
             raise ConfigError([Problem(key, "selective", rule, ("full", "none"))])
-        found = keep_dear(context, operation)
-        if found is CheckpointPolicy.MUST_SAVE:
+        policy = keep_expensive(context, operation)
+        if policy is CheckpointPolicy.MUST_SAVE:
             self._kept.update(memory_of(context.op_output))
-        return found
+        return policy
 
 
 def memory_of(tensors: Any) -> list[int]:
@@ -104,9 +106,10 @@ def memory_of(tensors: Any) -> list[int]:
 
 
 class WithCopiesOfBuffers:
-    """`inner`, in which what `block` writes into buffers is lost: running statistics were written before.
+    """The context `inner` in which writes into the buffers of `block` are discarded.
 
-    Entered for each backward pass through the block, and a zero-bubble schedule makes two.
+    The forward pass has already updated running statistics; the recomputation must not do so again. A
+    zero-bubble schedule enters this context twice, because it makes two backward passes through a block.
     """
 
     def __init__(self, block: Module, inner: AbstractContextManager[Any]) -> None:
@@ -119,7 +122,7 @@ class WithCopiesOfBuffers:
         for table in self._tables:
             copies = {name: None if buffer is None else buffer.clone() for name, buffer in table.items()}
             table.update(copies)
-        self._inner.__enter__()  # here: it refuses operations that the forward pass did not have
+        self._inner.__enter__()  # last: it rejects operations that the forward pass did not have
 
     def __exit__(self, *failure: Any) -> None:
         try:

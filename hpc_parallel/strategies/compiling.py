@@ -1,4 +1,4 @@
-"""Compilation of each block by torch.compile (Ansel et al. 2024); blocks of one shape share the code."""
+"""Compilation of each block by torch.compile (Ansel et al. 2024); blocks of equal shapes share their code."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 from hpc_parallel.torch_internals import allow_recompiles
 
-SHAPES = 64  # of input that a block may meet: microbatches in training, in each batch size of inference
+SHAPES = 64  # that the inputs of a block may have: microbatches in training, each batch size in inference
 
 
 def apply(model: LayeredModel) -> LayeredModel:
-    """Compile the forward pass of every block of `model`, whole; what wraps a block stays outside.
+    """Compile the full forward pass of every block of `model`, but not what wraps a block.
 
-    Hooks on the block itself (fully_shard's) are so never compiled, and parameters keep their names.
+    So hooks on the block itself (fully_shard's) are never compiled, and parameters keep their names.
     """
     allow_recompiles(SHAPES * len(model.blocks))
     run = partial(run_compiled, cache(partial(torch.compile, fullgraph=True, dynamic=False)))
@@ -29,6 +29,8 @@ def apply(model: LayeredModel) -> LayeredModel:
 
 
 def run_compiled(compiled: Any, forward: Forward, block: Module, x: Tensor) -> Tensor:
-    """A collective's result that is still under way (AsyncCollectiveTensor) is waited for by copying it:
-    torch 2.13 would send its gradient past the operation that made it a plain tensor."""
+    """Run the compiled block. An AsyncCollectiveTensor is copied first, which waits for its collective.
+
+    Without the copy torch 2.13 sends the gradient past the operation that made it a plain tensor.
+    """
     return compiled(forward)(block, x if type(x) is Tensor else x.clone())  # type: ignore[no-any-return]

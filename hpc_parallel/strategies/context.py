@@ -1,8 +1,8 @@
-"""Context parallelism: every sequence is split over devices, which meet in the attention alone.
+"""Context parallelism: every sequence is split over devices, which communicate in attention only (`ring.py`).
 
-All else treats each position by itself. Weights are whole, or sliced over this axis as over `shard`, and
-learn from this device's positions: with as many terms of the loss on each, devices are averaged over like
-replicas. `ring.py` has the attention.
+All other layers treat each position separately. Every device has all weights, or fully_shard slices them over
+this axis as over `shard`. Each device computes gradients of its own positions; all have equally many loss
+terms, so gradients are averaged over devices as over replicas.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EXCHANGES: dict[str, Exchange] = {"ring": Ring(), "gather": Gather()}  # by stra
 
 
 def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> LayeredModel:
-    """Let every attention of `model` (or a stage of it) be over the whole sequence that `axis` splits."""
+    """Let every attention of `model` (or a stage of it) see the whole sequence, which `axis` splits."""
     for name, module in list(model.named_modules()):
         if isinstance(module, CausalAttention):
             model.set_submodule(
@@ -31,15 +31,15 @@ def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> 
 
 
 def require(model: LayeredModel, *, axis: DeviceMesh, sample_shape: tuple[int, ...]) -> None:
-    """Raises ConfigError where the whole `model`, or samples of this shape, can't be split over `axis`."""
+    """Raises ConfigError if the whole `model` or samples of this shape can't be split over `axis`."""
     degree = axis.size()
     kinds = {type(module) for module in model.modules() if isinstance(module, CausalAttention)}
     others = sorted(kind.__name__ for kind in kinds - {CausalAttention})
     rule = ""
     if not kinds:
-        rule = f"can't be: {type(model).__name__} has no CausalAttention, in which alone devices meet"
+        rule = f"is not possible: {type(model).__name__} has no CausalAttention, which splits the sequence"
     elif others:
-        rule = f"can't be: {', '.join(others)} attends in a way of its own"
+        rule = f"is not possible: CausalAttention can be split, but not its subclass {', '.join(others)}"
     elif not sample_shape or sample_shape[0] % (2 * degree):
         rule = f"does not split samples of shape {list(sample_shape)} into two slices a device"
     if rule:
@@ -47,7 +47,7 @@ def require(model: LayeredModel, *, axis: DeviceMesh, sample_shape: tuple[int, .
 
 
 class SplitAttention(CausalAttention):
-    """Attention over the whole sequence, this device having two slices of it."""
+    """Attention over the whole sequence; this device has two slices of it."""
 
     def __init__(self, *, axis: DeviceMesh, exchange: Exchange) -> None:
         super().__init__()
@@ -56,8 +56,8 @@ class SplitAttention(CausalAttention):
 
     def positions(self, length: int, *, device: torch.device) -> Tensor:
         degree = self._axis.size()
-        mine = slices_of(self._axis.get_local_rank(), degree=degree, length=length * degree)
-        return torch.cat([torch.arange(part.start, part.stop, device=device) for part in mine])
+        slices = slices_of(self._axis.get_local_rank(), degree=degree, length=length * degree)
+        return torch.cat([torch.arange(part.start, part.stop, device=device) for part in slices])
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with torch.autocast(query.device.type, enabled=False):  # sums stay in float32

@@ -1,8 +1,8 @@
-"""torch's nn.DataParallel: one process, a thread and a replica a device, everything through the first device.
+"""torch's nn.DataParallel: one process with one thread and one replica for each device.
 
-Each microbatch is scattered from the first device and its outputs are gathered there for the loss; weights
-are copied out in every forward pass and gradients come back in every backward pass. Where there are no GPUs
-the replicas run on threads that share one model, so the weights are tied by being the same ones.
+The first device scatters each microbatch and gathers the outputs for the loss. Weights are copied to the
+other devices in every forward pass, and gradients come back in every backward pass. Without GPUs the
+replicas are threads that share one model, so no weight is copied.
 """
 
 from __future__ import annotations
@@ -28,167 +28,168 @@ Runner = Callable[..., Tensor]
 
 
 def apply(model: LayeredModel, *, degree: int, device: torch.device) -> Threads | Gpus:
-    """Run each batch of `model` in `degree` parts at once, and give their outputs as one."""
-    here = Here()
+    """Run `degree` parts of each batch of `model` at once and concatenate their outputs."""
+    local = ReplicaLocal()
     for module in model.modules():
         if isinstance(module, BatchNorm):
-            replace_forward(module, partial(normalise, here), technique="Global")
+            replace_forward(module, partial(normalise, local), technique="Global")
     kind = Gpus if device.type == "cuda" else Threads
-    return kind(model, degree=degree, here=here)
+    return kind(model, degree=degree, local=local)
 
 
-class Here(threading.local):
-    """What the replica on this thread knows of the others; nothing where it is the only one."""
+class ReplicaLocal(threading.local):
+    """The index of this thread's replica and the barrier that it shares with the others, if there are any."""
 
-    meeting: Meeting | None = None
-    place: int = 0
+    barrier: ReplicaBarrier | None = None
+    index: int = 0
 
 
-class Meeting:
-    """Where the replicas of one forward pass add up what each has found."""
+class ReplicaBarrier:
+    """Sums values over the replicas of one forward pass."""
 
-    def __init__(self, *, here: Here, devices: Sequence[DeviceTraffic], replicas: int) -> None:
-        self._here = here
+    def __init__(self, *, local: ReplicaLocal, devices: Sequence[DeviceTraffic], replicas: int) -> None:
+        self._local = local
         self._devices = devices[:replicas]
-        self._found: list[Tensor] = [torch.empty(0)] * replicas
-        self._all_here = threading.Barrier(replicas, action=self._add)
+        self._values: list[Tensor] = [torch.empty(0)] * replicas
+        self._barrier = threading.Barrier(replicas, action=self._add)
         self._total = torch.empty(0)
         self.failure: BaseException | None = None  # of the replica that failed first
 
-    def attended(self, replica: Runner, place: int) -> Runner:
-        """`replica`, knowing of this meeting; where it fails the others don't wait for it."""
+    def join(self, replica: Runner, index: int) -> Runner:
+        """Returns `replica` with access to this barrier; the others don't wait for it if it fails."""
 
         def run(*inputs: Any, **named: Any) -> Tensor:
-            self._here.meeting, self._here.place = self, place
+            self._local.barrier, self._local.index = self, index
             try:
                 return replica(*inputs, **named)
             except BaseException as failure:
                 self.failure = self.failure or failure
-                self._all_here.abort()
+                self._barrier.abort()
                 raise
             finally:
-                self._here.meeting = None
+                self._local.barrier = None
 
         return run
 
     def total(self, value: Tensor) -> Tensor:
-        """The sum of all replicas' values, in the order of their places; differentiable.
+        """The sum of all replicas' values, in the order of their indices; differentiable.
 
-        One wait is enough: the next sum is made when all replicas have come again, hence have read this.
+        One wait is enough: the next sum starts when all replicas wait again, so all have read this one.
         """
-        self._found[self._here.place] = value
+        self._values[self._local.index] = value
         try:
-            self._all_here.wait()
+            self._barrier.wait()
         except threading.BrokenBarrierError:
             raise RuntimeError(f"another replica of this process failed: {self.failure!r}") from None
         return self._total.to(value.device)
 
     def _add(self) -> None:
-        first, *others = self._found
+        first, *others = self._values
         for value, device in zip(others, self._devices[1:], strict=True):
             first = first + value.to(first.device)
             for source, target in ((device, self._devices[0]), (self._devices[0], device)):
-                move(2 * value.nbytes, source=source, target=target)  # and as much for its gradient
+                move(2 * value.nbytes, source=source, target=target)  # the value and its gradient
         self._total = first
 
 
-def normalise(here: Here, alone: Forward, norm: BatchNorm, x: Tensor) -> Tensor:
+def normalise(local: ReplicaLocal, original: Forward, norm: BatchNorm, x: Tensor) -> Tensor:
     """BatchNorm of `x` [batch, channel, ...] by the moments of all replicas' parts of the microbatch.
 
-    Plain operations on sums that the replicas have in common: the derivative crosses between them where
-    the sums did. The first replica's running statistics are the model's own (nn.DataParallel).
+    The sums over replicas are plain operations, so autograd sends gradients from replica to replica. Only
+    the first replica updates running statistics, because its buffers are the model's (nn.DataParallel).
     """
     require_dims(norm, x)
-    if here.meeting is None or (not norm.training and norm.running_mean is not None):
-        return alone(norm, x)
+    if local.barrier is None or (not norm.training and norm.running_mean is not None):
+        return original(norm, x)
     dims = [dim for dim in range(x.dim()) if dim != 1]
     shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    places = wide.new_tensor([x.numel() // x.shape[1]], dtype=torch.float64)
-    totals = here.meeting.total(torch.cat([wide.sum(dims).double(), places]))
-    mean, count = (totals[:-1] / totals[-1]).to(wide.dtype), totals[-1]
-    centred = wide - mean.view(shape)
-    variance = here.meeting.total(centred.square().sum(dims).double()) / count
-    out = centred * torch.rsqrt(variance + norm.eps).to(wide.dtype).view(shape)
+    upcast = x.to(torch.promote_types(x.dtype, torch.float32))
+    count = upcast.new_tensor([x.numel() // x.shape[1]], dtype=torch.float64)
+    totals = local.barrier.total(torch.cat([upcast.sum(dims).double(), count]))
+    mean, total_count = (totals[:-1] / totals[-1]).to(upcast.dtype), totals[-1]
+    centred = upcast - mean.view(shape)
+    variance = local.barrier.total(centred.square().sum(dims).double()) / total_count
+    out = centred * torch.rsqrt(variance + norm.eps).to(upcast.dtype).view(shape)
     if norm.weight is not None:
         out = out * norm.weight.view(shape) + norm.bias.view(shape)
-    if here.place == 0:
-        track(norm, mean=mean, variance=variance, count=count)
+    if local.index == 0:
+        track(norm, mean=mean, variance=variance, count=total_count)
     return out.to(x.dtype)
 
 
-class Funnel:
-    """Counts what passes through the first device in training: the others send to it and receive from it."""
+class TransferCounter:
+    """Counts the bytes between the first device and the others in training."""
 
     def __init__(self, *, degree: int) -> None:
         self.devices = [DeviceTraffic() for _ in range(degree)]
 
-    def scattered(self, count: int, *, to: int) -> None:
-        move(count, source=self.devices[0], target=self.devices[to])
+    def scattered(self, count_bytes: int, *, target: int) -> None:
+        move(count_bytes, source=self.devices[0], target=self.devices[target])
 
-    def gathered(self, count: int, *, of: int) -> None:
-        move(count, source=self.devices[of], target=self.devices[0])
+    def gathered(self, count_bytes: int, *, source: int) -> None:
+        move(count_bytes, source=self.devices[source], target=self.devices[0])
 
     def count(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, copied: Sequence[Tensor]) -> None:
-        """One forward and backward pass; `copied`: what every device gets a copy of."""
+        """Count one forward and backward pass. Every device gets a copy of the `copied` tensors."""
         if not torch.is_grad_enabled():
             return
-        for place in range(1, len(inputs)):
-            self.scattered(inputs[place].nbytes + outputs[place].nbytes, to=place)  # and outputs' gradients
-            self.gathered(outputs[place].nbytes, of=place)
-            self.scattered(sum(tensor.nbytes for tensor in copied), to=place)
-            self.gathered(sum(tensor.nbytes for tensor in copied if tensor.requires_grad), of=place)
+        for device in range(1, len(inputs)):
+            self.scattered(inputs[device].nbytes, target=device)
+            self.gathered(outputs[device].nbytes, source=device)
+            self.scattered(outputs[device].nbytes, target=device)  # gradients of the outputs
+            self.scattered(sum(tensor.nbytes for tensor in copied), target=device)
+            self.gathered(sum(tensor.nbytes for tensor in copied if tensor.requires_grad), source=device)
 
 
 class Threads(Module):
-    """nn.DataParallel on CPUs: threads of one process are the devices, and nobody copies a weight."""
+    """nn.DataParallel on CPUs: the devices are threads that share the model, so no weight is copied."""
 
-    def __init__(self, model: LayeredModel, *, degree: int, here: Here) -> None:
+    def __init__(self, model: LayeredModel, *, degree: int, local: ReplicaLocal) -> None:
         super().__init__()
         self.module = model
-        self.funnel = Funnel(degree=degree)
+        self.transfers = TransferCounter(degree=degree)
         self._degree = degree
-        self._here = here
+        self._local = local
         self._cores = max(1, torch.get_num_threads() // degree)
 
     def forward(self, x: Tensor) -> Tensor:
         pieces = x.chunk(self._degree)
         if len(pieces) == 1:
-            alone: Tensor = self.module(x)
-            return alone
-        meeting = Meeting(here=self._here, devices=self.funnel.devices, replicas=len(pieces))
+            output: Tensor = self.module(x)
+            return output
+        barrier = ReplicaBarrier(local=self._local, devices=self.transfers.devices, replicas=len(pieces))
         outputs: dict[int, Tensor] = {}
-        learns = torch.is_grad_enabled()
+        grad_enabled = torch.is_grad_enabled()
 
-        def run(place: int) -> None:
-            torch.set_num_threads(self._cores)  # of this thread; torch's modes are a thread's own too
-            with suppress(BaseException), torch.set_grad_enabled(learns):  # the meeting knows the first
-                outputs[place] = meeting.attended(self.module, place)(pieces[place])
+        def run(index: int) -> None:
+            torch.set_num_threads(self._cores)  # a setting of each thread, as torch's grad mode is
+            with suppress(BaseException), torch.set_grad_enabled(grad_enabled):  # barrier.failure keeps it
+                outputs[index] = barrier.join(self.module, index)(pieces[index])
 
-        threads = [threading.Thread(target=run, args=(place,)) for place in range(len(pieces))]
+        threads = [threading.Thread(target=run, args=(index,)) for index in range(len(pieces))]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        if meeting.failure is not None:
-            raise meeting.failure
-        gathered = [outputs[place] for place in range(len(pieces))]
-        self.funnel.count(pieces, gathered, copied=())
+        if barrier.failure is not None:
+            raise barrier.failure
+        gathered = [outputs[index] for index in range(len(pieces))]
+        self.transfers.count(pieces, gathered, copied=())
         return torch.cat(gathered)
 
 
 class Gpus(torch.nn.DataParallel[LayeredModel]):
     """nn.DataParallel on a node's GPUs."""
 
-    def __init__(self, model: LayeredModel, *, degree: int, here: Here) -> None:
+    def __init__(self, model: LayeredModel, *, degree: int, local: ReplicaLocal) -> None:
         super().__init__(model, device_ids=list(range(degree)))
-        self.funnel = Funnel(degree=degree)
-        self._here = here
+        self.transfers = TransferCounter(degree=degree)
+        self._local = local
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
-        meeting = Meeting(here=self._here, devices=self.funnel.devices, replicas=len(replicas))
-        attended = [meeting.attended(replica, place) for place, replica in enumerate(replicas)]
-        outputs: list[Tensor] = super().parallel_apply(attended, inputs, kwargs)  # type: ignore[arg-type]
+        barrier = ReplicaBarrier(local=self._local, devices=self.transfers.devices, replicas=len(replicas))
+        joined = [barrier.join(replica, index) for index, replica in enumerate(replicas)]
+        outputs: list[Tensor] = super().parallel_apply(joined, inputs, kwargs)  # type: ignore[arg-type]
         copied = [*chain(self.module.parameters(), self.module.buffers())]
-        self.funnel.count([given[0] for given in inputs], outputs, copied=copied)
+        self.transfers.count([arguments[0] for arguments in inputs], outputs, copied=copied)
         return outputs

@@ -1,4 +1,4 @@
-"""The next token by all ranks of a replica: through the stages one after another, chosen on one rank."""
+"""Generation of one token by all ranks of a replica: stages run one after another, one rank chooses."""
 
 from __future__ import annotations
 
@@ -14,58 +14,56 @@ from hpc_parallel.strategies.mesh import axis_of, joint
 
 
 class Decoder:
-    """Takes prompts, then one token a call, and keeps what they left in the layers' caches.
+    """Generates tokens with key-value caches: takes prompts first, then one token for each call.
 
-    Needs one stage a rank. Batches differ over replicas; the ranks of one replica are given the same.
+    Each rank has one stage. The ranks of one replica get the same batch; replicas get different ones.
     """
 
     def __init__(self, assembled: Assembled, *, length: int, device: torch.device) -> None:
-        """length: positions there will be, those of a prompt and of all new tokens but the last."""
+        """`length`: positions of the prompt and of all new tokens but the last."""
         (self._part,) = assembled.parts
         cache.apply(self._part, length=length)
         self._device = device
         self._stages = axis_of(assembled.mesh, "pipeline")
         self._replica = joint(assembled.mesh, "pipeline", "tensor")
         tensor = axis_of(assembled.mesh, "tensor")
-        self._chooses = self._part.head is not None and (tensor is None or tensor.get_local_rank() == 0)
-        # The ranks of a replica lie stage by stage: the first of the last stage chooses.
-        across = 1 if tensor is None else tensor.size()
-        self._chooser = 0 if self._replica is None else self._replica.size() - across
-        self._taken: tuple[tuple[int, ...], torch.dtype] | None = (
-            None  # what the stage before makes of a token
-        )
-        self._told = False  # the next stage, of the same
+        self._is_chooser = self._part.head is not None and (tensor is None or tensor.get_local_rank() == 0)
+        # The ranks of a replica are ordered by stage: the first rank of the last stage chooses.
+        tensor_degree = 1 if tensor is None else tensor.size()
+        self._chooser = 0 if self._replica is None else self._replica.size() - tensor_degree
+        self._input_kind: tuple[tuple[int, ...], torch.dtype] | None = None  # shape of a token, and dtype
+        self._sent_kind = False  # to the next stage
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor, choose: Callable[[Tensor], Tensor]) -> Tensor:
-        """The token [batch] that `choose` takes of the last position's logits [batch, vocab], on all ranks.
+        """Returns the next token [batch] on all ranks: `choose` of the last position's logits [batch, vocab].
 
-        tokens: [batch, seq], those that follow what was given before.
+        `tokens` [batch, seq] follow the tokens of earlier calls.
         """
         x = self._part(tokens if self._part.stem is not None else self._receive(tokens.shape))
         if self._part.head is None:
             self._send(x.contiguous())
-        chosen = choose(x[:, -1]) if self._chooses else tokens.new_empty(len(tokens))
+        chosen = choose(x[:, -1]) if self._is_chooser else tokens.new_empty(len(tokens))
         if self._replica is not None:
             dist.broadcast(chosen, group=self._replica.get_group(), group_src=self._chooser)
         return chosen
 
     def _send(self, x: Tensor) -> None:
-        """To the next stage; the first time with what it can't know of `x`."""
-        group, to = self._neighbour(+1)
-        if not self._told:
-            made = list(x.shape[2:]), str(x.dtype).removeprefix("torch.")
-            exchange.send(made, to=to, group=group, device=self._device)
-            self._told = True
-        dist.send(x, group=group, group_dst=to)
+        """Send `x` to the next stage, and its shape and dtype before the first time."""
+        group, target = self._neighbour(+1)
+        if not self._sent_kind:
+            kind = list(x.shape[2:]), str(x.dtype).removeprefix("torch.")
+            exchange.send(kind, target=target, group=group, device=self._device)
+            self._sent_kind = True
+        dist.send(x, group=group, group_dst=target)
 
     def _receive(self, shape: torch.Size) -> Tensor:
-        """What the stage before makes of tokens of `shape`: [batch, seq, ...]."""
+        """The previous stage's output [batch, seq, ...] for tokens of `shape` [batch, seq]."""
         group, source = self._neighbour(-1)
-        if self._taken is None:
+        if self._input_kind is None:
             size, name = exchange.receive(source=source, group=group, device=self._device)
-            self._taken = tuple(size), getattr(torch, name)
-        size, dtype = self._taken
+            self._input_kind = tuple(size), getattr(torch, name)
+        size, dtype = self._input_kind
         x = torch.empty(*shape, *size, dtype=dtype, device=self._device)
         dist.recv(x, group=group, group_src=source)
         return x

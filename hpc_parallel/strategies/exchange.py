@@ -1,6 +1,6 @@
-"""Plain values between ranks: JSON as bytes in tensors, where torch's object collectives would pickle.
+"""Collectives for plain values, sent as JSON; torch's object collectives use pickle.
 
-To open a pickle executes code, and the sockets of gloo and NCCL do not tell who sends.
+Loading a pickle executes code, and the sockets of gloo and NCCL do not authenticate the sender.
 """
 
 from __future__ import annotations
@@ -14,27 +14,29 @@ from torch import Tensor
 
 from hpc_parallel.record.safe_read import parse_json
 
-MOST_BYTES = 2**28  # of one rank's value
+MAX_BYTES = 2**28  # of one rank's value
 CPU = torch.device("cpu")
 
 
 class ExchangeError(RuntimeError):
-    """What came is not what a rank sends."""
+    """A received message is not a value that a rank sends."""
 
 
 def all_gather(
     value: Any, *, group: dist.ProcessGroup | None = None, device: torch.device = CPU
 ) -> list[Any]:
-    """Every rank's value, by its rank in `group`.
+    """Returns the values of all ranks, in the order of `group`.
 
-    value: what JSON has: no NaN, no infinity; tuples come back as lists. device: one that the group's
-    backend takes tensors on. Raises ExchangeError.
+    `value` must be valid JSON: no NaN, no infinity; tuples come back as lists. `device` is one that the
+    group's backend supports.
+
+    Raises ExchangeError if a message is malformed.
     """
     content = _encode(value, device)
     size = torch.tensor([len(content)], device=device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)
-    lengths = [_checked(size) for size in sizes]
+    lengths = [_checked_length(size) for size in sizes]
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: len(content)] = content
     rows = [torch.empty_like(padded) for _ in lengths]
@@ -43,7 +45,7 @@ def all_gather(
 
 
 def all_gather_numbers(values: list[float], *, device: torch.device) -> list[list[float]]:
-    """For each value, that of every rank, in one collective. Works without a process group too."""
+    """Returns [value][rank] in one collective. Works without a process group too."""
     local = torch.tensor(values, dtype=torch.float64, device=device)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [[value] for value in local.tolist()]
@@ -54,29 +56,37 @@ def all_gather_numbers(values: list[float], *, device: torch.device) -> list[lis
 
 
 def broadcast(value: Any, *, group: dist.ProcessGroup | None = None, device: torch.device = CPU) -> Any:
-    """The value of the first rank of `group`, on all of them; what the others hand in is not looked at."""
+    """Returns the value of the first rank of `group` on all its ranks; the other ranks' `value` is ignored.
+
+    Raises ExchangeError if the message is malformed.
+    """
     first = dist.get_rank(group) == 0
     content = _encode(value, device) if first else torch.empty(0, dtype=torch.uint8, device=device)
     size = torch.tensor([len(content)], device=device)
     dist.broadcast(size, group=group, group_src=0)
     if not first:
-        content = torch.empty(_checked(size), dtype=torch.uint8, device=device)
+        content = torch.empty(_checked_length(size), dtype=torch.uint8, device=device)
     dist.broadcast(content, group=group, group_src=0)
     return _decode(content)
 
 
-def send(value: Any, *, to: int, group: dist.ProcessGroup | None = None, device: torch.device = CPU) -> None:
-    """To one rank of `group`, which must `receive`."""
+def send(
+    value: Any, *, target: int, group: dist.ProcessGroup | None = None, device: torch.device = CPU
+) -> None:
+    """Send `value` to the rank `target` of `group`, which must call `receive`."""
     content = _encode(value, device)
-    dist.send(torch.tensor([len(content)], device=device), group=group, group_dst=to)
-    dist.send(content, group=group, group_dst=to)
+    dist.send(torch.tensor([len(content)], device=device), group=group, group_dst=target)
+    dist.send(content, group=group, group_dst=target)
 
 
 def receive(*, source: int, group: dist.ProcessGroup | None = None, device: torch.device = CPU) -> Any:
-    """What one rank of `group` sends."""
+    """Returns the value that the rank `source` of `group` sends.
+
+    Raises ExchangeError if the message is malformed.
+    """
     size = torch.zeros(1, dtype=torch.int64, device=device)
     dist.recv(size, group=group, group_src=source)
-    content = torch.empty(_checked(size), dtype=torch.uint8, device=device)
+    content = torch.empty(_checked_length(size), dtype=torch.uint8, device=device)
     dist.recv(content, group=group, group_src=source)
     return _decode(content)
 
@@ -86,10 +96,10 @@ def _encode(value: Any, device: torch.device) -> Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
 
 
-def _checked(size: Tensor) -> int:
+def _checked_length(size: Tensor) -> int:
     length = int(size.item())
-    if not 0 < length <= MOST_BYTES:
-        raise ExchangeError(f"a rank announced a value of {length} bytes, which no rank sends.")
+    if not 0 < length <= MAX_BYTES:
+        raise ExchangeError(f"a rank announced a value of {length} bytes, not 1 to {MAX_BYTES}.")
     return length
 
 
@@ -97,4 +107,4 @@ def _decode(content: Tensor) -> Any:
     try:
         return parse_json(content.cpu().numpy().tobytes().decode())
     except (ValueError, RecursionError) as error:
-        raise ExchangeError(f"a rank sent what is no JSON: {' '.join(str(error).split())[:200]}") from error
+        raise ExchangeError(f"a rank sent invalid JSON: {' '.join(str(error).split())[:200]}") from error

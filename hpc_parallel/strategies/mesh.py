@@ -1,4 +1,4 @@
-"""The device mesh of a layout: the axes that are used, outermost first, and where a rank stands on them."""
+"""The device mesh of a layout: its used axes, outermost first, and the position of a rank on them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from hpc_parallel.config.layout import Layout
 
 
 def build_mesh(layout: Layout, *, device_type: str, first: int = 0) -> DeviceMesh:
-    """The ranks from `first` on; those before it make the mesh too, and stand outside of it.
+    """Build the mesh of the ranks from `first` on. Earlier ranks call this too, but are not in the mesh.
 
-    One mesh dimension for each axis of a degree above one; a lone device keeps a replicate axis of 1.
-
-    What fully_shard has keeps a shard axis, of 1 where it must be.
+    The mesh has one dimension for each axis of a degree above one. A shard axis of degree 1 stays if
+    fully_shard holds the weights; a single device has a replicate axis of degree 1.
     """
     used = {
         axis: degree
@@ -31,46 +30,48 @@ def build_mesh(layout: Layout, *, device_type: str, first: int = 0) -> DeviceMes
 
 
 def slicing_axis(mesh: DeviceMesh) -> DeviceMesh | None:
-    """Over which fully_shard slices weights: the shard axis, and `context`, whose ranks have the same ones.
+    """The axis over which fully_shard slices weights; None if the layout has no shard axis.
 
-    None where the layout has no shard axis.
+    `context` joins `shard` in it, because its ranks have the same weights.
     """
     return None if axis_of(mesh, "shard") is None else joint(mesh, "shard", "context")
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Over which fully_shard works: the slicing axis, and before it the replicas of what it slices."""
+    """The mesh of fully_shard: the slicing axis, preceded by its replicas."""
     slices, replicas = slicing_axis(mesh), axis_of(mesh, "replicate")
     assert slices is not None
     return slices if replicas is None else torch_internals.concatenate([replicas, slices])
 
 
 def weight_axes(mesh: DeviceMesh) -> list[DeviceMesh]:
-    """The axes whose ranks hold different weights, or parts of them."""
+    """The axes whose ranks hold different weights or different slices of them."""
     axes = (axis_of(mesh, "pipeline"), slicing_axis(mesh), axis_of(mesh, "tensor"))
     return [axis for axis in axes if axis is not None]
 
 
 def joint(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
-    """One axis made of those of `names` that are used; None where none is."""
+    """One axis made of the used axes among `names`; None if none is used."""
     used = tuple(name for name in names if axis_of(mesh, name) is not None)
-    return None if not used else mesh[used[0]] if len(used) == 1 else torch_internals.flatten(mesh[used])
+    if not used:
+        return None
+    return mesh[used[0]] if len(used) == 1 else torch_internals.flatten(mesh[used])
 
 
 def axis_of(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
-    """The one-dimensional mesh of `name` with this rank; None where the degree is 1 or the rank outside."""
+    """The one-dimensional mesh of `name` with this rank; None for degree 1 or a rank outside the mesh."""
     assert mesh.mesh_dim_names is not None
     used = mesh.size() > 1 and mesh.get_coordinate() is not None
     return mesh[name] if used and name in mesh.mesh_dim_names else None
 
 
 def local_gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
-    """What this rank has of their gradients, as plain tensors that share its memory.
+    """This rank's slices of the gradients, as plain tensors that share their memory.
 
-    A distributed gradient is placed as its weight first: autograd leaves that of a norm's weight as parts
-    of a sum over the tensor axis, and fully_shard alone would sum them.
+    A distributed gradient is first redistributed to its weight's placements: autograd leaves the gradient
+    of a norm's weight as partial sums over the tensor axis, and only fully_shard would add them up.
     """
-    found: list[Tensor] = []
+    gradients: list[Tensor] = []
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
@@ -78,16 +79,16 @@ def local_gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
                 gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
             gradient = gradient.to_local()
         if gradient is not None:
-            found.append(gradient)
-    return found
+            gradients.append(gradient)
+    return gradients
 
 
 def holders(parameter: Parameter, *, axes: Iterable[DeviceMesh]) -> int:
-    """How many ranks of the `axes` have the very slice of `parameter` that this one has."""
-    placed = parameter.placements if isinstance(parameter, DTensor) else ()
+    """Number of ranks of the `axes` that have the same slice of `parameter` as this rank."""
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
     names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
     split = {
-        name for name, placement in zip(names or (), placed, strict=True) if not placement.is_replicate()
+        name for name, placement in zip(names or (), placements, strict=True) if not placement.is_replicate()
     }
     count = 1
     for axis in axes:

@@ -1,9 +1,9 @@
-"""A synchronous parameter server: rank 0 holds the weights and the optimizer, workers have gradients.
+"""A synchronous parameter server: rank 0 holds the weights and the optimizer, workers compute gradients.
 
-Each step every worker sends its gradient and gets the weights back (Li et al. 2014, without its
-asynchrony): 2 x weights a worker, all of it by the server's link, where an all-reduce would ask
-2(n-1)/n x weights of each link. Messages are flat buckets, point to point; the server adds gradients up
-in the order of the ranks, so a run repeats itself to the bit.
+In each step every worker sends its gradients and receives the weights (Li et al. 2014, without its
+asynchrony). The server's link carries 2 x weights for each worker; an all-reduce needs 2(n-1)/n x weights
+on each link. Messages are flat buckets, sent point to point. The server adds gradients in rank order, so
+runs are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -22,64 +22,64 @@ SERVER = 0
 
 
 class ParameterServer:
-    """This rank's end of the exchange, over all ranks of the default process group."""
+    """This rank's part of the exchange, over all ranks of the default process group."""
 
     def __init__(
         self, parameters: Iterable[Parameter], *, options: StrategyConfig, device: torch.device
     ) -> None:
         self.serves = dist.get_rank() == SERVER
-        self._works_too = not options.dedicated_server
+        self._server_trains = not options.dedicated_server
         self._workers = [rank for rank in range(dist.get_world_size()) if rank != SERVER]
-        self._buckets = buckets(parameters, most_bytes=int(options.bucket_mb * 2**20))
-        # gloo sends from the host's memory only, also where it is asked to serve GPUs
-        over_host = f"{device.type}:gloo" in dist.get_backend_config().split(",")
-        self._wire = torch.device("cpu") if over_host else device
+        self._buckets = buckets(parameters, max_bytes=int(options.bucket_mb * 2**20))
+        # gloo sends from host memory only, even as the backend of GPUs
+        by_gloo = f"{device.type}:gloo" in dist.get_backend_config().split(",")
+        self._message_device = torch.device("cpu") if by_gloo else device
 
     def collect(self) -> None:
-        """The mean of the workers' gradients into the server's `.grad`; a worker's own is given away."""
+        """Put the mean of the workers' gradients into the server's `.grad` and free the workers' own."""
         for bucket in self._buckets:
             if self.serves:
-                self._add_up(bucket)
+                self._average(bucket)
             else:
-                self._send(flat([gradient(parameter) for parameter in bucket]), to=SERVER)
+                self._send(flat([gradient(parameter) for parameter in bucket]), target=SERVER)
                 for parameter in bucket:
                     parameter.grad = None
 
     def hand_out(self) -> None:
-        """The server's weights into every worker's."""
+        """Copy the server's weights to every worker."""
         for bucket in self._buckets:
             weights = [parameter.detach() for parameter in bucket]
             if self.serves:
                 message = flat(weights)
                 for worker in self._workers:
-                    self._send(message, to=worker)
+                    self._send(message, target=worker)
             else:
-                torch_internals.copy(pieces(self._receive(bucket, of=SERVER), like=bucket), weights)
+                torch_internals.copy(pieces(self._receive(bucket, source=SERVER), like=bucket), weights)
 
-    def _add_up(self, bucket: Sequence[Parameter]) -> None:
+    def _average(self, bucket: Sequence[Parameter]) -> None:
         first, *others = self._workers
-        if self._works_too:
+        if self._server_trains:
             total, others = flat([gradient(parameter) for parameter in bucket]), self._workers
         else:
-            total = self._receive(bucket, of=first)
+            total = self._receive(bucket, source=first)
         for worker in others:
-            total += self._receive(bucket, of=worker)
-        total /= len(self._workers) + self._works_too
+            total += self._receive(bucket, source=worker)
+        total /= len(self._workers) + self._server_trains
         for parameter, piece in zip(bucket, pieces(total, like=bucket), strict=True):
             parameter.grad = piece
 
-    def _send(self, message: Tensor, *, to: int) -> None:
-        dist.send(message.to(self._wire), dst=to)
+    def _send(self, message: Tensor, *, target: int) -> None:
+        dist.send(message.to(self._message_device), dst=target)
 
-    def _receive(self, like: Sequence[Parameter], *, of: int) -> Tensor:
+    def _receive(self, like: Sequence[Parameter], *, source: int) -> Tensor:
         count = sum(parameter.numel() for parameter in like)
-        message = torch.empty(count, dtype=like[0].dtype, device=self._wire)
-        dist.recv(message, src=of)
+        message = torch.empty(count, dtype=like[0].dtype, device=self._message_device)
+        dist.recv(message, src=source)
         return message.to(like[0].device)
 
 
 class Idle:
-    """The forward and backward pass of a server that does nothing else."""
+    """The schedule of a dedicated server: no forward and no backward pass."""
 
     copies: Sequence[Parameter] = ()
 
@@ -93,23 +93,23 @@ class Idle:
         return torch.zeros((), device=self._device)
 
 
-def buckets(parameters: Iterable[Parameter], *, most_bytes: int) -> list[list[Parameter]]:
-    """Weights in their order, as many in one message as fit into it; a larger one has its own."""
-    found: list[list[Parameter]] = []
-    room = 0
+def buckets(parameters: Iterable[Parameter], *, max_bytes: int) -> list[list[Parameter]]:
+    """Group trainable weights, in order, into messages of at most `max_bytes`; a larger weight is alone."""
+    groups: list[list[Parameter]] = []
+    free_bytes = 0
     for parameter in parameters:
         if not parameter.requires_grad:
             continue
-        if not found or parameter.nbytes > room:
-            found.append([])
-            room = most_bytes
-        found[-1].append(parameter)
-        room -= parameter.nbytes
-    return found
+        if not groups or parameter.nbytes > free_bytes:
+            groups.append([])
+            free_bytes = max_bytes
+        groups[-1].append(parameter)
+        free_bytes -= parameter.nbytes
+    return groups
 
 
 def gradient(parameter: Parameter) -> Tensor:
-    """Zero where the loss did not reach the weight."""
+    """Zero if the loss does not depend on the weight."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: blocks cut into stages, microbatches that keep them busy (Huang et al. 2019)."""
+"""Pipeline parallelism: stages of blocks that process microbatches at the same time (Huang et al. 2019)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from hpc_parallel.strategies.tied_ends import TiedEnds
 
 BUSY = "pipeline stage"  # the profiler's range for a stage's work on one microbatch
 KINDS = {
-    "naive": ScheduleGPipe,  # of one microbatch, again and again
+    "naive": ScheduleGPipe,  # with one microbatch at a time
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
     "interleaved": ScheduleInterleaved1F1B,
@@ -47,10 +47,10 @@ KINDS = {
 
 
 def busy(stage: int, kind: str, microbatch: int | None = None) -> AbstractContextManager[object]:
-    """Marks a stage's work for a profiler (profiling/timeline.py); nothing where none is there.
+    """Mark a stage's work for the profiler (profiling/timeline.py), if one is on.
 
-    kind: forward, loss, backward (of inputs and weights, or of inputs alone), weights (their gradients,
-    where a schedule puts them off), average (over replicas).
+    `kind` is forward, loss, backward (of inputs and weights, or of inputs only), weights (their gradients, if
+    the schedule delays them), or average (over replicas).
     """
     if not torch_internals.profiler_is_on():
         return nullcontext()
@@ -58,36 +58,36 @@ def busy(stage: int, kind: str, microbatch: int | None = None) -> AbstractContex
 
 
 class Stage(PipelineStage):
-    """A stage that says when it is busy, and is in training mode only from its first microbatch on.
+    """A stage that marks its work for the profiler and is in training mode only from its first microbatch on.
 
-    Before, torch runs it to learn its shapes, on memory of any content (again whenever training and
-    evaluation take turns); in evaluation mode that can't reach running statistics.
+    Before that, torch runs the stage on uninitialised memory to learn its shapes, and again after each change
+    between training and evaluation. In evaluation mode this run can't change running statistics.
     """
 
-    gradients_go_on = False
-    """Whether the schedule runs again before the optimizer does: replicas wait for the last time."""
+    more_passes = False
+    """Whether the schedule runs again in this step: gradients are averaged over replicas in the last run."""
     average: Average | None = None
-    """Averages gradients over replicas that no DistributedDataParallel wraps."""
-    passed = 0
-    """Microbatches of this step that went through in earlier passes of the schedule."""
+    """Averages gradients over replicas if no DistributedDataParallel wraps the stage."""
+    first_microbatch = 0
+    """Number of microbatches of this step in earlier runs of the schedule."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
         if self.has_backward and not self.submod.training:
             self.submod.train()
-        with busy(self.stage_index, "forward", self.passed + fwd_chunk_id):
+        with busy(self.stage_index, "forward", self.first_microbatch + fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> None:
-        if self.gradients_go_on:
+        if self.more_passes:
             options["last_backward"] = False
-        with busy(self.stage_index, "backward", self.passed + bwd_chunk_id):
+        with busy(self.stage_index, "backward", self.first_microbatch + bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *arguments, **options)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> None:
-        with busy(self.stage_index, "weights", self.passed + bwd_chunk_id):
+        with busy(self.stage_index, "weights", self.first_microbatch + bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, *arguments, **options)
 
-    # In evaluation torch 2.13 hands gradients between two stages of one rank all the same, and then refuses.
+    # torch 2.13 hands gradients between two stages of one rank in evaluation too, and then raises an error.
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else None
 
@@ -96,25 +96,36 @@ class Stage(PipelineStage):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def perform_reduce_grad(self, *arguments: Any) -> None:
-        """Called by the schedule when the last gradient of the stage is there, in evaluation too."""
-        if self.gradients_go_on:
+        """The schedule calls this after the last gradient of the stage, and in evaluation too."""
+        if self.more_passes:
             return
         with busy(self.stage_index, "average"):
             super().perform_reduce_grad(*arguments)
         if self.has_backward:
-            lay_out_gradients(self.submod)
+            match_strides(self.submod)
             if self.average is not None:
                 self.average.start()
 
 
-def lay_out_gradients(module: Module) -> None:
-    """Give gradients the strides of their weights, as backward() does and a split backward pass doesn't.
+def match_strides(module: Module) -> None:
+    """Give gradients the strides of their weights, as backward() does but a split backward pass does not.
 
-    The fused AdamW of torch 2.13 reads both alike on CPUs, whatever their strides.
+    On CPUs the fused AdamW of torch 2.13 assumes that both have the same strides.
     """
     for weight in module.parameters():
         if weight.grad is not None and weight.grad.stride() != weight.stride():
             weight.grad = torch.empty_like(weight).copy_(weight.grad)
+
+
+def delay_averaging(runners: Sequence[Module]) -> None:
+    """Let DistributedDataParallel average only when the schedule asks for it.
+
+    Otherwise the forward pass that learns the shapes makes the first microbatch average too. If the gradients
+    of the last one follow before another forward pass, the reducer fails (torch 2.13; gpipe, looped_bfs).
+    """
+    for runner in runners:
+        if isinstance(runner, DistributedDataParallel):
+            torch_internals.leave_averaging_to_the_caller(runner)
 
 
 class Pipeline:
@@ -133,19 +144,16 @@ class Pipeline:
         microbatches: int,
         device: torch.device,
     ) -> None:
-        """`runners` are the `stages`, wrapped by what else applies to them (DistributedDataParallel);
-        `replicas`: the axis over which their gradients are still to be averaged.
+        """Build the schedule of this rank's `stages`, whose places in the pipeline are `indices`.
 
-        Raises ConfigError where torch is too old for the schedule.
+        `runners` are the stages as wrapped by DistributedDataParallel, if it applies. `replicas` is the axis
+        whose gradients no wrapper averages.
+
+        Raises ConfigError if torch is too old for the schedule.
         """
         if problem := version_problem(schedule):
             raise ConfigError([problem])
-        for runner in runners:
-            if isinstance(runner, DistributedDataParallel):
-                # Else the forward pass by which torch learns shapes averages with the first microbatch too.
-                # If the last one's gradients follow before another forward pass, the reducer fails (torch
-                # 2.13; gpipe, looped_bfs).
-                torch_internals.leave_averaging_to_the_caller(runner)
+        delay_averaging(runners)
         axis = mesh["pipeline"]
         count = axis.size() * len(stages)
         self._parts = [
@@ -164,23 +172,20 @@ class Pipeline:
         self._tied = TiedEnds(stages, mesh=mesh, v_shaped=SCHEDULES[schedule].v_shaped)
         self.copies: Sequence[Parameter] = self._tied.copies
         self._passes = microbatches if SCHEDULES[schedule].in_turn else 1
-        self._each = microbatches // self._passes
-        kind = KINDS[schedule]
-        wanted = inspect.signature(kind).parameters  # the arguments move between releases of torch
-        given = {
-            "n_microbatches": self._each,
-            "loss_fn": self._mean_loss,
-            "scale_grads": False,
-            "stage" if "stage" in wanted else "stages": self._parts[0] if "stage" in wanted else self._parts,
-        }
-        self._schedule = kind(**given)
+        self._per_pass = microbatches // self._passes
+        self._schedule = self._build_schedule(KINDS[schedule])
+
+    def _build_schedule(self, kind: Callable[..., Any]) -> Any:
+        single_stage = "stage" in inspect.signature(kind).parameters  # differs between releases of torch
+        stages = {"stage": self._parts[0]} if single_stage else {"stages": self._parts}
+        return kind(n_microbatches=self._per_pass, loss_fn=self._mean_loss, scale_grads=False, **stages)
 
     def _mean_loss(self, output: Tensor, target: Tensor) -> Tensor:
         with busy(self._parts[-1].stage_index, "loss"):
             return propagate_nonfinite(self._loss(output, target) / self._terms)
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean loss of this pipeline's batch where the last stage lives, else zero."""
+        """Returns the mean loss of this pipeline's batch on the rank of the last stage, else zero."""
         loss = self._run(self._schedule.step, inputs, targets)
         for average in self._averages:
             average.finish()
@@ -189,25 +194,25 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The same, forward only."""
+        """Like `train`, forward only."""
         return self._run(self._schedule.eval, inputs, targets)
 
     def _run(self, execute: Callable[..., object], inputs: Tensor, targets: Tensor) -> Tensor:
-        self._tied.follow()
+        self._tied.copy_originals()
         for part in self._parts:
             part.submod.eval()
         self._terms = self._model.loss_terms(targets)
-        found: list[Tensor] = []
+        all_losses: list[Tensor] = []
         passes = zip(inputs.chunk(self._passes), targets.chunk(self._passes), strict=True)
         for index, (samples, expected) in enumerate(passes):
             for part in self._parts:
-                part.gradients_go_on = index < self._passes - 1
-                part.passed = index * self._each
-            given = (samples,) if self._first else ()
+                part.more_passes = index < self._passes - 1
+                part.first_microbatch = index * self._per_pass
+            stage_inputs = (samples,) if self._first else ()
             losses: list[Tensor] = []
             if self._last:
-                execute(*given, target=expected, losses=losses, return_outputs=False)
+                execute(*stage_inputs, target=expected, losses=losses, return_outputs=False)
             else:
-                execute(*given)
-            found.extend(loss.detach() for loss in losses)
-        return torch.stack(found).sum() if found else torch.zeros((), device=self._device)
+                execute(*stage_inputs)
+            all_losses.extend(loss.detach() for loss in losses)
+        return torch.stack(all_losses).sum() if all_losses else torch.zeros((), device=self._device)

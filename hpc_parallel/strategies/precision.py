@@ -1,4 +1,4 @@
-"""Precision as a technique: which dtype the weights have and which one the matrix products run in."""
+"""Precision: the dtype of the weights and the dtype of the matrix products."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ WEIGHTS = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch
 
 
 def apply(model: LayeredModel, *, precision: str, device_type: str) -> LayeredModel:
-    """Run the forward pass of `model` under autocast where `precision` is bfloat16.
+    """Run the forward pass of `model` under autocast if `precision` is bfloat16.
 
-    Weights, gradients and optimizer state stay float32 (Micikevicius et al. 2018). Only the forward
-    pass is wrapped, so a pipeline's schedule and its backward passes are outside, as autocast wants.
+    Weights, gradients and optimizer state stay float32 (Micikevicius et al. 2018). Only the forward pass is
+    wrapped, because autocast must not cover the backward passes of a pipeline's schedule.
     """
     if precision == "bfloat16":
         autocast = torch.autocast(device_type, dtype=torch.bfloat16)
-        replace_forward(model, autocast(lambda before, *inputs: before(*inputs)), technique="Bfloat16")
+        replace_forward(model, autocast(lambda original, *inputs: original(*inputs)), technique="Bfloat16")
     return model

@@ -1,4 +1,4 @@
-"""Another forward pass for one module: visible when the model is printed, and kept by copies of it."""
+"""Replaces the forward pass of one module; printing the model shows it, and copies of the module keep it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ Forward = Callable[..., Tensor]
 
 
 def replace_forward(module: Module, forward: Callable[..., Tensor], *, technique: str) -> None:
-    """Let `module` compute `forward(before, module, *inputs)`; `before(module, *inputs)` is what it did.
+    """Let `module` compute `forward(original, module, *inputs)`; `original` is its class's forward pass.
 
-    `technique` is put before the name of the module's class: a checkpointed `TransformerBlock` is printed
-    as `CheckpointedTransformerBlock`.
+    `technique` becomes a prefix of the module's class: a checkpointed `TransformerBlock` is printed as
+    `CheckpointedTransformerBlock`.
 
-    The module gets a class of its own. An attribute `forward` would hold this very module, and the copies
-    that nn.DataParallel makes of it would compute with its weights.
+    The module gets a new class. An attribute `forward` would be bound to this module, and the copies that
+    nn.DataParallel makes would compute with its weights.
     """
     module.__class__ = _subclass(type(module), forward, technique)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=256)
 def _subclass(kind: type[Module], forward: Callable[..., Tensor], technique: str) -> type[Module]:
-    """One for all modules that are given the same `forward`: torch.compile tells them apart by class."""
-    before: Forward = kind.forward
+    """One class for all modules with the same `forward`: torch.compile distinguishes them by class."""
+    original: Forward = kind.forward
 
     def replaced(self: Module, *inputs: Any) -> Tensor:
-        return forward(before, self, *inputs)
+        return forward(original, self, *inputs)
 
     return type(f"{technique}{kind.__name__}", (kind,), {"forward": replaced})

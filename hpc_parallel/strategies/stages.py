@@ -1,4 +1,4 @@
-"""Which blocks each pipeline stage has: by cuts that were chosen, or as even as contiguous cuts can be."""
+"""The blocks of each pipeline stage: by explicit cuts, or balanced over contiguous stages."""
 
 from __future__ import annotations
 
@@ -19,69 +19,76 @@ from hpc_parallel.problems import ConfigError, Problem
 def cut(
     model: LayeredModel, *, axis: DeviceMesh, sample_shape: tuple[int, ...], options: StrategyConfig
 ) -> dict[int, LayeredModel]:
-    """The stages of the whole `model` that this rank of `axis` has, rising, by their place in the pipeline.
+    """The stages of the whole `model` that this rank of `axis` has, by their place in the pipeline, rising.
 
-    Names stay the whole model's. Raises what `divide` raises.
+    Parameters keep the names of the whole model.
+
+    Raises ConfigError as `divide` does.
     """
     per_rank = stages_per_rank(options)
     count = axis.size() * per_rank
     blocks = divide(model, stages=count, sample_shape=sample_shape, options=options)
-    mine = stages_of(
+    local_indices = stages_of(
         axis.get_local_rank(),
         degree=axis.size(),
         per_rank=per_rank,
         v_shaped=schedule_of(options).v_shaped,
     )
-    return {i: keep(deepcopy(model), blocks=blocks[i], stem=i == 0, head=i == count - 1) for i in mine}
+    return {
+        i: keep(deepcopy(model), blocks=blocks[i], stem=i == 0, head=i == count - 1) for i in local_indices
+    }
 
 
 def divide(
     model: LayeredModel, *, stages: int, sample_shape: tuple[int, ...], options: StrategyConfig
 ) -> list[range]:
-    """The blocks of each of `stages`, in order, as `strategy.cuts` or `strategy.balance` says.
+    """The blocks of each stage, in order, by `strategy.cuts` or `strategy.balance`.
 
-    Raises ConfigError where the model's blocks don't allow it, which only a look at them shows.
+    Raises ConfigError if the model has too few blocks, which is known only after the model is built.
     """
     count = len(model.blocks)
     if options.cuts is not None:
         if problem := cuts_problem(options.cuts, stages=stages, blocks=count):
             raise ConfigError([problem])
         return [range(start, end) for start, end in pairwise((0, *options.cuts, count))]
-    by_weight = options.balance == "parameters"
-    return balance(parameters(model) if by_weight else model.forward_flops(sample_shape), stages=stages)
+    by_parameters = options.balance == "parameters"
+    costs = parameters(model) if by_parameters else model.forward_flops(sample_shape)
+    return balance(costs, stages=stages)
 
 
 def balance(costs: PartCosts, *, stages: int) -> list[range]:
-    """The blocks of each stage, in order, so that the heaviest stage is as light as it can be.
+    """The blocks of each stage, in order, such that the largest cost of a stage is minimal.
 
-    The stem and the head count where they stand. Raises ConfigError where there are more stages than blocks.
+    The stem counts in the first stage, the head in the last.
+
+    Raises ConfigError if there are more stages than blocks.
     """
     count = len(costs.blocks)
     if stages > count:
-        rule = f"stages are more than the model's {count} blocks: each needs one"
+        rule = f"stages are more than the model's {count} blocks: each stage needs at least one"
         raise ConfigError([Problem("strategy.pipeline", stages, rule, (count,))])
     before = [0.0, *accumulate(costs.blocks)]
 
-    def weight(start: int, end: int) -> float:
+    def cost(start: int, end: int) -> float:
         ends = costs.stem * (start == 0) + costs.head * (end == count)
         return before[end] - before[start] + ends
 
     @cache
     def best(start: int, left: int) -> tuple[float, tuple[int, ...]]:
-        """The lightest heaviest stage of blocks start.. in `left` stages, and where those end."""
+        """The minimal largest cost if the blocks from `start` on make `left` stages, and the stages' ends."""
         if left == 1:
-            return weight(start, count), (count,)
+            return cost(start, count), (count,)
         options = []
         for end in range(start + 1, count - left + 2):
             rest, cuts = best(end, left - 1)
-            options.append((max(weight(start, end), rest), (end, *cuts)))
+            options.append((max(cost(start, end), rest), (end, *cuts)))
         return min(options)
 
     return [range(start, end) for start, end in pairwise((0, *best(0, stages)[1]))]
 
 
 def parameters(model: LayeredModel) -> PartCosts:
-    """Weights of each part; one that stem and head share counts in both, as each end holds a copy."""
+    """Parameters of each part. A weight that stem and head share counts twice: each end has a copy."""
 
     def count(part: Module | None) -> int:
         return 0 if part is None else sum(weight.numel() for weight in part.parameters())

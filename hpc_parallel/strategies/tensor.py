@@ -1,7 +1,7 @@
-"""Tensor parallelism: single layers split over devices by the model's hints (Shoeybi et al. 2019, Megatron).
+"""Tensor parallelism: layers split over devices by the model's hints (Megatron; Shoeybi et al. 2019).
 
-Between layers each device keeps its slice of the sequence (Korthikanti et al. 2022), and the loss is
-taken of logits that stay split by vocabulary (`loss_of_slices`); each is a switch of its own.
+With `sequence_parallel`, each device keeps a slice of the sequence between layers (Korthikanti et al. 2022).
+With `loss_parallel`, the loss is computed from logits that stay split by vocabulary (`loss_of_slices`).
 """
 
 from __future__ import annotations
@@ -33,39 +33,44 @@ from hpc_parallel.torch_internals import LayerStyle
 def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> LayeredModel:
     """Make every weight of `model` a DTensor on `axis`, split as `model.tensor_roles` says.
 
-    Raises ConfigError where the hints leave a weight out: whether its gradient is whole on a device
-    or a part of a sum is then unknown.
+    Raises ConfigError if the hints leave out a weight: it is then unknown whether a device has its full
+    gradient or a partial sum.
     """
     styles = _styles(options)
     for name, module in list(model.named_modules()):
         for pattern, role in model.tensor_roles.items():
             if _matches(name, pattern):
                 parallelize_module(module, axis, styles[role], src_data_rank=None)
-    for alias, name in model.tied.items():  # splitting parted them
+    for alias, name in model.tied.items():  # splitting makes them two parameters
         weights = dict(model.named_parameters())
         if alias in weights and name in weights:
             path, _, leaf = alias.rpartition(".")
             setattr(model.get_submodule(path), leaf, weights[name])
     if left_out := [name for name, weight in model.named_parameters() if not isinstance(weight, DTensor)]:
-        rule = f"can't be: {type(model).__name__}.tensor_roles says nothing of {', '.join(left_out[:3])}"
+        rule = (
+            f"is not possible: {type(model).__name__}.tensor_roles has no role for {', '.join(left_out[:3])}"
+        )
         raise ConfigError([Problem("strategy.tensor", axis.size(), rule, (1,))])
     return model
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Part by part: a `*` stands for one name between dots, so a block's pattern is not of what is in it."""
+    """Match names between dots one by one, so that `blocks.*` does not match the modules inside a block."""
     names, patterns = name.split("."), pattern.split(".")
     return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
 
 
 def _styles(options: StrategyConfig) -> dict[str, ParallelStyle]:
-    """What each role of `LayeredModel.tensor_roles` means; activations are `[batch, seq, dim]`,
-    or of any shape and whole on every device where a model's roles are `alike` and `classes`."""
+    """The style of each role of `LayeredModel.tensor_roles`.
+
+    Activations are `[batch, seq, dim]`. For the roles `alike` and `classes` they have any shape and are whole
+    on every device.
+    """
     between: Placement = Shard(1) if options.sequence_parallel else Replicate()
     logits: Placement = Shard(-1) if options.loss_parallel else Replicate()
     return {
         "vocabulary": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        # Handed on as a DTensor, so that the gradients of all layers that read it are summed once.
+        # The output stays a DTensor, so the gradients of all layers that read it are summed once.
         "whole": PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate()),
         "column": ColwiseParallel(),
         "row": RowwiseParallel(output_layouts=between),
@@ -78,7 +83,10 @@ def _styles(options: StrategyConfig) -> dict[str, ParallelStyle]:
 
 
 class EachPosition(LayerStyle):
-    """A layer that treats positions or heads alone, such as a norm: weights whole, its input where it is."""
+    """A layer that treats each position or head separately, such as a norm.
+
+    Its weights are whole on every device; its input keeps its placement.
+    """
 
     def __init__(self, between: Placement) -> None:
         self._between = between
@@ -94,23 +102,23 @@ class EachPosition(LayerStyle):
 
 
 class Alike(LayerStyle):
-    """A module that every device computes whole, from the same input: so is each weight's gradient.
+    """A module that every device computes fully from the same input, so every device has its full gradients.
 
-    Its weights are distributed tensors only to those who hold them; it computes with plain ones, which any
-    layer can, and autograd gives each back its gradient as whole, not as a part of a sum.
+    Its parameters are DTensors, as everywhere in the model. Its forward pass uses plain tensors, which every
+    layer supports, and autograd returns full gradients instead of partial sums.
     """
 
     def split(self, module: Module, mesh: DeviceMesh) -> Module:
         for part in module.modules():
             for name, weight in part.named_parameters(recurse=False):
-                whole = DTensor.from_local(weight, mesh, [Replicate()], run_check=False)
-                setattr(part, name, Parameter(whole.detach(), requires_grad=weight.requires_grad))
-        replace_forward(module, partial(_with_plain_weights, _AsBefore(module)), technique="Alike")
+                replicated = DTensor.from_local(weight, mesh, [Replicate()], run_check=False)
+                setattr(part, name, Parameter(replicated.detach(), requires_grad=weight.requires_grad))
+        replace_forward(module, partial(_with_plain_weights, _OriginalForward(module)), technique="Alike")
         return module
 
 
-class _AsBefore(Module):
-    """`module` with the forward pass that it had, since functional_call would come back to the new one."""
+class _OriginalForward(Module):
+    """`module` with its original forward pass; functional_call would call the replaced one again."""
 
     def __init__(self, module: Module) -> None:
         super().__init__()
@@ -121,15 +129,15 @@ class _AsBefore(Module):
         return self._forward(self.module, *inputs)
 
 
-def _with_plain_weights(as_before: _AsBefore, _: Forward, __: Module, *inputs: Any) -> Tensor:
-    # Asked anew each time: fully_shard puts another object in a weight's place.
-    weights = as_before.named_parameters()
+def _with_plain_weights(original: _OriginalForward, _: Forward, __: Module, *inputs: Any) -> Tensor:
+    # Read in every call, because fully_shard replaces the parameter objects.
+    weights = original.named_parameters()
     plain = {name: weight.to_local() for name, weight in weights if isinstance(weight, DTensor)}
-    return functional_call(as_before, plain, inputs)  # type: ignore[no-any-return]
+    return functional_call(original, plain, inputs)  # type: ignore[no-any-return]
 
 
 def loss_of_slices(loss: Loss, *, axis: DeviceMesh) -> Loss:
-    """`loss`, taken of logits that stay split over `axis` by their last dim."""
+    """Returns `loss` for logits that stay split over `axis` by their last dim."""
 
     def split_loss(output: Tensor, target: Tensor) -> Tensor:
         value = loss(DTensor.from_local(output, axis, [Shard(-1)], run_check=False), target)

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from hpc_parallel.strategies import precision
-from hpc_parallel.strategies.dataparallel import Here, Threads, apply
+from hpc_parallel.strategies.dataparallel import ReplicaLocal, Threads, apply
 from tests.parity import COMMON, Alone, largest_difference
 from tests.workers import Workers
 
 SMALL = (*COMMON, "model.layers=2", "training.steps=3")
 
 
-def test_the_funnel_is_counted(workers: Workers) -> None:
+def test_transfers_are_counted(workers: Workers) -> None:
     """On CPUs no weight is copied: tokens go out, logits come in, their gradients go out again."""
     trained = workers.train("strategy=dataparallel", "gpus_per_node=4", "training.microbatch_size=2", *SMALL)
     summary = json.loads((trained.folder / "summary.json").read_text())
@@ -98,7 +98,7 @@ def test_copies_of_a_module_compute_with_their_own_weights() -> None:
     batch = torch.randn(64, 3)
     assert net(batch).std().item() == pytest.approx(1, rel=0.02)
     assert copy(batch).std().item() == pytest.approx(5, rel=0.02)
-    assert Here().meeting is None
+    assert ReplicaLocal().barrier is None
 
 
 def test_bfloat16_reaches_the_threads(workers: Workers, alone: Alone) -> None:

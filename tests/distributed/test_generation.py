@@ -124,5 +124,5 @@ def test_a_generation_writes_its_results(workers: Workers) -> None:
 
 def test_a_model_without_our_attention_is_refused(workers: Workers) -> None:
     words = ("task=generate", "model._target_=tests.models.Bigram", "data.max_bytes=300000")
-    with pytest.raises(AssertionError, match="needs a model that attends by CausalAttention"):
+    with pytest.raises(AssertionError, match="needs a model with CausalAttention"):
         workers.do("strategy=single", *words)

@@ -153,7 +153,7 @@ def test_a_model_that_tiles_do_not_know_is_refused() -> None:
     assert "calls native_group_norm" in refused(nn.GroupNorm(1, 2))
     assert "calls upsample_bilinear2d" in refused(nn.Upsample(scale_factor=2, mode="bilinear"))
     pools = [nn.MaxPool2d(2) for _ in range(3)]
-    assert "model.head the image is down to 1 x 2 places" in refused(*pools, height=8)
+    assert "map at model.head has only 1 x 2 positions" in refused(*pools, height=8)
     again = nn.MaxPool2d(2)
     assert "maps of two sizes" in refused(again, again)
     assert "don't divide" in refused(nn.MaxPool2d(2, padding=1), nn.PixelShuffle(1))
@@ -174,7 +174,7 @@ def compare(
 def damage(broken: str | None) -> Iterator[None]:
     """One thing done wrong, on all ranks alike."""
     places: dict[str | None, tuple[Any, str, Any]] = {
-        "halo": (halo.Exchange, "trade", zeros),
+        "halo": (halo.Exchange, "all_to_all", zeros),
         "corner": (halo, "overlap", without_corners(halo.overlap)),
         "gradient of a halo": (halo.Fetch, "backward", staticmethod(without_halo)),
         "statistics": (batch_norm, "apply", lambda model, axis: model),
@@ -201,7 +201,7 @@ def without_corners(overlap: Callable[[halo.Box, halo.Box], halo.Box]) -> Callab
 def without_halo(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
     exchange = ctx.exchange
     total = gradient.new_zeros(ctx.shape)
-    total[..., *exchange.give[exchange.place]] = gradient[..., *exchange.take[exchange.place]]
+    total[..., *exchange.give[exchange.rank]] = gradient[..., *exchange.take[exchange.rank]]
     return total, None, None
 
 
@@ -227,7 +227,7 @@ def measured(net: Net, grid: tuple[int, int], dtype: torch.dtype) -> dict[str, f
         output, weights
     )
     loss.backward()
-    tiles = tile.Grid(*grid, place=mesh.get_local_rank(), group=mesh.get_group())
+    tiles = tile.Grid(*grid, rank=mesh.get_local_rank(), group=mesh.get_group())
     assert part.grad is not None
     assert whole.grad is not None
     found = {

@@ -566,7 +566,7 @@ def test_plain_values_pass_between_ranks(tmp_path: Path) -> None:
             chosen = exchange.broadcast(["by", number])
             other = 1 - number
             if number == 0:
-                exchange.send([1, "bfloat16"], to=other)
+                exchange.send([1, "bfloat16"], target=other)
                 passed = None
             else:
                 passed = exchange.receive(source=other)
@@ -584,8 +584,8 @@ def test_plain_values_pass_between_ranks(tmp_path: Path) -> None:
     ids=["cut", "no text", "nan", "deep", "pickle"],
 )  # fmt: skip
 def test_invalid_json_is_refused(sent: bytes) -> None:
-    with pytest.raises(exchange.ExchangeError, match="sent what is no JSON"):
+    with pytest.raises(exchange.ExchangeError, match="sent invalid JSON"):
         exchange._decode(torch.frombuffer(bytearray(sent), dtype=torch.uint8))
     for length in (-1, 0, 2**40):
         with pytest.raises(exchange.ExchangeError, match="announced"):
-            exchange._checked(torch.tensor([length]))
+            exchange._checked_length(torch.tensor([length]))

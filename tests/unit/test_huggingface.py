@@ -171,7 +171,7 @@ def test_an_error_of_the_library_is_one_problem() -> None:
     from hpc_parallel.models.huggingface import HuggingFaceModel
     from hpc_parallel.problems import ConfigError
 
-    with pytest.raises(ConfigError, match="transformers refuses it"):
+    with pytest.raises(ConfigError, match="transformers rejects it"):
         HuggingFaceModel(config={"model_type": "llama", **SHAPE, "rms_norm_eps": "small"})
 
 
