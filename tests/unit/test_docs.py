@@ -227,6 +227,25 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
 
 
+def test_the_picture_of_the_packages_is_the_contract() -> None:
+    (picture,) = (block.text for block in blocks(ROOT / "docs/architecture.md") if block.language == "text")
+    shown = [line[:34].split() for line in picture.splitlines() if line[:34].strip()]
+    (contract, *_) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    assert shown == [layer.split(" | ") for layer in contract["layers"]]
+
+
+def test_files_that_the_pages_name_exist() -> None:
+    for page in PAGES:
+        for path in re.findall(
+            r"`((?:hpc_parallel|tests|conf|docs|jobs|sbatch_templates)/[\w/.-]*)`", page.read_text()
+        ):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
+    inside = "|".join(folder.name for folder in (ROOT / "hpc_parallel").iterdir() if folder.is_dir())
+    for page in ("architecture.md", "models-and-data.md", "add-a-strategy.md"):
+        for path in re.findall(rf"`((?:{inside})/[\w/]*(?:\.py)?)`", (ROOT / "docs" / page).read_text()):
+            assert (ROOT / "hpc_parallel" / path).exists(), f"{page}: {path}"
+
+
 def test_every_page_is_in_the_navigation() -> None:
     listed = re.findall(
         r"[\w/-]+\.md", yaml.safe_dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
