@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 TRAINS := $(VENV)/.trains
+WRITES := $(VENV)/.writes
 STAMP := $(VENV)/.installed
 TESTS := $(RUN) -m pytest
 # Two processes for two cores: the ranks of a training are processes too.
 BESIDE := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: train test test-full fuzz chaos lint benchmarks cluster cluster-down clean
+.PHONY: train test test-full fuzz chaos lint docs benchmarks cluster cluster-down clean
 
 train: $(TRAINS)  ## the reference transformer over two simulated nodes
 	$(RUN) -m hpc_parallel.run strategy=pipeline nodes=2 launcher=local
@@ -42,6 +43,10 @@ lint: $(STAMP)
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports --no-cache
 
+docs: $(WRITES)  ## the pages of docs/ as a site in build/docs, the generated ones written anew
+	$(RUN) docs/generate.py
+	$(RUN) -m mkdocs build --strict
+
 benchmarks: $(STAMP)  ## figures for docs/performance.md; needs an otherwise idle machine
 	for script in tests/benchmarks/*.py; do $(RUN) $$script || exit 1; done
 
@@ -63,6 +68,11 @@ $(TRAINS): pyproject.toml constraints.txt
 # And what the tests need: transformers, wandb, optuna and others.
 $(STAMP): $(TRAINS)
 	$(RUN) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]"
+	touch $@
+
+# And what the pages of docs/ need.
+$(WRITES): $(TRAINS)
+	$(RUN) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[docs]"
 	touch $@
 
 clean:

@@ -1,7 +1,8 @@
 """The typed configuration: every key a user may set, with its default and its meaning.
 
 The groups of `conf/` fill these dataclasses; Hydra refuses a key that is not here and a value of
-another type. What can't be seen from one value alone is in `checks.py`.
+another type. What can't be seen from one value alone is in `checks/`. The comment of each key, at its end
+or in the lines above it, is its row in docs/configuration.md: write one sentence, and `make docs`.
 """
 
 from __future__ import annotations
@@ -19,240 +20,255 @@ from omegaconf import MISSING, OmegaConf
 
 @dataclass
 class StrategyConfig:
-    """How the devices are used: one degree an axis (-1: what is left), then the techniques' options."""
+    """How the devices are used: one degree for each axis, then the options of the techniques.
 
-    name: str = MISSING
-    pipeline: int = 1
-    replicate: int = 1
-    shard: int = 1
-    context: int = 1
-    tensor: int = 1
-    tile: int = 1
-    # spmd: a process a device; dataparallel: one process drives a node's devices; parameter_server: rank 0
-    # holds the weights and the optimizer, workers send gradients and get weights back
+    The product of the degrees is the number of devices. At most one degree may be -1: it takes what the
+    others leave.
+    """
+
+    name: str = MISSING  # The name of the strategy, as reports show it.
+    pipeline: int = 1  # The number of pipeline stages on different devices.
+    replicate: int = 1  # The number of replicas that average their gradients (DistributedDataParallel).
+    shard: int = 1  # The number of devices that share each weight with its gradient and state (fully_shard).
+    context: int = 1  # The number of devices that share each sequence.
+    tensor: int = 1  # The number of devices that share each layer.
+    tile: int = 1  # The number of devices that share each image.
+    # `spmd` starts one process for each device, `dataparallel` one for each node; with `parameter_server`,
+    # rank 0 holds the weights and the optimizer, and the workers send it gradients.
     execution: str = "spmd"
-    # pipeline
-    schedule: str = "1f1b"  # the names: config/schedules.py
-    microbatches: int | None = None  # of one pipeline in one step; null: four a rank where that divides
-    stages_per_rank: int | None = None  # null: 1, or 2 where the schedule wants several
-    cuts: list[int] | None = None  # the block that each stage after the first starts with; null: balanced
-    balance: str = "flops"  # what is made even over the stages: flops, parameters
-    # replicate (DistributedDataParallel)
+    schedule: str = "1f1b"  # The pipeline schedule.
+    # Microbatches in one step of a pipeline; null: four for each rank if that divides the batch.
+    microbatches: int | None = None
+    stages_per_rank: int | None = None  # Pipeline stages on one rank; null: 1, or 2 if the schedule needs it.
+    # The first block of each pipeline stage after the first stage; null: the stages are balanced.
+    cuts: list[int] | None = None
+    balance: str = "flops"  # What is balanced over the pipeline stages.
+    # The size of one message of gradients in MB, with DistributedDataParallel and the parameter server.
     bucket_mb: float = 25.0
-    static_graph: bool = False  # every step uses the same weights in the same order
-    gradient_compression: str = "none"  # none, bfloat16: what gradients are summed in
-    # parameter_server (its messages are of bucket_mb too)
-    dedicated_server: bool = True  # rank 0 serves and does nothing else; false: it works as well
-    # shard (fully_shard)
-    reshard: bool = True  # let a block's weights go after its forward pass; false: ZeRO-2
-    prefetch: int | None = None  # blocks gathered ahead; null: torch's way, one ahead in the backward pass
-    # context
-    context_attention: str = "ring"  # ring, gather (all keys and values on each device)
-    # tensor
-    sequence_parallel: bool = True  # between layers a device keeps a slice of the sequence
-    loss_parallel: bool = True  # logits stay split by vocabulary
-    # tile
-    tile_grid: list[int] | None = None  # [rows, columns]; null: the most square
+    # DistributedDataParallel may assume that every step uses the same weights in the same order.
+    static_graph: bool = False
+    gradient_compression: str = "none"  # The type in which DistributedDataParallel averages gradients.
+    dedicated_server: bool = True  # Rank 0 only serves as parameter server; false: rank 0 also trains.
+    # fully_shard frees the weights of a block after its forward pass (ZeRO-3); false: they stay (ZeRO-2).
+    reshard: bool = True
+    # Blocks that fully_shard gathers ahead; null: torch's default, one block ahead in the backward pass.
+    prefetch: int | None = None
+    # `ring` passes keys and values around the devices, `gather` copies all of them to each device.
+    context_attention: str = "ring"
+    sequence_parallel: bool = True  # With `tensor`, each device keeps a slice of the sequence between layers.
+    loss_parallel: bool = True  # With `tensor`, the logits stay split by vocabulary in the loss.
+    tile_grid: list[int] | None = None  # Rows and columns of the grid of tiles; null: the most square grid.
 
 
 @dataclass
 class TransformerConfig:
     """Shape of the reference decoder (`models/transformer.py`)."""
 
-    _target_: str = "hpc_parallel.models.transformer.Transformer"
-    layers: int = MISSING
-    dim: int = MISSING
-    heads: int = MISSING
-    kv_heads: int = MISSING  # grouped-query attention: divides heads
-    ffn_dim: int = MISSING
-    vocab_size: int = MISSING
-    tied_head: bool = True  # the head's weight is the embedding's
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-5
+    _target_: str = "hpc_parallel.models.transformer.Transformer"  # The class of the model.
+    layers: int = MISSING  # The number of blocks.
+    dim: int = MISSING  # The width of the model.
+    heads: int = MISSING  # The number of attention heads.
+    kv_heads: int = MISSING  # The number of key-value heads (grouped-query attention); it divides `heads`.
+    ffn_dim: int = MISSING  # The inner width of the feed-forward layers.
+    vocab_size: int = MISSING  # The number of tokens in the vocabulary.
+    tied_head: bool = True  # The head uses the weight of the embedding.
+    rope_theta: float = 10000.0  # The base of the rotary positions.
+    norm_eps: float = 1e-5  # The epsilon of RMSNorm.
 
 
 @dataclass
 class HuggingFaceConfig:
     """A causal language model of the library transformers (`models/huggingface.py`)."""
 
-    _target_: str = "hpc_parallel.models.huggingface.HuggingFaceModel"
-    _convert_: str = "all"  # the library wants plain tables and lists
-    config: dict[str, Any] = field(default_factory=dict)  # model_type, and keys of its own configuration
+    _target_: str = "hpc_parallel.models.huggingface.HuggingFaceModel"  # The class of the model.
+    _convert_: str = "all"  # Hydra hands plain tables and lists to the library.
+    config: dict[str, Any] = field(default_factory=dict)  # `model_type`, and keys of its configuration.
 
 
 @dataclass
 class ConvNetConfig:
-    """Shape of the reference convnet (`models/convnet.py`): a label an image."""
+    """Shape of the reference convnet (`models/convnet.py`): one label for each image."""
 
-    _target_: str = "hpc_parallel.models.convnet.ConvNet"
-    channels: list[int] = field(default_factory=lambda: [16, 32, 128, 256, 512])  # of each block
-    classes: int = 10
-    in_channels: int = 1
-    kernel_size: int = 3  # odd
+    _target_: str = "hpc_parallel.models.convnet.ConvNet"  # The class of the model.
+    # The channels of each block.
+    channels: list[int] = field(default_factory=lambda: [16, 32, 128, 256, 512])
+    classes: int = 10  # The number of labels.
+    in_channels: int = 1  # The number of channels of an image.
+    kernel_size: int = 3  # The width of the convolutions in pixels, an odd number.
 
 
 @dataclass
 class SegmenterConfig(ConvNetConfig):
-    """The same blocks with a label for each pixel."""
+    """The same blocks with one label for each pixel."""
 
-    _target_: str = "hpc_parallel.models.convnet.Segmenter"
-    channels: list[int] = field(default_factory=lambda: [16, 32, 128])
-    classes: int = 2
+    _target_: str = "hpc_parallel.models.convnet.Segmenter"  # The class of the model.
+    channels: list[int] = field(default_factory=lambda: [16, 32, 128])  # The channels of each block.
+    classes: int = 2  # The number of labels.
 
 
 @dataclass
 class TextDataConfig:
-    """Bytes of source files; the installed Python's standard library unless `path` names another folder."""
+    """Bytes of text files; the source of Python's standard library unless `path` names other files."""
 
-    _target_: str = "hpc_parallel.data.text.TextData"
-    path: str | None = None  # a folder of text files, or one file
-    pattern: str = "*.py"
-    sequence_length: int = 128  # tokens a sample
-    max_bytes: int = 6_000_000
-    validation_share: float = 0.05  # of the files
+    _target_: str = "hpc_parallel.data.text.TextData"  # The class of the data.
+    path: str | None = None  # A folder of text files, or one file; null: Python's standard library.
+    pattern: str = "*.py"  # The names of the files that are read in a folder.
+    sequence_length: int = 128  # Tokens in one sample.
+    max_bytes: int = 6_000_000  # The number of bytes that are read at most.
+    validation_share: float = 0.05  # The share of the files that is held out for validation.
 
 
 @dataclass
 class TokensDataConfig:
     """A file of token ids made by `python -m hpc_parallel tokenize`."""
 
-    _target_: str = "hpc_parallel.data.tokens.TokensData"
-    path: str = MISSING
-    sequence_length: int = 1024  # tokens a sample
-    validation_share: float = 0.05  # of the tokens, taken from the end
+    _target_: str = "hpc_parallel.data.tokens.TokensData"  # The class of the data.
+    path: str = MISSING  # The `.npy` file.
+    sequence_length: int = 1024  # Tokens in one sample.
+    validation_share: float = 0.05  # The share of the tokens, at the end, that is held out for validation.
 
 
 @dataclass
 class DigitsDataConfig:
     """The handwritten digits of scikit-learn, 8 x 8 pixels, repeated over a larger canvas."""
 
-    _target_: str = "hpc_parallel.data.images.DigitsData"
-    height: int = 32  # pixels, a multiple of 8
-    width: int = 32
-    validation_share: float = 0.1  # of the images, taken from the end
+    _target_: str = "hpc_parallel.data.images.DigitsData"  # The class of the data.
+    height: int = 32  # The height of an image in pixels, a multiple of 8.
+    width: int = 32  # The width of an image in pixels, a multiple of 8.
+    validation_share: float = 0.1  # The share of the images, at the end, that is held out for validation.
 
 
 @dataclass
 class CellsDataConfig:
-    """Drawn cells with masks, made where they are needed."""
+    """Drawn cells with masks, made on each device as they are needed."""
 
-    _target_: str = "hpc_parallel.data.images.CellsData"
-    height: int = 64  # pixels
-    width: int = 64
-    samples: int = 4096  # to learn from; a tenth as many are held out
-    seed: int = 0
+    _target_: str = "hpc_parallel.data.images.CellsData"  # The class of the data.
+    height: int = 64  # The height of an image in pixels.
+    width: int = 64  # The width of an image in pixels.
+    samples: int = 4096  # The number of training images; a tenth as many are held out for validation.
+    seed: int = 0  # The seed of the drawing.
 
 
 @dataclass
 class OptimizerConfig:
-    """AdamW and its learning rate over the steps."""
+    """AdamW, and its learning rate over the steps."""
 
-    name: str = "adamw"
-    learning_rate: float = 1e-3
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = 1e-8
-    weight_decay: float = 0.1  # matrices only; norms and biases are left alone
-    schedule: str = "cosine"  # cosine, constant
-    warmup_steps: int | None = None  # null: a twentieth of the steps
-    final_share: float = 0.1  # of the learning rate, at the last step of a cosine
+    name: str = "adamw"  # The optimizer.
+    learning_rate: float = 1e-3  # The highest learning rate.
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # AdamW's betas.
+    eps: float = 1e-8  # AdamW's epsilon.
+    weight_decay: float = 0.1  # Weight decay of matrices; norms and biases have none.
+    schedule: str = "cosine"  # How the learning rate changes after the warm-up.
+    warmup_steps: int | None = None  # Steps of linear warm-up; null: a twentieth of the steps.
+    final_share: float = 0.1  # The share of the learning rate that the cosine ends with.
 
 
 @dataclass
 class TrainingConfig:
-    """How long, how much at once, how exact, how often measured."""
+    """How long, with which batch, in which precision, and how often results are logged and saved."""
 
-    steps: int = 100
-    global_batch_size: int = 16  # samples of one optimizer step, whatever the layout
-    microbatch_size: int | None = None  # samples of one forward pass; null: what the layout leaves
-    precision: str = "float32"  # float32, bfloat16 (autocast, float32 weights), float64
-    clip_norm: float | None = 1.0
-    on_nonfinite: str = "stop"  # a loss or gradient that is not finite: stop, skip (that step), rollback
-    log_every: int = 10
-    validate_every: int | None = 100  # steps; null: never
-    validation_samples: int = 256
-    measure_steps: int = 2  # timed by the profiler early in the run, after one that counts bytes; 0: none
-    checkpoint_every: int | None = 500  # steps, and after the last; null: only where a signal ends the run
-    checkpoint_async: bool = True  # written while training goes on
-    keep_last: int = 2  # checkpoints
-    keep_every: int | None = None  # steps; of these the checkpoints are kept for good; null: none
-    activation_checkpointing: str = "none"  # none, full (recompute blocks), selective (all but products)
-    compile: bool = False  # torch.compile for each block
-    tensorboard: bool = False
-    wandb: bool = False
+    steps: int = 100  # The number of optimizer steps.
+    global_batch_size: int = 16  # Samples in one optimizer step, whatever the layout is.
+    microbatch_size: int | None = None  # Samples in one forward pass; null: as many as the layout allows.
+    precision: str = "float32"  # The type of the computation; bfloat16 is autocast over float32 weights.
+    clip_norm: float | None = 1.0  # The largest norm of the gradient; null: gradients are not clipped.
+    # What happens after a loss or gradient that is not finite: `stop` the run, `skip` the step on all ranks,
+    # or `rollback` to the checkpoint before, once.
+    on_nonfinite: str = "stop"
+    log_every: int = 10  # Steps between two lines of `metrics.jsonl`.
+    validate_every: int | None = 100  # Steps between two validations; null: the run does not validate.
+    validation_samples: int = 256  # The number of samples in one validation.
+    # Early steps that the profiler times, after one step that counts bytes; 0: nothing is measured.
+    measure_steps: int = 2
+    # Steps between two checkpoints, with one more after the last step; null: only a signal saves one.
+    checkpoint_every: int | None = 500
+    checkpoint_async: bool = True  # Checkpoints are written while the training goes on.
+    keep_last: int = 2  # The number of checkpoints that are kept.
+    keep_every: int | None = None  # Checkpoints of every n-th step are never deleted; null: none of them.
+    # `full` recomputes whole blocks in the backward pass, `selective` all operations but matrix products.
+    activation_checkpointing: str = "none"
+    compile: bool = False  # torch.compile compiles each block.
+    tensorboard: bool = False  # Metrics also go to TensorBoard files in the run folder.
+    wandb: bool = False  # Metrics also go to a Weights & Biases run.
 
 
 @dataclass
 class LauncherConfig:
-    """Where the job runs and what is asked of Slurm."""
+    """Where the job runs, and what is asked of Slurm."""
 
-    kind: str = "auto"  # auto, local, slurm, script
-    wait: bool = False  # follow a submitted job and exit with its outcome
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    exclude: str | None = None
-    wckey: str | None = None
-    snapshot: bool = True  # keep the source with the run, and run that
-    snapshot_mb: int = 64  # MiB: more is not source alone
-    snapshot_exclude: list[str] = field(default_factory=list)  # patterns of files and folders not kept
-    snapshot_credentials: bool = False  # true: keep also files that look like credentials (.env, *.pem, ...)
-    shared_folder: bool = False  # true: others may write a folder above the run folder, and are trusted
-    time_minutes: int = 60
-    memory_gb: float | None = None  # a node; null: the partition's default
-    cpus_per_device: int = 1
-    modules: list[str] = field(default_factory=list)  # `module load`, in this order
-    venv: str | None = None  # a virtual environment to activate in the job
-    setup: list[str] = field(default_factory=list)  # shell commands before the job; a failing one stops it
-    grace_s: int = 90  # before the time limit the run saves its state and ends
-    max_requeues: int = 20  # starts that a time limit may be followed by; after a preemption, always
-    max_restarts: int = 0  # starts that failures may be followed by which a new start can mend
-    resubmit: bool = False  # where Slurm will not requeue the job, submit a new one
-    extra: dict[str, Any] = field(default_factory=dict)  # any other sbatch flag, without its dashes
+    kind: str = "auto"  # `auto` takes Slurm if it answers, else this machine.
+    wait: bool = False  # Follow a submitted job and exit with its outcome.
+    partition: str | None = None  # sbatch `--partition`.
+    account: str | None = None  # sbatch `--account`.
+    qos: str | None = None  # sbatch `--qos`.
+    constraint: str | None = None  # sbatch `--constraint`.
+    exclude: str | None = None  # sbatch `--exclude`.
+    wckey: str | None = None  # sbatch `--wckey`.
+    snapshot: bool = True  # Keep a copy of the source in the run folder, and run that copy.
+    snapshot_mb: int = 64  # The largest size of that copy in MiB.
+    # Patterns of files and folders that the copy leaves out.
+    snapshot_exclude: list[str] = field(default_factory=list)
+    snapshot_credentials: bool = False  # Also copy files that look like credentials (`.env`, `*.pem`, ...).
+    shared_folder: bool = False  # Trust the users who can write a folder above the run folder.
+    time_minutes: int = 60  # The time limit of the job in minutes.
+    memory_gb: float | None = None  # Memory of one node in GB; null: the partition's default.
+    cpus_per_device: int = 1  # CPU cores for each device.
+    modules: list[str] = field(default_factory=list)  # Names for `module load`, in this order.
+    venv: str | None = None  # A virtual environment that the job activates.
+    # Shell commands that run before the job; the job stops at the first command that fails.
+    setup: list[str] = field(default_factory=list)
+    grace_s: int = 90  # Seconds before the time limit at which the run saves its state and ends.
+    max_requeues: int = 20  # How often the job may start again after a time limit.
+    max_restarts: int = 0  # How often the job may start again after a failure that a new start can repair.
+    resubmit: bool = False  # Submit a new job if Slurm does not requeue the old one.
+    # Any other flag of sbatch, without its dashes.
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class ClusterConfig:
-    """What is particular to a site: how GPUs are asked for, names, ports, fabric variables, patience."""
+    """What is particular to a site: how to ask for GPUs, host names, ports, variables and time-outs."""
 
-    name: str = MISSING
-    gpus: bool = True  # false: a cluster of CPUs, nothing is asked for
-    gpu_flag: str = "gpus-per-node"  # or gres
-    gpu_type: str | None = None  # a100 in --gres=gpu:a100:4
-    master_suffix: str = ""  # appended to the master's host name (some sites name the fast network so)
-    port: int | None = None  # a fixed port for closed networks; null: one that is free
-    start_timeout_s: float = 300.0  # for all ranks to arrive
-    collective_timeout_s: float = 600.0
-    hang_timeout_s: float | None = 300.0  # for a training rank without progress; null: any time
-    environment: dict[str, Any] = field(default_factory=dict)  # NCCL_*, GLOO_*, FI_*, OMP_*: set where unset
+    name: str = MISSING  # The name of the site, as messages show it.
+    gpus: bool = True  # The job asks for GPUs; false: a cluster of CPUs.
+    gpu_flag: str = "gpus-per-node"  # The flag of sbatch that asks for GPUs.
+    gpu_type: str | None = None  # The type of GPU, such as `a100` in `--gres=gpu:a100:4`.
+    master_suffix: str = ""  # Appended to the host name of rank 0 (some sites name the fast network so).
+    port: int | None = None  # The port of rank 0 on a closed network; null: any free port.
+    start_timeout_s: float = 300.0  # Seconds within which all ranks must start.
+    collective_timeout_s: float = 600.0  # Seconds within which a collective must end.
+    # Seconds without progress after which a training rank counts as hanging; null: never.
+    hang_timeout_s: float | None = 300.0
+    # Environment variables of every rank (`NCCL_*`, `GLOO_*`, `OMP_*`), unless they are set already.
+    environment: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class TaskConfig:
-    """What the job does; a task with keys of its own has a schema below, in `TASKS`."""
+    """What the job does."""
 
-    name: str = MISSING
+    name: str = MISSING  # The name of the task.
 
 
 @dataclass
 class InferConfig(TaskConfig):
-    """Forward only over the validation data, then how fast each batch size goes through."""
+    """Take the validation loss forward only, then time each batch size."""
 
-    name: str = "infer"
-    batch_sizes: list[int] | None = None  # samples at once, of all replicas; null: 1, 2, 4, ... a replica
-    repeats: int = 100  # timed passes of each batch size
+    name: str = "infer"  # The name of the task.
+    batch_sizes: list[int] | None = None  # Samples over all replicas; null: 1, 2, 4, ... for each replica.
+    repeats: int = 100  # The number of timed passes of each batch size.
 
 
 @dataclass
 class GenerateConfig(TaskConfig):
-    """Prompts continued token by token, with keys and values kept."""
+    """Continue prompts token by token with a key-value cache."""
 
-    name: str = "generate"
-    prompts: list[str] | None = None  # null: the beginnings of a global batch of validation samples
-    prompt_length: int = 32  # tokens, of those beginnings
-    new_tokens: int = 128  # for each prompt
-    temperature: float = 0.0  # of the draw; 0: the likeliest token (greedy)
-    show: int = 4  # texts told at the end; all are in generated.jsonl
+    name: str = "generate"  # The name of the task.
+    prompts: list[str] | None = None  # The prompts; null: the beginnings of validation samples.
+    prompt_length: int = 32  # Tokens in each of those beginnings.
+    new_tokens: int = 128  # Tokens that are generated for each prompt.
+    temperature: float = 0.0  # The sampling temperature; 0 takes the most likely token (greedy).
+    show: int = 4  # The number of texts that are printed; `generated.jsonl` has all of them.
 
 
 TASKS: dict[str, type[TaskConfig]] = {
@@ -264,28 +280,32 @@ TASKS: dict[str, type[TaskConfig]] = {
 class SweepConfig:
     """How the runs of `-m` go together."""
 
-    on_invalid: str = "skip"  # a combination that can't run: skip (it is listed), stop (nothing starts)
-    parallelism: int | None = None  # runs at once, of each array; null: no limit on Slurm, 1 on this machine
-    wait: bool = False  # follow all runs until they end, and exit with their outcome
-    resume: str | None = None  # a sweep folder: run only what is missing or failed in it
-    objective: Any = "final_loss"  # what another sweeper gets of summary.json; a list: several figures
-    also: list[str] = field(default_factory=list)  # more runs: overrides in one text, in place of the sweep's
+    # `skip` an impossible combination and list it, or `stop` before anything starts.
+    on_invalid: str = "skip"
+    # Runs of an array at the same time; null: no limit on Slurm, 1 on this machine.
+    parallelism: int | None = None
+    wait: bool = False  # Follow all runs until they end, and exit with their outcome.
+    resume: str | None = None  # A sweep folder: start only the runs that are missing or failed.
+    # The figure of `summary.json` that another sweeper optimises; a list names several figures.
+    objective: Any = "final_loss"
+    # More runs, each as overrides in one text; they take precedence over the values of the sweep.
+    also: list[str] = field(default_factory=list)
 
 
 @dataclass
 class RunConfig:
-    """One run, whole. `model`, `data` and `task` take the schema of the group file chosen, and `model` and
-    `data` any class path."""
+    """One run. `model`, `data` and `task` have the keys of the file that is chosen for them."""
 
-    nodes: int = 1
-    gpus_per_node: int = 1  # devices a node; CPU processes where there are no GPUs
-    name: str = "${strategy.name}"
-    run_dir: str | None = None  # the run folder itself; null: runs/<name>/<run id>
-    seed: int = 0
-    device: str = "auto"  # auto, cpu, cuda
-    dry_run: bool = False
-    resume: str | None = None
-    weights: str | None = None  # to start from: a .safetensors file, or a run folder; null: initial ones
+    nodes: int = 1  # The number of nodes.
+    gpus_per_node: int = 1  # Devices on each node; on CPUs, processes.
+    name: str = "${strategy.name}"  # The name of the run, and of the folder that holds its run folders.
+    run_dir: str | None = None  # The run folder; null: `runs/<name>/<run id>`.
+    seed: int = 0  # The seed of the weights and of the order of the samples.
+    device: str = "auto"  # The kind of device; `auto` takes GPUs if there are any.
+    dry_run: bool = False  # Print what would be started or submitted, and start nothing.
+    resume: str | None = None  # A run folder to continue; `auto`: the newest one of this name.
+    # Weights to start from: a `.safetensors` file or a run folder; null: initial weights.
+    weights: str | None = None
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     model: Any = MISSING
     data: Any = MISSING

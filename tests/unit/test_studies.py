@@ -108,8 +108,8 @@ def test_one_run_of_a_study_is_a_run(here: Path, capsys: pytest.CaptureFixture[s
         assert "#SBATCH --nodes=3" in capsys.readouterr().out
 
 
-def test_the_readmes_study_is_one(here: Path) -> None:
-    text = re.search(r"```yaml\n(# @package.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_the_study_of_the_guide_is_one(here: Path) -> None:
+    text = re.search(r"```yaml\n(# @package.*?)```", (ROOT / "docs/sweep.md").read_text(), re.DOTALL)
     assert text is not None
     (here / "jobs").mkdir()
     (here / "jobs" / "mine.yaml").write_text(text[1])

@@ -1,4 +1,4 @@
-"""What the README shows works as it stands there."""
+"""The Python examples of the guides work as they stand there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 from tests.parity import largest_difference, weight_difference
 from tests.workers import Workers
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).resolve().parents[2]
+MODELS, STRATEGIES = ROOT / "docs/models-and-data.md", ROOT / "docs/add-a-strategy.md"
 IMPORTS = """
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -25,14 +26,16 @@ from hpc_parallel.models.layered import LayeredModel
 
 @pytest.fixture
 def example(tmp_path: Path) -> Path:
-    """A user's folder with the model of the README and its keys."""
-    section = README.read_text().split("## Add a model")[1]
+    """A user's folder with the model of the guide and its keys."""
+    section = MODELS.read_text().split("## Add a model")[1]
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL)
     assert code is not None
     assert len(code[1].splitlines()) <= 30
     (tmp_path / "mymodel.py").write_text(IMPORTS + code[1])
     (tmp_path / "site" / "model").mkdir(parents=True)
-    (tmp_path / "site/model/mine.yaml").write_text("_target_: mymodel.MyModel\nwidth: 64\ndepth: 4\n")
+    keys = re.search(r"<!-- file: site/model/mine.yaml -->\n```yaml\n(.*?)```", section, re.DOTALL)
+    assert keys is not None
+    (tmp_path / "site/model/mine.yaml").write_text(keys[1])
     return tmp_path
 
 
@@ -71,7 +74,7 @@ def test_it_follows_one_device_under_every_strategy(
 
 
 def test_the_strategy_that_is_shown_is_the_real_one() -> None:
-    section = README.read_text().split("## Add a strategy")[1]
+    section = STRATEGIES.read_text().split("## Add a strategy")[1]
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL)
     assert code is not None
-    assert code[1] in (README.parent / "hpc_parallel/strategies/replicate.py").read_text()
+    assert code[1] in (ROOT / "hpc_parallel/strategies/replicate.py").read_text()
