@@ -391,7 +391,7 @@ def _sweeps(folders: Sequence[Path]) -> dict[Path, Sweep]:
 def _left_out(sweep: Sweep, known: Set[Path]) -> Iterable[tuple[str, str]]:
     """The overrides that not all of the sweep have, and the reason."""
     for skipped in sweep.skipped:
-        yield sweep.own(skipped.overrides), " ".join(skipped.problems)
+        yield sweep.distinct_overrides(skipped.overrides), " ".join(skipped.problems)
     for run in sweep.runs:
         if run.run_dir.absolute() not in known:
-            yield sweep.own(run.overrides), f"{run.run_dir} is not there (any more)"
+            yield sweep.distinct_overrides(run.overrides), f"{run.run_dir} is not there (any more)"

@@ -286,7 +286,7 @@ class TestCheckpoints:
             ({"step": "4"}, "manifest.json is of step 4"),
             ({"files": {}}, "manifest.json lists no files"),
             ({"files": {"../../../dev/zero": {"bytes": 0}}}, "names '../../../dev/zero', which is no file"),
-            ({"files": {"..": {"bytes": 0}}}, "names '..', which is no file of a checkpoint"),
+            ({"files": {"..": {"bytes": 0}}}, "names '..', which is not a file of a checkpoint"),
             ({"files": {"part": {"bytes": "1"}}}, "part has 1 of None bytes"),
             ({"files": {"part": 7}}, "part has 1 of None bytes"),
             ({"files": {"gone": {"bytes": 1}}}, "gone is missing"),
