@@ -18,7 +18,7 @@ from hpc_parallel.config.layout import (
 )
 from hpc_parallel.problems import printable
 from hpc_parallel.record.recorded import RecordedRun
-from hpc_parallel.record.values import table, text, whole
+from hpc_parallel.record.values import integer, table, text
 from hpc_parallel.terminal import cell
 
 if TYPE_CHECKING:
@@ -88,14 +88,14 @@ def hosts(run: RecordedRun) -> list[Host]:
 def _strategy(run: RecordedRun) -> Any:
     """`head["strategy"]` with values that a strategy can have; None if one of them is missing or another."""
     values = table(run.head.get("strategy"))
-    degrees = [whole(values.get(axis)) for axis in AXES]
+    degrees = [integer(values.get(axis)) for axis in AXES]
     stages = values.get("stages_per_rank")
     fits = (
         values.get("execution") in EXECUTIONS
         and isinstance(values.get("dedicated_server"), bool)
         and isinstance(values.get("schedule"), str)
         and all(degree is not None and (degree == -1 or degree > 0) for degree in degrees)
-        and (stages is None or 0 < (whole(stages) or 0) <= MOST_STAGES)
+        and (stages is None or 0 < (integer(stages) or 0) <= MOST_STAGES)
     )
     return SimpleNamespace(**values) if fits else None
 

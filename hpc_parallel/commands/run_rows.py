@@ -10,7 +10,7 @@ from functools import partial
 from hpc_parallel.record.metrics_file import per_second
 from hpc_parallel.record.names import label
 from hpc_parallel.record.recorded import RecordedRun
-from hpc_parallel.record.values import number, table, text, whole
+from hpc_parallel.record.values import integer, number, table, text
 from hpc_parallel.supervise.run_state import DAMAGED, RUNNING, State, despite_damage, states
 
 
@@ -60,7 +60,7 @@ def _damaged_row(run: RecordedRun, state: State, why: str) -> Row:
 
 def row_of(run: RecordedRun, state: State) -> Row:
     last, summary = run.last_metrics or {}, run.summary or {}
-    step, steps = whole(last.get("step")), total_steps(run, state)
+    step, steps = integer(last.get("step")), total_steps(run, state)
     pace_s = number(last.get("step_time_s"))
     left_s = None
     if state.word == RUNNING and step is not None and steps is not None and pace_s is not None:
@@ -90,9 +90,9 @@ def row_of(run: RecordedRun, state: State) -> Row:
 def total_steps(run: RecordedRun, state: State) -> int | None:
     """How many steps the metrics count to; of an ended run that trained nothing, as many as it has."""
     if run.task in ("train", "proof"):
-        return whole(table(run.head.get("training")).get("steps"))
+        return integer(table(run.head.get("training")).get("steps"))
     if state.ended or run.config is None:
-        return whole((run.last_metrics or {}).get("step")) if state.word == "completed" else None
+        return integer((run.last_metrics or {}).get("step")) if state.word == "completed" else None
     from hpc_parallel.config import schema, tasks  # takes a fifth of a second
 
     try:

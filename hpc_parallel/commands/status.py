@@ -150,6 +150,9 @@ def _of_sweep(rows: Sequence[Row], sweep: Sweep) -> list[str]:
     idle = {row.path for row in rows if row.state == NOT_STARTED and row.nodes is None}
     gone = [run for run in sweep.runs if str(run.run_dir) in idle]
     return [
-        *(f"not started: {sweep.own(run.overrides)}" for run in gone),
-        *(f"left out: {sweep.own(left.overrides)}: {' '.join(left.problems)}" for left in sweep.skipped),
+        *(f"not started: {sweep.distinct_overrides(run.overrides)}" for run in gone),
+        *(
+            f"left out: {sweep.distinct_overrides(left.overrides)}: {' '.join(left.problems)}"
+            for left in sweep.skipped
+        ),
     ]

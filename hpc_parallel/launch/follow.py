@@ -13,7 +13,7 @@ from hpc_parallel.record.metrics_file import MetricsReader, describe
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json, read_tail
-from hpc_parallel.record.values import number, text, whole
+from hpc_parallel.record.values import integer, number, text
 
 _TAIL_LINES = 12
 
@@ -89,7 +89,7 @@ class Follower:
     def _last_words(self, failure: dict[str, Any]) -> list[str]:
         """The end of the traceback (or of the job's log), else of what the failing rank wrote to `.err`."""
         lines = failure.get("traceback")
-        rank = whole(failure.get("rank"))
+        rank = integer(failure.get("rank"))
         if not lines and rank is not None and failure.get("signal") != "SIGKILL":  # it comes unseen
             with suppress(FileNotFoundError):
                 log = read_tail(self._folder.log(rank, "err"))

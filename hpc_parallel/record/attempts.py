@@ -1,7 +1,7 @@
-"""The starts of a run and how each ended: `attempts.jsonl`, one object a start or an end.
+"""The starts of a run and how each ended: `attempts.jsonl`, one object per start or end.
 
-A run may start many times: requeued after a time limit or a preemption, restarted after a failure,
-resumed by hand, each time from its newest checkpoint.
+A run may start many times: after a time limit, a preemption or a failure, or when a user resumes it.
+Each start continues from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from hpc_parallel.record.metrics_file import MetricsReader
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import open_regular, read_lines
 from hpc_parallel.record.safe_write import append_line, write_bytes
-from hpc_parallel.record.values import job_id, text, whole
+from hpc_parallel.record.values import integer, job_id, text
 
 
 def begin(
     folder: RunFolder, *, step: int, environment: Mapping[str, str], warnings: Sequence[str] = ()
 ) -> None:
-    """Note a start that goes on after `step`; what the metrics have beyond it will be trained again.
+    """Record a start that continues after `step`, and remove the metrics of later steps.
 
-    environment: Slurm's variables; warnings: of damaged checkpoints.
+    The run will train the later steps again.
+
+    environment: Slurm's variables; warnings: about damaged checkpoints.
     """
     lines = MetricsReader(folder.metrics).read()
     kept = [line for line in lines if line["step"] <= step]
     lost = max([line["step"] for line in lines], default=step) - step
     content = "".join(json.dumps(line) + "\n" for line in kept).encode()
-    if content != _content(folder.metrics):  # it has lines beyond, or one that was torn
+    if content != _content(folder.metrics):  # the file has lines of later steps, or a torn line
         write_bytes(folder.metrics, content)
-    _note(
+    _append(
         folder,
         {
             "began": datetime.now(UTC).isoformat(),
@@ -47,52 +49,55 @@ def begin(
 
 
 def end(folder: RunFolder, *, how: str, host: str | None = None) -> None:
-    """Note how the newest start ended early: `time_limit`, `preempted`, `cancelled`, or the kind of its
-    failure, and where that came from. Of one that completed the summary tells."""
-    _note(folder, {"ended": datetime.now(UTC).isoformat(), "how": how, "host": host})
+    """Record how and on which host the newest start ended early.
+
+    how: `time_limit`, `preempted`, `cancelled`, or the kind of the failure. A start that completed has no
+    such record: the summary describes it.
+    """
+    _append(folder, {"ended": datetime.now(UTC).isoformat(), "how": how, "host": host})
 
 
 def resumed_by_hand(folder: RunFolder) -> None:
-    """Note that a person started the run again: what it may do by itself is counted from here."""
-    _note(folder, {"resumed": datetime.now(UTC).isoformat()})
+    """Record that a user started the run again: automatic restarts are counted from here."""
+    _append(folder, {"resumed": datetime.now(UTC).isoformat()})
 
 
 def recent_ends(folder: RunFolder) -> list[dict[str, Any]]:
-    """Since a person last started the run."""
+    """The ends of starts since a user last started the run."""
     lines = read_lines(folder.attempts)
-    since = max((index for index, line in enumerate(lines) if "resumed" in line), default=-1)
-    return [line for line in lines[since + 1 :] if _is_end(line)]
+    last_resume = max((index for index, line in enumerate(lines) if "resumed" in line), default=-1)
+    return [line for line in lines[last_resume + 1 :] if _is_end(line)]
 
 
 def starts(folder: RunFolder) -> list[dict[str, Any]]:
-    """Raises DamagedError."""
+    """The records of all starts. Raises DamagedError."""
     lines = read_lines(folder.attempts)
-    return [line for line in lines if text(line.get("began")) and whole(line.get("lost_steps")) is not None]
+    return [line for line in lines if text(line.get("began")) and integer(line.get("lost_steps")) is not None]
 
 
 def ends(folder: RunFolder) -> list[dict[str, Any]]:
-    """Raises DamagedError."""
+    """The records of all ends. Raises DamagedError."""
     return [line for line in read_lines(folder.attempts) if _is_end(line)]
 
 
 def history(folder: RunFolder, *, environment: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
-    """Of `summary.json`: restarts, lost steps, when the run first began, its jobs.
+    """The entries of `summary.json` about starts: restarts, lost steps, first start, jobs.
 
-    environment: Slurm's variables of a job that may have ended before it could note its start.
+    environment: Slurm's variables of a job that may have ended before it could record its start.
 
     Raises DamagedError.
     """
-    known = starts(folder)
-    jobs = [*(job_id(line.get("job_id")) for line in known), job_of(environment)]
+    records = starts(folder)
+    jobs = [*(job_id(record.get("job_id")) for record in records), job_of(environment)]
     return {
-        "restarts": max(0, len(known) - 1),
-        "lost_steps": sum(line["lost_steps"] for line in known),
-        "started": known[0]["began"] if known else None,
+        "restarts": max(0, len(records) - 1),
+        "lost_steps": sum(record["lost_steps"] for record in records),
+        "started": records[0]["began"] if records else None,
         "job_ids": list(dict.fromkeys(job for job in jobs if job)),
     }
 
 
-def _note(folder: RunFolder, line: Mapping[str, Any]) -> None:
+def _append(folder: RunFolder, line: Mapping[str, Any]) -> None:
     append_line(folder.attempts, line)
 
 
@@ -101,7 +106,7 @@ def _is_end(line: Mapping[str, Any]) -> bool:
 
 
 def _content(path: Path) -> bytes:
-    """The whole file, which may be of any length in a run that is this user's."""
+    """The whole file. The run belongs to this user, so its length is not limited."""
     try:
         with open_regular(path) as file:
             return file.read()

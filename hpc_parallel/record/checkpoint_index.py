@@ -1,10 +1,11 @@
-"""The checkpoints of a run on disk: which are complete, which are sound, which may go.
+"""The checkpoints of a run on disk: which are complete, which are undamaged, which can be removed.
 
-Torch-free: the login node asks too. A checkpoint is written as `.step-<n>`, renamed to `step-<n>`, and
-counts once its marker exists; the marker holds the checksum of `manifest.json`, which holds those of all
-other files, the step, and the configuration of the run. Checksums are there for torn, cut and flipped
-bytes, not against forgers (who may write there is asked by `launch.trust`), so the fastest will do: to
-SHA-256 a disk of today waits.
+This module does not import torch because the login node uses it too. A checkpoint is written as
+`.step-<n>`, renamed to `step-<n>`, and counts once its marker exists. The marker holds the checksum of
+`manifest.json`. The manifest holds the checksums of all other files, the step, and the configuration of
+the run. Checksums detect torn, truncated and flipped bytes. They do not protect against forgery:
+`record.trust` checks who can write there. The fastest checksum is therefore enough; SHA-256 is slower
+than a current disk.
 """
 
 from __future__ import annotations
@@ -31,25 +32,25 @@ from hpc_parallel.record.safe_read import (
     read_json,
 )
 from hpc_parallel.record.safe_write import write_text
-from hpc_parallel.record.values import table, text, whole
+from hpc_parallel.record.values import integer, table, text
 
 MANIFEST, MARKER, CHECKSUM = "manifest.json", "complete", "xxh3_128"
 _DAMAGED = "damaged-step-"
 _NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
-_ASIDE = re.compile(rf"{_DAMAGED}([0-9]{{1,18}})")
+_DAMAGED_NAME = re.compile(rf"{_DAMAGED}([0-9]{{1,18}})")
 _CHUNK_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that has its marker; whether its files are what was written, `damage` tells."""
+    """A checkpoint that has its marker. `damage` checks whether its files are intact."""
 
     path: Path
     step: int
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """Raises DamagedError."""
+        """The content of `manifest.json`. Raises DamagedError."""
         path = self.path / MANIFEST
         value = read_json(path)
         if value is None:
@@ -57,13 +58,16 @@ class Checkpoint:
         return value
 
     def damage(self, *, part: int = 0, parts: int = 1) -> str | None:
-        """What is wrong with it, None if nothing is: its list of files, and each `parts`-th of them."""
+        """Check the manifest and every `parts`-th file, starting at file `part`.
+
+        Returns what is damaged, or None.
+        """
         try:
-            listed = read_bytes(self.path / MANIFEST)
+            content = read_bytes(self.path / MANIFEST)
             marker = read_bytes(self.path / MARKER).decode(errors="replace")
-            if Digest(listed).hexdigest() != marker.strip():
+            if Digest(content).hexdigest() != marker.strip():
                 return f"{MANIFEST} is not what was written"
-            manifest = table(parse_json(listed.decode()))
+            manifest = table(parse_json(content.decode()))
             if manifest.get("step") != self.step:
                 return f"{MANIFEST} is of step {manifest.get('step')}"
             if not (files := table(manifest.get("files"))):
@@ -80,20 +84,20 @@ class Checkpoint:
 
     def _damage_of(self, name: str, files: Mapping[str, Any]) -> str | None:
         listed = table(files[name])
-        size_bytes = whole(listed.get("bytes"))
+        size_bytes = integer(listed.get("bytes"))
         if name in ("", ".", "..") or "/" in name or "\0" in name:
-            return f"{MANIFEST} names {name!r}, which is no file of a checkpoint"
+            return f"{MANIFEST} names {name!r}, which is not a file of a checkpoint"
         with open_regular(self.path / name) as file:
-            found_bytes = os.fstat(file.fileno()).st_size
-        if found_bytes != size_bytes:
-            return f"{name} has {found_bytes} of {size_bytes} bytes"
+            actual_bytes = os.fstat(file.fileno()).st_size
+        if actual_bytes != size_bytes:
+            return f"{name} has {actual_bytes} of {size_bytes} bytes"
         if checksum(self.path / name) != text(listed.get(CHECKSUM)):
             return f"{name} is not what was written (its checksum differs)"
         return None
 
 
 def complete(folder: Path) -> list[Checkpoint]:
-    """Those in `folder` that have their marker, newest first. A link or a file of such a name is none."""
+    """The checkpoints in `folder` that have their marker, newest first; links and files do not count."""
     checkpoints = [
         Checkpoint(Path(entry.path), step=int(match[1]))
         for entry in list_folder(folder)
@@ -103,7 +107,7 @@ def complete(folder: Path) -> list[Checkpoint]:
 
 
 def skipped(folder: Path) -> list[str]:
-    """Names of links and files that are called like a checkpoint; nothing reads, replaces or removes them."""
+    """Names of links and files that are named like a checkpoint. They are never read or removed."""
     return sorted(
         entry.name
         for entry in list_folder(folder)
@@ -119,7 +123,7 @@ def _is_marked(path: Path) -> bool:
 
 
 def beside(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is written."""
+    """The folder in which the checkpoint of `step` is written before it is renamed."""
     return folder / f".step-{step}"
 
 
@@ -130,49 +134,53 @@ def publish(
     files: Mapping[str, Mapping[str, Any]],
     about: Mapping[str, Any],
 ) -> None:
-    """Make what was written `beside` a checkpoint: listed, renamed, marked, each on the disk before the next.
+    """Turn the folder `beside` into a checkpoint: write its manifest, rename it, write its marker.
 
-    files: name -> its `bytes` and its CHECKSUM.
+    Each of these is on the disk before the next begins.
+
+    files: name -> its `bytes` and its CHECKSUM; about: further entries of the manifest.
     """
     written, path = beside(folder, step), folder / f"step-{step}"
     manifest = json.dumps({"step": step, **about, "files": files}, indent=1) + "\n"
     write_text(written / MANIFEST, manifest)
     sync_folder(written)
-    if path.is_symlink() or path.is_file():  # no checkpoint (`skipped`), and now in the way of one
+    if path.is_symlink() or path.is_file():  # not a checkpoint (`skipped`), but it has the name of this one
         path.rename(folder / f"not-a-checkpoint-{path.name}")
-    elif path.exists():  # damaged, and trained anew since
+    elif path.exists():  # a damaged checkpoint, whose step was trained again
         (path / MARKER).unlink(missing_ok=True)
         shutil.rmtree(path)
     written.rename(path)
     write_text(path / MARKER, Digest(manifest.encode()).hexdigest() + "\n")
-    for each in (path, folder):
-        sync_folder(each)
+    sync_folder(path)
+    sync_folder(folder)
     for entry in list_folder(folder):
-        aside = _ASIDE.fullmatch(entry.name)
-        if aside and int(aside[1]) <= step and is_real_folder(entry):  # there is better now
+        damaged = _DAMAGED_NAME.fullmatch(entry.name)
+        if damaged and int(damaged[1]) <= step and is_real_folder(entry):  # the new checkpoint replaces it
             shutil.rmtree(entry.path)
 
 
 def prune(folder: Path, *, keep_last: int, keep_every: int | None) -> None:
-    """Remove complete checkpoints but the newest `keep_last` and those of every `keep_every`-th step."""
+    """Remove complete checkpoints except the newest `keep_last` and those of every `keep_every`-th step."""
     for checkpoint in complete(folder)[keep_last:]:
         if keep_every is None or checkpoint.step % keep_every:
-            (checkpoint.path / MARKER).unlink()  # first: half removed, it must not count
+            (checkpoint.path / MARKER).unlink()  # first, so that a half-removed checkpoint does not count
             shutil.rmtree(checkpoint.path)
 
 
 def clear(folder: Path) -> None:
-    """Remove what a run that died left half written or half removed."""
-    sound = {checkpoint.path for checkpoint in complete(folder)}
+    """Remove checkpoints that an interrupted run left half-written or half-removed."""
+    complete_paths = {checkpoint.path for checkpoint in complete(folder)}
     for entry in list_folder(folder):
-        torn = _NAME.fullmatch(entry.name.lstrip(".")) and Path(entry.path) not in sound
-        if torn and is_real_folder(entry):
+        incomplete = _NAME.fullmatch(entry.name.lstrip(".")) and Path(entry.path) not in complete_paths
+        if incomplete and is_real_folder(entry):
             shutil.rmtree(entry.path)
 
 
 def set_aside_after(folder: Path, *, step: int) -> None:
-    """Take damaged checkpoints, all that are newer than the sound one of `step`, out of the count, until
-    one of their step or a later one takes their place."""
+    """Rename the damaged checkpoints, which are all that are newer than `step`, so that they do not count.
+
+    `publish` removes them once it has written a checkpoint of their step or a later one.
+    """
     for checkpoint in complete(folder):
         if checkpoint.step > step:
             aside = folder / f"{_DAMAGED}{checkpoint.step}"
@@ -181,8 +189,8 @@ def set_aside_after(folder: Path, *, step: int) -> None:
 
 
 def checksum(path: Path) -> str:
+    """The checksum of a file. Raises FileNotFoundError and DamagedError."""
     digest = Digest()
-    """Raises FileNotFoundError and DamagedError."""
     with open_regular(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
@@ -190,7 +198,7 @@ def checksum(path: Path) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """A new name is on the disk only once its folder is."""
+    """Write a folder's entries to the disk; a new name in it is not durable before that."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

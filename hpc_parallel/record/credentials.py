@@ -1,4 +1,4 @@
-"""What looks like a credential: files that no run folder copies, settings that leave no run folder."""
+"""Recognise credentials: files that are not copied into run folders, settings that must stay in them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from fnmatch import fnmatch
 from pathlib import PurePath
 from typing import Any
 
-PUBLIC = ("model", "data", "training", "strategy")  # what a file or a service outside of the run folder gets
+PUBLIC = ("model", "data", "training", "strategy")  # sections that may leave the run folder
 PRIVATE = (["launcher", "setup"], ["launcher", "extra"], ["cluster", "environment"], ["sweep", "also"])
-# By the name in small letters, with an underscore for each hyphen.
+# Patterns of names in lower case, with underscores instead of hyphens.
 FILES = (
     ".env", ".env.*", "*.env", ".envrc", "*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.kdbx",
     "*.ppk", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", ".netrc", "_netrc", ".pgpass", ".pypirc",
@@ -30,12 +30,12 @@ FOLDERS = (
     ".secrets",
     "credentials",
 )
-# Source and documents, and files that show how a credential file looks.
+# Source, documents, and example files of credentials.
 HARMLESS = (
     "*.py", "*.pyi", "*.ipynb", "*.c", "*.h", "*.cc", "*.cpp", "*.cu", "*.cuh", "*.rs", "*.go", "*.java",
     "*.js", "*.ts", "*.md", "*.rst", "*.html", "*.example", "*.sample", "*.template",
 )  # fmt: skip
-# Of a key with underscores; `pad_token` and `eos_token_id` are settings of a model.
+# Matches keys with underscores. `pad_token` and `eos_token_id` are settings of a model and must not match.
 _KEY = re.compile(
     r"(?:^|_)(?:secret|password|passwd|passphrase|api_?key|access_key|private_key|credentials?)(?:$|_)"
     r"|^(?:auth|(?:.+_)?(?:access|api|auth|bearer|git(?:hub|lab)|hf|refresh|session|wandb)_token|token)$",
@@ -49,7 +49,7 @@ _VALUE = re.compile(
 
 
 def is_credential_file(name: str) -> bool:
-    """Whether a file of this path holds credentials, as far as its name tells."""
+    """Whether the name of a file suggests that it holds credentials."""
     path = PurePath(name.lower().replace("-", "_"))
     is_secret = any(part in FOLDERS for part in path.parts[:-1])
     is_secret = is_secret or any(fnmatch(path.name, pattern) for pattern in FILES)
@@ -57,12 +57,12 @@ def is_credential_file(name: str) -> bool:
 
 
 def public_part(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sections PUBLIC of a configuration, without settings that look like credentials."""
+    """The PUBLIC sections of a configuration, without settings that look like credentials."""
     return {key: without_credentials(config[key]) for key in PUBLIC if key in config}
 
 
 def without_credentials(value: Any) -> Any:
-    """A plain value without the keys of tables that look like credentials; a text that does becomes None."""
+    """Remove keys and texts that look like credentials from a plain value; such a text alone becomes None."""
     if isinstance(value, Mapping):
         return {
             key: without_credentials(item) for key, item in value.items()
@@ -75,15 +75,13 @@ def without_credentials(value: Any) -> Any:
 
 
 def without_secret_values(overrides: Iterable[str]) -> list[str]:
-    """Overrides for a page that others read: `launcher.setup=...` in place of what may hold a credential."""
+    """Overrides for a page that others read: a value that may hold a credential is shown as `...`."""
     shown = []
-    for word in overrides:
-        key, _, value = word.partition("=")
+    for override in overrides:
+        key, _, value = override.partition("=")
         parts = key.lstrip("+~").split(".")
         is_private = parts[:2] in PRIVATE or any(map(_is_private_key, parts)) or "{" in value
-        if is_private or _is_credential(value):
-            word = f"{key}=..."
-        shown.append(word)
+        shown.append(f"{key}=..." if is_private or _is_credential(value) else override)
     return shown
 
 

@@ -1,4 +1,4 @@
-"""What Slurm says of a job, from whichever of its commands answers."""
+"""The state of Slurm jobs, from scontrol, squeue or sacct, whichever answers."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ ENDED = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
     "REVOKED", "TIMEOUT",
 }  # fmt: skip
-SILENT = "NO ANSWER"  # no state of Slurm's: its controller is away, the job may go on
-FORGOTTEN = "FORGOTTEN"  # nor this: Slurm knows the job no longer
+# These two are not states of Slurm.
+SILENT = "NO ANSWER"  # the controller does not answer; the job may still run
+FORGOTTEN = "FORGOTTEN"  # Slurm no longer has a record of the job
 
 _SHOW = ("scontrol", "--oneliner", "show", "job")
-_UNANSWERED = 124  # as of timeout(1)
-_PROMPT_S = 1.0  # after which we look whether the controller is there at all
+_UNANSWERED = 124  # as timeout(1) returns
+_PROMPT_S = 1.0  # after this time we ping the controller
 _PING_S = 2.0
-_PATIENCE_S = 20.0  # with a busy one
+_PATIENCE_S = 20.0  # further wait for a busy controller that answers the ping
 
 
 @dataclass(frozen=True)
 class JobState:
-    """One of Slurm's job states, and its reason (why it waits, or how it ended)."""
+    """A job state of Slurm and its reason (why the job waits, or how it ended)."""
 
     state: str
     reason: str = ""
@@ -37,18 +38,21 @@ class JobState:
 
 
 class Inquiry:
-    """Questions to Slurm for somebody who waits. While it is there it may take its time over an answer; that
-    it is not (its controller down, slurm.conf away) takes three seconds once, however much is asked."""
+    """Queries to Slurm for a user who waits.
+
+    A busy controller has 20 seconds to answer. A controller that is down, or a missing slurm.conf, costs
+    three seconds once, and all later queries return at once.
+    """
 
     def __init__(self) -> None:
         self.silent = False
 
     def ask(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Return code `_UNANSWERED` where there is no answer."""
+        """Run a command of Slurm. The return code is `_UNANSWERED` if there is no answer."""
         unanswered = subprocess.CompletedProcess(command, returncode=_UNANSWERED, stdout="", stderr="")
         if self.silent:
             return unanswered
-        environment = {**os.environ, "SLURM_BITSTR_LEN": "0"}  # an array's tasks that wait, all of them
+        environment = {**os.environ, "SLURM_BITSTR_LEN": "0"}  # list all pending tasks of an array
         try:
             process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", errors="replace",
@@ -57,9 +61,9 @@ class Inquiry:
         except (OSError, ValueError) as error:
             return subprocess.CompletedProcess(command, returncode=1, stdout="", stderr=str(error))
         with process:
-            for more_s in (_PROMPT_S, _PATIENCE_S):
+            for timeout_s in (_PROMPT_S, _PATIENCE_S):
                 try:
-                    out, err = process.communicate(timeout=more_s)
+                    out, err = process.communicate(timeout=timeout_s)
                     return subprocess.CompletedProcess(command, process.returncode, out, err)
                 except subprocess.TimeoutExpired:
                     self.silent = not controller_answers(within_s=_PING_S)
@@ -78,23 +82,25 @@ def controller_answers(*, within_s: float) -> bool:
 
 
 def job_of(environment: Mapping[str, str]) -> str | None:
-    """The job that these are the variables of, as sacct, scancel and scontrol take it: `123`, or `123_4` of
-    an array, whose raw id only Slurm knows."""
+    """The job id in Slurm's variables, as sacct, scancel and scontrol accept it: `123` or `123_4`.
+
+    An array task is named by its array because only Slurm knows its raw id.
+    """
     if "SLURM_ARRAY_JOB_ID" in environment and "SLURM_ARRAY_TASK_ID" in environment:
         return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
     return environment.get("SLURM_JOB_ID")
 
 
 def job_states(job_ids: Sequence[str]) -> dict[str, JobState]:
-    """The states of many jobs at once, tasks of arrays too, of those that squeue still knows."""
+    """The states of those jobs and array tasks that squeue still lists."""
     return _queued(job_ids, Inquiry())[0]
 
 
 def job_state(job_id: str) -> JobState:
-    """The controller's word, or after it has forgotten the job that of accounting.
+    """The state of a job from the controller, or from accounting if the controller no longer lists it.
 
-    A site may run without accounting, and the controller forgets a job some minutes after its end; one
-    that does not answer (a restart, a busy hour) says nothing of the job.
+    The controller forgets a job some minutes after its end, and a site may run without accounting. A
+    controller that does not answer (it restarts, it is busy) gives no information about the job.
     """
     slurm = Inquiry()
     shown = slurm.ask(*_SHOW, job_id)
@@ -104,87 +110,89 @@ def job_state(job_id: str) -> JobState:
     if "Invalid job id" not in shown.stderr:
         return JobState(SILENT)
     recorded = slurm.ask("sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State")
-    if recorded.returncode == 0 and (words := recorded.stdout.split()):
-        return JobState(words[0])  # "CANCELLED by 1000"
+    if recorded.returncode == 0 and (state := recorded.stdout.split()):
+        return JobState(state[0])  # the state may be "CANCELLED by 1000"
     return JobState(SILENT if recorded.returncode == _UNANSWERED else FORGOTTEN)
 
 
 def states_by_accounting(job_ids: Sequence[str], *, slurm: Inquiry | None = None) -> dict[str, JobState]:
-    """The states of many jobs, each of them, by one call of sacct, and one of squeue for those that
-    accounting does not know and for why the others wait."""
+    """The states of all given jobs, with one call of sacct and one of squeue.
+
+    squeue gives the states of jobs that accounting does not list, and the reasons of pending jobs.
+    """
     if not job_ids:
         return {}
     slurm = slurm or Inquiry()
     recorded = slurm.ask("sacct", "-X", "-n", "-P", "-j", ",".join(job_ids), "-o", "JobID,JobIDRaw,State")
-    known = _listed(recorded.stdout) if recorded.returncode == 0 else {}
-    rest = [job for job in job_ids if job not in known or known[job].state == "PENDING"]
+    states = _listed(recorded.stdout) if recorded.returncode == 0 else {}
+    rest = [job for job in job_ids if job not in states or states[job].state == "PENDING"]
     queued, answered = _queued(rest, slurm)
-    answered = answered and recorded.returncode != _UNANSWERED  # of what has ended only accounting knows
-    known = {job: JobState(FORGOTTEN if answered else SILENT) for job in rest} | known | queued
-    return {job: known[job] for job in job_ids}
+    answered = answered and recorded.returncode != _UNANSWERED  # only accounting knows jobs that ended
+    states = {job: JobState(FORGOTTEN if answered else SILENT) for job in rest} | states | queued
+    return {job: states[job] for job in job_ids}
 
 
 def _queued(job_ids: Sequence[str], slurm: Inquiry) -> tuple[dict[str, JobState], bool]:
-    """Of those that squeue knows, and whether it answered."""
+    """The states of the jobs that squeue lists, and whether it answered."""
     if not job_ids:
         return {}, True
-    whole = ",".join(dict.fromkeys(job.partition("_")[0] for job in job_ids))
-    listed = slurm.ask("squeue", "-h", "-r", "-t", "all", "-j", whole, "-o", "%i|%A|%T|%r")
-    known = _listed(listed.stdout)
+    arrays = ",".join(dict.fromkeys(job.partition("_")[0] for job in job_ids))
+    listed = slurm.ask("squeue", "-h", "-r", "-t", "all", "-j", arrays, "-o", "%i|%A|%T|%r")
+    states = _listed(listed.stdout)
     answered = listed.returncode == 0 or "Invalid job id" in listed.stderr
-    return {job: known[job] for job in job_ids if job in known}, answered
+    return {job: states[job] for job in job_ids if job in states}, answered
 
 
 def jobs_by_script(slurm: Inquiry) -> dict[str, tuple[str, JobState]]:
-    """Batch script -> the job of this user that is to run it or does, and how it stands."""
+    """Batch script -> this user's pending or running job of that script, and its state."""
     listed = slurm.ask("squeue", "-h", "--me", "-o", "%i|%T|%r|%o")
     lines = [line.split("|", 3) for line in listed.stdout.splitlines() if line.count("|") > 2]
     return {script: (job, JobState(state, reason)) for job, state, reason, script in lines}
 
 
 def scripts_of(job_ids: Sequence[str], slurm: Inquiry) -> dict[str, str] | None:
-    """Job id -> its batch script, of those jobs in the queue that are this user's; None without an answer."""
-    whole = ",".join(dict.fromkeys(job.partition("_")[0] for job in job_ids))
-    listed = slurm.ask("squeue", "-h", "-r", "--me", "-t", "all", "-j", whole, "-o", "%i|%A|%o")
+    """Job id -> batch script, for this user's jobs in the queue; None if Slurm does not answer."""
+    arrays = ",".join(dict.fromkeys(job.partition("_")[0] for job in job_ids))
+    listed = slurm.ask("squeue", "-h", "-r", "--me", "-t", "all", "-j", arrays, "-o", "%i|%A|%o")
     if listed.returncode != 0 and "Invalid job id" not in listed.stderr:
         return None
-    known: dict[str, str] = {}
+    scripts: dict[str, str] = {}
     for line in listed.stdout.splitlines():
         if line.count("|") > 1:
-            job, raw, script = line.split("|", 2)
-            known |= dict.fromkeys((*_tasks(job), raw), script)
-    return known
+            job, raw_id, script = line.split("|", 2)
+            scripts |= dict.fromkeys((*_tasks(job), raw_id), script)
+    return scripts
 
 
 def job_fields(job_id: str) -> dict[str, str] | None:
-    """The controller's record of a job; None where it does not answer or knows it no longer."""
+    """The controller's record of a job; None if it does not answer or no longer has a record."""
     shown = Inquiry().ask(*_SHOW, job_id)
     return _fields(shown.stdout) if shown.returncode == 0 else None
 
 
 def _listed(text: str) -> dict[str, JobState]:
-    """From lines `id|raw id|state|reason`; of an array's tasks both ids are known."""
-    known = {}
+    """Job id -> state, from lines `id|raw id|state|reason`; array tasks are listed under both ids."""
+    states = {}
     for line in text.splitlines():
         if line.count("|") < 2 or not line.split("|")[2]:
             continue
-        job, raw, state, *reason = line.split("|", 3)
-        for each in (*_tasks(job), raw):
-            known[each] = JobState(state.split()[0], *reason)  # "CANCELLED by 1000"
-    return known
+        job, raw_id, state, *reason = line.split("|", 3)
+        for job_id in (*_tasks(job), raw_id):
+            states[job_id] = JobState(state.split()[0], *reason)  # the state may be "CANCELLED by 1000"
+    return states
 
 
 def _tasks(job: str) -> list[str]:
-    """`12_[0-2,7%3]`, tasks that wait, as `12_0`, `12_1`, ...; any other id as it is."""
+    """Expand pending tasks `12_[0-2,7%3]` to `12_0`, `12_1`, ...; any other id is returned unchanged."""
     array, bracket, rest = job.partition("_[")
     if not bracket:
         return [job]
-    found = []
+    tasks = []
     for part in rest.rstrip("]").partition("%")[0].split(","):
         first, _, last = part.partition("-")
-        found += [f"{array}_{task}" for task in range(int(first), int(last or first) + 1)]
-    return found
+        tasks += [f"{array}_{task}" for task in range(int(first), int(last or first) + 1)]
+    return tasks
 
 
 def _fields(line: str) -> dict[str, str]:
-    return dict(word.split("=", 1) for word in line.split() if "=" in word)
+    return dict(field.split("=", 1) for field in line.split() if "=" in field)

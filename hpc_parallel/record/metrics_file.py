@@ -1,4 +1,4 @@
-"""Reading `metrics.jsonl`, also while a run writes it, and saying one of its lines to people."""
+"""Read `metrics.jsonl`, also while a run writes it, and format one of its lines for people."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from pathlib import Path
 from typing import Any
 
 from hpc_parallel.record.safe_read import LINES_BYTES, MAX_LINES, MIB, open_regular, parse_line, read_tail
-from hpc_parallel.record.values import number, whole
+from hpc_parallel.record.values import integer, number
 
 _TAIL_BYTES = 2048  # holds a line or two
-_MOST_TAIL_BYTES = MIB  # in which the last whole line is looked for
+_MAX_TAIL_BYTES = MIB  # the last whole line is searched in this many bytes
 
 
 class MetricsReader:
-    """Reads the lines added since the last look, of a file of any length: a run's own, which goes on."""
+    """Reads the lines that a running run has added since the last read. The file may have any length."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset_bytes = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """The new whole lines; what has no line end yet is left for the next look. Raises DamagedError."""
+        """The new whole lines; a line without its line end is left for the next read. Raises DamagedError."""
         try:
-            with open_regular(self._path) as file:  # opened anew, since NFS keeps what an open file had
+            with open_regular(self._path) as file:  # opened again: an open file on NFS may show old content
                 if file.seek(0, os.SEEK_END) < self._offset_bytes:
-                    self._offset_bytes = 0  # another attempt's file
+                    self._offset_bytes = 0  # another attempt has replaced the file
                 file.seek(self._offset_bytes)
                 added = file.read()
         except FileNotFoundError:
@@ -37,7 +37,7 @@ class MetricsReader:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file that anyone may have written: all, or the last LINES_BYTES of a longer one.
+    """The whole lines in the last LINES_BYTES of a file that anyone may have written.
 
     Raises DamagedError.
     """
@@ -46,19 +46,19 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     lines = content[: content.rfind(b"\n") + 1].splitlines()[-MAX_LINES:]
-    values = [_parse(line) for line in lines[len(content) == LINES_BYTES :]]  # the first may be cut
+    values = [_parse(line) for line in lines[len(content) == LINES_BYTES :]]  # the first may be truncated
     return [line for line in values if line is not None]
 
 
 def last_line(path: Path) -> dict[str, Any] | None:
-    """The newest whole line, from the end of the file alone; None if there is none.
+    """The newest whole line, or None. Only the end of the file is read.
 
     Raises FileNotFoundError and DamagedError.
     """
     with open_regular(path) as file:
         end = file.seek(0, os.SEEK_END)
         size = 0
-        while size < min(end, _MOST_TAIL_BYTES):
+        while size < min(end, _MAX_TAIL_BYTES):
             size = min(end, 2 * size or _TAIL_BYTES)
             file.seek(end - size)
             tail = file.read(size)
@@ -69,7 +69,7 @@ def last_line(path: Path) -> dict[str, Any] | None:
 
 
 def describe(metrics: dict[str, Any], *, steps: int) -> str:
-    """One line of metrics: `step 120/600  loss 2.413  512 samples/s`; of another task what it measures."""
+    """Format a metrics line as `step 120/600  loss 2.413  512 samples/s`, or what another task measures."""
     parts = [f"step {metrics['step']}/{steps}"]
     if "loss" in metrics:
         loss = number(metrics["loss"])
@@ -94,17 +94,17 @@ def milliseconds(seconds: float) -> str:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """None for what is no metrics line: a torn write after a crash, say."""
+    """The metrics in one line; None if it is not a metrics line (a torn write after a crash, for example)."""
     values = parse_line(line)
     return values if values is not None and _is_metrics(values) else None
 
 
 def _is_metrics(values: dict[str, Any]) -> bool:
-    return whole(values.get("step")) is not None
+    return integer(values.get("step")) is not None
 
 
 def size(count: float) -> str:
-    """`count` bytes in the unit that people read: 300 MiB are 0.3 GiB."""
+    """Format `count` bytes with a unit that is easy to read: 300 MiB is shown as 0.3 GiB."""
     units = (("TiB", 2**40, 2**40), ("GiB", 2**30, 2**30 // 10), ("MiB", 2**20, 2**20), ("KiB", 2**10, 2**10))
     for unit, scale, least in units:
         if count >= least:

@@ -1,4 +1,4 @@
-"""What runs and sweeps are called on a command line."""
+"""The names of runs and sweeps on a command line."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 import shlex
 from pathlib import Path
 
-RUNS = Path("runs")  # where the command `run` puts them
+RUNS = Path("runs")  # the default folder of the command `run`
 
 
 def label(path: Path) -> str:
-    """What a run or sweep is called here: its place in `runs/`, else from this folder, else in full.
+    """The short name of a run or sweep: its path from `runs/`, else from this folder, else the full path.
 
-    Always a word by which it is found again: no flag, no other's path, job id or home.
+    Commands accept the name: it is never a flag, a job id, another existing path, or a home folder.
     """
     short = _from(RUNS.absolute(), path)
     if short is not None and not is_job_id(short) and not os.path.lexists(short):
@@ -20,18 +20,18 @@ def label(path: Path) -> str:
     return _from(Path.cwd(), path) or str(path)
 
 
-def is_job_id(word: str) -> bool:
-    """`123`, or `123_4` of an array."""
-    return word.replace("_", "", 1).isdecimal()
+def is_job_id(name: str) -> bool:
+    """Whether `name` is `123`, or `123_4` of an array."""
+    return name.replace("_", "", 1).isdecimal()
 
 
 def command_on(path: Path, command: str, *flags: str) -> str:
-    """The line that does `command` (status, logs, cancel) to this run or sweep, as a shell takes it."""
+    """The shell command line that applies `command` (status, logs, cancel) to this run or sweep."""
     return shlex.join(["python", "-m", "hpc_parallel", command, label(path), *flags])
 
 
 def _from(root: Path, path: Path) -> str | None:
     if path == root or not path.is_relative_to(root):
         return None
-    word = str(path.relative_to(root))
-    return None if word[0] in "-~" else word
+    name = str(path.relative_to(root))
+    return None if name[0] in "-~" else name

@@ -1,6 +1,6 @@
-"""Who runs in a run folder now: one at a time, so that no two trainings write the same checkpoints.
+"""The owner of a run folder: one process or job at a time, so that no two write the same checkpoints.
 
-`owner.json` names a process of this user or a job of Slurm; one that is gone owns nothing any more.
+`owner.json` names a process of this user or a Slurm job. One that has ended is no longer the owner.
 """
 
 from __future__ import annotations
@@ -14,54 +14,57 @@ from pathlib import Path
 from typing import Any
 
 from hpc_parallel.record.job_state import job_state
-from hpc_parallel.record.run_folder import RunFolder, alone
+from hpc_parallel.record.run_folder import RunFolder, locked
 from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.trust import UntrustedError, require_private
+from hpc_parallel.record.values import integer, text
 from hpc_parallel.record.values import job_id as job_id_of
-from hpc_parallel.record.values import text, whole
 
-MOST_PID = 2**31 - 1  # that kill(2) takes
+MAX_PID = 2**31 - 1  # the largest that kill(2) accepts
 
 
 class OwnedError(RuntimeError):
-    """The run is going on already; the message says where."""
+    """The run is already active; the message says where."""
 
 
 def claim(folder: RunFolder) -> None:
     """Make this process the owner. Raises OwnedError."""
-    with alone(folder.path):
+    with locked(folder.path):
         try:
             owner = living_owner(folder)
         except DamagedError as error:
-            mend = f"Try rm {folder.owner} if nothing runs there"
-            raise OwnedError(f"may be going on: {error}. {mend}") from error
+            suggestion = f"Try rm {folder.owner} if nothing runs there"
+            raise OwnedError(f"may be going on: {error}. {suggestion}") from error
         if owner is not None:
             raise OwnedError(f"is going on already, as {owner}")
         take(folder)
 
 
 def read_owner(folder: RunFolder) -> dict[str, Any] | None:
-    """What `owner.json` says: `job_id`, or `host`, `pid` and `began` of a process, and besides `folder`, by
-    which a record that was copied from another run is known, and `waits`.
+    """The content of `owner.json`: the `job_id` of a job, or `host`, `pid` and `began` of a process.
 
-    Raises DamagedError if it says neither.
+    A process also has `folder`, which shows that a record was copied from another run, and may have
+    `waits`. Returns None if there is no file.
+
+    Raises DamagedError if the file names neither a job nor a process.
     """
     owner = read_json(folder.owner)
     if owner is None:
         return None
     if job := job_id_of(owner.get("job_id")):
         return {"job_id": job}
-    pid, host, began = whole(owner.get("pid")), text(owner.get("host")), owner.get("began")
-    if pid is None or not 0 < pid <= MOST_PID or host is None or not isinstance(began, str | None):
+    pid, host, began = integer(owner.get("pid")), text(owner.get("host")), owner.get("began")
+    if pid is None or not 0 < pid <= MAX_PID or host is None or not isinstance(began, str | None):
         raise DamagedError(folder.owner, "it names no process and no job")
-    process = {"host": host, "pid": pid, "began": began, "folder": whole(owner.get("folder"))}
+    process = {"host": host, "pid": pid, "began": began, "folder": integer(owner.get("folder"))}
     if isinstance(waits := owner.get("waits"), bool):
         process["waits"] = waits
     return process
 
 
 def this_process() -> dict[str, Any]:
+    """The `host`, `pid` and `began` of this process."""
     return {"host": platform.node(), "pid": os.getpid(), "began": _began(os.getpid())}
 
 
@@ -71,13 +74,13 @@ def take(folder: RunFolder) -> None:
 
 
 def queue(folder: RunFolder) -> None:
-    """Let the run wait until this process, which has claimed it, begins it (`take_turn`)."""
+    """Make the run wait until this process, which has claimed it, starts it (`take_turn`)."""
     _write(folder, waits=True)
 
 
 def take_turn(folder: RunFolder) -> bool:
-    """Whether a run that waited may begin now; then it waits no longer. False if it was withdrawn."""
-    with alone(folder.path):
+    """End the wait of a run, which may then start. Returns False if it was withdrawn."""
+    with locked(folder.path):
         if not (read_owner(folder) or {}).get("waits"):
             return False
         _write(folder, waits=False)
@@ -85,8 +88,8 @@ def take_turn(folder: RunFolder) -> bool:
 
 
 def withdraw(folder: RunFolder) -> bool:
-    """Keep a run that waits from beginning; False if it has begun."""
-    with alone(folder.path):
+    """Prevent the start of a run that waits. Returns False if it has started."""
+    with locked(folder.path):
         if not (read_owner(folder) or {}).get("waits"):
             return False
         folder.owner.unlink()
@@ -94,15 +97,15 @@ def withdraw(folder: RunFolder) -> bool:
 
 
 def release(folder: RunFolder) -> None:
-    """Own it no longer, where this process does."""
-    with alone(folder.path):
+    """Give up ownership if this process is the owner."""
+    with locked(folder.path):
         if (read_owner(folder) or {}).items() >= this_process().items():
             folder.owner.unlink()
 
 
 def hold_by_job(folder: RunFolder, job_id: str) -> None:
-    """Make the job that this process belongs to the owner. Raises OwnedError where another job runs."""
-    with alone(folder.path):
+    """Make the job of this process the owner. Raises OwnedError if another job is active there."""
+    with locked(folder.path):
         before = read_owner(folder) or {}
         if before.get("job_id") not in (None, job_id) and (other := living_owner(folder)) is not None:
             raise OwnedError(f"the run is going on already, as {other}")
@@ -110,17 +113,17 @@ def hold_by_job(folder: RunFolder, job_id: str) -> None:
 
 
 def hand_to_job(folder: RunFolder, job_id: str) -> None:
-    """From now on the job owns the run, until Slurm says that it has ended."""
+    """Make the job the owner of the run until Slurm reports its end."""
     write_json(folder.owner, {"job_id": job_id})
 
 
 def is_job(folder: RunFolder, job_id: str) -> bool:
-    """Whether the run is still that job's: whoever resumed it since has taken it."""
+    """Whether the job still owns the run: a later resume changes the owner."""
     return (read_owner(folder) or {}).get("job_id") == job_id
 
 
 def living_owner(folder: RunFolder) -> str | None:
-    """Who runs there, in words; None if nobody does. Raises DamagedError."""
+    """The active owner as text (`job 7 (running)`, `process 12`), or None. Raises DamagedError."""
     owner = read_owner(folder)
     if owner is None:
         return None
@@ -128,35 +131,37 @@ def living_owner(folder: RunFolder) -> str | None:
         state = job_state(job)
         return None if state.ended else f"job {job} ({state})"
     lives = process_lives(owner)
-    if lives is None:  # not to be seen from here, but what has ended says so
+    if lives is None:  # on another host, where only the summary shows that it has ended
         return None if folder.summary.exists() else f"process {owner['pid']} on {owner['host']}"
     return f"process {owner['pid']}" if lives else None
 
 
 def refusal(folder: RunFolder) -> str | None:
-    """Why nothing may be ended on the word of this run's `owner.json`: it is not this user's own."""
+    """Why `owner.json` can't be trusted to name what to end: it is not this user's own file."""
     user = os.geteuid()
     try:
-        places = [(place, place.lstat()) for place in (folder.path, folder.owner)]
+        statuses = {path: path.lstat() for path in (folder.path, folder.owner)}
     except FileNotFoundError:
         return None
-    for place, status in places:
+    for path, status in statuses.items():
         if status.st_uid != user:
-            return f"is not yours: {place} belongs to user {status.st_uid}. Only its owner can end it"
-    if places[-1][1].st_nlink != 1:
-        return f"can't be ended: {folder.owner} is a hard link, so another folder's record may be meant"
+            return f"is not yours: {path} belongs to user {status.st_uid}. Only its owner can end it"
+    if statuses[folder.owner].st_nlink != 1:
+        return f"can't be ended: {folder.owner} is a hard link, so it may be another folder's record"
     return None
 
 
 def end_process(folder: RunFolder, owner: Mapping[str, Any]) -> str | None:
-    """Send SIGTERM to the process that `read_owner` names; returns why it is not that run's, or None.
+    """Send SIGTERM to the process that `read_owner` names.
 
-    By a descriptor: its number can't become another process's between the checks and the signal.
+    The signal goes to a process descriptor: the pid can't be reused between the checks and the signal.
+
+    Returns why the process may not be that run's, or None.
     """
     process = owner["pid"]
     by_hand = f"If process {process} is this run's: kill {process}"
     try:
-        require_private(folder.path)  # else the record may have been another one when it was read
+        require_private(folder.path)  # otherwise another user may have replaced the record
     except UntrustedError as error:
         return f"{error} {by_hand}"
     if owner["folder"] is None:
@@ -169,7 +174,7 @@ def end_process(folder: RunFolder, owner: Mapping[str, Any]) -> str | None:
                 return f"process {process} is another user's"
             if process_lives(owner):
                 send(signal.SIGTERM)
-    except (ProcessLookupError, FileNotFoundError):  # it has ended while we asked
+    except (ProcessLookupError, FileNotFoundError):  # it ended during the checks
         pass
     except PermissionError:
         return f"process {process} is another user's"
@@ -178,33 +183,33 @@ def end_process(folder: RunFolder, owner: Mapping[str, Any]) -> str | None:
 
 @contextmanager
 def _handle_of(process: int) -> Iterator[Callable[[int], None]]:
-    """What sends a signal to this very process; before Linux 5.3 to the number that it had."""
+    """A function that sends a signal to this process by its descriptor (before Linux 5.3: by its pid)."""
     try:
         handle = os.pidfd_open(process)
     except (AttributeError, OSError) as error:
         if isinstance(error, ProcessLookupError):
             raise
-        yield lambda number: os.kill(process, number)
+        yield lambda signal_number: os.kill(process, signal_number)
         return
     try:
-        yield lambda number: signal.pidfd_send_signal(handle, number)
+        yield lambda signal_number: signal.pidfd_send_signal(handle, signal_number)
     finally:
         os.close(handle)
 
 
-def _write(folder: RunFolder, **more: bool) -> None:
-    write_json(folder.owner, {**this_process(), "folder": folder.path.stat().st_ino, **more})
+def _write(folder: RunFolder, **flags: bool) -> None:
+    write_json(folder.owner, {**this_process(), "folder": folder.path.stat().st_ino, **flags})
 
 
 def process_lives(owner: Mapping[str, Any]) -> bool | None:
-    """Whether the process that `read_owner` names still runs; None if it is another host's."""
+    """Whether the process that `read_owner` names still runs; None if it is on another host."""
     if owner["host"] != platform.node():
         return None
     return bool(_began(owner["pid"]) == owner["began"] is not None)
 
 
 def _began(process: int) -> Any:
-    """When a process began, in ticks since the machine did: its number may be another's later (proc(5))."""
+    """When a process started: the boot id and the ticks since boot, because a pid is reused (proc(5))."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

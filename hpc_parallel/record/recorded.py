@@ -1,7 +1,7 @@
-"""Runs as their folders describe them, for those who look on or come later.
+"""Runs as their folders describe them, for commands that read them during or after the run.
 
-Nothing in a folder has to be complete, or ours: a file that is missing reads as None or empty, and so does
-one that can't be read, which `damaged` names. Nothing is unpickled or executed.
+A folder may be incomplete or belong to another user. A missing file reads as None or empty. So does a
+file that can't be read, which `damaged` lists. Nothing is unpickled or executed.
 """
 
 from __future__ import annotations
@@ -29,21 +29,20 @@ from hpc_parallel.record.safe_read import (
     read_yaml,
 )
 from hpc_parallel.record.sweep_folder import MANIFEST, read_sweep
+from hpc_parallel.record.values import integer, table, text
 from hpc_parallel.record.values import number as number
-from hpc_parallel.record.values import table, text, whole
 
 T = TypeVar("T")
-# A folder that holds two of these is a run's: another user's folder may hold one of these names too.
+# A folder with two of these files is a run folder: an unrelated folder may have one of them.
 MARKS = {"attempts.jsonl", "config.yaml", "environment.json", "metrics.jsonl", "owner.json", "rendezvous",
          "summary.json"}  # fmt: skip
-MOST_LEVELS = 32  # of folders that are searched for runs
+MAX_LEVELS = 32  # of nested folders that are searched for runs
 _HEAD = re.compile(r"^(?:name|nodes|gpus_per_node|strategy|training|task):.*\n(?:[ -].*\n|\n)*", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """One run. A file is read when something in it is first asked for, and kept: `read_run` reads a living
-    run again."""
+    """One run. Each file is read at first use and then cached; call `read_run` to read a run again."""
 
     path: Path  # absolute
     _damage: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -67,8 +66,10 @@ class RecordedRun:
 
     @cached_property
     def head(self) -> Mapping[str, Any]:
-        """The configuration's shape alone (name, nodes, gpus_per_node, strategy, training, task): the whole
-        configurations of a thousand runs would take more than a second to parse."""
+        """The keys name, nodes, gpus_per_node, strategy, training and task of the configuration.
+
+        The whole configurations of a thousand runs would take more than a second to parse.
+        """
         tables = "".join(_HEAD.findall(self._config_text or ""))
         try:
             return table(parse_yaml(tables)) or self.config or {}
@@ -85,11 +86,11 @@ class RecordedRun:
 
     @property
     def nodes(self) -> int | None:
-        return whole(self.head.get("nodes"))
+        return integer(self.head.get("nodes"))
 
     @property
     def gpus_per_node(self) -> int | None:
-        return whole(self.head.get("gpus_per_node"))
+        return integer(self.head.get("gpus_per_node"))
 
     @cached_property
     def summary(self) -> dict[str, Any] | None:
@@ -101,12 +102,12 @@ class RecordedRun:
 
     @cached_property
     def stopped(self) -> dict[str, Any] | None:
-        """The signal that ended the newest start, and the step that it saved."""
+        """The signal that ended the newest start, and the step that was saved."""
         return self._read(self.folder.stopped, read_json)
 
     @cached_property
     def owner(self) -> dict[str, Any] | None:
-        """The process or job that runs it, or ran it last (`record/owner.py`)."""
+        """The process or job that runs it or ran it last (`record/owner.py`)."""
         return self._read(self.folder.owner, lambda _: read_owner(self.folder))
 
     @cached_property
@@ -131,23 +132,24 @@ class RecordedRun:
 
     @property
     def job_ids(self) -> list[str]:
-        """Slurm's, in order; the last one also if it waits for its first start."""
+        """Slurm's job ids in order, with the newest also if it waits for its first start."""
         jobs = [*self.attempts["job_ids"], (self.owner or {}).get("job_id")]
         return list(dict.fromkeys(job for job in jobs if job))
 
     @property
     def damaged(self) -> dict[str, str]:
-        """The run's files that are there and can't be read, with the reason of each."""
+        """The run's files that exist and can't be read, each with the reason."""
         for name in ("config", "summary", "failure", "environment", "owner", "attempts", "last_metrics"):
             getattr(self, name)
-        at = self.folder
-        files = (at.config, at.summary, at.failure, at.environment, at.owner, at.attempts, at.metrics)
+        folder = self.folder
+        files = (folder.config, folder.summary, folder.failure, folder.environment, folder.owner,
+                 folder.attempts, folder.metrics)  # fmt: skip
         order = {path.name: number for number, path in enumerate(files)}
         return dict(sorted(self._damage.items(), key=lambda item: order.get(item[0], len(files))))
 
     @property
     def noticed(self) -> dict[str, str]:
-        """Those of `damaged` that have been read so far."""
+        """The files of `damaged` that have been read so far."""
         return dict(self._damage)
 
     @cached_property
@@ -165,22 +167,24 @@ class RecordedRun:
 
 
 def read_run(path: Path) -> RecordedRun:
-    """The run of this folder, as it is from now on."""
+    """The run of this folder, without cached files."""
     return RecordedRun(Path(os.path.expanduser(path)).absolute())
 
 
 def is_run(path: Path) -> bool:
-    """Also if it is half-written or was copied without its empty folders. False for a folder that this user
-    may not read."""
+    """Whether a folder is a run folder, also half-written or copied without its empty folders.
+
+    False for a folder that this user may not read.
+    """
     return len(MARKS & {entry.name for entry in list_folder(path)}) > 1
 
 
 def find_runs(root: Path) -> list[RecordedRun]:
-    """The run of the folder `root`, those of a sweep folder (in its order), or all in the tree (by path).
+    """The run in `root`, the runs of a sweep folder (in its order), or all runs in the tree (by path).
 
-    What is no run is passed by: foreign files, hidden folders, links to folders, what can't be read.
+    Other files, hidden folders, links to folders, and folders that can't be read are skipped.
     """
-    paths = _walk(Path(os.path.expanduser(root)).absolute(), MOST_LEVELS)
+    paths = _walk(Path(os.path.expanduser(root)).absolute(), MAX_LEVELS)
     return [RecordedRun(path) for path in dict.fromkeys(paths)]
 
 
@@ -188,7 +192,7 @@ def _walk(path: Path, levels: int) -> list[Path]:
     entries = list_folder(path)
     names = {entry.name for entry in entries}
     if len(MARKS & names) > 1:
-        return [path]  # what a run keeps is not searched: it may hold another checkout's runs
+        return [path]  # do not search inside a run: its source may contain other runs
     if MANIFEST in names:
         try:
             return [run.run_dir for run in read_sweep(path).runs if is_run(run.run_dir)]

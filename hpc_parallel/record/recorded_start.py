@@ -1,7 +1,7 @@
 """How a run was started, as its folder records it, for `resume=` and `rerun`.
 
-Trust is decided from the words typed now, before anything in the folder is read. Recorded overrides never
-grant trust. In a folder that another user owns, only settings that can't run code are accepted.
+Trust is decided from the current command line, before anything in the folder is read. Recorded overrides
+never grant trust. In a folder that another user owns, only settings that can't run code are accepted.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.trust import UntrustedError, owner_name, require_private
 
-SHARED_FOLDER = "launcher.shared_folder"  # the override by which the user grants trust
-# Top-level keys whose values are numbers, names and paths that only data are read from.
+SHARED_FOLDER = "launcher.shared_folder"  # the override with which the user grants trust
+# Top-level keys whose values are numbers, names, and paths from which only data are read.
 HARMLESS = {"model", "data", "training", "strategy", "optimizer", "task", "seed", "nodes", "gpus_per_node",
             "device", "name"}  # fmt: skip
 _NAME = re.compile(r"[\w.-]*", re.ASCII)
@@ -26,20 +26,19 @@ _NAME = re.compile(r"[\w.-]*", re.ASCII)
 
 @dataclass(frozen=True)
 class RecordedStart:
-    """The command line of a run. `overrides` are without `launcher.shared_folder`; `values` are all of
-    environment.json."""
+    """The command line of a run."""
 
-    overrides: tuple[str, ...]
+    overrides: tuple[str, ...]  # without launcher.shared_folder
     config_dir: Path | None
-    values: dict[str, Any]
+    values: dict[str, Any]  # the whole environment.json
 
 
 def read_start(folder: RunFolder, *, key: str, shared_folder: bool = False) -> RecordedStart:
-    """What environment.json says of the run's start.
+    """Read from environment.json how the run was started.
 
-    key: what named the folder, for messages; shared_folder: the user typed that others may write there.
+    key: the argument that named the folder, for messages; shared_folder: the user allows other writers.
 
-    Raises ConfigError if the folder is not to be trusted, or its records are damaged or could run code.
+    Raises ConfigError if the folder can't be trusted, or its records are damaged or could run code.
     """
     try:
         if not shared_folder:
@@ -54,21 +53,21 @@ def read_start(folder: RunFolder, *, key: str, shared_folder: bool = False) -> R
         if values is None:
             raise DamagedError(folder.environment, "it is not there")
         overrides, config_dir = values.get("overrides"), values.get("config_dir")
-        is_list = isinstance(overrides, list) and all(isinstance(word, str) for word in overrides)
+        is_list = isinstance(overrides, list) and all(isinstance(override, str) for override in overrides)
         if not is_list or not isinstance(config_dir, str | None):
             raise DamagedError(folder.environment, "it does not say how the run was started")
     except DamagedError as error:
         raise ConfigError([f"{key} = {folder.path}: {error}. Start a new run."]) from error
-    kept = tuple(word for word in overrides or () if key_of(word) != SHARED_FOLDER)
+    kept = tuple(override for override in overrides or () if key_of(override) != SHARED_FOLDER)
     start = RecordedStart(kept, None if config_dir is None else Path(config_dir), values)
     if (owner := _other_owner(folder)) and (problems := list(_dangers(start, key=key, owner=owner))):
         raise ConfigError(problems)
     return start
 
 
-def grants_trust(words: Sequence[str], value_of: Callable[[str], Any]) -> bool:
+def grants_trust(overrides: Sequence[str], value_of: Callable[[str], Any]) -> bool:
     """Whether the user typed `launcher.shared_folder=true`; the last of several counts."""
-    typed = [word for word in words if key_of(word) == SHARED_FOLDER and "=" in word]
+    typed = [override for override in overrides if key_of(override) == SHARED_FOLDER and "=" in override]
     return bool(typed) and value_of(typed[-1]) is True
 
 
@@ -78,13 +77,13 @@ def key_of(override: str) -> str:
 
 
 def _other_owner(folder: RunFolder) -> str | None:
-    """Who else owns the folder or its records; None if this user (or root) owns all."""
-    places = (folder.path, folder.environment, folder.config)
-    return next((name for place in places if (name := owner_name(place)) is not None), None)
+    """Another user who owns the folder or its records; None if this user or root owns all."""
+    paths = (folder.path, folder.environment, folder.config)
+    return next((name for path in paths if (name := owner_name(path)) is not None), None)
 
 
 def _is_harmless(override: str) -> bool:
-    """A plain value of a key of HARMLESS, or a choice of its group by name (never by a path to a file)."""
+    """Whether it sets a plain value of a key in HARMLESS, or chooses its group by name (never by a path)."""
     key, _, value = override.partition("=")
     root, dot, _ = key_of(key).partition(".")
     is_plain = not {"{", "$"} & set(value) and "_target_" not in override
@@ -95,11 +94,11 @@ def _dangers(start: RecordedStart, *, key: str, owner: str) -> Iterator[str]:
     if start.config_dir is not None:
         yield (
             f"{key}: the run belongs to {owner} and has a configuration folder of theirs, "
-            f"{printable(start.config_dir)}. Look through it and type --config-dir yourself."
+            f"{printable(start.config_dir)}. Review it and type --config-dir yourself."
         )
-    for word in start.overrides:
-        if not _is_harmless(word):
+    for override in start.overrides:
+        if not _is_harmless(override):
             yield (
-                f"{key}: the run belongs to {owner}, and its setting {printable(word)} could run code or "
+                f"{key}: the run belongs to {owner}, and its setting {printable(override)} could run code or "
                 "read your environment. Start a run of your own and type the settings that you want."
             )

@@ -1,4 +1,4 @@
-"""What a task that trains nothing was run for: a table of batch sizes, texts; shown when it has ended."""
+"""Format the results of tasks that do not train: a table of batch sizes, or generated texts."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 from hpc_parallel.record.metrics_file import milliseconds, per_second
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import MIB, parse_line, read_head
-from hpc_parallel.record.values import number, table, text, whole
+from hpc_parallel.record.values import integer, number, table, text
 
 SHOWN_BYTES = 16 * MIB  # of generated.jsonl
-INITIAL = "initial"  # weights that no file gave
+INITIAL = "initial"  # weights that were not read from a file
 
 
 def results(folder: RunFolder, summary: Mapping[str, Any]) -> list[str]:
-    """Lines for people; none of a training run. Raises DamagedError."""
+    """The results as lines for people; empty for a training run. Raises DamagedError."""
     lines: list[str] = []
     if rows := _rows(summary.get("batch_sizes")):
         lines = show_table(rows)
     elif generated := _first_lines(folder.generated):
-        lines = texts(generated, show=whole(table(folder.read_config().get("task")).get("show")) or 0)
+        lines = texts(generated, show=integer(table(folder.read_config().get("task")).get("show")) or 0)
     if lines and (weights := text(summary.get("weights"))):
         initial = "the weights are the initial ones: nothing was trained or restored"
         lines.append(initial if weights == INITIAL else f"the weights are those of {weights}")
@@ -29,7 +29,7 @@ def results(folder: RunFolder, summary: Mapping[str, Any]) -> list[str]:
 
 
 def _first_lines(path: Path) -> list[dict[str, Any]]:
-    """Of a file of any length."""
+    """The lines in the first SHOWN_BYTES of a file of any length."""
     try:
         content = read_head(path, limit_bytes=SHOWN_BYTES)
     except FileNotFoundError:
@@ -45,7 +45,7 @@ def _rows(values: Any) -> list[dict[str, Any]]:
 
 
 def show_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The trade that the batch size makes: each sample waits for its batch, and the device works better."""
+    """Format latency and throughput per batch size: larger batches wait longer and use the device better."""
     cells = [["batch size", "latency", "p99", "samples/s"]]
     with_tokens = all(number(row.get("tokens_per_s")) is not None for row in rows)
     cells[0] += ["tokens/s"] * with_tokens
@@ -60,5 +60,5 @@ def show_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def texts(generated: Sequence[Mapping[str, Any]], *, show: int) -> list[str]:
     """The first `show` prompts with their continuations, quoted so that no byte reaches the terminal raw."""
     lines = [f"{line.get('prompt')!r} -> {line.get('text')!r}" for line in generated[: max(0, show)]]
-    left = len(generated) - len(lines)
-    return lines + [f"and {left} more in generated.jsonl"] * (left > 0)
+    hidden = len(generated) - len(lines)
+    return lines + [f"and {hidden} more in generated.jsonl"] * (hidden > 0)

@@ -1,4 +1,4 @@
-"""The run folder: the one place where the login half and the worker half meet."""
+"""The run folder: the only way in which the login half passes data to the worker half, and back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpc_parallel.record.safe_write import write_text
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Names and reads what a run keeps; writes beside and renames, so nothing half-written is read."""
+    """The files of a run. Each is written under a temporary name and renamed, so no reader sees a part."""
 
     path: Path
 
@@ -37,7 +37,7 @@ class RunFolder:
 
     @property
     def code(self) -> Path:
-        """The source that the run imports, one folder a checkout."""
+        """The source that the run imports, one folder per checkout."""
         return self.path / "code"
 
     @property
@@ -54,17 +54,17 @@ class RunFolder:
 
     @property
     def attempts(self) -> Path:
-        """Each start of the run and how it ended."""
+        """Each start of the run and how it ended (`record/attempts.py`)."""
         return self.path / "attempts.jsonl"
 
     @property
     def owner(self) -> Path:
-        """Who runs here now (`record/owner.py`)."""
+        """The process or job that runs here now (`record/owner.py`)."""
         return self.path / "owner.json"
 
     @property
     def stopped(self) -> Path:
-        """By which signal the newest start was stopped, its state being saved; absent otherwise."""
+        """The signal that stopped the newest start after its state was saved; absent otherwise."""
         return self.path / "stopped.json"
 
     @property
@@ -73,7 +73,7 @@ class RunFolder:
 
     @property
     def timeline(self) -> Path:
-        """What each stage of a pipeline did when, in one step that was watched."""
+        """When each stage of a pipeline did what, in one step that was profiled."""
         return self.path / "timeline.json"
 
     @property
@@ -82,53 +82,53 @@ class RunFolder:
 
     @property
     def generated(self) -> Path:
-        """The texts of `task=generate`, one object a prompt."""
+        """The texts of `task=generate`, one object per prompt."""
         return self.path / "generated.jsonl"
 
     @property
     def rendezvous(self) -> Path:
-        """Where rank 0 publishes its address, one file an attempt."""
+        """Where rank 0 publishes its address, one file per attempt."""
         return self.path / "rendezvous"
 
     @property
     def proof(self) -> Path:
-        """What a proof compares (task=proof): gradients and weights by full name."""
+        """What `task=proof` compares: gradients and weights by full name."""
         return self.path / "proof"
 
     @property
     def slurm(self) -> Path:
-        """Slurm's and submitit's own files: the job's output, the pickled payload."""
+        """Files of Slurm and submitit: the job's output, the pickled payload."""
         return self.path / "slurm"
 
     @property
     def resubmission(self) -> Path:
-        """The batch script of a job that takes this one's place."""
+        """The batch script of a job that replaces this one."""
         return self.slurm / "resubmit.sh"
 
     def read_config(self) -> dict[str, Any]:
-        """The whole resolved configuration, as plain values. Raises FileNotFoundError and DamagedError."""
+        """The whole resolved configuration as plain values. Raises FileNotFoundError and DamagedError."""
         return read_yaml(self.config)
 
     def log(self, rank: int, stream: str) -> Path:
-        """`stream`: out or err."""
+        """The log of a rank. stream: out or err."""
         return self.logs / f"rank-{rank}.{stream}"
 
     def create(self) -> None:
-        """Make the folder and its sub-folders for this user alone (mode 0700).
+        """Create the folder and its sub-folders for this user alone (mode 0700).
 
-        Raises FileExistsError where a run lives already: a run folder is never overwritten.
+        Raises FileExistsError if the folder is not empty: a run is never overwritten.
         """
-        for parent in reversed(self.path.parents):  # whatever the umask: who may write them has the run
+        for parent in reversed(self.path.parents):  # whatever the umask: who can write them controls the run
             if not parent.exists():
                 parent.mkdir(mode=0o755, exist_ok=True)
         self.path.mkdir(mode=0o700, exist_ok=True)
         if any(self.path.iterdir()):
             raise FileExistsError(f"{self.path} is not empty")
-        self.path.chmod(0o700)  # an existing empty folder may be wider
+        self.path.chmod(0o700)  # an existing empty folder may have a wider mode
         try:
             for folder in (self.logs, self.rendezvous):
                 folder.mkdir(mode=0o700)
-        except FileExistsError:  # another process makes the same run now
+        except FileExistsError:  # another process creates the same run now
             raise
         except BaseException:  # a full disk, Ctrl-C
             shutil.rmtree(self.path, ignore_errors=True)
@@ -136,21 +136,21 @@ class RunFolder:
 
     @property
     def outcome(self) -> tuple[Path, ...]:
-        """All that says how a start ended."""
+        """The files that record how a start ended."""
         return self.generated, self.summary, self.timeline, self.failure, self.stopped
 
     def set_aside(self) -> None:
-        """Keep what the last start was and came to under a number, for a new one.
+        """Keep the files of the last start under numbered names, to make room for a new start.
 
-        Configuration and environment stay until new ones replace them: who asks meanwhile whether the run can
-        go on reads them.
+        Configuration and environment are copied, not moved: until new ones replace them, other commands
+        read them to check whether the run can be resumed.
         """
-        number = self._starts_before() + 1
+        number = self._count_set_aside() + 1
         try:
             for path in (self.code, *self.outcome):
                 if path.exists():
                     path.rename(_numbered(path, number))
-            for path in (self.environment, self.config):  # last what counts them
+            for path in (self.environment, self.config):  # the configuration last: its copies are counted
                 if path.exists():
                     write_text(_numbered(path, number), read_text(path))
         except BaseException:  # a full disk, Ctrl-C
@@ -158,9 +158,9 @@ class RunFolder:
             raise
 
     def put_back(self) -> None:
-        """Undo the newest `set_aside`: nothing began after it."""
+        """Undo the newest `set_aside`, because no start followed it."""
         shutil.rmtree(self.code, ignore_errors=True)
-        self._restore(self._starts_before())
+        self._restore(self._count_set_aside())
 
     def _restore(self, number: int) -> None:
         for path in (self.code, *self.outcome, self.environment, self.config):
@@ -168,11 +168,11 @@ class RunFolder:
                 kept.replace(path)
 
     def begin_anew(self) -> None:
-        """Drop how an earlier start ended."""
+        """Remove the records of how an earlier start ended."""
         for file in self.outcome:
             file.unlink(missing_ok=True)
 
-    def _starts_before(self) -> int:
+    def _count_set_aside(self) -> int:
         return sum(1 for _ in self.path.glob("config-*.yaml"))
 
 
@@ -181,35 +181,35 @@ def _numbered(path: Path, number: int) -> Path:
 
 
 def is_run_folder(path: Path) -> bool:
-    """Whether `path` holds a run. False also for a folder that this user may not read."""
+    """Whether `path` is a run folder; also False for a folder that this user may not read."""
     return os.path.isfile(path / "config.yaml") and os.path.isdir(path / "rendezvous")
 
 
 def unreadable(path: Path) -> str | None:
-    """Why this user can't read the folder or file at `path`: it, or a folder on the way, is another user's.
+    """Why this user can't read `path`: another user owns it or a folder above it.
 
-    None if it can be read, or is not there.
+    Returns None if it can be read or does not exist.
     """
     path = path.absolute()
-    for place in [*reversed(path.parents), path]:
-        is_folder = os.path.isdir(place)
-        if os.path.lexists(place) and not os.access(place, os.R_OK * (place == path) | os.X_OK * is_folder):
+    for part in [*reversed(path.parents), path]:
+        is_folder = os.path.isdir(part)
+        if os.path.lexists(part) and not os.access(part, os.R_OK * (part == path) | os.X_OK * is_folder):
             try:
-                owner = place.owner()
+                owner = part.owner()
             except (KeyError, OSError):
                 owner = "another user"
-            return f"{place} belongs to {owner}, and you may not read it."
+            return f"{part} belongs to {owner}, and you may not read it."
     return None
 
 
 def new_run_id(now: datetime | None = None) -> str:
-    """Sorts by time; the random end keeps runs of one second apart."""
+    """A run id that sorts by time; its random end separates runs that start in the same second."""
     return f"{(now or datetime.now(UTC)):%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """While no other process is here with the same folder `path`."""
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on the folder `path`; wait while another process holds it."""
     handle = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

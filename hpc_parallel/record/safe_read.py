@@ -20,19 +20,19 @@ import yaml
 
 MIB = 2**20
 DOCUMENT_BYTES = 8 * MIB  # of one JSON file: parsed, it takes up to 20 times its size in memory
-YAML_BYTES = MIB // 4  # of one YAML file, which parses ten times slower
-LINES_BYTES = 32 * MIB  # of one file of JSON lines, all kept in memory
+YAML_BYTES = MIB // 4  # of one YAML file, which takes ten times longer to parse
+LINES_BYTES = 32 * MIB  # of one file of JSON lines, all of which are kept in memory
 MAX_LINES = 500_000
 MAX_DEPTH = 64  # config.yaml nests 6 deep
-MAX_TABLES = 500_000  # and lists, of one JSON text: an empty one takes 30 times its bytes in memory
+MAX_TABLES = 500_000  # and lists in one JSON text: an empty one takes 30 times its bytes in memory
 MAX_YAML_TABLES = 5_000
 MAX_INTEGER = 2**63 - 1  # larger integers have no use here, and str() refuses those of over 4,300 digits
 
 T = TypeVar("T")
-TAIL_BYTES = MIB  # of a file whose end alone is wanted
+TAIL_BYTES = MIB  # that are read from the end of a file
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # eight times as fast, if libyaml is there
 _JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]')
-# YAML that may nest deeply or repeat itself: many brackets or indicators, deep indents, anchors, tags.
+# YAML that may nest deeply or use aliases: many brackets or indicators, deep indents, anchors, tags.
 _YAML_SUSPECT = re.compile(r"[&*!]|^ {64}|(?:[-?:][ \t]+){16}", re.MULTILINE)
 
 
@@ -96,7 +96,7 @@ def read_text(path: Path, *, limit_bytes: int = DOCUMENT_BYTES, follow: bool = F
 
 
 def read_json(path: Path, *, follow: bool = False) -> dict[str, Any] | None:
-    """The object in a JSON file; None if there is no such file (yet). Raises DamagedError."""
+    """The object in a JSON file; None if the file does not exist (yet). Raises DamagedError."""
     try:
         text = read_text(path, follow=follow)
     except FileNotFoundError:
@@ -111,9 +111,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines, without lines that a crash cut short; empty without a file.
+    """The objects in a file of JSON lines; empty if there is no file.
 
-    Raises DamagedError.
+    Lines that a crash has truncated are left out. Raises DamagedError.
     """
     try:
         content = read_bytes(path, limit_bytes=LINES_BYTES)
@@ -121,12 +121,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         return []
     if content.count(b"\n") > MAX_LINES:
         raise DamagedError(path, f"it has more than {MAX_LINES:,} lines")
-    found = (parse_line(line) for line in content.splitlines())
-    return [line for line in found if line is not None]
+    values = (parse_line(line) for line in content.splitlines())
+    return [value for value in values if value is not None]
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """One JSON line; None if it is not an object, or is cut short."""
+    """The object in one JSON line; None if it is not an object, or is truncated."""
     try:
         value = parse_json(line.decode())
     except (ValueError, RecursionError):
@@ -135,7 +135,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def parse_json(text: str) -> Any:
-    """Plain values of JSON: no NaN, no infinity, no integer over 64 bits, at most MAX_DEPTH deep.
+    """Parse JSON to plain values: no NaN, no infinity, no integer over 64 bits, at most MAX_DEPTH deep.
 
     Raises ValueError.
     """
@@ -145,7 +145,7 @@ def parse_json(text: str) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """Plain values of YAML: finite numbers, no aliases, no tags, at most MAX_DEPTH deep.
+    """Parse YAML to plain values: finite numbers, no aliases, no tags, at most MAX_DEPTH deep.
 
     Raises ValueError.
     """
@@ -164,7 +164,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_head(path: Path, *, limit_bytes: int) -> bytes:
-    """The first bytes of a regular file, however long it is. Raises FileNotFoundError and DamagedError."""
+    """The first bytes of a regular file of any length. Raises FileNotFoundError and DamagedError."""
     with open_regular(path) as file:
         try:
             return file.read(limit_bytes)
@@ -173,7 +173,7 @@ def read_head(path: Path, *, limit_bytes: int) -> bytes:
 
 
 def read_tail(path: Path, *, limit_bytes: int = TAIL_BYTES) -> bytes:
-    """The last bytes of a regular file, however long it is. Raises FileNotFoundError and DamagedError."""
+    """The last bytes of a regular file of any length. Raises FileNotFoundError and DamagedError."""
     with open_regular(path) as file:
         try:
             file.seek(max(0, file.seek(0, os.SEEK_END) - limit_bytes))
@@ -201,7 +201,7 @@ def list_folder(path: Path) -> list[os.DirEntry[str]]:
 
 
 def is_real_folder(entry: os.DirEntry[str]) -> bool:
-    """Not a link to one."""
+    """Whether the entry is a folder, not a link to one."""
     try:
         return entry.is_dir(follow_symlinks=False)
     except OSError:
@@ -212,7 +212,7 @@ def _require_regular(path: Path, status: os.stat_result) -> None:
     kinds = {stat.S_ISLNK: "a link", stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a pipe",
              stat.S_ISCHR: "a device", stat.S_ISBLK: "a device", stat.S_ISSOCK: "a socket"}  # fmt: skip
     if not stat.S_ISREG(status.st_mode):
-        kind = next((words for is_kind, words in kinds.items() if is_kind(status.st_mode)), "special")
+        kind = next((name for is_kind, name in kinds.items() if is_kind(status.st_mode)), "special")
         raise DamagedError(path, f"it is {kind}, not a regular file")
 
 
@@ -232,12 +232,12 @@ def _kind(value: Any) -> str:
 
 
 def _limit_json(text: str) -> None:
-    """Brackets inside of texts (a diff, say) do not count."""
+    """Check the limits of depth and count; brackets inside strings (a diff, for example) do not count."""
     depth = count = 0
     for token in _JSON_TOKEN.finditer(text):
-        first = token[0][0]
-        depth += (first in "[{") - (first in "]}")
-        count += first in "[{"
+        character = token[0][0]
+        depth += (character in "[{") - (character in "]}")
+        count += character in "[{"
         if depth > MAX_DEPTH:
             raise ValueError(f"it nests more than {MAX_DEPTH} deep")
         if count > MAX_TABLES:
@@ -245,7 +245,7 @@ def _limit_json(text: str) -> None:
 
 
 def _limit_yaml(text: str) -> None:
-    """By its events, which libyaml makes without recursion."""
+    """Check the limits from parser events, which libyaml produces without recursion."""
     depth = count = 0
     try:
         for event in yaml.parse(text, Loader=_Loader):
@@ -265,9 +265,9 @@ def _limit_yaml(text: str) -> None:
 
 
 def require_plain(value: Any) -> None:
-    """Raise ValueError unless `value` has finite numbers, small integers and plain keys alone.
+    """Raise ValueError unless `value` holds only finite numbers, 64-bit integers and plain keys.
 
-    It recurses: the depth must be limited before.
+    The function recurses, so the caller must limit the depth first.
     """
     if isinstance(value, dict):
         for key, item in value.items():

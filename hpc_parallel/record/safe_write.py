@@ -1,7 +1,7 @@
 """Write files in folders where other users may have put links or files of the same name.
 
-Every file of the package is written here: under an unpredictable name that did not exist (O_EXCL), then
-renamed. A rename replaces a link and never follows it. tests/security/test_writers.py finds code that
+The package writes every file with this module: under an unpredictable new name (O_EXCL), followed by a
+rename. A rename replaces a link and never follows it. tests/security/test_writers.py finds code that
 bypasses this module.
 """
 
@@ -18,10 +18,10 @@ from typing import Any, BinaryIO
 
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o600) -> Iterator[BinaryIO]:
-    """A new binary file that takes the place of `path` in one move when the block ends without an error.
+    """Open a new binary file that replaces `path` atomically if the block ends without an error.
 
-    A reader sees the old content or the new, never a part. The file is readable and writable at first by
-    this user alone, and gets `mode` less the process's umask before the move.
+    A reader sees the old content or the new, never a part. Only this user can access the file while it is
+    written; before the rename it gets `mode` without the bits of the process's umask.
     """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     beside = Path(name)
@@ -39,22 +39,23 @@ def replacing(path: Path, *, mode: int = 0o600) -> Iterator[BinaryIO]:
 
 
 def write_bytes(path: Path, content: bytes, *, mode: int = 0o600) -> None:
-    """Replace `path` in one move."""
+    """Replace the content of `path` atomically."""
     with replacing(path, mode=mode) as file:
         file.write(content)
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o600) -> None:
-    """Replace `path` in one move, as UTF-8."""
+    """Replace the content of `path` atomically, as UTF-8."""
     write_bytes(path, text.encode(), mode=mode)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Replace the content of `path` atomically, as JSON."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def open_append(path: Path) -> int:
-    """A descriptor that appends to `path`, made for this user alone if it is new.
+    """A descriptor that appends to `path`; only this user can access a new file.
 
     Raises OSError if `path` is a link: its target could be any file of this user.
     """
@@ -63,18 +64,18 @@ def open_append(path: Path) -> int:
 
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:
-    """One JSON object in one write, so that a reader never sees half of it with a whole line behind."""
+    """Append one JSON object in one write, so that a reader never sees a partial line before a whole one."""
     handle = open_append(path)
     try:
         text = (json.dumps(line) + "\n").encode()
-        while text:  # a full disk takes a part, and then raises
+        while text:  # a full disk accepts a part and then raises
             text = text[os.write(handle, text) :]
     finally:
         os.close(handle)
 
 
 def _umask() -> int:
-    """Linux tells it without setting it; os.umask would change it for other threads in between."""
+    """The process's umask, read from /proc because os.umask would change it briefly for other threads."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("Umask:"):
             return int(line.split()[1], 8)

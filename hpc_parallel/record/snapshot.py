@@ -1,4 +1,4 @@
-"""The source that a job runs, copied at its submission: edits made while it waits change nothing."""
+"""Copy the source that a job runs at its submission, so that later edits do not change a waiting job."""
 
 from __future__ import annotations
 
@@ -18,48 +18,50 @@ from hpc_parallel.record.run_folder import RunFolder, is_run_folder
 from hpc_parallel.shadowing import is_private
 
 MIB = 2**20
-_NAMED = 5  # files in one message
+_MAX_NAMES = 5  # files in one message
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Which files are copied where, and from where a process imports once they are."""
+    """Which files are copied to which folders, and where a process then imports from."""
 
     files: Mapping[Path, Sequence[str]]  # checkout -> names of files in it
     copies: Mapping[Path, Path]  # checkout -> its copy
-    import_path: tuple[Path, ...]  # empty where nothing is copied
-    origin: RunFolder | None = None  # the run whose kept source is kept once more
-    left_out: tuple[str, ...] = ()  # files that look like credentials, by their path in the checkout
+    import_path: tuple[Path, ...]  # empty if nothing is copied
+    origin: RunFolder | None = None  # the run whose kept source is copied again
+    left_out: tuple[str, ...] = ()  # files that look like credentials, as paths in the checkout
 
     @property
     def note(self) -> str | None:
-        """Which files were left out and why, in one line; None if there are none."""
+        """One line about the files that were left out and why; None if there are none."""
         if not self.left_out:
             return None
-        more = len(self.left_out) - _NAMED
-        names = ", ".join(map(printable, self.left_out[:_NAMED])) + f" and {more} more" * (more > 0)
+        more = len(self.left_out) - _MAX_NAMES
+        names = ", ".join(map(printable, self.left_out[:_MAX_NAMES])) + f" and {more} more" * (more > 0)
         hint = "launcher.snapshot_credentials=true copies them"
         return f"not copied  {names} (they look like credentials; {hint})"
 
     def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """What makes Python import from the copies first; no folder of its own choice comes before."""
+        """Environment variables with which Python imports from the copies before any other folder."""
         if not self.import_path:
             return {}
-        given = [environment["PYTHONPATH"]] if environment.get("PYTHONPATH") else []
-        return {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join([*map(str, self.import_path), *given])}
+        inherited = [environment["PYTHONPATH"]] if environment.get("PYTHONPATH") else []
+        python_path = os.pathsep.join([*map(str, self.import_path), *inherited])
+        return {"PYTHONSAFEPATH": "1", "PYTHONPATH": python_path}
 
     def take(self) -> None:
+        """Copy the files."""
         for root, copy in self.copies.items():
             for name in self.files[root]:
                 target = copy / name
                 target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                if (root / name).is_dir():  # a link: git names no other folder
-                    target.symlink_to(_link(root / name, root=root))
+                if (root / name).is_dir():  # a link: git lists no other folder
+                    target.symlink_to(_link_target(root / name, root=root))
                 else:
                     shutil.copy2(root / name, target)
 
     def take_as(self, taken: Snapshot) -> None:
-        """The same files once more, by hard links to those of `taken`, where the file system has such."""
+        """Make the same copies as hard links to those of `taken`, if the file system supports hard links."""
         for root, copy in self.copies.items():
             for folder in sorted({os.path.dirname(name) for name in self.files[root]}):
                 (copy / folder).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -71,10 +73,10 @@ class Snapshot:
                     shutil.copy2(f"{before}/{name}", f"{after}/{name}", follow_symlinks=False)
 
     def moved(self, old: Path, new: Path) -> Snapshot:
-        """The same, to be kept in the folder `new` in place of `old`."""
+        """The same snapshot with its copies in the folder `new` instead of `old`."""
 
-        def move(place: Path) -> Path:
-            return new / place.relative_to(old) if place.is_relative_to(old) else place
+        def move(path: Path) -> Path:
+            return new / path.relative_to(old) if path.is_relative_to(old) else path
 
         copies = {root: move(copy) for root, copy in self.copies.items()}
         return replace(self, copies=copies, import_path=tuple(map(move, self.import_path)))
@@ -88,59 +90,70 @@ def plan_snapshot(
     exclude: Sequence[str] = (),
     credentials: bool = False,
 ) -> Snapshot:
-    """Copy what git tracks and what it does not ignore, of every checkout that this process imports from:
-    the working directory's (a model of the user's own), this package's, and those on `sys.path`. An
-    installed package does not change under a waiting job, and stays.
+    """Plan a copy of every git checkout that this process imports from, without the files that git ignores.
 
-    A process that imports from the source kept with a run (`rerun`) keeps that once more, and nothing of
-    today. `exclude`: patterns of the names, or of the paths from a checkout's root, of files and folders.
-    credentials: copy also files that look like credentials.
+    These checkouts are the working directory's (which may hold the user's own model), this package's, and
+    those on `sys.path`. An installed package does not change under a waiting job and is not copied. A
+    process that imports from the source kept with a run (`rerun`) copies that source again and no other.
 
-    Raises ConfigError where the rest is more than `most_mb` MiB: then it is not source alone.
+    exclude: patterns of names of files and folders, or of their paths from a checkout's root;
+    credentials: also copy files that look like credentials.
+
+    Raises ConfigError if more than `most_mb` MiB are left: then the files are not only source.
     """
     package = Path(__file__).resolve().parents[2]
-    places = list(dict.fromkeys([working_directory, package, *_own_import_path()]))
-    code = next((found for place in places if (found := kept_code(place)) is not None), None)
-    left_out: tuple[str, ...] = ()
+    imported = list(dict.fromkeys([working_directory, package, *_editable_import_path()]))
+    code = next((folder for path in imported if (folder := kept_code(path)) is not None), None)
     if code is not None:
-        places = [place for place in places if place.is_relative_to(code)]
-        checkouts = {place: code / place.relative_to(code).parts[0] for place in places}
-        roots = sorted(path for path in code.iterdir() if path.is_dir())
-        files: dict[Path, list[str]] = {root: _all_files(root) for root in roots}
+        checkouts = {
+            path: code / path.relative_to(code).parts[0] for path in imported if path.is_relative_to(code)
+        }
+        files = {root: _all_files(root) for root in sorted(path for path in code.iterdir() if path.is_dir())}
+        left_out: tuple[str, ...] = ()
     else:
-        checkouts = {place: root for place in places if (root := checkout_of(place)) is not None}
-        roots = list(dict.fromkeys(checkouts.values()))
-        source = {root: _left(source_files(root), exclude) for root in roots}
-        if not credentials:
-            left_out = tuple(name for names in source.values() for name in names if is_credential_file(name))
+        checkouts = {path: root for path in imported if (root := checkout_of(path)) is not None}
+        source = {root: _without(source_files(root), exclude) for root in dict.fromkeys(checkouts.values())}
+        left_out = () if credentials else _credential_files(source)
         files = {root: [name for name in names if name not in left_out] for root, names in source.items()}
         _require_source(files, most_mb=most_mb, exclude=exclude)
-    names = [root.name if root.name not in [r.name for r in roots[:i]] else f"{root.name}-{i}"
-             for i, root in enumerate(roots)]  # fmt: skip
-    copies = {root: destination / name for root, name in zip(roots, names, strict=True)}
-    copied = [copies[root] / place.relative_to(root) for place, root in checkouts.items()]
-    own = [working_directory] if is_private(str(working_directory)) else []  # no modules of other users
-    import_path = tuple(dict.fromkeys([*copied, *own])) if copied else ()
+    copies = {root: destination / name for root, name in _unique_names(list(files)).items()}
+    import_path = [copies[root] / path.relative_to(root) for path, root in checkouts.items()]
+    if import_path and is_private(str(working_directory)):  # else other users could add modules there
+        import_path.append(working_directory)
     origin = RunFolder(code.parent) if code is not None else None
-    return Snapshot(files, copies, import_path, origin=origin, left_out=left_out)
+    return Snapshot(files, copies, tuple(dict.fromkeys(import_path)), origin=origin, left_out=left_out)
 
 
-def kept_code(place: Path) -> Path | None:
-    """The folder `code` of the run that keeps `place`; None where no run does."""
-    folders = (place, *place.parents)
-    return next((path for path in folders[1:] if path.name == "code" and is_run_folder(path.parent)), None)
+def _credential_files(source: Mapping[Path, Sequence[str]]) -> tuple[str, ...]:
+    return tuple(name for names in source.values() for name in names if is_credential_file(name))
 
 
-def checkout_of(place: Path) -> Path | None:
-    """The root of the git checkout that holds `place`; None where there is none."""
-    found = _git(place, "rev-parse", "--show-toplevel")
-    return Path(found.rstrip("\n")) if found else None
+def _unique_names(roots: Sequence[Path]) -> dict[Path, str]:
+    """The last part of each path, with its index if an earlier one is the same."""
+    names = [root.name for root in roots]
+    return {
+        root: root.name if root.name not in names[:index] else f"{root.name}-{index}"
+        for index, root in enumerate(roots)
+    }
+
+
+def kept_code(path: Path) -> Path | None:
+    """The folder `code` of the run that keeps `path`; None if no run does."""
+    return next(
+        (parent for parent in path.parents if parent.name == "code" and is_run_folder(parent.parent)), None
+    )
+
+
+def checkout_of(path: Path) -> Path | None:
+    """The root of the git checkout that holds `path`; None if there is none."""
+    root = _git(path, "rev-parse", "--show-toplevel")
+    return Path(root.rstrip("\n")) if root else None
 
 
 def source_files(root: Path) -> list[str]:
-    """Names of the files that git tracks (submodules' too) or does not ignore, as they are on the disk now.
+    """Names of the existing files that git tracks (also in submodules) or does not ignore.
 
-    Run folders are left out, or each would hold all before it.
+    Run folders are left out, because each would otherwise hold a copy of all earlier ones.
     """
     tracked = _git(root, "ls-files", "--cached", "--recurse-submodules", "-z") or ""
     new = _git(root, "ls-files", "--others", "--exclude-standard", "-z") or ""
@@ -154,23 +167,26 @@ def source_files(root: Path) -> list[str]:
     ]
 
 
-def _own_import_path() -> Iterator[Path]:
-    """The folders on `sys.path` that are no part of a Python: PYTHONPATH's, and installations in place."""
+def _editable_import_path() -> Iterator[Path]:
+    """The folders on `sys.path` outside the Python installation: PYTHONPATH and editable installations."""
     pythons = {Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)}
     for entry in sys.path:
-        place = Path(entry)
-        if entry and place.is_dir() and not any(place.resolve().is_relative_to(python) for python in pythons):
-            yield place.absolute()
+        path = Path(entry)
+        if entry and path.is_dir() and not any(path.resolve().is_relative_to(python) for python in pythons):
+            yield path.absolute()
 
 
 def _is_source(path: Path) -> bool:
-    """A file, or a link to a folder; git names a submodule that is not checked out as well."""
+    """Whether it is a file or a link to a folder: git also lists submodules that are not checked out."""
     return path.is_file() or (path.is_symlink() and path.is_dir())
 
 
-def _link(link: Path, *, root: Path) -> str:
-    """Where the copy of a link to a folder leads: into the copy too, or outside, to where the link does (what
-    is there stays there, as an installed package does)."""
+def _link_target(link: Path, *, root: Path) -> str:
+    """The target of the copy of a link to a folder.
+
+    A link into the checkout becomes a link into the copy. A link outside keeps its target, which is not
+    copied, like an installed package.
+    """
     target = link.resolve()
     inside = target.is_relative_to(root.resolve())
     return os.path.relpath(target, link.parent.resolve()) if inside else str(target)
@@ -180,21 +196,21 @@ def _all_files(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if _is_source(path))
 
 
-def _left(names: Sequence[str], exclude: Sequence[str]) -> list[str]:
-    """The names of which no pattern of `exclude` matches the path, a folder above it, or a part's name."""
+def _without(names: Sequence[str], exclude: Sequence[str]) -> list[str]:
+    """Drop the names whose path, parent folder or path component matches a pattern in `exclude`."""
 
     def excluded(name: str) -> bool:
         path = Path(name)
-        words = {name, *map(str, path.parents[:-1]), *path.parts}
-        return any(fnmatch(word, pattern.rstrip("/")) for pattern in exclude for word in words)
+        candidates = {name, *map(str, path.parents[:-1]), *path.parts}
+        return any(fnmatch(text, pattern.rstrip("/")) for pattern in exclude for text in candidates)
 
     return [name for name in names if not excluded(name)] if exclude else list(names)
 
 
 def _require_source(files: Mapping[Path, Sequence[str]], *, most_mb: int, exclude: Sequence[str]) -> None:
-    """Raises ConfigError where nothing is left to copy, or more than source can be."""
-    if exclude and (bare := [root for root, names in files.items() if not names]):
-        rule = f"leaves nothing of {bare[0]}, which the run imports from"
+    """Raise ConfigError if no file is left to copy, or the files are larger than source can be."""
+    if exclude and (empty := [root for root, names in files.items() if not names]):
+        rule = f"leaves nothing of {empty[0]}, which the run imports from"
         raise ConfigError([Problem("launcher.snapshot_exclude", list(exclude), rule, ([],))])
     sizes = {root / name: (root / name).lstat().st_size for root, names in files.items() for name in names}
     total = sum(sizes.values())
@@ -203,15 +219,15 @@ def _require_source(files: Mapping[Path, Sequence[str]], *, most_mb: int, exclud
         largest = next(path.relative_to(root) for root in files if path.is_relative_to(root))
         rule = (
             f"(MiB) is less than what git knows in {' and '.join(map(str, files))}: {total / MIB:.1f} MiB, "
-            f"of which {largest} has {size / MIB:.1f}. Let git ignore what is no source, or leave it out by "
-            f"launcher.snapshot_exclude=['{largest}']"
+            f"of which {largest} has {size / MIB:.1f}. Let git ignore files that are not source, or exclude "
+            f"them with launcher.snapshot_exclude=['{largest}']"
         )
         raise ConfigError([Problem("launcher.snapshot_mb", most_mb, rule, (math.ceil(total / MIB),))])
 
 
-def _git(directory: Path, *words: str) -> str | None:
+def _git(directory: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", *words], cwd=directory, capture_output=True, check=True)
+        process = subprocess.run(["git", *arguments], cwd=directory, capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return done.stdout.decode(errors="surrogateescape")
+    return process.stdout.decode(errors="surrogateescape")

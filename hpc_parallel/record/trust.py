@@ -1,4 +1,4 @@
-"""Who else could write what this user is about to run or to unpickle."""
+"""Check whether other users could write what this user is about to run or unpickle."""
 
 from __future__ import annotations
 
@@ -11,50 +11,50 @@ from pathlib import Path
 
 from hpc_parallel.problems import ConfigError, spell
 
-_MOST_LINKS = 40  # as the kernel follows (path_resolution(7))
+_MAX_LINKS = 40  # the kernel's limit (path_resolution(7))
 
 
 class UntrustedError(RuntimeError):
-    """Another user may write here; the message says where, and what mends it."""
+    """Another user may write here; the message names the path and suggests a fix."""
 
 
 def require_private(path: Path, *, parents: bool = True) -> None:
-    """Nobody but this user (and root) can change what is at `path`, or put something else in its place.
+    """Check that only this user and root can change or replace what is at `path`.
 
-    Every folder on the way counts, and every link: who may write one, unless it is sticky, can rename what
-    is in it. What lies behind a folder that only its owner may enter is out of others' reach whatever its
-    own mode. A group that is the user's alone (useradd's own, of the same name) is the user.
+    Every folder and link on the path counts: a user who can write to a folder without the sticky bit can
+    rename its entries. Below a folder that only its owner can enter, others reach nothing, whatever the
+    modes there. A group with this user as its only member (as useradd creates, with the user's name)
+    counts as the user.
 
-    parents: false looks at `path` alone.
+    parents: if false, check `path` alone.
 
-    Raises UntrustedError with the first place that fails and its mend; FileNotFoundError.
+    Raises UntrustedError with the first part of the path that fails and a fix; FileNotFoundError.
     """
     user, closed = os.geteuid(), False
-    places = list(_way(path)) if parents else [path]
-    for index, place in enumerate(places):
-        status = place.lstat() if parents else place.stat()
-        if status.st_uid not in (user, 0) and not _is_roots_in_a_container(place, status.st_uid):
+    parts = list(_resolution(path)) if parents else [path]
+    for index, part in enumerate(parts):
+        status = part.lstat() if parents else part.stat()
+        if status.st_uid not in (user, 0) and not _is_roots_in_a_container(part, status.st_uid):
             owner = _name_of(status.st_uid)
             raise UntrustedError(
-                f"{place} belongs to {owner}, who could put other content there. Use a folder of your own."
+                f"{part} belongs to {owner}, who could put other content there. Use a folder of your own."
             )
         if stat.S_ISLNK(status.st_mode):
-            continue  # a link's mode says nothing: who may change it is its folder's matter
-        sticky = status.st_mode & stat.S_ISVTX and index < len(places) - 1  # its entries are their owners'
-        if not closed and not sticky and (who := _other_writers(status, user=user)):
-            mend = f"chmod go-w {place}" if status.st_uid == user else "use a folder of your own"
-            raise UntrustedError(
-                f"{place} (mode {stat.S_IMODE(status.st_mode):04o}) can be written by {who}. Try: {mend}"
-            )
+            continue  # the mode of a link has no meaning: its folder decides who can change it
+        sticky = status.st_mode & stat.S_ISVTX and index < len(parts) - 1  # only owners rename its entries
+        if not closed and not sticky and (writers := _other_writers(status, user=user)):
+            suggestion = f"chmod go-w {part}" if status.st_uid == user else "use a folder of your own"
+            mode = f"{stat.S_IMODE(status.st_mode):04o}"
+            raise UntrustedError(f"{part} (mode {mode}) can be written by {writers}. Try: {suggestion}")
         closed = closed or (stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o011)
 
 
-def _is_roots_in_a_container(place: Path, owner: int) -> bool:
-    """Whether root owns a top-level folder, as a user namespace without root shows it (Apptainer, podman).
+def _is_roots_in_a_container(path: Path, owner: int) -> bool:
+    """Whether root owns a top-level folder, seen from a user namespace without root (Apptainer, podman).
 
-    There every unmapped user looks like "nobody" (user_namespaces(7)), but only root makes top-level folders.
+    There every unmapped user looks like "nobody" (user_namespaces(7)). Only root creates top-level folders.
     """
-    if len(place.parts) > 2:
+    if len(path.parts) > 2:
         return False
     try:
         unmapped = int(Path("/proc/sys/kernel/overflowuid").read_text())
@@ -67,9 +67,11 @@ def _is_roots_in_a_container(place: Path, owner: int) -> bool:
 
 
 def require_trusted(folder: Path, *, key: str, shared_folder: bool) -> None:
-    """Refuse to run from `folder` if others could replace what is in it, unless the user trusts them.
+    """Refuse to run from `folder` if others could replace its content, unless the user trusts them.
 
-    key: what named the folder. Raises ConfigError.
+    key: the setting that named the folder.
+
+    Raises ConfigError.
     """
     if shared_folder:
         return
@@ -83,7 +85,7 @@ def require_trusted(folder: Path, *, key: str, shared_folder: bool) -> None:
 
 
 def owner_name(path: Path) -> str | None:
-    """The name of the user that owns `path`; None for this user and root, and if there is nothing."""
+    """The name of the user who owns `path`; None for this user and root, and if it does not exist."""
     try:
         owner = path.lstat().st_uid
     except OSError:
@@ -101,10 +103,11 @@ def _other_writers(status: os.stat_result, *, user: int) -> str | None:
 
 def _is_own_group(group: int, *, user: int) -> bool:
     try:
-        known, who = grp.getgrgid(group), pwd.getpwuid(user)
+        entry, account = grp.getgrgid(group), pwd.getpwuid(user)
     except KeyError:
         return False
-    return group == who.pw_gid and known.gr_name == who.pw_name and set(known.gr_mem) <= {who.pw_name}
+    name = account.pw_name
+    return group == account.pw_gid and entry.gr_name == name and set(entry.gr_mem) <= {name}
 
 
 def _name_of(user: int) -> str:
@@ -121,24 +124,24 @@ def _group_of(group: int) -> str:
         return str(group)
 
 
-def _way(path: Path) -> Iterator[Path]:
-    """Every folder and link that decides where `path` leads, from the root to what it names."""
-    parts = list(path.absolute().parts[1:])
-    here, links = Path("/"), 0
-    yield here
-    while parts:
-        part = parts.pop(0)
-        if part == "..":
-            here = here.parent
+def _resolution(path: Path) -> Iterator[Path]:
+    """Every folder and link through which `path` resolves, from the root to its target."""
+    names = list(path.absolute().parts[1:])
+    folder, links = Path("/"), 0
+    yield folder
+    while names:
+        name = names.pop(0)
+        if name == "..":
+            folder = folder.parent
             continue
-        place = here / part
-        yield place
-        if place.is_symlink():
+        entry = folder / name
+        yield entry
+        if entry.is_symlink():
             links += 1
-            if links > _MOST_LINKS:
+            if links > _MAX_LINKS:
                 raise UntrustedError(f"{path} leads through too many links.")
-            target = Path(os.readlink(place))
-            here = Path("/") if target.is_absolute() else here
-            parts = [part for part in target.parts if part != "/"] + parts
+            target = Path(os.readlink(entry))
+            folder = Path("/") if target.is_absolute() else folder
+            names = [name for name in target.parts if name != "/"] + names
         else:
-            here = place
+            folder = entry

@@ -1,4 +1,4 @@
-"""Values from files that anyone may have written, as the type that a reader expects or as nothing."""
+"""Check the types of values from untrusted files: return the expected type, or None (empty for tables)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 _JOB_ID = re.compile(r"[0-9]{1,18}(_[0-9]{1,18})?")
 
 
-def whole(value: Any) -> int | None:
+def integer(value: Any) -> int | None:
     """An integer; None for any other value."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
@@ -32,7 +32,7 @@ def table(value: Any) -> dict[str, Any]:
 
 
 def job_id(value: Any) -> str | None:
-    """`123`, or `123_4` of an array, which is no flag to Slurm's commands; None for any other value."""
+    """A job id `123` or `123_4`, which Slurm can't take for a flag; None for any other value."""
     return value if isinstance(value, str) and _JOB_ID.fullmatch(value) else None
 
 

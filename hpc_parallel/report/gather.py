@@ -1,6 +1,6 @@
-"""Runs as rows: what their folders say, in SI units, and a label that tells them apart.
+"""Runs as rows: the figures in their folders, in SI units, and a label that distinguishes them.
 
-A folder may be half-written, running, failed or damaged: what it does not say is None, never a guess.
+A folder may be half-written, running, failed or damaged. A missing value is None and is never guessed.
 """
 
 from __future__ import annotations
@@ -27,43 +27,42 @@ from hpc_parallel.supervise.run_state import states
 from hpc_parallel.supervise.summary import summarise
 
 COMPLETED = "completed"
-FIGURES = (  # of summary.json: keys and units are the contract's
+FIGURES = (  # of summary.json, with the keys and units of its contract
     "samples_per_s", "tokens_per_s", "latency_s", "step_time_s", "peak_memory_bytes", "bubble_share",
     "exposed_communication_share", "traffic_bytes", "busiest_rank_traffic_bytes", "final_loss", "restarts",
     "steps", "samples",
 )  # fmt: skip
 PARTS = ("compute", "communication", "bubble", "data", "other")  # of a step's time
-# Of training: what changes how long a run trains or what it writes, and not how fast a step is.
+# Keys of `training` that change how long a run trains or what it writes, but not the speed of a step.
 SPEEDLESS = (
     "steps", "log_every", "validate_every", "validation_samples", "measure_steps", "checkpoint_every",
     "checkpoint_async", "keep_last", "keep_every", "tensorboard", "wandb",
 )  # fmt: skip
-# What tells runs of one command apart without changing what is computed.
-BESIDE = ("name", "run_dir", "resume", "dry_run", "launcher", "sweep", "nodes", "gpus_per_node", "jobs")
+# Keys in which runs of one command differ without computing something else.
+RUN_KEYS = ("name", "run_dir", "resume", "dry_run", "launcher", "sweep", "nodes", "gpus_per_node", "jobs")
 CLASS = "._target_"
 STRATEGY = ("name", "execution", *AXES)
-MOST_COUNT = 2**31  # of devices, samples of a batch, degrees of an axis
-LARGEST, SMALLEST = 1e18, 1e-18  # of a figure: ratios and sums of such are finite
-MOST_STARTS, MOST_RANKS, MOST_CHUNKS = 1000, 256, 10_000
-MOST_AT_ONCE = 4  # chunks of a rank: its compute, and what it sends meanwhile
-SWEEPS = ("", "*/", "*/*/")  # where sweep folders lie in a folder of runs
+MAX_COUNT = 2**31  # of devices, samples of a batch, degrees of an axis
+LARGEST, SMALLEST = 1e18, 1e-18  # of a figure, so that ratios and sums are finite
+MAX_STARTS, MAX_RANKS, MAX_CHUNKS = 1000, 256, 10_000
+MAX_OVERLAP = 4  # chunks of a rank at the same time: its compute and its transfers
+SWEEPS = ("", "*/", "*/*/")  # where sweep folders are in a folder of runs
 
 
 @dataclass(frozen=True)
 class Row:
-    """One run. `figures`: of `FIGURES`, `device_hours` and `exposed_communication_s` (of a step); None where
-    it is not measured. `parts`: seconds of a watched step by `PARTS`; `layout`: axis -> degree; `differs`:
-    options that set it apart from most of its strategy."""
+    """One run."""
 
     run: RecordedRun
     state: str
     ended: bool
     label: str
-    layout: Mapping[str, int]
+    layout: Mapping[str, int]  # axis -> degree
     devices: int | None
+    # FIGURES, `device_hours` and `exposed_communication_s` (of a step); None if not measured.
     figures: Mapping[str, float | None]
-    parts: Mapping[str, float] | None
-    differs: Sequence[str] = ()
+    parts: Mapping[str, float] | None  # PARTS of a profiled step, seconds
+    differs: Sequence[str] = ()  # options in which it differs from most runs of its strategy
 
     @property
     def completed(self) -> bool:
@@ -71,9 +70,9 @@ class Row:
 
     @property
     def folder(self) -> str:
-        """From where the report is made, if it lies below: a report may be passed on."""
-        path, here = self.run.path, Path.cwd()
-        return str(path.relative_to(here) if path.is_relative_to(here) else path)
+        """The run folder, relative to the working directory if inside it: others may read the report."""
+        path, current = self.run.path, Path.cwd()
+        return str(path.relative_to(current) if path.is_relative_to(current) else path)
 
     @property
     def strategy(self) -> str:
@@ -81,18 +80,17 @@ class Row:
 
     @property
     def shape(self) -> str:
-        """Nodes and devices of each."""
+        """The numbers of nodes and of devices per node."""
         nodes, gpus = self.run.nodes, self.run.gpus_per_node
         return "unknown" if nodes is None or gpus is None else f"{nodes} x {gpus}"
 
     @property
     def processes(self) -> int:
-        said = self.run.summary or {}
-        return int(number(said.get("world_size")) or self.devices or 1)
+        return int(number((self.run.summary or {}).get("world_size")) or self.devices or 1)
 
     @property
     def on_cpu(self) -> bool:
-        """Whether its devices were a CPU's processes, as far as is known."""
+        """Whether its devices were processes on a CPU; False if unknown."""
         return (self.run.environment or {}).get("cuda", "unknown") is None
 
     @property
@@ -100,9 +98,9 @@ class Row:
         return self.run.config or {}
 
     def section(self, name: str) -> dict[str, Any]:
-        """A table of the configuration, empty where a stranger's file has none."""
-        said = self.config.get(name)
-        return said if isinstance(said, dict) else {}
+        """A section of the configuration; empty if the file has none."""
+        section = self.config.get(name)
+        return section if isinstance(section, dict) else {}
 
     @property
     def layout_text(self) -> str:
@@ -113,9 +111,9 @@ class Row:
 
     @property
     def cause(self) -> str | None:
-        """Why it failed, in one line."""
-        said = (self.run.failure or self.run.stopped or {}).get("line")
-        return said if isinstance(said, str) else None
+        """One line about why it failed."""
+        line = (self.run.failure or self.run.stopped or {}).get("line")
+        return line if isinstance(line, str) else None
 
     @property
     def notes(self) -> list[str]:
@@ -124,18 +122,18 @@ class Row:
 
     @property
     def workload(self) -> tuple[str, str, str]:
-        """What it computes: figures of one workload compare."""
-        kept = (self.config.get(key) for key in ("task", "model", "data"))
-        task, model, data = (repr(_flat(value)) if isinstance(value, dict) else repr(value) for value in kept)
+        """What it computes: figures of the same workload are comparable."""
+        sections = (self.config.get(key) for key in ("task", "model", "data"))
+        task, model, data = (repr(_flat(part)) if isinstance(part, dict) else repr(part) for part in sections)
         return task, model, data
 
     def is_alike(self, other: Row) -> bool:
-        """Whether two strategies came to one and the same: as many of each axis, and the same options."""
-        said = [
+        """Whether two strategies resulted in the same degrees of all axes and the same options."""
+        options, other_options = (
             {key: value for key, value in row.section("strategy").items() if key not in ("name", *AXES)}
             for row in (self, other)
-        ]
-        return self.layout == other.layout and self.shape == other.shape and said[0] == said[1]
+        )
+        return self.layout == other.layout and self.shape == other.shape and options == other_options
 
     @property
     def global_batch_size(self) -> int | None:
@@ -144,83 +142,78 @@ class Row:
 
     @property
     def work(self) -> tuple[object, ...]:
-        """What a step of it is: times, bytes and shares of the same work compare."""
+        """What one step computes: times, bytes and shares of the same work are comparable."""
         return *self.workload, self.global_batch_size
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """All that a report is about. `left_out`: what a sweep did not run, and why; `commands`: that of each
-    sweep, with its folder's name."""
+    """The content of a report."""
 
     folders: Sequence[Path]
     rows: Sequence[Row]
-    left_out: Sequence[tuple[str, str]] = field(default_factory=list)
-    commands: Sequence[tuple[str, str]] = field(default_factory=list)
+    left_out: Sequence[tuple[str, str]] = field(default_factory=list)  # overrides that did not run, and why
+    commands: Sequence[tuple[str, str]] = field(default_factory=list)  # folder name and command of each sweep
 
 
 def number(value: Any) -> float | None:
-    """A figure that can be shown and calculated with; None for what is none."""
-    shown = finite(value)
-    return shown if shown is not None and (shown == 0 or SMALLEST <= abs(shown) <= LARGEST) else None
+    """A figure that can be shown and used in calculations; None for any other value."""
+    figure = finite(value)
+    return figure if figure is not None and (figure == 0 or SMALLEST <= abs(figure) <= LARGEST) else None
 
 
 def is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST_COUNT
+    """Whether it is a positive integer of a plausible size."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_COUNT
 
 
 def identity(config: Mapping[Any, Any]) -> str:
-    """The same text for the same values, whatever their order."""
+    """A text that is the same for the same values in any order."""
     return repr(sorted((key, repr(value)) for key, value in _flat(config).items()))
 
 
 def gather(folders: Sequence[Path]) -> Gathered:
-    """The runs of run folders, sweep folders and folders that hold some, each once."""
+    """Read the runs of run folders, sweep folders, and folders that contain such folders, each run once."""
     runs = list({run.path: run for folder in folders for run in find_runs(folder)}.values())
     labels, differs = _labels(runs)
     rows = [
-        _row(run, state=state.word, ended=state.ended, label=label, differs=said)
-        for run, state, label, said in zip(runs, states(runs), labels, differs, strict=True)
+        _row(run, state=state.word, ended=state.ended, label=label, differs=options)
+        for run, state, label, options in zip(runs, states(runs), labels, differs, strict=True)
     ]
-    known = {run.path for run in runs}
+    paths = {run.path for run in runs}
     sweeps = _sweeps(folders)
     return Gathered(
         folders,
         rows,
-        left_out=[left for sweep in sweeps.values() for left in _left_out(sweep, known)],
-        commands=[
-            (
-                path.name,
-                shlex.join(("python", "-m", "hpc_parallel.run", *without_secret_values(sweep.command))),
-            )
-            for path, sweep in sweeps.items()
-        ],
+        left_out=[skipped for sweep in sweeps.values() for skipped in _left_out(sweep, paths)],
+        commands=[(path.name, _command(sweep)) for path, sweep in sweeps.items()],
     )
 
 
 def _command(sweep: Sweep) -> str:
-    """As it was typed, but for what may be a credential: a report may be passed on."""
+    """The command as typed, without values that may hold a credential: others may read the report."""
     return shlex.join(("python", "-m", "hpc_parallel.run", *without_secret_values(sweep.command)))
 
 
 def timeline(row: Row) -> list[dict[str, Any]]:
-    """The ranks of `timeline.json` by rank: `rank`, `length_s`, `chunks` of (start_s, end_s, stage, kind,
-    microbatch); none where it is not there or is another's."""
+    """The ranks of `timeline.json`, by rank; empty if it is missing or invalid.
+
+    Each has `rank`, `length_s`, and `chunks` of (start_s, end_s, stage, kind, microbatch).
+    """
     try:
-        ranks = (read_json(row.run.folder.timeline) or {})["ranks"]
-        found = [
+        ranks = [
             {"rank": int(rank["rank"]), "length_s": rank["length_s"], "chunks": rank["chunks"]}
-            for rank in ranks[:MOST_RANKS]
+            for rank in (read_json(row.run.folder.timeline) or {})["ranks"][:MAX_RANKS]
         ]
-        sound = all(_is_drawable(rank) for rank in found)
-        few = sum(len(rank["chunks"]) for rank in found) <= MOST_CHUNKS
+        valid = all(_is_drawable(rank) for rank in ranks)
+        few = sum(len(rank["chunks"]) for rank in ranks) <= MAX_CHUNKS
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError):
         return []
-    return sorted(found, key=lambda rank: rank["rank"]) if sound and few else []
+    return sorted(ranks, key=lambda rank: rank["rank"]) if valid and few else []
 
 
 def _is_drawable(rank: Mapping[str, Any]) -> bool:
-    """Raises TypeError and ValueError for what is no timeline at all."""
+    """Raises TypeError and ValueError for a value that is not a timeline."""
     length_s, busy_s = number(rank["length_s"]) or 0.0, 0.0
     for start, end, stage, kind, microbatch in rank["chunks"]:
         times = number(start), number(end)
@@ -229,15 +222,15 @@ def _is_drawable(rank: Mapping[str, Any]) -> bool:
         if not is_count(stage + 1) or not (microbatch is None or is_count(microbatch + 1)):
             return False
         busy_s += end - start
-    return length_s > 0 and busy_s <= MOST_AT_ONCE * length_s
+    return length_s > 0 and busy_s <= MAX_OVERLAP * length_s
 
 
 def _row(run: RecordedRun, *, state: str, ended: bool, label: str, differs: Sequence[str]) -> Row:
-    said = run.summary or _so_far(run)
-    figures = {key: _figure(key, said.get(key)) for key in FIGURES}
-    parts = said.get("step_parts_s")
+    summary = run.summary or _summary_so_far(run)
+    figures = {key: _figure(key, summary.get(key)) for key in FIGURES}
+    parts = summary.get("step_parts_s")
     parts = {part: _figure(part, parts.get(part)) for part in PARTS} if isinstance(parts, dict) else {}
-    layout: Any = said.get("layout")
+    layout: Any = summary.get("layout")
     if not _is_layout(layout):
         layout = _layout(run)
     devices = _devices(run)
@@ -252,7 +245,7 @@ def _row(run: RecordedRun, *, state: str, ended: bool, label: str, differs: Sequ
 
 
 def _figure(key: str, value: Any) -> float | None:
-    """None for a negative one, other than a loss."""
+    """The figure; None if it is negative and not a loss."""
     figure = number(value)
     return None if figure is not None and figure < 0 and key != "final_loss" else figure
 
@@ -267,8 +260,8 @@ def _devices(run: RecordedRun) -> int | None:
     return devices if all(map(is_count, counts)) and is_count(devices) else None
 
 
-def _so_far(run: RecordedRun) -> dict[str, Any]:
-    """What the summary would say of a run that has none (yet)."""
+def _summary_so_far(run: RecordedRun) -> dict[str, Any]:
+    """The summary that a run without one would have now."""
     try:
         return summarise(run.config or {}, outcome="", lines=run.metrics, history=run.attempts)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError):
@@ -285,23 +278,23 @@ def _layout(run: RecordedRun) -> dict[str, int]:
 
 
 def device_hours(run: RecordedRun, *, devices: int | None) -> float | None:
-    """Hours from each start to its end, times the devices it held; None where an end is not known.
+    """The hours from each start to its end, times the devices; None if an end is unknown.
 
-    A run that goes on, or broke off, is counted to its last line of metrics.
+    A run that still runs or was interrupted is counted up to its last line of metrics.
     """
     try:
         starts = [_time(line["began"]) for line in attempts.starts(run.folder)]
         ends = [_time(line["ended"]) for line in attempts.ends(run.folder)]
-        if len(starts) + len(ends) > MOST_STARTS:
+        if len(starts) + len(ends) > MAX_STARTS:
             return None
         last = (run.summary or {}).get("ended") or (run.last_metrics or {}).get("time")
         ends += [_time(last)] if last else []
         spans = []
         for start, following in zip(starts, [*starts[1:], None], strict=True):
-            until = [end for end in ends if end >= start and (following is None or end <= following)]
-            if not until:
+            ends_between = [end for end in ends if end >= start and (following is None or end <= following)]
+            if not ends_between:
                 return None
-            spans.append((min(until) - start).total_seconds())
+            spans.append((min(ends_between) - start).total_seconds())
     except (OSError, ValueError, KeyError, TypeError, ArithmeticError):
         return None
     return number(sum(spans) / 3600 * devices) if spans and devices else None
@@ -312,48 +305,57 @@ def _time(text: str) -> datetime:
 
 
 def _labels(runs: Sequence[RecordedRun]) -> tuple[list[str], list[Sequence[str]]]:
-    """`pipeline 2 x 1`, and the options in which a run departs from most others of its strategy; where most
-    have no value in common, each run says its own. Where that is not enough also the layout, then the id."""
-    flat = [_options(run) for run in runs]
+    """The label of each run, and the options in which it differs from most runs of its strategy.
+
+    A label is `pipeline 2 x 1` and these options. If most runs have no common value of an option, every
+    run shows its value. If labels are still the same, the layout is appended, then the run id.
+    """
+    differs = _differences(runs)
+    labels = []
+    for run, options in zip(runs, differs, strict=True):
+        shape = f"{run.nodes or '?'} x {run.gpus_per_node or '?'}"
+        labels.append(", ".join([printable(f"{run.strategy or run.run_id} {shape}"), *options]))
+    layouts = [str(Layout(**_layout(run))) for run in runs]
+    labels = _distinguish(labels, [f", {layout}" for layout in layouts])
+    return _distinguish(labels, [printable(f" ({run.run_id})") for run in runs]), differs
+
+
+def _differences(runs: Sequence[RecordedRun]) -> list[Sequence[str]]:
+    run_options = [_options(run) for run in runs]
     counts: dict[tuple[str | None, str], Counter[str]] = defaultdict(Counter)
-    for run, options in zip(runs, flat, strict=True):
+    for run, options in zip(runs, run_options, strict=True):
         for key, value in options.items():
             counts[run.strategy, key][spell(value)] += 1
     usual = {
         key: value
-        for key, found in counts.items()
-        for value, count in found.most_common(1)
-        if 2 * count > found.total()
+        for key, counter in counts.items()
+        for value, count in counter.most_common(1)
+        if 2 * count > counter.total()
     }
     differs: list[Sequence[str]] = []
-    for run, options in zip(runs, flat, strict=True):
-        apart = {
+    for run, options in zip(runs, run_options, strict=True):
+        unusual = {
             key: value for key, value in options.items() if usual.get((run.strategy, key)) != spell(value)
         }
-        differs.append(tuple(map(printable, _said(apart))))
-    labels = []
-    for run, said in zip(runs, differs, strict=True):
-        shape = f"{run.nodes or '?'} x {run.gpus_per_node or '?'}"
-        labels.append(", ".join([printable(f"{run.strategy or run.run_id} {shape}"), *said]))
-    layouts = [str(Layout(**_layout(run))) for run in runs]
-    labels = _told_apart(labels, [f", {layout}" for layout in layouts])
-    return _told_apart(labels, [printable(f" ({run.run_id})") for run in runs]), differs
+        differs.append(tuple(map(printable, _spelled(unusual))))
+    return differs
 
 
-def _told_apart(labels: Sequence[str], more: Sequence[str]) -> list[str]:
-    """Labels that several have with `more` after them, where that tells them apart."""
-    said: dict[str, set[str]] = defaultdict(set)
-    for label, words in zip(labels, more, strict=True):
-        said[label].add(words)
+def _distinguish(labels: Sequence[str], suffixes: Sequence[str]) -> list[str]:
+    """Append the suffix to labels that several runs have, if their suffixes differ."""
+    by_label: dict[str, set[str]] = defaultdict(set)
+    for label, suffix in zip(labels, suffixes, strict=True):
+        by_label[label].add(suffix)
     return [
-        label + words if len(said[label]) > 1 else label for label, words in zip(labels, more, strict=True)
+        label + suffix if len(by_label[label]) > 1 else label
+        for label, suffix in zip(labels, suffixes, strict=True)
     ]
 
 
-def _said(apart: Mapping[str, Any]) -> Iterable[str]:
-    """`microbatches=8`; of another class its name alone, which tells more than all of its keys."""
-    classes = {key.removesuffix(CLASS): value for key, value in apart.items() if key.endswith(CLASS)}
-    for key, value in apart.items():
+def _spelled(options: Mapping[str, Any]) -> Iterable[str]:
+    """`microbatches=8`; for another class only its name, which says more than all of its keys."""
+    classes = {key.removesuffix(CLASS): value for key, value in options.items() if key.endswith(CLASS)}
+    for key, value in options.items():
         section = key.partition(".")[0]
         if section not in classes:
             yield f"{key.removesuffix('.name').rpartition('.')[2]}={spell(value)}"
@@ -362,36 +364,36 @@ def _said(apart: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _options(run: RecordedRun) -> dict[str, Any]:
-    """What may tell a run apart, beside its strategy and its devices."""
-    config = {key: value for key, value in (run.config or {}).items() if key not in BESIDE}
+    """The options in which runs may differ, besides strategy and devices."""
+    config = {key: value for key, value in (run.config or {}).items() if key not in RUN_KEYS}
     speedless = [key for key in SPEEDLESS if key != "steps" or run.task not in (None, "train")]
-    left_out = {f"strategy.{key}" for key in STRATEGY} | {f"training.{key}" for key in speedless}
-    return {key: value for key, value in _flat(config).items() if key not in left_out}
+    excluded = {f"strategy.{key}" for key in STRATEGY} | {f"training.{key}" for key in speedless}
+    return {key: value for key, value in _flat(config).items() if key not in excluded}
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        found |= _flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
-    return found
+        values |= _flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+    return values
 
 
 def _sweeps(folders: Sequence[Path]) -> dict[Path, Sweep]:
-    """The sweeps of these folders, by their own."""
-    found = {}
+    """Sweep folder -> its sweep, for all sweep folders in these folders."""
+    sweeps = {}
     for path in sorted({path for folder in folders for at in SWEEPS for path in folder.glob(at + MANIFEST)}):
         try:
-            found[path.parent] = read_sweep(path.parent)
+            sweeps[path.parent] = read_sweep(path.parent)
         except (OSError, ValueError):
             continue
-    return found
+    return sweeps
 
 
-def _left_out(sweep: Sweep, known: Set[Path]) -> Iterable[tuple[str, str]]:
-    """The overrides that not all of the sweep have, and the reason."""
+def _left_out(sweep: Sweep, paths: Set[Path]) -> Iterable[tuple[str, str]]:
+    """The distinct overrides of each run that the report lacks, and the reason."""
     for skipped in sweep.skipped:
-        yield sweep.own(skipped.overrides), " ".join(skipped.problems)
+        yield sweep.distinct_overrides(skipped.overrides), " ".join(skipped.problems)
     for run in sweep.runs:
-        if run.run_dir.absolute() not in known:
-            yield sweep.own(run.overrides), f"{run.run_dir} is not there (any more)"
+        if run.run_dir.absolute() not in paths:
+            yield sweep.distinct_overrides(run.overrides), f"{run.run_dir} is not there (any more)"

@@ -1,4 +1,4 @@
-"""Latency against throughput: what each batch size of `task=infer` costs, and what it gives."""
+"""Latency against throughput of `task=infer`, by batch size."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hpc_parallel.report.gather import Row, number
 from hpc_parallel.report.spreadsheet import to_csv
 from hpc_parallel.report.tables import unit_of
 
-MOST_SIZES = 200  # of one run: more are no measurement
+MAX_SIZES = 200  # batch sizes of one run: a real measurement has fewer
 KEYS = ("batch_size", "latency_s", "latency_p99_s", "samples_per_s", "tokens_per_s")
 
 
 @dataclass(frozen=True)
-class Timed:
-    """One batch size: the time from its start to its end (median and 99th percentile), and the rate."""
+class BatchTiming:
+    """The latency (median and 99th percentile) and throughput of one batch size."""
 
     batch_size: int
     latency_s: float
@@ -30,66 +30,66 @@ class Timed:
 
 @dataclass(frozen=True)
 class Curve:
-    """A run's batch sizes, rising."""
+    """A run's timings, by batch size."""
 
     row: Row
-    points: Sequence[Timed]
+    points: Sequence[BatchTiming]
 
 
 def curves(rows: Sequence[Row]) -> list[Curve]:
-    """Of every run that timed a batch, also where it goes on; of a batch size the newest line tells."""
-    found = []
+    """The curve of every run with timings, also while it runs; the newest line of a batch size counts."""
+    result = []
     for row in rows:
-        points = {point.batch_size: point for line in row.run.metrics if (point := _timed(line))}
+        points = {point.batch_size: point for line in row.run.metrics if (point := _timing(line))}
         if points:
-            found.append(Curve(row, [points[size] for size in sorted(points)[:MOST_SIZES]]))
-    return found
+            result.append(Curve(row, [points[size] for size in sorted(points)[:MAX_SIZES]]))
+    return result
 
 
-def _timed(line: Mapping[str, Any]) -> Timed | None:
-    """None for a line of another kind, or of which a figure is missing or foreign."""
+def _timing(line: Mapping[str, Any]) -> BatchTiming | None:
+    """The timing in a line of metrics; None if a figure is missing or invalid."""
     size, latency_s, p99_s, rate, tokens = (number(line.get(key)) for key in KEYS)
     if not isinstance(size, int) or size < 1 or not latency_s or latency_s < 0 or not rate or rate < 0:
         return None
-    return Timed(size, latency_s, p99_s if p99_s and p99_s >= latency_s else None, rate, tokens)
+    return BatchTiming(size, latency_s, p99_s if p99_s and p99_s >= latency_s else None, rate, tokens)
 
 
-def table(found: Sequence[Curve]) -> str:
-    """CSV, a line a batch size, in SI units by the names of `metrics.jsonl`; empty without any."""
-    if not found:
+def table(curves: Sequence[Curve]) -> str:
+    """CSV with one line per batch size, in the units and names of `metrics.jsonl`; empty without curves."""
+    if not curves:
         return ""
     return to_csv(
         ["run", "folder", "state", *KEYS],
         (
             [curve.row.label, curve.row.folder, curve.row.state, *(getattr(point, key) for key in KEYS)]
-            for curve in found
+            for curve in curves
             for point in curve.points
         ),
     )
 
 
-def figure(found: Sequence[Curve]) -> Figure:
-    """A curve a run, latency over throughput."""
-    drawn, axes = canvas(4.6)
-    every = [point for curve in found for point in curve.points]
-    unit = unit_of("seconds", (point.latency_s for point in every))
+def figure(curves: Sequence[Curve]) -> Figure:
+    """Plot latency over throughput, one curve per run."""
+    drawing, axes = canvas(4.6)
+    points = [point for curve in curves for point in curve.points]
+    unit = unit_of("seconds", (point.latency_s for point in points))
     ends: list[Note] = []
     between: list[Note] = []
-    for place, curve in enumerate(found):
+    for index, curve in enumerate(curves):
         rates = [point.samples_per_s for point in curve.points]
         latencies = [point.latency_s / unit.size for point in curve.points]
-        reach = [(point.latency_p99_s or point.latency_s) / unit.size for point in curve.points]
-        look = style(place)
-        axes.vlines(rates, latencies, reach, color=look["color"], linewidth=0.8, alpha=0.6)
-        axes.plot(rates, latencies, label=short(curve.row.label), **look)
+        percentiles = [(point.latency_p99_s or point.latency_s) / unit.size for point in curve.points]
+        curve_style = style(index)
+        axes.vlines(rates, latencies, percentiles, color=curve_style["color"], linewidth=0.8, alpha=0.6)
+        axes.plot(rates, latencies, label=short(curve.row.label), **curve_style)
         notes = [
             Note(rate, latency, str(point.batch_size))
             for rate, latency, point in zip(rates, latencies, curve.points, strict=True)
         ]
         ends += notes[:1] + notes[1:][-1:]
         between += notes[1:-1]
-    spread(axes.xaxis, [point.samples_per_s for point in every], name="throughput, samples/s")
-    spread(axes.yaxis, [point.latency_s for point in every], name=f"latency of a batch, {unit.name}")
-    drawn.legend(loc="outside lower left", ncols=2, fontsize=9)
-    annotate(drawn, axes, [*ends, *between])
-    return drawn
+    spread(axes.xaxis, [point.samples_per_s for point in points], name="throughput, samples/s")
+    spread(axes.yaxis, [point.latency_s for point in points], name=f"latency of a batch, {unit.name}")
+    drawing.legend(loc="outside lower left", ncols=2, fontsize=9)
+    annotate(drawing, axes, [*ends, *between])
+    return drawing

@@ -1,4 +1,4 @@
-"""Text of a run as text of a Markdown page: no markup, no link, no image, no HTML."""
+"""Escape text for a Markdown page: no markup, link, image or HTML of a run takes effect."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _HTML = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
 
 
 def text(value: Any) -> Markup:
-    """The value on one line; what a template calls safe stays as it is."""
+    """The escaped value on one line; text that a template marks as safe is not changed."""
     if isinstance(value, Markup):
         return value
     shown = _SPECIAL.sub(r"\\\g<0>", " ".join(str(value).split()).translate(_HTML))
-    # GitHub makes links of bare addresses.
+    # GitHub turns bare addresses into links.
     return Markup(shown.replace("://", "&#58;//").replace("www.", "www&#46;"))
 
 
 def code(value: Any) -> Markup:
-    """A code span, which a backtick would end."""
+    """A code span; backticks become apostrophes because they would end it."""
     return Markup(f"`{' '.join(str(value).replace('`', chr(39)).split())}`")

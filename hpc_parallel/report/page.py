@@ -1,4 +1,4 @@
-"""One report in three forms: a page that needs nothing but itself, the same as Markdown, and CSV."""
+"""Render one report in three forms: a self-contained HTML page, the same as Markdown, and CSV."""
 
 from __future__ import annotations
 
@@ -31,36 +31,35 @@ from hpc_parallel.report.tables import (
     unit_of,
 )
 
-# Control characters, those that change the direction of text, and halves of a pair, which no file can hold.
+# Control characters, characters that change the text direction, and lone surrogates, which no file can hold.
 _NO_TEXT = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 DEFINITIONS = (
-    "Throughput: samples a second, median after the warm-up. Latency: of one sample through (task=infer). "
-    "Step time: of one optimizer step, median after the warm-up.",
-    "Memory per device: the most that any rank held at once; on a CPU with the interpreter and libraries.",
+    "Throughput: samples per second, median after the warm-up. Latency: time of one sample (task=infer). "
+    "Step time: time of one optimizer step, median after the warm-up.",
+    "Memory per device: the maximum that any rank held; on a CPU this includes interpreter and libraries.",
     "Bubble: the share of a pipeline's schedule in which a rank's stages have no work. Exposed "
-    "communication: the share of a step in which a device waits for others and computes nothing, the bubble "
-    "left out. Both are means over the ranks in watched steps. '-': there is nobody to wait for.",
-    "Traffic per step: bytes sent by all ranks; of dataparallel on a CPU those of activations alone, as "
+    "communication: the share of a step in which a device waits for others and computes nothing, without "
+    "the bubble. Both are means over the ranks in profiled steps. '-': there is no other device to wait for.",
+    "Traffic per step: bytes sent by all ranks; for dataparallel on a CPU only those of activations, because "
     "its threads share the weights. Device-hours: from each start to its end, times the devices.",
-    "'not measured': the run folder has no figure for it. Nothing is estimated.",
-    "On CPUs all devices of a machine share its cores, and speeds compare only where each has its own.",
+    "'not measured': the run folder has no such figure. Nothing is estimated.",
+    "On CPUs all devices of a machine share its cores. Speeds are comparable only if each has its own cores.",
 )
 
 
 @dataclass(frozen=True)
 class Report:
-    """The three forms as text, and the plots that go with them. `latency_csv`: empty where no batch was
-    timed."""
+    """The three forms as text, and their plots."""
 
     html: str
     markdown: str
     csv: str
-    latency_csv: str
+    latency_csv: str  # empty if no batch was timed
     plots: Sequence[Plot]
 
 
 def render(gathered: Gathered) -> Report:
-    """All of a report, in memory."""
+    """Render the report in memory."""
     rows = gathered.rows
     comparison, series, predicted = compare(rows), scaling(rows), predictions(rows)
     timed = latency.curves(rows)
@@ -94,7 +93,7 @@ def render(gathered: Gathered) -> Report:
 
 
 def _fill(name: str, values: dict[str, Any], **settings: Any) -> str:
-    """The template with every value escaped, and without a character that is not text."""
+    """Render the template with every value escaped and characters that are not text replaced."""
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True,
         undefined=StrictUndefined, keep_trailing_newline=False, **settings,
@@ -105,32 +104,34 @@ def _fill(name: str, values: dict[str, Any], **settings: Any) -> str:
         "code": markdown.code,
     }
     text = templates.get_template(name).render(values).strip() + "\n"
-    return _NO_TEXT.sub(lambda found: printable(found[0]), text)
+    return _NO_TEXT.sub(lambda match: printable(match[0]), text)
 
 
 def table(gathered: Gathered, series: Sequence[Series]) -> str:
-    """A line a run; empty where nothing is measured."""
-    found = records(gathered.rows, series)
-    return to_csv(list(found[0]), (list(each.values()) for each in found))
+    """CSV with one line per run; cells without a measurement are empty."""
+    runs = records(gathered.rows, series)
+    return to_csv(list(runs[0]), (list(run.values()) for run in runs))
 
 
 def alternatives_of(folders: Sequence[Path]) -> str:
+    """The names of the folders for the title: `a, b and c and 2 more`."""
     names = [folder.name for folder in folders]
     return alternatives(names[:3]).replace(" or ", " and ") + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
 def _summary(gathered: Gathered) -> str:
-    count = Counter(row.state for row in gathered.rows)
-    told = ", ".join(f"{number} {state}" for state, number in count.most_common())
+    counts = Counter(row.state for row in gathered.rows)
+    states = ", ".join(f"{count} {state}" for state, count in counts.most_common())
     now = datetime.now(UTC)
-    return f"{len(gathered.rows)} run{'s' * (len(gathered.rows) > 1)}: {told}. Made {now:%Y-%m-%d %H:%M} UTC."
+    total = len(gathered.rows)
+    return f"{total} run{'s' * (total > 1)}: {states}. Made {now:%Y-%m-%d %H:%M} UTC."
 
 
 def _best_note(comparison: Comparison) -> str:
-    text = "The best figure of each column is marked, among completed runs; none where all are alike."
+    text = "The best figure of the completed runs is marked in each column, unless all are equal."
     if comparison.workloads > 1:
         text += (
-            f" There are {comparison.workloads} kinds of work here (model, data, task, global batch), and "
-            "each has its own best; losses, restarts and device-hours compare after as many samples."
+            f" There are {comparison.workloads} kinds of work (model, data, task, global batch), and each "
+            "has its own best figure. Losses, restarts and device-hours are compared after equal samples."
         )
     return text

@@ -1,14 +1,15 @@
-"""The plots of a report: which there are, and what each shows."""
+"""The plots of a report and their captions."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import matplotlib as mpl
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
@@ -19,7 +20,7 @@ from hpc_parallel.report.drawing import (
     COLOURS,
     GREEN,
     HATCHES,
-    MOST_CURVES,
+    MAX_CURVES,
     ORANGE,
     PURPLE,
     SKY,
@@ -34,11 +35,11 @@ from hpc_parallel.report.drawing import (
     style,
 )
 from hpc_parallel.report.gather import PARTS, Row, number, timeline
-from hpc_parallel.report.tables import STRONG, WEAK, Prediction, Series, digits, unit_of
+from hpc_parallel.report.tables import STRONG, WEAK, Prediction, Series, Unit, digits, unit_of
 
-MOST_BARS, MOST_TIMELINES, MOST_POINTS = 40, 12, 300
-MOST_WORDS = 100  # in a rank's line: more have no room, unless what they name lies in the same place
-KINDS = {  # of a stage's work: colour, hatch, name
+MAX_BARS, MAX_TIMELINES, MAX_POINTS = 40, 12, 300
+MAX_NUMBERS = 100  # microbatch numbers per rank: more have room only if their chunks overlap
+KINDS = {  # kind of a stage's work -> colour, hatch, name
     "forward": (BLUE, "", "forward"),
     "loss": (PURPLE, "xx", "loss"),
     "backward": (ORANGE, "//", "backward"),
@@ -52,100 +53,117 @@ PART_STYLES = {
 
 
 def draw(rows: Sequence[Row], *, series: Sequence[Series], predictions: Sequence[Prediction]) -> list[Plot]:
-    """All plots that these runs have figures for."""
-    plots = []
+    """All plots for which these runs have figures."""
+    return [
+        *_scaling_plots(series),
+        *_latency_plots(rows),
+        *_parts_plots(rows),
+        *_memory_plots(rows),
+        *_bubble_plots(rows),
+        *_loss_plots(rows),
+        *_timeline_plots(rows),
+        *_prediction_plots(predictions),
+    ]
+
+
+def _scaling_plots(series: Sequence[Series]) -> Iterator[Plot]:
     for kind in (STRONG, WEAK):
-        if found := [each for each in series if each.kind == kind]:
-            held = "the global batch stays" if kind == STRONG else "the batch of a device stays"
-            plots.append(
-                plot(
-                    f"{kind}_scaling", "scaling", f"{kind.capitalize()} scaling",
-                    f"More devices, and {held} the same. Dotted: as many times the throughput as devices.",
-                    partial(_scaling, found),
-                )
+        if of_kind := [one_series for one_series in series if one_series.kind == kind]:
+            constant = "global batch" if kind == STRONG else "batch of each device"
+            yield plot(
+                f"{kind}_scaling", "scaling", f"{kind.capitalize()} scaling",
+                f"More devices with the same {constant}. Dotted: throughput in proportion to devices.",
+                partial(_scaling, of_kind),
             )  # fmt: skip
-    if timed := latency.curves(rows):
-        plots.append(
-            plot(
-                "latency", "latency", "Latency against throughput",
-                "Of each run by batch size, which stands at the points where there is room: the median, and "
-                "by a thin line up to the 99th percentile. Better is down and to the right."
-                + first_of(MOST_CURVES, len(timed)),
-                lambda: latency.figure(timed[:MOST_CURVES]),
-            )
+
+
+def _latency_plots(rows: Sequence[Row]) -> Iterator[Plot]:
+    if curves := latency.curves(rows):
+        yield plot(
+            "latency", "latency", "Latency against throughput",
+            "A point is a batch size of a run, with its number if there is room. It shows the median; the "
+            "thin line ends at the 99th percentile. Better is down and to the right."
+            + first_of(MAX_CURVES, len(curves)),
+            lambda: latency.figure(curves[:MAX_CURVES]),
         )  # fmt: skip
-    if parted := [row for row in rows if row.parts is not None]:
-        plots.append(
-            plot(
-                "step_parts", "parts", "Where the time of a step goes",
-                "Of a watched step, mean over the ranks; watching makes it longer than an ordinary one.",
-                lambda: _parts(parted[:MOST_BARS]),
-            )
+
+
+def _parts_plots(rows: Sequence[Row]) -> Iterator[Plot]:
+    if with_parts := [row for row in rows if row.parts is not None]:
+        yield plot(
+            "step_parts", "parts", "Where the time of a step goes",
+            "Parts of a profiled step, mean over the ranks. Profiling makes the step longer.",
+            lambda: _parts(with_parts[:MAX_BARS]),
         )  # fmt: skip
+
+
+def _memory_plots(rows: Sequence[Row]) -> Iterator[Plot]:
     if measured := [row for row in rows if row.figures["peak_memory_bytes"] is not None]:
-        plots.append(
-            plot(
-                "memory", "memory", "Memory per device",
-                "The most that any rank held at once: allocated on a GPU, resident (with the interpreter and "
-                "its libraries) on a CPU.",
-                lambda: _memory(measured[:MOST_BARS]),
-            )
+        yield plot(
+            "memory", "memory", "Memory per device",
+            "The maximum that any rank held: allocated on a GPU, resident (with the interpreter and its "
+            "libraries) on a CPU.",
+            lambda: _memory(measured[:MAX_BARS]),
         )  # fmt: skip
+
+
+def _bubble_plots(rows: Sequence[Row]) -> Iterator[Plot]:
     if families := bubble.families(rows):
-        plots.append(
-            plot(
-                "bubble", "bubble", "Bubble against memory",
-                "A point is a run, its number that of its microbatches; a line joins runs that differ in "
-                "nothing else. Hollow: what the formula of its schedule says of it, which was not measured. "
-                "Better is down and to the left." + first_of(MOST_CURVES, len(families)),
-                lambda: bubble.figure(families[:MOST_CURVES]),
-            )
+        yield plot(
+            "bubble", "bubble", "Bubble against memory",
+            "A point is a run with its number of microbatches. A line joins runs that differ only in this "
+            "number. Hollow: the formula of the schedule, which is not a measurement. Better is down and to "
+            "the left." + first_of(MAX_CURVES, len(families)),
+            lambda: bubble.figure(families[:MAX_CURVES]),
         )  # fmt: skip
+
+
+def _loss_plots(rows: Sequence[Row]) -> Iterator[Plot]:
     if curves := [row for row in rows if len(_losses(row)) > 1]:
-        plots.append(
-            plot(
-                "loss", "loss", "Training loss",
-                "Runs of the same configuration should lie on each other, whatever their layout.",
-                lambda: _loss(curves[:MOST_CURVES]),
-            )
+        yield plot(
+            "loss", "loss", "Training loss",
+            "Runs of the same configuration should coincide, whatever their layout.",
+            lambda: _loss(curves[:MAX_CURVES]),
         )  # fmt: skip
-    charts = [(row, ranks) for row in rows if (ranks := timeline(row))]
-    for number_, (row, ranks) in enumerate(charts[:MOST_TIMELINES], start=1):
-        plots.append(
-            plot(
-                f"timeline_{number_}", "timeline", f"One step of {row.label}",
-                "What each device's stages did when, in one watched step; numbers are microbatches "
-                "(stage:microbatch where a device has several stages). Blank is idle."
-                + first_of(MOST_TIMELINES, len(charts)),
-                partial(_timeline, ranks),
-            )
+
+
+def _timeline_plots(rows: Sequence[Row]) -> Iterator[Plot]:
+    timelines = [(row, ranks) for row in rows if (ranks := timeline(row))]
+    for index, (row, ranks) in enumerate(timelines[:MAX_TIMELINES], start=1):
+        yield plot(
+            f"timeline_{index}", "timeline", f"One step of {row.label}",
+            "What the stages of each device did in one profiled step. Numbers are microbatches "
+            "(stage:microbatch if a device has several stages). Blank is idle."
+            + first_of(MAX_TIMELINES, len(timelines)),
+            partial(_timeline, ranks),
         )  # fmt: skip
-    if ratios := [each for each in predictions if each.ratio is not None]:
-        plots.append(
-            plot(
-                "predicted", "predicted", "Measured by predicted",
-                "1 is a prediction that came true; twice as much and half as much are as far from it.",
-                lambda: _ratios(ratios[:MOST_BARS]),
-            )
+
+
+def _prediction_plots(predictions: Sequence[Prediction]) -> Iterator[Plot]:
+    if with_ratio := [prediction for prediction in predictions if prediction.ratio is not None]:
+        yield plot(
+            "predicted", "predicted", "Measured divided by predicted",
+            "1 is an exact prediction. Twice and half are equally far from it.",
+            lambda: _ratios(with_ratio[:MAX_BARS]),
         )  # fmt: skip
-    return plots
 
 
 def _scaling(series: Sequence[Series]) -> Figure:
     figure, (rates, efficiencies) = canvas(4.4, columns=2)
-    shown = series[:MOST_CURVES]
-    for place, each in enumerate(shown):
-        devices = [point.devices for point in each.points]
-        first = each.points[0]
+    shown = series[:MAX_CURVES]
+    points = [point for curve in shown for point in curve.points]
+    for index, curve in enumerate(shown):
+        devices = [point.devices for point in curve.points]
+        first = curve.points[0]
         rates.plot(
-            devices, [point.samples_per_s for point in each.points], label=short(each.label), **style(place)
+            devices, [point.samples_per_s for point in curve.points], label=short(curve.label), **style(index)
         )
         rates.plot(
             devices, [first.samples_per_s * n / first.devices for n in devices],
-            color=COLOURS[place % len(COLOURS)], linestyle=(0, (1, 1.5)), linewidth=1,
+            color=COLOURS[index % len(COLOURS)], linestyle=(0, (1, 1.5)), linewidth=1,
         )  # fmt: skip
-        efficiencies.plot(devices, [100 * point.efficiency for point in each.points], **style(place))
-    ticks = sorted({point.devices for each in shown for point in each.points})
+        efficiencies.plot(devices, [100 * point.efficiency for point in curve.points], **style(index))
+    ticks = sorted({point.devices for point in points})
     efficiencies.axhline(100, color=ink(), linestyle=(0, (1, 1.5)), linewidth=1)
     efficiencies.annotate("ideal", (ticks[-1], 100), ha="right", va="bottom", fontsize=9)
     efficiencies.set_ylim(bottom=0)
@@ -155,8 +173,8 @@ def _scaling(series: Sequence[Series]) -> Figure:
         axes.set_xticks(ticks, labels=[str(tick) for tick in ticks])
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("devices")
-    reached = [point.samples_per_s for each in shown for point in each.points]
-    octaves = math.log2(max(reached) / min(reached))
+    samples_per_s = [point.samples_per_s for point in points]
+    octaves = math.log2(max(samples_per_s) / min(samples_per_s))
     rates.yaxis.set_major_locator(LogLocator(2, subs=(1, 1.25, 1.5, 1.75) if octaves < 3 else (1,)))
     rates.yaxis.set_minor_locator(NullLocator())
     rates.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -171,11 +189,11 @@ def _scaling(series: Sequence[Series]) -> Figure:
 def _parts(rows: Sequence[Row]) -> Figure:
     figure, axes = bar_chart(rows)
     parts = [row.parts or {} for row in rows]
-    unit = unit_of("seconds", (sum(each.values()) for each in parts))
+    unit = unit_of("seconds", (sum(row_parts.values()) for row_parts in parts))
     left = [0.0] * len(rows)
     for part in PARTS:
         colour, hatch = PART_STYLES[part]
-        widths = [each[part] / unit.size for each in parts]
+        widths = [row_parts[part] / unit.size for row_parts in parts]
         axes.barh(
             range(len(rows)), widths, left=left, height=0.7, color=colour, hatch=hatch, label=part,
             edgecolor=ink(), linewidth=0.4,
@@ -190,16 +208,16 @@ def _memory(rows: Sequence[Row]) -> Figure:
     figure, axes = bar_chart(rows)
     unit = unit_of("bytes", (row.figures["peak_memory_bytes"] for row in rows))
     strategies = list(dict.fromkeys(row.strategy for row in rows))
-    for place, row in enumerate(rows):
-        kind = strategies.index(row.strategy)
+    for y, row in enumerate(rows):
+        index = strategies.index(row.strategy)
         value = row.figures["peak_memory_bytes"]
         assert value is not None
         axes.barh(
-            place, value / unit.size, height=0.7, color=COLOURS[kind % len(COLOURS)],
-            hatch=HATCHES[kind % len(HATCHES)], edgecolor=ink(), linewidth=0.4,
+            y, value / unit.size, height=0.7, color=COLOURS[index % len(COLOURS)],
+            hatch=HATCHES[index % len(HATCHES)], edgecolor=ink(), linewidth=0.4,
         )  # fmt: skip
         axes.annotate(
-            unit.show(value), (value / unit.size, place), xytext=(4, 0), textcoords="offset points",
+            unit.show(value), (value / unit.size, y), xytext=(4, 0), textcoords="offset points",
             va="center", fontsize=9,
         )  # fmt: skip
     axes.set_xlabel(f"memory per device, {unit.name}")
@@ -207,25 +225,25 @@ def _memory(rows: Sequence[Row]) -> Figure:
 
 
 def _losses(row: Row) -> list[tuple[float, float]]:
-    """Samples consumed and loss, at most so many that a curve needs."""
+    """Samples consumed and loss, reduced to about MAX_POINTS points."""
     points = [
         (samples, loss)
         for line in row.run.metrics
         if (samples := number(line.get("samples"))) is not None
         and (loss := number(line.get("loss"))) is not None
     ]
-    every = max(1, len(points) // MOST_POINTS)
-    return points[::every] + points[-1:] * bool(len(points) % every != 1 and every > 1)
+    stride = max(1, len(points) // MAX_POINTS)
+    return points[::stride] + points[-1:] * bool(len(points) % stride != 1 and stride > 1)
 
 
 def _loss(rows: Sequence[Row]) -> Figure:
     figure, axes = canvas(4.4)
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         samples, losses = zip(*_losses(row), strict=True)
-        apart = max(1, len(samples) // 8)
+        spacing = max(1, len(samples) // 8)
         axes.plot(
-            samples, losses, label=short(row.label), markevery=(place % apart, apart), markersize=5,
-            linewidth=1.3, **style(place),
+            samples, losses, label=short(row.label), markevery=(index % spacing, spacing), markersize=5,
+            linewidth=1.3, **style(index),
         )  # fmt: skip
     axes.set_xlabel("samples consumed")
     axes.set_ylabel("training loss")
@@ -235,54 +253,70 @@ def _loss(rows: Sequence[Row]) -> Figure:
 
 def _timeline(ranks: Sequence[dict[str, Any]]) -> Figure:
     figure, axes = canvas(1.3 + 0.42 * len(ranks))
-    length = max(float(rank["length_s"]) for rank in ranks)
-    unit = unit_of("seconds", [length])
-    several = any(len({stage for _, _, stage, _, _ in rank["chunks"]}) > 1 for rank in ranks)
-    seen: dict[str, Patch] = {}
-    for place, rank in enumerate(ranks):
-        bars: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        words = 0
-        for start, end, stage, kind, microbatch in rank["chunks"]:
-            kind = kind if kind in KINDS else "average"
-            bars[kind].append((start / unit.size, (end - start) / unit.size))
-            if end - start > length / 200:  # what is to be seen
-                colour, hatch, name = KINDS[kind]
-                seen[name] = Patch(facecolor=colour, hatch=hatch, edgecolor=ink(), linewidth=0.4)
-            text = "" if microbatch is None else f"{stage}:{microbatch}" if several else f"{microbatch}"
-            if (end - start) / length > 0.011 * (len(text) + 0.4) and words < MOST_WORDS:
-                words += 1
-                axes.annotate(
-                    text, ((start + end) / 2 / unit.size, place), ha="center", va="center", fontsize=8,
-                    color="black", bbox={"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.6},
-                )  # fmt: skip
-        for kind, spans in bars.items():
-            colour, hatch, _ = KINDS[kind]
-            axes.broken_barh(
-                spans, (place - 0.38, 0.76), facecolor=colour, edgecolor=ink(), linewidth=0.4, hatch=hatch
-            )
+    length_s = max(float(rank["length_s"]) for rank in ranks)
+    unit = unit_of("seconds", [length_s])
     stages = [sorted({stage for _, _, stage, _, _ in rank["chunks"]}) for rank in ranks]
+    with_stage = any(len(rank_stages) > 1 for rank_stages in stages)
+    for y, rank in enumerate(ranks):
+        _draw_chunks(axes, rank["chunks"], y=y, unit=unit)
+        _draw_microbatches(axes, rank["chunks"], y=y, unit=unit, length_s=length_s, with_stage=with_stage)
     labels = [
-        short(f"rank {rank['rank']}, stage {' '.join(map(str, held))}")
-        for rank, held in zip(ranks, stages, strict=True)
+        short(f"rank {rank['rank']}, stage {' '.join(map(str, rank_stages))}")
+        for rank, rank_stages in zip(ranks, stages, strict=True)
     ]
     axes.set_yticks(range(len(ranks)), labels=labels)
     axes.set_ylim(len(ranks) - 0.5, -0.5)
-    axes.set_xlim(0, length / unit.size)
+    axes.set_xlim(0, length_s / unit.size)
     axes.grid(axis="y", visible=False)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(f"time since the step's start, {unit.name}")
-    named = [name for _, _, name in KINDS.values() if name in seen]
-    handles = [seen[name] for name in named]
-    figure.legend(handles, named, loc="outside upper left", ncols=len(named) or 1, fontsize=9)
+    chunks = [chunk for rank in ranks for chunk in rank["chunks"]]
+    visible = {_known_kind(kind) for start, end, _, kind, _ in chunks if end - start > length_s / 200}
+    styles = [KINDS[kind] for kind in KINDS if kind in visible]
+    handles = [
+        Patch(facecolor=colour, hatch=hatch, edgecolor=ink(), linewidth=0.4) for colour, hatch, _ in styles
+    ]
+    names = [name for _, _, name in styles]
+    figure.legend(handles, names, loc="outside upper left", ncols=len(names) or 1, fontsize=9)
     return figure
 
 
-def _ratios(found: Sequence[Prediction]) -> Figure:
-    figure, axes = canvas(1.1 + 0.36 * len(found))
-    ratios = [each.ratio or 1.0 for each in found]
+def _known_kind(kind: str) -> str:
+    return kind if kind in KINDS else "average"
+
+
+def _draw_chunks(axes: Axes, chunks: Sequence[Any], *, y: int, unit: Unit) -> None:
+    spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for start, end, _, kind, _ in chunks:
+        spans[_known_kind(kind)].append((start / unit.size, (end - start) / unit.size))
+    for kind, of_kind in spans.items():
+        colour, hatch, _ = KINDS[kind]
+        axes.broken_barh(
+            of_kind, (y - 0.38, 0.76), facecolor=colour, edgecolor=ink(), linewidth=0.4, hatch=hatch
+        )
+
+
+def _draw_microbatches(
+    axes: Axes, chunks: Sequence[Any], *, y: int, unit: Unit, length_s: float, with_stage: bool
+) -> None:
+    """Write the number of the microbatch on every chunk that has room, up to MAX_NUMBERS."""
+    count = 0
+    for start, end, stage, _, microbatch in chunks:
+        text = "" if microbatch is None else f"{stage}:{microbatch}" if with_stage else f"{microbatch}"
+        if (end - start) / length_s > 0.011 * (len(text) + 0.4) and count < MAX_NUMBERS:
+            count += 1
+            axes.annotate(
+                text, ((start + end) / 2 / unit.size, y), ha="center", va="center", fontsize=8,
+                color="black", bbox={"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.6},
+            )  # fmt: skip
+
+
+def _ratios(predictions: Sequence[Prediction]) -> Figure:
+    figure, axes = canvas(1.1 + 0.36 * len(predictions))
+    ratios = [prediction.ratio or 1.0 for prediction in predictions]
     colours = [VERMILION if ratio > 1 else BLUE for ratio in ratios]
     bars = axes.barh(
-        range(len(found)), [ratio - 1 for ratio in ratios], left=1, height=0.7, color=colours,
+        range(len(ratios)), [ratio - 1 for ratio in ratios], left=1, height=0.7, color=colours,
         edgecolor=ink(), linewidth=0.4,
     )  # fmt: skip
     for bar, ratio in zip(bars, ratios, strict=True):
@@ -297,8 +331,9 @@ def _ratios(found: Sequence[Prediction]) -> Figure:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: digits(value, 2)))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.axvline(1, color=ink(), linewidth=1)
-    axes.set_yticks(range(len(found)), labels=[short(f"{each.row.label}: {each.key}") for each in found])
-    axes.set_ylim(len(found) - 0.4, -0.6)
+    labels = [short(f"{prediction.row.label}: {prediction.key}") for prediction in predictions]
+    axes.set_yticks(range(len(labels)), labels=labels)
+    axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("measured / predicted")
     return figure

@@ -1,4 +1,4 @@
-"""CSV that a spreadsheet shows and does not calculate."""
+"""CSV that a spreadsheet shows without evaluating formulas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # https://owasp.org/www-commun
 
 
 def to_csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A line a row; None is an empty cell."""
+    """One line per row; None becomes an empty cell."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(header)
@@ -22,7 +22,7 @@ def to_csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def _cell(value: Any) -> Any:
-    """Text that a spreadsheet would take for a formula gets an apostrophe before it; numbers stay."""
+    """Put an apostrophe before text that a spreadsheet would treat as a formula; keep numbers."""
     if not isinstance(value, str):
         return value
     return f"'{printable(value)}" if value.startswith(FORMULA) else printable(value)

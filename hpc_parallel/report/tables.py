@@ -1,4 +1,4 @@
-"""The tables of a report: what compares, what is best, how it scales, what was predicted."""
+"""The tables of a report: comparison with best figures, scaling, predictions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from hpc_parallel.config.layout import AXES
-from hpc_parallel.report.gather import BESIDE, FIGURES, PARTS, SPEEDLESS, Row, identity, number
+from hpc_parallel.report.gather import FIGURES, PARTS, RUN_KEYS, SPEEDLESS, Row, identity, number
 
 UNMEASURED = "not measured"
 STRONG, WEAK = "strong", "weak"
@@ -23,23 +23,23 @@ PREDICTABLE = (
 
 @dataclass(frozen=True)
 class Column:
-    """A figure of the comparison. `best`: max or min; `competes`: which rows it says something of."""
+    """A figure of the comparison."""
 
     key: str
     title: str
     kind: str  # of its unit: count, rate, seconds, bytes, share, loss, hours
-    best: Callable[[Sequence[float]], float]
-    competes: Callable[[Row], bool] = lambda row: True
-    same_samples: bool = False  # comparable only after as many samples
+    best: Callable[[Sequence[float]], float]  # max or min
+    competes: Callable[[Row], bool] = lambda row: True  # whether the figure is meaningful for a run
+    same_samples: bool = False  # comparable only after the same number of samples
 
 
 def _parallel(row: Row) -> bool:
-    """Whether several processes talk: what one process moves between its devices nobody waits for alone."""
+    """Whether several processes communicate: transfers inside one process are not measured as waiting."""
     return row.processes > 1
 
 
 def _sends(row: Row) -> bool:
-    """Whether its devices have weights of their own: threads on a CPU (dataparallel) share theirs."""
+    """Whether its devices have separate weights: threads on a CPU (dataparallel) share them."""
     return (row.devices or 1) > 1 and not (row.on_cpu and row.processes == 1)
 
 
@@ -68,18 +68,19 @@ UNITS = {"rate": "samples/s", "loss": "", "count": "", "hours": ""}
 
 @dataclass(frozen=True)
 class Unit:
-    """What a figure is divided by to be shown, and the name of that."""
+    """A unit in which figures are shown: its size in SI units, its name, significant digits."""
 
     size: float = 1.0
     name: str = ""
     digits: int = 3
 
     def show(self, value: float | None) -> str:
+        """Format a figure, without the unit's name."""
         return UNMEASURED if value is None else digits(value / self.size, self.digits)
 
 
 def unit_of(kind: str, values: Iterable[float | None]) -> Unit:
-    """One unit for a whole column, so that its figures compare at sight."""
+    """One unit for all figures of a column, so that they are easy to compare."""
     if kind == "share":
         return Unit(0.01, "%")
     if kind not in SCALES:
@@ -91,7 +92,7 @@ def unit_of(kind: str, values: Iterable[float | None]) -> Unit:
 
 
 def digits(value: float, count: int) -> str:
-    """So many significant ones, and no power of ten."""
+    """Format with `count` significant digits and without an exponent."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     rounded = float(f"{value:.{count - 1}e}")
@@ -100,6 +101,8 @@ def digits(value: float, count: int) -> str:
 
 @dataclass(frozen=True)
 class Cell:
+    """One figure of one run."""
+
     value: float | None
     text: str
     best: bool = False
@@ -107,20 +110,21 @@ class Cell:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison table: `cells[row][column]`, by `units[column]`."""
+    """The comparison table: `cells[row][column]` in `units[column]`."""
 
     rows: Sequence[Row]
     units: Sequence[Unit]
     cells: Sequence[Sequence[Cell]]
-    workloads: int  # how many kinds of runs stand in it; best is told within each
+    workloads: int  # kinds of work in the table; the best is marked within each
 
     def titles(self) -> list[str]:
-        named = zip(COLUMNS, self.units, strict=True)
-        return [f"{column.title}, {unit.name}" if unit.name else column.title for column, unit in named]
+        """The titles of the columns with their units."""
+        pairs = zip(COLUMNS, self.units, strict=True)
+        return [f"{column.title}, {unit.name}" if unit.name else column.title for column, unit in pairs]
 
 
 def compare(rows: Sequence[Row]) -> Comparison:
-    """All rows, and of each column what is best among the completed runs of the same work."""
+    """Compare all rows; mark in each column the best of the completed runs of the same work."""
     units, columns = [], []
     for column in COLUMNS:
         values = [row.figures[column.key] for row in rows]
@@ -129,8 +133,8 @@ def compare(rows: Sequence[Row]) -> Comparison:
         units.append(unit)
         columns.append(
             [
-                Cell(value, _shown(column, row, unit), best=place in best)
-                for place, (row, value) in enumerate(zip(rows, values, strict=True))
+                Cell(value, _shown(column, row, unit), best=index in best)
+                for index, (row, value) in enumerate(zip(rows, values, strict=True))
             ]
         )
     return Comparison(rows, units, list(zip(*columns, strict=True)), len({row.work for row in rows}))
@@ -142,53 +146,54 @@ def _shown(column: Column, row: Row, unit: Unit) -> str:
 
 
 def best_of(column: Column, rows: Sequence[Row], unit: Unit) -> set[int]:
-    """Places of the best rows of each kind of work. What is not measured never is, nor what only one run has;
-    runs that read the same to the digits shown are tied, and where all are, none is best."""
+    """Indices of the best rows of each kind of work.
+
+    A figure that only one run has is never the best. Runs that are equal in the digits shown are tied; if
+    all runs are tied, none is the best.
+    """
     groups: dict[Any, dict[int, str]] = defaultdict(dict)
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         value = row.figures[column.key]
         if row.completed and value is not None and column.competes(row):
             key = (row.work, row.figures["samples"] if column.same_samples else None)
-            groups[key][place] = unit.show(value)
-    found: set[int] = set()
+            groups[key][index] = unit.show(value)
+    best_rows: set[int] = set()
     for shown in groups.values():
         best = column.best([float(text) for text in shown.values()])
-        places = {place for place, text in shown.items() if float(text) == best}
-        found |= places if len(places) < len(shown) else set()
-    return found
+        tied = {index for index, text in shown.items() if float(text) == best}
+        best_rows |= tied if len(tied) < len(shown) else set()
+    return best_rows
 
 
 @dataclass(frozen=True)
 class Point:
-    """Runs of one configuration on so many devices. `samples_per_s`: their median; `speedup`: over the
-    fewest devices of the series; `efficiency`: that by as many devices more."""
+    """Runs of one configuration on the same number of devices."""
 
     devices: int
     global_batch_size: int
-    samples_per_s: float
-    speedup: float
-    efficiency: float
+    samples_per_s: float  # median of the runs
+    speedup: float  # over the fewest devices of the series
+    efficiency: float  # speedup by the ratio of devices
     runs: Sequence[Row]
 
     @property
-    def told(self) -> str:
-        """How many runs, and between what their throughput lies."""
+    def runs_text(self) -> str:
+        """The number of runs and the range of their throughput."""
         rates = sorted(row.figures["samples_per_s"] or 0 for row in self.runs)
         return "1" if len(rates) == 1 else f"{len(rates)}: {digits(rates[0], 3)} to {digits(rates[-1], 3)}"
 
 
 @dataclass(frozen=True)
 class Series:
-    """One configuration on more and more devices, of which one axis takes them. `kind`: strong (the same
-    global batch) or weak (the same batch a device)."""
+    """One configuration on increasing numbers of devices along one axis."""
 
-    kind: str
+    kind: str  # strong (same global batch) or weak (same batch per device)
     label: str
     points: Sequence[Point]
 
 
 def scaling(rows: Sequence[Row]) -> list[Series]:
-    """Every group of completed runs that are the same but for their number of devices."""
+    """Every group of completed runs that differ only in their number of devices."""
     groups: dict[tuple[str, str, str, str], dict[int, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         batch, devices = row.global_batch_size, row.devices
@@ -196,33 +201,33 @@ def scaling(rows: Sequence[Row]) -> list[Series]:
             continue
         if not row.figures["samples_per_s"]:
             continue
-        what = _but_for_devices(row)
+        config = _identity_without_devices(row)
         for axis in AXES:
             others = json.dumps({other: row.layout[other] for other in AXES if other != axis})
-            groups[STRONG, axis, what + others, f"{batch}"][devices].append(row)
-            groups[WEAK, axis, what + others, f"{batch / devices:g}"][devices].append(row)
-    found = [
+            groups[STRONG, axis, config + others, f"{batch}"][devices].append(row)
+            groups[WEAK, axis, config + others, f"{batch / devices:g}"][devices].append(row)
+    by_axis = [
         (axis, _series(kind, axis, by_devices))
         for (kind, axis, *_), by_devices in groups.items()
         if len(by_devices) > 1
     ]
-    count = Counter((series.kind, series.label) for _, series in found)
+    counts = Counter((series.kind, series.label) for _, series in by_axis)
     return [
         replace(series, label=f"{series.label}, by {axis}")
-        if count[series.kind, series.label] > 1
+        if counts[series.kind, series.label] > 1
         else series
-        for axis, series in found
+        for axis, series in by_axis
     ]
 
 
 def records(rows: Sequence[Row], series: Sequence[Series]) -> list[dict[str, Any]]:
-    """A flat object a run, in SI units, by the names of `summary.json`; None where nothing is measured."""
+    """One flat object per run, in the SI units and names of `summary.json`; None if not measured."""
     efficiency = {
-        (each.kind, row.run.path): point.efficiency
+        (one_series.kind, row.run.path): point.efficiency
         * (row.figures["samples_per_s"] or 0)
         / point.samples_per_s
-        for each in series
-        for point in each.points
+        for one_series in series
+        for point in one_series.points
         for row in point.runs
     }
     return [
@@ -243,26 +248,27 @@ def records(rows: Sequence[Row], series: Sequence[Series]) -> list[dict[str, Any
 
 
 def _series(kind: str, axis: str, by_devices: dict[int, list[Row]]) -> Series:
-    rates = {n: median(row.figures["samples_per_s"] or 0 for row in found) for n, found in by_devices.items()}
-    first = min(rates)
+    rates = {n: median(row.figures["samples_per_s"] or 0 for row in rows) for n, rows in by_devices.items()}
+    fewest = min(rates)
     points = []
     for devices, rate in sorted(rates.items()):
-        found = by_devices[devices]
-        speedup = rate / rates[first]
-        points.append(
-            Point(devices, found[0].global_batch_size or 0, rate, speedup, speedup / (devices / first), found)
-        )
-    row, batch = by_devices[first][0], points[0].global_batch_size
-    fixed = [f"{other} {degree}" for other, degree in row.layout.items() if other != axis and degree > 1]
-    alike = set.intersection(*(set(each.differs) for point in points for each in point.runs))
-    apart = [said for said in row.differs if said in alike and not said.startswith("global_batch_size=")]
-    held = f"batch {batch}" if kind == STRONG else f"batch {batch / first:g} a device"
-    return Series(kind, ", ".join([row.strategy, *fixed, *apart, held]), points)
+        rows = by_devices[devices]
+        speedup = rate / rates[fewest]
+        efficiency = speedup / (devices / fewest)
+        points.append(Point(devices, rows[0].global_batch_size or 0, rate, speedup, efficiency, rows))
+    first, batch = by_devices[fewest][0], points[0].global_batch_size
+    degrees = [f"{other} {degree}" for other, degree in first.layout.items() if other != axis and degree > 1]
+    common = set.intersection(*(set(row.differs) for point in points for row in point.runs))
+    options = [
+        option for option in first.differs if option in common and not option.startswith("global_batch_size=")
+    ]
+    constant = f"batch {batch}" if kind == STRONG else f"batch {batch / fewest:g} per device"
+    return Series(kind, ", ".join([first.strategy, *degrees, *options, constant]), points)
 
 
-def _but_for_devices(row: Row) -> str:
-    """The configuration, as far as it decides how fast a step is, without what devices there are."""
-    config = {key: value for key, value in row.config.items() if key not in (*BESIDE, "optimizer", "seed")}
+def _identity_without_devices(row: Row) -> str:
+    """The part of the configuration that determines the speed of a step, without the devices."""
+    config = {key: value for key, value in row.config.items() if key not in (*RUN_KEYS, "optimizer", "seed")}
     training = {
         k: v for k, v in row.section("training").items() if k not in (*SPEEDLESS, "global_batch_size")
     }
@@ -272,7 +278,7 @@ def _but_for_devices(row: Row) -> str:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A figure of a run as the plan had it, and as it was."""
+    """A planned figure of a run, and the measured figure."""
 
     row: Row
     key: str
@@ -281,18 +287,18 @@ class Prediction:
 
     @property
     def ratio(self) -> float | None:
-        """Measured by predicted."""
+        """Measured divided by predicted."""
         return self.measured / self.predicted if self.measured and self.predicted else None
 
 
 def predictions(rows: Sequence[Row]) -> list[Prediction]:
-    """Of every run that was planned."""
-    found = []
+    """The predictions of every run that has a plan."""
+    result = []
     for row in rows:
-        said = (row.run.summary or {}).get("predicted")
-        if not isinstance(said, dict):
+        predicted = (row.run.summary or {}).get("predicted")
+        if not isinstance(predicted, dict):
             continue
         for key in PREDICTABLE:
-            if (value := number(said.get(key))) is not None and value >= 0:
-                found.append(Prediction(row, key, value, row.figures[key]))
-    return found
+            if (value := number(predicted.get(key))) is not None and value >= 0:
+                result.append(Prediction(row, key, value, row.figures[key]))
+    return result

@@ -1,4 +1,4 @@
-"""Who did not come to a collective, or came to another one, by what each rank had entered at its end."""
+"""Find the rank that did not enter a collective, or entered another, from each rank's last collectives."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ Calls = Mapping[int, str]  # the newest collectives of a group on one rank: numb
 
 @dataclass(frozen=True)
 class Finding:
-    """Ranks that are to blame for a collective that did not come about."""
+    """The ranks to blame for a collective that did not complete."""
 
     collective: str
-    number: int  # of the group's collectives
-    ranks: tuple[int, ...]  # to blame, of the whole world
+    number: int  # sequence number in the group
+    ranks: tuple[int, ...]  # to blame, as global ranks
     waiting: tuple[int, ...]
-    message: str  # of the first of `ranks`: what it did
+    message: str  # what the first of `ranks` did
 
     @property
     def details(self) -> dict[str, Any]:
         return {"collective": self.collective, "number": self.number, "missing": list(self.ranks)}
 
 
-def compare(standings: Mapping[int, Sequence[Mapping[str, Any]]], *, world_size: int) -> Finding | None:
-    """The first disagreement; None where all that left a word stand at the same collectives.
+def compare(collectives: Mapping[int, Sequence[Mapping[str, Any]]], *, world_size: int) -> Finding | None:
+    """Find the first disagreement; None if all ranks with a record are at the same collectives.
 
-    `standings`: rank -> `flight_recorder.by_group`. A member of a group that left no word did not come
-    only if no rank that did leave one is behind: it may have been ended while it waited.
+    A group member without a record is missing only if no rank with a record is behind: it may have been
+    ended while it waited.
+
+    collectives: rank -> `flight_recorder.by_group`.
     """
     groups: dict[str, dict[int, Calls]] = defaultdict(dict)
     members: dict[str, set[int]] = {}
-    for rank, found in standings.items():
-        for group in found:
+    for rank, rank_groups in collectives.items():
+        for group in rank_groups:
             name = group["group"]
             groups[name][rank] = {number: call for number, call, *_ in group["calls"]}
             members.setdefault(name, set()).update(group["ranks"] or range(world_size))
@@ -45,21 +47,21 @@ def compare(standings: Mapping[int, Sequence[Mapping[str, Any]]], *, world_size:
         if (finding := _mismatch(calls) or _missing(calls, members=members[name]))
     }
     findings = list(disagreeing.values())
-    # Who waits in another group's collective is held up itself: the end of the chain is to blame. Where it
-    # has none, as two ranks wait for each other, the one that has left its own habit is.
-    held_up = {rank for finding in findings for rank in finding.waiting}
+    # A rank that waits in another group's collective is itself blocked: blame the last rank of the chain.
+    # If two ranks wait for each other, blame the one that left its usual sequence of collectives.
+    blocked = {rank for finding in findings for rank in finding.waiting}
 
     def innocence(finding: Finding) -> tuple[bool, bool]:
         rank = finding.ranks[0]
-        # Groups that agree are left out: one that is used now and then would break any habit.
-        used = [group for group in standings.get(rank, ()) if group["group"] in disagreeing]
-        return rank in held_up, not strays(used)
+        # Groups that agree are left out: one that is used rarely would break any usual sequence.
+        used = [group for group in collectives.get(rank, ()) if group["group"] in disagreeing]
+        return rank in blocked, not breaks_sequence(used)
 
     return min(findings, key=innocence, default=None)
 
 
-def strays(groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a rank's last collective is none that has followed the one before it so far, step by step."""
+def breaks_sequence(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a rank's last collective has never followed the collective before it in earlier steps."""
     calls = sorted(
         (time, group["group"], name, str(sizes))
         for group in groups
@@ -71,12 +73,12 @@ def strays(groups: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _mismatch(calls: Mapping[int, Calls]) -> Finding | None:
-    """The first number at which ranks entered collectives of different names: the fewer are to blame."""
-    for number in sorted(set.intersection(*(set(own) for own in calls.values()))):
-        names = Counter(own[number] for own in calls.values())
+    """The first number at which ranks entered collectives of different names; the minority is to blame."""
+    for number in sorted(set.intersection(*(set(rank_calls) for rank_calls in calls.values()))):
+        names = Counter(rank_calls[number] for rank_calls in calls.values())
         if len(names) > 1:
             right, _ = names.most_common(1)[0]
-            wrong = tuple(sorted(rank for rank, own in calls.items() if own[number] != right))
+            wrong = tuple(sorted(rank for rank in calls if calls[rank][number] != right))
             waiting = tuple(sorted(set(calls) - set(wrong)))
             other = calls[wrong[0]][number]
             message = f"entered {other} where {_ranks(waiting)} entered {right} (collective {number})"
@@ -85,7 +87,7 @@ def _mismatch(calls: Mapping[int, Calls]) -> Finding | None:
 
 
 def _missing(calls: Mapping[int, Calls], *, members: set[int]) -> Finding | None:
-    last = {rank: max(own) for rank, own in calls.items()}
+    last = {rank: max(rank_calls) for rank, rank_calls in calls.items()}
     number = max(last.values())
     waiting = tuple(sorted(rank for rank in last if last[rank] == number))
     missing = sorted(set(last) - set(waiting)) or sorted(members - set(last))
@@ -93,14 +95,16 @@ def _missing(calls: Mapping[int, Calls], *, members: set[int]) -> Finding | None
         return None
     name = calls[waiting[0]][number]
     first = missing[0]
-    stands = f"; its last was {calls[first][last[first]]} {last[first]}" if first in last else ""
-    also = f", with {_ranks(missing[1:])}" if missing[1:] else ""
-    message = f"missing{also} from {name} (collective {number}), in which {_ranks(waiting)} waited{stands}"
+    previous = f"; its last was {calls[first][last[first]]} {last[first]}" if first in last else ""
+    others = f", with {_ranks(missing[1:])}" if missing[1:] else ""
+    message = (
+        f"missing{others} from {name} (collective {number}), in which {_ranks(waiting)} waited{previous}"
+    )
     return Finding(name, number, tuple(missing), waiting=waiting, message=message)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0, 1, 2`, `63 ranks`."""
+    """Format ranks as `rank 3`, `ranks 0, 1, 2` or `63 ranks`."""
     if len(ranks) > 8:
         return f"{len(ranks)} ranks"
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

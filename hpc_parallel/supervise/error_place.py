@@ -1,6 +1,6 @@
-"""Where an exception came from (block 7, the optimizer, step 12): kept on the exception, read by its record.
+"""Mark an exception with its origin (block 7, the optimizer, step 12) for the failure record.
 
-Nothing is done while all goes well: a mark is set by whoever the exception passes on its way out.
+This costs nothing without an error: the mark is set while the exception propagates.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ _STEP = "hpc_parallel_step"
 
 
 def mark(error: BaseException, place: str) -> None:
-    """Say where `error` was raised; the innermost place stands. Its traceback shows it too."""
+    """Record where `error` was raised, also in its traceback; an earlier, inner mark is kept."""
     if place_of(error) is None:
         setattr(error, _PLACE, place)
         error.add_note(f"in {place}")
 
 
 def place_of(error: BaseException) -> str | None:
-    """What was said of `error` or of what caused it: pipeline stages wrap what their blocks raise."""
-    found: str | None = getattr(error, _PLACE, None)
-    return found if found or error.__cause__ is None else place_of(error.__cause__)
+    """The mark of `error` or of its cause, because pipeline stages wrap the exceptions of their blocks."""
+    place: str | None = getattr(error, _PLACE, None)
+    return place if place or error.__cause__ is None else place_of(error.__cause__)
 
 
 @contextmanager
 def located(place: str) -> Iterator[None]:
-    """Mark what is raised inside; of a function as a decorator."""
+    """Mark exceptions from inside the block, or from a function if used as a decorator."""
     try:
         yield
     except Exception as error:
@@ -37,7 +37,7 @@ def located(place: str) -> Iterator[None]:
 
 @contextmanager
 def at_step(step: int) -> Iterator[None]:
-    """Say in which 1-based step it was, beside the place."""
+    """Record in which 1-based step an exception was raised."""
     try:
         yield
     except Exception as error:
@@ -47,5 +47,6 @@ def at_step(step: int) -> Iterator[None]:
 
 
 def step_of(error: BaseException) -> int | None:
-    found: int | None = getattr(error, _STEP, None)
-    return found
+    """The step in which `error` was raised; None if not recorded."""
+    step: int | None = getattr(error, _STEP, None)
+    return step

@@ -1,4 +1,4 @@
-"""What a process uses of its machine: the site's network variables, an interface, a device, threads."""
+"""Choose what a process uses of its machine: network variables, an interface, a device, threads."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ RECORDED = ("NCCL_", "GLOO_", "FI_", "OMP_", "TORCH_NCCL_", "TORCH_FR_", "UCX_",
 
 
 class DeviceError(RuntimeError):
-    """The device that was asked for is not here."""
+    """The requested device is not available."""
 
 
 def site_variables(settings: Mapping[str, Any], environment: MutableMapping[str, str]) -> dict[str, str]:
-    """Set the site's variables where they are unset, and return all that bear on the network.
+    """Set the site's variables that are unset; return all that affect the network.
 
-    settings: `cluster.environment`. To be called before the first collective and before the first
-    use of a GPU, since the libraries read them once.
+    Call this before the first collective and the first use of a GPU: the libraries read them once.
+
+    settings: `cluster.environment`.
     """
     for name, value in settings.items():
         environment.setdefault(name, str(value).lower() if isinstance(value, bool) else str(value))
@@ -40,15 +41,17 @@ def recorded(environment: Mapping[str, str], *, also: Iterable[str] = ()) -> dic
 def set_sockets(
     environment: MutableMapping[str, str], *, world: World, hosts: Iterable[str], suffix: str = ""
 ) -> str | None:
-    """Set what is unset of the variables that say where gloo and NCCL listen, before the first group.
+    """Set the unset variables that choose the interfaces of gloo and NCCL, before the first group.
 
-    On one machine both stay on loopback. Else GLOO_SOCKET_IFNAME becomes the interface that reaches the
-    run's other hosts: gloo takes the address of this host's own name, which on Debian is 127.0.1.1 and
-    elsewhere may be a management network. NCCL then looks at all interfaces itself. hosts: names of the
-    run's hosts (`World.hosts` or `rendezvous.hosts`); suffix: `cluster.master_suffix`. Returns gloo's
-    interface; None if none was found and gloo keeps its own choice.
+    On one machine both use loopback. Otherwise GLOO_SOCKET_IFNAME becomes the interface that reaches the
+    run's other hosts. gloo's default is the address of this host's name, which is 127.0.1.1 on Debian and
+    may be a management network elsewhere. NCCL then examines all interfaces itself.
+
+    hosts: names of the run's hosts (`World.hosts` or `rendezvous.hosts`); suffix: `cluster.master_suffix`.
+
+    Returns gloo's interface, or None if none was found and gloo keeps its default.
     """
-    environment.setdefault("GLOO_ENABLE_STORE_V2_API", "1")  # all addresses by one read of the store
+    environment.setdefault("GLOO_ENABLE_STORE_V2_API", "1")  # one read of the store gives all addresses
     loopback = _interface_of("127.0.0.1") if world.one_machine else None
     if loopback is not None:
         environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
@@ -63,62 +66,67 @@ def set_sockets(
 
 
 def listening_address(environment: Mapping[str, str], *, world: World, suffix: str = "") -> str | None:
-    """The address of this host by which the run's other hosts reach it; None if nothing tells it.
+    """The address at which the run's other hosts reach this host; None if it can't be determined.
 
-    It is that of the interface that gloo's or NCCL's variable names, else what this host's own name with
-    `cluster.master_suffix` resolves to, else that of the interface that leads to another host.
+    This is the address of the interface that gloo's or NCCL's variable names, else the address to which
+    this host's name with `cluster.master_suffix` resolves, else the one used to reach another host.
     """
-    own = _reachable_addresses()
+    local = _reachable_addresses()
     for name, prefixes in (("GLOO_SOCKET_IFNAME", False), ("NCCL_SOCKET_IFNAME", True)):
-        for interface in _selected(environment.get(name, ""), own, prefixes=prefixes):
-            return own[interface][0]
-    every = [address for addresses in own.values() for address in addresses]
-    named = next((address for address in _resolve(world.host + suffix) if address in every), None)
+        for interface in _selected(environment.get(name, ""), local, prefixes=prefixes):
+            return local[interface][0]
+    local_addresses = [address for addresses in local.values() for address in addresses]
+    resolved = next(
+        (address for address in _resolve(world.host + suffix) if address in local_addresses), None
+    )
     other = next((host for host in world.hosts if host != world.host), None)
-    if named is not None or other is None:
-        return named
+    if resolved is not None or other is None:
+        return resolved
     return address_towards(other + suffix)
 
 
 def interface_towards(host: str) -> str | None:
-    """The interface by which this machine reaches `host`; None where there is no such name or way."""
+    """The interface with which this machine reaches `host`; None without such a name or route."""
     address = address_towards(host)
     return None if address is None else _interface_of(address)
 
 
 def address_towards(host: str) -> str | None:
-    """This machine's address when it speaks to `host`; None where there is no such name or way."""
+    """This machine's source address for packets to `host`; None without such a name or route."""
     try:
-        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        candidates = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:
         return None
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in candidates:
         with socket.socket(family, kind, protocol) as probe:
             try:
                 probe.connect(address)  # UDP: the kernel chooses a route, nothing is sent
             except OSError:
                 continue
-            own = str(probe.getsockname()[0])
-        if not ipaddress.ip_address(own.partition("%")[0]).is_loopback:
-            return own
+            source = str(probe.getsockname()[0])
+        if not ipaddress.ip_address(source.partition("%")[0]).is_loopback:
+            return source
     return None
 
 
 def own_address(environment: Mapping[str, str]) -> str:
-    """This process's address on the interface that gloo uses; its host's name where that is not known."""
+    """This process's address on the interface that gloo uses; the host name if that is unknown."""
     entries = psutil.net_if_addrs().get(environment.get("GLOO_SOCKET_IFNAME", ""), [])
-    found = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
-    return found[0] if found else socket.gethostname()
+    addresses = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
+    return addresses[0] if addresses else socket.gethostname()
 
 
 def choose_device(setting: str, *, world: World, visible: int, available: bool, devices: int = 1) -> str:
-    """The device of this process, of its `devices` the first: `cpu` or `cuda:<index>`.
+    """Choose the first device of this process: `cpu` or `cuda:<index>`.
+
+    If a task sees a single GPU, Slurm assigned it, with index 0. NCCL requires one GPU per rank. If a
+    simulated cluster has more ranks than GPUs, auto runs all ranks on the CPU, and cuda lets them share
+    (`shares_device`). CUDA_VISIBLE_DEVICES belongs to Slurm and is not changed.
 
     setting: `device` of the configuration (auto, cpu, cuda); visible: torch.cuda.device_count();
-    available: torch.cuda.is_available(). A task that sees a single GPU was given it by Slurm, as its
-    index 0. NCCL wants a GPU for each rank: where a simulated cluster has more ranks than there are,
-    auto runs all of them on the CPU, and cuda lets them share (`shares_device`). CUDA_VISIBLE_DEVICES is
-    Slurm's and stays as it is. Raises DeviceError.
+    available: torch.cuda.is_available(); devices: how many this process drives.
+
+    Raises DeviceError.
     """
     if setting == "cpu" or (setting == "auto" and not available):
         return "cpu"
@@ -136,33 +144,33 @@ def choose_device(setting: str, *, world: World, visible: int, available: bool, 
         return "cpu"
     if world.launcher != "slurm" and devices == 1:
         return f"cuda:{world.local_rank % visible}"
-    wanted = f" for {devices} devices each" if devices > 1 else ""
+    demand = f" for {devices} devices each" if devices > 1 else ""
     raise DeviceError(
-        f"device={setting}, but {world.local_world_size} ranks share the {visible} GPUs of {host}{wanted}. "
+        f"device={setting}, but {world.local_world_size} ranks share the {visible} GPUs of {host}{demand}. "
         "Try fewer nodes or gpus_per_node, or device=cpu."
     )
 
 
 def shares_device(device: str, *, world: World, visible: int) -> bool:
-    """Whether ranks of this host have one GPU together, as `choose_device` gave them; alike on all ranks."""
+    """Whether ranks of this host share a GPU after `choose_device`; the same result on all ranks."""
     return device.startswith("cuda") and world.launcher != "slurm" and visible < world.local_world_size
 
 
 def backend(device: str, *, shared: bool) -> str:
-    """The backend of init_process_group: NCCL for tensors on GPUs and gloo for the rest.
+    """The backend for init_process_group: NCCL for tensors on GPUs, gloo for all others.
 
-    NCCL refuses two ranks on one GPU; gloo takes their tensors through the host's memory.
+    NCCL refuses two ranks on one GPU; gloo copies their tensors through host memory.
     """
     return "cpu:gloo,cuda:nccl" if device.startswith("cuda") and not shared else "gloo"
 
 
 def cpu_threads(world: World, environment: Mapping[str, str]) -> int:
-    """Threads for torch's operators in this process: as told, else its share of the cores, at least 1."""
-    told = ["OMP_NUM_THREADS"]
-    if world.launcher == "slurm":  # else it speaks of an outer task, which several ranks share
-        told.append("SLURM_CPUS_PER_TASK")
-    for name in told:
-        first = environment.get(name, "").partition(",")[0]  # OMP_NUM_THREADS=4,2: one a nesting level
+    """Threads for torch's operators: the number in the environment, else this rank's share of the cores."""
+    variables = ["OMP_NUM_THREADS"]
+    if world.launcher == "slurm":  # otherwise it describes an outer task, which several ranks share
+        variables.append("SLURM_CPUS_PER_TASK")
+    for name in variables:
+        first = environment.get(name, "").partition(",")[0]  # OMP_NUM_THREADS=4,2: one per nesting level
         if first.isdigit() and int(first) > 0:
             return int(first)
     return max(1, len(os.sched_getaffinity(0)) // world.local_world_size)
@@ -176,14 +184,14 @@ def _interface_of(address: str) -> str | None:
 
 
 def _reachable_addresses() -> dict[str, list[str]]:
-    """Of each interface that other hosts may reach, its addresses, those of IPv4 first."""
-    found: dict[str, list[str]] = {}
+    """Interface -> its addresses that other hosts may reach, IPv4 first."""
+    reachable: dict[str, list[str]] = {}
     for interface, entries in psutil.net_if_addrs().items():
         for family in (socket.AF_INET, socket.AF_INET6):
             for entry in entries:
                 if entry.family == family and not _is_local(entry.address):
-                    found.setdefault(interface, []).append(entry.address)
-    return found
+                    reachable.setdefault(interface, []).append(entry.address)
+    return reachable
 
 
 def _is_local(address: str) -> bool:
@@ -192,7 +200,7 @@ def _is_local(address: str) -> bool:
 
 
 def _selected(setting: str, interfaces: Iterable[str], *, prefixes: bool) -> list[str]:
-    """The interfaces that `ib0,eth0` (gloo), `ib` or `=ib0` (NCCL) names; `^lo` only rules some out."""
+    """The interfaces selected by `ib0,eth0` (gloo), `ib` or `=ib0` (NCCL); none for an exclusion `^lo`."""
     if setting.startswith("^"):
         return []
     exact = not prefixes or setting.startswith("=")
@@ -207,7 +215,7 @@ def _selected(setting: str, interfaces: Iterable[str], *, prefixes: bool) -> lis
 
 def _resolve(host: str) -> list[str]:
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        candidates = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return [str(address[0]) for *_, address in found]
+    return [str(address[0]) for *_, address in candidates]

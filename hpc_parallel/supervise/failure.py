@@ -1,4 +1,4 @@
-"""What a rank leaves behind when it fails: `logs/rank-<r>.failure.json`."""
+"""The failure record that a rank writes: `logs/rank-<r>.failure.json`."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from hpc_parallel.supervise.error_place import place_of, step_of
 if TYPE_CHECKING:
     from hpc_parallel.supervise.world import World
 
-KILLED = "killed"  # by a signal that the clean-up did not send
-LOST_PEER = "lost_peer"  # another rank went away or did not answer: a follower by nature
-STOPPED = "stopped"  # ended by the clean-up after another's failure, or because all agreed to
-COLLECTIVE_TIMEOUT = "collective_timeout"  # waited in vain: a follower too, whoever did not come is the cause
+KILLED = "killed"  # by a signal that our clean-up did not send
+LOST_PEER = "lost_peer"  # another rank ended or did not answer: always a follower
+STOPPED = "stopped"  # ended by our clean-up after another rank's failure, or because all ranks agreed to
+COLLECTIVE_TIMEOUT = "collective_timeout"  # also a follower: the rank that did not come is the cause
 DESYNC = "desync"  # ranks entered different collectives
 NONFINITE = "nonfinite"  # loss or gradients; training.on_nonfinite
 DISK = "disk"  # full, broken, read-only, over its quota
 NODE_LOST = "node_lost"
-CONFIGURATION = "configuration"  # what only the job could see
-TIME_LIMIT = "time_limit"  # Slurm's
-START = "start"  # the ranks did not find each other
+CONFIGURATION = "configuration"  # a problem that only the job could detect
+TIME_LIMIT = "time_limit"  # of Slurm
+START = "start"  # the ranks could not connect to each other
 OUT_OF_MEMORY = "out_of_memory"
-HANG = "hang"  # no progress for cluster.hang_timeout_s (who is behind: supervise/hang_report.py)
-ERROR = "error"  # the user's code, or ours
+HANG = "hang"  # no progress for cluster.hang_timeout_s (supervise/hang_report.py finds the rank behind)
+ERROR = "error"  # in the user's code or ours
 
-# What gloo, NCCL and torch's store say when the other side of a connection is gone or silent.
+# Messages of gloo, NCCL and torch's store when the other side of a connection is gone or silent.
 _LOST_PEER = re.compile(
     r"connection (was likely )?closed|closed by (remote )?peer|connection reset|connection refused"
     r"|connection timed out|broken pipe|socket closed|socket timeout|pair closure|no route to host"
@@ -48,7 +48,7 @@ _LOST_PEER = re.compile(
 _TIMEOUT = re.compile(
     r"timed out waiting \d+ ?ms|watchdog caught collective operation timeout", re.IGNORECASE
 )
-# gloo got a message of another size than it waits for; torch's own comparison (TORCH_DISTRIBUTED_DEBUG).
+# gloo received a message of an unexpected size; torch compared the collectives (TORCH_DISTRIBUTED_DEBUG).
 _DESYNC = re.compile(r"op\.preamble\.length|detected mismatch between collectives", re.IGNORECASE)
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
 _DISK = {errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS}
@@ -61,13 +61,13 @@ _BY_NAME = {
     "StartError": START, "ForgedError": START, "ConfigError": CONFIGURATION, "NonFiniteError": NONFINITE,
     "FollowerError": STOPPED, "MemoryError": OUT_OF_MEMORY, "OutOfMemoryError": OUT_OF_MEMORY,
 }  # fmt: skip
-# What another try, perhaps on other nodes, may get past; an error of the code or of a full disk comes again.
-MENDABLE = frozenset({KILLED, LOST_PEER, COLLECTIVE_TIMEOUT, NODE_LOST, START, HANG})
+# A restart, perhaps on other nodes, may avoid these; an error in the code or a full disk would recur.
+RECOVERABLE = frozenset({KILLED, LOST_PEER, COLLECTIVE_TIMEOUT, NODE_LOST, START, HANG})
 
 
 @dataclass(frozen=True)
 class Record:
-    """One rank's end: who, where, of which kind, when (by the clock of its own host)."""
+    """How one rank ended: rank, host, kind, and time by the clock of its host."""
 
     rank: int
     host: str
@@ -79,41 +79,41 @@ class Record:
     time: str  # ISO 8601, UTC, microseconds
     time_ns: int
     traceback: list[str]
-    details: dict[str, Any] = field(default_factory=dict)  # figures of the kind: asked_bytes, step, ...
+    details: dict[str, Any] = field(default_factory=dict)  # depends on the kind: asked_bytes, step, ...
     collectives: list[dict[str, Any]] = field(default_factory=list)  # supervise/flight_recorder.py
 
 
 def can_restart(cause: Mapping[str, Any], *, on_nonfinite: str) -> bool:
-    """Whether a restart from a checkpoint can mend `cause`, the content of `failure.json`.
+    """Whether a restart from a checkpoint can recover from `cause`, the content of `failure.json`.
 
-    After values that were not finite only where `training.on_nonfinite` is `rollback`, from a checkpoint
-    of a step before `cause["details"]["step"]`, and once: the same step would end the same way again.
+    After non-finite values this is so only if `training.on_nonfinite` is `rollback`: once, from a
+    checkpoint before `cause["details"]["step"]`, because the same step would fail again.
     """
     if cause["kind"] == NONFINITE:
         return on_nonfinite == "rollback"
-    # A job that failed before any rank started, as by a line of its set-up, fails again.
-    nobody = cause["rank"] is None and cause["kind"] in (START, KILLED)
-    return cause["kind"] in MENDABLE and not nobody
+    # A job that failed before any rank started, in its set-up lines for example, fails again.
+    without_rank = cause["rank"] is None and cause["kind"] in (START, KILLED)
+    return cause["kind"] in RECOVERABLE and not without_rank
 
 
 def record_exception(
     folder: RunFolder, *, world: World, error: BaseException, collectives: Sequence[dict[str, Any]] = ()
 ) -> None:
-    """Keep why this rank fails and which collectives it had entered; its first word counts."""
+    """Record why this rank failed and which collectives it had entered, unless it already has a record."""
     kind, source = _kind_and_source(error)
     where = place_of(error)
     details: dict[str, Any] = {"where": where} if where else {}
     if kind == OUT_OF_MEMORY:
         message, details = oom.describe(source, where=where)
     else:
-        words = " ".join(str(source).split())[:_MESSAGE_CHARACTERS]
-        told = kind in (NONFINITE, STOPPED, CONFIGURATION)  # our own words, which need no class before them
+        text = " ".join(str(source).split())[:_MESSAGE_CHARACTERS]
+        is_ours = kind in (NONFINITE, STOPPED, CONFIGURATION)  # needs no class name before the text
         name = type(source).__name__
-        message = words if told and words else f"{name}: {words}" if words else name
+        message = text if is_ours and text else f"{name}: {text}" if text else name
         details |= getattr(source, "details", {})
     if (step := step_of(error)) is not None:
         details.setdefault("step", step)
-    _keep(
+    _write(
         folder,
         world=world,
         kind=kind,
@@ -125,59 +125,62 @@ def record_exception(
 
 
 def record_death(folder: RunFolder, *, world: World, returncode: int, stopped: bool = False) -> None:
-    """Keep how a rank ended that could not say so itself; what it has said stands.
+    """Record how a rank ended that could not record it itself; an existing record is kept.
 
-    `returncode` as of subprocess: negative for a signal. `stopped`: our own clean-up sent the signal.
+    returncode: as in subprocess, negative for a signal; stopped: our clean-up sent the signal.
     """
     name = signal_name(-returncode) if returncode < 0 else None
     if name is None:
-        kind, message = ERROR, f"ended with exit code {returncode} and no word why"
+        kind, message = ERROR, f"ended with exit code {returncode} and wrote no reason"
     elif stopped:
         kind, message = STOPPED, f"ended by {name} after another rank's failure"
-    elif name == "SIGABRT" and (words := _last_timeout(folder, rank=world.rank)):
-        kind, message = COLLECTIVE_TIMEOUT, words  # NCCL's watchdog ends the process so
+    elif name == "SIGABRT" and (timeout := _last_timeout(folder, rank=world.rank)):
+        kind, message = COLLECTIVE_TIMEOUT, timeout  # NCCL's watchdog ends the process with SIGABRT
     else:
         kind, message = KILLED, f"killed by {name}"
-    _keep(folder, world=world, kind=kind, message=message, signal_name=name)
+    _write(folder, world=world, kind=kind, message=message, signal_name=name)
 
 
 def record_hang(folder: RunFolder, *, world: World, message: str, stack: list[str]) -> None:
-    """Keep that this rank has made no progress, its own fault or not."""
-    _keep(folder, world=world, kind=HANG, message=message, lines=stack)
+    """Record that this rank has made no progress, whether it is the cause or not."""
+    _write(folder, world=world, kind=HANG, message=message, lines=stack)
 
 
 def forget(folder: RunFolder, *, rank: int) -> None:
-    """Drop the record of an earlier attempt, before this one starts."""
+    """Remove a rank's record of an earlier attempt before this attempt starts."""
     _path(folder, rank).unlink(missing_ok=True)
-    sweep(folder, rank=rank)
+    remove_partial_files(folder, rank=rank)
     flight_recorder.dump_of(folder, rank=rank).unlink(missing_ok=True)
 
 
 def forget_all(folder: RunFolder) -> None:
-    """The same for all ranks, of which this start may have fewer."""
+    """Remove the records of all ranks: an earlier attempt may have had more ranks."""
     for record in folder.logs.glob("rank-*.failure.json"):
         record.unlink(missing_ok=True)
 
 
-def sweep(folder: RunFolder, *, rank: int | None = None) -> None:
-    """Remove what a rank that ended in the midst of writing left beside its files; None: all ranks, once
-    they are gone."""
-    for torn in folder.logs.glob(f".rank-{'*' if rank is None else rank}.*"):
-        torn.unlink(missing_ok=True)
+def remove_partial_files(folder: RunFolder, *, rank: int | None = None) -> None:
+    """Remove the temporary files of a rank that ended while it wrote them.
+
+    rank: None for all ranks, after they have ended.
+    """
+    for partial in folder.logs.glob(f".rank-{'*' if rank is None else rank}.*"):
+        partial.unlink(missing_ok=True)
 
 
 def records(folder: RunFolder) -> list[Record]:
-    """What the ranks of the newest attempt left, first in time first."""
-    found = sorted(_read(folder), key=lambda record: record.time_ns)
-    return [record for record in found if record.attempt == found[-1].attempt]
+    """The records of the newest attempt, in order of time."""
+    ordered = sorted(_read(folder), key=lambda record: record.time_ns)
+    return [record for record in ordered if record.attempt == ordered[-1].attempt]
 
 
 def kind_of(error: BaseException) -> str:
-    """The kind of an exception or of what caused it: pipeline stages wrap what their blocks raise."""
+    """The kind of an exception or of its cause, because pipeline stages wrap the exceptions of blocks."""
     return _kind_and_source(error)[0]
 
 
 def signal_name(number: int) -> str:
+    """The name of a signal, such as `SIGTERM`."""
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
@@ -185,7 +188,7 @@ def signal_name(number: int) -> str:
 
 
 def _kind_and_source(error: BaseException) -> tuple[str, BaseException]:
-    """Also the exception that tells it: where all are of no special kind, the outermost."""
+    """The kind, and the exception of that kind: the outermost one if none has a special kind."""
     link: BaseException | None = error
     while link is not None:
         if (kind := _kind_of_one(link)) != ERROR:
@@ -195,11 +198,11 @@ def _kind_and_source(error: BaseException) -> tuple[str, BaseException]:
 
 
 def _kind_of_one(error: BaseException) -> str:
-    names = [parent.__name__ for parent in type(error).__mro__]  # by name, so torch stays unimported
+    names = [parent.__name__ for parent in type(error).__mro__]  # by name, so that torch is not imported
     for name in names:
         if name in _BY_NAME:
             return _BY_NAME[name]
-    if isinstance(error, OSError):  # a user's own socket too; torch's collectives raise RuntimeError
+    if isinstance(error, OSError):  # may be the user's socket; torch's collectives raise RuntimeError
         return DISK if error.errno in _DISK else OUT_OF_MEMORY if error.errno == errno.ENOMEM else ERROR
     if "CheckpointException" in names and _NO_SPACE.search(str(error)):
         return DISK
@@ -213,16 +216,16 @@ def _kind_of_one(error: BaseException) -> str:
 
 
 def _last_timeout(folder: RunFolder, *, rank: int) -> str | None:
-    """The end of the rank's log, where NCCL's watchdog says what it waited for."""
+    """The last time-out in the rank's log, where NCCL's watchdog writes what it waited for."""
     with contextlib.suppress(OSError, DamagedError):
         log = read_tail(folder.log(rank, "err"), limit_bytes=_LOG_END_BYTES)
         lines = log.decode(errors="replace").splitlines()
-        found = next((line for line in reversed(lines) if _TIMEOUT.search(line)), None)
-        return None if found is None else found.strip()[:_MESSAGE_CHARACTERS]
+        timeout = next((line for line in reversed(lines) if _TIMEOUT.search(line)), None)
+        return None if timeout is None else timeout.strip()[:_MESSAGE_CHARACTERS]
     return None
 
 
-def _keep(
+def _write(
     folder: RunFolder,
     *,
     world: World,
@@ -249,7 +252,7 @@ def _keep(
         details=details or {},
         collectives=collectives or [],
     )
-    # A full disk may be the very failure: it must not hide the exception under another.
+    # A full disk may be the failure itself: a second exception must not hide the first.
     with contextlib.suppress(OSError):
         earlier = readable(path)
         if earlier is None or earlier.get("attempt") != record.attempt:
@@ -261,12 +264,12 @@ def _read(folder: RunFolder) -> Iterator[Record]:
         if (values := readable(path)) is not None:
             try:
                 yield Record(**values)
-            except TypeError:  # another version's, or torn
+            except TypeError:  # written by another version, or incomplete
                 continue
 
 
 def readable(path: Path) -> dict[str, Any] | None:
-    """What a rank wrote; None if it is missing or damaged."""
+    """The content of a rank's JSON file; None if it is missing or damaged."""
     try:
         return read_json(path)
     except DamagedError:

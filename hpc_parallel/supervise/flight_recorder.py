@@ -1,8 +1,9 @@
-"""Which collectives a rank has entered: torch's flight recorder, asked by a failing rank or read from a dump.
+"""The collectives that a rank has entered, from torch's flight recorder or from its dump.
 
-The recorder keeps the last ones of every process group in memory, for gloo and NCCL alike; the loop pays
-nothing of ours. After a time-out NCCL's watchdog writes them beside the logs and ends the process.
-Importing this imports no torch. Sends and receives of a pipeline over gloo are not in it.
+The recorder keeps the last collectives of every process group in memory, for gloo and NCCL. We add
+nothing to the training loop. After a time-out NCCL's watchdog writes the dump beside the logs and ends
+the process. This module imports torch only when needed. gloo's sends and receives of a pipeline are not
+recorded.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Any
 
 from hpc_parallel.record.run_folder import RunFolder
 
-KEPT = 32  # collectives of a group in a rank's record
-_DUMP_BYTES = 64 * 2**20  # a dump that is larger is none of ours
-# Its present name -> the older one, which torch still reads.
+MAX_CALLS = 32  # collectives per group in a rank's record
+_DUMP_BYTES = 64 * 2**20  # a larger file is not a dump of ours
+# The current name -> the older name, which torch still reads.
 _VARIABLES = {
     "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
     "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
@@ -28,7 +29,7 @@ _VARIABLES = {
 
 
 def set_variables(folder: RunFolder, environment: MutableMapping[str, str]) -> None:
-    """Turn the recorder on where the user has not said otherwise; before the first process group."""
+    """Turn the recorder on unless the user has set it; call this before the first process group."""
     prefix = str(folder.logs / "collectives-rank-")
     for (name, older), value in zip(_VARIABLES.items(), ("2000", prefix, "1"), strict=True):
         if older not in environment:
@@ -36,27 +37,27 @@ def set_variables(folder: RunFolder, environment: MutableMapping[str, str]) -> N
 
 
 def dump_of(folder: RunFolder, *, rank: int) -> Path:
-    """Where torch writes the rank's own after a time-out."""
+    """The file to which torch writes the rank's collectives after a time-out."""
     return folder.logs / f"collectives-rank-{rank}"
 
 
 def entered() -> list[dict[str, Any]]:
-    """The newest collectives of this process by group, as `by_group` has them; none if torch can't tell."""
+    """The newest collectives of this process, as `by_group` returns them; empty if torch has no record."""
     try:
         import torch.distributed as dist
 
         from hpc_parallel.torch_internals import process_groups
 
         return by_group(recorded(), members=process_groups()) if dist.is_initialized() else []
-    except Exception as error:  # a failure is being recorded: this must not hide it
-        print(f"no word from the flight recorder: {type(error).__name__}: {error}", flush=True)
+    except Exception as error:  # must not hide the failure that is being recorded
+        print(f"the flight recorder can't be read: {type(error).__name__}: {error}", flush=True)
         return []
 
 
 def recorded() -> list[dict[str, Any]]:
-    """torch's own entries of this process, in the order in which they began.
+    """Torch's entries of this process, in the order in which they began.
 
-    Raises what torch raises where its recorder is off (TORCH_FR_BUFFER_SIZE=0).
+    Raises torch's exception if the recorder is off (TORCH_FR_BUFFER_SIZE=0).
     """
     from hpc_parallel.torch_internals import flight_recorder_entries
 
@@ -64,7 +65,7 @@ def recorded() -> list[dict[str, Any]]:
 
 
 def read_dump(path: Path) -> list[dict[str, Any]]:
-    """The same from what torch has written; nothing where there is no such file, or another content."""
+    """The collectives in a dump that torch has written; empty if there is no valid dump."""
     try:
         if path.stat().st_size > _DUMP_BYTES:
             return []
@@ -90,10 +91,10 @@ def read_dump(path: Path) -> list[dict[str, Any]]:
 def by_group(
     entries: Iterable[Mapping[str, Any]], *, members: Mapping[str, Sequence[int]]
 ) -> list[dict[str, Any]]:
-    """Of each group its name, its `ranks` (global), and its `calls` in order.
+    """Sort the entries by group: its name, its `ranks` (global), and its `calls` in order.
 
-    A call is [number, name, input sizes, when it was entered in ns]. A group of two backends counts for
-    each, and is two here.
+    A call is [number, name, input sizes, time of entry in ns]. A group with two backends is listed as two
+    groups because each backend counts its own calls.
     """
     calls: dict[tuple[str, str], list[list[Any]]] = defaultdict(list)
     for entry in entries:
@@ -102,13 +103,13 @@ def by_group(
             call = [entry["collective_seq_id"], name, entry["input_sizes"], entry["time_created_ns"]]
             calls[str(entry["process_group"][0]), backend].append(call)
     return [
-        {"group": f"{group} {backend}", "ranks": list(members.get(group, ())), "calls": found[-KEPT:]}
-        for (group, backend), found in calls.items()
+        {"group": f"{group} {backend}", "ranks": list(members.get(group, ())), "calls": newest[-MAX_CALLS:]}
+        for (group, backend), newest in calls.items()
     ]
 
 
 class _Plain(pickle.Unpickler):
-    """Lists, tables, words and numbers, as torch makes its dump of; a pickle of anything else is refused."""
+    """Unpickles only lists, tables, texts and numbers, which are all that torch's dump contains."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in a dump of collectives")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a dump of collectives")

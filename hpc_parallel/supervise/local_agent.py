@@ -1,7 +1,7 @@
-"""The agent of a local run: all ranks on this machine, forked from one process that has imported torch.
+"""The agent of a local run: it forks all ranks on this machine from one process that has imported torch.
 
-`python -m hpc_parallel.job agent RUN_FOLDER`. The nodes are simulated; to a rank it looks as if
-torchrun had started it.
+`python -m hpc_parallel.job agent RUN_FOLDER`. The nodes are simulated: each rank sees the variables that
+torchrun sets.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hpc_parallel.supervise import failure
 from hpc_parallel.supervise.conclude import conclude, may_restart
 from hpc_parallel.supervise.fabric import site_variables
 from hpc_parallel.supervise.rank_process import die_with_parent
-from hpc_parallel.supervise.supervisor import Overseer
+from hpc_parallel.supervise.supervisor import Supervisor
 from hpc_parallel.supervise.world import World
 
 if TYPE_CHECKING:
@@ -37,17 +37,18 @@ Entry = Callable[[str], int]
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PERIOD_S = 0.02
-_GRACE_S = 2.0  # after the first failure, for the others to write down what they saw
+_GRACE_S = 2.0  # after the first failure, so that other ranks can write their records
 _PATIENCE_S = 1.5  # from SIGTERM to SIGKILL
-_SAVE_S = 60.0  # the same for ranks that were asked to stop, and save their state
+_SAVE_S = 60.0  # the same if the ranks were asked to stop and save their state
 _GIVE_UP_S = 10.0  # after SIGKILL: a process may hang in the kernel, on a GPU or a file server
 
 
 def run(run_folder: str, *, load_entry: Callable[[], Entry]) -> int:
-    """Run every rank to its end; 0 where all ended well, else 1 with the failure concluded.
+    """Run every rank to its end. After a recoverable failure, restart up to `launcher.max_restarts` times.
 
-    After a failure that a new start can mend it starts again, `launcher.max_restarts` times. `load_entry`
-    imports torch and returns what each rank runs.
+    load_entry: imports torch and returns the function that each rank runs.
+
+    Returns 0 if all ranks succeeded, else 1 after the failure was concluded.
     """
     folder = RunFolder(Path(run_folder).absolute())
     config = folder.read_config()
@@ -58,16 +59,16 @@ def run(run_folder: str, *, load_entry: Callable[[], Entry]) -> int:
         conclude(folder, returncode=-number, cancelled=True, environment={})
         os._exit(1)
 
-    # Both before torch is imported: OpenMP reads its variables when it is loaded.
+    # Both before the import of torch: OpenMP reads its variables when it is loaded.
     site_variables(config["cluster"]["environment"], os.environ)
     _share_cores(ranks=config["nodes"] * per_node)
     while True:
-        for number in STOP_SIGNALS:  # there is nothing to end yet
+        for number in STOP_SIGNALS:  # no rank has started yet
             signal.signal(number, leave)
         code = _attempt(folder, config=config, per_node=per_node, load_entry=load_entry)
         if code == 0 or not may_restart(folder):
             return code
-        print("starting again", flush=True)
+        print("restarting", flush=True)
 
 
 def _attempt(
@@ -76,7 +77,7 @@ def _attempt(
     environments = rank_environments(nodes=config["nodes"], per_node=per_node)
     folder.begin_anew()
     failure.forget_all(folder)
-    owner.take(folder)  # the ranks save and end after a launcher that was killed
+    owner.take(folder)  # if the launcher is killed, the ranks still save their state before they end
     try:
         watch = _start(
             folder,
@@ -89,7 +90,7 @@ def _attempt(
         sys.stderr.write(text)
         conclude(folder, returncode=1, text=text, cancelled=False, environment={})
         return 1
-    cancelled = watch.to_the_end()
+    cancelled = watch.wait()
     failed = any(watch.returncodes.values()) or len(watch.returncodes) < len(environments)
     if failed or cancelled:
         conclude(folder, returncode=1, cancelled=cancelled, environment={})
@@ -98,7 +99,7 @@ def _attempt(
 
 
 def rank_environments(*, nodes: int, per_node: int) -> dict[int, dict[str, str]]:
-    """What torchrun would tell each rank. The local rank is the rank: one machine has all devices."""
+    """The variables that torchrun would set. The local rank is the rank: one machine has all devices."""
     ranks = nodes * per_node
     shared = {
         "WORLD_SIZE": str(ranks),
@@ -119,7 +120,7 @@ def rank_environments(*, nodes: int, per_node: int) -> dict[int, dict[str, str]]
 
 
 class Watch:
-    """The ranks of one run: who lives, who has ended and how."""
+    """The rank processes of one run: which are alive, and how the others ended."""
 
     def __init__(
         self,
@@ -132,29 +133,30 @@ class Watch:
         self.folder = folder
         self.worlds = worlds
         self.context = context  # owns the processes and their queues
-        self.living = dict(context.pids())  # rank -> process
-        self.returncodes: dict[int, int] = {}  # as of subprocess: negative for a signal
-        self.overseers = {
-            rank: Overseer(folder, world=worlds[rank], process=process, timeout_s=hang_timeout_s)
-            for rank, process in self.living.items()
+        self.alive = dict(context.pids())  # rank -> process
+        self.returncodes: dict[int, int] = {}  # as in subprocess: negative for a signal
+        self.supervisors = {
+            rank: Supervisor(folder, world=worlds[rank], process=process, timeout_s=hang_timeout_s)
+            for rank, process in self.alive.items()
             if hang_timeout_s is not None
         }
-        self.asked: list[int] = []  # signals that asked the whole run to end
+        self.signals: list[int] = []  # received signals that asked the run to end
 
-    def ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked.append(number)
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal that asks the run to end."""
+        self.signals.append(number)
 
-    def to_the_end(self) -> bool:
-        """Wait for all ranks; after a failure or a signal, end those that remain.
+    def wait(self) -> bool:
+        """Wait for all ranks. After a failure or a signal, end the remaining ranks.
 
-        Returns whether a signal, and no failure before it, ended the run.
+        Returns whether a signal ended the run before any failure.
         """
         cancelled = False
         terminate_at = kill_at = math.inf
         patience_s = _PATIENCE_S
-        while self.living:
+        while self.alive:
             now = time.monotonic()
-            if self.asked:  # before any look at deaths, which the same signal may have caused
+            if self.signals:  # checked before deaths, which the same signal may have caused
                 cancelled = cancelled or terminate_at == math.inf
                 terminate_at = min(terminate_at, now)
                 patience_s = _SAVE_S if cancelled else _PATIENCE_S
@@ -166,8 +168,8 @@ class Watch:
                     self.folder, world=self.worlds[rank], returncode=returncode, stopped=stopped
                 )
                 terminate_at = min(terminate_at, now + _GRACE_S)
-            for rank in self.living.keys() & self.overseers.keys() if not self.asked else ():
-                self.overseers[rank].look()
+            for rank in self.alive.keys() & self.supervisors.keys() if not self.signals else ():
+                self.supervisors[rank].check()
             if now >= terminate_at and kill_at == math.inf:
                 self._send(signal.SIGTERM)
                 kill_at = now + patience_s
@@ -180,20 +182,20 @@ class Watch:
 
     def _newly_ended(self) -> list[tuple[int, int]]:
         ended = []
-        for rank, process in self.living.items():
-            # Look without reaping: the processes belong to torch's context.
-            seen = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if seen is not None:
-                by_signal = seen.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-                ended.append((rank, -seen.si_status if by_signal else seen.si_status))
+        for rank, process in self.alive.items():
+            # WNOWAIT: torch's context owns the processes and reaps them.
+            status = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if status is not None:
+                by_signal = status.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+                ended.append((rank, -status.si_status if by_signal else status.si_status))
         for rank, returncode in ended:
-            del self.living[rank]
+            del self.alive[rank]
             self.returncodes[rank] = returncode
         return ended
 
     def _send(self, number: int) -> None:
-        for process in self.living.values():
-            os.kill(process, number)  # unreaped, so the number is still its own
+        for process in self.alive.values():
+            os.kill(process, number)  # not reaped, so the pid can't belong to another process
 
 
 def _start(
@@ -201,8 +203,8 @@ def _start(
 ) -> Watch:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
-    worlds = {rank: World.discover({**os.environ, **own}) for rank, own in environments.items()}
-    # A signal between the fork and our handlers would go to torch's, which raise: it waits instead.
+    worlds = {rank: World.discover({**os.environ, **variables}) for rank, variables in environments.items()}
+    # Block signals until our handlers are set: torch's handlers raise.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     context = start_processes(
         name="hpc_parallel",
@@ -212,19 +214,19 @@ def _start(
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # each rank opens its own files
         start_method="fork",
     )
-    # Watch does not use context.wait(): at the first failure that ends the others at once, before they
-    # can say what they saw, and then waits 30 s for those that don't listen.
+    # Watch does not use context.wait(). At the first failure context.wait() ends the other ranks at once,
+    # before they can write their records, and then waits 30 s for those that do not react.
     watch = Watch(folder, worlds=worlds, context=context, hang_timeout_s=hang_timeout_s)
     for number in STOP_SIGNALS:
-        signal.signal(number, watch.ask)
+        signal.signal(number, watch.on_signal)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     return watch
 
 
 def _be_rank(run_folder: str, world: World, agent: int, entry: Entry) -> None:
-    """What a forked process does; ends it."""
+    """Run the entry in a forked process, then exit."""
     die_with_parent(agent)
-    for number in (*STOP_SIGNALS, signal.SIGQUIT):  # torch's handlers raise, which C code does not notice
+    for number in (*STOP_SIGNALS, signal.SIGQUIT):  # torch's handlers raise, which does not interrupt C code
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
@@ -233,31 +235,31 @@ def _be_rank(run_folder: str, world: World, agent: int, entry: Entry) -> None:
         failure.record_exception(RunFolder(Path(run_folder)), world=world, error=error)
         traceback.print_exc()
         code = 1
-    # torch keeps a rank that returns (or exits with 0) alive until all have; one that exits with None
-    # ends now, and with success all the same.
+    # torch keeps a rank that returns or exits with 0 alive until all ranks have. A rank that exits with
+    # None ends at once, also with success.
     sys.exit(code or None)
 
 
 def _share_cores(*, ranks: int) -> None:
-    """Give OpenMP its share of the cores, as torchrun does; the site's word wins."""
+    """Set OpenMP's share of the cores, as torchrun does, unless the site has set it."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
 
 
 def main(arguments: Sequence[str], *, load_entry: Callable[[], Entry]) -> None:
     parser = argparse.ArgumentParser(prog="python -m hpc_parallel.job agent", description=__doc__)
     parser.add_argument("run_folder")
-    parser.add_argument("--parent", type=int, help="the process to end with")
-    given = parser.parse_args(arguments)
-    if given.parent:
-        die_with_parent(given.parent, by=signal.SIGTERM)  # which ends the ranks in order
+    parser.add_argument("--parent", type=int, help="end when this process ends")
+    options = parser.parse_args(arguments)
+    if options.parent:
+        die_with_parent(options.parent, by=signal.SIGTERM)  # SIGTERM lets the ranks save and end
     code = 1
     try:
-        code = run(given.run_folder, load_entry=load_entry)
+        code = run(options.run_folder, load_entry=load_entry)
     except Exception:
         traceback.print_exc()
-    if os.getpgrp() == os.getpid():  # what the ranks started and left behind is in our group
+    if os.getpgrp() == os.getpid():  # our group holds processes that the ranks started and did not end
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # no clean-up of torch's can hang any more
+    os._exit(code)  # without torch's clean-up, which could hang

@@ -1,24 +1,24 @@
-"""Where a rank stands: the trainer marks it, a watchdog in another thread reads it."""
+"""The progress of a rank: the trainer marks it, a watchdog in another thread reads it."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
 
-# In the order of one step, so that (step, phase) tells which of two ranks is behind.
+# In the order of one step, so that comparing (step, phase) shows which of two ranks is behind.
 PHASES = ("start", "data", "step", "log", "validate", "save", "done")
 
 
 @dataclass
 class Progress:
-    """The last mark of one rank. Nobody need watch it.
+    """The last mark of one rank; it works without a reader.
 
-    A mark is one tuple put in the place of another, 0.1 us: the reader never sees half of one.
+    A mark replaces one tuple by another in 0.1 us, so a reader never sees a partial mark.
     """
 
-    first_step: int = 1  # of this process: what a first step compiles and connects takes its time
+    first_step: int = 1  # of this process: it takes longer because it compiles and connects
     now: tuple[float, str, int] = (0.0, "start", 0)  # time.monotonic(), phase, step
 
     def mark(self, phase: str, step: int) -> None:
-        """`phase` of PHASES begins, or goes on after some part of it is done."""
+        """Record that `phase` (one of PHASES) begins or has completed a part."""
         self.now = (time.monotonic(), phase, step)

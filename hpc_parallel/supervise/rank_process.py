@@ -1,7 +1,7 @@
-"""One rank under Slurm: starts the worker, outlives it and says how it ended.
+"""The parent process of one rank under Slurm: it starts the worker and records how the worker ended.
 
-A process killed by a signal can't record that itself; its supervisor can. `run` is also the payload
-that submitit pickles.
+A process killed by a signal can't record that itself, but its parent can. `run` is also the payload that
+submitit pickles.
 """
 
 from __future__ import annotations
@@ -18,31 +18,33 @@ from types import FrameType
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.supervise import failure
 from hpc_parallel.supervise.fabric import site_variables
-from hpc_parallel.supervise.supervisor import overseen
+from hpc_parallel.supervise.supervisor import supervised
 from hpc_parallel.supervise.world import World
 
 WORKER = (sys.executable, "-u", "-m", "hpc_parallel.worker.main")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# Slurm sends these to every process of a step, so the worker gets its own; submitit's handlers, which
-# would requeue or raise in the midst of the wait, go too.
-_SURVIVED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# Slurm sends these to every process of a step, so the worker receives them too. This also replaces
+# submitit's handlers, which would requeue or raise during the wait.
+_IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def run(run_folder: str, *, worker: tuple[str, ...] = WORKER) -> None:
     """Run this rank's worker to its end.
 
-    Raises SystemExit with the worker's exit code, 128 + n after signal n: unlike an exception it
-    passes through submitit without a traceback, and srun sees the code.
+    Raises SystemExit with the worker's exit code, or 128 + n after signal n. Unlike other exceptions it
+    passes through submitit without a traceback, and srun receives the code.
     """
     folder = RunFolder(Path(run_folder))
     world = World.discover(os.environ)
     failure.forget(folder, rank=world.rank)
     config = folder.read_config()
-    site_variables(config["cluster"]["environment"], os.environ)  # OpenMP reads its own when torch loads it
-    for number in _SURVIVED:
-        signal.signal(number, _survive)  # not SIG_IGN, which the worker would inherit
+    site_variables(config["cluster"]["environment"], os.environ)  # before torch loads OpenMP
+    for number in _IGNORED:
+        signal.signal(number, _ignore)  # not SIG_IGN, which the worker would inherit
     child = subprocess.Popen([*worker, run_folder], preexec_fn=partial(_prepare, os.getpid()))
-    with overseen(folder, world=world, process=child.pid, timeout_s=config["cluster"].get("hang_timeout_s")):
+    with supervised(
+        folder, world=world, process=child.pid, timeout_s=config["cluster"].get("hang_timeout_s")
+    ):
         returncode = child.wait()
     if returncode != 0:
         failure.record_death(folder, world=world, returncode=returncode)
@@ -50,17 +52,17 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER) -> None:
 
 
 def _prepare(parent: int) -> None:
-    """In the worker, before its program: a signal of Slurm's must not end it while it loads."""
+    """Run in the worker before its program: a signal of Slurm must not end it while it loads."""
     die_with_parent(parent)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def die_with_parent(parent: int, *, by: signal.Signals = signal.SIGKILL) -> None:
-    """Ask Linux to send `by` to this process when `parent`, which started it, is gone (prctl(2))."""
+    """Ask Linux to send the signal `by` to this process when its `parent` has ended (prctl(2))."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(by), 0, 0, 0)
-    if os.getppid() != parent:  # gone before we could ask
+    if os.getppid() != parent:  # it ended before the call
         os._exit(1)
 
 
-def _survive(number: int, frame: FrameType | None) -> None:
-    """Go on waiting for the worker."""
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Continue to wait for the worker."""

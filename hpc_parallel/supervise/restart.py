@@ -1,6 +1,6 @@
-"""Whether a run that has ended starts again: after its time limit, a preemption, or a mendable failure.
+"""Decide whether a run restarts after a time limit, a preemption, or a recoverable failure.
 
-Torch-free: it runs at the end of a batch script, and in the agent of a local run.
+The end of a batch script and the agent of a local run use this module, so it does not import torch.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.supervise import failure
 
 TIME_LIMIT, PREEMPTED, CANCELLED = "time_limit", "preempted", "cancelled"
-TWICE = 2  # failures of a host, after which the next start leaves it out
+TWICE = 2  # failures of a host after which the next start excludes it
 
 
 def why_stopped(signal_name: str, *, environment: Mapping[str, str]) -> str:
-    """What a signal that all ranks heeded meant. Slurm's SIGTERM is a preemption's, an scancel's, or that
-    of a time limit; its record of the job tells."""
+    """The reason for a signal at which all ranks stopped.
+
+    Slurm sends SIGTERM at a preemption, an scancel or a time limit. Its record of the job shows which.
+    """
     job = job_of(environment)
     if signal_name == "SIGUSR2":
         return TIME_LIMIT
@@ -35,17 +37,20 @@ def why_stopped(signal_name: str, *, environment: Mapping[str, str]) -> str:
     return PREEMPTED if preempted else CANCELLED
 
 
-def allowed(folder: RunFolder, *, how: str, mendable: bool, launcher: Mapping[str, Any]) -> bool:
-    """Whether a start that ended so may be followed by another; `launcher`: of `config.yaml`."""
+def allowed(folder: RunFolder, *, how: str, recoverable: bool, launcher: Mapping[str, Any]) -> bool:
+    """Whether the run may restart after an end of the kind `how`.
+
+    recoverable: `failure.can_restart`; launcher: the section of `config.yaml`.
+    """
     ends = Counter(_kind(end) for end in attempts.recent_ends(folder))
     if how == PREEMPTED:
         return True
     if how == TIME_LIMIT:
-        return ends[TIME_LIMIT] <= int(launcher["max_requeues"])  # this end is one of them
-    if how == failure.NONFINITE:  # the same samples may end the same way again
-        once = sum(end["how"] == how for end in attempts.recent_ends(folder)) == 1
-        return mendable and once
-    return mendable and ends["failure"] <= int(launcher["max_restarts"])
+        return ends[TIME_LIMIT] <= int(launcher["max_requeues"])  # the count includes this end
+    if how == failure.NONFINITE:  # only once, because the same samples may cause the same failure
+        first_time = sum(end["how"] == how for end in attempts.recent_ends(folder)) == 1
+        return recoverable and first_time
+    return recoverable and ends["failure"] <= int(launcher["max_restarts"])
 
 
 def _kind(end: Mapping[str, Any]) -> str:
@@ -61,22 +66,24 @@ def hosts_to_exclude(folder: RunFolder) -> list[str]:
     return sorted(host for host, count in failed.items() if count >= TWICE)
 
 
-def start_again(folder: RunFolder, *, launcher: Mapping[str, Any], environment: Mapping[str, str]) -> str:
-    """Have Slurm run this job once more; one line that says what came of it.
+def requeue_or_resubmit(
+    folder: RunFolder, *, launcher: Mapping[str, Any], environment: Mapping[str, str]
+) -> str:
+    """Ask Slurm to requeue this job; return one line with the result.
 
-    Where Slurm will not requeue it (the site's setting, or its state), a new job takes its place with
-    `launcher.resubmit`.
+    If Slurm refuses (because of the site's setting or the job's state), a new job replaces this one if
+    `launcher.resubmit` is set.
     """
     job = job_of(environment)
-    assert job is not None  # it is called in one
-    done = _run("scontrol", "requeue", job)
-    if done.returncode == 0:
+    assert job is not None  # the caller runs in a job
+    requeue = _run("scontrol", "requeue", job)
+    if requeue.returncode == 0:
         excluded = hosts_to_exclude(folder)
         if excluded:
             names = ",".join([*filter(None, [launcher["exclude"]]), *excluded])
             _run("scontrol", "update", f"JobId={job}", f"ExcNodeList={names}")
         return f"requeued as job {job}" + (f", without {', '.join(excluded)}" if excluded else "")
-    refusal = done.stderr.strip() or "scontrol requeue failed"
+    refusal = requeue.stderr.strip() or "scontrol requeue failed"
     fields = job_fields(job)
     if fields is None:
         return f"not requeued, since Slurm does not answer ({refusal})"
@@ -84,20 +91,20 @@ def start_again(folder: RunFolder, *, launcher: Mapping[str, Any], environment: 
         return f"requeued by Slurm itself as job {job}"
     if not launcher["resubmit"]:
         return f"not requeued ({refusal}); launcher.resubmit=true submits a new job then"
-    exclude = hosts_to_exclude(folder)
-    flags = [f"--exclude={','.join([*filter(None, [launcher['exclude']]), *exclude])}"] if exclude else []
-    done = _run("sbatch", "--parsable", *flags, str(folder.resubmission))
-    if done.returncode == 0:
-        new = done.stdout.strip().partition(";")[0]
-        owner.hand_to_job(folder, new)
-        return f"resubmitted as job {new}"
-    return f"neither requeued ({refusal}) nor resubmitted ({done.stderr.strip()})"
+    excluded = hosts_to_exclude(folder)
+    flags = [f"--exclude={','.join([*filter(None, [launcher['exclude']]), *excluded])}"] if excluded else []
+    submission = _run("sbatch", "--parsable", *flags, str(folder.resubmission))
+    if submission.returncode == 0:
+        new_job = submission.stdout.strip().partition(";")[0]
+        owner.hand_to_job(folder, new_job)
+        return f"resubmitted as job {new_job}"
+    return f"neither requeued ({refusal}) nor resubmitted ({submission.stderr.strip()})"
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    # A job's own variables must not become another's.
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k == "SLURM_CONF"}
+    # The variables of this job must not reach another job.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k == "SLURM_CONF"}
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, env=kept)
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     except (OSError, subprocess.TimeoutExpired) as error:
         return subprocess.CompletedProcess(command, returncode=1, stdout="", stderr=str(error))

@@ -1,9 +1,9 @@
-"""Whom to name: one cause out of the records of all ranks and of what Slurm says in the job's log."""
+"""Find the root cause in the records of all ranks and in Slurm's messages in the job's log."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from types import SimpleNamespace
@@ -15,10 +15,10 @@ from hpc_parallel.supervise import failure, flight_recorder
 from hpc_parallel.supervise.desync import compare
 from hpc_parallel.supervise.failure import Record
 
-ASKED = ("SIGTERM", "SIGINT")  # how Slurm and people ask a job to end
-# A peer may notice a death this much before the record of the death itself is made.
+TERMINATION_SIGNALS = ("SIGTERM", "SIGINT")  # with which Slurm and users ask a job to end
+# A peer may notice a death up to this time before the death itself is recorded.
 _NOTICE_NS = 100_000_000
-_ATTEMPT = "hpc_parallel attempt "  # what a batch script says first (sbatch_templates/environment.sh.j2)
+_ATTEMPT = "hpc_parallel attempt "  # first line of a batch script (sbatch_templates/environment.sh.j2)
 _SRUN_ENDS = {
     "Killed": "SIGKILL", "Out Of Memory": "SIGKILL", "Segmentation fault": "SIGSEGV", "Aborted": "SIGABRT",
     "Bus error": "SIGBUS", "Illegal instruction": "SIGILL",
@@ -33,23 +33,25 @@ _FOLLOWERS = (failure.LOST_PEER, failure.STOPPED, failure.COLLECTIVE_TIMEOUT)
 
 
 def this_attempt(text: str) -> str:
-    """Lines of earlier attempts stand in the job's log too: only those since the last start count."""
+    """The part of the job's log since the last start: the log also holds earlier attempts."""
     return text[max(0, text.rfind(_ATTEMPT)) :]
 
 
-def killed_tasks(folder: RunFolder, *, text: str, known: Container[int]) -> list[Record]:
-    """Ranks that were killed together with their supervisor, by srun's own lines in the job's log.
+def killed_tasks(folder: RunFolder, *, text: str, recorded: Container[int]) -> list[Record]:
+    """Records for ranks that were killed together with their supervisor, from srun's lines in the log.
 
-    What srun says after it has begun to end the step itself is no cause.
+    Lines after srun has begun to end the step itself are not a cause.
+
+    recorded: ranks that have a record.
     """
-    since = this_attempt(text).partition("Terminating StepId")[0]
+    before_termination = this_attempt(text).partition("Terminating StepId")[0]
     killed: list[Record] = []
-    for host, tasks, end in _SRUN_KILLED.findall(since):
+    for host, tasks, end in _SRUN_KILLED.findall(before_termination):
         per_node = _ranks_per_node(folder)
         for rank in _numbers(tasks):
-            if rank not in known:
+            if rank not in recorded:
                 by_memory = end == "Out Of Memory"
-                # first in time: its peers noticed it and spoke, which it could not
+                # time_ns=0: first in time, because its peers recorded its death only afterwards
                 record = Record(
                     rank=rank, host=host, node=rank // per_node, attempt="",
                     kind=failure.OUT_OF_MEMORY if by_memory else failure.KILLED,
@@ -63,66 +65,72 @@ def killed_tasks(folder: RunFolder, *, text: str, known: Container[int]) -> list
 
 
 def lost_node(text: str, *, cause: Record | None) -> str | None:
-    """The line for a host that Slurm lost, unless a rank failed by its own doing before; None where none was.
+    """The message for a host that Slurm lost; None if there is none, or a rank failed by itself before.
 
-    Ranks that a lost host takes along say that a peer is gone, or are ended by srun.
+    Other ranks then report a lost peer, or srun ends them.
     """
-    found = _NODE_LOST.search(this_attempt(text))
-    own = cause is not None and cause.kind not in (*_FOLLOWERS, failure.KILLED)
-    if found is None or own:
+    match = _NODE_LOST.search(this_attempt(text))
+    failed_by_itself = cause is not None and cause.kind not in (*_FOLLOWERS, failure.KILLED)
+    if match is None or failed_by_itself:
         return None
-    host = (found["host"] or found["other"] or "").strip()
+    host = (match["host"] or match["other"] or "").strip()
     return f"node {host} was lost" if host else "a node was lost"
 
 
-def first_cause(found: Sequence[Record]) -> Record | None:
-    """The first in time of those that failed by themselves.
+def find_root_cause(records: Sequence[Record]) -> Record | None:
+    """The first record in time of a rank that failed by itself.
 
-    Hosts' clocks differ a little, so a rank that lost a peer never comes before one that failed by
-    itself. Nor does one that was asked to end: what asked it may have been the clean-up.
+    The clocks of hosts differ slightly, so a rank that lost a peer never precedes one that failed by
+    itself. Nor does a rank that was asked to end, because our clean-up may have asked it.
     """
-    own = [record for record in found if record.kind not in _FOLLOWERS and record.signal not in ASKED]
-    others = [record for record in found if record.kind != failure.STOPPED]
-    return min(own or others or found, key=_noticed_ns, default=None)
+    failed_by_itself = [
+        record
+        for record in records
+        if record.kind not in _FOLLOWERS and record.signal not in TERMINATION_SIGNALS
+    ]
+    not_stopped = [record for record in records if record.kind != failure.STOPPED]
+    return min(failed_by_itself or not_stopped or records, key=_noticed_ns, default=None)
 
 
-def missing_rank(folder: RunFolder, *, cause: Record, found: Sequence[Record]) -> Record:
-    """Who is to blame for a collective that did not come about; `cause` itself where it was none, or nobody.
+def missing_rank(folder: RunFolder, *, cause: Record, records: Sequence[Record]) -> Record:
+    """The rank to blame for a collective that did not complete, or `cause` if there is no such rank.
 
-    Those who waited have failed, the one they waited for may not: where it left no record, what is known
-    of it is made one.
+    The ranks that waited have failed. The rank that they waited for may have no record: then one is made
+    from what is known about it.
     """
     if cause.kind not in (failure.COLLECTIVE_TIMEOUT, failure.DESYNC):
         return cause
-    standings = {
-        record.rank: calls
-        for record in found
-        if (
-            calls := record.collectives
-            or flight_recorder.read_dump(flight_recorder.dump_of(folder, rank=record.rank))
-        )
-    }
-    config = _config(folder)
     per_node = _ranks_per_node(folder)
-    finding = compare(standings, world_size=config["nodes"] * per_node)
+    world_size = folder.read_config()["nodes"] * per_node
+    finding = compare(_entered_collectives(folder, records), world_size=world_size)
     if finding is None:
         return cause
     rank = finding.ranks[0]
-    known = next((record for record in found if record.rank == rank), None)
+    blamed = next((record for record in records if record.rank == rank), None)
     steps = [
         record.details["step"]
-        for record in found
+        for record in records
         if record.rank in finding.waiting and "step" in record.details
     ]
     step = f" at step {max(steps)}" if steps else ""
     details = finding.details | ({"step": max(steps)} if steps else {})
-    if known is None:
-        hosts = {record.node: record.host for record in found}
+    if blamed is None:
+        hosts = {record.node: record.host for record in records}
         node = rank // per_node
-        known = replace(
+        blamed = replace(
             cause, rank=rank, node=node, host=hosts.get(node, f"node {node}"), signal=None, traceback=[]
         )
-    return replace(known, kind=cause.kind, message=finding.message + step, details=known.details | details)
+    return replace(blamed, kind=cause.kind, message=finding.message + step, details=blamed.details | details)
+
+
+def _entered_collectives(folder: RunFolder, records: Sequence[Record]) -> dict[int, list[dict[str, Any]]]:
+    """Rank -> the collectives in its record or else in its dump; ranks with neither are left out."""
+    collectives = {}
+    for record in records:
+        dump = flight_recorder.dump_of(folder, rank=record.rank)
+        if calls := record.collectives or flight_recorder.read_dump(dump):
+            collectives[record.rank] = calls
+    return collectives
 
 
 def _noticed_ns(record: Record) -> int:
@@ -130,17 +138,12 @@ def _noticed_ns(record: Record) -> int:
 
 
 def _numbers(text: str) -> list[int]:
-    """`0,2-3` of srun -> 0 2 3."""
+    """Expand srun's task list: `0,2-3` -> 0 2 3."""
     spans = [item.partition("-") for item in text.split(",")]
-    return [n for first, _, last in spans for n in range(int(first), int(last or first) + 1)]
-
-
-def _config(folder: RunFolder) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = folder.read_config()
-    return found
+    return [task for first, _, last in spans for task in range(int(first), int(last or first) + 1)]
 
 
 def _ranks_per_node(folder: RunFolder) -> int:
-    config = _config(folder)
+    config = folder.read_config()
     strategy = SimpleNamespace(**config["strategy"])
     return processes_per_node(strategy, gpus_per_node=config["gpus_per_node"])

@@ -1,4 +1,4 @@
-"""How runs stand: Slurm knows whether a job waits, runs or has ended; the run folder knows how it ended."""
+"""The state of runs: Slurm knows if a job is pending, running or ended; the run folder shows how it ended."""
 
 from __future__ import annotations
 
@@ -28,59 +28,64 @@ SUMMED_UP = ("completed", "failed", "preempted", "cancelled")  # outcomes of `su
 
 @dataclass(frozen=True)
 class State:
-    """`word`: of the run or, in small letters, Slurm's own of its `job` (None: the run has none)."""
+    """The state of a run."""
 
-    word: str
+    word: str  # ours, or the state of its Slurm job in lower case
     reason: str = ""
     ended: bool = False
-    job: str | None = None
+    job: str | None = None  # None: the run has no Slurm job
 
     def __str__(self) -> str:
         return self.word + (f" ({self.reason})" if self.reason else "")
 
 
 def states(runs: Sequence[RecordedRun]) -> list[State]:
-    """Of each run, by one call of Slurm's accounting for all, and one of its queue where that is needed."""
+    """The state of each run, with one call of Slurm's accounting for all, and one of its queue if needed."""
     slurm = Inquiry()
     jobs = [_job_of(run) for run in runs]
-    known = states_by_accounting(list(dict.fromkeys(job for job in jobs if job is not None)), slurm=slurm)
-    found = [_state(run, job, known) for run, job in zip(runs, jobs, strict=True)]
-    return _with_those_by_hand(runs, found, slurm)
+    job_states = states_by_accounting(
+        list(dict.fromkeys(job for job in jobs if job is not None)), slurm=slurm
+    )
+    run_states = [_state(run, job, job_states) for run, job in zip(runs, jobs, strict=True)]
+    return _add_jobs_by_hand(runs, run_states, slurm)
 
 
-def _state(run: RecordedRun, job: str | None, known: Mapping[str, JobState]) -> State:
+def _state(run: RecordedRun, job: str | None, job_states: Mapping[str, JobState]) -> State:
     def build() -> State:
-        return _of_folder(run) if job is None else replace(_of_job(run, known[job]), job=job)
+        return _of_folder(run) if job is None else replace(_of_job(run, job_states[job]), job=job)
 
     return despite_damage(build, lambda why: State(DAMAGED, why, ended=True, job=job))
 
 
 def despite_damage(build: Callable[[], T], otherwise: Callable[[str], T]) -> T:
-    """The last defence of a list of runs: a folder that surprises us must not hide the others."""
+    """Return `build()`, or `otherwise(reason)` after any error: one odd folder must not hide other runs."""
     try:
         return build()
     except Exception as error:
         return otherwise(f"{type(error).__name__}: {error}"[:200])
 
 
-def _with_those_by_hand(runs: Sequence[RecordedRun], found: list[State], slurm: Inquiry) -> list[State]:
-    """Also of runs whose batch script was given to sbatch by hand: their folders don't name the job before
-    its ranks have met."""
+def _add_jobs_by_hand(runs: Sequence[RecordedRun], run_states: list[State], slurm: Inquiry) -> list[State]:
+    """Add the jobs of runs whose batch script a user gave to sbatch.
+
+    Their folders do not name the job before its ranks have connected.
+    """
     idle = [
-        at for at, (run, state) in enumerate(zip(runs, found, strict=True))
+        index for index, (run, state) in enumerate(zip(runs, run_states, strict=True))
         if state.job is None and state.word in (NOT_STARTED, BROKEN_OFF)
         and os.path.exists(run.folder.batch_script)
     ]  # fmt: skip
-    by_script = jobs_by_script(slurm) if idle else {}
-    for at in idle:
-        if (known := by_script.get(str(runs[at].folder.batch_script))) is not None:
-            job, state = known
-            found[at] = replace(_of_job(runs[at], state), job=job)
-    return found
+    jobs = jobs_by_script(slurm) if idle else {}
+    for index in idle:
+        script = str(runs[index].folder.batch_script)
+        if script in jobs:
+            job, job_state = jobs[script]
+            run_states[index] = replace(_of_job(runs[index], job_state), job=job)
+    return run_states
 
 
 def _job_of(run: RecordedRun) -> str | None:
-    """The job of the newest start; None where that was no job of Slurm's."""
+    """The job of the newest start; None if it was not a Slurm job."""
     if run.owner is not None and "pid" in run.owner:
         return None
     return run.job_ids[-1] if run.job_ids else None
@@ -97,19 +102,19 @@ def _of_job(run: RecordedRun, job: JobState) -> State:
     word = job.state.lower()
     if not job.ended:
         return State(word, "" if job.reason in ("", "None") else job.reason)
-    if outcome in (None, "preempted"):  # a job that starts again may be ended before it does
+    if outcome in (None, "preempted"):  # a job that is to restart may be ended before it does
         return State(word, ended=True)
     return _ended(run, str(outcome), by="" if word in SUMMED_UP else word)
 
 
 def _of_folder(run: RecordedRun) -> State:
-    """Of a local run, or one whose folder names nobody."""
+    """The state of a local run, or of a run whose folder names no process or job."""
     lives = process_lives(run.owner) if run.owner else False
     outcome = _outcome(run)
     began = run.attempts["started"] is not None
     if lives and waits(run):
         return State(WAITING, ITS_TURN)
-    if lives:  # a launcher may start it again after it has failed
+    if lives:  # a launcher may restart it after a failure
         return State(outcome or (RUNNING if began else "starting"))
     if outcome is not None:
         return _ended(run, outcome)
@@ -123,7 +128,7 @@ def _of_folder(run: RecordedRun) -> State:
 
 
 def waits(run: RecordedRun) -> bool:
-    """Whether it waits for its turn in a sweep on this machine."""
+    """Whether the run waits for its turn in a sweep on this machine."""
     return (run.owner or {}).get("waits") is True
 
 

@@ -1,6 +1,6 @@
-"""`summary.json`: what a run was, how far it came, how fast, and how it ended.
+"""`summary.json`: a run's layout, progress, speed and outcome.
 
-Torch-free: after a failure it is written by a process that must start fast.
+After a failure a process that must start fast writes it, so this module does not import torch.
 """
 
 from __future__ import annotations
@@ -35,33 +35,28 @@ def summarise(
     history: Mapping[str, Any],
     measured: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """All keys of the contract, null where a figure is not measured.
+    """The content of `summary.json`, with null for figures that were not measured.
 
-    config: the content of `config.yaml`; lines: of `metrics.jsonl`; history: of the run's starts
-    (`record/attempts.py`); measured: on the steps that were watched, and which weights the job began with.
+    config: the content of `config.yaml`; lines: of `metrics.jsonl`; history: `attempts.history`;
+    measured: figures of the profiled steps (MEASURED), and the weights that the job started from.
 
-    `exposed_communication_share`: of a step, the time in which a device waits for others and computes
-    nothing, a pipeline's bubble left out; mean over the ranks. `bubble_share`: of the time from the first
-    stage's start to the last one's end, that in which a rank's stages have no work (the transfers between
-    them are in it); mean over the ranks, 0 without a pipeline. `step_parts_s`: where the time of a watched
-    step went, seconds, mean over the ranks: `compute`, `communication` (exposed), `bubble`, `data` (fetching
-    the batch, before the step), `other` (the host's own work); watching makes it longer than `step_time_s`.
-    `traffic_bytes`: sent in one step by all
-    ranks; `traffic`: the same by kind of collective; `busiest_rank_traffic_bytes`: sent and received by
-    the one that moves most (of a process that drives several devices, by the busiest device);
-    `unknown_collectives`: those whose bytes are not known; traffic is then null.
-    `ring_all_reduce`: both, if the same gradients were averaged by one.
+    All shares and times are means over the ranks:
+    - `exposed_communication_share`: share of a step in which a device waits for others and computes
+      nothing, without a pipeline's bubble.
+    - `bubble_share`: share of the time from the first stage's start to the last stage's end in which a
+      rank's stages have no work, including the transfers between them; 0 without a pipeline.
+    - `step_parts_s`: parts of a profiled step in seconds: `compute`, `communication` (exposed), `bubble`,
+      `data` (fetching the batch, before the step), `other` (the host). Profiling makes this step longer
+      than `step_time_s`.
+    - `traffic_bytes`: sent by all ranks in one step; `traffic`: the same by kind of collective.
+    - `busiest_rank_traffic_bytes`: sent and received by the rank, or by the device of a process with
+      several devices, that moves most.
+    - `unknown_collectives`: collectives whose bytes are not known; traffic is then null.
+    - `ring_all_reduce`: both figures if one ring all-reduce averaged the same gradients.
     """
-    nodes, gpus_per_node = config["nodes"], config["gpus_per_node"]
-    strategy = SimpleNamespace(**config["strategy"])
-    layout = layout_of(strategy, devices=nodes * gpus_per_node)
     return {
         "outcome": outcome,
-        "strategy": strategy.name,
-        "layout": layout.degrees,
-        "nodes": nodes,
-        "gpus_per_node": gpus_per_node,
-        "world_size": nodes * processes_per_node(strategy, gpus_per_node=gpus_per_node),
+        **_layout_figures(config),
         "steps": 0,
         "samples": 0,
         "skipped_steps": 0,
@@ -80,6 +75,19 @@ def summarise(
     }
 
 
+def _layout_figures(config: Mapping[str, Any]) -> dict[str, Any]:
+    nodes, gpus_per_node = config["nodes"], config["gpus_per_node"]
+    strategy = SimpleNamespace(**config["strategy"])
+    layout = layout_of(strategy, devices=nodes * gpus_per_node)
+    return {
+        "strategy": strategy.name,
+        "layout": layout.degrees,
+        "nodes": nodes,
+        "gpus_per_node": gpus_per_node,
+        "world_size": nodes * processes_per_node(strategy, gpus_per_node=gpus_per_node),
+    }
+
+
 def _trained(lines: Lines) -> dict[str, Any]:
     last = lines[-1] if lines else {}
     return {
@@ -95,9 +103,9 @@ def _trained(lines: Lines) -> dict[str, Any]:
 
 
 def _inferred(lines: Lines) -> dict[str, Any]:
-    """The latency is of one sample a replica, the throughput of the batch size that gives most."""
-    kept = ("batch_size", "latency_s", "latency_p99_s", "samples_per_s", "tokens_per_s")
-    rows = [{key: line[key] for key in kept if key in line} for line in lines if "batch_size" in line]
+    """The latency of one sample per replica, and the throughput of the best batch size."""
+    columns = ("batch_size", "latency_s", "latency_p99_s", "samples_per_s", "tokens_per_s")
+    rows = [{key: line[key] for key in columns if key in line} for line in lines if "batch_size" in line]
     return {
         "samples": _last(lines, "samples") or 0,
         "validation_loss": _last(lines, "validation_loss"),
@@ -109,7 +117,7 @@ def _inferred(lines: Lines) -> dict[str, Any]:
 
 
 def _generated(lines: Lines) -> dict[str, Any]:
-    """A step is a token of every prompt; the first one reads the prompts."""
+    """A step generates one token for every prompt; the first step also reads the prompts."""
     return {
         "samples": _last(lines, "samples") or 0,
         "step_time_s": _typical(lines, "step_time_s"),
@@ -118,13 +126,15 @@ def _generated(lines: Lines) -> dict[str, Any]:
     }
 
 
-# Of the tasks that train nothing.
+# Figures of the tasks that do not train.
 FIGURES: dict[str, Callable[[Lines], dict[str, Any]]] = {"infer": _inferred, "generate": _generated}
 
 
 def _typical(lines: Lines, key: str) -> float | None:
-    """The median after the warm-up, which the first line holds. A line of watched steps alone repeats the one
-    before, and says nothing of its own."""
+    """The median of all lines after the first, which contains the warm-up.
+
+    A line with only profiled steps repeats the figures of the line before it, and is skipped.
+    """
     steady = [line[key] for line in lines[1:] if line.get("timed_steps", 1)]
     return median(steady or [lines[0][key]]) if lines else None
 

@@ -1,4 +1,4 @@
-"""What a rank's parent tells of it when the rank itself can't: it was stopped, or its Python can't run."""
+"""The hang report that a rank's parent writes if the rank can't: it was stopped, or can't run Python."""
 
 from __future__ import annotations
 
@@ -15,101 +15,101 @@ from pathlib import Path
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.supervise import failure, hang_report
-from hpc_parallel.supervise.hang_report import Standing
+from hpc_parallel.supervise.hang_report import HangReport
 from hpc_parallel.supervise.world import World
 
-_DUMP_S = 5.0  # for a process to write its stacks
+_DUMP_S = 5.0  # time-out for a process to write its stacks
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
 
 
-class Overseer:
-    """Looks at one rank's process now and then; free of torch."""
+class Supervisor:
+    """Checks the process of one rank from time to time, without torch."""
 
     def __init__(self, folder: RunFolder, *, world: World, process: int, timeout_s: float) -> None:
         self.folder, self.world, self.process, self.timeout_s = folder, world, process, timeout_s
         self.period_s = timeout_s / hang_report.LOOKS
         self.stopped_s = 0.0
-        self.looked = time.monotonic()
-        self.alarmed: float | None = None  # when this one learnt of the hang
+        self.checked_at = time.monotonic()
+        self.alarmed_at: float | None = None  # when this supervisor noticed the alarm
         self.done = False
 
-    def look(self) -> None:
-        """To be called again and again while the process lives; takes a moment only when it speaks for it.
+    def check(self) -> None:
+        """Check the process; call this repeatedly while it runs. Only the writing of a report takes time.
 
-        Time in which the parent could not run either is not counted: the whole job was suspended.
+        Time in which the parent could not run is not counted, because then the whole job was suspended.
         """
-        before, now = self.looked, time.monotonic()
+        before, now = self.checked_at, time.monotonic()
         if self.done or now - before < min(self.period_s, 0.5):
             return
-        self.looked = now
+        self.checked_at = now
         stopped = state_of(self.process) == "T"
         self.stopped_s = self.stopped_s + min(now - before, 2 * self.period_s) if stopped else 0.0
-        if self.alarmed is None:
+        if self.alarmed_at is None:
             if self.stopped_s >= self.timeout_s:
                 hang_report.raise_alarm(self.folder, attempt=self.world.attempt)
             if hang_report.alarm(self.folder, attempt=self.world.attempt):
-                self.alarmed = now
-        if self.alarmed is None:
+                self.alarmed_at = now
+        if self.alarmed_at is None:
             return
-        told = hang_report.reported(self.folder, attempt=self.world.attempt)
-        others = {found.rank for found in told} - {self.world.rank}
-        waited = now - self.alarmed > hang_report.grace_s(self.timeout_s)
-        if any(found.rank == self.world.rank for found in told):
+        reports = hang_report.read_reports(self.folder, attempt=self.world.attempt)
+        others = {report.rank for report in reports} - {self.world.rank}
+        waited = now - self.alarmed_at > hang_report.grace_s(self.timeout_s)
+        if any(report.rank == self.world.rank for report in reports):
             self.done = True
         elif waited or (stopped and len(others) == self.world.world_size - 1):
-            self._speak(stopped=stopped)
+            self._report(stopped=stopped)
             self.done = True
 
-    def _speak(self, *, stopped: bool) -> None:
-        """Take the stacks out of the process, which ends it, and report in its place."""
+    def _report(self, *, stopped: bool) -> None:
+        """Read the stacks of the process, which ends it, and write its report."""
         text = take_stacks(self.process, log=self.folder.log(self.world.rank, "err"))
         write_text(hang_report.stacks(self.folder, self.world.rank), text)
         stack = stack_of(text)
-        found = Standing(
+        report = HangReport(
             rank=self.world.rank, host=self.world.host, world_size=self.world.world_size,
             attempt=self.world.attempt, phase=None, step=None, idle_s=self.timeout_s,
             where=spot_of(stack), stack=stack, stopped=stopped,
         )  # fmt: skip
-        hang_report.report(self.folder, found)
-        how = "stopped by a signal (state T)" if stopped else "its Python can't run"
-        failure.record_hang(self.folder, world=self.world, message=f"{how} {found.place}", stack=stack)
+        hang_report.write_report(self.folder, report)
+        reason = "stopped by a signal (state T)" if stopped else "its Python can't run"
+        failure.record_hang(self.folder, world=self.world, message=f"{reason} {report.place}", stack=stack)
 
 
 @contextlib.contextmanager
-def overseen(folder: RunFolder, *, world: World, process: int, timeout_s: float | None) -> Iterator[None]:
-    """Look at `process` from a thread until the block ends; `timeout_s` None: nobody looks."""
+def supervised(folder: RunFolder, *, world: World, process: int, timeout_s: float | None) -> Iterator[None]:
+    """Check `process` from a thread until the block ends; no checks if `timeout_s` is None."""
     if timeout_s is None:
         yield
         return
-    overseer = Overseer(folder, world=world, process=process, timeout_s=timeout_s)
+    supervisor = Supervisor(folder, world=world, process=process, timeout_s=timeout_s)
     ended = threading.Event()
 
-    def look() -> None:
-        while not ended.wait(overseer.period_s):
-            overseer.look()
+    def check_periodically() -> None:
+        while not ended.wait(supervisor.period_s):
+            supervisor.check()
 
-    thread = threading.Thread(target=look, name="overseer")
+    thread = threading.Thread(target=check_periodically, name="supervisor")
     thread.start()
     try:
         yield
     finally:
         ended.set()
-        thread.join()  # it may just be speaking for the rank
+        thread.join()  # it may be writing the report
 
 
 def state_of(process: int) -> str:
-    """The letter of /proc/PID/stat: T for one that a signal has stopped (t: by a debugger); "" when gone."""
+    """The state in /proc/PID/stat: T if a signal stopped it (t: a debugger); "" if it has ended."""
     with contextlib.suppress(OSError):
-        # Field 2, a name in parentheses, may hold blanks.
+        # Field 2, a name in parentheses, may contain spaces.
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
 
 
 def take_stacks(process: int, *, log: Path) -> str:
-    """All Python stacks of a process that writes fatal errors to `log` by faulthandler; it ends by SIGABRT.
+    """End a process with SIGABRT and return its Python stacks, which faulthandler writes to `log`.
 
-    That handler needs neither Python's lock nor the main thread. A stopped process meets the signal
-    first when it is continued, before any code of its own.
+    faulthandler needs neither the GIL nor the main thread. When a stopped process is continued, it
+    handles the signal before it runs any of its own code.
     """
     size = log.stat().st_size if log.exists() else 0
     with contextlib.suppress(OSError):
@@ -128,19 +128,20 @@ def take_stacks(process: int, *, log: Path) -> str:
 def stack_of(text: str) -> list[str]:
     """The frames of the main thread, outermost first: faulthandler writes the oldest thread last."""
     frames: list[str] = []
-    within = False
+    in_stack = False
     for line in text.splitlines():
         is_frame = _FRAME.match(line) is not None
         if is_frame:
-            frames = [line, *frames] if within else [line]
-        within = is_frame
+            frames = [line, *frames] if in_stack else [line]
+        in_stack = is_frame
     return frames
 
 
 def spot_of(stack: list[str]) -> str:
-    """The innermost frame that is not torch's."""
-    found = [match for line in stack if (match := _FRAME.match(line))]
-    own = [match for match in found if "/torch/" not in match["file"]] or found
-    if not own:
+    """The innermost frame outside torch, as text."""
+    frames = [match for line in stack if (match := _FRAME.match(line))]
+    outside_torch = [match for match in frames if "/torch/" not in match["file"]]
+    if not frames:
         return "a place that could not be read"
-    return hang_report.spot(own[-1]["file"], int(own[-1]["line"]), own[-1]["name"])
+    innermost = (outside_torch or frames)[-1]
+    return hang_report.spot(innermost["file"], int(innermost["line"]), innermost["name"])

@@ -1,7 +1,7 @@
-"""Where a process stands among the ranks of its run, as its launcher's variables tell it.
+"""The rank, node and world size of a process, from the variables of its launcher.
 
-The table below is the whole knowledge of launchers. Its variables were captured from real starts of
-Slurm 22.05, Open MPI, MPICH and torchrun; the names of MVAPICH and of Cray's PALS were not tried.
+Everything about launchers is in the table below. Its variables were captured from real starts of Slurm
+22.05, Open MPI, MPICH and torchrun. The names of MVAPICH and Cray PALS are untested.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ class WorldError(RuntimeError):
 
 @dataclass(frozen=True)
 class Launcher:
-    """Which variable says what; of several names the first that is set is taken.
+    """The variables of one launcher; the first name that is set is used.
 
-    `marks`: any of them set means that this launcher started the process. `node` and `nodes` are
-    empty where a launcher does not tell them. `attempt`: what is different at every start and the
-    same on all ranks, as far as the launcher has such a thing.
+    `node` and `nodes` are empty if the launcher does not set them. `attempt` identifies the start: it
+    differs at every start and is the same on all ranks, if the launcher offers this.
     """
 
     name: str
-    marks: tuple[str, ...]
+    marks: tuple[str, ...]  # if one of them is set, this launcher started the process
     rank: tuple[str, ...]
     world_size: tuple[str, ...]
     local_rank: tuple[str, ...]
@@ -65,8 +64,8 @@ def _pmi(*marks: str) -> Launcher:
     )
 
 
-# Innermost first: torchrun may run inside srun and mpirun inside an allocation, never the reverse,
-# and what is inherited from the outer one describes the outer one's processes.
+# Innermost first: torchrun may run inside srun, and mpirun inside an allocation, but never the reverse.
+# Variables inherited from the outer launcher describe its own processes.
 LAUNCHERS = (
     _torchrun("TORCHELASTIC_RUN_ID"),
     Launcher(
@@ -76,7 +75,7 @@ LAUNCHERS = (
         world_size=("OMPI_COMM_WORLD_SIZE",),
         local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
         local_world_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-        # OMPI_COMM_WORLD_NODE_RANK is a rank among the node's processes, not the node's index.
+        # OMPI_COMM_WORLD_NODE_RANK is a rank within the node, not the index of the node.
         attempt=("PMIX_NAMESPACE",),
     ),
     Launcher(
@@ -87,31 +86,31 @@ LAUNCHERS = (
         local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
         local_world_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
     ),
-    _pmi("MPI_LOCALRANKID"),  # only Hydra sets it; its proxies are tasks of an srun themselves
+    _pmi("MPI_LOCALRANKID"),  # only Hydra sets it, and its proxies are themselves tasks of srun
     Launcher(
         name="slurm",
-        marks=("SLURM_STEP_ID",),  # a batch shell has SLURM_PROCID=0 too, but is no step
+        marks=("SLURM_STEP_ID",),  # SLURM_PROCID is also set in the batch shell, which is not a step
         rank=("SLURM_PROCID",),
         world_size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
         local_rank=("SLURM_LOCALID",),
-        local_world_size=("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),  # of all nodes: 2(x2),1
+        local_world_size=("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),  # for all nodes: 2(x2),1
         node=("SLURM_NODEID",),
         nodes=("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
         attempt=("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
         required=("SLURM_JOB_ID",),
     ),
-    _pmi("PMI_RANK", "PMI_SIZE"),  # after Slurm, whose PMI plugins set these and mean the same
-    _torchrun("RANK", "WORLD_SIZE", "LOCAL_RANK"),  # set by hand: named as incomplete, not ignored
+    _pmi("PMI_RANK", "PMI_SIZE"),  # after Slurm, whose PMI plugins set these with the same meaning
+    _torchrun("RANK", "WORLD_SIZE", "LOCAL_RANK"),  # set by hand: reported as incomplete, not ignored
 )
 
 
 @dataclass(frozen=True)
 class World:
-    """Where this process stands: rank of world_size, local_rank on host, node of nodes.
+    """The position of this process: rank of world_size, local_rank on host, node of nodes.
 
-    launcher: slurm, torchrun, openmpi, mpi or alone. attempt: names this start, safe as a file name,
-    the same on all ranks; MPICH and MVAPICH tell nothing unique, so a file of that name may be an
-    earlier start's. hosts, tasks: names of the nodes and ranks on each, by node index; () if unknown.
+    launcher: slurm, torchrun, openmpi, mpi or alone; attempt: identifies this start on all ranks, valid
+    as a file name. MPICH and MVAPICH set nothing unique, so a file of that name may belong to an earlier
+    start. hosts, tasks: host names and ranks per node, by node index; () if unknown.
     """
 
     rank: int
@@ -128,9 +127,9 @@ class World:
 
     @classmethod
     def discover(cls, environment: Mapping[str, str]) -> World:
-        """Read the innermost launcher's variables; alone (rank 0 of 1) where there is none.
+        """Read the innermost launcher's variables; without a launcher the process is rank 0 of 1.
 
-        Raises WorldError, naming every variable that is missing or can't be.
+        Raises WorldError that names every variable that is missing or invalid.
         """
         launcher = next((row for row in LAUNCHERS if any(mark in environment for mark in row.marks)), None)
         if launcher is None:
@@ -145,11 +144,11 @@ class World:
 
     @property
     def one_machine(self) -> bool:
-        """All ranks share this machine, whatever number of nodes it simulates."""
+        """Whether all ranks share this machine, however many nodes it simulates."""
         return self.local_world_size == self.world_size
 
     def where(self, rank: int) -> str:
-        """The host of a rank, or what is known of it."""
+        """The host of a rank, or what is known about it."""
         if rank == self.rank or self.one_machine:
             return self.host
         if self.hosts and self.tasks:
@@ -162,10 +161,12 @@ class World:
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
-    """Names of Slurm's node list in its order: n[1-2,07]-ib,login -> n1-ib n2-ib n07-ib login.
+    """Expand Slurm's node list in its order: n[1-2,07]-ib,login -> n1-ib n2-ib n07-ib login.
 
-    Raises ValueError. Source: scontrol(1), "show hostnames"; several brackets count like an odometer.
-    (PyPI's python-hostlist would do it too, but is GPL.)
+    With several brackets the last one varies fastest. Source: scontrol(1), "show hostnames". The package
+    python-hostlist could do this too, but its licence is the GPL.
+
+    Raises ValueError.
     """
     hosts: list[str] = []
     for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
@@ -178,7 +179,7 @@ def expand_hosts(text: str) -> tuple[str, ...]:
 
 
 def expand_tasks(text: str) -> tuple[int, ...]:
-    """Ranks on each node by Slurm's short form: 2(x2),1 -> 2 2 1. Raises ValueError."""
+    """Expand Slurm's short form of ranks per node: 2(x2),1 -> 2 2 1. Raises ValueError."""
     tasks: list[int] = []
     for item in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
@@ -197,21 +198,21 @@ def _expand_ranges(text: str) -> list[str]:
 
 
 def _values(launcher: Launcher, environment: Mapping[str, str]) -> dict[str, str]:
-    """The row's fields that the launcher set, by field name."""
+    """The values that the launcher set, by field of `Launcher`."""
     values: dict[str, str] = {}
     missing = [name for name in launcher.required if not environment.get(name)]
     for field in ("rank", "world_size", "local_rank", "local_world_size", "node", "nodes"):
         names: tuple[str, ...] = getattr(launcher, field)
-        found = next((environment[name] for name in names if environment.get(name)), None)
-        if found is not None:
-            values[field] = found
+        value = next((environment[name] for name in names if environment.get(name)), None)
+        if value is not None:
+            values[field] = value
         elif names:
             missing.append(" or ".join(names))
     if missing:
-        seen = ", ".join(name for name in launcher.marks if name in environment)
+        marks = ", ".join(name for name in launcher.marks if name in environment)
         raise WorldError(
-            f"{seen} is set, so {launcher.name} should have started this process, but there is no "
-            f"{', no '.join(missing)}. Start all ranks with one launcher, or unset {seen}."
+            f"{marks} is set, so {launcher.name} should have started this process, but there is no "
+            f"{', no '.join(missing)}. Start all ranks with one launcher, or unset {marks}."
         )
     return values
 
@@ -243,7 +244,7 @@ def _slurm_world(launcher: Launcher, values: dict[str, str], environment: Mappin
     except ValueError:
         hosts = ()
     if len(hosts) != nodes:
-        hosts = ()  # names serve messages only: a list of another form is no reason to stop
+        hosts = ()  # only messages use the names, so an unexpected list is not an error
     in_blocks = (
         environment.get("SLURM_DISTRIBUTION", "block").startswith("block")
         and rank == sum(tasks[:node]) + local_rank
@@ -265,7 +266,10 @@ def _slurm_world(launcher: Launcher, values: dict[str, str], environment: Mappin
 
 
 def _counted_world(launcher: Launcher, values: dict[str, str], environment: Mapping[str, str]) -> World:
-    """Torchrun's nodes are told; MPI's follow from the rank where every node has as many."""
+    """The world from torchrun, which sets the node, or from MPI, where the node follows from the rank.
+
+    With MPI every node must have the same number of ranks.
+    """
     numbers = {field: _integer(launcher, field, text) for field, text in values.items()}
     if not launcher.node:
         rank, world_size = numbers["rank"], numbers["world_size"]
@@ -294,7 +298,7 @@ def _counted_world(launcher: Launcher, values: dict[str, str], environment: Mapp
 def _attempt(launcher: Launcher, environment: Mapping[str, str]) -> str:
     parts = [launcher.name]
     for name in launcher.attempt:
-        default = "0" if name.endswith("RESTART_COUNT") else ""  # Slurm sets it from the first requeue on
+        default = "0" if name.endswith("RESTART_COUNT") else ""  # Slurm sets it only after the first requeue
         parts.append(environment.get(name, default))
     return re.sub(r"[^A-Za-z0-9._-]", "_", "-".join(filter(None, parts)))[:120]
 
@@ -305,7 +309,7 @@ def _check(world: World) -> None:
         ("local rank", world.local_rank, world.local_world_size),
         ("node", world.node, world.nodes),
     )
-    problems = [f"{what} {value} of {size}" for what, value, size in bounds if not 0 <= value < size]
+    problems = [f"{name} {value} of {size}" for name, value, size in bounds if not 0 <= value < size]
     if world.local_world_size > world.world_size:
         problems.append(f"{world.local_world_size} ranks on a node of {world.world_size} in all")
     if problems:

@@ -69,7 +69,7 @@ class Earlier:
         """Raises ConfigError where runs of the sweep are none of the combinations that are said now."""
         if not self._left:
             return
-        labels = [self.sweep.own(run.overrides) or run.run_dir.name for run in self._left]
+        labels = [self.sweep.distinct_overrides(run.overrides) or run.run_dir.name for run in self._left]
         more = f" and {len(labels) - _NAMED} more" if len(labels) > _NAMED else ""
         raise ConfigError([
             f"sweep.resume = {self.folder}: {len(labels)} of its {len(self.sweep.runs)} runs would be none "

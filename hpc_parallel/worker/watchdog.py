@@ -24,7 +24,7 @@ from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import replacing
 from hpc_parallel.supervise import failure, hang_report
 from hpc_parallel.supervise.flight_recorder import recorded
-from hpc_parallel.supervise.hang_report import Collective, Standing
+from hpc_parallel.supervise.hang_report import Collective, HangReport
 from hpc_parallel.supervise.progress import Progress
 from hpc_parallel.supervise.world import World
 
@@ -107,7 +107,7 @@ class _Watchdog:
         stack = traceback.extract_stack(frame)
         own = [entry for entry in stack if not entry.filename.startswith(_TORCH)]
         _, phase, step = self.progress.now
-        self.standing = Standing(
+        self.standing = HangReport(
             rank=self.world.rank,
             host=self.world.host,
             world_size=self.world.world_size,
@@ -120,7 +120,7 @@ class _Watchdog:
             collective=last_collective(),
             unreachable=self._unreachable(),
         )
-        hang_report.report(self.folder, self.standing)
+        hang_report.write_report(self.folder, self.standing)
         print(f"no progress for {idle_s:.0f} s: {self.standing.place}", file=sys.stderr, flush=True)
 
     def _unreachable(self) -> str | None:

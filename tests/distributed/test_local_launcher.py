@@ -179,7 +179,7 @@ def test_a_rank_without_a_record_is_named(agents: AgentServer, tmp_path: Path, s
     failure = read_json(folder.failure)
     assert failure is not None
     assert (failure["rank"], failure["kind"]) == (VICTIM, "error")
-    assert failure["message"] == "ended with exit code 3 and no word why"
+    assert failure["message"] == "ended with exit code 3 and wrote no reason"
     kind = "stopped" if scenario == "deaf" else "lost_peer"  # the deaf took SIGKILL to end
     assert [other["kind"] for other in failure["followers"]] == [kind] * 3
 

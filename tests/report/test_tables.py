@@ -17,7 +17,7 @@ from hpc_parallel.record import owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, SweepRun, create, write_sweep
-from hpc_parallel.report.claims import BACKED, CONTRADICTED, EVEN, OPEN, UNTOLD, Runs, judged
+from hpc_parallel.report.claims import BACKED, CONTRADICTED, EVEN, NO_VERDICT, OPEN, Runs, judged
 from hpc_parallel.report.gather import Gathered, Row, gather, timeline
 from hpc_parallel.report.page import table
 from hpc_parallel.report.tables import (
@@ -120,7 +120,7 @@ def test_scaling_is_found_and_reckoned(tmp_path: Path, new: Callable[[], Path]) 
     found = {(each.kind, each.label): each.points for each in scaling(rows(tmp_path))}
     assert {key: [point.devices for point in points] for key, points in found.items()} == {
         (STRONG, "data, batch 16"): [1, 2, 4],
-        (WEAK, "data, batch 16 a device"): [1, 2, 4],
+        (WEAK, "data, batch 16 per device"): [1, 2, 4],
         (STRONG, "hsdp, replicate 2, batch 16"): [2, 4],
     }
     strong, weak = (found[key] for key in list(found)[:2])
@@ -129,7 +129,7 @@ def test_scaling_is_found_and_reckoned(tmp_path: Path, new: Callable[[], Path]) 
     assert [point.efficiency for point in weak] == pytest.approx([1, 0.95, 0.9])
     assert [point.global_batch_size for point in weak] == [16, 32, 64]
     assert [point.efficiency for point in found[STRONG, "hsdp, replicate 2, batch 16"]] == [1, 1]
-    assert [point.told for point in strong] == ["1", "1", "3: 300 to 340"]
+    assert [point.runs_text for point in strong] == ["1", "1", "3: 300 to 340"]
     said = [
         each["strong_efficiency"]
         for each in records(rows(tmp_path), scaling(rows(tmp_path)))
@@ -365,7 +365,7 @@ def test_threads_that_share_their_weights_send_the_least_for_no_merit(
 
 def test_a_cpus_memory_backs_no_claim(tmp_path: Path, new: Callable[[], Path]) -> None:
     """Of a process it is more than of a device; on a GPU it is what was allocated."""
-    for cuda, expected in (("13.0", BACKED), (None, UNTOLD)):
+    for cuda, expected in (("13.0", BACKED), (None, NO_VERDICT)):
         for words, memory in (("strategy=single", 1000), ("strategy=model nodes=4", 400)):
             folder = ended(new(), *words.split(), peak_memory_bytes=memory)
             write_json(folder.environment, {"cuda": cuda})

@@ -285,8 +285,11 @@ class TestCheckpoints:
             ({"step": 5}, "manifest.json is of step 5"),
             ({"step": "4"}, "manifest.json is of step 4"),
             ({"files": {}}, "manifest.json lists no files"),
-            ({"files": {"../../../dev/zero": {"bytes": 0}}}, "names '../../../dev/zero', which is no file"),
-            ({"files": {"..": {"bytes": 0}}}, "names '..', which is no file of a checkpoint"),
+            (
+                {"files": {"../../../dev/zero": {"bytes": 0}}},
+                "names '../../../dev/zero', which is not a file",
+            ),
+            ({"files": {"..": {"bytes": 0}}}, "names '..', which is not a file of a checkpoint"),
             ({"files": {"part": {"bytes": "1"}}}, "part has 1 of None bytes"),
             ({"files": {"part": 7}}, "part has 1 of None bytes"),
             ({"files": {"gone": {"bytes": 1}}}, "gone is missing"),

@@ -24,7 +24,7 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.supervise import failure, flight_recorder
-from hpc_parallel.supervise.conclude import conclude, first_cause
+from hpc_parallel.supervise.conclude import conclude, find_root_cause
 from hpc_parallel.supervise.desync import compare
 from hpc_parallel.supervise.error_place import at_step, located
 from hpc_parallel.supervise.failure import Record
@@ -180,14 +180,14 @@ def test_a_hosts_clock_does_not_make_a_follower_the_cause(shift_ms: int) -> None
         record(2, "stopped", time_ns=1 * MS, signal="SIGTERM"),
         record(3, "killed", time_ns=2 * MS, signal="SIGTERM"),  # srun's clean-up, by a slow clock
     ]
-    cause = first_cause(found)
+    cause = find_root_cause(found)
     assert cause is not None
     assert cause.rank == 1
 
 
 def test_the_earlier_of_two_causes_is_first() -> None:
     found = [record(0, "error", time_ns=7), record(1, "out_of_memory", time_ns=5)]
-    assert first_cause(found) == found[1]
+    assert find_root_cause(found) == found[1]
 
 
 @given(
@@ -198,7 +198,7 @@ def test_the_earlier_of_two_causes_is_first() -> None:
 )
 def test_a_follower_is_the_cause_only_alone(ends: Sequence[tuple[str, int]]) -> None:
     found = [record(rank, kind, time_ns=at * MS) for rank, (kind, at) in enumerate(ends)]
-    cause = first_cause(found)
+    cause = find_root_cause(found)
     assert cause is not None
     own = [other for other in found if other.kind not in ("lost_peer", "stopped")]
     if own:
@@ -223,7 +223,7 @@ def test_a_cancelled_job(folder: RunFolder) -> None:
 def test_a_clean_up_after_a_lost_peer_is_not_a_cancellation() -> None:
     """A network that broke: what Slurm ended half a second later is no cause."""
     found = [record(0, "lost_peer", time_ns=0), record(1, "killed", time_ns=500 * MS, signal="SIGTERM")]
-    assert first_cause(found) == found[0]
+    assert find_root_cause(found) == found[0]
 
 
 def test_summary_of_a_failed_run(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

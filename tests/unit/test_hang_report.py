@@ -11,7 +11,7 @@ import pytest
 
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.supervise import failure, hang_report
-from hpc_parallel.supervise.hang_report import Collective, Standing
+from hpc_parallel.supervise.hang_report import Collective, HangReport
 from hpc_parallel.supervise.progress import Progress
 from hpc_parallel.supervise.supervisor import spot_of, stack_of
 from hpc_parallel.supervise.world import World
@@ -19,7 +19,7 @@ from hpc_parallel.worker.watchdog import _Watchdog
 
 HOSTS = ("n1", "n1", "n2", "n3")
 STORE = "10.0.0.1:4000"
-WAITS = Standing(
+WAITS = HangReport(
     rank=0, host="n1", world_size=4, attempt="a", phase="step", step=57, idle_s=300.4,
     where="step.py:9 in run", stack=["  the waiting line"],
     collective=Collective("all_reduce", "default_pg", 881, complete=False),
@@ -42,7 +42,7 @@ def blamed(folder: RunFolder, *, but: dict[int, dict[str, object]], silent: tupl
         failure.record_hang(folder, world=world, message="no progress", stack=[])
         if rank not in silent:
             told = replace(WAITS, rank=rank, host=host, **but.get(rank, {}))  # type: ignore[arg-type]
-            hang_report.report(folder, told)
+            hang_report.write_report(folder, told)
     cause = hang_report.cause_of(folder, failure.records(folder))
     assert cause is not None
     assert cause.kind == "hang"
@@ -87,7 +87,7 @@ def test_a_rank_that_gives_no_sign(folder: RunFolder) -> None:
 
 
 def test_hang_reports_of_an_earlier_attempt_are_ignored(folder: RunFolder) -> None:
-    hang_report.report(folder, replace(WAITS, attempt="before"))
+    hang_report.write_report(folder, replace(WAITS, attempt="before"))
     failure.record_hang(folder, world=World.discover({}), message="no progress", stack=[])
     assert hang_report.cause_of(folder, failure.records(folder)) is None
 

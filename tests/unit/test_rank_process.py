@@ -14,7 +14,7 @@ import pytest
 
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.supervise import failure, hang_report
-from hpc_parallel.supervise.hang_report import Standing
+from hpc_parallel.supervise.hang_report import HangReport
 from hpc_parallel.supervise.world import World
 
 ENVIRONMENT = {
@@ -93,16 +93,16 @@ def test_a_stopped_worker_is_reported_and_ended(folder: RunFolder) -> None:
     folder.config.write_text("cluster: {environment: {}, hang_timeout_s: 0.5}\n")
     attempt = World.discover(ENVIRONMENT).attempt
     for rank in range(3):
-        hang_report.report(
+        hang_report.write_report(
             folder,
-            Standing(rank=rank, host="n1", world_size=4, attempt=attempt, phase="step", step=8, idle_s=1.0,
+            HangReport(rank=rank, host="n1", world_size=4, attempt=attempt, phase="step", step=8, idle_s=1.0,
                      where="a.py:1 in f", stack=[]),
         )  # fmt: skip
     assert start(folder, STOPPED).wait(20) == 128 + signal.SIGABRT
     (found,) = failure.records(folder)
     assert (found.kind, found.rank) == ("hang", 3)
     assert found.message == "stopped by a signal (state T) at <string>:4 in in_mid_step"
-    (told,) = [each for each in hang_report.reported(folder, attempt=attempt) if each.rank == 3]
+    (told,) = [each for each in hang_report.read_reports(folder, attempt=attempt) if each.rank == 3]
     assert (told.stopped, told.phase) == (True, None)
     assert "line 4 in in_mid_step" in hang_report.stacks(folder, 3).read_text()
 

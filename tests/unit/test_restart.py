@@ -20,17 +20,17 @@ def folder(tmp_path: Path) -> RunFolder:
     return folder
 
 
-def allowed(folder: RunFolder, how: str, *, mendable: bool = True) -> bool:
+def allowed(folder: RunFolder, how: str, *, recoverable: bool = True) -> bool:
     """As at the end of a start that ended so."""
     attempts.end(folder, how=how, host="n2")
-    return restart.allowed(folder, how=how, mendable=mendable, launcher=LAUNCHER)
+    return restart.allowed(folder, how=how, recoverable=recoverable, launcher=LAUNCHER)
 
 
 def test_restarts_are_limited_and_counted_from_the_last_resume(folder: RunFolder) -> None:
     assert [allowed(folder, "time_limit") for _ in range(3)] == [True, True, False]
     assert [allowed(folder, "preempted") for _ in range(4)] == [True] * 4
     assert [allowed(folder, "killed") for _ in range(2)] == [True, False]
-    assert not allowed(folder, "error", mendable=False)
+    assert not allowed(folder, "error", recoverable=False)
     attempts.resumed_by_hand(folder)
     assert [allowed(folder, "time_limit") for _ in range(3)] == [True, True, False]
     assert allowed(folder, "hang")

@@ -22,7 +22,7 @@ from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder
 from hpc_parallel.record.safe_read import MIB, DamagedError, open_regular, parse_json
 from hpc_parallel.record.trust import UntrustedError, require_private
-from hpc_parallel.record.values import table, text, whole
+from hpc_parallel.record.values import integer, table, text
 
 LENGTH_BYTES = 8
 MOST_HEADER_BYTES = 16 * MIB  # enough for 100,000 tensors; parsed, it takes up to 30 times as much
@@ -96,7 +96,7 @@ def read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]
 
 def _numbers(values: Any) -> tuple[int, ...]:
     """Raises ValueError."""
-    numbers = [whole(value) for value in values]
+    numbers = [integer(value) for value in values]
     if not all(number is not None and number >= 0 for number in numbers):
         raise ValueError("no list of counts")
     return tuple(number for number in numbers if number is not None)
