@@ -43,7 +43,7 @@ lint: $(STAMP)
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports --no-cache
 
-docs: $(WRITES)  ## the pages of docs/ as a site in build/docs, the generated ones written anew
+docs: $(WRITES)  ## the pages of docs/ as a site in site/, the generated ones written anew
 	$(RUN) docs/generate.py
 	$(RUN) -m mkdocs build --strict
 
@@ -76,4 +76,4 @@ $(WRITES): $(TRAINS)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build site dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

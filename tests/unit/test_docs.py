@@ -119,7 +119,10 @@ def test_a_command_is_accepted(
     else:
         assert is_known(words), f"{block.place}: check {line!r}, or mark the block <!-- not run: REASON -->"
         code = 0
-    assert code == expected, capsys.readouterr().err
+    told = capsys.readouterr()
+    assert code == expected, told.err
+    if expected:  # the page shows what is printed
+        assert told.err.splitlines() == block.text.splitlines()[1:]
     assert not (here / "runs").exists()
 
 
