@@ -1,4 +1,4 @@
-"""A sweep on Slurm: one job array for each resource shape, so one call of sbatch for each."""
+"""A sweep on Slurm: one job array, and one call of sbatch, for each set of requested resources."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.record.sweep_folder import write_sweep
 from hpc_parallel.sweep.plan import PlannedRun, SweepPlan
-from hpc_parallel.sweep.write import each_of, take_back
+from hpc_parallel.sweep.write import for_each, take_back
 
-REASON_S = 1.0  # for the scheduler to look at what was submitted
-MOST_TASKS = 1000  # Slurm's own default (MaxArraySize=1001), where it does not answer
+REASON_S = 1.0  # time for the scheduler to examine a submitted job
+MAX_TASKS = 1000  # Slurm's default (MaxArraySize=1001), if it does not answer
 
 
 @dataclass(frozen=True)
 class Array:
-    """Runs that ask sbatch for the same; `tasks`: the folder with a link to each of them, by number."""
+    """Runs with the same batch script."""
 
     runs: Sequence[PlannedRun]
-    tasks: Path
+    tasks: Path  # the folder with a link to each run, by task number
     script: str
 
     @property
@@ -38,74 +38,74 @@ class Array:
 
 
 def shapes(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
-    """The runs grouped by what their batch scripts say, all but the run's own name and folder."""
-    found: dict[str, list[PlannedRun]] = {}
+    """Group the runs by their batch scripts, ignoring the run's name and folder."""
+    by_script: dict[str, list[PlannedRun]] = {}
     for planned in runs:
         script = render_array(planned.run, tasks=Path("/"), name="", count=1)
-        found.setdefault(script, []).append(planned)
-    return list(found.values())
+        by_script.setdefault(script, []).append(planned)
+    return list(by_script.values())
 
 
 def arrays(plan: SweepPlan) -> list[Array]:
-    """What will be submitted; a shape of more runs than an array may have is several of them."""
+    """The arrays to submit. A group larger than Slurm's limit is split into several arrays."""
     groups = shapes(plan.runs)
-    most = most_tasks() if any(len(group) > 1 for group in groups) else 1
-    first = len(list((plan.folder / "arrays").glob("*")))  # of earlier starts
-    chunks = [group[at : at + most] for group in groups for at in range(0, len(group), most)]
+    limit = max_tasks() if any(len(group) > 1 for group in groups) else 1
+    first = len(list((plan.folder / "arrays").glob("*")))  # the arrays of earlier starts come before
+    chunks = [group[at : at + limit] for group in groups for at in range(0, len(group), limit)]
     return [_array(chunk, plan, number) for number, chunk in enumerate(chunks, start=first)]
 
 
 def _array(chunk: Sequence[PlannedRun], plan: SweepPlan, number: int) -> Array:
     tasks = plan.folder / "arrays" / str(number)
-    one = chunk[0].run
+    first = chunk[0].run
     if len(chunk) == 1:
-        return Array(chunk, tasks, render(one))
+        return Array(chunk, tasks, render(first))
     names = {planned.run.config.name for planned in chunk}
-    name = one.config.name if len(names) == 1 else plan.folder.name
+    name = first.config.name if len(names) == 1 else plan.folder.name
     script = render_array(
-        one, tasks=tasks, name=name, count=len(chunk), parallelism=plan.settings.parallelism
+        first, tasks=tasks, name=name, count=len(chunk), parallelism=plan.settings.parallelism
     )
     return Array(chunk, tasks, script)
 
 
-def most_tasks() -> int:
-    """How many tasks an array may have here; 1 on a site without arrays."""
+def max_tasks() -> int:
+    """The largest number of tasks in an array on this site; 1 if the site does not allow arrays."""
     try:
-        shown = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True, timeout=20)
+        config = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
-        return MOST_TASKS
-    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", shown.stdout, re.MULTILINE)
-    return max(1, int(found[1])) if found else MOST_TASKS
+        return MAX_TASKS
+    match = re.search(r"^MaxArraySize\s*=\s*(\d+)", config.stdout, re.MULTILINE)
+    return max(1, int(match[1])) if match else MAX_TASKS
 
 
 def submit(plan: SweepPlan) -> tuple[dict[Path, str], list[str]]:
-    """Submit all runs, whose folders are written; returns run folder -> job id, and what Slurm refused."""
-    arranged = arrays(plan)
+    """Submit all runs, whose folders exist. Returns run folder -> job id, and Slurm's refusals."""
+    to_submit = arrays(plan)
     try:
-        each_of(_write_scripts, arranged)
+        for_each(_write_scripts, to_submit)
     except BaseException:  # a full disk, Ctrl-C
         take_back(planned.run for planned in plan.runs)
         raise
     jobs: dict[Path, str] = {}
     refusals: list[str] = []
     try:
-        for array in arranged:
+        for array in to_submit:
             try:
                 job_id = _sbatch(array)
             except SiteRefusedError as refusal:
-                refusals.append(f"{_told(array)}: {refusal}")
+                refusals.append(f"{_describe(array)}: {refusal}")
                 take_back(planned.run for planned in array.runs)
                 continue
             ids = [job_id] if array.is_single else [f"{job_id}_{index}" for index in range(len(array.runs))]
-            jobs |= {planned.run.folder.path: one for planned, one in zip(array.runs, ids, strict=True)}
+            jobs |= {planned.run.folder.path: id_ for planned, id_ in zip(array.runs, ids, strict=True)}
             write_sweep(plan.folder, plan.manifest(jobs))
-    finally:  # also after a Ctrl-C: what was submitted is known
-        each_of(lambda item: owner.hand_to_job(item[0], item[1]), _folders(plan, jobs))
-    for array, reason in _never(arranged, jobs):
+    finally:  # also after Ctrl-C, so that the submitted jobs are recorded
+        for_each(lambda item: owner.hand_to_job(item[0], item[1]), _folders(plan, jobs))
+    for array, reason in _never_starting(to_submit, jobs):
         ids = [jobs.pop(planned.run.folder.path) for planned in array.runs]
         subprocess.run(["scancel", ids[0].partition("_")[0]], check=False)
         take_back(planned.run for planned in array.runs)
-        refusals.append(f"{_told(array)}: {in_slurms_words(f'it could never start ({reason})')}")
+        refusals.append(f"{_describe(array)}: {in_slurms_words(f'it could never start ({reason})')}")
     write_sweep(plan.folder, plan.manifest(jobs))
     return jobs, refusals
 
@@ -128,36 +128,36 @@ def _write_scripts(array: Array) -> None:
 
 
 def _sbatch(array: Array) -> str:
-    """The job's id. Raises SiteRefusedError with Slurm's words."""
+    """Submit the array and return its job id. Raises SiteRefusedError with Slurm's message."""
     script = str(array.tasks / "batch_script.sh")
     try:
-        done = subprocess.run(["sbatch", "--parsable", script], capture_output=True, text=True)
+        process = subprocess.run(["sbatch", "--parsable", script], capture_output=True, text=True)
     except FileNotFoundError as error:
         raise SiteRefusedError("there is no sbatch on this machine; launcher=local runs here") from error
-    if done.returncode != 0:
-        raise SiteRefusedError(in_slurms_words(done.stderr))
-    return done.stdout.strip().partition(";")[0]
+    if process.returncode != 0:
+        raise SiteRefusedError(in_slurms_words(process.stderr))
+    return process.stdout.strip().partition(";")[0]
 
 
-def _never(arranged: Sequence[Array], jobs: dict[Path, str]) -> Iterator[tuple[Array, str]]:
-    """Arrays that Slurm keeps, but will never start, with its reason (many sites: EnforcePartLimits=NO)."""
-    firsts = {jobs[path]: array for array in arranged if (path := array.runs[0].run.folder.path) in jobs}
+def _never_starting(submitted: Sequence[Array], jobs: dict[Path, str]) -> Iterator[tuple[Array, str]]:
+    """Arrays that Slurm accepted but will never start, with its reason (many sites: EnforcePartLimits=NO)."""
+    by_job = {jobs[path]: array for array in submitted if (path := array.runs[0].run.folder.path) in jobs}
     deadline = time.monotonic() + REASON_S
     while True:
-        states = job_states(list(firsts))
-        if not any(map(_unlooked, states.values())) or time.monotonic() > deadline:
+        states = job_states(list(by_job))
+        if not any(map(_is_unexamined, states.values())) or time.monotonic() > deadline:
             break
         time.sleep(0.1)
     for job, state in states.items():
         if state.state == "PENDING" and state.reason in NEVER:
-            yield firsts[job], state.reason
+            yield by_job[job], state.reason
 
 
-def _unlooked(state: JobState) -> bool:
+def _is_unexamined(state: JobState) -> bool:
     return state.state == "PENDING" and state.reason in ("", "None")
 
 
-def _told(array: Array) -> str:
+def _describe(array: Array) -> str:
     config = array.runs[0].run.config
-    several = f" and {len(array.runs) - 1} more" * (not array.is_single)
-    return f"nodes={config.nodes} gpus_per_node={config.gpus_per_node} ({array.runs[0].label}{several})"
+    others = f" and {len(array.runs) - 1} more" * (not array.is_single)
+    return f"nodes={config.nodes} gpus_per_node={config.gpus_per_node} ({array.runs[0].label}{others})"

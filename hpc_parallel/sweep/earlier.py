@@ -1,4 +1,4 @@
-"""`sweep.resume=FOLDER`: the words of that sweep before yours, and how each of its runs stands now."""
+"""`sweep.resume=FOLDER`: the command line of an earlier sweep, and the current states of its runs."""
 
 from __future__ import annotations
 
@@ -23,95 +23,100 @@ from hpc_parallel.supervise.run_state import State as RunState
 from hpc_parallel.supervise.run_state import states
 
 KEY = "sweep.resume="
-_NAMED = 3  # runs that an error tells
+_MAX_NAMES = 3  # runs in one error message
 _MULTIRUN = ("-m", "--multirun")
-# Where and how a run is placed is no part of what it is: it may be said differently the second time.
-_PLACING = ("launcher.", "launcher=", "cluster.", "cluster=")
+# The placement of a run does not identify it: it may change at the second start.
+_PLACEMENT = ("launcher.", "launcher=", "cluster.", "cluster=")
 
 
 @dataclass(frozen=True)
 class State:
-    """How a run of an earlier start stands. settled: completed or going on, in `words`."""
+    """The state of a run of an earlier start."""
 
-    words: str
-    settled: bool
+    text: str
+    settled: bool  # completed or in progress, so it is not started again
     has_checkpoint: bool = False
 
 
 @dataclass
 class Earlier:
-    """The sweep to go on with; each of its runs is found once."""
+    """The earlier sweep to continue; each of its runs is found once."""
 
     folder: Path
     sweep: Sweep
     _states: dict[Path, RunState]
-    _left: list[SweepRun] = field(init=False)
+    _not_found: list[SweepRun] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._left = list(self.sweep.runs)
+        self._not_found = list(self.sweep.runs)
 
     @classmethod
     def read(cls, folder: Path) -> Earlier:
+        """Read the sweep in `folder` and the states of its runs."""
         sweep = read_sweep(folder)
-        known = states([read_run(run.run_dir) for run in sweep.runs])
-        return cls(folder, sweep, {run.run_dir: state for run, state in zip(sweep.runs, known, strict=True)})
+        run_states = states([read_run(run.run_dir) for run in sweep.runs])
+        by_folder = {run.run_dir: state for run, state in zip(sweep.runs, run_states, strict=True)}
+        return cls(folder, sweep, by_folder)
 
     def find(self, overrides: Sequence[str]) -> SweepRun | None:
-        """The run of these overrides, else one that differs only in where it is placed."""
-        exact = [run for run in self._left if set(run.overrides) == set(overrides)]
-        alike = [run for run in self._left if _what(run.overrides) == _what(overrides)]
+        """The run with these overrides, else one that differs only in its placement."""
+        exact = [run for run in self._not_found if set(run.overrides) == set(overrides)]
+        without = _without_placement(overrides)
+        alike = [run for run in self._not_found if _without_placement(run.overrides) == without]
         for run in (*exact, *alike):
-            self._left.remove(run)
+            self._not_found.remove(run)
             return run
         return None
 
     def require_all_found(self) -> None:
-        """Raises ConfigError where runs of the sweep are none of the combinations that are said now."""
-        if not self._left:
+        """Raise ConfigError if the combinations of this command do not include all earlier runs."""
+        runs = self._not_found
+        if not runs:
             return
-        labels = [self.sweep.distinct_overrides(run.overrides) or run.run_dir.name for run in self._left]
-        more = f" and {len(labels) - _NAMED} more" if len(labels) > _NAMED else ""
+        labels = [self.sweep.distinct_overrides(run.overrides) or run.run_dir.name for run in runs]
+        more = f" and {len(labels) - _MAX_NAMES} more" if len(labels) > _MAX_NAMES else ""
         raise ConfigError([
-            f"sweep.resume = {self.folder}: {len(labels)} of its {len(self.sweep.runs)} runs would be none "
-            f"of those said now ({'; '.join(labels[:_NAMED])}{more}). What was a run must stay one: add "
-            "values to those that it sweeps, or start a sweep of its own without sweep.resume."
+            f"sweep.resume = {self.folder}: {len(labels)} of its {len(self.sweep.runs)} runs are not in this "
+            f"command ({'; '.join(labels[:_MAX_NAMES])}{more}). Every earlier run must stay in the sweep: "
+            "add values to the swept keys, or start a new sweep without sweep.resume."
         ])  # fmt: skip
 
     def state(self, run: SweepRun) -> State:
+        """The current state of a run."""
         folder = RunFolder(run.run_dir)
         if not is_run_folder(folder.path):
             return State("missing", settled=False)
         state = self._states[run.run_dir]
         if not state.ended:
-            return State(f"going on: {state}", settled=True)
+            return State(f"in progress: {state}", settled=True)
         if state.word == "completed":
             return State(state.word, settled=True)
         return State(str(state), settled=False, has_checkpoint=bool(complete(folder.checkpoints)))
 
 
-def read_earlier(words: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The folder that `sweep.resume=` names in `words`, and the words of both commands.
+def read_earlier(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The folder that `sweep.resume=` names, and the combined arguments of both commands.
 
-    Raises ConfigError where there is none to go on with.
+    Raises ConfigError if that folder can't be continued.
     """
-    named = [word for word in words if word.startswith(KEY)]
-    value = value_of(named[-1]) if named else None
-    others = [word for word in words if not word.startswith(KEY)]
+    resumes = [argument for argument in arguments if argument.startswith(KEY)]
+    value = value_of(resumes[-1]) if resumes else None
+    others = [argument for argument in arguments if not argument.startswith(KEY)]
     if value is None:
         return None, others
     folder = Path(os.path.expanduser(str(value))).absolute()
     if (reason := unreadable(folder)) is not None:
         raise ConfigError([f"sweep.resume = {folder}: {reason}"])
     if not is_sweep_folder(folder):
-        known = {path.name: path for place in (RUNS / "sweeps", folder.parent) for path in place.glob("*")
-                 if is_sweep_folder(path)}  # fmt: skip
-        near = nearest(folder.name, known) or sorted(known)[-1:]
-        legal = tuple(known[name] for name in near)
+        sweeps = {path.name: path for parent in (RUNS / "sweeps", folder.parent) for path in parent.glob("*")
+                  if is_sweep_folder(path)}  # fmt: skip
+        near = nearest(folder.name, sweeps) or sorted(sweeps)[-1:]
+        legal = tuple(sweeps[name] for name in near)
         raise ConfigError(
             [Problem("sweep.resume", folder, f"is not a sweep folder (no {MANIFEST})", legal or (None,))]
         )
     try:
-        require_own(folder)  # its words are about to be obeyed
+        require_own(folder)  # because its command line will be used
         if not grants_trust(others, value_of):
             require_private(folder)
         sweep = read_sweep(folder)
@@ -119,31 +124,31 @@ def read_earlier(words: Sequence[str]) -> tuple[Path | None, list[str]]:
         raise ConfigError([f"sweep.resume = {folder} is not to be trusted: {error}"]) from error
     except ValueError as error:
         raise ConfigError([f"sweep.resume: {error}"]) from error
-    (flags, before), (more_flags, more) = _parted(sweep.command), _parted(others)
-    before = [word for word in before if word not in more and key_of(word) != SHARED_FOLDER]
-    flags = [flag for flag in flags if flag not in _MULTIRUN or flag not in more_flags]
-    return folder, [*flags, *more_flags, *before, *more]
+    (old_flags, old), (new_flags, new) = _split_flags(sweep.command), _split_flags(others)
+    old = [override for override in old if override not in new and key_of(override) != SHARED_FOLDER]
+    old_flags = [flag for flag in old_flags if flag not in _MULTIRUN or flag not in new_flags]
+    return folder, [*old_flags, *new_flags, *old, *new]
 
 
 def require_own(folder: Path) -> None:
-    """Raises UntrustedError if another user made the sweep: a trusted folder may hold what others wrote."""
-    for place in (folder, folder / MANIFEST):
-        if (owner := owner_name(place)) is not None:
-            raise UntrustedError(f"{place} belongs to {owner}. Start a sweep of your own.")
+    """Raise UntrustedError if another user created the sweep, even if the user trusts other writers."""
+    for path in (folder, folder / MANIFEST):
+        if (owner := owner_name(path)) is not None:
+            raise UntrustedError(f"{path} belongs to {owner}. Start a sweep of your own.")
 
 
-def to_go_on(folder: Path) -> str:
-    """The line that runs what is missing or failed in a sweep, as a shell takes it from here."""
-    here = Path.cwd()
-    place = folder.relative_to(here) if folder.is_relative_to(here) else folder
-    return f"python -m hpc_parallel.run -m {shlex.quote(f'{KEY}{quoted(place)}')}"
+def resume_command(folder: Path) -> str:
+    """The shell command that runs the missing and failed runs of a sweep."""
+    current = Path.cwd()
+    path = folder.relative_to(current) if folder.is_relative_to(current) else folder
+    return f"python -m hpc_parallel.run -m {shlex.quote(f'{KEY}{quoted(path)}')}"
 
 
-def _parted(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Hydra's flags with their values, and overrides: no flag may stand between those."""
-    overrides = get_args(words).overrides
-    return [word for word in words if word not in overrides], overrides
+def _split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Hydra's flags with their values, and the overrides: a flag must not come between overrides."""
+    overrides = get_args(arguments).overrides
+    return [argument for argument in arguments if argument not in overrides], overrides
 
 
-def _what(overrides: Sequence[str]) -> frozenset[str]:
-    return frozenset(word for word in overrides if not word.lstrip("+~").startswith(_PLACING))
+def _without_placement(overrides: Sequence[str]) -> frozenset[str]:
+    return frozenset(override for override in overrides if not override.lstrip("+~").startswith(_PLACEMENT))

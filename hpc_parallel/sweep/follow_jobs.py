@@ -1,4 +1,4 @@
-"""`sweep.wait` on Slurm: all jobs of a sweep in one display until the last one has ended."""
+"""`sweep.wait` on Slurm: show all jobs of a sweep in one display until the last one has ended."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from hpc_parallel.sweep.view import SweepView
 
 
 def follow_jobs(plan: SweepPlan, jobs: Mapping[Path, str]) -> int:
-    """Show the jobs' states and metrics; returns 0 if all runs completed, else 1.
+    """Show the jobs' states and metrics. Returns 0 if all runs completed, else 1.
 
-    Ctrl-C ends the following, not the jobs.
+    Ctrl-C ends the display, not the jobs.
     """
-    going = {planned: jobs[planned.run.folder.path] for planned in plan.runs}
-    ended_s: dict[PlannedRun, float] = {}  # jobs whose last words do not show on this host yet
+    active = {planned: jobs[planned.run.folder.path] for planned in plan.runs}
+    ended_s: dict[PlannedRun, float] = {}  # jobs whose summary is not visible on this host yet
     completed = True
-    with SweepView(len(going)) as view:
+    with SweepView(len(active)) as view:
         try:
-            for planned, job in going.items():
+            for planned, job in active.items():
                 view.start(planned, f"job {job} submitted")
-            while going:
-                states = states_by_accounting(list(going.values()))
-                for planned, job in list(going.items()):
+            while active:
+                states = states_by_accounting(list(active.values()))
+                for planned, job in list(active.items()):
                     view.poll(planned)
                     state = states[job]
                     if not state.ended:
@@ -40,19 +40,19 @@ def follow_jobs(plan: SweepPlan, jobs: Mapping[Path, str]) -> int:
                     if not has_summary(planned.run):
                         conclude_job(planned.run, job, state)
                     completed = view.end(planned) and completed
-                    del going[planned]
-                _poll(view, going)
+                    del active[planned]
+                _poll(view, active)
         except KeyboardInterrupt:
-            print(f"\nno longer following; the jobs go on ({len(going)} have not ended)", file=sys.stderr)
+            print(f"\nno longer following; the jobs go on ({len(active)} have not ended)", file=sys.stderr)
             return FAILED
-        view.say(view.last_word())
+        view.say(view.counts())
     return DONE if completed else FAILED
 
 
-def _poll(view: SweepView, going: Mapping[PlannedRun, str]) -> None:
-    """Between two looks at Slurm, which serves many users, only the run folders are looked at."""
+def _poll(view: SweepView, active: Mapping[PlannedRun, str]) -> None:
+    """Read only the run folders between two queries to Slurm, which serves many users."""
     until_s = time.monotonic() + ASK_EVERY_S
-    while going and time.monotonic() < until_s:
-        for planned in going:
+    while active and time.monotonic() < until_s:
+        for planned in active:
             view.poll(planned)
         time.sleep(PERIOD_S)

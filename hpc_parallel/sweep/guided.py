@@ -1,6 +1,6 @@
-"""`-m` with another sweeper, launcher or callback of Hydra's: that one decides what runs.
+"""`-m` with another Hydra sweeper, launcher or callback, which decides what runs.
 
-It may choose a run by the figures of those before it, so only what holds for all is checked at the start.
+It may choose a run from the results of earlier runs, so only settings common to all are checked first.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -23,15 +23,22 @@ from hpc_parallel.config.tasks import objective_problems, objectives
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
 from hpc_parallel.launch.launcher import SiteRefusedError
 from hpc_parallel.problems import ConfigError, Found, Problem, quoted
-from hpc_parallel.record.sweep_folder import MANIFEST, Sweep, is_sweep_folder, read_sweep, write_sweep
+from hpc_parallel.record.sweep_folder import (
+    MANIFEST,
+    SkippedRun,
+    Sweep,
+    is_sweep_folder,
+    read_sweep,
+    write_sweep,
+)
 from hpc_parallel.shell import complain
 from hpc_parallel.sweep import sweep_table
 from hpc_parallel.sweep.plan import OF_THE_SWEEP
 from hpc_parallel.sweep.start import open_folder
 from hpc_parallel.sweep.trial import RunFailedError, Trial, key_of, read_result
 
-RESULTS = "optimization_results.yaml"  # of Hydra's plugins for Optuna, Ax and Nevergrad
-_COUNTING = ("objective", "wait")  # keys of `sweep.` that count; each run is waited for in any case
+RESULTS = "optimization_results.yaml"  # written by Hydra's plugins for Optuna, Ax and Nevergrad
+_ALLOWED = ("objective", "wait")  # keys of `sweep.` that are allowed; every run is waited for anyway
 
 
 def guide(
@@ -43,79 +50,95 @@ def guide(
     extra_dir: str | None,
     earlier: Path | None = None,
 ) -> int:
-    """Let Hydra sweep, each run being followed to its end; returns the exit code.
+    """Let Hydra sweep, and follow each run to its end. Returns the exit code.
 
-    `words`: overrides; `earlier`: the folder of `sweep.resume`. Raises ConfigError where nothing ran, and
-    KeyboardInterrupt.
+    words: overrides; earlier: the folder of `sweep.resume`.
+
+    Raises ConfigError if nothing ran, and KeyboardInterrupt.
     """
     with composing(config_dir, extra_dir=extra_dir):
-        loader = GlobalHydra.instance().config_loader()
-        whole = loader.load_configuration(config_name, list(words), run_mode=RunMode.MULTIRUN)
-        wanted = objectives(whole.sweep.objective)
-        folder = Path(os.path.expanduser(str(whole.hydra.sweep.dir))).absolute()
-        params = [f"{key}={value}" for key, value in (whole.hydra.sweeper.get("params") or {}).items()]
-        trials = Trials(config_name)
-        problems, first = try_each([*params, *words], trials=trials, sweep=True)
-        fixed = [word for word in [*params, *words] if word in first]
-        with suppress(UnresolvedError):  # the sweeper may have what is missing
-            config = resolve(trials.compose(first))[0]
-            problems += _problems(config, words=words, fixed=fixed, folder=folder, earlier=earlier)
+        scope, problems = _check(words, config_name=config_name, earlier=earlier)
     if problems:
         others = diagnose(
             words, config_dir=config_dir, config_name=config_name, extra_dir=extra_dir, sweep=True
         )
-        known = {str(each): each for each in [*problems, *others]}
-        raise ConfigError(in_order(list(known.values()), words))
-    _open(folder, command)
-    trial = Trial(folder, frozenset(map(key_of, fixed)), extra_dir)
+        unique = {str(problem): problem for problem in [*problems, *others]}
+        raise ConfigError(in_order(list(unique.values()), words))
+    _open(scope.folder, command)
+    trial = Trial(scope.folder, frozenset(map(key_of, scope.fixed)), extra_dir)
     stopped: Exception | None = None
     try:
         with composing(config_dir, extra_dir=extra_dir):
-            sweeping = GlobalHydra.instance().hydra
-            assert sweeping is not None
-            sweeping.multirun(config_name, trial, [*words, f"hydra.sweep.dir={quoted(folder)}"])
+            hydra = GlobalHydra.instance().hydra
+            assert hydra is not None
+            hydra.multirun(config_name, trial, [*words, f"hydra.sweep.dir={quoted(scope.folder)}"])
     except KeyboardInterrupt:
         with suppress(ConfigError):  # nothing ran yet
-            _tell(trial, None, wanted=wanted)
+            _report(trial, None, names=scope.objectives)
         raise
     except Exception as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":  # Hydra's own switch
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":  # Hydra's switch for tracebacks
             raise
         stopped = error
-    return _tell(trial, stopped, wanted=wanted)
+    return _report(trial, stopped, names=scope.objectives)
 
 
-def _problems(
-    config: RunConfig, *, words: Sequence[str], fixed: Sequence[str], folder: Path, earlier: Path | None
-) -> Found:
-    """What none of the sweeper's runs can be, by the one of the first values; `fixed`: said of all alike."""
+@dataclass(frozen=True)
+class _Scope:
+    """What is known about a sweep before its runs are chosen."""
+
+    folder: Path
+    objectives: Sequence[str]
+    fixed: Sequence[str]  # overrides that are the same for all runs
+
+
+def _check(
+    words: Sequence[str], *, config_name: str, earlier: Path | None
+) -> tuple[_Scope, list[Problem | str]]:
+    """Compose the sweep and its first run; return its scope and the problems that all runs have."""
+    loader = GlobalHydra.instance().config_loader()
+    composed = loader.load_configuration(config_name, list(words), run_mode=RunMode.MULTIRUN)
+    names = objectives(composed.sweep.objective)
+    folder = Path(os.path.expanduser(str(composed.hydra.sweep.dir))).absolute()
+    params = [f"{key}={value}" for key, value in (composed.hydra.sweeper.get("params") or {}).items()]
+    trials = Trials(config_name)
+    problems, first = try_each([*params, *words], trials=trials, sweep=True)
+    scope = _Scope(folder, names, fixed=[word for word in [*params, *words] if word in first])
+    with suppress(UnresolvedError):  # the sweeper may provide what is missing
+        config = resolve(trials.compose(first))[0]
+        problems += _problems(config, words=words, scope=scope, earlier=earlier)
+    return scope, problems
+
+
+def _problems(config: RunConfig, *, words: Sequence[str], scope: _Scope, earlier: Path | None) -> Found:
+    """Problems of all the sweeper's runs, found with the first values of the swept keys."""
     for word in words:
-        if word.startswith(OF_THE_SWEEP) and word not in fixed:
+        if word.startswith(OF_THE_SWEEP) and word not in scope.fixed:
             key, _, value = word.partition("=")
-            rule = "has several values, and counts for the sweep as a whole"
+            rule = "has several values, but applies to the whole sweep"
             yield Problem(key, value, rule, (value.partition(",")[0],))
-    own = SweepConfig()
-    for key in (each.name for each in fields(SweepConfig) if each.name not in _COUNTING):
-        if (value := getattr(config.sweep, key)) != getattr(own, key):
-            rule = "does not count with another sweeper, launcher or callback of Hydra's: that one decides"
-            yield Problem(f"sweep.{key}", value, rule, (getattr(own, key),))
+    defaults = SweepConfig()
+    for key in (field.name for field in fields(SweepConfig) if field.name not in _ALLOWED):
+        if (value := getattr(config.sweep, key)) != getattr(defaults, key):
+            rule = "has no effect with another Hydra sweeper, launcher or callback, which decides itself"
+            yield Problem(f"sweep.{key}", value, rule, (getattr(defaults, key),))
     if earlier is not None:
-        rule = "holds runs that another sweeper chose, and it alone can go on with them"
+        rule = "holds runs that another sweeper chose, and only that sweeper can continue them"
         yield Problem("sweep.resume", earlier, f"{rule} (Optuna: hydra.sweeper.storage, study_name)", (None,))
     yield from objective_problems(config)
     if config.launcher.kind == "script":
-        yield Problem("launcher.kind", "script", "gives a sweeper nothing back", ("slurm", "local"))
+        yield Problem("launcher.kind", "script", "returns no result to a sweeper", ("slurm", "local"))
     if config.dry_run:
-        rule = "can't show runs that a sweeper chooses by the results of others"
+        rule = "can't show runs that a sweeper chooses from the results of others"
         yield Problem("dry_run", True, rule, (False,))
     if config.resume is not None:
-        yield Problem("resume", config.resume, "goes on with one run, and a sweeper starts several", (None,))
-    if any(word.startswith("run_dir=") and "${" not in word for word in fixed):
-        rule = "is the same for every run of the sweep, and each needs a folder of its own"
+        yield Problem("resume", config.resume, "continues one run, but a sweeper starts several", (None,))
+    if any(word.startswith("run_dir=") and "${" not in word for word in scope.fixed):
+        rule = "is the same for every run of the sweep, but each run needs its own folder"
         yield Problem("run_dir", config.run_dir, rule, (None,))
-    if earlier is None and is_sweep_folder(folder):
-        rule = "holds a sweep already, and another sweeper begins a new one"
-        yield Problem("hydra.sweep.dir", folder, rule, (f"{folder}-2",))
+    if earlier is None and is_sweep_folder(scope.folder):
+        rule = "already holds a sweep, but another sweeper starts a new one"
+        yield Problem("hydra.sweep.dir", scope.folder, rule, (f"{scope.folder}-2",))
 
 
 def _open(folder: Path, command: Sequence[str]) -> None:
@@ -123,31 +146,26 @@ def _open(folder: Path, command: Sequence[str]) -> None:
     write_sweep(folder, Sweep(tuple(command), f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", None))
 
 
-def _tell(trial: Trial, stopped: Exception | None, *, wanted: Sequence[str]) -> int:
-    """What ran, what the sweeper made of it, and what stopped it; returns the exit code.
+def _report(trial: Trial, stopped: Exception | None, *, names: Sequence[str]) -> int:
+    """Print the runs, the sweeper's results and what stopped it. Returns the exit code.
 
-    Raises ConfigError where nothing ran.
+    names: the objectives.
+
+    Raises ConfigError if nothing ran.
     """
     folder, fixed = trial.folder, trial.fixed
     sweep = read_sweep(folder)
     if not sweep.runs:
-        _remove(folder)
-        if isinstance(stopped, SiteRefusedError):
-            complain([stopped])
-            return REFUSED
-        reasons: list[Problem | str] = [problem for each in sweep.skipped for problem in each.problems]
-        if stopped is not None and not reasons:
-            reasons = [_line(stopped)]
-        raise ConfigError(list(dict.fromkeys(reasons)) or ["the sweeper asked for no run"])
+        return _report_nothing(folder, sweep.skipped, stopped)
     rows, failed = [], False
     for run in sweep.runs:
-        result = read_result(run.run_dir, wanted=wanted)
-        found = [f"{result.figures[name]:.6g}" if name in result.figures else "" for name in wanted]
-        label = " ".join(word for word in run.overrides if key_of(word) not in fixed)
-        rows.append((os.path.relpath(run.run_dir), label, *found, result.failure or "completed"))
+        result = read_result(run.run_dir, names=names)
+        figures = [f"{result.figures[name]:.6g}" if name in result.figures else "" for name in names]
+        label = " ".join(override for override in run.overrides if key_of(override) not in fixed)
+        rows.append((os.path.relpath(run.run_dir), label, *figures, result.failure or "completed"))
         failed = failed or result.failure is not None
     print(flush=True)
-    sweep_table.console().print(sweep_table.table(("run", "overrides", *wanted, "state"), rows))
+    sweep_table.console().print(sweep_table.table(("run", "overrides", *names, "state"), rows))
     for line in sweep_table.skipped(sweep.skipped, [run.overrides for run in sweep.runs]):
         print(line)
     if (results := folder / RESULTS).is_file():
@@ -160,8 +178,20 @@ def _tell(trial: Trial, stopped: Exception | None, *, wanted: Sequence[str]) -> 
     return FAILED if failed or stopped is not None else DONE
 
 
+def _report_nothing(folder: Path, skipped: Sequence[SkippedRun], stopped: Exception | None) -> int:
+    """Remove the folder of a sweep without runs; raise ConfigError, or return REFUSED if the site refused."""
+    _remove(folder)
+    if isinstance(stopped, SiteRefusedError):
+        complain([stopped])
+        return REFUSED
+    reasons: list[Problem | str] = [problem for run in skipped for problem in run.problems]
+    if stopped is not None and not reasons:
+        reasons = [_line(stopped)]
+    raise ConfigError(list(dict.fromkeys(reasons)) or ["the sweeper started no run"])
+
+
 def _line(error: Exception) -> str:
-    """Ours say what is the matter; of others also the kind, and how to see more."""
+    """Our errors explain themselves; others are shown with their class and a hint for the traceback."""
     text = " ".join(str(error).split())
     if isinstance(error, ConfigError | RunFailedError | SiteRefusedError):
         return text
@@ -169,9 +199,9 @@ def _line(error: Exception) -> str:
 
 
 def _remove(folder: Path) -> None:
-    """Take away a sweep folder in which nothing ran, with what Hydra wrote there, and parents left empty."""
+    """Remove a sweep folder in which nothing ran, with Hydra's file in it, and parents that become empty."""
     for name in (MANIFEST, "multirun.yaml"):
         (folder / name).unlink(missing_ok=True)
-    with suppress(OSError):  # one that holds something stays
+    with suppress(OSError):  # a folder that is not empty stays
         for empty in (folder, folder.parent, folder.parent.parent):
             empty.rmdir()

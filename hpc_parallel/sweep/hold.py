@@ -1,4 +1,4 @@
-"""One start of a sweep at a time: of two at once, both would start the same runs."""
+"""Allow one start of a sweep at a time: two at once would both start the same runs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from hpc_parallel.record.run_folder import RunFolder
 
 @contextmanager
 def held(folder: Path, *, key: str) -> Iterator[None]:
-    """Own the sweep folder, until its runs have owners of their own (`release`) or, at the latest, the end.
+    """Own the sweep folder until the end of the block, or until its runs have owners (`release`).
 
-    By `owner.json`, as a run is. Raises ConfigError that names who holds it; key: what named the folder.
+    The owner is recorded in `owner.json`, as for a run.
+
+    key: the setting that named the folder.
+
+    Raises ConfigError that names the owner.
     """
-    place = RunFolder(folder)
+    owned = RunFolder(folder)
     try:
-        owner.claim(place)
+        owner.claim(owned)
     except owner.OwnedError as error:
-        is_elsewhere = " on " in str(error).partition(", as ")[2]  # and not to be seen from here
-        rule = f"{error}" + f". If that is gone: rm {place.owner}" * is_elsewhere
+        on_other_host = " on " in str(error).partition(", as ")[2]  # this host can't see whether it runs
+        rule = f"{error}" + f". If that is gone: rm {owned.owner}" * on_other_host
         raise ConfigError([Problem(key, folder, rule)]) from error
     except OSError as error:
         rule = f"can't be written: {error.strerror or error}"
@@ -34,6 +38,6 @@ def held(folder: Path, *, key: str) -> Iterator[None]:
 
 
 def release(folder: Path) -> None:
-    """Where this process owns it: else another start may have begun."""
+    """Give up ownership, if this process has it: otherwise another start may have begun."""
     if folder.is_dir():
         owner.release(RunFolder(folder))

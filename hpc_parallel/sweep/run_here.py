@@ -1,4 +1,4 @@
-"""A sweep on this machine: run after run, or several at once, in one display."""
+"""Run a sweep on this machine: one run after another, or several at once, in one display."""
 
 from __future__ import annotations
 
@@ -7,54 +7,73 @@ from collections import deque
 
 from hpc_parallel.launch.local_launcher import PERIOD_S, Agent, counting_signals
 from hpc_parallel.record import owner
-from hpc_parallel.sweep.earlier import to_go_on
+from hpc_parallel.sweep.earlier import resume_command
 from hpc_parallel.sweep.plan import PlannedRun, SweepPlan
 from hpc_parallel.sweep.view import SweepView
-from hpc_parallel.sweep.write import each_of, take_back
+from hpc_parallel.sweep.write import for_each, take_back
 
 
 def run_all(plan: SweepPlan) -> int:
-    """Run what is written; returns 0 if all completed, else 1. One failure does not stop the others.
+    """Run all planned runs, whose folders exist. A failed run does not stop the others.
 
-    The first Ctrl-C (or SIGTERM) ends what runs in order and starts nothing more, the second kills at once;
-    then KeyboardInterrupt is raised. A run that is cancelled before its turn is passed over.
+    The first Ctrl-C or SIGTERM lets active runs save and end and starts no more; the second kills at once.
+    Then KeyboardInterrupt is raised. A run that is cancelled before its turn is skipped.
+
+    Returns 0 if all runs completed, else 1.
     """
-    each_of(lambda planned: owner.queue(planned.run.folder), plan.runs)
-    most = plan.settings.parallelism or 1
-    waiting = deque(plan.runs)
-    going: dict[PlannedRun, Agent] = {}
-    completed = True
-    with counting_signals() as asked, SweepView(len(plan.runs)) as view:
-        heeded = 0
-        try:
-            while going or (waiting and not asked):
-                while waiting and len(going) < most and not asked:
-                    planned = waiting.popleft()
-                    if not owner.take_turn(planned.run.folder):
-                        view.pass_over(planned)
-                        completed = False
-                        continue
-                    view.start(planned)
-                    going[planned] = Agent(planned.run.folder, variables=planned.run.variables)
-                if len(asked) > heeded:
-                    heeded = len(asked)
-                    view.say("stopping; Ctrl-C again kills at once")
-                    for agent in going.values():
-                        agent.stop(asked)
-                for planned in [each for each, agent in going.items() if agent.has_ended()]:
-                    going.pop(planned).end(cancelled=bool(asked))
-                    completed = view.end(planned) and completed
-                for planned in going:
-                    view.poll(planned)
-                time.sleep(PERIOD_S)
-        finally:
-            for agent in going.values():
-                agent.end(cancelled=True)
-        view.say(f"{view.last_word()}" + f", {len(waiting)} not started" * bool(waiting))
+    for_each(lambda planned: owner.queue(planned.run.folder), plan.runs)
+    with counting_signals() as signals, SweepView(len(plan.runs)) as view:
+        runner = _Runner(plan, view=view, signals=signals)
+        runner.run()
+        waiting = runner.waiting
+        view.say(f"{view.counts()}" + f", {len(waiting)} not started" * bool(waiting))
         view.say(f"sweep folder  {plan.folder}")
-        if waiting or not completed:
-            view.say(f"to go on      {to_go_on(plan.folder)}")
-    if asked:
+        if waiting or not runner.completed:
+            view.say(f"to resume     {resume_command(plan.folder)}")
+    if signals:
         take_back(planned.run for planned in waiting)
         raise KeyboardInterrupt
-    return 0 if completed else 1
+    return 0 if runner.completed else 1
+
+
+class _Runner:
+    def __init__(self, plan: SweepPlan, *, view: SweepView, signals: list[int]) -> None:
+        self.waiting = deque(plan.runs)
+        self.active: dict[PlannedRun, Agent] = {}
+        self.completed = True  # all runs so far
+        self._limit = plan.settings.parallelism or 1
+        self._view = view
+        self._signals = signals  # received so far
+
+    def run(self) -> None:
+        handled = 0
+        try:
+            while self.active or (self.waiting and not self._signals):
+                self._start_waiting()
+                if len(self._signals) > handled:
+                    handled = len(self._signals)
+                    self._view.say("stopping; Ctrl-C again kills at once")
+                    for agent in self.active.values():
+                        agent.stop(self._signals)
+                self._end_finished()
+                for planned in self.active:
+                    self._view.poll(planned)
+                time.sleep(PERIOD_S)
+        finally:
+            for agent in self.active.values():
+                agent.end(cancelled=True)
+
+    def _start_waiting(self) -> None:
+        while self.waiting and len(self.active) < self._limit and not self._signals:
+            planned = self.waiting.popleft()
+            if owner.take_turn(planned.run.folder):
+                self._view.start(planned)
+                self.active[planned] = Agent(planned.run.folder, variables=planned.run.variables)
+            else:
+                self._view.skip(planned)
+                self.completed = False
+
+    def _end_finished(self) -> None:
+        for planned in [planned for planned, agent in self.active.items() if agent.has_ended()]:
+            self.active.pop(planned).end(cancelled=bool(self._signals))
+            self.completed = self._view.end(planned) and self.completed

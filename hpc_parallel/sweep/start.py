@@ -1,4 +1,4 @@
-"""A planned sweep from its folder to its submission, or to its end on this machine."""
+"""Start a planned sweep: write its folders, then submit it or run it on this machine."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hpc_parallel.record.sweep_folder import create, write_sweep
 from hpc_parallel.record.trust import require_trusted
 from hpc_parallel.shell import complain
 from hpc_parallel.sweep import sweep_table
-from hpc_parallel.sweep.earlier import to_go_on
+from hpc_parallel.sweep.earlier import resume_command
 from hpc_parallel.sweep.hold import held, release
 from hpc_parallel.sweep.plan import SweepPlan, folder_problems
 from hpc_parallel.sweep.write import take_back, write_runs
 
 
 def start(plan: SweepPlan) -> int:
-    """Run or submit the plan; returns the exit code. Raises ConfigError where nothing was started."""
+    """Run or submit the plan and return the exit code. Raises ConfigError if nothing was started."""
     for line in sweep_table.notes(plan):
         print(line)
     if not plan.runs:
@@ -51,7 +51,7 @@ def start(plan: SweepPlan) -> int:
         except (ConfigError, KeyboardInterrupt):
             if plan.earlier is None:
                 release(plan.folder)
-                with suppress(OSError):  # it was there before, and holds something
+                with suppress(OSError):  # it existed before and is not empty
                     plan.folder.rmdir()
             raise
         if kind == "local":
@@ -62,9 +62,9 @@ def start(plan: SweepPlan) -> int:
 
 
 def write(plan: SweepPlan) -> None:
-    """Every run folder and the manifest.
+    """Write every run folder and the manifest.
 
-    Raises ConfigError if one can't be made, or if others could replace what runs; then none is left.
+    Raises ConfigError if one can't be created, or if others could replace what runs; then none remains.
     """
     shared_folder = plan.runs[0].run.config.launcher.shared_folder
     require_trusted(plan.folder, key="hydra.sweep.dir", shared_folder=shared_folder)
@@ -79,7 +79,7 @@ def write(plan: SweepPlan) -> None:
 
 
 def open_folder(folder: Path) -> None:
-    """Raises ConfigError where the sweep folder can't be made."""
+    """Create the sweep folder. Raises ConfigError if that fails."""
     try:
         create(folder)
     except OSError as error:
@@ -88,11 +88,11 @@ def open_folder(folder: Path) -> None:
 
 
 def submit(plan: SweepPlan) -> int:
-    """To Slurm, one array a shape; returns once submitted, or with `sweep.wait` when all have ended."""
+    """Submit the runs to Slurm as arrays; with `sweep.wait`, wait until all have ended."""
     from hpc_parallel.sweep.arrays import submit as submit_arrays
 
     jobs, refusals = submit_arrays(plan)
-    release(plan.folder)  # its jobs own their runs
+    release(plan.folder)  # the jobs now own their runs
     states = job_states(list(jobs.values()))
     sweep_table.console().print(sweep_table.submitted(plan, jobs, states, word="refused"))
     complain(refusals)
@@ -100,7 +100,7 @@ def submit(plan: SweepPlan) -> int:
     if jobs:
         print(f"follow        {command_on(plan.folder, 'status', '--watch')}")
         print(f"cancel        {command_on(plan.folder, 'cancel')}")
-    print(f"if some fail  {to_go_on(plan.folder)}", flush=True)
+    print(f"if some fail  {resume_command(plan.folder)}", flush=True)
     if refusals:
         return REFUSED
     if not plan.settings.wait:
@@ -111,7 +111,7 @@ def submit(plan: SweepPlan) -> int:
 
 
 def write_scripts(plan: SweepPlan) -> int:
-    """A batch script a run, to be submitted by hand."""
+    """Write one batch script per run, which the user submits."""
     try:
         for planned in plan.runs:
             ScriptLauncher().write_script(planned.run)
@@ -123,7 +123,7 @@ def write_scripts(plan: SweepPlan) -> int:
 
 
 def preview(plan: SweepPlan, *, kind: str, launcher: Launcher) -> int:
-    """All batch scripts, when Slurm would start them, and what they may use; writes nothing."""
+    """Print all batch scripts, Slurm's estimate of their start, and their resources; write nothing."""
     runs = [planned.run for planned in plan.runs]
     if kind != "slurm":
         for number, planned in enumerate(plan.runs):
@@ -146,11 +146,11 @@ def preview(plan: SweepPlan, *, kind: str, launcher: Launcher) -> int:
 
 
 def estimate(script: str) -> str:
-    """When Slurm would start this script, in its own words, or why it would not; nothing is submitted."""
+    """Slurm's message about when it would start this script, or why not; nothing is submitted."""
     try:
-        tried = subprocess.run(
+        process = subprocess.run(
             ["sbatch", "--test-only"], input=script, capture_output=True, text=True, timeout=20
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"no estimate of its start: {error}"
-    return " ".join(tried.stderr.split()) or "Slurm gives no estimate of its start"
+    return " ".join(process.stderr.split()) or "Slurm gives no estimate of its start"

@@ -1,4 +1,4 @@
-"""What a sweep is and became, as tables."""
+"""Tables and notes about the runs of a sweep."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from hpc_parallel.record.job_state import JobState
 from hpc_parallel.record.sweep_folder import SkippedRun, common
 from hpc_parallel.sweep.plan import SweepPlan
 
-_WIDE = 100_000  # into a file or a pipe, nothing is cut or folded
+_UNLIMITED = 100_000  # columns: in a file or a pipe, nothing is truncated or wrapped
 
 
 def console() -> Console:
-    shown = Console(highlight=False)
-    return shown if shown.is_terminal else Console(highlight=False, width=_WIDE)
+    """A console that wraps lines only on a terminal."""
+    default = Console(highlight=False)
+    return default if default.is_terminal else Console(highlight=False, width=_UNLIMITED)
 
 
 def submitted(
     plan: SweepPlan, jobs: Mapping[Path, str], states: Mapping[str, JobState], *, word: str = ""
 ) -> Table:
-    """Run, overrides, nodes, job id, state; `word`: the state of runs without a job."""
+    """A table of run, overrides, nodes, job id and state. word: the state of runs without a job."""
     rows: list[Sequence[str]] = []
     for planned in plan.runs:
         path = planned.run.folder.path
         job = jobs.get(path, "")
         state = str(states.get(job, "submitted")) if job else word
-        where = os.path.relpath(path) if job or word != "refused" else ""
-        rows.append((where, planned.label, str(planned.run.config.nodes), job, state))
+        run_dir = os.path.relpath(path) if job or word != "refused" else ""
+        rows.append((run_dir, planned.label, str(planned.run.config.nodes), job, state))
     for kept in plan.kept:
         label, job = " ".join(kept.swept), kept.run.job_id or ""
         rows.append((os.path.relpath(kept.run.run_dir), label, str(kept.run.nodes), job, kept.state))
@@ -40,30 +41,29 @@ def submitted(
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Plain columns; a value is shown as it is (no markup) and whole."""
-    made = Table(box=None, pad_edge=False, header_style="bold")
+    """A table of plain columns; values are shown complete and without markup."""
+    plain = Table(box=None, pad_edge=False, header_style="bold")
     for name in head:
-        made.add_column(name, justify="right" if name == "nodes" else "left", overflow="fold")
+        plain.add_column(name, justify="right" if name == "nodes" else "left", overflow="fold")
     for row in rows:
-        made.add_row(*(Text(cell) for cell in row))
-    return made
+        plain.add_row(*(Text(cell) for cell in row))
+    return plain
 
 
 def notes(plan: SweepPlan) -> list[str]:
-    """Lines on what was left out: each impossible combination with its reasons, and duplicates."""
-    lines = skipped(plan.skipped, [each.overrides for each in plan.runs])
+    """Lines about what was left out: impossible combinations with their reasons, and duplicates."""
+    lines = skipped(plan.skipped, [planned.overrides for planned in plan.runs])
     if plan.duplicates:
         lines.append(f"dropped {plan.duplicates} duplicate{'s' * (plan.duplicates > 1)}")
     return lines
 
 
-def skipped(left_out: Sequence[SkippedRun], runs: Sequence[Sequence[str]]) -> list[str]:
-    """Lines on impossible combinations; `runs`: the overrides of those that are possible."""
-    count = len(left_out)
-    lines = [f"skipped {count} combination{'s' * (count > 1)} that can't run:"] if left_out else []
-    all_of_them = [each.overrides for each in left_out]
-    fixed = common([*all_of_them, *runs])
-    for each in left_out:
-        words = " ".join(word for word in each.overrides if word not in fixed)
-        lines += [f"  {words or ' '.join(each.overrides)}: {problem}" for problem in each.problems]
+def skipped(impossible: Sequence[SkippedRun], runs: Sequence[Sequence[str]]) -> list[str]:
+    """Lines about impossible combinations. runs: the overrides of the possible ones."""
+    count = len(impossible)
+    lines = [f"skipped {count} combination{'s' * (count > 1)} that can't run:"] if impossible else []
+    fixed = common([*(run.overrides for run in impossible), *runs])
+    for run in impossible:
+        distinct = " ".join(override for override in run.overrides if override not in fixed)
+        lines += [f"  {distinct or ' '.join(run.overrides)}: {problem}" for problem in run.problems]
     return lines

@@ -1,4 +1,4 @@
-"""One run that another sweeper asks for: launched, waited for, and its figure handed back."""
+"""One run that another sweeper requests: launch it, wait for it, and return its objective."""
 
 from __future__ import annotations
 
@@ -17,57 +17,56 @@ from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.recorded import number, read_run
 from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, change_sweep
-from hpc_parallel.sweep.plan import PlannedRun, own
+from hpc_parallel.sweep.plan import PlannedRun, run_overrides
 
 
 class RunFailedError(RuntimeError):
-    """A run without the figure that the sweeper waits for; the message says which and why."""
+    """A run has no value for the sweeper; the message names the run and the reason."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Hydra's task function. Plain values alone: some launchers send it to other processes.
+    """Hydra's task function, with plain values only because some launchers send it to other processes."""
 
-    `folder`: of the sweep; `fixed`: keys that are alike in all runs; `config_dir`: the user's own files.
-    """
-
-    folder: Path
-    fixed: frozenset[str]
-    config_dir: str | None
+    folder: Path  # of the sweep
+    fixed: frozenset[str]  # keys with the same value in all runs
+    config_dir: str | None  # the user's own configuration files
 
     def __call__(self, composed: DictConfig) -> float | list[float]:
-        """The run's `sweep.objective`, a list where that is one.
+        """Run the configuration and return its `sweep.objective`; a list if that is a list.
 
-        Raises ConfigError where it can't run, SiteRefusedError, RunFailedError, and KeyboardInterrupt where
-        the user ended it: these are the sweeper's to deal with.
+        The sweeper handles all exceptions.
+
+        Raises ConfigError if it can't run, SiteRefusedError, RunFailedError, and KeyboardInterrupt if the
+        user cancelled it.
         """
-        register()  # where a launcher of Hydra's has begun another process
+        register()  # needed if a launcher of Hydra has started another process
         hydra = HydraConfig.get()
-        words = OmegaConf.to_container(hydra.overrides.task, resolve=False)
-        assert isinstance(words, list)
-        words = own(words)
-        chosen = tuple(word for word in words if key_of(word) not in self.fixed)
-        print(f"\nrun {hydra.job.num} of the sweep: {' '.join(chosen) or 'as said'}", flush=True)
+        overrides = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+        assert isinstance(overrides, list)
+        overrides = run_overrides(overrides)
+        chosen = tuple(override for override in overrides if key_of(override) not in self.fixed)
+        print(f"\nrun {hydra.job.num} of the sweep: {' '.join(chosen) or 'no overrides'}", flush=True)
         try:
-            planned = PlannedRun(self._prepare(composed, words), tuple(words), chosen)
-            found = self._follow(planned)
+            planned = PlannedRun(self._prepare(composed, overrides), tuple(overrides), chosen)
+            values = self._launch(planned)
         except (ConfigError, SiteRefusedError) as error:
             reasons = error.problems if isinstance(error, ConfigError) else [error]
-            skipped = SkippedRun(tuple(words), tuple(map(str, reasons)))
+            skipped = SkippedRun(tuple(overrides), tuple(map(str, reasons)))
             change_sweep(self.folder, lambda sweep: replace(sweep, skipped=(*sweep.skipped, skipped)))
             print("can't run", flush=True)
             raise
-        return found if isinstance(planned.run.config.sweep.objective, list) else found[0]
+        return values if isinstance(planned.run.config.sweep.objective, list) else values[0]
 
-    def _prepare(self, composed: DictConfig, words: Sequence[str]) -> PreparedRun:
+    def _prepare(self, composed: DictConfig, overrides: Sequence[str]) -> PreparedRun:
         composed.launcher.wait = True
-        run = prepare(composed, overrides=words, config_dir=self.config_dir)
+        run = prepare(composed, overrides=overrides, config_dir=self.config_dir)
         if problems := list(objective_problems(run.config)):
             raise ConfigError(problems)
         return run
 
-    def _follow(self, planned: PlannedRun) -> list[float]:
-        """Launch it, and wait for its figures."""
+    def _launch(self, planned: PlannedRun) -> list[float]:
+        """Launch the run, wait for its end, and return its figures."""
         run, path = planned.run, planned.run.folder.path
         launcher, choice = choose(run.config.launcher.kind)
         print(f"{run}\n{choice}", flush=True)
@@ -81,38 +80,39 @@ class Trial:
         job = next(iter(ended.job_ids[-1:]), None)
         if job is not None:
             change_sweep(self.folder, lambda sweep: _with_job(sweep, path, job))
-        if (ended.summary or {}).get("outcome") == "cancelled":  # as a run on this machine says it
+        if (ended.summary or {}).get("outcome") == "cancelled":  # recorded by a run on this machine
             raise KeyboardInterrupt
-        result = read_result(path, wanted=objectives(run.config.sweep.objective))
+        result = read_result(path, names=objectives(run.config.sweep.objective))
         if result.failure is not None:
             raise RunFailedError(f"{result.failure}: {path}")
         print(", ".join(f"{name} = {value}" for name, value in result.figures.items()), flush=True)
         return list(result.figures.values())
 
 
-def key_of(word: str) -> str:
-    return word.partition("=")[0]
+def key_of(override: str) -> str:
+    """The key of an override."""
+    return override.partition("=")[0]
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run has for the sweeper; `failure`: why it has not all of it."""
+    """The figures of a run for the sweeper."""
 
     figures: dict[str, float]
-    failure: str | None
+    failure: str | None  # why figures are missing
 
 
-def read_result(path: Path, *, wanted: Sequence[str]) -> Result:
-    """Of the run in the folder `path`; the figures of one that did not complete count for nothing."""
+def read_result(path: Path, *, names: Sequence[str]) -> Result:
+    """Read the named figures of the run in `path`; a run that did not complete has none."""
     run = read_run(path)
     summary = run.summary or {}
     outcome = summary.get("outcome", "unfinished")
     if outcome != "completed":
         return Result({}, (run.failure or {}).get("line") or str(outcome))
-    read = {name: number(summary.get(name)) for name in wanted}
-    found = {name: value for name, value in read.items() if value is not None}
-    missing = [name for name in wanted if name not in found]
-    return Result(found, f"completed without {' and '.join(missing)}" if missing else None)
+    values = {name: number(summary.get(name)) for name in names}
+    figures = {name: value for name, value in values.items() if value is not None}
+    missing = [name for name in names if name not in figures]
+    return Result(figures, f"completed without {' and '.join(missing)}" if missing else None)
 
 
 def _without(sweep: Sweep, path: Path) -> Sweep:

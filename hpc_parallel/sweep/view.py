@@ -1,4 +1,4 @@
-"""How many runs go on at once, in one display: a bar for each that runs, one for all."""
+"""Show several runs in one display: one bar for each active run, and one for all runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpc_parallel.sweep.plan import PlannedRun
 class SweepView:
     """Shows runs from their start to their end; a context manager.
 
-    On a terminal the runs that go on have a bar each; elsewhere each start and end is a line.
+    On a terminal each active run has a bar; otherwise each start and end is a line.
     """
 
     def __init__(self, count: int, *, console: Console | None = None) -> None:
@@ -34,7 +34,7 @@ class SweepView:
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._whole = self._bars.add_task(f"0 of {count} ended", total=count)
+        self._total = self._bars.add_task(f"0 of {count} ended", total=count)
 
     def __enter__(self) -> SweepView:
         self._bars.start()
@@ -46,14 +46,14 @@ class SweepView:
         self._bars.stop()
 
     def start(self, planned: PlannedRun, note: str = "starting") -> None:
-        """The run has been started, or waits in a queue."""
+        """Add a run that was started or waits in a queue."""
         path = planned.run.folder.path
         self._readers[path] = MetricsReader(planned.run.folder.metrics)
         self._tasks[path] = self._bars.add_task(f"{planned.label}: {note}", total=planned.run.steps)
         self.note(planned, note)
 
     def note(self, planned: PlannedRun, note: str) -> None:
-        """What it waits for, or its job's state; told once for each change."""
+        """Show what a run waits for, or its job's state; each change is printed once."""
         path = planned.run.folder.path
         if self._notes.get(path) == note:
             return
@@ -63,41 +63,42 @@ class SweepView:
             self.say(f"{planned.label}: {note}")
 
     def poll(self, planned: PlannedRun) -> None:
-        """Show the newest of its logged steps."""
+        """Show the newest logged step of a run."""
         path = planned.run.folder.path
         if lines := self._readers[path].read():
             text = f"{planned.label}: {describe(lines[-1], steps=planned.run.steps)}"
             self._bars.update(self._tasks[path], description=text, completed=lines[-1]["step"])
 
     def end(self, planned: PlannedRun) -> bool:
-        """Tell how it ended, in one line, a failure with its cause; returns whether it completed."""
+        """Print how a run ended, with the cause of a failure. Returns whether it completed."""
         self.poll(planned)
         self._bars.remove_task(self._tasks.pop(planned.run.folder.path))
-        outcome, line = how_it_ended(planned.run.folder)
-        self._tell(planned, outcome, line)
+        outcome, line = outcome_line(planned.run.folder)
+        self._print_end(planned, outcome, line)
         return outcome == "completed"
 
-    def pass_over(self, planned: PlannedRun) -> None:
-        """Tell that it was cancelled before it began."""
-        self._tell(planned, "cancelled", "cancelled before its turn")
+    def skip(self, planned: PlannedRun) -> None:
+        """Print that a run was cancelled before it started."""
+        self._print_end(planned, "cancelled", "cancelled before its turn")
 
-    def _tell(self, planned: PlannedRun, outcome: str, line: str) -> None:
+    def _print_end(self, planned: PlannedRun, outcome: str, line: str) -> None:
         self._ended.append(outcome)
         text = f"{len(self._ended)} of {self._count} ended"
-        self._bars.update(self._whole, completed=len(self._ended), description=text)
+        self._bars.update(self._total, completed=len(self._ended), description=text)
         self.say(f"[{len(self._ended)}/{self._count}] {planned.label}: {line}")
 
     def say(self, text: str) -> None:
+        """Print a line above the bars."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def last_word(self) -> str:
-        """How many ended how: `5 completed, 1 failed`."""
+    def counts(self) -> str:
+        """The number of runs by outcome: `5 completed, 1 failed`."""
         counts = {outcome: self._ended.count(outcome) for outcome in dict.fromkeys(sorted(self._ended))}
         return ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
 
 
-def how_it_ended(folder: RunFolder) -> tuple[str, str]:
-    """Its outcome, and one line that tells it with the loss or the cause."""
+def outcome_line(folder: RunFolder) -> tuple[str, str]:
+    """The outcome of a run, and one line with the outcome and the loss or the cause."""
     summary = read_json(folder.summary) or {"outcome": "failed"}
     outcome = str(summary["outcome"])
     if outcome == "failed" and (failure := read_json(folder.failure)) is not None:

@@ -161,7 +161,7 @@ WRONG_FOR_ALL = {
         (["task=infer"], ["sweep.objective = final_loss is no figure of task=infer, which has latency_s"]),
         (
             ["sweep.objective=final_loss,step_time_s"],
-            ["has several values, and counts for"],
+            ["has several values, but applies to"],
         ),
         (["nodez=1,2", "strategy=glob(*sdp)", "data=text,txt"], ["Try nodes=1", "Try data=text"]),
     ],
@@ -189,7 +189,7 @@ def test_a_sweep_folder_is_one_sweeps(here: Path, capsys: pytest.CaptureFixture[
 
 def test_hydras_own_sweeper_asks_for_no_figure(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["-m", "seed=1,2", "sweep.objective=step_time_s", *HERE]) == 2
-    assert "only another sweeper asks for it. Try hydra/sweeper=optuna" in capsys.readouterr().err
+    assert "only another sweeper uses it. Try hydra/sweeper=optuna" in capsys.readouterr().err
 
 
 def test_a_sweeper_that_is_not_installed(capsys: pytest.CaptureFixture[str]) -> None:

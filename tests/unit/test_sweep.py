@@ -283,7 +283,7 @@ def test_resume_takes_more_values_and_leaves_no_run_out(
     folder, first = only_sweep(here)
     for words, labels in (("seed=2,3", "seed=1"), ("training.steps=7", "seed=1; seed=2")):
         assert main(["-m", f"sweep.resume={folder}", words]) == 2
-        said = f"{labels.count('seed')} of its 2 runs would be none of those said now ({labels})"
+        said = f"{labels.count('seed')} of its 2 runs are not in this command ({labels})"
         assert said in capsys.readouterr().err
     assert only_sweep(here)[1] == first
     assert main(["-m", f"sweep.resume={folder}", "seed=1,2,3"]) == 0
@@ -300,7 +300,7 @@ def test_resume_leaves_no_run_out_beside_impossible_ones(
     folder, first = only_sweep(here)
     assert (len(first.runs), len(first.skipped)) == (2, 2)
     assert main(["-m", f"sweep.resume={folder}", "seed=2,3"]) == 2
-    assert "1 of its 2 runs would be none of those said now (seed=1 nodes=1)" in capsys.readouterr().err
+    assert "1 of its 2 runs are not in this command (seed=1 nodes=1)" in capsys.readouterr().err
     assert main(["-m", f"sweep.resume={folder}"]) == 0
 
 
