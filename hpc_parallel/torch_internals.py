@@ -1,6 +1,6 @@
 """Every symbol of torch that this package uses although torch keeps it private, with the reason.
 
-They were seen in torch 2.11 (CUDA) and in 2.13 (CPU). tests/unit/test_torch_internals.py checks what each of
+They were seen in torch 2.11 and 2.13. tests/unit/test_torch_internals.py checks what each of
 them does, so that a torch that changes one fails there, and pyproject.toml admits no newer torch.
 
 Four uses can't move here, since they override or replace something; the same test checks them:
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.distributed.checkpoint.staging import DefaultStager
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -139,6 +140,11 @@ def copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 def without_checksums() -> AbstractContextManager[None]:
     """torch.save writes no checksums of its own meanwhile: checkpoints have ours."""
     return serialization.patch("save.compute_crc32", False)  # type: ignore[attr-defined,no-any-return]
+
+
+def stagers_last() -> bool:
+    """Whether a stager can copy a second checkpoint. torch 2.11 and 2.12.0 close it after the first one."""
+    return "close" not in DefaultStager._stage.__code__.co_names
 
 
 def leave_averaging_to_the_caller(replica: DistributedDataParallel) -> None:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
+from hpc_parallel.config.checks.switch_checks import selective_problem
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
@@ -39,6 +40,8 @@ def apply(model: LayeredModel, *, keeps: str, compiled: bool) -> LayeredModel:
 
     `compiled`: whether torch.compile compiles the blocks. The compiler then does the recomputation.
     """
+    if keeps == "selective" and (problem := selective_problem()):
+        raise ConfigError([problem])
     if keeps != "none":
         checkpointed = partial(checkpointed_forward, keeps == "selective", compiled)
         for block in model.blocks.values():

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from hpc_parallel.config.schema import TrainingConfig
 from hpc_parallel.record import checkpoint_index
+from hpc_parallel.torch_internals import stagers_last
 from hpc_parallel.training.checkpoint import State, Writer, random_state
 
 _MARK_EVERY_S = 2.0
@@ -46,9 +47,12 @@ class Saver:
         saved: int = 0,
         waiting: Callable[[], None] = lambda: None,
     ) -> None:
-        """`about`: what the manifest says besides; `saved`: the step of the newest checkpoint; `waiting`:
-        called every few seconds while a save holds up the training, so that nobody takes it for a hang (a
-        rank that does not come to it ends it by the collectives' time-out)."""
+        """Save nothing yet.
+
+        `about`: further keys of the manifest. `saved`: the step of the newest checkpoint. `waiting` is called
+        every few seconds while a save delays the training, so that the watchdog does not take it for a hang.
+        If a rank does not join the save, the time-out of the collectives ends it.
+        """
         self._folder = folder
         self._state = state
         self._about = about
@@ -59,15 +63,7 @@ class Saver:
         self._waiting = waiting
         self._pending: Future[Any] | None = None
         self._step = 0  # of the pending save
-        on_gpu = device.type == "cuda"
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=on_gpu,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=on_gpu,
-            )
-        )
+        self._stager: DefaultStager | None = None
 
     def due(self, step: int) -> bool:
         """Every so many steps, and after the last."""
@@ -88,7 +84,8 @@ class Saver:
     def close(self) -> None:
         """Wait for what is being written."""
         self._finish()
-        self._stager.close()
+        if self._stager is not None:
+            self._stager.close()
 
     def _begin(self, step: int) -> None:
         beside = checkpoint_index.beside(self._folder, step)
@@ -117,7 +114,7 @@ class Saver:
                     cast(dict[str, Any], state),
                     storage_writer=writer,
                     process_group=self._group,
-                    async_stager=self._stager,
+                    async_stager=self._open_stager(),
                 ),
             )
         else:
@@ -128,6 +125,20 @@ class Saver:
                 )
             except Exception as error:
                 self._pending.set_exception(error)
+
+    def _open_stager(self) -> DefaultStager:
+        """The same one for all checkpoints, since it keeps pinned memory, if torch can use it again."""
+        if self._stager is None or not stagers_last():
+            on_gpu = self._device.type == "cuda"
+            self._stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=on_gpu,
+                    use_shared_memory=False,
+                    use_async_staging=False,
+                    use_non_blocking_copy=on_gpu,
+                )
+            )
+        return self._stager
 
     def _finish(self) -> str | None:
         """Wait for the pending save; the system's words where it failed (on all ranks alike)."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-from hpc_parallel.config.checks import pipeline_checks
+from hpc_parallel.config.checks import pipeline_checks, switch_checks, torch_version
 from hpc_parallel.config.checks.pipeline_checks import cuts_problem, version_problem
 from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.layout import Layout, plan_batch
@@ -85,7 +85,7 @@ def test_bad_cuts_are_offered_good_ones(cuts: list[int], stages: int, blocks: in
 
 def test_a_torch_that_is_too_old_for_a_v_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert version_problem("zbv") is None
-    monkeypatch.setattr(pipeline_checks, "version", lambda package: "2.11.0+cu130")
+    monkeypatch.setattr(torch_version, "version", lambda package: "2.11.0+cu130")
     assert str(version_problem("dualpipev")) == (
         "strategy.schedule = dualpipev needs torch 2.12 or newer, and torch 2.11 is installed here. "
         "Try strategy.schedule=interleaved_zero_bubble."
@@ -94,6 +94,19 @@ def test_a_torch_that_is_too_old_for_a_v_is_named(monkeypatch: pytest.MonkeyPatc
     config = resolve(composed("strategy=pipeline", "nodes=2", "strategy.schedule=zbv"))[0]
     [problem] = pipeline_checks.find_problems(config, Layout(pipeline=2))
     assert "2.12" in str(problem)
+
+
+def test_a_torch_that_is_too_old_for_selective_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = ("strategy=data", "nodes=2", "training.activation_checkpointing=selective")
+    assert list(switch_checks.find_problems(resolve(composed(*words))[0])) == []
+    monkeypatch.setattr(torch_version, "version", lambda package: "2.11.0+cu130")
+    assert [str(problem) for problem in switch_checks.find_problems(resolve(composed(*words))[0])] == [
+        "training.activation_checkpointing = selective needs torch 2.12 or newer, and torch 2.11 is "
+        "installed here. "
+        "Try training.activation_checkpointing=full or training.activation_checkpointing=none."
+    ]
 
 
 def test_the_naive_schedule_has_one_microbatch_by_default() -> None:

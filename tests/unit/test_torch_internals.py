@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor.parallel import parallelize_module
@@ -155,6 +156,18 @@ def test_torch_writes_no_checksums_meanwhile() -> None:
     with torch_internals.without_checksums():
         assert not serialization.save.compute_crc32
     assert serialization.save.compute_crc32
+
+
+def test_a_stager_is_used_again_only_where_torch_leaves_it_open() -> None:
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    state = {"weight": torch.ones(3)}
+    for _ in range(2 if torch_internals.stagers_last() else 1):
+        copy = stager.stage(state)
+        assert copy["weight"].tolist() == [1, 1, 1]
+        assert copy["weight"] is not state["weight"]
+    if not torch_internals.stagers_last():
+        with pytest.raises(KeyError):
+            stager.stage(state)
 
 
 @pytest.mark.parametrize("left", [False, True])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 
 from hpc_parallel.config.checks.counts import count
+from hpc_parallel.config.checks.torch_version import too_old
 from hpc_parallel.config.layout import AXES, BatchPlan, Layout, divisors
 from hpc_parallel.config.schedules import SCHEDULES, Schedule, schedule_of, stages_per_rank, unfit
 from hpc_parallel.config.schema import RunConfig
@@ -81,22 +80,9 @@ def _runnable(config: RunConfig, layout: Layout) -> Found:
 
 
 def version_problem(name: str) -> Problem | None:
-    """A schedule that the installed torch is too old for; None where it isn't, or there is no torch here."""
-    needed, installed = SCHEDULES.get(name, Schedule()).torch, torch_version()
-    if installed is None or installed >= needed:
-        return None
-    spelt = [".".join(map(str, release)) for release in (needed, installed)]
-    rule = f"needs torch {spelt[0]} or newer, and torch {spelt[1]} is installed here"
-    return Problem("strategy.schedule", name, rule, ("interleaved_zero_bubble",))
-
-
-def torch_version() -> tuple[int, int] | None:
-    """Of the torch that is installed here, which is the job's too; None where there is none."""
-    try:
-        found = re.match(r"(\d+)\.(\d+)", version("torch"))
-    except PackageNotFoundError:
-        return None
-    return (int(found[1]), int(found[2])) if found else None
+    """Returns a problem if the installed torch is too old for the schedule."""
+    rule = too_old(SCHEDULES.get(name, Schedule()).torch)
+    return None if rule is None else Problem("strategy.schedule", name, rule, ("interleaved_zero_bubble",))
 
 
 def batch_problems(config: RunConfig, layout: Layout, plan: BatchPlan) -> Found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 
+from hpc_parallel.config.checks.torch_version import too_old
 from hpc_parallel.config.layout import Layout, layout_of
 from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig
@@ -16,7 +17,7 @@ def find_problems(config: RunConfig) -> Found:
         layout = layout_of(config.strategy, devices=config.devices)
     except (ValueError, ZeroDivisionError):  # layout_checks speaks
         layout = Layout()
-    yield from _split_backward(config, layout)
+    yield from _selective(config, layout)
     if config.training.on_nonfinite == "rollback" and config.training.checkpoint_every is None:
         rule = "needs a checkpoint to go back to (training.checkpoint_every)"
         yield Problem("training.on_nonfinite", "rollback", rule, ("stop", "skip"))
@@ -24,14 +25,24 @@ def find_problems(config: RunConfig) -> Found:
         yield from _compile(config, layout)
 
 
-def _split_backward(config: RunConfig, layout: Layout) -> Found:
-    """Gradients of inputs and of weights are taken apart, and torch hands out a kept result once."""
+def _selective(config: RunConfig, layout: Layout) -> Found:
+    """torch returns a kept result once, so the second half of a split backward pass would get none."""
     strategy, keeps = config.strategy, config.training.activation_checkpointing
+    if keeps == "selective" and (problem := selective_problem()):
+        yield problem
     if layout.pipeline > 1 and schedule_of(strategy).splits_backward and keeps == "selective":
         rule = (
             f"can't be joined with strategy.schedule = {strategy.schedule}, which runs backward in two halves"
         )
         yield Problem("training.activation_checkpointing", keeps, rule, ("full", "none"))
+
+
+def selective_problem() -> Problem | None:
+    """Before torch 2.12, a block that overwrites a kept result could not be noticed."""
+    rule = too_old((2, 12))
+    if rule is None:
+        return None
+    return Problem("training.activation_checkpointing", "selective", rule, ("full", "none"))
 
 
 def _compile(config: RunConfig, layout: Layout) -> Found:
