@@ -11,7 +11,7 @@ import hydra
 
 from hpc_parallel.config.compose import composing, find_folder, resolve
 from hpc_parallel.config.schema import register
-from hpc_parallel.launch.resume import flat
+from hpc_parallel.record.values import flatten
 
 ONCE = ("run_dir", "resume", "dry_run")  # of one start alone
 FOLLOWING = {"name": "strategy.name"}  # a default that another setting gives
@@ -31,12 +31,12 @@ def defaults() -> dict[str, Any]:
     """What the command without a word composes, by dotted keys."""
     register()
     with composing(str(find_folder("conf"))):
-        return flat(resolve(hydra.compose("config"))[1])
+        return flatten(resolve(hydra.compose("config"))[1])
 
 
 def changed(config: Mapping[str, Any]) -> dict[str, Change]:
     """By dotted key."""
-    own = flat(config)
+    own = flatten(config)
     usual = defaults() | {key: own.get(source) for key, source in FOLLOWING.items()}
     return {
         key: Change(value, usual.get(key), key in usual)

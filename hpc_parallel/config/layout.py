@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from types import SimpleNamespace
+from typing import Any, Protocol, cast
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor", "tile")  # outermost first
 SPMD, DATAPARALLEL, PARAMETER_SERVER = EXECUTIONS = ("spmd", "dataparallel", "parameter_server")
@@ -29,7 +30,13 @@ class Execution(Protocol):
     dedicated_server: bool
 
 
-class Strategy(Degrees, Execution, Protocol): ...
+class Strategy(Degrees, Execution, Protocol):
+    name: str
+
+
+def recorded_strategy(config: Mapping[str, Any]) -> Strategy:
+    """The strategy of a recorded `config.yaml`, whose content is plain tables."""
+    return cast(Strategy, SimpleNamespace(**config["strategy"]))
 
 
 def processes_per_node(strategy: Execution, *, gpus_per_node: int) -> int:

@@ -20,6 +20,7 @@ from hpc_parallel.record.recorded_start import grants_trust, key_of, read_start
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
 from hpc_parallel.record.safe_read import DamagedError
 from hpc_parallel.record.trust import UntrustedError, owner_name, require_private
+from hpc_parallel.record.values import flatten
 from hpc_parallel.shell import complain
 
 AUTO = "auto"
@@ -103,11 +104,11 @@ def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Found:
     try:
         if not values["launcher"]["shared_folder"]:
             require_private(folder.path)  # its checkpoints will be unpickled
-        before = flat(folder.read_config())
+        before = flatten(folder.read_config())
     except (UntrustedError, DamagedError) as error:
         yield f"resume = {folder.path} can't go on: {error}"
         return
-    now = flat(values)
+    now = flatten(values)
     for kept, why in KEPT.items():
         for key in sorted(before.keys() | now.keys()):
             if (key == kept or key.startswith(f"{kept}.")) and before.get(key) != now.get(key):
@@ -129,14 +130,3 @@ def _replaced(key: str, typed: set[str]) -> bool:
     group = key.partition(".")[0]
     inside = "." in key and group in typed and group != "launcher"
     return key in typed or inside or key in ("run_dir", "resume", "dry_run")
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by their dotted keys."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 _JOB_ID = re.compile(r"[0-9]{1,18}(_[0-9]{1,18})?")
@@ -39,3 +40,12 @@ def job_id(value: Any) -> str | None:
 def finite(value: float) -> float | None:
     """The value, or None for NaN and infinity, which JSON does not have."""
     return value if math.isfinite(value) else None
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested tables by their dotted keys; an empty table is a value."""
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        values |= flatten(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+    return values

@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from hpc_parallel.config.layout import AXES, Layout, layout_of
+from hpc_parallel.config.layout import AXES, Layout, layout_of, recorded_strategy
 from hpc_parallel.problems import printable, spell
 from hpc_parallel.record import attempts
 from hpc_parallel.record.credentials import without_secret_values
@@ -23,6 +22,7 @@ from hpc_parallel.record.recorded import RecordedRun, find_runs
 from hpc_parallel.record.recorded import number as finite
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.sweep_folder import MANIFEST, Sweep, read_sweep
+from hpc_parallel.record.values import flatten
 from hpc_parallel.supervise.run_state import states
 from hpc_parallel.supervise.summary import summarise
 
@@ -124,7 +124,9 @@ class Row:
     def workload(self) -> tuple[str, str, str]:
         """What it computes: figures of the same workload are comparable."""
         sections = (self.config.get(key) for key in ("task", "model", "data"))
-        task, model, data = (repr(_flat(part)) if isinstance(part, dict) else repr(part) for part in sections)
+        task, model, data = (
+            repr(flatten(part)) if isinstance(part, dict) else repr(part) for part in sections
+        )
         return task, model, data
 
     def is_alike(self, other: Row) -> bool:
@@ -169,7 +171,7 @@ def is_count(value: Any) -> bool:
 
 def identity(config: Mapping[Any, Any]) -> str:
     """A text that is the same for the same values in any order."""
-    return repr(sorted((key, repr(value)) for key, value in _flat(config).items()))
+    return repr(sorted((key, repr(value)) for key, value in flatten(config).items()))
 
 
 def gather(folders: Sequence[Path]) -> Gathered:
@@ -270,7 +272,7 @@ def _summary_so_far(run: RecordedRun) -> dict[str, Any]:
 
 def _layout(run: RecordedRun) -> dict[str, int]:
     try:
-        strategy = SimpleNamespace(**(run.config or {})["strategy"])
+        strategy = recorded_strategy(run.config or {})
         layout = layout_of(strategy, devices=_devices(run) or 0).degrees
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
         return {}
@@ -368,15 +370,7 @@ def _options(run: RecordedRun) -> dict[str, Any]:
     config = {key: value for key, value in (run.config or {}).items() if key not in RUN_KEYS}
     speedless = [key for key in SPEEDLESS if key != "steps" or run.task not in (None, "train")]
     excluded = {f"strategy.{key}" for key in STRATEGY} | {f"training.{key}" for key in speedless}
-    return {key: value for key, value in _flat(config).items() if key not in excluded}
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        values |= _flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
-    return values
+    return {key: value for key, value in flatten(config).items() if key not in excluded}
 
 
 def _sweeps(folders: Sequence[Path]) -> dict[Path, Sweep]:

@@ -100,7 +100,7 @@ def record_exception(
     folder: RunFolder, *, world: World, error: BaseException, collectives: Sequence[dict[str, Any]] = ()
 ) -> None:
     """Record why this rank failed and which collectives it had entered, unless it already has a record."""
-    kind, source = _kind_and_source(error)
+    kind, source = kind_and_source(error)
     where = place_of(error)
     details: dict[str, Any] = {"where": where} if where else {}
     if kind == OUT_OF_MEMORY:
@@ -174,11 +174,6 @@ def records(folder: RunFolder) -> list[Record]:
     return [record for record in ordered if record.attempt == ordered[-1].attempt]
 
 
-def kind_of(error: BaseException) -> str:
-    """The kind of an exception or of its cause, because pipeline stages wrap the exceptions of blocks."""
-    return _kind_and_source(error)[0]
-
-
 def signal_name(number: int) -> str:
     """The name of a signal, such as `SIGTERM`."""
     try:
@@ -187,8 +182,11 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _kind_and_source(error: BaseException) -> tuple[str, BaseException]:
-    """The kind, and the exception of that kind: the outermost one if none has a special kind."""
+def kind_and_source(error: BaseException) -> tuple[str, BaseException]:
+    """The kind of an exception or of its cause, and which of them has it; the outermost if none is special.
+
+    Pipeline stages wrap the exceptions of blocks.
+    """
     link: BaseException | None = error
     while link is not None:
         if (kind := _kind_of_one(link)) != ERROR:

@@ -16,10 +16,10 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from hpc_parallel.config.layout import processes_per_node
+from hpc_parallel.config.layout import processes_per_node, recorded_strategy
 from hpc_parallel.record import owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
@@ -52,7 +52,7 @@ def run(run_folder: str, *, load_entry: Callable[[], Entry]) -> int:
     """
     folder = RunFolder(Path(run_folder).absolute())
     config = folder.read_config()
-    strategy = SimpleNamespace(**config["strategy"])
+    strategy = recorded_strategy(config)
     per_node = processes_per_node(strategy, gpus_per_node=config["gpus_per_node"])
 
     def leave(number: int, frame: FrameType | None) -> None:

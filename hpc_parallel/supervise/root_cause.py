@@ -6,10 +6,9 @@ import re
 from collections.abc import Container, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from types import SimpleNamespace
 from typing import Any
 
-from hpc_parallel.config.layout import processes_per_node
+from hpc_parallel.config.layout import processes_per_node, recorded_strategy
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.supervise import failure, flight_recorder
 from hpc_parallel.supervise.desync import compare
@@ -145,5 +144,5 @@ def _numbers(text: str) -> list[int]:
 
 def _ranks_per_node(folder: RunFolder) -> int:
     config = folder.read_config()
-    strategy = SimpleNamespace(**config["strategy"])
+    strategy = recorded_strategy(config)
     return processes_per_node(strategy, gpus_per_node=config["gpus_per_node"])

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from statistics import median
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
-from hpc_parallel.config.layout import layout_of, processes_per_node
+from hpc_parallel.config.layout import layout_of, processes_per_node, recorded_strategy
 from hpc_parallel.record.results import INITIAL
 
 MEASURED = (
@@ -77,7 +77,7 @@ def summarise(
 
 def _layout_figures(config: Mapping[str, Any]) -> dict[str, Any]:
     nodes, gpus_per_node = config["nodes"], config["gpus_per_node"]
-    strategy = SimpleNamespace(**config["strategy"])
+    strategy = recorded_strategy(config)
     layout = layout_of(strategy, devices=nodes * gpus_per_node)
     return {
         "strategy": strategy.name,

@@ -111,15 +111,15 @@ class StartError(RuntimeError):
     ],
 )
 def test_kind_of_an_exception(error: Exception, kind: str) -> None:
-    assert failure.kind_of(error) == kind
+    assert failure.kind_and_source(error)[0] == kind
 
 
 def test_kind_of_a_wrapped_exception() -> None:
     wrapper = RuntimeError("[Stage 1] failed to run forward")
     wrapper.__cause__ = RuntimeError("Connection closed by peer")
-    assert failure.kind_of(wrapper) == "lost_peer"
+    assert failure.kind_and_source(wrapper)[0] == "lost_peer"
     wrapper.__cause__ = ValueError("a bad label")
-    assert failure.kind_of(wrapper) == "error"
+    assert failure.kind_and_source(wrapper)[0] == "error"
 
 
 def test_the_record_of_a_rank_is_kept(folder: RunFolder) -> None:
@@ -394,7 +394,10 @@ def test_a_full_disk(folder: RunFolder) -> None:
         "rank 2 on n1 failed first: OSError: [Errno 28] No space left on device: '/data/step-5'; 1 follower"
     )
     assert read_json(folder.failure)["kind"] == "disk"
-    assert failure.kind_of(CheckpointException("ranks:dict_keys([1]) ... No space left on device")) == "disk"
+    assert (
+        failure.kind_and_source(CheckpointException("ranks:dict_keys([1]) ... No space left on device"))[0]
+        == "disk"
+    )
 
 
 @pytest.mark.parametrize(
