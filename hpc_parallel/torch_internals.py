@@ -132,7 +132,7 @@ def scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_(list(tensors), factor)
 
 
-def copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+def copy_into(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """Copy each source into its target, in one kernel for each device."""
     torch._foreach_copy_(list(targets), list(sources))
 

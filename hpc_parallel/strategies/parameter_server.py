@@ -54,7 +54,7 @@ class ParameterServer:
                 for worker in self._workers:
                     self._send(message, target=worker)
             else:
-                torch_internals.copy(pieces(self._receive(bucket, source=SERVER), like=bucket), weights)
+                torch_internals.copy_into(pieces(self._receive(bucket, source=SERVER), like=bucket), weights)
 
     def _average(self, bucket: Sequence[Parameter]) -> None:
         first, *others = self._workers

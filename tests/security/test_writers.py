@@ -42,7 +42,7 @@ ALLOWED = {
     ("terminal.py", "open"): "/dev/null",
     ("training/saver.py", "save"): "torch's streams, into a checkpoint folder of the run's own 0700 folder",
     ("training/trainer.py", "save"): "asks the saver",
-    ("supervise/flight_recorder.py", "dump"): "in memory",
+    ("torch_internals.py", "dump"): "in memory",
     ("worker/signed_objects.py", "dump"): "in memory",
     ("training/export_weights.py", "from_file"): "maps the descriptor of replacing()",
     ("worker/parity_record.py", "savez"): "to the file of replacing()",

@@ -147,7 +147,7 @@ def test_tensors_are_taken_together() -> None:
     assert [norm.item() for norm in torch_internals.norms(tensors)] == [5.0, 12.0]
     torch_internals.scale(tensors, torch.tensor(2.0))
     assert [tensor.tolist() for tensor in tensors] == [[6.0, 8.0], [[24.0]]]
-    torch_internals.copy(tensors, targets := [torch.zeros(2), torch.zeros(1, 1)])
+    torch_internals.copy_into(tensors, targets := [torch.zeros(2), torch.zeros(1, 1)])
     assert [target.tolist() for target in targets] == [[6.0, 8.0], [[24.0]]]
 
 
