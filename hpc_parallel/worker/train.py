@@ -79,8 +79,8 @@ def train(
         training=config.training,
         device=device,
         group=saving,
-        saved=done,
-        waiting=lambda: observers.progress.mark("save", trainer.done),
+        saved_step=done,
+        on_wait=lambda: observers.progress.mark("save", trainer.steps_done),
     )
     stop = Stop(group=stopping, step=done)
     trainer = Trainer(
@@ -97,7 +97,7 @@ def train(
         config=config,
         saver=saver,
         stop=stop.after,
-        done=done,
+        steps_done=done,
     )
     with stop:  # to the last word: a signal must not end what is all but over
         try:
@@ -109,7 +109,7 @@ def train(
         if signalled is None:
             finish(session, folder, values=values, observers=observers)
         else:
-            note_stop(folder, observers.writers, signalled=signalled, step=trainer.done)
+            note_stop(folder, observers.writers, signalled=signalled, step=trainer.steps_done)
     return session.assembled
 
 

@@ -37,7 +37,7 @@ def guarded(policy: str, *, steps: int = 6) -> tuple[list[nn.Parameter], Guard, 
     for step in range(1, steps + 1):
         for weight, gradient in zip(ours, gradients(step), strict=True):
             weight.grad = gradient
-        guard.before()
+        guard.remember_buffers()
         total, each = norm()
         guard.note(norm=total, norms=each, loss=torch.tensor(2.5))
         optimizer.step()
@@ -60,7 +60,7 @@ def test_a_skipped_step_is_as_if_it_had_not_been() -> None:
     ours, guard, counts = guarded("skip")
     assert counts == [0, 0, 1, 2, 2, 2]
     torch.testing.assert_close(ours, by_hand(range(1, 7)))
-    guard.look(6)  # nothing to say
+    guard.raise_if_nonfinite(6)
 
 
 @pytest.mark.parametrize("policy", ["stop", "rollback"])
@@ -70,7 +70,7 @@ def test_nothing_is_learnt_from_the_first_bad_step_on(policy: str) -> None:
     with pytest.raises(
         NonFiniteError, match=r"the gradient of blocks\.0\.bias is not finite at step 3"
     ) as raised:
-        guard.look(6)
+        guard.raise_if_nonfinite(6)
     assert raised.value.details == {"step": 3, "parameter": "blocks.0.bias"}
 
 
@@ -82,7 +82,7 @@ def test_running_statistics_skip_the_step_too() -> None:
     seen = nn.BatchNorm1d(2)
     for value in (1.0, math.nan, 2.0):
         batch = torch.tensor([[value, 1.0], [0.0, 3.0]])
-        guard.before()
+        guard.remember_buffers()
         loss = norm(batch).sum().detach()
         guard.note(norm=loss.abs(), norms=torch.zeros(2), loss=loss)
         if math.isfinite(value):
@@ -123,7 +123,9 @@ def test_whom_to_blame() -> None:
     later, earlier = found(gradient="blocks.3.a"), found(gradient="blocks.2.b")
     assert blame([later, earlier], step=7)[0] == 1
     assert blame([earlier, found(gradient="blocks.3.a", loss=math.nan)], step=7) == (
-        1, "the loss of step 7 is nan; of the gradients blocks.2.b is the first", "blocks.2.b",
+        1,
+        "the loss of step 7 is nan; the first gradient that is not finite is that of blocks.2.b",
+        "blocks.2.b",
     )  # fmt: skip
     broken = found(weight="blocks.5.a", loss=math.nan)
     assert blame([earlier, broken], step=7) == (
