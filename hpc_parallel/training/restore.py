@@ -37,7 +37,7 @@ def newest_sound(folder: Path, *, group: dist.ProcessGroup | None) -> tuple[Chec
             return checkpoint, warnings
         before = older.step if older else 0
         warnings.append(
-            f"the checkpoint of step {checkpoint.step} is damaged ({damage}); going on from "
+            f"the checkpoint of step {checkpoint.step} is damaged ({damage}); continuing from "
             f"{f'that of step {before}' if older else 'the start'}: steps {before + 1} to "
             f"{checkpoint.step} are lost"
         )
