@@ -258,12 +258,14 @@ def table_keys(page: str, *, title: str) -> set[str]:
 def metrics_keys() -> set[str]:
     """The keys of a line, from the text of the modules that write one: those import torch."""
     written = ast.parse((ROOT / "hpc_parallel/training/metrics.py").read_text())
-    (line,) = (
-        node for node in ast.walk(written) if isinstance(node, ast.FunctionDef) and node.name == "line"
-    )
-    found = {key.value for node in ast.walk(line) if isinstance(node, ast.Dict) for key in node.keys
+    nodes = [
+        node for method in ast.walk(written)
+        if isinstance(method, ast.FunctionDef) and method.name in ("line", "_rates")
+        for node in ast.walk(method)
+    ]  # fmt: skip
+    found = {key.value for node in nodes if isinstance(node, ast.Dict) for key in node.keys
              if isinstance(key, ast.Constant)}  # fmt: skip
-    found |= {node.slice.value for node in ast.walk(line)
+    found |= {node.slice.value for node in nodes
               if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)
               and isinstance(node.slice.value, str)}  # fmt: skip
     return {str(key) for key in found} | {"validation_loss"}  # the trainer adds it

@@ -1,6 +1,6 @@
-"""A few steps watched: the bytes between ranks, the time lost to communication, the pipeline's bubble.
+"""Measures bytes between ranks, exposed communication and the pipeline's bubble, in a few steps.
 
-All other steps run as if this were not here: nothing of the model, of torch or of the loop is replaced.
+All other steps run unmeasured: nothing in the model, in torch or in the loop stays replaced.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.mesh import axis_of
 
 CHUNK_COLUMNS = ("start_s", "end_s", "stage", "kind", "microbatch")  # of `timeline.json`
-WARM_UP = 2  # steps: after the first comes a validation, and then a pipeline learns its shapes again
+WARM_UP = 2  # steps: a validation follows the first step, and a pipeline infers its shapes again after it
 
 
 class Measurement:
     """Counts bytes in the first step after the warm-up, and times the `steps` that follow it.
 
-    Counting and timing make these steps slower. `leave_out` gets their seconds, so that no figure holds them.
+    Counting and timing make these steps slower, so no other metric includes them.
     """
 
     def __init__(
         self, *, steps: int, mesh: DeviceMesh, device: torch.device, leave_out: Callable[[float], None]
     ) -> None:
+        """`leave_out` is called with the seconds of each measured step."""
         self._timed = range(WARM_UP + 2, WARM_UP + 2 + steps)
         self._counted = WARM_UP + 1 if steps else 0
         self._device = device
@@ -48,13 +49,13 @@ class Measurement:
         self._loading_s: list[float] = []
 
     def watch(self, step: int) -> AbstractContextManager[None]:
-        """What the 1-based `step` runs under."""
+        """Returns the context in which to run the 1-based `step`."""
         if step == self._counted:
-            return self._left_out(self._count())
-        return self._left_out(self._time()) if step in self._timed else nullcontext()
+            return self._measured(self._count())
+        return self._measured(self._time()) if step in self._timed else nullcontext()
 
     def loading(self, step: int) -> AbstractContextManager[None]:
-        """What the 1-based `step`'s batch is fetched under."""
+        """Returns the context in which to fetch the batch of the 1-based `step`."""
         return self._load() if step in self._timed else nullcontext()
 
     @contextmanager
@@ -64,10 +65,10 @@ class Measurement:
         self._loading_s.append(time.perf_counter() - started)
 
     @contextmanager
-    def _left_out(self, watched: AbstractContextManager[None]) -> Iterator[None]:
-        self._synchronise()  # what was queued before is no part of it
+    def _measured(self, context: AbstractContextManager[None]) -> Iterator[None]:
+        self._synchronise()  # excludes work that was queued before
         started = time.perf_counter()
-        with watched:
+        with context:
             yield
         self._leave_out(time.perf_counter() - started)
 
@@ -79,9 +80,9 @@ class Measurement:
 
     @contextmanager
     def _time(self) -> Iterator[None]:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it writes lines of its own into the rank's log
-        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
-        with marked_waits(), profile(activities=kinds) as profiled:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise Kineto writes to the rank's log
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
+        with marked_waits(), profile(activities=activities) as profiled:
             dist.barrier()
             with record_function(STEP):
                 yield
@@ -97,19 +98,19 @@ class Measurement:
             torch.cuda.synchronize(self._device)
 
     def figures(self) -> dict[str, Any]:
-        """The keys of `summary.json` that were measured, the same on all ranks, who ask together."""
+        """Returns the measured keys of `summary.json`, the same on all ranks. All must call it together."""
         return self._bytes() | self._shares()
 
     def _bytes(self) -> dict[str, Any]:
         if self._traffic is None:
             return {}
         sent, received = self._traffic.sent, self._traffic.received
-        here = [float(sent[kind]) for kind in NAMES]
-        table = exchange.all_gather_numbers([*here, float(received.total())], device=self._device)
+        sent_by_kind = [float(sent[kind]) for kind in NAMES]
+        table = exchange.all_gather_numbers([*sent_by_kind, float(received.total())], device=self._device)
         by_kind = {kind: int(sum(column)) for kind, column in zip(NAMES, table, strict=False)}
         unknown = sorted(set().union(*exchange.all_gather(sorted(self._traffic.unknown))))
         if unknown:
-            return _not_counted(unknown)
+            return _unknown(unknown)
         return {
             "traffic_bytes": sum(by_kind.values()),
             "busiest_rank_traffic_bytes": int(max(map(sum, zip(*table, strict=True)))),
@@ -117,7 +118,7 @@ class Measurement:
         }
 
     def _shares(self) -> dict[str, Any]:
-        """Medians over the steps of means over the ranks; of the step's parts means, so that they add up."""
+        """Means over ranks. Shares are medians over steps; parts of a step are means, so that they add up."""
         if not self._timelines:
             return {}
         shares: list[float] = []
@@ -126,52 +127,50 @@ class Measurement:
             shares += [timeline.exposed(schedule) / timeline.length, timeline.bubble(schedule)]
             parts += timeline.parts(schedule).values()
         loading = [fmean(self._loading_s)]
-        means = [
-            fmean(column)
-            for column in exchange.all_gather_numbers(shares + parts + loading, device=self._device)
-        ]
-        means, parts, loading = means[: len(shares)], means[len(shares) : -1], means[-1:]
+        by_rank = exchange.all_gather_numbers(shares + parts + loading, device=self._device)
+        means = [fmean(values) for values in by_rank]
+        shares, parts, loading = means[: len(shares)], means[len(shares) : -1], means[-1:]
         names = list(self._timelines[0].parts(None))
         return {
-            "exposed_communication_share": finite(median(means[::2])),
-            "bubble_share": finite(median(means[1::2])),
+            "exposed_communication_share": finite(median(shares[::2])),
+            "bubble_share": finite(median(shares[1::2])),
             "step_parts_s": {
-                **{name: fmean(parts[at :: len(names)]) / 1e9 for at, name in enumerate(names)},
+                **{name: fmean(parts[index :: len(names)]) / 1e9 for index, name in enumerate(names)},
                 "data": loading[0],
             },
         }
 
     def schedule_chart(self) -> dict[str, Any] | None:
-        """What each stage of the first pipeline did when, in the last watched step; None without one.
+        """Returns the content of `timeline.json`: the chunks of the first pipeline in the last timed step.
 
-        The content of `timeline.json`, the same on all ranks, who ask together.
+        The same on all ranks; all must call it together. None if there is no pipeline or no timed step.
         """
-        mine: dict[str, Any] | None = None
+        local_chart: dict[str, Any] | None = None
         if self._timelines and 0 in self._pipeline:
             last = self._timelines[-1]
-            mine = {
+            local_chart = {
                 "rank": dist.get_rank(),
                 "length_s": last.length / 1e9,
-                "chunks": [[start / 1e9, end / 1e9, *what] for start, end, *what in last.chunks],
+                "chunks": [[start / 1e9, end / 1e9, *labels] for start, end, *labels in last.chunks],
                 "waiting": [[start / 1e9, end / 1e9] for start, end in last.waiting],
             }
-        ranks = [found for found in exchange.all_gather(mine) if found is not None]
+        ranks = [chart for chart in exchange.all_gather(local_chart) if chart is not None]
         return {"columns": CHUNK_COLUMNS, "ranks": ranks} if ranks else None
 
     def _schedules(self) -> list[Interval | None]:
-        """Of each step, from the first to the last work of any rank of this one's pipeline."""
+        """For each timed step, from the first to the last work of any rank in this rank's pipeline."""
         ends = [end for timeline in self._timelines for end in timeline.ends_of_stages()]
-        everywhere = exchange.all_gather_numbers(
-            ends, device=self._device
-        )  # [step's first, its last, ...][rank]
+        # [2 * step: first work, 2 * step + 1: last work][rank]
+        ends_by_rank = exchange.all_gather_numbers(ends, device=self._device)
         if not self._pipeline:
             return [None] * len(self._timelines)
-        mine = [[column[rank] for rank in self._pipeline] for column in everywhere]
-        return [(int(min(first)), int(max(last))) for first, last in zip(mine[::2], mine[1::2], strict=True)]
+        ends_of_pipeline = [[values[rank] for rank in self._pipeline] for values in ends_by_rank]
+        begins, finishes = ends_of_pipeline[::2], ends_of_pipeline[1::2]
+        return [(int(min(begin)), int(max(finish))) for begin, finish in zip(begins, finishes, strict=True)]
 
 
-def _not_counted(unknown: list[str]) -> dict[str, Any]:
-    """The step called collectives whose bytes are not known: then no total is right."""
+def _unknown(unknown: list[str]) -> dict[str, Any]:
+    """The record of a step with collectives whose bytes are not known. No total would be correct."""
     if dist.get_rank() == 0:
         names = ", ".join(unknown)
         print(

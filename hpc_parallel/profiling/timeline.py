@@ -1,7 +1,7 @@
-"""What a rank did in one step, read from the profiler: when it waited for others, when its stages were busy.
+"""Reads from the profiler when a rank waited for other ranks in a step, and when its stages were busy.
 
-Times are nanoseconds from the step's start, which is a barrier: so ranks of several hosts compare, whatever
-their clocks say.
+Times are nanoseconds from the start of the step. The step starts at a barrier, so the times of ranks on
+different hosts can be compared even if their clocks differ.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hpc_parallel.torch_internals import profiler_events
 STEP = "measured step"
 WAIT = "wait for others"
 BACKWARD = "backward pass"
-WAITS = (WAIT, "_c10d_functional::wait_tensor")  # the second: DTensor's, and other functional collectives
+WAITS = (WAIT, "_c10d_functional::wait_tensor")  # the second: of DTensor and other functional collectives
 ENGINE = "autograd::engine::evaluate_function"
 PEER_TO_PEER = ("gloo:send", "gloo:recv")
 COMMUNICATION = ("c10d::", "_c10d_functional::", "gloo:", "nccl:", "record_param_comms")
@@ -36,15 +36,17 @@ Interval = tuple[int, int]  # start, end
 
 @contextmanager
 def marked_waits() -> Iterator[None]:
-    """Meanwhile the profiler sees when a caller waits for a collective, and how long a backward pass takes,
-    of which torch tells nothing."""
+    """While active, waits for collectives and backward passes are ranges in the profile.
+
+    torch itself records neither.
+    """
     with marked(Work, "wait", WAIT), marked(torch.autograd, "backward", BACKWARD):
         yield
 
 
 @contextmanager
 def marked(owner: Any, name: str, mark: str) -> Iterator[None]:
-    """Meanwhile each call of `owner.name` is a range `mark` of the profiler's."""
+    """While active, each call of `owner.name` is a range `mark` in the profile."""
     function = getattr(owner, name)
 
     def call(*arguments: Any, **options: Any) -> Any:
@@ -59,18 +61,18 @@ def marked(owner: Any, name: str, mark: str) -> Iterator[None]:
 
 
 class Event(NamedTuple):
-    """One of the profiler's."""
+    """An event of the profiler; times in nanoseconds."""
 
     name: str
     start: int
     end: int
     thread: int = 1
     on_device: bool = False
-    is_mark: bool = False  # a range that someone named, and no kernel
+    is_mark: bool = False  # a range named by `record_function`, not a kernel
 
 
 def events_of(profiled: profile) -> list[Event]:
-    """All that was recorded on this rank."""
+    """Returns all events of this rank's profile."""
     return [
         Event(
             name=event.name(),
@@ -85,7 +87,7 @@ def events_of(profiled: profile) -> list[Event]:
 
 
 class Chunk(NamedTuple):
-    """What a stage of a pipeline did from `start` to `end`; `kind` as of `strategies.pipeline.busy`."""
+    """Work of a pipeline stage from `start` to `end`; `strategies.pipeline.busy` lists the kinds."""
 
     start: int
     end: int
@@ -96,19 +98,20 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step of one rank; intervals are in order and apart from each other."""
+    """One step of one rank. Intervals are sorted and do not overlap."""
 
     length: int
-    waiting: list[Interval]  # communication runs and nothing is computed
-    stages: list[Interval]  # a pipeline's, busy with a microbatch
-    computing: list[Interval]  # kernels run on the GPU, or operators on the host where there is none
-    chunks: list[Chunk]  # of `stages`, by start; one may lie within another
+    waiting: list[Interval]  # communication runs and no computation does
+    stages: list[Interval]  # a pipeline stage is busy with a microbatch
+    computing: list[Interval]  # kernels run on the GPU; without a GPU, operators on the host
+    chunks: list[Chunk]  # of `stages`, sorted by start; one may lie within another
 
     @classmethod
     def read(cls, events: Sequence[Event], *, on_gpu: bool) -> Timeline:
-        """On a CPU the host's waits tell: between them it computes. On a GPU so do the kernels.
+        """Read one step from `events`.
 
-        gloo's own ranges would not do: under load they begin and end late, beside the computation.
+        On a CPU, waiting time is what the host's wait calls take. On a GPU, NCCL kernels count too.
+        gloo's own ranges are not usable: under load they begin and end late, during the computation.
         """
         (step,) = [event for event in events if event.name == STEP and not event.on_device]
         host = (event for event in events if event.thread == step.thread and not event.on_device)
@@ -128,8 +131,8 @@ class Timeline:
         )
 
         def within(intervals: Iterable[Interval]) -> list[Interval]:
-            cut = ((max(a, step.start) - step.start, min(b, step.end) - step.start) for a, b in intervals)
-            return union((start, end) for start, end in cut if start < end)
+            clipped = ((max(a, step.start) - step.start, min(b, step.end) - step.start) for a, b in intervals)
+            return union((start, end) for start, end in clipped if start < end)
 
         return cls(
             length=step.end - step.start,
@@ -137,38 +140,38 @@ class Timeline:
             stages=within(spans(stages)),
             computing=within(spans(computing if on_gpu else operators)),
             chunks=sorted(
-                Chunk(event.start - step.start, event.end - step.start, *what)
+                Chunk(event.start - step.start, event.end - step.start, *labels)
                 for event in stages
-                if (what := chunk_of(event.name)) is not None
+                if (labels := chunk_of(event.name)) is not None
             ),
         )
 
     def ends_of_stages(self) -> tuple[float, float]:
-        """When this rank's stages began and ended; (0, 0) where it has none."""
+        """When this rank's stages began and ended; (0, 0) if it has none."""
         return (self.stages[0][0], self.stages[-1][1]) if self.stages else (0, 0)
 
     def bubble(self, schedule: Interval | None) -> float:
-        """The share of its pipeline's `schedule` in which this rank's stages have no work; 0 without one.
+        """Returns the share of the pipeline's `schedule` in which this rank's stages are idle.
 
-        Not a number where the profiler saw no stage.
+        0 without a pipeline; NaN if the profile has no stage.
         """
         if schedule is None:
             return 0.0
         return length(without([schedule], self.stages)) / (schedule[1] - schedule[0]) if self.stages else nan
 
     def exposed(self, schedule: Interval | None) -> int:
-        """Nanoseconds of communication that no computation hides, the pipeline's bubble left out."""
+        """Returns nanoseconds of communication that do not overlap with computation, without the bubble."""
         return length(without(self.waiting, self.idle(schedule)))
 
     def idle(self, schedule: Interval | None) -> list[Interval]:
-        """Its pipeline's `schedule` goes on and this rank's stages have no work."""
+        """The parts of the pipeline's `schedule` in which this rank's stages have no work."""
         return without([schedule], self.stages) if schedule else []
 
     def parts(self, schedule: Interval | None) -> dict[str, int]:
-        """Nanoseconds of the step by what they went to; together its length.
+        """Returns the step's nanoseconds by use; they add up to its length.
 
         `compute`: an operator or a kernel runs; `communication`: as `exposed`; `bubble`: as `idle`;
-        `other`: the host's own work in between, and whatever else nothing was seen of.
+        `other`: the host's work in between, and all time in which no event was recorded.
         """
         idle = self.idle(schedule)
         parts = {
@@ -180,24 +183,27 @@ class Timeline:
 
 
 def chunk_of(name: str) -> tuple[int, str, int | None] | None:
-    """Stage, kind and microbatch of a range that `strategies.pipeline.busy` marked; None of another."""
-    found = CHUNK.fullmatch(name)
-    if found is None:
+    """Stage, kind and microbatch of a range that `strategies.pipeline.busy` marked; None for other ranges."""
+    match = CHUNK.fullmatch(name)
+    if match is None:
         return None
-    stage, kind, microbatch = found.groups()
+    stage, kind, microbatch = match.groups()
     return int(stage), kind, None if microbatch is None else int(microbatch)
 
 
 def ends_of_backward(calls: Sequence[Event], *, collectives: Sequence[Event]) -> list[Interval]:
-    """DistributedDataParallel waits for its buckets inside the engine, one after the other, seen only as what
-    it does not do: after the last node of a backward pass nothing is called while a collective runs."""
+    """Find the waits of DistributedDataParallel for its buckets, at the end of each backward pass.
+
+    It waits inside the autograd engine, and no event records these waits. They are the times after the last
+    node of a backward pass in which a collective runs and nothing is called.
+    """
     running = union(spans(event for event in collectives if event.name not in PEER_TO_PEER))
     nodes = sorted((call.start, call.end) for call in calls if call.name.startswith(ENGINE))
     ends: list[Interval] = []
     for backward in (call for call in calls if call.name == BACKWARD):
-        own = nodes[bisect_left(nodes, (backward.start, 0)) : bisect_left(nodes, (backward.end, 0))]
-        if own:
-            ends.append((max(end for _, end in own), backward.end))
+        inside = nodes[bisect_left(nodes, (backward.start, 0)) : bisect_left(nodes, (backward.end, 0))]
+        if inside:
+            ends.append((max(end for _, end in inside), backward.end))
     called = union(spans(call for call in calls if not call.is_mark))
     return without(without(union(ends), called), without(union(ends), running))
 
@@ -217,21 +223,21 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def without(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """The parts of `first` outside `second`, both in order and apart."""
-    left: list[Interval] = []
+    """The parts of `first` outside `second`. In both, intervals are sorted and do not overlap."""
+    remaining: list[Interval] = []
     index = 0
     for start, end in first:
         while index < len(second) and second[index][1] <= start:
             index += 1
-        at = index
-        while at < len(second) and second[at][0] < end:
-            if start < second[at][0]:
-                left.append((start, second[at][0]))
-            start = max(start, second[at][1])
-            at += 1
+        overlap = index
+        while overlap < len(second) and second[overlap][0] < end:
+            if start < second[overlap][0]:
+                remaining.append((start, second[overlap][0]))
+            start = max(start, second[overlap][1])
+            overlap += 1
         if start < end:
-            left.append((start, end))
-    return left
+            remaining.append((start, end))
+    return remaining
 
 
 def length(intervals: Iterable[Interval]) -> int:

@@ -1,9 +1,9 @@
-"""Bytes between ranks: what each collective of a step sends and receives by its best algorithm.
+"""Counts the bytes between ranks: what each collective of a step sends and receives by its best algorithm.
 
-Counted where torch dispatches them, so DistributedDataParallel's, DTensor's and a pipeline's are seen like
-one's own. Volumes are those of ring algorithms (NVIDIA nccl-tests, PERFORMANCE.md): for n ranks and S bytes
-an all-reduce moves 2 (n-1)/n S through each rank, an all-gather or reduce-scatter (n-1)/n S of the whole
-array. A backend may move more: gloo does a reduce-scatter as an all-reduce.
+They are counted where torch dispatches collectives, so those of DistributedDataParallel, of DTensor and of
+pipelines are included. Volumes are those of ring algorithms (NVIDIA nccl-tests, PERFORMANCE.md): for n ranks
+and S bytes, an all-reduce moves 2 (n-1)/n S through each rank, and an all-gather or reduce-scatter (n-1)/n S
+of the entire array. A backend may move more: gloo runs a reduce-scatter as an all-reduce.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from hpc_parallel.torch_internals import DispatchMode, group_of, operator_argume
 
 
 class Moved(NamedTuple):
-    """Bytes of one rank."""
+    """Bytes that one rank sends and receives."""
 
     sent: float
     received: float
 
 
 class Place(NamedTuple):
-    """Where this rank stands in a group."""
+    """This rank's position in a process group."""
 
     rank: int
     ranks: int
@@ -42,132 +42,136 @@ class Traffic(DispatchMode):
         super().__init__()
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
-        self.unknown: set[str] = set()  # collectives whose bytes no rule gives
+        self.unknown: set[str] = set()  # collectives without a rule in KINDS
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled blocks stay compiled; their collectives are seen where they run."""
+        """Compiled blocks stay compiled; their collectives are counted when they run."""
         return True
 
-    def note(self, kind: str, moved: Moved) -> None:
+    def _count(self, kind: str, moved: Moved) -> None:
         self.sent[kind] += round(moved.sent)
         self.received[kind] += round(moved.received)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its own collectives come by when it has taken itself apart
+            return NotImplemented  # DTensor then dispatches its local operators and collectives
         name = operator_name(function) or ""
         if name in KINDS:
-            given = operator_arguments(function, args, kwargs)
+            arguments = operator_arguments(function, args, kwargs)
             kind, rule = KINDS[name]
-            self.note(kind, rule(given, place(given)))
+            self._count(kind, rule(arguments, place_of(arguments)))
         elif name.startswith(COLLECTIVES) and name not in WITHOUT_BYTES:
             self.unknown.add(name)
         return function(*args, **(kwargs or {}))
 
 
-def place(given: Mapping[str, Any]) -> Place:
-    """This rank's in the group that a collective was called with: an object, or a name."""
-    group = group_of(given["process_group"] if "process_group" in given else given["group_name"])
+def place_of(arguments: Mapping[str, Any]) -> Place:
+    """This rank's position in the group of a collective, which is an argument by object or by name."""
+    group = group_of(arguments["process_group"] if "process_group" in arguments else arguments["group_name"])
     return Place(rank=group.rank(), ranks=group.size())
 
 
-def size(value: Any) -> int:
-    """Bytes of a tensor, or of lists of them."""
-    return value.nbytes if isinstance(value, Tensor) else sum(size(part) for part in value)
+def bytes_of(value: Any) -> int:
+    """Bytes of a tensor, or of nested lists of tensors."""
+    return value.nbytes if isinstance(value, Tensor) else sum(bytes_of(part) for part in value)
 
 
 def ring_reduce(name: str) -> Rule:
-    def rule(given: Mapping[str, Any], at: Place) -> Moved:
-        amount = 2 * size(given[name]) * (at.ranks - 1) / at.ranks
+    def rule(arguments: Mapping[str, Any], place: Place) -> Moved:
+        amount = 2 * bytes_of(arguments[name]) * (place.ranks - 1) / place.ranks
         return Moved(amount, amount)
 
     return rule
 
 
-def own_slice(name: str) -> Rule:
-    """`name` is one rank's slice: each of the others gets it, or has a part in it."""
+def local_slice(name: str) -> Rule:
+    """Argument `name` is one rank's slice: every other rank receives it, or contributes to it."""
 
-    def rule(given: Mapping[str, Any], at: Place) -> Moved:
-        amount = size(given[name]) * (at.ranks - 1)
+    def rule(arguments: Mapping[str, Any], place: Place) -> Moved:
+        amount = bytes_of(arguments[name]) * (place.ranks - 1)
         return Moved(amount, amount)
 
     return rule
 
 
-def whole_array(name: str) -> Rule:
-    """`name` is the slices of all ranks: all but one's own move."""
+def all_slices(name: str) -> Rule:
+    """Argument `name` holds the slices of all ranks. All of them move except this rank's slice."""
 
-    def rule(given: Mapping[str, Any], at: Place) -> Moved:
-        amount = size(given[name]) * (at.ranks - 1) / at.ranks
+    def rule(arguments: Mapping[str, Any], place: Place) -> Moved:
+        amount = bytes_of(arguments[name]) * (place.ranks - 1) / place.ranks
         return Moved(amount, amount)
 
     return rule
 
 
 def from_root(name: str, root: str = "root_rank") -> Rule:
-    """`name` is what each rank gets of the root."""
+    """Argument `name` is what each rank receives from the root."""
 
-    def rule(given: Mapping[str, Any], at: Place) -> Moved:
-        amount = size(given[name])
-        return Moved(amount * (at.ranks - 1), 0) if at.rank == given[root] else Moved(0, amount)
+    def rule(arguments: Mapping[str, Any], place: Place) -> Moved:
+        amount = bytes_of(arguments[name])
+        is_root = place.rank == arguments[root]
+        return Moved(amount * (place.ranks - 1), 0) if is_root else Moved(0, amount)
 
     return rule
 
 
 def to_root(name: str) -> Rule:
-    """`name` is what each rank gives the root."""
+    """Argument `name` is what each rank sends to the root."""
 
-    def rule(given: Mapping[str, Any], at: Place) -> Moved:
-        amount = size(given[name])
-        return Moved(0, amount * (at.ranks - 1)) if at.rank == given["root_rank"] else Moved(amount, 0)
+    def rule(arguments: Mapping[str, Any], place: Place) -> Moved:
+        amount = bytes_of(arguments[name])
+        is_root = place.rank == arguments["root_rank"]
+        return Moved(0, amount * (place.ranks - 1)) if is_root else Moved(amount, 0)
 
     return rule
 
 
-def exchanged(given: Mapping[str, Any], at: Place) -> Moved:
-    """Lists with a piece for each rank."""
-    sent, received = given["input_tensors"], given["output_tensors"]
-    return Moved(size(sent) - size(sent[at.rank]), size(received) - size(received[at.rank]))
+def exchanged(arguments: Mapping[str, Any], place: Place) -> Moved:
+    """Lists with one tensor for each rank."""
+    sent, received = arguments["input_tensors"], arguments["output_tensors"]
+    return Moved(
+        bytes_of(sent) - bytes_of(sent[place.rank]), bytes_of(received) - bytes_of(received[place.rank])
+    )
 
 
 def split(sent: str, received: str) -> Rule:
-    """Arrays cut along their first dim into a piece for each rank, equal ones where no splits are given."""
+    """Arrays are split along their first dim into one piece for each rank; pieces are equal by default."""
 
-    def of(given: Mapping[str, Any], name: str, splits: str, at: Place) -> float:
-        pieces = given[splits] or [1] * at.ranks
-        return size(given[name]) * (1 - pieces[at.rank] / sum(pieces)) if sum(pieces) else 0
+    def moved_bytes(arguments: Mapping[str, Any], name: str, splits: str, place: Place) -> float:
+        pieces = arguments[splits] or [1] * place.ranks
+        return bytes_of(arguments[name]) * (1 - pieces[place.rank] / sum(pieces)) if sum(pieces) else 0
 
-    def rule(given: Mapping[str, Any], at: Place) -> Moved:
-        leaving = of(given, sent, "input_split_sizes", at)
-        if received not in given:  # a functional one makes its output
-            rows = sum(given["output_split_sizes"]), sum(given["input_split_sizes"])
-            row = size(given[sent]) / rows[1] if rows[1] else 0
-            return Moved(leaving, row * (rows[0] - given["output_split_sizes"][at.rank]))
-        return Moved(leaving, of(given, received, "output_split_sizes", at))
+    def rule(arguments: Mapping[str, Any], place: Place) -> Moved:
+        sent_bytes = moved_bytes(arguments, sent, "input_split_sizes", place)
+        if received not in arguments:  # a functional collective allocates its output
+            rows, input_rows = arguments["output_split_sizes"], sum(arguments["input_split_sizes"])
+            row_bytes = bytes_of(arguments[sent]) / input_rows if input_rows else 0
+            return Moved(sent_bytes, row_bytes * (sum(rows) - rows[place.rank]))
+        return Moved(sent_bytes, moved_bytes(arguments, received, "output_split_sizes", place))
 
     return rule
 
 
 def sends(name: str) -> Rule:
-    return lambda given, at: Moved(size(given[name]), 0)
+    return lambda arguments, place: Moved(bytes_of(arguments[name]), 0)
 
 
 def receives(name: str) -> Rule:
-    return lambda given, at: Moved(0, size(given[name]))
+    return lambda arguments, place: Moved(0, bytes_of(arguments[name]))
 
 
-# By the names of torch's operators and of their arguments. A barrier carries nothing.
+# Keys are torch's operators; the rules name their arguments. A barrier carries no bytes.
 KINDS: dict[str, tuple[str, Rule]] = {
     "c10d::allreduce_": ("all_reduce", ring_reduce("tensors")),
     "c10d::allreduce_coalesced_": ("all_reduce", ring_reduce("tensors")),
-    "c10d::allgather_": ("all_gather", own_slice("input_tensors")),
-    "c10d::_allgather_base_": ("all_gather", own_slice("input_tensor")),
-    "c10d::allgather_coalesced_": ("all_gather", own_slice("input_list")),
-    "c10d::allgather_into_tensor_coalesced_": ("all_gather", own_slice("inputs")),
-    "c10d::reduce_scatter_": ("reduce_scatter", own_slice("output_tensors")),
-    "c10d::_reduce_scatter_base_": ("reduce_scatter", own_slice("output_tensor")),
-    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", own_slice("outputs")),
+    "c10d::allgather_": ("all_gather", local_slice("input_tensors")),
+    "c10d::_allgather_base_": ("all_gather", local_slice("input_tensor")),
+    "c10d::allgather_coalesced_": ("all_gather", local_slice("input_list")),
+    "c10d::allgather_into_tensor_coalesced_": ("all_gather", local_slice("inputs")),
+    "c10d::reduce_scatter_": ("reduce_scatter", local_slice("output_tensors")),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", local_slice("output_tensor")),
+    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", local_slice("outputs")),
     "c10d::broadcast_": ("broadcast", from_root("tensors")),
     "c10d::scatter_": ("scatter", from_root("output_tensors")),
     "c10d::reduce_": ("reduce", to_root("tensors")),
@@ -181,19 +185,19 @@ KINDS: dict[str, tuple[str, Rule]] = {
     "_c10d_functional::all_reduce_": ("all_reduce", ring_reduce("input")),
     "_c10d_functional::all_reduce_coalesced": ("all_reduce", ring_reduce("inputs")),
     "_c10d_functional::all_reduce_coalesced_": ("all_reduce", ring_reduce("inputs")),
-    "_c10d_functional::all_gather_into_tensor": ("all_gather", own_slice("input")),
-    "_c10d_functional::all_gather_into_tensor_out": ("all_gather", own_slice("input")),
-    "_c10d_functional::all_gather_into_tensor_coalesced": ("all_gather", own_slice("inputs")),
-    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", whole_array("input")),
-    "_c10d_functional::reduce_scatter_tensor_out": ("reduce_scatter", whole_array("input")),
-    "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", whole_array("inputs")),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", local_slice("input")),
+    "_c10d_functional::all_gather_into_tensor_out": ("all_gather", local_slice("input")),
+    "_c10d_functional::all_gather_into_tensor_coalesced": ("all_gather", local_slice("inputs")),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", all_slices("input")),
+    "_c10d_functional::reduce_scatter_tensor_out": ("reduce_scatter", all_slices("input")),
+    "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", all_slices("inputs")),
     "_c10d_functional::broadcast": ("broadcast", from_root("input", "src")),
     "_c10d_functional::broadcast_": ("broadcast", from_root("input", "src")),
     "_c10d_functional::all_to_all_single": ("all_to_all", split("input", "output")),
-    "_dtensor::shard_dim_alltoall": ("all_to_all", whole_array("input")),
+    "_dtensor::shard_dim_alltoall": ("all_to_all", all_slices("input")),
 }
 COLLECTIVES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "symm_mem::", "_dtensor::")
-# Waits, barriers, checks, and what only names or wraps a tensor.
+# Waits, barriers, checks, and operators that only name or wrap a tensor.
 WITHOUT_BYTES = {
     "c10d::barrier", "c10d::monitored_barrier_", "c10d::check_for_nan",
     "_c10d_functional::_wrap_tensor_autograd", "_c10d_functional::wait_tensor",

@@ -1,7 +1,7 @@
-"""A run's state by full names, so that any layout reads what any other wrote (torch.distributed.checkpoint).
+"""A run's state under full names, so that any layout can read what any other layout wrote.
 
-Distributed tensors are kept as slices of one tensor of that name, of what several ranks hold alike one
-copy is written. Reading fills whatever slices the present layout has.
+torch.distributed.checkpoint writes a distributed tensor as slices of one tensor with that name, and writes
+one copy of a tensor that several ranks hold. Reading fills the slices that the current layout has.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.torch_internals import without_checksums
 
 State = dict[str, Tensor]
-BUFFER_BYTES = 2**18  # gathers small writes; larger ones pass by without a copy
+BUFFER_BYTES = 2**18  # of the buffer for small writes; larger writes bypass it without a copy
 
 
 def state_of(assembled: Assembled, optimizer: Optimizer | None = None) -> State:
-    """Names and tensors of all that this rank trains: `weights/`, `buffers/`, `optimizer/`.
+    """Returns this rank's `weights/`, `buffers/` and, if `optimizer` is given, `optimizer/` by name.
 
-    The tensors are the run's own: to be copied from, or to be filled. Without an optimizer, the model's.
+    The tensors share memory with the run, so the caller can copy from them or fill them.
     """
     parameters = assembled.named_parameters()
     state: State = {f"weights/{name}": parameter.detach() for name, parameter in parameters.items()}
@@ -51,22 +51,24 @@ def state_of(assembled: Assembled, optimizer: Optimizer | None = None) -> State:
 
 
 def statistics(assembled: Assembled) -> dict[str, Tensor]:
-    """What a model learns without a gradient: running means and variances, by full names.
+    """Returns the persistent buffers by full name: running means and variances.
 
-    A rank outside of the layout, which only serves, sees no samples and has none.
+    A parameter server's rank is outside of the layout; it sees no samples and has no statistics.
     """
-    found: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
     if assembled.mesh.get_coordinate() is None:
-        return found
+        return buffers
     for part in assembled.parts:
-        kept = part.state_dict().keys()
-        found |= {name: buffer for name, buffer in part.named_buffers() if name in kept}
-    return found
+        persistent = part.state_dict().keys()
+        buffers |= {name: buffer for name, buffer in part.named_buffers() if name in persistent}
+    return buffers
 
 
 def prime(optimizer: Optimizer) -> None:
-    """The state that AdamW makes in its first step, where it has none yet: so it can be filled, and is
-    kept also of weights that never had a gradient."""
+    """Create the state that AdamW otherwise creates in its first step, for weights that have none.
+
+    A checkpoint can then fill it, and also covers weights that never had a gradient.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad and not optimizer.state[parameter]:
@@ -78,7 +80,7 @@ def prime(optimizer: Optimizer) -> None:
 
 
 def random_state(device: torch.device) -> State:
-    """Of this rank's generators, for models that draw (dropout); read again by as many ranks only."""
+    """State of this rank's generators (for dropout). Only the same number of ranks can restore it."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     state = {f"random/{rank}-of-{ranks}/cpu": torch.get_rng_state()}
     if device.type == "cuda":
@@ -87,9 +89,9 @@ def random_state(device: torch.device) -> State:
 
 
 def read(checkpoint: Checkpoint, state: State, *, group: dist.ProcessGroup | None = None) -> None:
-    """Fill `state` from a checkpoint, on all ranks of `group` together.
+    """Fill `state` from a checkpoint. All ranks of `group` must call it together.
 
-    Raises what torch.distributed.checkpoint raises where a name is missing or has another shape.
+    Raises what torch.distributed.checkpoint raises if a name is missing or a shape differs.
     """
     dcp.load(
         cast(dict[str, Any], state), storage_reader=dcp.FileSystemReader(checkpoint.path), process_group=group
@@ -97,21 +99,21 @@ def read(checkpoint: Checkpoint, state: State, *, group: dist.ProcessGroup | Non
 
 
 def random_names(checkpoint: Checkpoint) -> list[str]:
-    """Which generators' states a checkpoint has."""
+    """Names of the generator states that a checkpoint has."""
     names = dcp.FileSystemReader(checkpoint.path).read_metadata().state_dict_metadata
     return [name for name in names if name.startswith("random/")]
 
 
 def set_random_state(state: State, *, device: torch.device) -> None:
-    """Give this rank's generators what `random_state` of as many ranks had."""
+    """Restore this rank's generators from a `state` of `random_state`."""
     values = {name.rpartition("/")[2]: value for name, value in state.items()}
     torch.set_rng_state(values["cpu"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(values["cuda"], device)
 
 
-class Hashed(RawIOBase):
-    """A file being written, and the checksum of what went into it."""
+class HashedFile(RawIOBase):
+    """A file opened for writing that computes the checksum of its contents."""
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
@@ -122,19 +124,19 @@ class Hashed(RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        piece = memoryview(data).cast("B")
-        done = self._file.write(piece)
-        self.digest.update(piece[:done])
-        # Linux begins to write what will not be needed: else all of it waits for the fsync at the end.
-        os.posix_fadvise(self._file.fileno(), self.bytes, done, os.POSIX_FADV_DONTNEED)
-        self.bytes += done
-        return done
+        content = memoryview(data).cast("B")
+        written = self._file.write(content)
+        self.digest.update(content[:written])
+        # With this advice Linux starts to write at once. Without it everything waits for the final fsync.
+        os.posix_fadvise(self._file.fileno(), self.bytes, written, os.POSIX_FADV_DONTNEED)
+        self.bytes += written
+        return written
 
     def tell(self) -> int:
         return self.bytes
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """To where it stands, which BufferedWriter asks for."""
+        """Returns the current position. BufferedWriter calls this method, but never to move."""
         return self.bytes
 
     def fileno(self) -> int:
@@ -142,7 +144,7 @@ class Hashed(RawIOBase):
 
 
 class HashingFiles(FileSystem):
-    """Files with checksums, taken as they are written: nothing is read again."""
+    """A file system that computes checksums while it writes, so that no file is read again."""
 
     def __init__(self) -> None:
         self.written: dict[str, dict[str, Any]] = {}
@@ -150,10 +152,10 @@ class HashingFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[IOBase, None, None]:
         with FileIO(path, mode) as file:
-            hashed = Hashed(file)
+            hashed = HashedFile(file)
             with BufferedWriter(hashed, buffer_size=BUFFER_BYTES) as stream:
                 yield stream
-                if not stream.closed:  # torch synchronises the index before it has left the buffer
+                if not stream.closed:  # torch calls fsync on the index before its buffer is flushed
                     stream.flush()
                     os.fsync(stream.fileno())
         self.written[Path(path).name] = {"bytes": hashed.bytes, CHECKSUM: hashed.digest.hexdigest()}
@@ -164,13 +166,15 @@ class HashingFiles(FileSystem):
 
 
 class Writer(dcp.FileSystemWriter):
-    """torch's, with each rank's checksums sent along with its results; the last act makes the checkpoint."""
+    """torch's writer. Each rank sends its checksums with its results; `finish` completes the checkpoint."""
 
     def __init__(
         self, path: Path, *, folder: Path, step: int, about: dict[str, Any], prune: Callable[[], None]
     ) -> None:
-        """`prune`: takes older checkpoints away once there is this one. Here, since to remove gigabytes
-        takes long, and training need not wait for it."""
+        """`prune`: removes older checkpoints after this one is complete.
+
+        It is called by the writer because to remove gigabytes takes long, and training must not wait for it.
+        """
         super().__init__(path)
         self._prune = prune
         self.fs = self._files = HashingFiles()
@@ -179,12 +183,12 @@ class Writer(dcp.FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         with without_checksums():
             written = super().write_data(plan, planner).value()
-        both: Future[Any] = Future()
-        both.set_result([*written, self._files.written])
-        return both
+        results: Future[Any] = Future()
+        results.set_result([*written, self._files.written])
+        return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On one rank, when all have written."""
+        """Complete the checkpoint. Called on one rank after all ranks have written."""
         super().finish(metadata, [written[:-1] for written in results])
         files: dict[str, Any] = {}
         for written in results:
@@ -192,5 +196,5 @@ class Writer(dcp.FileSystemWriter):
         publish(self._folder, step=self._step, files=files | self._files.written, about=self._about)
         try:
             self._prune()
-        except OSError as error:  # the new one is there all the same
+        except OSError as error:  # the new checkpoint is complete anyway
             print(f"WARNING: an old checkpoint could not be removed: {error}", file=sys.stderr, flush=True)

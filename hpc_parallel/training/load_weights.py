@@ -1,4 +1,4 @@
-"""Weights from outside a run: a safetensors file or another run's checkpoint, read by any layout by name."""
+"""Loads weights by name, in any layout, from a safetensors file or from another run's checkpoint."""
 
 from __future__ import annotations
 
@@ -27,42 +27,42 @@ from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.training.checkpoint import State, state_of
 from hpc_parallel.training.restore import newest_sound
 
-PARTS = ("stem.", "blocks.", "head.")  # how our names begin; a library's own file has others
-SHOWN = 3  # names in one message
+PARTS = ("stem.", "blocks.", "head.")  # prefixes of our names; a library's file has other names
+MAX_NAMES = 3  # in one message
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Source(Protocol):
-    """Tensors by full name, without what only training needs."""
+    """Tensors by full name, without the state of the optimizer."""
 
     @property
     def shapes(self) -> Shapes:
-        """Of all that it has."""
+        """Shapes of all tensors of the source, by name."""
 
     def fill(self, state: State) -> None:
-        """Copy into tensors that this rank holds, or into its slices of distributed ones."""
+        """Copy into the tensors of `state`; of a distributed tensor, into this rank's slice."""
 
 
 class WeightsFile:
-    """A safetensors file, mapped into memory: of each weight only this rank's slice is read."""
+    """A safetensors file. It is mapped into memory, so only this rank's slice of each weight is read."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ValueError where it is no such file, or is not all there."""
+        """Raises ValueError if `path` is not a safetensors file or is incomplete."""
         self._path = path
         self.shapes: Shapes = read_header(path)[0]
 
     def fill(self, state: State) -> None:
         with safe_open(self._path, framework="pt") as file:
             for name, tensor in state.items():
-                whole = file.get_tensor(name)
+                values = file.get_tensor(name)
                 if isinstance(tensor, DTensor):
-                    tensor.to_local().copy_(own_slice(whole, like=tensor).to_local())
+                    tensor.to_local().copy_(own_slice(values, like=tensor).to_local())
                 else:
-                    tensor.copy_(whole)
+                    tensor.copy_(values)
 
 
 class CheckpointWeights:
-    """The weights and running statistics of a checkpoint; each process reads by itself."""
+    """The weights and running statistics of a checkpoint; each process reads without the others."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         entries = dcp.FileSystemReader(checkpoint.path).read_metadata().state_dict_metadata
@@ -75,18 +75,18 @@ class CheckpointWeights:
         self.shapes: Shapes = {name: tuple(tensors[key].size) for name, key in self._keys.items()}
 
     def fill(self, state: State) -> None:
-        named: dict[str, Any] = {self._keys[name]: tensor for name, tensor in state.items()}
+        by_key: dict[str, Any] = {self._keys[name]: tensor for name, tensor in state.items()}
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is meant to be
-            dcp.load(named, storage_reader=dcp.FileSystemReader(self._path), no_dist=True)
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose
+            dcp.load(by_key, storage_reader=dcp.FileSystemReader(self._path), no_dist=True)
 
 
 @torch.no_grad()
 def start_from(config: RunConfig, assembled: Assembled) -> str:
-    """Fill the model from `config.weights`, on all ranks together; returns what it was filled from.
+    """Fill the model from `config.weights`; all ranks must call it together.
 
-    Raises ConfigError on all ranks where names or shapes differ; UntrustedError for a run folder that
-    others may write.
+    Returns the path of the file or checkpoint; without `config.weights`, INITIAL. Raises ConfigError on all
+    ranks if names or shapes differ, and UntrustedError for a run folder that other users may write.
     """
     if config.weights is None:
         return INITIAL
@@ -95,7 +95,7 @@ def start_from(config: RunConfig, assembled: Assembled) -> str:
     if path.is_dir():
         checkpoint, _ = newest_sound(RunFolder(path).checkpoints, group=None)
         if checkpoint is None:
-            raise ConfigError([f"weights = {path} has no checkpoint that is sound."])
+            raise ConfigError([f"weights = {path} has no undamaged checkpoint."])
         if not config.launcher.shared_folder:
             require_private(checkpoint.path)  # its index is a pickle
         source, path = CheckpointWeights(checkpoint), checkpoint.path
@@ -106,8 +106,8 @@ def start_from(config: RunConfig, assembled: Assembled) -> str:
             raise ConfigError([f"weights = {path} can't be used: {error}"]) from error
     state = {key.partition("/")[2]: tensor for key, tensor in state_of(assembled).items()}
     model = assembled.parts[0]
-    ours = any(name.startswith(PARTS) for name in source.shapes)
-    rename: Callable[[str], str] = str if ours else getattr(model, "library_name", str)
+    has_our_names = any(name.startswith(PARTS) for name in source.shapes)
+    rename: Callable[[str], str] = str if has_our_names else getattr(model, "library_name", str)
     state = {rename(name): tensor for name, tensor in state.items()}
     require_fit(state, source.shapes, aliases=[rename(name) for name in model.tied], path=path)
     source.fill(state)
@@ -116,32 +116,32 @@ def start_from(config: RunConfig, assembled: Assembled) -> str:
     return str(path)
 
 
-def require_fit(state: State, found: Shapes, *, aliases: Iterable[str], path: Path) -> None:
-    """The source has what the ranks hold together, no more and no less but `aliases`.
+def require_fit(state: State, shapes: Shapes, *, aliases: Iterable[str], path: Path) -> None:
+    """Require that the source at `path` has exactly the tensors of all ranks; it may also have `aliases`.
 
-    Raises ConfigError on all ranks with all that differs.
+    `shapes`: those of the source. Raises ConfigError with all differences, on all ranks.
     """
-    parts = exchange.all_gather({name: list(tensor.shape) for name, tensor in state.items()})
-    wanted = {name: tuple(shape) for part in parts for name, shape in part.items()}
-    missing = [name for name in wanted if name not in found]
-    unknown = sorted(found.keys() - wanted.keys() - set(aliases))
-    other = [
-        f"{name} {list(found[name])} instead of {list(shape)}"
-        for name, shape in wanted.items()
-        if name in found and found[name] != shape
+    by_rank = exchange.all_gather({name: list(tensor.shape) for name, tensor in state.items()})
+    model_shapes = {name: tuple(shape) for rank in by_rank for name, shape in rank.items()}
+    missing = [name for name in model_shapes if name not in shapes]
+    unknown = sorted(shapes.keys() - model_shapes.keys() - set(aliases))
+    reshaped = [
+        f"{name} {list(shapes[name])} instead of {list(shape)}"
+        for name, shape in model_shapes.items()
+        if name in shapes and shapes[name] != shape
     ]
     problems = {
         "does not have what the model has": missing,
         "has what the model does not have": unknown,
-        "has another shape": other,
+        "has another shape": reshaped,
     }
     if any(problems.values()):
         raise ConfigError(
-            [f"weights = {path} {what}: {some(names)}." for what, names in problems.items() if names]
+            [f"weights = {path} {problem}: {some(names)}." for problem, names in problems.items() if names]
         )
 
 
 def some(names: list[str]) -> str:
-    """The first few, and how many more there are."""
-    left = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {left} more" if left > 0 else "")
+    """The first MAX_NAMES names, and how many more there are."""
+    more = len(names) - MAX_NAMES
+    return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""What a run measures: device tensors noted every step, read once a logged line, written by rank 0."""
+"""The metrics of a run: device tensors are kept at each step and read only when a line is logged."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hpc_parallel.record.values import finite
 from hpc_parallel.strategies.exchange import all_gather_numbers
 from hpc_parallel.training.step import StepResult
 
-# Dense bf16 peaks by the vendors' data sheets, FLOP/s; mfu is null on a device that is not here.
+# Dense bf16 peaks from the vendors' data sheets, FLOP/s; mfu is null on any other device.
 PEAK_FLOPS = {"A100": 312e12, "H100 80GB HBM3": 989e12, "H200": 989e12}
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What turns seconds into rates: constants of the run."""
+    """Constants of the run that convert seconds to rates."""
 
     global_batch_size: int
     tokens_per_sample: int | None
@@ -32,7 +32,7 @@ class Scale:
 
 
 class Metrics:
-    """Collects a step's tensors on every rank and turns them into the keys of `metrics.jsonl`."""
+    """Collects a step's tensors on every rank and computes the keys of `metrics.jsonl`."""
 
     def __init__(self, scale: Scale, *, device: torch.device) -> None:
         self._scale = scale
@@ -48,21 +48,16 @@ class Metrics:
         self._steps += 1
 
     def leave_out(self, seconds: float, *, steps: int = 0) -> None:
-        """Time that was not spent on steps (validation), or on `steps` that say nothing of the others.
+        """Subtract time that was not spent on steps (validation), or that went to `steps` not to be timed.
 
-        Where none else is left since the last line, its step time stands, as that of no step (`timed_steps`).
+        If no timed step is left since the last line, the next line repeats its step time (`timed_steps` = 0).
         """
         self._pause_s += seconds
         self._steps -= steps
 
     def line(self, *, step: int, learning_rate: float) -> dict[str, Any]:
-        """The record of this step, the same on all ranks. Here alone the host waits for the device."""
-        assert self._result is not None
-        scalars = [self._result.loss, self._result.gradient_norm]
-        if self._result.skipped is not None:
-            scalars.append(self._result.skipped)
-        here = torch.stack([scalar.double() for scalar in scalars]).to(self._device)
-        loss_share, gradient_norm, *skipped = here.tolist()
+        """Returns the record of this step, the same on all ranks. The host waits for the device only here."""
+        loss_share, gradient_norm, *skipped = self._scalars()
         now = time.perf_counter()
         if self._steps:
             self._step_time_s = (now - self._since - self._pause_s) / self._steps
@@ -73,14 +68,13 @@ class Metrics:
         scale = self._scale
         step_time_s = max(times)
         samples_per_s = scale.global_batch_size / step_time_s
-        flops = samples_per_s * scale.flops_per_sample / scale.devices
         timed_steps = self._steps
         self._since, self._steps, self._pause_s = time.perf_counter(), 0, 0.0
         line: dict[str, Any] = {
             "step": step,
             "samples": step * scale.global_batch_size,
             "loss": finite(sum(losses) / scale.replicas),
-            "grad_norm": finite(norms[0]),  # a parameter server alone knows it
+            "grad_norm": finite(norms[0]),  # rank 0, because only a parameter server has it
             "learning_rate": learning_rate,
             "step_time_s": step_time_s,
             "samples_per_s": samples_per_s,
@@ -88,25 +82,41 @@ class Metrics:
         }
         for count in counts:
             line["skipped_steps"] = int(count[0])
-        if scale.tokens_per_sample is not None:
-            line["tokens_per_s"] = samples_per_s * scale.tokens_per_sample
         return line | {
-            "tflops_per_device": flops / 1e12,
-            "mfu": None if scale.peak_flops is None else flops / scale.peak_flops,
+            **self._rates(samples_per_s),
             "peak_memory_bytes": int(max(peaks)),
             "time": datetime.now(UTC).isoformat(),
         }
 
+    def _scalars(self) -> list[float]:
+        assert self._result is not None
+        scalars = [self._result.loss, self._result.gradient_norm]
+        if self._result.skipped is not None:
+            scalars.append(self._result.skipped)
+        values: list[float] = torch.stack([scalar.double() for scalar in scalars]).to(self._device).tolist()
+        return values
+
+    def _rates(self, samples_per_s: float) -> dict[str, Any]:
+        scale = self._scale
+        flops = samples_per_s * scale.flops_per_sample / scale.devices
+        rates: dict[str, Any] = {}
+        if scale.tokens_per_sample is not None:
+            rates["tokens_per_s"] = samples_per_s * scale.tokens_per_sample
+        return rates | {
+            "tflops_per_device": flops / 1e12,
+            "mfu": None if scale.peak_flops is None else flops / scale.peak_flops,
+        }
+
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most this rank held at once: of the GPU's memory, or resident where it runs on the CPU."""
+    """Returns this rank's peak memory: allocated on the GPU, or resident if it runs on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """FLOP/s of one device in dense bf16; None where the data sheet is not known here."""
+    """Returns the peak of one device in dense bf16, in FLOP/s; None if `PEAK_FLOPS` does not list it."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -1,15 +1,15 @@
-"""A loss or gradient that is not finite never reaches the weights, and the host learns of it later.
+"""Keeps losses and gradients that are not finite from the weights, and reports them to the host later.
 
-The gradient's norm is on the device and equal on all ranks. If it is not finite, a flag on the device makes
-the fused optimizer leave weights and state as they are (`found_inf`, as of torch's GradScaler). A loss that
-is not finite makes its gradients so (`propagate_nonfinite`). The host does not wait for the device.
+The gradient's norm is on the device and is the same on all ranks. If it is not finite, a flag on the device
+makes the fused optimizer skip its update (`found_inf`, which torch's GradScaler also uses). A loss that is
+not finite makes its gradients not finite (`propagate_nonfinite`). Nothing waits for the device.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,14 +21,14 @@ from torch.optim import Optimizer
 from hpc_parallel.strategies import exchange
 from hpc_parallel.torch_internals import hold_updates_by
 
-CHECK_EVERY = 100  # steps after which the host checks, if no logged line was due
+CHECK_EVERY = 100  # steps between two checks on the host, if no line is logged in between
 
 
 class NonFiniteError(RuntimeError):
-    """Raised on the rank that caused a loss or gradient that is not finite; the weights are those before it.
+    """Raised on the rank to blame for a step whose loss or gradient is not finite.
 
-    `details`: the `step`, and the first affected `parameter` in the order of the model. A checkpoint of a
-    later step contains no update since, so a rollback takes one of an earlier step.
+    The weights are those before the step. `details` has the `step` and the first affected `parameter` in the
+    order of the model. A checkpoint of a later step has the same weights, so a rollback takes an earlier one.
     """
 
     def __init__(self, message: str, *, step: int, parameter: str | None) -> None:
@@ -37,11 +37,11 @@ class NonFiniteError(RuntimeError):
 
 
 class FollowerError(RuntimeError):
-    """Raised on a rank that ends because another rank failed."""
+    """Raised on the ranks that end because another rank is to blame."""
 
 
 class Guard:
-    """Holds back updates of `optimizer`: of a bad step (skip), or of it and all later (stop, rollback)."""
+    """Withholds the optimizer's update of a bad step (skip), or of all later steps too (stop, rollback)."""
 
     def __init__(
         self,
@@ -51,37 +51,36 @@ class Guard:
         policy: str,
         buffers: Sequence[Tensor],
     ) -> None:
-        """Let the optimizer read the flag.
+        """`parameters`: this rank's, by full name, in the order of `norms` in `note`.
 
-        `parameters`: this rank's by full name, in the order in which `note` gets their norms. `buffers`:
-        values that a forward pass changes, and that a skipped step must not change.
+        `buffers`: tensors that a forward pass changes. A skipped step must not change them.
         """
         self._parameters = parameters
         self._skips = policy == "skip"
         device = next(iter(parameters.values())).device
-        self._held = torch.zeros((), device=device)  # 1: this step changes nothing
-        self._count = torch.zeros((), device=device)  # steps held back so far
-        self._norms = torch.zeros(len(parameters), device=device)  # of the first such step, a parameter each
+        self._held = torch.zeros((), device=device)  # 1: withhold the update of this step
+        self._count = torch.zeros((), device=device)  # steps withheld so far
+        self._norms = torch.zeros(len(parameters), device=device)  # [parameter], of the first bad step
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         hold_updates_by(self._held, optimizer)
         self._buffers = buffers if self._skips else []
-        self._before: list[Tensor] = []
+        self._buffers_before: list[Tensor] = []
 
     @property
     def skipped(self) -> Tensor | None:
-        """The number of skipped steps, on the device. None under another policy."""
+        """The number of skipped steps, on the device; None if the policy is not skip."""
         return self._count.clone() if self._skips else None
 
     @torch.no_grad()
-    def before(self) -> None:
-        """Copy the buffers that a forward pass changes."""
-        self._before = [buffer.clone() for buffer in self._buffers]
+    def remember_buffers(self) -> None:
+        """Copy the buffers before the forward pass, so that a skipped step can restore them."""
+        self._buffers_before = [buffer.clone() for buffer in self._buffers]
 
     @torch.no_grad()
     def note(self, *, norm: Tensor, norms: Tensor, loss: Tensor) -> None:
-        """Decide on this step by the `norm` of the full gradient, which is equal on all ranks.
+        """Withhold this step's update if the `norm` of the complete gradient is not finite.
 
-        `norms`: of each parameter of this rank. `loss`: this rank's.
+        `norm` is the same on all ranks. `norms` [parameter] and `loss` are this rank's.
         """
         bad = ~norm.isfinite()
         if self._skips:
@@ -92,24 +91,24 @@ class Guard:
             self._loss = torch.where(first, loss.double(), self._loss)
             self._held.copy_(bad | (self._count > 0))
         self._count += self._held
-        for buffer, old in zip(self._buffers, self._before, strict=True):
+        for buffer, old in zip(self._buffers, self._buffers_before, strict=True):
             buffer.copy_(torch.where(bad, old, buffer))
 
     def raise_if_nonfinite(self, step: int) -> None:
-        """Check on all ranks whether a step up to the 1-based `step` was held back.
+        """Read from the device whether a step up to the 1-based `step` was withheld.
 
-        Raises NonFiniteError on the rank that caused it and FollowerError on the others.
+        All ranks must call it together. Raises NonFiniteError on the rank to blame and FollowerError on the
+        others.
         """
         if self._skips:
             return
         count = self._count.clone()
         if dist.is_initialized():
-            dist.all_reduce(count, op=dist.ReduceOp.MAX)  # only a parameter server knows the gradient
-        if held := int(count.item()):
-            self._blame(step - held + 1)
+            dist.all_reduce(count, op=dist.ReduceOp.MAX)  # only a parameter server has the gradient
+        if withheld := int(count.item()):
+            self._raise(step - withheld + 1)
 
-    def _blame(self, step: int) -> None:
-        """Blame the first rank whose loss is not finite, else the one with the first such gradient."""
+    def _raise(self, step: int) -> NoReturn:
         names = list(self._parameters)
         bad = {names[index] for index in (~self._norms.isfinite()).nonzero().flatten().tolist()}
         broken = {name for name, weight in self._parameters.items() if not _is_finite(weight)}
@@ -118,35 +117,40 @@ class Guard:
             "gradient": min(bad, key=order, default=None),
             "weight": min(broken, key=order, default=None),
         }  # fmt: skip
-        records = exchange.all_gather(local) if dist.is_initialized() else [local]
-        rank, message, parameter = blame(records, step=step)
+        by_rank = exchange.all_gather(local) if dist.is_initialized() else [local]
+        rank, message, parameter = blame(by_rank, step=step)
         if rank == (dist.get_rank() if dist.is_initialized() else 0):
             raise NonFiniteError(message, step=step, parameter=parameter)
         raise FollowerError(f"ended with rank {rank}: {message}")
 
 
-def blame(records: Sequence[Mapping[str, Any]], *, step: int) -> tuple[int, str, str | None]:
-    """Returns the rank, the message and the first affected parameter, from the records of all ranks.
+def blame(by_rank: Sequence[Mapping[str, Any]], *, step: int) -> tuple[int, str, str | None]:
+    """Returns the rank to blame, the message, and the first affected parameter.
 
-    A weight that is not finite (because an update overflowed, or the loaded file was bad) is the cause of
-    everything else. A loss that is not finite identifies the rank but no parameter: all gradients follow it.
+    `by_rank`: each rank's `loss`, and its first `weight` and first `gradient` that are not finite.
+
+    A weight that is not finite (an update overflowed, or it was loaded so) is the cause of everything else.
+    Next comes the first rank whose loss is not finite; all gradients follow from it, so no parameter is to
+    blame. Otherwise it is the rank with the first gradient in the order of the model.
     """
-    for what, words in (("weight", "the weight"), ("gradient", "the gradient of")):
-        named = [(order(rank[what]), place) for place, rank in enumerate(records) if rank[what] is not None]
-        losses = [place for place, rank in enumerate(records) if not math.isfinite(float(rank["loss"]))]
-        first = min(named, default=None)
-        name = None if first is None else records[first[1]][what]
-        if what == "gradient" and losses:
-            place = losses[0]
-            follows = f"; of the gradients {name} is the first" if name else ""
-            return place, f"the loss of step {step} is {records[place]['loss']}{follows}", name
+    for kind, subject in (("weight", "the weight"), ("gradient", "the gradient of")):
+        candidates = [
+            (order(values[kind]), rank) for rank, values in enumerate(by_rank) if values[kind] is not None
+        ]
+        bad_losses = [rank for rank, values in enumerate(by_rank) if not math.isfinite(float(values["loss"]))]
+        first = min(candidates, default=None)
+        name = None if first is None else by_rank[first[1]][kind]
+        if kind == "gradient" and bad_losses:
+            rank = bad_losses[0]
+            gradient = f"; the first gradient that is not finite is that of {name}" if name else ""
+            return rank, f"the loss of step {step} is {by_rank[rank]['loss']}{gradient}", name
         if first is not None:
-            return first[1], f"{words} {name} is not finite at step {step}", name
+            return first[1], f"{subject} {name} is not finite at step {step}", name
     return 0, f"the gradient's norm is not finite at step {step}: its squares overflow", None
 
 
 def order(name: str) -> tuple[int, int, str]:
-    """Sorts full names as a batch passes the model: the stem, blocks by number, the head."""
+    """Sort key of a full name, in the order of the model: the stem, blocks by number, the head."""
     part, _, rest = name.partition(".")
     number = rest.partition(".")[0]
     if part == "blocks" and number.isdigit():

@@ -1,4 +1,4 @@
-"""AdamW, its learning rate as a pure function of the step, and the gradient's global norm."""
+"""AdamW, the learning rate of each step, and the gradient's global norm."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hpc_parallel.strategies.mesh import holders, local_gradients
 
 
 def build_optimizer(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> Optimizer:
-    """AdamW (Loshchilov and Hutter 2019); weight decay on matrices only.
+    """Build AdamW (Loshchilov and Hutter 2019) with weight decay on matrices only.
 
-    The fused kernel reads each weight once; on CPUs too it was the fastest (docs/performance.md).
+    The fused kernel reads each weight once; it was also the fastest on CPUs (docs/performance.md).
     """
     matrices = [parameter for parameter in parameters.values() if parameter.ndim > 1]
     vectors = [parameter for parameter in parameters.values() if parameter.ndim <= 1]
@@ -40,7 +40,7 @@ def build_optimizer(parameters: Mapping[str, Parameter], config: OptimizerConfig
 
 
 def learning_rate(step: int, *, steps: int, config: OptimizerConfig) -> float:
-    """Rate of the 1-based `step`: linear warm-up, then constant or half a cosine down to `final_share`."""
+    """Returns the rate of the 1-based `step`: linear warm-up, then constant or cosine to `final_share`."""
     warmup = steps // 20 if config.warmup_steps is None else config.warmup_steps
     if step <= warmup:
         return config.learning_rate * step / warmup
@@ -52,11 +52,13 @@ def learning_rate(step: int, *, steps: int, config: OptimizerConfig) -> float:
 
 
 class GradientNorm:
-    """The 2-norm of the whole model's gradient, whichever ranks hold its parts."""
+    """Computes the 2-norm of the entire model's gradient, which is split over ranks."""
 
     def __init__(self, counted: Iterable[Parameter], *, axes: Sequence[DeviceMesh]) -> None:
-        """`counted`: this rank's weights, a weight that two stages hold counted on one of them only;
-        `axes`: the mesh axes over which weights are split, some of them maybe not over all."""
+        """`counted`: this rank's weights. If two stages hold a weight, only one of them counts it.
+
+        `axes`: the mesh axes over which weights are split. Some weights may be split over fewer.
+        """
         self._by_holders: dict[int, list[Parameter]] = defaultdict(list)
         for parameter in counted:
             self._by_holders[holders(parameter, axes=axes)].append(parameter)
@@ -64,31 +66,33 @@ class GradientNorm:
 
     @property
     def counted(self) -> list[Parameter]:
-        """In the order of the norms that a call returns."""
+        """This rank's weights in the order of the norms that a call returns."""
         return [parameter for parameters in self._by_holders.values() for parameter in parameters]
 
     def __call__(self) -> tuple[Tensor, Tensor]:
-        """The norm, a scalar on the device, and those of this rank's parts [parameter]; nothing waits.
+        """Returns the norm, a scalar, and the norms of this rank's parts [parameter], all on the device.
 
-        A weight that the loss did not reach has norm 0.
+        Nothing waits for the device. A weight without a gradient has norm 0.
         """
-        shares, each = [], []
+        squares, norms = [], []
         for count, parameters in self._by_holders.items():
             present = [parameter for parameter in parameters if parameter.grad is not None]
-            norms = iter(torch_internals.norms(local_gradients(present)))
+            present_norms = iter(torch_internals.norms(local_gradients(present)))
             zero = torch.zeros((), device=parameters[0].device)
-            each += [zero if parameter.grad is None else next(norms) for parameter in parameters]
-            own = torch.stack(each[-len(parameters) :])
-            shares.append(torch.linalg.vector_norm(own).square() / count)
-        squared = torch.stack(shares).sum()
+            group_norms = [
+                zero if parameter.grad is None else next(present_norms) for parameter in parameters
+            ]
+            squares.append(torch.linalg.vector_norm(torch.stack(group_norms)).square() / count)
+            norms += group_norms
+        squared = torch.stack(squares).sum()
         for group in self._groups:
             dist.all_reduce(squared, group=group)
-        return squared.sqrt(), torch.stack(each)
+        return squared.sqrt(), torch.stack(norms)
 
 
-def clip(parameters: Iterable[Parameter], *, norm: Tensor, most: float) -> None:
-    """Scale all gradients so that their global `norm` is at most `most`, without reading it back."""
-    scale = (most / (norm + 1e-6)).clamp(max=1.0)
+def clip(parameters: Iterable[Parameter], *, norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients so that their global `norm` is at most `max_norm`. The host does not wait."""
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     torch_internals.scale(local_gradients(parameters), scale)
 
 

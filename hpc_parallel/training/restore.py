@@ -1,4 +1,4 @@
-"""Where a run goes on: its newest checkpoint that is sound, looked for by all ranks together."""
+"""Finds the newest undamaged checkpoint of a run, with all ranks together, and restores it."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ from hpc_parallel.training.checkpoint import State, random_names, random_state, 
 
 
 def newest_sound(folder: Path, *, group: dist.ProcessGroup | None) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint in `folder` whose checksums agree; each rank looks at a part of its files.
+    """Returns the newest checkpoint in `folder` whose checksums agree, and warnings about damaged ones.
 
-    Of each damaged one a warning that names it and what it costs, told on the first rank's stderr too.
+    Each rank verifies a part of the files. A warning names the checkpoint and the steps that are lost;
+    rank 0 also prints it to stderr.
     """
     rank = dist.get_rank()
-    names = [(each.path.name, each.step) for each in checkpoint_index.complete(folder)] if rank == 0 else []
-    found = [Checkpoint(folder / name, step) for name, step in exchange.broadcast(names, group=group)]
+    complete = checkpoint_index.complete(folder) if rank == 0 else []
+    names = [(checkpoint.path.name, checkpoint.step) for checkpoint in complete]
+    checkpoints = [Checkpoint(folder / name, step) for name, step in exchange.broadcast(names, group=group)]
     warnings: list[str] = []
     if rank == 0 and (others := checkpoint_index.skipped(folder)):
         warnings.append(f"{', '.join(others)} in {folder}: links and files are no checkpoints")
         print(f"WARNING: {warnings[-1]}", file=sys.stderr, flush=True)
-    for checkpoint, older in zip_longest(found, found[1:]):
-        damage = checkpoint.damage(part=rank, parts=dist.get_world_size())
-        words = next((each for each in exchange.all_gather(damage, group=group) if each), None)
-        if words is None:
+    for checkpoint, older in zip_longest(checkpoints, checkpoints[1:]):
+        local_damage = checkpoint.damage(part=rank, parts=dist.get_world_size())
+        damage = next(filter(None, exchange.all_gather(local_damage, group=group)), None)
+        if damage is None:
             return checkpoint, warnings
         before = older.step if older else 0
         warnings.append(
-            f"the checkpoint of step {checkpoint.step} is damaged ({words}); going on from "
+            f"the checkpoint of step {checkpoint.step} is damaged ({damage}); continuing from "
             f"{f'that of step {before}' if older else 'the start'}: steps {before + 1} to "
             f"{checkpoint.step} are lost"
         )
@@ -47,21 +49,22 @@ def newest_sound(folder: Path, *, group: dist.ProcessGroup | None) -> tuple[Chec
 def restore(
     checkpoint: Checkpoint, state: State, *, digest: str, device: torch.device, group: dist.ProcessGroup
 ) -> None:
-    """Fill `state`, and give the generators the state they had where as many ranks wrote it.
+    """Fill `state`; restore the random generators too if the same number of ranks wrote the checkpoint.
 
-    Raises ConfigError where the checkpoint was trained on other data than that of `digest`.
+    `digest`: of the run's data. Raises ConfigError if the checkpoint was trained on other data.
     """
     if checkpoint.manifest["data"] != digest:
         raise ConfigError(
             [
                 f"data: the checkpoint of step {checkpoint.step} was trained on other data than the "
-                "configuration names now: the order of samples can't go on. Try the data that it began with."
+                "configuration names now, so the order of samples can't continue. Try the data that the run "
+                "began with."
             ]
         )
-    known = set(random_names(checkpoint)) >= set(random_state(device))
-    all_known = torch.tensor(int(known))
-    dist.all_reduce(all_known, op=dist.ReduceOp.MIN, group=group)
-    drawn = random_state(device) if all_known else {}
-    read(checkpoint, state | drawn, group=group)
-    if drawn:
-        set_random_state(drawn, device=device)
+    has_state = set(random_names(checkpoint)) >= set(random_state(device))
+    all_have_state = torch.tensor(int(has_state))
+    dist.all_reduce(all_have_state, op=dist.ReduceOp.MIN, group=group)
+    generators = random_state(device) if all_have_state else {}
+    read(checkpoint, state | generators, group=group)
+    if generators:
+        set_random_state(generators, device=device)

@@ -1,4 +1,4 @@
-"""When checkpoints are written: while training goes on, one at a time, none dropped in silence."""
+"""Writes checkpoints while training continues, one at a time. A save that fails is always reported."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _MARK_EVERY_S = 2.0
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written; the message has the system's words."""
+    """A checkpoint could not be written; the message has the system's reason."""
 
 
 class Saver:
     """Copies the state to the host's memory, and writes that copy while the next steps run.
 
-    The ranks write together, over a group of their own, so that nothing meets the training's collectives.
-    A save that can't keep up delays the next one. One that fails is told and tried again at the next
-    turn: a full disk need not end the training, unless it is the last save.
+    The ranks write together over a separate group, so that saving and training never share a collective.
+    A slow save delays the next one. If a save fails, a warning is printed and the next save tries again,
+    because a full disk should not end the training. Only a failed last save ends the run.
     """
 
     def __init__(
@@ -44,14 +44,13 @@ class Saver:
         training: TrainingConfig,
         device: torch.device,
         group: dist.ProcessGroup,
-        saved: int = 0,
-        waiting: Callable[[], None] = lambda: None,
+        saved_step: int = 0,
+        on_wait: Callable[[], None] = lambda: None,
     ) -> None:
-        """Save nothing yet.
+        """`about`: further entries of the manifest; `saved_step`: the step of the newest checkpoint.
 
-        `about`: further keys of the manifest. `saved`: the step of the newest checkpoint. `waiting` is called
-        every few seconds while a save delays the training, so that the watchdog does not take it for a hang.
-        If a rank does not join the save, the time-out of the collectives ends it.
+        `on_wait` is called every few seconds while training waits for a save, so that the watchdog does not
+        report a hang. If a rank never joins the save, the time-out of collectives ends it.
         """
         self._folder = folder
         self._state = state
@@ -59,43 +58,43 @@ class Saver:
         self._training = training
         self._device = device
         self._group = group
-        self._saved = saved
-        self._waiting = waiting
+        self._saved_step = saved_step
+        self._on_wait = on_wait
         self._pending: Future[Any] | None = None
-        self._step = 0  # of the pending save
+        self._pending_step = 0
         self._stager: DefaultStager | None = None
 
     def due(self, step: int) -> bool:
-        """Every so many steps, and after the last."""
+        """Whether to save after `step`: every `checkpoint_every` steps, and after the last step."""
         every = self._training.checkpoint_every
         return every is not None and (step % every == 0 or step == self._training.steps)
 
-    def save(self, step: int, *, whole: bool = False) -> None:
-        """Begin to write the state after `step`, on all ranks at the same step.
+    def save(self, step: int, *, blocking: bool = False) -> None:
+        """Begin to write the state after `step`. All ranks must call it at the same step.
 
-        With `whole` it is on the disk on return. Raises SaveError then, where that failed.
+        With `blocking`, returns after the checkpoint is on the disk, and raises SaveError if that failed.
         """
         self._finish()
-        if step > self._saved:
+        if step > self._saved_step:
             self._begin(step)
-        if whole and (error := self._finish()):
+        if blocking and (error := self._finish()):
             raise SaveError(f"the checkpoint of step {step} could not be written: {error}")
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait for a save that is in progress."""
         self._finish()
         if self._stager is not None:
             self._stager.close()
 
     def _begin(self, step: int) -> None:
-        beside = checkpoint_index.beside(self._folder, step)
+        unfinished = checkpoint_index.beside(self._folder, step)
         if dist.get_rank() == 0:
             self._folder.mkdir(mode=0o700, exist_ok=True)
-            shutil.rmtree(beside, ignore_errors=True)  # of a save that failed
+            shutil.rmtree(unfinished, ignore_errors=True)  # left by a save that failed
         state = self._state() | random_state(self._device)
         training = self._training
         writer = Writer(
-            beside,
+            unfinished,
             folder=self._folder,
             step=step,
             about={**self._about, "samples": step * training.global_batch_size},
@@ -106,7 +105,7 @@ class Saver:
                 keep_every=training.keep_every,
             ),
         )
-        self._step = step
+        self._pending_step = step
         if self._training.checkpoint_async:
             self._pending = cast(
                 "Future[Any]",
@@ -127,7 +126,7 @@ class Saver:
                 self._pending.set_exception(error)
 
     def _open_stager(self) -> DefaultStager:
-        """The same one for all checkpoints, since it keeps pinned memory, if torch can use it again."""
+        """One stager for all checkpoints, since it keeps pinned memory; a new one if torch closes it."""
         if self._stager is None or not stagers_last():
             on_gpu = self._device.type == "cuda"
             self._stager = DefaultStager(
@@ -141,25 +140,27 @@ class Saver:
         return self._stager
 
     def _finish(self) -> str | None:
-        """Wait for the pending save; the system's words where it failed (on all ranks alike)."""
+        """Wait for the pending save; returns the system's reason if it failed, the same on all ranks."""
         if self._pending is None:
             return None
         while not wait([self._pending], timeout=_MARK_EVERY_S).done:
-            self._waiting()
+            self._on_wait()
         error = self._pending.exception()
         self._pending = None
         if error is None:
-            self._saved = self._step
+            self._saved_step = self._pending_step
             return None
         if not isinstance(error, dcp.api.CheckpointException):
             raise error
-        words = "; ".join(sorted({f"{type(each).__name__}: {each}" for each, _ in error.failures.values()}))
+        reason = "; ".join(
+            sorted({f"{type(failure).__name__}: {failure}" for failure, _ in error.failures.values()})
+        )
         if dist.get_rank() == 0:
-            shutil.rmtree(checkpoint_index.beside(self._folder, self._step), ignore_errors=True)
+            shutil.rmtree(checkpoint_index.beside(self._folder, self._pending_step), ignore_errors=True)
             print(
-                f"WARNING: the checkpoint of step {self._step} could not be written ({words}); "
-                f"the newest is that of step {self._saved}",
+                f"WARNING: the checkpoint of step {self._pending_step} could not be written ({reason}); "
+                f"the newest is that of step {self._saved_step}",
                 file=sys.stderr,
                 flush=True,
             )
-        return words
+        return reason

@@ -1,4 +1,4 @@
-"""One optimizer step, as the trainer sees it: a batch in, device tensors out."""
+"""One optimizer step, from a batch to device tensors."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from hpc_parallel.training.optimizer import GradientNorm, clip
 
 @dataclass(frozen=True)
 class StepResult:
-    """Scalars on the device. Reading one waits for the device, so do it as late as possible."""
+    """Scalars on the device. Read them late, because reading waits for the device."""
 
-    loss: Tensor  # mean loss of this replica's batch; zero where a peer has it
-    gradient_norm: Tensor  # of the whole model, before clipping; rank 0 has it always
-    skipped: Tensor | None = None  # steps left out so far; rank 0 has it always, where any may be
+    loss: Tensor  # mean loss of this replica's batch; zero if another rank of the replica has it
+    gradient_norm: Tensor  # of the entire model, before clipping; always valid on rank 0
+    skipped: Tensor | None = None  # steps skipped so far, valid on rank 0; None if none may be
 
 
 class Step(Protocol):
     def run(self, inputs: Tensor, targets: Tensor) -> StepResult:
-        """Take this replica's batch `[batch, ...]` and update the weights."""
+        """Train on this replica's batch `[batch, ...]` and update the weights."""
 
     def raise_if_nonfinite(self, step: int) -> None:
-        """Check on all ranks whether a loss or gradient up to the 1-based `step` was not finite.
+        """Check on the host for losses or gradients that were not finite up to the 1-based `step`.
 
-        Raises NonFiniteError on the rank that caused it and FollowerError on the others.
+        All ranks must call it together. Raises what `training.nonfinite.Guard.raise_if_nonfinite` raises.
         """
 
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean loss of this replica's batch; zero where a peer has it."""
+        """Returns the mean loss of this replica's batch; zero if another rank of the replica has it."""
 
 
 class GradientStep:
-    """Forward and backward by the strategy, then clipping and the optimizer on this rank's weights."""
+    """Runs the strategy's forward and backward passes, clips, and updates this rank's weights."""
 
     def __init__(
         self,
@@ -59,10 +59,9 @@ class GradientStep:
         on_nonfinite: str,
         on_gradients: Callable[[], None] | None = None,
     ) -> None:
-        """Prepare the gradient norm and the guard for this rank's weights.
+        """`on_nonfinite`: stop, skip or rollback; what to do if a step's gradient is not finite.
 
-        `on_nonfinite`: stop, skip or rollback, if a gradient is not finite. `on_gradients` is
-        called in each step when `.grad` is complete, before clipping.
+        `on_gradients` is called in each step when `.grad` is complete, before it is clipped.
         """
         self._forward_backward: ForwardBackward = assembled.forward_backward
         self._parts = assembled.parts
@@ -88,7 +87,7 @@ class GradientStep:
         self._guard.raise_if_nonfinite(step)
 
     def _train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        self._guard.before()
+        self._guard.remember_buffers()
         try:
             return self._forward_backward.train(inputs, targets)
         except Exception as error:
@@ -97,13 +96,13 @@ class GradientStep:
 
     @located("the optimizer")
     def _update(self, loss: Tensor) -> Tensor:
-        """Clip and step. Returns the gradient's norm before clipping."""
+        """Clip and step; returns the gradient's norm before clipping."""
         norm, norms = self._norm()
         self._guard.note(norm=norm, norms=norms, loss=loss)
         if self._on_gradients is not None:
             self._on_gradients()
         if self._clip_norm is not None:
-            clip(self._parameters, norm=norm, most=self._clip_norm)
+            clip(self._parameters, norm=norm, max_norm=self._clip_norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return norm
@@ -118,9 +117,9 @@ class GradientStep:
 
 
 class ServedStep(GradientStep):
-    """A round of a parameter server: gradients to it, weights back from it. Only the server updates.
+    """Sends gradients to the parameter server, which updates the weights and sends them back.
 
-    `on_gradients` is called on the server only: no other rank has the full gradient.
+    `on_gradients` is called on the server only, because no other rank has the complete gradient.
     """
 
     def __init__(self, server: ParameterServer, assembled: Assembled, **options: Any) -> None:
@@ -143,7 +142,7 @@ def build_step(
     on_nonfinite: str = "stop",
     on_gradients: Callable[[], None] | None = None,
 ) -> Step:
-    """The step of the strategy that `assembled` was made by; arguments as of `GradientStep`."""
+    """Build the step for the strategy of `assembled`; the arguments are those of `GradientStep`."""
     kind = GradientStep if assembled.server is None else partial(ServedStep, assembled.server)
     return kind(
         assembled,
@@ -155,22 +154,21 @@ def build_step(
 
 
 def place_in_backward(error: BaseException, *, parts: Sequence[LayeredModel]) -> str | None:
-    """Returns the part whose backward pass failed, or None if the backward pass had not begun.
+    """Find where the backward pass failed, by the gradients that are missing; None if it had not begun.
 
-    Autograd passes the blocks from the last to the first and does not report where it is: the first weight
-    without a gradient tells. After the first of several microbatches all weights have gradients, and only
-    "the backward pass" is known.
+    Autograd passes the blocks from the last to the first and does not report where it is. After the
+    first of several microbatches all weights have gradients, and only "the backward pass" is known.
     """
     functions = set()
-    link: BaseException | None = error
-    while link is not None:
-        functions |= {frame.f_code.co_name for frame, _ in walk_tb(link.__traceback__)}
-        link = link.__cause__
+    cause: BaseException | None = error
+    while cause is not None:
+        functions |= {frame.f_code.co_name for frame, _ in walk_tb(cause.__traceback__)}
+        cause = cause.__cause__
     if "_engine_run_backward" not in functions:
         return None
     for part in reversed(parts):
-        named = {"stem": part.stem, **{f"block {name}": block for name, block in part.blocks.items()}}
-        for place, module in reversed([*named.items(), ("head", part.head)]):
+        modules = {"stem": part.stem, **{f"block {name}": block for name, block in part.blocks.items()}}
+        for place, module in reversed([*modules.items(), ("head", part.head)]):
             weights = [] if module is None else module.parameters()
             if any(weight.grad is None and weight.requires_grad for weight in weights):
                 return f"{place}'s backward pass"

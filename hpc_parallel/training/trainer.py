@@ -1,4 +1,4 @@
-"""The training loop: batches, steps, a line of metrics when one is due. It knows no strategy."""
+"""The training loop: batches, steps, metrics, validation, checkpoints. It is the same for every strategy."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from hpc_parallel.training.writers import Writer
 
 @dataclass(frozen=True)
 class Samples:
-    """The batches of this rank for training and validation, and the device that they are copied to."""
+    """This rank's batches for training and validation, and the device that they are copied to."""
 
     train: Batches
     validation: Batches
-    validation_steps: int  # batches of one validation
+    validation_steps: int  # batches in one validation
     device: torch.device
 
 
 @dataclass(frozen=True)
 class Observers:
-    """Everything that observes the training and does not change it."""
+    """Objects that observe a training and do not change it."""
 
     metrics: Metrics
     measurement: Measurement
-    writers: Sequence[Writer]  # only one rank has any
-    progress: Progress  # read by the watchdog
+    writers: Sequence[Writer]  # empty on every rank except rank 0
+    progress: Progress  # for a watchdog
 
 
 class Trainer:
-    """Trains until `training.steps` optimizer steps are done or a signal asks it to stop."""
+    """Trains for `training.steps` optimizer steps, or until a signal stops it."""
 
     def __init__(
         self,
@@ -58,12 +58,11 @@ class Trainer:
         config: RunConfig,
         saver: Saver,
         stop: Callable[[int], signal.Signals | None],
-        done: int,
+        steps_done: int,
     ) -> None:
-        """Keep what the loop needs.
+        """`stop`: returns the signal if all ranks stop after this step, else None.
 
-        `stop` returns the signal if all ranks stop after this step, else None. `done`: steps that the
-        checkpoint contains.
+        `steps_done`: the number of steps in the checkpoint that the run was restored from, else 0.
         """
         self._step = step
         self._optimizer = optimizer
@@ -76,54 +75,69 @@ class Trainer:
         self._schedule = config.optimizer
         self._saver = saver
         self._stop = stop
-        self.done = done
-        self._progress.first_step = done + 1
+        self.steps_done = steps_done
+        self._progress.first_step = steps_done + 1
 
     def fit(self) -> signal.Signals | None:
-        """Train to the last step. Returns the signal if one stopped the run before; all state is saved."""
+        """Train to the last step.
+
+        Returns the signal that stopped the training earlier, after its checkpoint is complete, else None.
+        """
         steps = self._training.steps
-        started_after = self.done
-        for step in range(started_after + 1, steps + 1):
-            rate = learning_rate(step, steps=steps, config=self._schedule)
-            set_learning_rate(self._optimizer, rate)
-            self._progress.mark("data", step)
-            with self._measurement.loading(step - started_after):
-                batch = to_device(self._samples.train.at(step - 1), self._samples.device)
-            self._progress.mark("step", step)
-            with at_step(step), self._measurement.watch(step - started_after):
-                result = self._step.run(*batch)
-            self._metrics.note(result)
-            self.done = step
+        steps_before = self.steps_done
+        for step in range(steps_before + 1, steps + 1):
+            rate = self._train(step, steps_before=steps_before)
             validate = self._due(step, self._training.validate_every)
             line_due = validate or self._due(step, self._training.log_every)
             if line_due or step % CHECK_EVERY == 0:
                 self._step.raise_if_nonfinite(step)
             if line_due:
-                self._progress.mark("log", step)
-                line = self._metrics.line(step=step, learning_rate=rate)
-                if validate:
-                    line["validation_loss"] = self.validate(after=step)
-                for writer in self._writers:
-                    writer.write(line)
+                self._log(step, rate=rate, validate=validate)
             if self._saver.due(step):
                 started = time.perf_counter()
-                self._progress.mark("save", step)
-                self._step.raise_if_nonfinite(step)  # a checkpoint must be sound
-                self._saver.save(step, whole=step == steps)
+                self._save(step, blocking=step == steps)
                 self._metrics.leave_out(time.perf_counter() - started)
-            if step < steps and (stop_signal := self._stop(step)) is not None:
-                self._progress.mark("save", step)
-                self._step.raise_if_nonfinite(step)
-                self._saver.save(step, whole=True)
-                return stop_signal
+            if step < steps and (signalled := self._stop(step)) is not None:
+                self._save(step, blocking=True)
+                return signalled
         self._progress.mark("done", steps)
         return None
 
+    def _train(self, step: int, *, steps_before: int) -> float:
+        """Fetch the batch of the 1-based `step` and run the step; returns the learning rate.
+
+        `steps_before`: steps that earlier attempts of this run have done.
+        """
+        rate = learning_rate(step, steps=self._training.steps, config=self._schedule)
+        set_learning_rate(self._optimizer, rate)
+        self._progress.mark("data", step)
+        with self._measurement.loading(step - steps_before):
+            batch = to_device(self._samples.train.at(step - 1), self._samples.device)
+        self._progress.mark("step", step)
+        with at_step(step), self._measurement.watch(step - steps_before):
+            result = self._step.run(*batch)
+        self._metrics.note(result)
+        self.steps_done = step
+        return rate
+
+    def _log(self, step: int, *, rate: float, validate: bool) -> None:
+        self._progress.mark("log", step)
+        line = self._metrics.line(step=step, learning_rate=rate)
+        if validate:
+            line["validation_loss"] = self.validate(after=step)
+        for writer in self._writers:
+            writer.write(line)
+
+    def _save(self, step: int, *, blocking: bool) -> None:
+        self._progress.mark("save", step)
+        self._step.raise_if_nonfinite(step)  # a checkpoint must hold finite weights only
+        self._saver.save(step, blocking=blocking)
+
     def validate(self, *, after: int) -> float | None:
-        """Returns the mean loss over the held-out samples after a step, or None if it is not finite."""
+        """Returns the mean loss over the held-out samples after step `after`; None if it is not finite."""
 
         def evaluate(inputs: Tensor, targets: Tensor) -> Tensor:
-            self._progress.mark("validate", after)  # each batch is progress
+            self._progress.mark("validate", after)  # a long validation is not a hang
             return self._step.evaluate(inputs, targets)
 
         started = time.perf_counter()
@@ -133,5 +147,5 @@ class Trainer:
         return loss
 
     def _due(self, step: int, every: int | None) -> bool:
-        """The first and the last step are always due, so that the start and the end of a run are recorded."""
+        """The first and the last step are always due, so the metrics show where a run starts and ends."""
         return every is not None and (step % every == 0 or step in (1, self._training.steps))

@@ -1,4 +1,4 @@
-"""The loss over held-out samples, forward only: the same for a training run and for inference."""
+"""The loss over held-out samples without gradients, for training and for inference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpc_parallel.strategies.exchange import all_gather_numbers
 def mean_loss(
     evaluate: Callable[[Tensor, Tensor], Tensor], batches: Batches, *, steps: int, device: torch.device
 ) -> float | None:
-    """Over the first `steps` global batches, the same on all ranks; None where it is not finite."""
+    """Returns the mean loss of the first `steps` global batches on all ranks; None if it is not finite."""
     losses = [evaluate(*to_device(batches.at(step), device)) for step in range(steps)]
     (shares,) = all_gather_numbers([torch.stack(losses).double().mean().item()], device=device)
     return finite(sum(shares) / batches.replicas)

@@ -1,4 +1,4 @@
-"""Where a metrics line goes besides `metrics.jsonl`; a writer that is off imports nothing."""
+"""Writers of metrics: the file, TensorBoard, Weights & Biases. A writer that is off imports nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Writer(Protocol):
 
 
 class FileWriter:
-    """`metrics.jsonl`, and one plain line of the log for who reads along."""
+    """Writes `metrics.jsonl`, and a readable line to the log."""
 
     def __init__(self, folder: RunFolder, *, steps: int) -> None:
         self._path = folder.metrics
@@ -34,7 +34,7 @@ class FileWriter:
 
 
 class TensorBoardWriter:
-    """Every number of a line as a scalar of its name, under `tensorboard/` in the run folder."""
+    """Writes every number of a line as a scalar of that name to `tensorboard/` in the run folder."""
 
     def __init__(self, folder: RunFolder) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -51,12 +51,12 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """A Weights & Biases run; project, entity and mode come from wandb's own variables."""
+    """Logs to Weights & Biases; project, entity and mode come from wandb's environment variables."""
 
     def __init__(self, folder: RunFolder, *, config: dict[str, Any]) -> None:
         import wandb
 
-        settings = wandb.Settings(disable_git=True)  # or it would send the whole uncommitted diff
+        settings = wandb.Settings(disable_git=True)  # otherwise wandb sends the complete uncommitted diff
         self._run = wandb.init(dir=folder.path, name=folder.path.name, config=config, settings=settings)
 
     def write(self, line: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ class WandbWriter:
 
 
 def open_writers(config: RunConfig, *, folder: RunFolder, values: dict[str, Any]) -> list[Writer]:
-    """The writers of rank 0."""
+    """Open the writers that `config` turns on. Only rank 0 calls it."""
     writers: list[Writer] = [FileWriter(folder, steps=total_steps(config))]
     if config.training.tensorboard:
         writers.append(TensorBoardWriter(folder))

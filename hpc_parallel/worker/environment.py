@@ -1,4 +1,4 @@
-"""`environment.json`: what a run ran with, so that another can be compared with it or repeat it."""
+"""The content of `environment.json`, which makes a run comparable and repeatable."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def describe(
     environment: Mapping[str, str],
     device: torch.device,
 ) -> dict[str, Any]:
-    """Packages, versions, where every rank is, the Slurm job, the fabric's variables."""
+    """Returns packages, versions, the host and device of each rank, the Slurm job, and fabric variables."""
     cuda = device.type == "cuda"
     return {
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""`task=infer`: the validation loss forward only, then what each batch size costs and gives."""
+"""`task=infer`: the validation loss without gradients, then latency and throughput of each batch size."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hpc_parallel.training.validation import mean_loss
 from hpc_parallel.training.writers import open_writers
 from hpc_parallel.worker.session import Session, complete
 
-WARM_UP = 3  # passes: the first makes buffers and learns shapes, kernels are chosen in the next
+WARM_UP = 3  # passes: the first allocates buffers and infers shapes, the next choose kernels
 
 
 def infer(
@@ -40,7 +40,7 @@ def infer(
 ) -> None:
     """Measure as `config` says, on all ranks of the default process group.
 
-    Rank 0 writes `metrics.jsonl` (a line for the validation, then one a batch size) and `summary.json`.
+    Rank 0 writes `metrics.jsonl` (a line for the validation, then one per batch size) and `summary.json`.
     Raises what `Session.open` and `start_from` raise.
     """
     rank = dist.get_rank()
@@ -62,14 +62,14 @@ def infer(
 
 
 def measurements(session: Session) -> Iterator[dict[str, Any]]:
-    """The figures of each line."""
+    """Yields the metrics of each line."""
     yield validate(session)
     for size in batch_sizes(session.config):
         yield time_batch(session, batch_size=size)
 
 
 def validate(session: Session) -> dict[str, Any]:
-    """Through the held-out samples as a training run would go, reading them included."""
+    """Run the validation of a training run, including the time to read the samples."""
     batches = session.batches(session.data.validation, seed=None)
     steps = session.validation_steps
     started = time.perf_counter()
@@ -80,29 +80,27 @@ def validate(session: Session) -> dict[str, Any]:
 
 
 def time_batch(session: Session, *, batch_size: int) -> dict[str, Any]:
-    """How long a batch of `batch_size` samples takes from its start on all ranks to its end on the last.
+    """Time a batch of `batch_size` samples from its start on all ranks to its end on the last rank.
 
-    All its samples wait for all of it, so this is the latency of one sample too. The batch is on the
-    device already; the loss is taken.
+    A sample is ready when its batch is, so this is also the latency of one sample. The time includes the
+    loss, but not the copy of the batch to the device.
     """
     task = session.config.task
     assert isinstance(task, InferConfig)
     plan = plan_of(session, batch_size=batch_size)
-    way = session.assembled.through(plan.microbatches)
+    schedule = session.assembled.through(plan.microbatches)
     batches = session.batches(session.data.validation, seed=None, batch=plan)
     inputs, targets = to_device(batches.at(0), session.device)
-    taken: list[float] = []
+    times_s: list[float] = []
     for _ in range(WARM_UP + task.repeats):
-        dist.barrier()  # or a rank would begin a pass while a peer still ends the last
-        finish(session.device)
+        dist.barrier()  # otherwise a rank begins a pass while another still ends the last
+        synchronize(session.device)
         started = time.perf_counter()
-        way.evaluate(inputs, targets)
-        finish(session.device)
-        taken.append(time.perf_counter() - started)
-    here = taken[WARM_UP:]
-    slowest = torch.tensor(
-        [max(ranks) for ranks in all_gather_numbers(here, device=session.device)], dtype=torch.float64
-    )
+        schedule.evaluate(inputs, targets)
+        synchronize(session.device)
+        times_s.append(time.perf_counter() - started)
+    by_rank = all_gather_numbers(times_s[WARM_UP:], device=session.device)
+    slowest = torch.tensor([max(times) for times in by_rank], dtype=torch.float64)
     latency_s, p99_s = slowest.quantile(torch.tensor([0.5, 0.99], dtype=torch.float64)).tolist()
     figures = {
         "batch_size": batch_size,
@@ -115,7 +113,7 @@ def time_batch(session: Session, *, batch_size: int) -> dict[str, Any]:
 
 
 def plan_of(session: Session, *, batch_size: int) -> BatchPlan:
-    """As near to the configured microbatches as these samples divide into."""
+    """The configured microbatches, made smaller or fewer until they divide `batch_size`."""
     samples = batch_size // session.layout.data
     size, count = session.config.training.microbatch_size, session.config.strategy.microbatches
     return plan_batch(
@@ -127,6 +125,6 @@ def plan_of(session: Session, *, batch_size: int) -> BatchPlan:
     )
 
 
-def finish(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""What every rank runs, whoever started it: find the others, do the task, leave a record.
+"""The entry point of every rank under every launcher: join the other ranks, run the task, record failures.
 
 python -m hpc_parallel.worker.main RUN_FOLDER
 """
@@ -40,18 +40,18 @@ from hpc_parallel.worker.signed_objects import require_signatures
 from hpc_parallel.worker.train import train
 from hpc_parallel.worker.watchdog import watch
 
-# By the names of conf/task/.
+# Keys are the names in conf/task/.
 TASKS: dict[str, Callable[..., object]] = {
     "train": train, "infer": infer, "generate": generate, "proof": prove
 }  # fmt: skip
 
 
 def main(run_folder: str) -> int:
-    """Do the task as this rank of the run; returns the exit code. A failure is recorded in the run folder."""
+    """Run the task of this rank and return the exit code. A failure is recorded in the run folder."""
     folder = RunFolder(Path(run_folder))
     world = World.discover(os.environ)
     redirect(folder, rank=world.rank)
-    # submitit has Slurm send this before the time limit; its default would end the process at once.
+    # submitit makes Slurm send SIGUSR2 before the time limit. By default it ends the process at once.
     signal.signal(signal.SIGUSR2, stop.remember)
     try:
         config, values = read_config(folder.config)
@@ -62,7 +62,7 @@ def main(run_folder: str) -> int:
         join(folder, config=config, world=world, device=device, variables=variables)
         task = TASKS[config.task.name]
         with watch(folder, world=world, timeout_s=config.cluster.hang_timeout_s) as progress:
-            if task is train:  # the other tasks mark no progress, and are not watched
+            if task is train:  # the other tasks report no progress, so they are not watched
                 task = partial(train, progress=progress)
             task(config, values=values, folder=folder, device=device, environment=os.environ)
         dist.destroy_process_group()
@@ -74,18 +74,18 @@ def main(run_folder: str) -> int:
 
 
 def require_devices(config: RunConfig, world: World) -> None:
-    """As many ranks as the strategy was checked for. Raises RuntimeError."""
+    """Raise RuntimeError if the launcher started another number of ranks than the configuration needs."""
     per_node = processes_per_node(config.strategy, gpus_per_node=config.gpus_per_node)
-    wanted = config.nodes * per_node
-    if world.world_size != wanted:
+    world_size = config.nodes * per_node
+    if world.world_size != world_size:
         raise RuntimeError(
             f"{world.launcher} started {world.world_size} ranks, but nodes={config.nodes} x "
-            f"gpus_per_node={config.gpus_per_node} needs {wanted}, {per_node} a node"
+            f"gpus_per_node={config.gpus_per_node} needs {world_size}, {per_node} per node"
         )
 
 
 def prepare_device(config: RunConfig, world: World) -> torch.device:
-    """This rank's device (of several the first), made current, and the threads that it may use on the CPU."""
+    """Make this rank's (first) device current and set the number of CPU threads; returns the device."""
     per_node = processes_per_node(config.strategy, gpus_per_node=config.gpus_per_node)
     name = fabric.choose_device(
         config.device,
@@ -102,23 +102,23 @@ def prepare_device(config: RunConfig, world: World) -> torch.device:
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.backends.cudnn.allow_tf32 = False  # float32 means 24 bits; torch's convolutions keep 11
+        torch.backends.cudnn.allow_tf32 = False  # by default torch's convolutions use TF32: 11 of 24 bits
     torch.set_num_threads(fabric.cpu_threads(world, os.environ))
     return device
 
 
 def sends(config: RunConfig) -> bool:
-    """Whether ranks send to one another, besides taking part in collectives."""
+    """Whether ranks use send and receive besides collectives."""
     strategy = config.strategy
     layout = layout_of(strategy, devices=config.devices)
     ring = layout.context > 1 and strategy.context_attention == "ring"
-    return layout.pipeline > 1 or ring  # a parameter server's messages go over the host
+    return layout.pipeline > 1 or ring  # a parameter server sends through the host
 
 
 def join(
     folder: RunFolder, *, config: RunConfig, world: World, device: torch.device, variables: dict[str, str]
 ) -> None:
-    """Meet the other ranks and open the default process group; rank 0 completes `environment.json`."""
+    """Join the other ranks in the default process group; rank 0 completes `environment.json`."""
     store = meet(folder, world=world, cluster=config.cluster, device=str(device))
     require_signatures(store.derived_secret("objects"))
     suffix = config.cluster.master_suffix
@@ -141,19 +141,19 @@ def join(
         if world.launcher == "slurm" and (job := job_of(os.environ)) is not None:
             hold_by_job(folder, job)
         folder.begin_anew()
-        known = _submitted(folder)
+        submitted = _submitted(folder)
         variables = fabric.recorded(os.environ, also=variables)
-        found = describe(ranks=ranks, variables=variables, environment=os.environ, device=device)
-        write_json(folder.environment, known | found)
+        description = describe(ranks=ranks, variables=variables, environment=os.environ, device=device)
+        write_json(folder.environment, submitted | description)
 
 
 def _submitted(folder: RunFolder) -> dict[str, Any]:
-    """What the submission wrote to `environment.json`; a damaged one is no reason not to train."""
+    """What the submission wrote to `environment.json`. A damaged file must not prevent training."""
     try:
         return read_json(folder.environment) or {}
     except DamagedError as error:
-        lost = "It is written anew without the command line, so `rerun` and `resume=` will refuse the run."
-        print(f"WARNING: {error}. {lost}", file=sys.stderr, flush=True)
+        effect = "It is rewritten without the command line, so `rerun` and `resume=` will refuse the run."
+        print(f"WARNING: {error}. {effect}", file=sys.stderr, flush=True)
         return {}
 
 
@@ -161,4 +161,4 @@ if __name__ == "__main__":
     code = main(sys.argv[1])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # after a failure torch's own clean-up may wait for ranks that are gone
+    os._exit(code)  # after a failure torch's clean-up may wait for ranks that have ended

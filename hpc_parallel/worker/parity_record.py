@@ -1,6 +1,6 @@
-"""The task of `python -m hpc_parallel parity`: train, and keep the first gradient and the last weights whole.
+"""The task of `python -m hpc_parallel parity`: train, and save the first gradients and the last weights.
 
-What a layout has scattered is put together under full names, so that any two layouts can be compared.
+Tensors that a layout has split are gathered under full names, so that any two layouts can be compared.
 """
 
 from __future__ import annotations
@@ -34,37 +34,38 @@ def prove(
     device: torch.device,
     environment: Mapping[str, str],
 ) -> None:
-    """Train as `session.train` does; every rank that has something of its own writes to `folder.proof`."""
+    """Train as `worker.train.train` does, and write tensors to `folder.proof`."""
     first: list[dict[str, NDArray[Any]]] = []
 
     def keep(assembled: Assembled) -> None:
         if not first:
-            held = assembled.named_parameters()
-            first.append(whole({name: p.grad for name, p in held.items() if p.grad is not None}))
+            parameters = assembled.named_parameters()
+            first.append(full_arrays({name: p.grad for name, p in parameters.items() if p.grad is not None}))
 
     trained = train(
         config, values=values, folder=folder, device=device, environment=environment, on_gradients=keep
     )
     folder.proof.mkdir(mode=0o700, exist_ok=True)
-    write_once(folder.proof, "gradients", first[0] if first else {})  # a server alone has the whole
-    write_once(folder.proof, "weights", whole({**trained.named_parameters(), **statistics(trained)}))
+    gradients = first[0] if first else {}  # with a parameter server, only the server has them
+    write_once(folder.proof, "gradients", gradients)
+    write_once(folder.proof, "weights", full_arrays({**trained.named_parameters(), **statistics(trained)}))
 
 
-def whole(tensors: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:
-    """Each tensor as a device alone would have it; all ranks that share slices must ask together."""
+def full_arrays(tensors: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:
+    """Returns each tensor unsplit. All ranks that share slices must call it together."""
     full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
     return {name: tensor.detach().cpu().numpy().copy() for name, tensor in full.items()}
 
 
 def write_once(folder: Path, kind: str, tensors: Mapping[str, NDArray[Any]]) -> None:
-    """Write `<kind>-<rank>.npz` with what no rank before this one has too, to the last bit.
+    """Write `<kind>-<rank>.npz` with the tensors that no lower rank holds bit for bit.
 
-    Copies that should be alike and are not are thus all there, and the comparison finds the wrong one.
+    If copies that should be equal differ, all of them are written, and the comparison finds the wrong one.
     """
     contents = {(name, hashlib.sha256(array.tobytes()).hexdigest()) for name, array in tensors.items()}
-    everyone = exchange.all_gather(sorted(contents))
-    before = {(name, digest) for rank in everyone[: dist.get_rank()] for name, digest in rank}
-    own = {name: tensors[name] for name, _ in sorted(contents - before)}
-    if own:
+    by_rank = exchange.all_gather(sorted(contents))
+    written = {(name, digest) for lower in by_rank[: dist.get_rank()] for name, digest in lower}
+    new = {name: tensors[name] for name, _ in sorted(contents - written)}
+    if new:
         with replacing(folder / f"{kind}-{dist.get_rank()}.npz") as file:
-            np.savez(file, **own)  # type: ignore[arg-type]
+            np.savez(file, **new)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Where a rank's output goes: `logs/rank-<r>.out` and `.err`."""
+"""Redirects a rank's output to `logs/rank-<r>.out` and `.err`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hpc_parallel.record.safe_write import open_append
 
 
 def redirect(folder: RunFolder, *, rank: int) -> None:
-    """Send this process's stdout and stderr, and what C code writes there, to the rank's own files.
+    """Redirect this process's stdout and stderr, including output of C code, to the rank's files.
 
-    Appends, so that a requeued run keeps what was said before. A crash in C code leaves its stack in
-    the `.err` file.
+    Appends, so that a requeued run keeps its earlier output. A crash in C code writes its stack to the
+    `.err` file.
     """
     for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
         stream.flush()

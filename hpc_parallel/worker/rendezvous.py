@@ -1,10 +1,10 @@
-"""How the ranks of one start find each other: rank 0 opens a store and publishes where it is.
+"""Rendezvous of the ranks of one start: rank 0 opens a store and publishes its address.
 
-Rank 0 takes a port that the system gives it (nothing is guessed, so nothing collides), writes its
-address and a new secret to `rendezvous/<attempt>.json`, and waits until every rank has announced itself.
-Only a process that can read this file, in a folder that is closed to other users, counts as a rank: every
-value in the store is signed with the secret. Whatever goes wrong, all ranks end with the same words, within
-the time-out and a few seconds.
+Rank 0 listens on a port that the system chooses, so no two runs collide. It writes its address and a new
+secret to `rendezvous/<attempt>.json`, and waits until every rank has announced itself. Every value in the
+store is signed with the secret, so only a process that can read this file counts as a rank; the folder is
+closed to other users. If anything fails, all ranks end with the same message, within the time-out and a few
+seconds.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from hpc_parallel.supervise.world import World
 from hpc_parallel.worker.signed_store import SECRET_BYTES, ForgedError, SignedStore
 
 LOOPBACK = "127.0.0.1"
-BACKLOG = 4096  # ranks that connect in the same instant
-PROBE_S = 5.0  # one attempt to connect, before the address is read again
-GRACE_S = 3.0  # beyond the time-out: rank 0's words come first
-NAMED = 8  # missing ranks in one message
+BACKLOG = 4096  # ranks that connect at the same time
+PROBE_S = 5.0  # for one attempt to connect; then the address is read again
+GRACE_S = 3.0  # after the time-out, so that rank 0's message arrives first
+MAX_NAMED = 8  # ranks in one message
 
-_OPEN, _VERDICT, _HEARD = "start/open", "start/verdict", "start/heard"
+_OPEN, _VERDICT, _ACKNOWLEDGED = "start/open", "start/verdict", "start/heard"
 
-_KEPT: list[SignedStore] = []  # process groups hold the C++ half alone, which calls the Python half
+_KEPT: list[SignedStore] = []  # process groups keep only the C++ object, which calls the Python object
 
 
 class StartError(RuntimeError):
-    """The ranks could not all meet; the message says which and where, and what to look at."""
+    """Not all ranks arrived. The message names them, their hosts, and the logs to read."""
 
 
 def meet(folder: RunFolder, *, world: World, cluster: ClusterConfig, device: str = "cpu") -> SignedStore:
-    """A store that all ranks of this start share, once every rank has arrived with the same kind of device.
+    """Wait until every rank has arrived with the same kind of device; returns the store that all ranks share.
 
-    It is kept as long as the process lives: rank 0's is also the server. Its own keys begin with
-    `start/`; use a PrefixStore. Raises StartError at the latest `cluster.start_timeout_s` seconds
-    (and GRACE_S) from now.
+    The store lives as long as the process, because rank 0's store is also the server. Keys that begin with
+    `start/` are reserved; use a PrefixStore. Raises StartError after `cluster.start_timeout_s` + GRACE_S
+    seconds at the latest.
     """
     start = _Start(folder, world=world, cluster=cluster, device=device)
     store = start.host() if world.rank == 0 else start.join()
@@ -61,12 +61,12 @@ def meet(folder: RunFolder, *, world: World, cluster: ClusterConfig, device: str
 
 
 def hosts(store: SignedStore) -> tuple[str, ...]:
-    """The host of every rank, as the ranks themselves announced it, by rank."""
+    """Returns the host that each rank announced, by rank."""
     return tuple(_parsed(store.get(_VERDICT))["hosts"])
 
 
 class _Start:
-    """One rank's part in one start, and the time that it has."""
+    """One rank's part in one start, and its deadline."""
 
     def __init__(self, folder: RunFolder, *, world: World, cluster: ClusterConfig, device: str) -> None:
         self.folder, self.world, self.cluster = folder, world, cluster
@@ -85,13 +85,13 @@ class _Start:
             except ForgedError as error:
                 self._end_all(store, str(error), others=self.world.world_size - 1)
         except StartError as error:
-            write_json(self.file, {"error": str(error)})  # for those who come when this process is gone
+            write_json(self.file, {"error": str(error)})  # for ranks that arrive after this process has ended
             raise
         store.set(_VERDICT, json.dumps({"hosts": [announcement["host"] for announcement in announcements]}))
         return store
 
     def _await_all(self, store: SignedStore) -> list[dict[str, Any]]:
-        """What every rank announced, by rank. Raises StartError and ForgedError."""
+        """Returns the announcements by rank. Raises StartError and ForgedError."""
         self._announce(store)
         if not self._until(lambda: store.check(self.arrivals), self.deadline):
             self._give_up(store)
@@ -103,15 +103,15 @@ class _Start:
         store = self._find()
         try:
             self._announce(store)
-            heard = self._until(lambda: store.check([_VERDICT]), self.deadline + GRACE_S)
-            verdict = _parsed(store.get(_VERDICT)) if heard else {"error": self._missing(store)[1]}
+            has_verdict = self._until(lambda: store.check([_VERDICT]), self.deadline + GRACE_S)
+            verdict = _parsed(store.get(_VERDICT)) if has_verdict else {"error": self._missing(store)[1]}
             if "error" in verdict:
-                store.add(_HEARD, 1)
+                store.add(_ACKNOWLEDGED, 1)
         except DistError:
-            last_words = _published(self.file) or {}
+            published = _published(self.file) or {}
             raise StartError(
-                last_words.get("error")
-                or f"rank 0 on {self.world.where(0)} went away while the ranks were arriving. "
+                published.get("error")
+                or f"rank 0 on {self.world.where(0)} ended while the ranks were arriving. "
                 f"Look at {self.folder.log(0, 'err')}."
             ) from None
         except ForgedError as error:
@@ -121,13 +121,13 @@ class _Start:
         return store
 
     def _open(self) -> SignedStore:
-        """Rank 0's store: bound, listening and published."""
+        """Open rank 0's store, listen, and publish the address."""
         address = LOOPBACK if self.world.one_machine else self._address()
         listener = self._listen(address)
         port = listener.getsockname()[1]
         secret = secrets.token_bytes(SECRET_BYTES)
-        # The store is given a socket that listens already: a port that is taken is an OSError here, with
-        # its reason, and the store can be kept from networks that it does not need.
+        # The store gets a socket that already listens. If the port is taken, that is an OSError with its
+        # reason here, and the store need not listen on other networks.
         server = TCPStore(
             address or LOOPBACK,
             port,
@@ -144,12 +144,12 @@ class _Start:
         return store
 
     def _address(self) -> str | None:
-        """The one address to listen on for the other hosts; None for all."""
+        """Returns the address on which the other hosts connect; None means all addresses."""
         address = fabric.listening_address(os.environ, world=self.world, suffix=self.cluster.master_suffix)
         if address is None:
             print(
-                f"WARNING: nothing tells by which address other hosts reach {self.world.host}, so rank 0 "
-                "listens on all of them. The store verifies a signature all the same. Try "
+                f"WARNING: the address by which other hosts reach {self.world.host} is unknown, so rank 0 "
+                "listens on all addresses. The store still verifies signatures. Try "
                 "cluster.environment.GLOO_SOCKET_IFNAME=<interface>.",
                 file=sys.stderr,
                 flush=True,
@@ -158,26 +158,26 @@ class _Start:
 
     def _listen(self, address: str | None) -> socket.socket:
         port = self.cluster.port or 0
-        every = address is None and socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if every or ":" in (address or "") else socket.AF_INET
+        dual_stack = address is None and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual_stack or ":" in (address or "") else socket.AF_INET
         try:
             return socket.create_server(
-                (address or "", port), family=family, dualstack_ipv6=every, backlog=BACKLOG
+                (address or "", port), family=family, dualstack_ipv6=dual_stack, backlog=BACKLOG
             )
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else str(error)
             raise StartError(
                 f"rank 0 can't listen on port {port} of {self.world.host}: {reason}. cluster.port = {port} "
                 f"comes from cluster={self.cluster.name} or the command line; another run or service of that "
-                "host may have it. Choose another with cluster.port=..., or cluster.port=null for any that "
-                "is free; on a closed network the site's administrators know which ports are open."
+                "host may use it. Choose another with cluster.port=..., or cluster.port=null for any free "
+                "port. On a closed network, ask the site's administrators which ports are open."
             ) from None
 
     def _find(self) -> SignedStore:
-        """Another rank's store, connected to the rank 0 of this very start.
+        """Connect another rank's store to rank 0 of this start.
 
-        A launcher without a unique name for a start may show an earlier one's file, and its port may be
-        another run's by now. So no problem is the end before the time is out.
+        If the launcher has no unique name for a start, the file may be that of an earlier start, and another
+        run may use its port now. So every problem is retried until the deadline.
         """
         problem = (
             f"rank 0 on {self.world.where(0)} never published its address in {self.file.parent}. "
@@ -200,7 +200,7 @@ class _Start:
         return stores[0]
 
     def _reach(self, published: dict[str, Any]) -> SignedStore:
-        """The store that rank 0 published. Raises StartError."""
+        """Connect to the store that rank 0 published. Raises StartError."""
         if "error" in published:
             raise StartError(published["error"])
         host, port = published["host"], published["port"]
@@ -215,49 +215,49 @@ class _Start:
         except (OSError, DistError) as error:
             reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise StartError(
-            f"can't reach rank 0 at {host}:{port} from {self.world.host}: {reason}. Where a fast network "
-            "has names of its own, try cluster.master_suffix; where rank 0 listens on the wrong network, "
-            "cluster.environment.GLOO_SOCKET_IFNAME=<interface>; where a firewall stands, cluster.port."
+            f"can't reach rank 0 at {host}:{port} from {self.world.host}: {reason}. If hosts have other "
+            "names on the fast network, try cluster.master_suffix. If rank 0 listens on the wrong one, try "
+            "cluster.environment.GLOO_SOCKET_IFNAME=<interface>. If a firewall blocks it, try cluster.port."
         )
 
     def _give_up(self, store: SignedStore) -> None:
-        """Rank 0, out of time: tell those who are there, let them read it, and end."""
+        """End the start on rank 0 after the deadline, unless all ranks have arrived by now."""
         missing, text = self._missing(store)
-        if not missing:  # the last one came just now
+        if not missing:
             return
         self._end_all(store, text, others=self.world.world_size - len(missing) - 1)
 
     def _require_one_kind(self, store: SignedStore, announcements: list[dict[str, Any]]) -> None:
-        """A host with a broken GPU driver would leave the others waiting in NCCL for a rank on gloo."""
-        odd = [
-            f"rank {rank} on {found['host']} has {found['device']}"
-            for rank, found in enumerate(announcements)
-            if found["device"] != self.announcement["device"]
+        """Prevents NCCL ranks from waiting for a rank that uses gloo because its GPU driver is broken."""
+        different = [
+            f"rank {rank} on {announcement['host']} has {announcement['device']}"
+            for rank, announcement in enumerate(announcements)
+            if announcement["device"] != self.announcement["device"]
         ]
-        if odd:
-            named = ", ".join(odd[:NAMED])
+        if different:
+            named = ", ".join(different[:MAX_NAMED])
             text = f"rank 0 on {self.world.host} has {self.announcement['device']}, but {named}"
             self._end_all(store, text, others=self.world.world_size - 1)
 
     def _end_all(self, store: SignedStore, text: str, *, others: int) -> NoReturn:
-        """Give `others` the reason and a moment to read it. Raises StartError."""
+        """Send the reason and wait until `others` ranks have read it, or GRACE_S. Raises StartError."""
         store.set(_VERDICT, json.dumps({"error": text}))
         with suppress(ForgedError):
-            self._until(lambda: store.add(_HEARD, 0) >= others, time.monotonic() + GRACE_S)
+            self._until(lambda: store.add(_ACKNOWLEDGED, 0) >= others, time.monotonic() + GRACE_S)
         raise StartError(text)
 
     def _announce(self, store: SignedStore) -> None:
         store.set(_arrival(self.world.rank), json.dumps(self.announcement))
 
     def _missing(self, store: SignedStore) -> tuple[list[int], str]:
-        """The ranks that have not arrived, and what to say of them."""
+        """Returns the ranks that have not arrived, and the message about them."""
         missing = [rank for rank, arrival in enumerate(self.arrivals) if not store.check([arrival])]
         if not missing:
             rank_0 = f"rank 0 on {self.world.where(0)}"
-            return [], f"{rank_0} never gave the sign to begin. Look at {self._log(0)}."
-        named = [f"rank {rank} on {self.world.where(rank)}" for rank in missing[:NAMED]]
-        if len(missing) > NAMED:
-            named.append(f"{len(missing) - NAMED} more")
+            return [], f"all ranks arrived, but {rank_0} did not start the run. Look at {self._log(0)}."
+        named = [f"rank {rank} on {self.world.where(rank)}" for rank in missing[:MAX_NAMED]]
+        if len(missing) > MAX_NAMED:
+            named.append(f"{len(missing) - MAX_NAMED} more")
         size = self.world.world_size
         return missing, (
             f"{size - len(missing)} of {size} ranks arrived within {self.cluster.start_timeout_s:g} s; "
@@ -265,17 +265,17 @@ class _Start:
         )
 
     def _log(self, rank: int) -> str:
-        return f"{self.folder.log(rank, 'err')}, or at the launcher's own output where that is empty"
+        return f"{self.folder.log(rank, 'err')}, or at the launcher's output if that is empty"
 
     def _left_s(self) -> float:
         return self.deadline - time.monotonic()
 
     def _until(self, done: Callable[[], bool], deadline: float) -> bool:
-        """Ask until it is so; false when the time is out.
+        """Poll `done` until it returns true; returns false at the deadline.
 
-        Not Store.wait: it keeps signals from Python for as long as it waits, and writes stack traces
-        into the log when time is out. The pause is 2 % of the time waited so far: little is lost
-        when all are quick, and thousands of ranks do not storm the file system when one is slow.
+        Store.wait is not used: it blocks Python's signal handlers while it waits, and writes stack traces to
+        the log at a time-out. The pause is 2 % of the time waited so far. It is short if all ranks are fast,
+        and thousands of ranks do not overload the file system if one is slow.
         """
         while not done():
             now = time.monotonic()
@@ -288,25 +288,25 @@ class _Start:
 
 def _published(file: Path) -> dict[str, Any] | None:
     try:
-        # Opening the folder makes an NFS client ask its server again; a look-up of the one name
-        # may be answered "not there" from its cache for a minute.
+        # To list the folder makes an NFS client ask its server. A look-up of one name may be answered
+        # with "not found" from the client's cache for a minute.
         if file.name in os.listdir(file.parent):
             _require_own(file)
             published = read_json(file)
             return published if published and published.keys() & {"secret", "error"} else None
-    except (OSError, DamagedError):  # the folder is not there yet, or the handle is stale
+    except (OSError, DamagedError):  # the folder does not exist yet, or the handle is stale
         pass
     return None
 
 
 def _require_own(file: Path) -> None:
-    """Raise StartError if another user could have written the file, as a false rank 0, or could read it."""
+    """Raise StartError if another user could have written the file (as a false rank 0) or could read it."""
     status = file.lstat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise StartError(
             f"{file} belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):04o}, but only "
             "the user of this run may read and write it: it holds the secret of the start. Try a run folder "
-            "of your own on a file system that keeps modes."
+            "of your own on a file system that supports file modes."
         )
 
 
@@ -316,12 +316,12 @@ def _parsed(text: bytes) -> dict[str, Any]:
 
 
 def _connect(host: str, port: int, *, timeout_s: float) -> TCPStore:
-    # First a plain connection: its error has a reason, torch's is a stack trace that says "timed out".
-    # It also finds the one address of several that answers.
+    # A plain connection comes first: its error has a reason, but torch's is a stack trace with "timed out".
+    # It also finds the address that answers if the host has several.
     with socket.create_connection((host, port), timeout=PROBE_S) as probe:
         address = probe.getpeername()[0]
-    # The store's constructor looks the other side's name up, for its log; where the name server does
-    # not answer that takes the resolver's 5 s, so this waits as long as there is time.
+    # The store's constructor looks up the peer's name for its log. If the name server does not answer, that
+    # takes the resolver's 5 s, so the constructor gets all the time that is left.
     return TCPStore(
         address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )

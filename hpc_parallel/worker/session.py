@@ -1,4 +1,4 @@
-"""One session inside a process group: the model assembled, the data read, and how every task ends well."""
+"""What every task does inside a process group: assemble the model, read the data, write the summary."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from hpc_parallel.training.writers import Writer
 
 
 def read_config(path: Path) -> tuple[RunConfig, dict[str, Any]]:
-    """`config.yaml` of a run folder, typed and as plain values."""
+    """Returns `config.yaml` of a run folder, typed and as plain values."""
     values = read_yaml(path)
     return typed(values), values
 
 
 @dataclass(frozen=True)
 class Session:
-    """What every task of the worker half starts from: this rank's part of the model and of the data."""
+    """This rank's part of the model and of the data, from which every task starts."""
 
     config: RunConfig
     layout: Layout
@@ -58,13 +58,12 @@ class Session:
     def open(cls, config: RunConfig, *, device: torch.device, trains: bool = True) -> Session:
         """Read the data and assemble the model, on all ranks of the default process group.
 
-        What does not train has nothing of the backward pass, and is in evaluation mode.
+        If not `trains`, nothing for the backward pass is set up, and the model is in evaluation mode.
 
-        Raises ConfigError where the model or the data turn out not to fit the layout, which only a
-        look at them can show.
+        Raises ConfigError if the model or the data do not fit the layout and only building them can show it.
         """
         config = config if trains else forward_only(config)
-        torch.manual_seed(config.seed)  # for code of the user's; ours draws from named seeds only
+        torch.manual_seed(config.seed)  # for the user's code; ours draws from named seeds only
         strategy = config.strategy
         layout = layout_of(strategy, devices=config.devices)
         batch = plan_batch(
@@ -86,9 +85,9 @@ class Session:
         return cls(config, layout, batch=batch, data=data, assembled=assembled, device=device)
 
     def batches(self, samples: Samples, *, seed: int | None, batch: BatchPlan | None = None) -> Batches:
-        """This rank's part of each global batch of `samples`, or of batches after another plan.
+        """Returns this rank's part of each global batch of `samples`.
 
-        Without a seed samples come as they lie.
+        Without `seed`, samples keep their order. `batch`: another plan than the session's.
         """
         batch = batch or self.batch
         replica, replicas = share_of(dist.get_rank(), layout=self.layout, strategy=self.config.strategy)
@@ -103,7 +102,7 @@ class Session:
 
     @property
     def validation_steps(self) -> int:
-        """Global batches of the held-out samples that a validation takes."""
+        """The number of global batches in one validation."""
         return validation_steps(
             self.data.validation,
             count=self.config.training.validation_samples,
@@ -119,7 +118,7 @@ def complete(
     writers: Sequence[Writer],
     measured: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """The end of every task that went well: rank 0 writes the summary, then all leave together."""
+    """End a successful task: rank 0 writes the summary, then all ranks leave together."""
     if dist.get_rank() == 0:
         summary = summarise(
             values,
@@ -131,13 +130,14 @@ def complete(
         write_json(folder.summary, summary)
     for writer in writers:
         writer.close()
-    dist.barrier()  # a rank that ends long before the others looks lost to srun
+    dist.barrier()  # srun treats a rank that ends long before the others as lost
 
 
 def forward_only(config: RunConfig) -> RunConfig:
-    """Schedules differ in when backward passes run; without them all are GPipe, with one stage a rank.
+    """Returns `config` for forward passes only: the GPipe schedule with one stage per rank.
 
-    All but the naive one, whose microbatches wait for each other in forward passes too.
+    Other schedules differ from GPipe only in when backward passes run. The naive schedule is kept, because
+    its microbatches wait for each other in forward passes too.
     """
     strategy = config.strategy
     if schedule_of(strategy).in_turn:
@@ -147,12 +147,12 @@ def forward_only(config: RunConfig) -> RunConfig:
 
 
 def require_equal_data(digest: str) -> None:
-    """All ranks must read the same data, or their gradients would be of different things.
+    """Require that all ranks have read the same data, because they average their gradients.
 
-    Raises RuntimeError on every rank, naming those that differ from rank 0.
+    Raises RuntimeError on every rank; the message names the ranks that differ from rank 0.
     """
     digests = exchange.all_gather(digest)
-    if others := [str(rank) for rank, found in enumerate(digests) if found != digests[0]]:
+    if others := [str(rank) for rank, other in enumerate(digests) if other != digests[0]]:
         raise RuntimeError(
             f"rank {', '.join(others)} read other data than rank 0: the files differ between hosts "
             "(another Python version for data=text?). Point data.path at a folder that all hosts share."

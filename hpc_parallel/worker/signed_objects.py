@@ -1,8 +1,7 @@
-"""Pickles between ranks carry a signature that is verified before they are opened.
+"""Signs pickles between ranks, and verifies the signature before a pickle is loaded.
 
-The package itself sends JSON and tensors. torch's distributed checkpoints and pipelines, however, exchange
-pickled objects through torch's object collectives, over sockets of gloo that any user of these hosts can
-connect to.
+This package sends only JSON and tensors, but torch's distributed checkpoints and pipelines exchange pickled
+objects through torch's object collectives. Any user of these hosts can connect to gloo's sockets.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ _PICKLER, _UNPICKLER = distributed_c10d._pickler, distributed_c10d._unpickler
 
 
 class ForeignObjectError(RuntimeError):
-    """A pickle came that no rank of this start made. It was not opened."""
+    """Received a pickle that no rank of this start sent. It was not loaded."""
 
     def __init__(self) -> None:
         super().__init__(
             "another process sent an object in place of a rank: it is not signed with this start's secret, "
-            "and was not opened. Other users of these hosts can connect to gloo's ports. Try to start the "
+            "and was not loaded. Other users of these hosts can connect to gloo's ports. Try to start the "
             "run again; if the same happens, ask the administrators who connects."
         )
 
 
 def require_signatures(secret: bytes) -> None:
-    """Have torch's object collectives of this process sign what they send and verify what they receive.
+    """Make torch's object collectives in this process sign what they send and verify what they receive.
 
-    Replaces `_pickler` and `_unpickler` of torch.distributed.distributed_c10d, private names that every
-    object collective of torch 2.11 to 2.13 uses: torch has no public way. Raises RuntimeError if this torch
-    has them no more.
+    Replaces `_pickler` and `_unpickler` of torch.distributed.distributed_c10d. Every object collective of
+    torch 2.11 to 2.13 uses these private names, and torch has no public way. Raises RuntimeError if this
+    torch does not use them.
     """
     _require_hooks()
 
@@ -61,7 +60,7 @@ def require_signatures(secret: bytes) -> None:
 
 
 def _require_hooks() -> None:
-    """torch's object collectives pickle by these two names, in two functions, and nowhere else."""
+    """torch's object collectives use these two names in these two functions and nowhere else."""
     for function, hook in (("_object_to_tensor", "_pickler"), ("_tensor_to_object", "_unpickler")):
         code = getattr(getattr(distributed_c10d, function, None), "__code__", None)
         if code is None or hook not in code.co_names:

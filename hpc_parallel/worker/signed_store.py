@@ -1,9 +1,9 @@
-"""A store whose every value is signed: only processes that know the start's secret can write to it.
+"""A store with signed values: only processes that know the start's secret can write to it.
 
 torch's TCPStore answers anyone who connects to its port. `SignedStore` wraps it and gives process groups
 the same interface. It stores each value as records with an HMAC-SHA256 (RFC 2104) over the key and the
 value, and verifies every record that it reads. Other users can still delete keys, overwrite them,
-and put back an older signed value of the same key; then the start usually fails, but it never takes a value
+and restore an older signed value of the same key. The start then usually fails, but it never uses a value
 that no rank wrote. A counter keeps a record for each `add`: torch counts the ranks of a new group with it.
 """
 
@@ -29,7 +29,7 @@ _NO_NONCE = bytes(16)
 
 
 class ForgedError(RuntimeError):
-    """The store has something that no rank of this start wrote there."""
+    """The store has a value that no rank of this start wrote."""
 
     def __init__(self, key: str) -> None:
         super().__init__(
@@ -61,10 +61,10 @@ class SignedStore(Store):
     Each raises ForgedError for a value that fails the verification.
     """
 
-    timeout: timedelta  # torch's stubs leave it out
+    timeout: timedelta  # missing in torch's stubs
 
     def __init__(self, store: Any, *, secret: bytes) -> None:
-        """store: a torch.distributed.Store; torch's stubs lack half of its methods."""
+        """`store`: a torch.distributed.Store; torch's stubs lack half of its methods."""
         super().__init__()
         self._secret = secret
         self._first = store
@@ -72,11 +72,11 @@ class SignedStore(Store):
         self.set_timeout(store.timeout)
 
     def derived_secret(self, purpose: str) -> bytes:
-        """A secret of this start for something else than the store's values."""
+        """Returns another secret of this start, for `purpose`."""
         return hmac.digest(self._secret, b"derived/" + purpose.encode(), "sha256")
 
     def clone(self) -> Store:
-        """Itself, since it may be used by several threads at once."""
+        """Returns itself, because several threads can use it at once."""
         return self
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -97,9 +97,9 @@ class SignedStore(Store):
         self._append(key, _APPEND, _bytes(value))
 
     def add(self, key: str, amount: int) -> int:
-        """Returns the sum of all amounts up to this one, in the order in which they came to the server."""
+        """Returns the sum of all amounts up to this one, in the order in which they reached the server."""
         connection = self._connection()
-        if amount == 0:  # asks, and leaves no record
+        if amount == 0:  # reads, and adds no record
             return int(self._value(key, connection.get(key)) or 0) if connection.check([key]) else 0
         nonce = self._append(key, _ADD, _AMOUNT.pack(amount))
         return int(self._value(key, connection.get(key), until=nonce))
@@ -110,14 +110,14 @@ class SignedStore(Store):
         return self._value(key, stored)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there, with values that are signed."""
+        """Whether all keys exist. Verifies their values."""
         if not self._connection().check(list(keys)):
             return False
         self.multi_get(keys)
         return True
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Until all keys are there, with values that are signed."""
+        """Wait until all keys exist. Verifies their values."""
         self._connection().wait(list(keys), timeout or self.timeout)
         self.multi_get(keys)
 
@@ -127,10 +127,10 @@ class SignedStore(Store):
     def num_keys(self) -> int:
         return int(self._connection().num_keys())
 
-    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815  # by these names torch's C++ code calls them
+    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815  # torch's C++ code uses these names
 
     def has_extended_api(self) -> bool:
-        """There are `append`, `multi_get` and `multi_set`: gloo then reads all addresses at once."""
+        """True: `append`, `multi_get` and `multi_set` exist, so gloo reads all addresses at once."""
         return True
 
     def _connection(self) -> Any:
@@ -160,7 +160,7 @@ class SignedStore(Store):
         return hmac.digest(self._secret, len(name).to_bytes(4, "big") + name + body, "sha256")
 
     def _value(self, key: str, stored: bytes, *, until: bytes | None = None) -> bytes:
-        """What the records make together; with `until`, those up to the one with this nonce."""
+        """Returns the value of all records; with `until`, of those up to the record with this nonce."""
         value, seen = b"", set[bytes]()
         for record in self._verified(key, stored):
             if record.nonce in seen:
@@ -172,24 +172,24 @@ class SignedStore(Store):
                 value += record.payload
             if record.nonce == until:
                 return value
-        if until is not None:  # our own record is gone
+        if until is not None:  # our record was removed
             raise ForgedError(key)
         return value
 
     def _verified(self, key: str, stored: bytes) -> Iterator[_Record]:
         if not stored:
             raise ForgedError(key)
-        at = 0
-        while at < len(stored):
-            if at + _HEADER.size > len(stored):
+        start = 0
+        while start < len(stored):
+            if start + _HEADER.size > len(stored):
                 raise ForgedError(key)
-            kind, nonce, length = _HEADER.unpack_from(stored, at)
-            end = at + _HEADER.size + length
-            body, mac = stored[at:end], stored[end : end + _MAC_BYTES]
-            if not hmac.compare_digest(mac, self._mac(key, body)) or (kind == _SET and at > 0):
+            kind, nonce, length = _HEADER.unpack_from(stored, start)
+            end = start + _HEADER.size + length
+            body, mac = stored[start:end], stored[end : end + _MAC_BYTES]
+            if not hmac.compare_digest(mac, self._mac(key, body)) or (kind == _SET and start > 0):
                 raise ForgedError(key)
             yield _Record(kind, nonce, body[_HEADER.size :])
-            at = end + _MAC_BYTES
+            start = end + _MAC_BYTES
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -1,6 +1,6 @@
-"""A signal sets a flag; the ranks agree at a step boundary on where to stop.
+"""A signal sets a flag, and the ranks agree on the step after which they stop.
 
-Slurm sends SIGUSR2 before the time limit, SIGTERM at a preemption or an scancel; a terminal sends SIGINT.
+Slurm sends SIGUSR2 before the time limit, and SIGTERM at preemption or scancel. A terminal sends SIGINT.
 """
 
 from __future__ import annotations
@@ -16,63 +16,63 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-ASKING = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
-PERIOD_S = 2.0  # between two looks at what the others were asked
-SAME_S = 2.0  # Slurm says the same thing to a process several times
+STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+PERIOD_S = 2.0  # between two exchanges of the flags
+REPEAT_S = 2.0  # Slurm sends the same signal several times within this time
 
 
-_early: list[int] = []  # signals that came before there was anything to stop
+_early: list[int] = []  # signals received before training
 
 
 def remember(number: int, frame: FrameType | None) -> None:
-    """A handler for the time before training: the run stops after its first step then."""
+    """Signal handler until training begins. The run then stops after its first step."""
     _early.append(number)
 
 
 class Stop:
-    """This rank's flag, and the agreement of all; a context in which those signals end nothing at once.
+    """This rank's flag and the agreement of all ranks; inside the context the signals only set the flag.
 
-    The flags are gathered about every two seconds, at steps that all ranks compute alike: a collective of two
-    numbers then, and none in the steps between. A second signal ends the process at once.
+    About every two seconds the flags are reduced in one collective of two numbers, at a step that all ranks
+    compute alike; the steps between have none. A second signal ends the process at once.
     """
 
     def __init__(self, *, group: dist.ProcessGroup, step: int) -> None:
-        """`group`: of all ranks, for tensors on the CPU; `step`: the last one done."""
+        """`group`: of all ranks, for tensors on the CPU; `step`: the last step done."""
         self._group = group
-        self._asked = 0
-        self._asked_s = math.nan
-        self._looked, self._looked_s = step, time.monotonic()
-        self._next = step + 1
+        self._flag = 0  # 1 + index in STOP_SIGNALS
+        self._flag_s = math.nan  # when the flag was set
+        self._reduced_step, self._reduced_s = step, time.monotonic()
+        self._next_step = step + 1
 
     def __enter__(self) -> Self:
         while _early:
-            self._ask(_early.pop(), None)
-        self._before = {number: signal.signal(number, self._ask) for number in ASKING}
+            self._handle(_early.pop(), None)
+        self._handlers = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
     def after(self, step: int) -> signal.Signals | None:
-        """The signal by which all ranks stop after this step; None where they go on."""
-        if step < self._next:
+        """Returns the signal if all ranks stop after this step, else None."""
+        if step < self._next_step:
             return None
         now = time.monotonic()
-        most = np.array([self._asked, (now - self._looked_s) / max(1, step - self._looked)])
-        dist.all_reduce(torch.from_numpy(most), op=dist.ReduceOp.MAX, group=self._group)
-        asked, step_s = most
-        self._looked, self._looked_s = step, now
-        self._next = step + max(1, int(PERIOD_S / max(step_s, 1e-6)))
-        return ASKING[int(asked) - 1] if asked else None
+        maxima = np.array([self._flag, (now - self._reduced_s) / max(1, step - self._reduced_step)])
+        dist.all_reduce(torch.from_numpy(maxima), op=dist.ReduceOp.MAX, group=self._group)
+        flag, step_s = maxima
+        self._reduced_step, self._reduced_s = step, now
+        self._next_step = step + max(1, int(PERIOD_S / max(step_s, 1e-6)))
+        return STOP_SIGNALS[int(flag) - 1] if flag else None
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._asked and now - self._asked_s > SAME_S:
+        if self._flag and now - self._flag_s > REPEAT_S:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        if not self._asked:
-            self._asked_s = now
-        self._asked = max(self._asked, ASKING.index(signal.Signals(number)) + 1)
+        if not self._flag:
+            self._flag_s = now
+        self._flag = max(self._flag, STOP_SIGNALS.index(signal.Signals(number)) + 1)

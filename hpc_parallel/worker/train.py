@@ -1,4 +1,4 @@
-"""The task `train`: from the newest checkpoint, or the start, to the last step or to where it is stopped."""
+"""The task `train`: trains from the newest checkpoint, or from the start, to the last step or a signal."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.profiling.measurement import Measurement
@@ -29,7 +30,7 @@ from hpc_parallel.training.nonfinite import FollowerError, NonFiniteError
 from hpc_parallel.training.optimizer import build_optimizer
 from hpc_parallel.training.restore import newest_sound, restore
 from hpc_parallel.training.saver import Saver
-from hpc_parallel.training.step import build_step
+from hpc_parallel.training.step import Step, build_step
 from hpc_parallel.training.trainer import Observers, Samples, Trainer
 from hpc_parallel.training.writers import Writer, open_writers
 from hpc_parallel.worker.session import Session, complete
@@ -48,69 +49,81 @@ def train(
 ) -> Assembled:
     """Train as `config` says, on all ranks of the default process group; returns this rank's trained parts.
 
-    A run folder that has checkpoints goes on from the newest sound one; else `config.weights` are what it
-    starts from. `on_gradients` is called in each step when `.grad` is complete, before it is clipped;
-    `progress`: for a watchdog. Rank 0 writes `metrics.jsonl`, and `summary.json`, or `stopped.json` where a
-    signal ended it before the last step. Raises what `Session.open` raises, and SaveError where the last
-    checkpoint can't be written.
+    Continues from the newest undamaged checkpoint of the run folder; without one, starts from
+    `config.weights`. `on_gradients` is called in each step when `.grad` is complete, before it is clipped;
+    `progress` is for a watchdog. Rank 0 writes `metrics.jsonl`, and `summary.json`, or `stopped.json` if a
+    signal stops the training before the last step. Raises what `Session.open` raises, and SaveError if the
+    last checkpoint can't be written.
     """
     session = Session.open(config, device=device)
     optimizer = build_optimizer(session.assembled.named_parameters(), config.optimizer)
     state = partial(state_of, session.assembled, optimizer)
     saving, stopping = (gloo_group(config) for _ in range(2))
-    done = restore_or_start(session, folder, state=state, group=saving, environment=environment)
+    steps_done = restore_or_start(session, folder, state=state, group=saving, environment=environment)
     samples = samples_of(session)
-    metrics = Metrics(scale_of(session, replicas=samples.train.replicas), device=device)
-    observers = Observers(
+    observers = open_observers(
+        session, folder, values=values, replicas=samples.train.replicas, progress=progress or Progress()
+    )
+    saver = Saver(
+        folder.checkpoints, state=state, about={"config": values, "data": session.data.digest},
+        training=config.training, device=device, group=saving, saved_step=steps_done,
+        on_wait=lambda: observers.progress.mark("save", trainer.steps_done),
+    )  # fmt: skip
+    stop = Stop(group=stopping, step=steps_done)
+    step = step_of(session, optimizer=optimizer, on_gradients=on_gradients)
+    trainer = Trainer(
+        step, optimizer=optimizer, samples=samples, observers=observers, config=config, saver=saver,
+        stop=stop.after, steps_done=steps_done,
+    )  # fmt: skip
+    with stop:  # until all is written: a signal must not end a run that is almost done
+        signalled = fit(trainer, saver=saver)
+        if signalled is None:
+            finish(session, folder, values=values, observers=observers)
+        else:
+            note_stop(folder, observers.writers, signalled=signalled, step=trainer.steps_done)
+    return session.assembled
+
+
+def open_observers(
+    session: Session, folder: RunFolder, *, values: dict[str, Any], replicas: int, progress: Progress
+) -> Observers:
+    config = session.config
+    metrics = Metrics(scale_of(session, replicas=replicas), device=session.device)
+    return Observers(
         metrics=metrics,
         measurement=Measurement(
             steps=config.training.measure_steps,
             mesh=session.assembled.mesh,
-            device=device,
+            device=session.device,
             leave_out=partial(metrics.leave_out, steps=1),
         ),
         writers=open_writers(config, folder=folder, values=values) if dist.get_rank() == 0 else [],
-        progress=progress or Progress(),
+        progress=progress,
     )
-    saver = Saver(
-        folder.checkpoints,
-        state=state,
-        about={"config": values, "data": session.data.digest},
-        training=config.training,
-        device=device,
-        group=saving,
-        saved=done,
-        waiting=lambda: observers.progress.mark("save", trainer.done),
-    )
-    stop = Stop(group=stopping, step=done)
-    trainer = Trainer(
-        build_step(
-            session.assembled,
-            optimizer=optimizer,
-            clip_norm=config.training.clip_norm,
-            on_nonfinite=config.training.on_nonfinite,
-            on_gradients=None if on_gradients is None else partial(on_gradients, session.assembled),
-        ),
+
+
+def step_of(
+    session: Session, *, optimizer: Optimizer, on_gradients: Callable[[Assembled], None] | None
+) -> Step:
+    training = session.config.training
+    return build_step(
+        session.assembled,
         optimizer=optimizer,
-        samples=samples,
-        observers=observers,
-        config=config,
-        saver=saver,
-        stop=stop.after,
-        done=done,
+        clip_norm=training.clip_norm,
+        on_nonfinite=training.on_nonfinite,
+        on_gradients=None if on_gradients is None else partial(on_gradients, session.assembled),
     )
-    with stop:  # to the last word: a signal must not end what is all but over
-        try:
-            signalled = trainer.fit()
-        except (NonFiniteError, FollowerError):  # of all ranks together, so a save that has begun can end
-            saver.close()
-            raise
+
+
+def fit(trainer: Trainer, *, saver: Saver) -> signal.Signals | None:
+    """Train and wait for the last save; returns the signal that stopped the training early, else None."""
+    try:
+        signalled = trainer.fit()
+    except (NonFiniteError, FollowerError):  # raised on all ranks together, so a pending save can finish
         saver.close()
-        if signalled is None:
-            finish(session, folder, values=values, observers=observers)
-        else:
-            note_stop(folder, observers.writers, signalled=signalled, step=trainer.done)
-    return session.assembled
+        raise
+    saver.close()
+    return signalled
 
 
 def restore_or_start(
@@ -121,7 +134,7 @@ def restore_or_start(
     group: dist.ProcessGroup,
     environment: Mapping[str, str],
 ) -> int:
-    """Restore the newest sound checkpoint of the run folder; without one, load `config.weights` if given.
+    """Restore the newest undamaged checkpoint of the run folder; without one, load `config.weights` if given.
 
     `state`: returns the tensors to fill. Rank 0 records the start. Returns the number of steps done.
     """
@@ -135,13 +148,13 @@ def restore_or_start(
         restore(checkpoint, state(), digest=session.data.digest, device=session.device, group=group)
     else:
         start_from(config, session.assembled)
-    done = checkpoint.step if checkpoint else 0
+    steps_done = checkpoint.step if checkpoint else 0
     if rank == 0:
-        set_aside_after(folder.checkpoints, step=done)
-        attempts.begin(folder, step=done, environment=environment, warnings=warnings)
+        set_aside_after(folder.checkpoints, step=steps_done)
+        attempts.begin(folder, step=steps_done, environment=environment, warnings=warnings)
         if checkpoint is not None:
-            print(f"going on from the checkpoint of step {done}", flush=True)
-    return done
+            print(f"continuing from the checkpoint of step {steps_done}", flush=True)
+    return steps_done
 
 
 def samples_of(session: Session) -> Samples:
@@ -154,7 +167,7 @@ def samples_of(session: Session) -> Samples:
 
 
 def finish(session: Session, folder: RunFolder, *, values: dict[str, Any], observers: Observers) -> None:
-    """Write the timeline and the summary of a training that did all its steps."""
+    """Write the timeline and the summary after the last step."""
     measured = observers.measurement.figures() | traffic_of(session)
     chart = observers.measurement.schedule_chart()
     rank = dist.get_rank()
@@ -165,37 +178,41 @@ def finish(session: Session, folder: RunFolder, *, values: dict[str, Any], obser
 
 
 def note_stop(folder: RunFolder, writers: Sequence[Writer], *, signalled: signal.Signals, step: int) -> None:
-    """Write down that a signal ended the training after `step`, whose checkpoint is complete."""
+    """Record that a signal stopped the training after `step`, whose checkpoint is complete."""
     if dist.get_rank() == 0:
         now = datetime.now(UTC).isoformat()
         write_json(folder.stopped, {"signal": signalled.name, "step": step, "time": now})
     for writer in writers:
         writer.close()
-    dist.barrier()  # a rank that ends long before the others looks lost to srun
+    dist.barrier()  # srun treats a rank that ends long before the others as lost
 
 
 def gloo_group(config: RunConfig) -> dist.ProcessGroup:
-    """All ranks, for messages that must not meet the training's own; every rank makes it."""
+    """A gloo group of all ranks, separate from the groups of training. All ranks must call it together."""
     timeout = timedelta(seconds=config.cluster.collective_timeout_s)
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
     return group
 
 
 def traffic_of(session: Session) -> dict[str, Any]:
-    """What one process moves between its devices; and beside techniques that average no gradients
-    by collectives, what those would move."""
+    """Returns the bytes that one process moves between its devices.
+
+    For techniques that average gradients without collectives, adds the bytes of a ring all-reduce.
+    """
     assembled = session.assembled
-    found: dict[str, Any] = {}
+    traffic: dict[str, Any] = {}
     if assembled.traffic is not None:
-        found |= figures(assembled.traffic, steps=session.config.training.steps)
+        traffic |= figures(assembled.traffic, steps=session.config.training.steps)
     if assembled.traffic is not None or assembled.server is not None:
         weights_bytes = sum(weight.nbytes for weight in assembled.named_parameters().values())
-        found["ring_all_reduce"] = ring_all_reduce(weights_bytes=weights_bytes, replicas=session.layout.data)
-    return found
+        traffic["ring_all_reduce"] = ring_all_reduce(
+            weights_bytes=weights_bytes, replicas=session.layout.data
+        )
+    return traffic
 
 
 def scale_of(session: Session, *, replicas: int) -> Scale:
-    """`replicas`: over whose losses is averaged."""
+    """`replicas`: the number of replicas, whose losses are averaged."""
     return Scale(
         global_batch_size=session.config.training.global_batch_size,
         tokens_per_sample=getattr(session.data, "sequence_length", None),

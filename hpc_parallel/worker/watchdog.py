@@ -1,7 +1,7 @@
-"""A thread in each rank that sees when the rank stands still, tells where, and ends it.
+"""A thread in each rank that detects a hang, reports where the rank is, and ends the rank.
 
-Each rank finds the time-out by itself, since one that waits in a collective makes no progress either;
-who is behind is seen when all have told (supervise/hang_report.py).
+Each rank detects the time-out by itself, because a rank that waits in a collective makes no progress either.
+supervise/hang_report.py finds the rank that is behind after all ranks have reported.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _TORCH = str(Path(torch.__file__).parent)
 
 @contextlib.contextmanager
 def watch(folder: RunFolder, *, world: World, timeout_s: float | None) -> Iterator[Progress]:
-    """A Progress that is watched until the block ends; `timeout_s` None: it is not.
+    """Watch the Progress that the trainer marks, until the block ends; with `timeout_s` None, do not watch.
 
-    After `timeout_s` without a mark, counted from the second step on, or at another rank's alarm, this
-    rank's stacks and standing are written, and once all have done so the process ends with code 1.
+    If there is no mark for `timeout_s` from the second step on, or if another rank raises the alarm, this
+    rank writes its stacks and its report. After all ranks have done so, the process ends with code 1.
     """
     progress = Progress()
     if timeout_s is None:
@@ -72,26 +72,26 @@ class _Watchdog:
         try:
             idle_s = self._until_hang()
             if idle_s is not None:
-                self._tell(idle_s)
+                self._report(idle_s)
                 self._end()
-        except Exception:  # a full disk, say: training goes on without a watch, and the log tells
+        except Exception:  # a full disk, for example: training continues without a watchdog
             traceback.print_exc()
 
     def _until_hang(self) -> float | None:
-        """Seconds without progress, once they are too many or another rank gives the alarm; None at the end.
+        """Returns the seconds without progress at the time-out or at another rank's alarm; None at the end.
 
-        Only time in which this thread could run counts: a job that is suspended, or a rank that was
-        stopped and continued, has not hung for as long as that took.
+        Only time in which this thread could run counts, because a job that was suspended, or a rank that was
+        stopped and continued, did not hang in that time.
         """
         period_s = self.timeout_s / hang_report.LOOKS
-        seen, idle_s, woke = self.progress.now, 0.0, time.monotonic()
+        last_mark, idle_s, woke = self.progress.now, 0.0, time.monotonic()
         while not self.closed.wait(min(period_s, max(_POLL_S, self.timeout_s - idle_s))):
             before, woke = woke, time.monotonic()
             awake_s = min(woke - before, 2 * period_s)
-            now = self.progress.now
-            idle_s = min(woke - now[0], awake_s) if now is not seen else idle_s + awake_s
-            seen = now
-            _, phase, step = now
+            mark = self.progress.now
+            idle_s = min(woke - mark[0], awake_s) if mark is not last_mark else idle_s + awake_s
+            last_mark = mark
+            _, phase, step = mark
             watched = step > self.progress.first_step and phase != "done"
             if watched and idle_s >= self.timeout_s:
                 hang_report.raise_alarm(self.folder, attempt=self.world.attempt)
@@ -100,12 +100,12 @@ class _Watchdog:
                 return idle_s
         return None
 
-    def _tell(self, idle_s: float) -> None:
+    def _report(self, idle_s: float) -> None:
         with replacing(hang_report.stacks(self.folder, self.world.rank)) as file:
             faulthandler.dump_traceback(file, all_threads=True)
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         stack = traceback.extract_stack(frame)
-        own = [entry for entry in stack if not entry.filename.startswith(_TORCH)]
+        innermost = [entry for entry in stack if not entry.filename.startswith(_TORCH)][-1]
         _, phase, step = self.progress.now
         self.standing = HangReport(
             rank=self.world.rank,
@@ -115,7 +115,7 @@ class _Watchdog:
             phase=phase,
             step=step,
             idle_s=idle_s,
-            where=hang_report.spot(own[-1].filename, own[-1].lineno, own[-1].name),
+            where=hang_report.spot(innermost.filename, innermost.lineno, innermost.name),
             stack="".join(traceback.format_list(stack)).splitlines(),
             collective=last_collective(),
             unreachable=self._unreachable(),
@@ -124,7 +124,7 @@ class _Watchdog:
         print(f"no progress for {idle_s:.0f} s: {self.standing.place}", file=sys.stderr, flush=True)
 
     def _unreachable(self) -> str | None:
-        """Rank 0's address, where the network does not take us there. Refused: its host is there."""
+        """Returns rank 0's address if its host can't be reached. A refused connection reaches the host."""
         if self.store is None:
             return None
         try:
@@ -136,7 +136,7 @@ class _Watchdog:
         return None
 
     def _end(self) -> None:
-        """Wait until all have told, and end the process even where its main thread is in C code."""
+        """Wait until all ranks have reported, and end the process even if its main thread is in C code."""
         deadline = time.monotonic() + self.grace_s
         while time.monotonic() < deadline:
             if hang_report.all_reported(self.folder, world=self.world):
@@ -148,35 +148,35 @@ class _Watchdog:
 
 
 def last_collective() -> Collective | None:
-    """The one that this process waits in, or the last that it began, by torch's flight recorder.
+    """Returns the collective that this process waits in, or the last one that it began.
 
-    None where there was none, or where TORCH_FR_BUFFER_SIZE=0 turned the recorder off.
+    Reads torch's flight recorder. None if there was none, or if TORCH_FR_BUFFER_SIZE=0 turns it off.
     """
     try:
         entries = recorded()
-    except (AttributeError, RuntimeError, ValueError):  # not in every build of torch
+    except (AttributeError, RuntimeError, ValueError):  # some builds of torch have no recorder
         return None
     if not entries:
         return None
-    begun = entries[-1]
-    for entry in reversed(entries):  # of several under way, they wait for the first
+    last = entries[-1]
+    for entry in reversed(entries):  # if several are in progress, the others wait for the first
         if entry["retired"]:
             break
-        begun = entry
+        last = entry
     return Collective(
-        name=begun["profiling_name"].rpartition(":")[2],
-        group=begun["process_group"][1],
-        sequence=begun["p2p_seq_id" if begun["is_p2p"] else "collective_seq_id"],
-        complete=begun["retired"],
+        name=last["profiling_name"].rpartition(":")[2],
+        group=last["process_group"][1],
+        sequence=last["p2p_seq_id" if last["is_p2p"] else "collective_seq_id"],
+        complete=last["retired"],
     )
 
 
 def _address_of_store(folder: RunFolder, *, world: World) -> tuple[str, int] | None:
-    """Looked up while the network is whole: a name server may be on the other side of what breaks."""
+    """Look up rank 0's address now, because the name server may be unreachable after the network fails."""
     published = read_json(folder.rendezvous / f"{world.attempt}.json")
     if world.rank == 0 or not published or "port" not in published:
         return None
     with contextlib.suppress(OSError):
-        found = socket.getaddrinfo(published["host"], published["port"], type=socket.SOCK_STREAM)
-        return str(found[0][4][0]), int(found[0][4][1])
+        addresses = socket.getaddrinfo(published["host"], published["port"], type=socket.SOCK_STREAM)
+        return str(addresses[0][4][0]), int(addresses[0][4][1])
     return None

@@ -74,14 +74,14 @@ def loop_costs(folder: str) -> list[str]:
     ways = {"elsewhere": lambda: time.sleep(STEP_S), "on one core": lambda: compute(products)}
     blocking = new_saver(Path(folder, "blocking"), size=STATE_BYTES, asynchronous=False)
     beside = new_saver(Path(folder, "beside"), size=STATE_BYTES, asynchronous=True)
-    beside.save(1, whole=True)  # takes the memory for the copy
+    beside.save(1, blocking=True)  # takes the memory for the copy
     lines, number = [], 1
     for name, step in ways.items():
         costs = []
         for _ in range(ROUNDS):
             number += 1
             began = time.perf_counter()
-            blocking.save(number, whole=True)
+            blocking.save(number, blocking=True)
             blocking_s = time.perf_counter() - began
             steps = round((1.5 * blocking_s + 2) / STEP_S)  # so many that the save ends beside them
             alone_s = loop_s(step, steps)
@@ -89,7 +89,7 @@ def loop_costs(folder: str) -> list[str]:
             beside.save(number)
             copy_s = time.perf_counter() - began
             loop_s(step, steps)
-            beside.save(number, whole=True)
+            beside.save(number, blocking=True)
             extra_s = time.perf_counter() - began - alone_s
             costs.append(extra_s / blocking_s)
             lines.append(
@@ -121,7 +121,7 @@ def disk_rates(folder: str) -> list[str]:
         )
         Path(folder, f"zeros-{(number + 1) % 2}").unlink(missing_ok=True)
         between = time.perf_counter()
-        blocking.save(number + 1, whole=True)
+        blocking.save(number + 1, blocking=True)
         if number > 1:  # the first take memory that the machine did not have
             theirs_s.append(between - began)
             ours_s.append(time.perf_counter() - between)

@@ -141,7 +141,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
         else:
             (said,) = start["warnings"]
             assert said.startswith(f"the checkpoint of step {STEPS} is damaged ({words}")
-            assert said.endswith(f"going on from that of step {HALF}: steps {HALF + 1} to {STEPS} are lost")
+            assert said.endswith(f"continuing from that of step {HALF}: steps {HALF + 1} to {STEPS} are lost")
         found = [checkpoint.damage() for checkpoint in complete(run.folder.checkpoints)]
         assert found == [None, None]  # the damaged one was written anew
 

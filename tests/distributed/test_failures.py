@@ -116,8 +116,8 @@ def test_a_loss_that_is_not_finite_stops_all_before_it_is_learnt_from(failing: F
     """Five steps after, at the next logged line; the step and the rank are those of the harm."""
     found = failing(*TWO, "training.log_every=6", *harm("poison", at=3, victim=1))
     assert found["line"] == (
-        f"rank 1 on {HOST} failed first: the loss of step 3 is nan; of the gradients stem.weight is the "
-        "first; 1 follower"
+        f"rank 1 on {HOST} failed first: the loss of step 3 is nan; the first gradient that is not "
+        "finite is that of stem.weight; 1 follower"
     )
     assert (found["kind"], found["details"]["step"], found["details"]["parameter"]) == (
         "nonfinite", 3, "stem.weight",

@@ -38,8 +38,8 @@ def test_the_newest_checkpoint_is_damaged(case: Case, harm: str) -> None:
     assert case.ended(case.resume()) == "COMPLETED"
     case.assert_completed(restarts=1, lost=saved - before.step)
     told = re.findall(
-        rf"WARNING: the checkpoint of step {saved} is damaged \({file.name} .*\); going on from that of step "
-        rf"{before.step}: steps {before.step + 1} to {saved} are lost",
+        rf"WARNING: the checkpoint of step {saved} is damaged \({file.name} .*\); continuing from that of "
+        rf"step {before.step}: steps {before.step + 1} to {saved} are lost",
         (case.folder / "logs" / "rank-0.err").read_text(),
     )
     assert len(told) == 1

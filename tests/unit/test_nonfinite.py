@@ -37,7 +37,7 @@ def guarded(policy: str, *, steps: int = 6) -> tuple[list[nn.Parameter], Guard, 
     for step in range(1, steps + 1):
         for weight, gradient in zip(ours, gradients(step), strict=True):
             weight.grad = gradient
-        guard.before()
+        guard.remember_buffers()
         total, each = norm()
         guard.note(norm=total, norms=each, loss=torch.tensor(2.5))
         optimizer.step()
@@ -56,11 +56,11 @@ def by_hand(steps: range) -> list[nn.Parameter]:
     return theirs
 
 
-def test_a_skipped_step_changes_nothing() -> None:
+def test_a_skipped_step_is_as_if_it_had_not_been() -> None:
     ours, guard, counts = guarded("skip")
     assert counts == [0, 0, 1, 2, 2, 2]
     torch.testing.assert_close(ours, by_hand(range(1, 7)))
-    guard.raise_if_nonfinite(6)  # nothing to say
+    guard.raise_if_nonfinite(6)
 
 
 @pytest.mark.parametrize("policy", ["stop", "rollback"])
@@ -82,7 +82,7 @@ def test_running_statistics_skip_the_step_too() -> None:
     seen = nn.BatchNorm1d(2)
     for value in (1.0, math.nan, 2.0):
         batch = torch.tensor([[value, 1.0], [0.0, 3.0]])
-        guard.before()
+        guard.remember_buffers()
         loss = norm(batch).sum().detach()
         guard.note(norm=loss.abs(), norms=torch.zeros(2), loss=loss)
         if math.isfinite(value):
@@ -90,7 +90,7 @@ def test_running_statistics_skip_the_step_too() -> None:
     torch.testing.assert_close(list(norm.buffers()), list(seen.buffers()))
 
 
-def test_an_infinite_loss_makes_gradients_nan() -> None:
+def test_an_infinite_loss_tells_by_its_gradients() -> None:
     """The derivative of -log(0) by softmax is finite: alone it would go unseen."""
     logits = torch.tensor([0.0, -math.inf], requires_grad=True)
     nn.functional.cross_entropy(logits, torch.tensor(1)).backward()
@@ -119,11 +119,13 @@ def found(*, loss: float = 1.0, gradient: str | None = None, weight: str | None 
     return {"loss": loss, "gradient": gradient, "weight": weight}
 
 
-def test_the_blamed_rank_and_parameter() -> None:
+def test_whom_to_blame() -> None:
     later, earlier = found(gradient="blocks.3.a"), found(gradient="blocks.2.b")
     assert blame([later, earlier], step=7)[0] == 1
     assert blame([earlier, found(gradient="blocks.3.a", loss=math.nan)], step=7) == (
-        1, "the loss of step 7 is nan; of the gradients blocks.2.b is the first", "blocks.2.b",
+        1,
+        "the loss of step 7 is nan; the first gradient that is not finite is that of blocks.2.b",
+        "blocks.2.b",
     )  # fmt: skip
     broken = found(weight="blocks.5.a", loss=math.nan)
     assert blame([earlier, broken], step=7) == (

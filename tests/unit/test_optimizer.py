@@ -74,7 +74,7 @@ def test_norm_and_clipping_are_torchs(most: float) -> None:
         other.grad = mine.grad.clone()
     norm, norms = GradientNorm(ours, axes=[])()
     torch.testing.assert_close(norms, torch.stack([weight.grad.norm() for weight in ours]))
-    clip(ours, norm=norm, most=most)
+    clip(ours, norm=norm, max_norm=most)
     expected = nn.utils.clip_grad_norm_(theirs, most)
     torch.testing.assert_close(norm, expected)
     for mine, other in zip(ours, theirs, strict=True):
