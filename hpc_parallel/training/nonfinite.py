@@ -58,11 +58,11 @@ class Guard:
         self._parameters = parameters
         self._skips = policy == "skip"
         device = next(iter(parameters.values())).device
-        self._held = torch.zeros((), device=device)  # 1: withhold the update of this step
+        self._withhold = torch.zeros((), device=device)  # 1: withhold the update of this step
         self._count = torch.zeros((), device=device)  # steps withheld so far
         self._norms = torch.zeros(len(parameters), device=device)  # [parameter], of the first bad step
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        hold_updates_by(self._held, optimizer)
+        hold_updates_by(self._withhold, optimizer)
         self._buffers = buffers if self._skips else []
         self._buffers_before: list[Tensor] = []
 
@@ -84,13 +84,13 @@ class Guard:
         """
         bad = ~norm.isfinite()
         if self._skips:
-            self._held.copy_(bad)
+            self._withhold.copy_(bad)
         else:
             first = bad & (self._count == 0)
             self._norms = torch.where(first, norms.float(), self._norms)
             self._loss = torch.where(first, loss.double(), self._loss)
-            self._held.copy_(bad | (self._count > 0))
-        self._count += self._held
+            self._withhold.copy_(bad | (self._count > 0))
+        self._count += self._withhold
         for buffer, old in zip(self._buffers, self._buffers_before, strict=True):
             buffer.copy_(torch.where(bad, old, buffer))
 
@@ -129,9 +129,9 @@ def blame(by_rank: Sequence[Mapping[str, Any]], *, step: int) -> tuple[int, str,
 
     `by_rank`: each rank's `loss`, and its first `weight` and first `gradient` that are not finite.
 
-    A weight that is not finite (an update overflowed, or it was loaded so) is the cause of everything else.
-    Next comes the first rank whose loss is not finite; all gradients follow from it, so no parameter is to
-    blame. Otherwise it is the rank with the first gradient in the order of the model.
+    The first of these is to blame: a weight that is not finite (an update overflowed, or it was loaded so);
+    a loss that is not finite, which says nothing about a parameter because all gradients follow from it;
+    a gradient, the first in the order of the model.
     """
     for kind, subject in (("weight", "the weight"), ("gradient", "the gradient of")):
         candidates = [

@@ -32,7 +32,7 @@ class Saver:
 
     The ranks write together over a separate group, so that saving and training never share a collective.
     A slow save delays the next one. If a save fails, a warning is printed and the next save tries again,
-    because a full disk should not end the training. Only a failed last save ends the run.
+    because a full disk should not end the training. Only a blocking save, the last one, raises SaveError.
     """
 
     def __init__(

@@ -228,7 +228,7 @@ class _Start:
         self._end_all(store, text, others=self.world.world_size - len(missing) - 1)
 
     def _require_one_kind(self, store: SignedStore, announcements: list[dict[str, Any]]) -> None:
-        """Prevents NCCL ranks from waiting for a rank that uses gloo because its GPU driver is broken."""
+        """Require one kind of device, because NCCL ranks would wait for a rank without a working GPU."""
         different = [
             f"rank {rank} on {announcement['host']} has {announcement['device']}"
             for rank, announcement in enumerate(announcements)

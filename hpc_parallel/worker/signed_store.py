@@ -161,11 +161,11 @@ class SignedStore(Store):
 
     def _value(self, key: str, stored: bytes, *, until: bytes | None = None) -> bytes:
         """Returns the value of all records; with `until`, of those up to the record with this nonce."""
-        value, seen = b"", set[bytes]()
+        value, nonces = b"", set[bytes]()
         for record in self._verified(key, stored):
-            if record.nonce in seen:
+            if record.nonce in nonces:
                 raise ForgedError(key)
-            seen.add(record.nonce)
+            nonces.add(record.nonce)
             if record.kind == _ADD:
                 value = str(int(value or 0) + cast(int, _AMOUNT.unpack(record.payload)[0])).encode()
             else:
