@@ -557,7 +557,7 @@ def test_a_fault_of_ours_is_not_said_to_be_the_users(here: Path, monkeypatch: py
     def fault(*words: object, **more: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("hpc_parallel.commands.run.prepare", fault)
+    monkeypatch.setattr("hpc_parallel.launch.checked_run.prepare", fault)
     with pytest.raises(ZeroDivisionError):
         main(["nodes=1"])
 
