@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import UnresolvedError
 from hpc_parallel.config.sweep_compose import compose_run
 from hpc_parallel.launch.prepare import PreparedRun, prepare
-from hpc_parallel.launch.resume import resumed
+from hpc_parallel.launch.resume import resumed, warn_on_stderr
 from hpc_parallel.problems import ConfigError, Problem
 
 
-def with_resumed(line: CommandLine) -> CommandLine:
+def with_resumed(line: CommandLine, *, warn: Callable[[str], None] = warn_on_stderr) -> CommandLine:
     """The line with the words of the run that `resume=` names before its own.
+
+    warn: receives one line for each run that is passed over.
 
     Raises ConfigError with all problems.
     """
     try:
-        return CommandLine.parse(resumed(line.words))
+        return CommandLine.parse(resumed(line.words, warn=warn))
     except ConfigError as error:
         others = CommandLine.parse([word for word in line.words if not word.startswith("resume=")])
         try:
@@ -30,9 +33,16 @@ def with_resumed(line: CommandLine) -> CommandLine:
 
 def checked_run(line: CommandLine) -> PreparedRun:
     """The checked run of a command line. Raises ConfigError with all problems."""
-    try:
+    with telling_all(line):
         cell = compose_run(line.overrides, **line.places)
         return prepare(cell.config, overrides=cell.overrides, config_dir=line.extra_dir)
+
+
+@contextmanager
+def telling_all(line: CommandLine) -> Iterator[None]:
+    """Let what the block refuses be a ConfigError with all problems of the command line."""
+    try:
+        yield
     except Exception as error:
         raise ConfigError(all_problems(error, line)) from error
 

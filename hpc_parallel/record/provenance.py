@@ -28,17 +28,18 @@ def origin(
     overrides: Sequence[str],
     config_dir: Path | None,
     snapshot: Snapshot | None,
+    command: Sequence[str] | None = None,
     state: State | None = None,
 ) -> dict[str, Any]:
-    """What only the submitting process knows; rank 0 adds what only the job does. `state`: `source_state`,
-    or one that remembers for many runs what git said.
+    """What only the submitting process knows; rank 0 adds what only the job does. `command`: None for the
+    command line of this process. `state`: `source_state`, or one that remembers for many runs what git said.
 
     `import_path` is what `rerun` imports from, relative to the run folder where it is kept there; null
     where no source was to be kept, empty where there was none but what is installed.
     """
     here, state = Path.cwd(), state or source_state
     said: dict[str, Any] = {
-        "command": sys.argv,
+        "command": sys.argv if command is None else list(command),
         "overrides": list(overrides),
         "config_dir": config_dir and str(config_dir),
         "working_directory": str(here),
