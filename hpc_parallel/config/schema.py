@@ -219,6 +219,7 @@ class ClusterConfig:
     gpus: bool = True  # false: a cluster of CPUs, nothing is asked for
     gpu_flag: str = "gpus-per-node"  # or gres
     gpu_type: str | None = None  # a100 in --gres=gpu:a100:4
+    gpus_per_node: int | None = None  # what a node has, for gpus_per_node=auto; null: ask sinfo
     master_suffix: str = ""  # appended to the master's host name (some sites name the fast network so)
     port: int | None = None  # a fixed port for closed networks; null: one that is free
     start_timeout_s: float = 300.0  # for all ranks to arrive
@@ -278,7 +279,7 @@ class RunConfig:
     `data` any class path."""
 
     nodes: int = 1
-    gpus_per_node: int = 1  # devices a node; CPU processes where there are no GPUs
+    gpus_per_node: int = 1  # devices a node, CPU processes where there are no GPUs; auto: all that a node has
     name: str = "${strategy.name}"
     run_dir: str | None = None  # the run folder itself; null: runs/<name>/<run id>
     seed: int = 0
@@ -301,12 +302,19 @@ class RunConfig:
         return self.nodes * self.gpus_per_node
 
 
+@dataclass
+class ComposedConfig(RunConfig):
+    """What Hydra composes: `gpus_per_node=auto` is a number only once the launcher and the site are known."""
+
+    gpus_per_node: int | str = 1  # type: ignore[assignment]
+
+
 def register() -> None:
     """Put the schemas where the files of `conf/` name them in their defaults lists, and let values be
     products: `${product:16,${nodes},${gpus_per_node}}`."""
     OmegaConf.register_new_resolver("product", lambda *factors: math.prod(factors), replace=True)
     store = ConfigStore.instance()
-    store.store(name="run_schema", node=RunConfig)
+    store.store(name="run_schema", node=ComposedConfig)
     store.store(group="model", name="transformer_schema", node=TransformerConfig)
     store.store(group="model", name="huggingface_schema", node=HuggingFaceConfig)
     store.store(group="model", name="convnet_schema", node=ConvNetConfig)
