@@ -1,10 +1,14 @@
-"""hpc_parallel: one command turns a configuration into a distributed training job on Slurm."""
+"""hpc_parallel: one command turns a configuration into a distributed training job on Slurm.
+
+From Python: `hpc_parallel.submit(hpc_parallel.compose(["strategy=pipeline", "nodes=2"]))` (docs/python.md).
+"""
 
 import sys
 
 from hpc_parallel.shadowing import guard_import_path
 
 __version__ = "0.1.0"
+__all__ = ["ConfigError", "Run", "RunConfig", "SiteRefusedError", "State", "compose", "runs", "submit"]
 
 if sys.argv[:1] == ["-m"]:  # so it is while Python looks for the module to run
     guard_import_path(__path__[0])
@@ -16,3 +20,20 @@ if sys.argv[:1] == ["-m"]:  # so it is while Python looks for the module to run
             _print_traceback(kind, error, trace)
 
     sys.excepthook = _unless_interrupted
+
+TYPE_CHECKING = False  # as typing has it, which takes time to import
+if TYPE_CHECKING:
+    from hpc_parallel.api import ConfigError, Run, RunConfig, SiteRefusedError, State, compose, runs, submit
+else:
+
+    def __getattr__(name):
+        """Import the Python interface when it is first used: commands and ranks do not need it."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from hpc_parallel import api
+
+        globals().update({each: getattr(api, each) for each in __all__})
+        return globals()[name]
+
+    def __dir__():
+        return sorted({*globals(), *__all__})

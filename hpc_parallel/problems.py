@@ -85,8 +85,8 @@ def quoted(text: object) -> str:
     """Any text as one value of an override, whatever Hydra would read into it; a plain path as it is."""
     if _PLAIN_PATH.fullmatch(str(text)):
         return str(text)
-    inner = str(text).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{inner}'"
+    # Hydra reads a backslash as it is, unless a quote follows it.
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda end: end[1] * 2 + "\\" * len(end[2]) + end[2], str(text)) + "'"
 
 
 def alternatives(texts: Sequence[str]) -> str:

@@ -17,16 +17,15 @@ from hydra import version
 from hydra._internal.utils import _run_hydra, get_args_parser
 
 from hpc_parallel.config.command_line import CommandLine
-from hpc_parallel.config.compose import UnresolvedError
 from hpc_parallel.config.run_help import run_help
 from hpc_parallel.config.schema import register
-from hpc_parallel.config.sweep_compose import CellError, compose_cells, compose_run
+from hpc_parallel.config.sweep_compose import CellError, compose_cells
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
+from hpc_parallel.launch.checked_run import all_problems, checked_run, with_resumed
 from hpc_parallel.launch.choose_launcher import choose
 from hpc_parallel.launch.launcher import SiteRefusedError
-from hpc_parallel.launch.prepare import PreparedRun, prepare
-from hpc_parallel.launch.resume import resumed
-from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.launch.prepare import PreparedRun
+from hpc_parallel.problems import ConfigError
 from hpc_parallel.shell import complain, refuse
 
 if TYPE_CHECKING:
@@ -40,10 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         line = CommandLine.parse(sys.argv[1:] if arguments is None else arguments)
         if line.sweeps:
             return sweep(line)
-        line = resume(line)
+        line = with_resumed(line)
         if line.explains:
             return explain(line)
-        return launch(compose(line))
+        return launch(checked_run(line))
     except ConfigError as error:
         return refuse(error.problems)
     except KeyboardInterrupt:  # the launcher has ended what it had started
@@ -72,37 +71,15 @@ def _sweep(line: CommandLine, earlier: Earlier | None) -> int:
         if cells is not None:
             plan = plan_sweep(cells, command=line.words, config_dir=line.extra_dir, earlier=earlier)
     except CellError as error:  # told by its own words where those of the command line are not to blame
-        raise ConfigError(_diagnose(error.refusal, line, also=error.overrides)) from error
+        raise ConfigError(all_problems(error.refusal, line, also=error.overrides)) from error
     except Exception as error:
-        raise ConfigError(_diagnose(error, line)) from error
+        raise ConfigError(all_problems(error, line)) from error
     if cells is None:
         from hpc_parallel.sweep.guided import guide
 
         folder = earlier.folder if earlier is not None else None
         return guide(line.overrides, command=line.words, earlier=folder, **line.places)
     return start(plan)
-
-
-def resume(line: CommandLine) -> CommandLine:
-    """The line with the words of the run that `resume=` names before its own. Raises ConfigError."""
-    try:
-        return CommandLine.parse(resumed(line.words))
-    except ConfigError as error:
-        others = CommandLine.parse([word for word in line.words if not word.startswith("resume=")])
-        try:
-            compose(others)  # for what else is wrong
-        except ConfigError as more:
-            raise ConfigError([*error.problems, *more.problems]) from None
-        raise
-
-
-def compose(line: CommandLine) -> PreparedRun:
-    """The checked run of a command line. Raises ConfigError with all problems."""
-    try:
-        cell = compose_run(line.overrides, **line.places)
-        return prepare(cell.config, overrides=cell.overrides, config_dir=line.extra_dir)
-    except Exception as error:
-        raise ConfigError(_diagnose(error, line)) from error
 
 
 def explain(line: CommandLine) -> int:
@@ -116,7 +93,7 @@ def explain(line: CommandLine) -> int:
         with _hydra_raises():
             _run_hydra(line.flags, get_args_parser(), main, configs, name)
     except Exception as error:
-        raise ConfigError(_diagnose(error, line)) from error
+        raise ConfigError(all_problems(error, line)) from error
     return DONE
 
 
@@ -136,27 +113,6 @@ def launch(run: PreparedRun) -> int:
         return REFUSED
     except BrokenPipeError:  # the launcher has ended what it had started: this is no success
         return FAILED
-
-
-def _diagnose(error: Exception, line: CommandLine, *, also: Sequence[str] = ()) -> list[Problem | str]:
-    """All that is wrong with the command line that Hydra, a schema or a check refused with `error`.
-
-    `also`: the overrides of one combination, which a study may have other words of than the command line.
-    """
-    from hpc_parallel.config.diagnose import COMPOSE_ERRORS, diagnose
-
-    if isinstance(error, ConfigError) and not isinstance(error, UnresolvedError):
-        return error.problems  # of all checks
-    if not isinstance(error, COMPOSE_ERRORS):
-        raise error
-    try:
-        problems = diagnose(line.overrides, **line.places, sweep=line.sweeps)
-        problems = problems or diagnose(also, **line.places)
-    except COMPOSE_ERRORS:  # the primary configuration itself can't be composed
-        problems = []
-    if not problems and isinstance(error, ConfigError):
-        return error.problems
-    return problems or [" ".join(str(error).partition("\n\n")[0].split())]
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields, is_dataclass
@@ -15,6 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hpc_parallel.config.node_devices import AUTO, devices_of_a_node
 from hpc_parallel.config.schema import RunConfig, filled, typed
 from hpc_parallel.problems import ConfigError, Problem, nearest
 
@@ -52,6 +54,7 @@ def resolve(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
 
     Raises UnresolvedError with every key that is missing or that no schema has.
     """
+    config = _with_devices(config)
     if (run := _at_once(config)) is not None:
         return run, asdict(run)
     problems: list[Problem | str] = [
@@ -68,6 +71,25 @@ def resolve(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
         return run, asdict(run)
     except OmegaConfBaseException as error:
         raise UnresolvedError([f"{error.full_key}: {str(error).splitlines()[0].rstrip('.')}."]) from error
+
+
+def _with_devices(config: DictConfig) -> DictConfig:
+    """The configuration with a number for `gpus_per_node=auto`. Raises UnresolvedError."""
+    if OmegaConf.is_interpolation(config, "gpus_per_node") or config.get("gpus_per_node") != AUTO:
+        return config
+    known = {}
+    try:
+        for key in ("device", "launcher", "cluster"):
+            node = config[key]
+            known[key] = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_dict(node) else node
+        devices = devices_of_a_node(known)
+    except OmegaConfBaseException:  # told with all keys, as if there were one device
+        devices = 1
+    except ConfigError as error:
+        raise UnresolvedError(error.problems) from error
+    config = copy.deepcopy(config)
+    config.gpus_per_node = devices
+    return config
 
 
 def _at_once(config: DictConfig) -> RunConfig | None:

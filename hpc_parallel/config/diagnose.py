@@ -17,11 +17,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from hpc_parallel.config.checks.all_checks import CHOICES, find_problems, in_order
 from hpc_parallel.config.checks.site_checks import minutes_of
 from hpc_parallel.config.compose import REQUIRED, composing, flat, missing_keys, resolve, unknown_keys
+from hpc_parallel.config.node_devices import AUTO
 from hpc_parallel.problems import ConfigError, Problem, nearest
 
 # ValueError: Hydra's answer to `strategy=null`
@@ -115,8 +116,12 @@ def try_each(
 def _refusal(overrides: list[str], trials: Trials) -> Exception | None:
     """Why Hydra, or a schema, does not take them together."""
     try:
-        if unknown_keys(trials.compose(overrides)):
+        config = trials.compose(overrides)
+        if unknown_keys(config):
             return HydraException("Could not override")
+        devices = None if OmegaConf.is_interpolation(config, "gpus_per_node") else config.gpus_per_node
+        if isinstance(devices, str) and devices != AUTO and not re.fullmatch(r"[+-]?\d+", devices):
+            raise HydraException("no count") from ValidationError("no count")  # the type lets texts through
     except COMPOSE_ERRORS as error:
         return error
     return None

@@ -233,6 +233,8 @@ class ClusterConfig:
     gpus: bool = True  # The job asks for GPUs; false: a cluster of CPUs.
     gpu_flag: str = "gpus-per-node"  # The flag of sbatch that asks for GPUs.
     gpu_type: str | None = None  # The type of GPU, such as `a100` in `--gres=gpu:a100:4`.
+    # Devices on each node, for `gpus_per_node=auto`; null: ask `sinfo`.
+    gpus_per_node: int | None = None
     master_suffix: str = ""  # Appended to the host name of rank 0 (some sites name the fast network so).
     port: int | None = None  # The port of rank 0 on a closed network; null: any free port.
     start_timeout_s: float = 300.0  # Seconds within which all ranks must start.
@@ -297,7 +299,7 @@ class RunConfig:
     """One run. `model`, `data` and `task` have the keys of the file that is chosen for them."""
 
     nodes: int = 1  # The number of nodes.
-    gpus_per_node: int = 1  # Devices on each node; on CPUs, processes.
+    gpus_per_node: int = 1  # Devices on each node (on CPUs, processes); `auto`: all that a node has.
     name: str = "${strategy.name}"  # The name of the run, and of the folder that holds its run folders.
     run_dir: str | None = None  # The run folder; null: `runs/<name>/<run id>`.
     seed: int = 0  # The seed of the weights and of the order of the samples.
@@ -321,12 +323,19 @@ class RunConfig:
         return self.nodes * self.gpus_per_node
 
 
+@dataclass
+class ComposedConfig(RunConfig):
+    """What Hydra composes: `gpus_per_node=auto` is a number only once the launcher and the site are known."""
+
+    gpus_per_node: int | str = 1  # type: ignore[assignment]
+
+
 def register() -> None:
     """Put the schemas where the files of `conf/` name them in their defaults lists, and let values be
     products: `${product:16,${nodes},${gpus_per_node}}`."""
     OmegaConf.register_new_resolver("product", lambda *factors: math.prod(factors), replace=True)
     store = ConfigStore.instance()
-    store.store(name="run_schema", node=RunConfig)
+    store.store(name="run_schema", node=ComposedConfig)
     store.store(group="model", name="transformer_schema", node=TransformerConfig)
     store.store(group="model", name="huggingface_schema", node=HuggingFaceConfig)
     store.store(group="model", name="convnet_schema", node=ConvNetConfig)

@@ -16,6 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from hpc_parallel.config.compose import find_folder
 from hpc_parallel.exit_codes import DONE
 from hpc_parallel.launch.prepare import PreparedRun
+from hpc_parallel.record import owner
 from hpc_parallel.record.safe_write import write_text
 
 Flags = dict[str, str | int | bool]
@@ -180,15 +181,23 @@ class ScriptLauncher:
     def preview(self, run: PreparedRun) -> str:
         return render(run)
 
-    def launch(self, run: PreparedRun) -> int:
+    def start(self, run: PreparedRun) -> None:
         with run.written():
-            return self.write_script(run)
+            self.write_script(run)
+        owner.release(run.folder)  # nothing runs there yet, and this process may live on
 
-    def write_script(self, run: PreparedRun) -> int:
+    def launch(self, run: PreparedRun) -> int:
+        self.start(run)
+        self.announce(run)
+        return DONE
+
+    def write_script(self, run: PreparedRun) -> None:
         """Into the run folder, which is there."""
         run.folder.slurm.mkdir(mode=0o700, exist_ok=run.resumes)
         write_text(run.folder.batch_script, render(run))
         write_text(run.folder.resubmission, render(run))
+
+    def announce(self, run: PreparedRun) -> None:
+        """Print how the user submits the script."""
         print(f"run folder  {run.folder.path}")
         print(f"submit      sbatch {shlex.quote(str(run.folder.batch_script))}")
-        return DONE

@@ -8,12 +8,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING
 
 from hpc_parallel.launch.prepare import PreparedRun
+from hpc_parallel.record import owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import open_append
@@ -33,6 +36,14 @@ class LocalLauncher:
     def preview(self, run: PreparedRun) -> str:
         count = f"{run.processes} process{'es' * (run.processes > 1)}"
         return f"{count} on this machine, by {' '.join(_command(run.folder, AGENT))}"
+
+    def start(self, run: PreparedRun) -> threading.Thread:
+        run.write()
+        try:
+            return watched_agent(run)
+        except BaseException:
+            run.take_back()
+            raise
 
     def launch(self, run: PreparedRun) -> int:
         """Raises KeyboardInterrupt once a run that was asked to end has ended: a sweep must not go on."""
@@ -79,6 +90,39 @@ def follow_agent(
     return follower.finish()
 
 
+def watched_agent(run: PreparedRun) -> threading.Thread:
+    """Start the agent, and return the thread that waits for it and sees that its end is recorded.
+
+    The agent ends with this process. It is started by that thread, since Linux ends it with the thread that
+    started it (PR_SET_PDEATHSIG, prctl(2)): a caller's thread may end before the run. No signal handler is
+    set, so this works in any thread.
+    """
+    started: Future[None] = Future()
+
+    def watch() -> None:
+        try:
+            agent = Agent(run.folder, variables=run.variables)
+            try:
+                # `cancel` ends the owner of a run, which must not be this process: it may be a notebook.
+                owner.hand_to_process(run.folder, agent.pid)
+            except BaseException:
+                agent.end(cancelled=True)
+                raise
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        with contextlib.suppress(ChildProcessError):  # somebody else in this process has reaped it
+            while not agent.has_ended():
+                time.sleep(PERIOD_S)
+        agent.end(cancelled=False)
+
+    thread = threading.Thread(target=watch, name=f"run {run.folder.path.name}", daemon=True)
+    thread.start()
+    started.result()
+    return thread
+
+
 class Agent:
     """The process that runs a run's ranks (`supervise/local_agent.py`), from its start to its last word."""
 
@@ -97,6 +141,10 @@ class Agent:
                 env={**os.environ, **variables},
                 start_new_session=True,
             )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def has_ended(self) -> bool:
         return _has_ended(self._process.pid)

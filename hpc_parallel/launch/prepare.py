@@ -54,6 +54,7 @@ class PreparedRun:
     snapshot: Snapshot | None
     overrides: Sequence[str]  # of the command line, for this run alone where it was a sweep
     config_dir: Path | None  # the user's own configurations (--config-dir)
+    command: Sequence[str] | None = None  # what started it; None: this process's command line
 
     @property
     def variables(self) -> dict[str, str]:
@@ -156,7 +157,7 @@ class PreparedRun:
         write_text(self.folder.config, text)
         said = origin(
             self.folder, overrides=self.overrides, config_dir=self.config_dir, snapshot=self.snapshot,
-            state=state,
+            command=self.command, state=state,
         )  # fmt: skip
         write_json(self.folder.environment, said)
         if self.resumes:

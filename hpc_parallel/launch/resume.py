@@ -7,7 +7,7 @@ devices in which layout, may change.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,14 @@ KEPT = {
 }
 
 
-def resumed(words: Sequence[str]) -> list[str]:
+def warn_on_stderr(message: str) -> None:
+    complain([message])
+
+
+def resumed(words: Sequence[str], *, warn: Callable[[str], None] = warn_on_stderr) -> list[str]:
     """The arguments of `run` with those of the run that `resume=` names before them; without it, `words`.
+
+    warn: receives one line for each run that is passed over.
 
     Raises ConfigError if there is no such run, or if it is not to be trusted.
     """
@@ -43,7 +49,8 @@ def resumed(words: Sequence[str]) -> list[str]:
     value = value_of(named[-1]) if named else None
     if value is None:
         return list(words)
-    folder = RunFolder(newest(words) if value == AUTO else Path(os.path.expanduser(str(value))).absolute())
+    path = newest(words, warn=warn) if value == AUTO else Path(os.path.expanduser(str(value))).absolute()
+    folder = RunFolder(path)
     require_run(folder)
     start = read_start(folder, key="resume", shared_folder=grants_trust(words, value_of))
     typed = {key_of(word) for word in words if not word.startswith("-")}
@@ -65,7 +72,7 @@ def value_of(override: str) -> Any:
         raise ConfigError([Problem(key, value, rule, (quoted(value),))]) from error
 
 
-def newest(words: Sequence[str]) -> Path:
+def newest(words: Sequence[str], *, warn: Callable[[str], None] = warn_on_stderr) -> Path:
     """This user's newest run of the name that `words` give (or else their strategy). Raises ConfigError."""
     typed = dict(word.split("=", 1) for word in words if "=" in word)
     name = typed.get("name", typed.get("strategy", "single"))
@@ -73,7 +80,7 @@ def newest(words: Sequence[str]) -> Path:
     foreign = {path: owner for path in runs if (owner := owner_name(path)) is not None}
     own = [path for path in runs if path not in foreign]
     for path, owner in foreign.items():
-        complain([f"resume=auto skips {path}, which belongs to {owner}"])
+        warn(f"resume=auto skips {path}, which belongs to {owner}")
     if not own:
         rule = f"finds no run of yours in {Path('runs', name)}"
         near = nearest(name, [path.name for path in Path("runs").glob("*") if path.is_dir()])

@@ -54,9 +54,11 @@ class SlurmLauncher:
     def preview(self, run: PreparedRun) -> str:
         return executor(run).script
 
+    def start(self, run: PreparedRun) -> None:
+        self._submit(run)
+
     def launch(self, run: PreparedRun) -> int:
-        with run.written():
-            job_id = submit(run)
+        job_id = self._submit(run)
         path = run.folder.path
         print(f"job         {job_id}")
         print(f"run folder  {path}")
@@ -67,6 +69,10 @@ class SlurmLauncher:
         from hpc_parallel.launch.wait import wait_for_job
 
         return wait_for_job(run, job_id)
+
+    def _submit(self, run: PreparedRun) -> str:
+        with run.written():
+            return submit(run)
 
 
 def executor(run: PreparedRun) -> Executor:

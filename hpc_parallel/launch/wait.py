@@ -12,6 +12,7 @@ from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.record import owner
 from hpc_parallel.record.job_state import JobState, job_state
 from hpc_parallel.record.names import command_on
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_tail
 from hpc_parallel.supervise.conclude import conclude
 
@@ -29,7 +30,7 @@ def wait_for_job(run: PreparedRun, job_id: str) -> int:
     follower = Follower(run.folder, steps=run.steps)
     try:
         state = _follow(follower, job_id)
-        deadline = time.monotonic() + (COMPLETED_WORDS_S if state.state == "COMPLETED" else WORDS_S)
+        deadline = time.monotonic() + patience_s(state.state)
         while _awaits_words(run, job_id) and time.monotonic() < deadline:
             follower.poll()
             time.sleep(PERIOD_S)
@@ -44,8 +45,13 @@ def wait_for_job(run: PreparedRun, job_id: str) -> int:
         if state.state == "COMPLETED":
             print(f"job {job_id} completed; its summary does not show on this host yet: {run.folder.path}")
             return DONE
-        conclude_job(run, job_id, state)
+        conclude_job(run.folder, job_id, state)
     return follower.finish()
+
+
+def patience_s(state: str) -> float:
+    """How long to wait for the summary of a job that has ended in this state of Slurm's."""
+    return COMPLETED_WORDS_S if state.upper() == "COMPLETED" else WORDS_S
 
 
 def _follow(follower: Follower, job_id: str) -> JobState:
@@ -71,17 +77,17 @@ def has_summary(run: PreparedRun) -> bool:
     return run.folder.summary.name in os.listdir(run.folder.path)
 
 
-def conclude_job(run: PreparedRun, job_id: str, state: JobState) -> None:
-    """Say how a job ended that could not say so itself: cancelled in the queue, its node lost.
+def conclude_job(folder: RunFolder, job_id: str, state: JobState) -> None:
+    """Record how a job ended that could not do so itself: cancelled in the queue, its node lost.
 
     Not of a run that has been resumed since: it has not ended.
     """
-    if not owner.is_job(run.folder, job_id):
+    if not owner.is_job(folder, job_id):
         return
-    logs = sorted(run.folder.slurm.glob(f"{job_id}*.out"))
+    logs = sorted(folder.slurm.glob(f"{job_id}*.out"))
     text = read_tail(logs[0]).decode(errors="replace") if logs else ""
     conclude(
-        run.folder,
+        folder,
         returncode=1,
         text=f"{text}\nSlurm says of job {job_id}: {state}",
         cancelled=True if state.state == "CANCELLED" else None,

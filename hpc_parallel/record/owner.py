@@ -65,12 +65,21 @@ def read_owner(folder: RunFolder) -> dict[str, Any] | None:
 
 def this_process() -> dict[str, Any]:
     """The `host`, `pid` and `began` of this process."""
-    return {"host": platform.node(), "pid": os.getpid(), "began": _began(os.getpid())}
+    return _process(os.getpid())
+
+
+def _process(pid: int) -> dict[str, Any]:
+    return {"host": platform.node(), "pid": pid, "began": _began(pid)}
 
 
 def take(folder: RunFolder) -> None:
     """Make this process the owner in place of the one that started it."""
     _write(folder)
+
+
+def hand_to_process(folder: RunFolder, pid: int) -> None:
+    """Make a child of this process the owner, before it takes the run itself."""
+    write_json(folder.owner, {**_process(pid), "folder": folder.path.stat().st_ino})
 
 
 def queue(folder: RunFolder) -> None:

@@ -28,10 +28,12 @@ def origin(
     overrides: Sequence[str],
     config_dir: Path | None,
     snapshot: Snapshot | None,
+    command: Sequence[str] | None = None,
     state: State | None = None,
 ) -> dict[str, Any]:
     """What only the submitting process knows; rank 0 adds what only the job knows.
 
+    command: null for the command line of this process.
     state: `source_state`, or a version that caches git's answers for many runs.
 
     `import_path` lists what `rerun` imports from, relative to the run folder if it is kept there. It is
@@ -39,7 +41,7 @@ def origin(
     """
     state = state or source_state
     record: dict[str, Any] = {
-        "command": sys.argv,
+        "command": sys.argv if command is None else list(command),
         "overrides": list(overrides),
         "config_dir": config_dir and str(config_dir),
         "working_directory": str(Path.cwd()),

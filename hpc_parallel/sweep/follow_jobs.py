@@ -38,7 +38,7 @@ def follow_jobs(plan: SweepPlan, jobs: Mapping[Path, str]) -> int:
                     if not has_summary(planned.run) and since_s < WORDS_S:
                         continue
                     if not has_summary(planned.run):
-                        conclude_job(planned.run, job, state)
+                        conclude_job(planned.run.folder, job, state)
                     completed = view.end(planned) and completed
                     del active[planned]
                 _poll(view, active)

@@ -115,6 +115,7 @@ def write_scripts(plan: SweepPlan) -> int:
     try:
         for planned in plan.runs:
             ScriptLauncher().write_script(planned.run)
+            ScriptLauncher().announce(planned.run)
     except BaseException:  # a full disk, Ctrl-C
         take_back(planned.run for planned in plan.runs)
         raise

@@ -557,7 +557,7 @@ def test_an_internal_error_is_not_blamed_on_the_user(here: Path, monkeypatch: py
     def fault(*words: object, **more: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("hpc_parallel.commands.run.prepare", fault)
+    monkeypatch.setattr("hpc_parallel.launch.checked_run.prepare", fault)
     with pytest.raises(ZeroDivisionError):
         main(["nodes=1"])
 

@@ -67,6 +67,7 @@ def test_the_wheel_holds_every_file_of_the_checkout(wheel: Path) -> None:
         ("jobs", "yaml", "hpc_parallel/conf/"),
         ("sbatch_templates", "j2", "hpc_parallel/"),
         ("hpc_parallel", "j2", ""),
+        ("hpc_parallel", "typed", ""),
     ):
         files = {f"{inside}{file.relative_to(ROOT)}" for file in (ROOT / folder).rglob(f"*.{suffix}")}
         assert files

@@ -18,8 +18,6 @@ from typing import Any
 import pytest
 
 from hpc_parallel.__main__ import main as command
-from hpc_parallel.commands.cancel import Target
-from hpc_parallel.commands.cancel import _end as end
 from hpc_parallel.launch import local_launcher
 from hpc_parallel.record import owner
 from hpc_parallel.record.recorded import read_run
@@ -27,6 +25,7 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.sweep_folder import read_sweep
 from hpc_parallel.run import main
+from hpc_parallel.supervise.end_runs import Target, end_runs
 from hpc_parallel.supervise.run_state import states
 from tests.recorded_runs import prepared
 
@@ -153,7 +152,7 @@ def test_a_process_that_ended_meanwhile_is_not_signalled(withdrawn: bool, here: 
         assert owner.withdraw(folder)
     else:
         shutil.rmtree(folder.path)
-    assert end([target]) == {}
+    assert end_runs([target], warn=print) == {}
 
 
 def test_after_a_signal_unstarted_runs_are_reported(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

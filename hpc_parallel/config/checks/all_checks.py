@@ -46,7 +46,12 @@ CHOICES = {
     "task.name": tuple(TASKS),
 }
 
-MOST = {"nodes": 1_000_000, "gpus_per_node": 1024, "data.sequence_length": 2**31}
+MOST = {
+    "nodes": 1_000_000,
+    "gpus_per_node": 1024,
+    "cluster.gpus_per_node": 1024,
+    "data.sequence_length": 2**31,
+}
 COUNTED = ("model", "strategy", "training", "optimizer", "launcher", "task")  # tables of counts
 MOST_COUNT, MOST_INTEGER = 2**31, MAX_INTEGER
 
@@ -115,7 +120,7 @@ def _counts(config: RunConfig) -> Found:
         "training.checkpoint_every", "training.keep_last", "training.keep_every",
         "training.validation_samples", "strategy.microbatches", "strategy.stages_per_rank",
         "strategy.prefetch", "launcher.time_minutes", "launcher.cpus_per_device", "launcher.snapshot_mb",
-        "data.sequence_length", "data.max_bytes", "sweep.parallelism",
+        "data.sequence_length", "data.max_bytes", "sweep.parallelism", "cluster.gpus_per_node",
     ]  # fmt: skip
     if layout_checks.is_transformer(config):
         sizes = ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab_size")

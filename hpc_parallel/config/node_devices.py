@@ -1,0 +1,101 @@
+"""`gpus_per_node=auto`: how many devices a node has, where the run will be."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from hpc_parallel.config.launcher_kind import choose_automatically
+from hpc_parallel.problems import ConfigError, Problem
+
+AUTO = "auto"
+_PATIENCE_S = 10.0  # with sinfo and nvidia-smi
+_KEPT_S = 60  # an answer, for the runs of a sweep
+_GPUS = re.compile(r"(?:^|,)gpu(?::(?P<type>[^:,(]+))?:(?P<count>\d+)(?=[,(]|$)")
+
+
+def devices_of_a_node(values: Mapping[str, Any], *, environment: Mapping[str, str] = os.environ) -> int:
+    """What `auto` stands for.
+
+    A run of this machine uses the GPUs that are visible here, or one CPU process if there are none. A run on
+    Slurm uses what the cluster profile says (`cluster.gpus_per_node`), else what sinfo says of the partition.
+
+    values: the keys `device`, `launcher` (`kind`, `partition`) and `cluster` (`name`, `gpus`, `gpu_type`,
+    `gpus_per_node`) of the configuration.
+
+    Raises ConfigError if nobody knows.
+    """
+    launcher, cluster = values["launcher"], values["cluster"]
+    kind = launcher["kind"]
+    if kind == AUTO:
+        kind = _kind_now(tuple(sorted(environment.items())), _period())
+    if kind == "local":
+        return 1 if values["device"] == "cpu" else max(1, visible_gpus(environment))
+    if cluster["gpus_per_node"] is not None:
+        return int(cluster["gpus_per_node"])
+    if not cluster["gpus"]:
+        return 1
+    partition, gpu_type = launcher["partition"], cluster["gpu_type"]
+    counts = gpus_by_sinfo(_sinfo(_period()), partition=partition, gpu_type=gpu_type)
+    if len(counts) == 1:
+        return counts[0]
+    where = f"partition {partition}" if partition else "the default partition"
+    rule = f"has no value here: nodes of {where} have {' or '.join(map(str, counts))} GPUs"
+    if not counts:
+        unset = f"cluster={cluster['name']} does not set cluster.gpus_per_node"
+        rule = f"has no value here: {unset}, and sinfo lists no GPUs in {where}"
+    raise ConfigError([Problem("gpus_per_node", AUTO, rule, tuple(counts or [1]))])
+
+
+def visible_gpus(environment: Mapping[str, str]) -> int:
+    """The NVIDIA GPUs that CUDA would show to a process of this machine, without loading CUDA."""
+    listed = environment.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:  # CUDA stops at the first entry that names no device
+        names = [name.strip() for name in listed.split(",")]
+        return next((at for at, name in enumerate(names) if name in ("", "-1")), len(names))
+    if (shown := _ask("nvidia-smi", "-L")) is not None:
+        return sum(line.startswith("GPU ") for line in shown.splitlines())
+    return sum(1 for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal())
+
+
+def gpus_by_sinfo(listing: str, *, partition: str | None, gpu_type: str | None) -> list[int]:
+    """The different counts of GPUs that the nodes of a partition (None: the default one) have, rising.
+
+    listing: lines `partition|gres` of sinfo, where a star marks the default partition.
+    """
+    counts = set()
+    for line in listing.splitlines():
+        name, _, gres = line.partition("|")
+        if name.rstrip("*") in partition.split(",") if partition else name.endswith("*"):
+            found = [match for match in _GPUS.finditer(gres) if gpu_type in (None, match["type"])]
+            counts.add(sum(int(match["count"]) for match in found))
+    return sorted(counts - {0})
+
+
+@lru_cache(maxsize=1)
+def _kind_now(environment: tuple[tuple[str, str], ...], period: int) -> str:
+    return choose_automatically(dict(environment))[0]
+
+
+@lru_cache(maxsize=1)
+def _sinfo(period: int) -> str:
+    return _ask("sinfo", "-h", "-o", "%P|%G") or ""
+
+
+def _period() -> int:
+    return int(time.monotonic() / _KEPT_S)
+
+
+def _ask(*command: str) -> str | None:
+    """What a command prints; None if it is not there, fails or does not answer."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

@@ -1,0 +1,70 @@
+"""From the words of a command line to a checked run, or to all that is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from hpc_parallel.config.command_line import CommandLine
+from hpc_parallel.config.compose import UnresolvedError
+from hpc_parallel.config.sweep_compose import compose_run
+from hpc_parallel.launch.prepare import PreparedRun, prepare
+from hpc_parallel.launch.resume import resumed, warn_on_stderr
+from hpc_parallel.problems import ConfigError, Problem
+
+
+def with_resumed(line: CommandLine, *, warn: Callable[[str], None] = warn_on_stderr) -> CommandLine:
+    """The line with the words of the run that `resume=` names before its own.
+
+    warn: receives one line for each run that is passed over.
+
+    Raises ConfigError with all problems.
+    """
+    try:
+        return CommandLine.parse(resumed(line.words, warn=warn))
+    except ConfigError as error:
+        others = CommandLine.parse([word for word in line.words if not word.startswith("resume=")])
+        try:
+            checked_run(others)
+        except ConfigError as more:
+            raise ConfigError([*error.problems, *more.problems]) from None
+        raise
+
+
+def checked_run(line: CommandLine) -> PreparedRun:
+    """The checked run of a command line. Raises ConfigError with all problems."""
+    with telling_all(line):
+        cell = compose_run(line.overrides, **line.places)
+        return prepare(cell.config, overrides=cell.overrides, config_dir=line.extra_dir)
+
+
+@contextmanager
+def telling_all(line: CommandLine) -> Iterator[None]:
+    """Let what the block refuses be a ConfigError with all problems of the command line."""
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(all_problems(error, line)) from error
+
+
+def all_problems(error: Exception, line: CommandLine, *, also: Sequence[str] = ()) -> list[Problem | str]:
+    """Everything that is wrong with the command line that Hydra, a schema or a check refused with `error`.
+
+    also: the overrides of one combination, if a study gives it words that the command line does not have.
+
+    Raises `error` again if it is no refusal.
+    """
+    from hpc_parallel.config.diagnose import COMPOSE_ERRORS, diagnose
+
+    if isinstance(error, ConfigError) and not isinstance(error, UnresolvedError):
+        return error.problems  # of all checks
+    if not isinstance(error, COMPOSE_ERRORS):
+        raise error
+    try:
+        problems = diagnose(line.overrides, **line.places, sweep=line.sweeps)
+        problems = problems or diagnose(also, **line.places)
+    except COMPOSE_ERRORS:  # the primary configuration itself can't be composed
+        problems = []
+    if not problems and isinstance(error, ConfigError):
+        return error.problems
+    return problems or [" ".join(str(error).partition("\n\n")[0].split())]
