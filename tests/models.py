@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,12 +33,16 @@ class Bigram(LayeredModel):
 
 
 class Slow(Transformer):
-    """A decoder whose head takes its time."""
+    """A decoder whose head takes `pause_s` seconds; four times as long while `crawl_while` exists."""
 
-    def __init__(self, *, pause_s: float, **shape: Any) -> None:
+    def __init__(self, *, pause_s: float, crawl_while: str = "", **shape: Any) -> None:
         super().__init__(**shape)
         assert self.head is not None
-        self.head.register_forward_hook(lambda *_: time.sleep(pause_s))
+
+        def pause(*_: Any) -> None:
+            time.sleep(pause_s * (4 if Path(crawl_while).is_file() else 1))
+
+        self.head.register_forward_hook(pause)
 
 
 class Harmed(Transformer):

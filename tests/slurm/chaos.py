@@ -80,8 +80,15 @@ class Case:
 
     # --- what is started
 
+    @property
+    def crawl_while(self) -> Path:
+        """While this file exists, the steps of a SLOW run take four times as long."""
+        return self.site.home / "crawl"
+
     def submit(self, *words: str, model: tuple[str, ...] = SLOW) -> str:
         """Begin the run, and follow it as a user in a terminal of their own; returns its job."""
+        if model == SLOW:
+            model += (f"+model.crawl_while={self.crawl_while}",)
         return self._follow(*words, *TRAINING, *model, "launcher=slurm", "run_dir=run")
 
     def resume(self, *words: str) -> str:
@@ -155,10 +162,15 @@ class Case:
     # --- harm
 
     def preempt(self, job: str) -> None:
-        """An urgent job takes all hosts until the run waits for them again, or has ended."""
+        """An urgent job takes all hosts until the run waits for them again, or has ended.
+
+        The training crawls meanwhile: on a busy machine, Slurm takes longer than the steps that are left.
+        """
         words = ("--partition=urgent", "--nodes=4", "--exclusive", "--wrap=sleep 600")
+        self.crawl_while.touch()
         urgent = self.site.cluster.run("sbatch", "--parsable", "--output=/dev/null", *words)
         wait_for(lambda: self.state(urgent) == "RUNNING", within_s=PATIENCE_S)
+        self.crawl_while.unlink()
         assert self.state(job) in ("PENDING", *ENDED)
         self.site.cluster.run("scancel", urgent)
         self.note("preempted")

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.chaos]
 
 def test_preempted_twice_in_a_row(case: Case) -> None:
     job = case.submit(*DATA)
-    for start, (low, high) in enumerate([(5, 25), (30, 50)], start=1):
+    for start, (low, high) in enumerate([(5, 20), (25, 40)], start=1):
         case.until_started(start)
         case.reach(low, high)
         case.preempt(job)
