@@ -330,12 +330,12 @@ class TestWeights:
     @pytest.mark.parametrize(
         ("content", "why"),
         [
-            (b"", "it is no safetensors file"),
-            ((2**62).to_bytes(8, "little") + b"{}", "it is no safetensors file"),
-            ((200_000).to_bytes(8, "little") + b"[" * 200_000, "it is no safetensors file"),
-            ((22).to_bytes(8, "little") + b'{"a": {"shape": "xy"}}', "it is no safetensors file"),
+            (b"", "it is not a safetensors file"),
+            ((2**62).to_bytes(8, "little") + b"{}", "it is not a safetensors file"),
+            ((200_000).to_bytes(8, "little") + b"[" * 200_000, "it is not a safetensors file"),
+            ((22).to_bytes(8, "little") + b'{"a": {"shape": "xy"}}', "it is not a safetensors file"),
             ((53).to_bytes(8, "little") + b'{"a": {"shape": [-1], "data_offsets": [0, 1000000]} }',
-             "it is no safetensors file"),
+             "it is not a safetensors file"),
         ],
     )  # fmt: skip
     def test_odd_headers(self, content: bytes, why: str, tmp_path: Path) -> None:

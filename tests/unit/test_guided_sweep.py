@@ -116,7 +116,7 @@ def test_an_impossible_run_is_reported_and_the_others_stay(
 ) -> None:
     assert main(["-m", "nodes=1,2", "strategy=pipeline", "strategy.pipeline=2", CALLED, *HERE]) == 1
     told = capsys.readouterr()
-    problem = "strategy.pipeline = 2 makes 2 of the axes together, but there are nodes=1"
+    problem = "strategy.pipeline = 2 makes the product of all degrees 2, but there are nodes=1"
     assert f"skipped 1 combination that can't run:\n  nodes=1: {problem}" in told.out
     assert f"the sweeper stopped: {problem}" in told.err
     _, sweep = the_sweep(here)

@@ -79,9 +79,9 @@ def test_a_file_that_is_none_or_cut_short(file: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.safetensors"
     for content, why in {
         file.read_bytes()[:-3]: f"it has {size - 3} of {size} bytes",
-        file.read_bytes()[:20]: "it is no safetensors file",
-        b"\x93NUMPY" * 40: "it is no safetensors file",
-        b"": "it is no safetensors file",
+        file.read_bytes()[:20]: "it is not a safetensors file",
+        b"\x93NUMPY" * 40: "it is not a safetensors file",
+        b"": "it is not a safetensors file",
     }.items():
         other.write_bytes(content)
         assert problems(f"weights={other}") == [f"weights = {other} can't be used: {why}"]
@@ -89,7 +89,7 @@ def test_a_file_that_is_none_or_cut_short(file: Path, tmp_path: Path) -> None:
 
 def test_a_folder_that_is_no_run_or_has_no_checkpoint(run: RunFolder, tmp_path: Path) -> None:
     assert problems(f"weights={tmp_path}") == [
-        f"weights = {tmp_path} can't be used: the folder is no run's. Name a run folder, or a "
+        f"weights = {tmp_path} can't be used: the folder is not a run folder. Name a run folder or a "
         ".safetensors file"
     ]
     for step in (5, 10):
@@ -121,8 +121,9 @@ def test_a_run_that_others_may_write_is_not_unpickled(run: RunFolder) -> None:
 def test_a_model_of_another_shape_is_refused_with_the_right_shape(file: Path, run: RunFolder) -> None:
     for source in (file, run.path):
         assert problems(f"weights={source}", "model.layers=2", "model.dim=64", "model.rope_theta=5000") == [
-            f"model.layers = 2 is not what the weights were trained as. Try model.layers={MODEL['layers']}.",
-            f"model.dim = 64 is not what the weights were trained as. Try model.dim={MODEL['dim']}.",
+            f"model.{key} = {value} differs from the model that the weights were trained with. "
+            f"Try model.{key}={MODEL[key]}."
+            for key, value in (("layers", 2), ("dim", 64))
         ]
 
 

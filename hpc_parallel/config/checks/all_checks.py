@@ -1,4 +1,4 @@
-"""What can't be true together, found on the login node: every contradiction at once, each with its mend."""
+"""Check a configuration on the login node: all contradictions at once, each with a suggestion."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ MOST_COUNT, MOST_INTEGER = 2**31, MAX_INTEGER
 
 
 def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> list[Problem | str]:
-    """All that is wrong with `config`, in the order of the command line's `overrides`."""
-    if huge := list(_integers(config)):  # the other checks count and search: they might never end
+    """Returns all problems of `config`, in the order of the command line's `overrides`."""
+    if huge := list(_integers(config)):  # the other checks loop up to these numbers: they might never end
         return in_order(huge, overrides)
     checks = (
         _counts, _choices, _ranges, execution_checks.find_problems, layout_checks.find_problems, _model,
@@ -69,20 +69,20 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> list[Prob
 
 
 def in_order(problems: Sequence[Problem | str], overrides: Sequence[str]) -> list[Problem | str]:
-    """Sorted as the command line names the keys; problems of keys that it doesn't name come last."""
+    """Sort the problems as the command line orders their keys; problems of other keys come last."""
     keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
 
-    def place(problem: Problem | str) -> int:
+    def position(problem: Problem | str) -> int:
         text = problem.key if isinstance(problem, Problem) else problem.lstrip("+~")
         key = re.split(r"[\s=:]", text, maxsplit=1)[0]
         named = [i for i, name in enumerate(keys) if key == name or key.startswith(f"{name}.")]
         return named[-1] if named else len(keys)
 
-    return sorted(problems, key=place)
+    return sorted(problems, key=position)
 
 
 def value_at(config: RunConfig, key: str) -> Any:
-    """The value of a dotted key; None where a free-form table doesn't have it."""
+    """The value of a dotted key; None if a free-form table doesn't have it."""
     node: Any = config
     for part in key.split("."):
         node = node.get(part) if isinstance(node, dict) else getattr(node, part)
@@ -90,18 +90,18 @@ def value_at(config: RunConfig, key: str) -> Any:
 
 
 def _integers(config: RunConfig) -> Found:
-    """Integers beyond what any run has, or what a file of the run can hold."""
+    """Integers beyond any real run, or beyond what a file of the run can hold."""
     for key, value in _leaves(asdict(config)):
         if isinstance(value, int):
             most = MOST.get(key, MOST_COUNT if key.partition(".")[0] in COUNTED else MOST_INTEGER)
-            bound, word = (most, "most") if value > 0 else (-most, "least")
+            bound, limit = (most, "most") if value > 0 else (-most, "least")
             if abs(value) > most:
                 legal = () if key.endswith("]") or value < 0 else (bound,)
-                yield Problem(key, value, f"must be at {word} {bound}", legal)
+                yield Problem(key, value, f"must be at {limit} {bound}", legal)
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every plain value of nested tables and lists, by its dotted key."""
+    """Yields (dotted key, value) for every plain value in nested tables and lists."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key))
@@ -113,7 +113,7 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _counts(config: RunConfig) -> Found:
-    """What is counted is at least one."""
+    """Counts must be at least 1."""
     keys = [
         "nodes", "gpus_per_node", "training.steps", "training.global_batch_size",
         "training.microbatch_size", "training.log_every", "training.validate_every",
@@ -141,8 +141,8 @@ def _choices(config: RunConfig) -> Found:
 
 
 def _ranges(config: RunConfig) -> Found:
-    """Numbers inside their interval: key, its least, its most, whether the ends count, a legal value."""
-    steps = max(1, config.training.steps)  # of a count that is wrong, _counts speaks
+    """Numbers must lie in their interval: (key, minimum, maximum, whether closed, a legal value)."""
+    steps = max(1, config.training.steps)  # _counts reports a smaller number
     table: list[tuple[str, float, float, bool, Any]] = [
         ("seed", 0, 2**63 - 1, True, 0),
         ("optimizer.learning_rate", 0, math.inf, False, 0.001),
@@ -170,14 +170,12 @@ def _ranges(config: RunConfig) -> Found:
         inside = least <= value <= most if closed else least < value < most
         if not inside or not math.isfinite(value):
             bounds = f"{least:g}" if most == math.inf else f"{least:g} and {most:g}"
-            word = "must be above" if most == math.inf and not closed else "must be at least"
-            word = word if most == math.inf else "must lie between"
-            yield Problem(key, value, f"{word} {bounds}", (legal,))
+            rule = "must be above" if most == math.inf and not closed else "must be at least"
+            rule = rule if most == math.inf else "must lie between"
+            yield Problem(key, value, f"{rule} {bounds}", (legal,))
     betas = config.optimizer.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        yield Problem(
-            "optimizer.betas", betas, "must be two numbers from 0 up to, not with, 1", ([0.9, 0.95],)
-        )
+        yield Problem("optimizer.betas", betas, "must be two numbers from 0 to below 1", ([0.9, 0.95],))
 
 
 def _model(config: RunConfig) -> Found:
@@ -193,11 +191,11 @@ def _model(config: RunConfig) -> Found:
     if dim % heads or (dim // heads) % 2:
         legal = [d for d in divisors(dim) if (dim // d) % 2 == 0]
         near = sorted(legal, key=lambda d: abs(d - heads))[:2]
-        rule = f"does not split model.dim = {dim} into heads of an even width (rotary positions turn pairs)"
+        rule = f"does not split model.dim = {dim} into heads of an even width (rotary positions rotate pairs)"
         yield Problem("model.heads", heads, rule, tuple(sorted(near)))
     if heads % kv_heads:
         near = sorted(divisors(heads), key=lambda d: abs(d - kv_heads))[:2]
-        rule = f"does not divide model.heads = {heads}: each key-value head serves as many heads"
+        rule = f"does not divide model.heads = {heads}: each key-value head serves the same number of heads"
         yield Problem("model.kv_heads", kv_heads, rule, tuple(sorted(near)))
     for key in ("model.rope_theta", "model.norm_eps"):
         if not 0 < value_at(config, key) < math.inf:
@@ -213,7 +211,7 @@ def _target(key: str, target: Any) -> Found:
 
 
 def _data(config: RunConfig) -> Found:
-    """The data is where the configuration says, and its tokens fit the model's vocabulary."""
+    """The data must exist, and its tokens must fit the model's vocabulary."""
     if not isinstance(config.data, dict) or not config.data.get("_target_"):
         yield "data._target_ is missing: name the class of your data. Try data=text."
         return
@@ -227,7 +225,7 @@ def _data(config: RunConfig) -> Found:
             yield Problem("data.path", path, "does not exist here", tuple(parent / name for name in near))
         else:
             try:
-                vocab_size = _look_into(config.data) or vocab_size
+                vocab_size = _stored_vocab_size(config.data) or vocab_size
             except (ValueError, OSError) as error:
                 yield f"data.path = {path} can't be used: {error}"
     key, room = count(config, "vocabulary")
@@ -236,8 +234,8 @@ def _data(config: RunConfig) -> Found:
         yield Problem(key, room, rule, (vocab_size,))
 
 
-def _look_into(data: dict[str, Any]) -> int | None:
-    """The vocabulary of the tokens at `data.path`. Raises ValueError where the files are no such data."""
+def _stored_vocab_size(data: dict[str, Any]) -> int | None:
+    """The vocabulary size of the tokens at `data.path`. Raises ValueError if the files are other data."""
     from hpc_parallel.data import text, tokens  # neither imports torch
 
     if data["_target_"] == "hpc_parallel.data.tokens.TokensData":

@@ -1,4 +1,4 @@
-"""Where a model's configuration says how many of what it has: what the checks look up."""
+"""Look up how many blocks, heads, columns and tokens a model's configuration has."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ KEYS = {
         "vocabulary": "config.vocab_size",
     },
 }
-OWN = {"blocks": "layers", "vocabulary": "vocab_size"}  # what a class of the user's own may say
+DEFAULT_KEYS = {"blocks": "layers", "vocabulary": "vocab_size"}  # for a user's class, which may have them
 
 
 def count(config: RunConfig, what: str) -> tuple[str, int | None]:
-    """What says how many `what` (a word of KEYS) the model has, and how many; None where it says no number
-    of at least 1."""
+    """Returns the key for the number of `what` (a name in KEYS), and the number or None."""
     model = config.model if isinstance(config.model, dict) else {}
     if what == "blocks" and isinstance(model.get("channels"), list):
         return "the length of model.channels", len(model["channels"])
-    key = KEYS.get(str(model.get("_target_")), OWN).get(what, what)
+    key = KEYS.get(str(model.get("_target_")), DEFAULT_KEYS).get(what, what)
     value: object = model
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None

@@ -1,4 +1,4 @@
-"""What a strategy's way of using processes needs: a node of its own, a worker, whole replicas."""
+"""Check what `strategy.execution` requires: one node, a worker, whole replicas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def find_problems(config: RunConfig) -> Found:
     if execution == DATAPARALLEL:
         yield from _one_process(config)
     elif execution == PARAMETER_SERVER and config.devices == 1:
-        rule = "leaves the server alone: it needs a worker"
+        rule = "leaves the server alone: it needs at least one worker"
         yield Problem("gpus_per_node", 1, rule, (2,), _all_replicas(config))
     yield from _compression(config)
 
@@ -23,30 +23,30 @@ def _whole_replicas(config: RunConfig, execution: str) -> Found:
     for axis in AXES:
         degree = getattr(config.strategy, axis)
         if axis != "replicate" and degree != 1:
-            rule = f"can't be joined with strategy.execution = {execution}, whose devices hold whole models"
+            rule = f"can't be combined with strategy.execution = {execution}, whose devices hold whole models"
             yield Problem(f"strategy.{axis}", degree, rule, (1,), _all_replicas(config))
 
 
 def _one_process(config: RunConfig) -> Found:
     if config.nodes > 1:
-        rule = f"is more than the one node whose devices a process can drive ({DATAPARALLEL})"
+        rule = f"is more than one node, and {DATAPARALLEL} drives the devices of one node from one process"
         yield Problem("nodes", config.nodes, rule, (1,), _all_replicas(config))
-    # Both would run a piece of one replica's forward pass where the others are not at hand.
+    # Both would run a part of one replica's forward pass in a place without the other replicas.
     for switch, off in (("activation_checkpointing", "none"), ("compile", False)):
         if (value := getattr(config.training, switch)) != off:
-            rule = f"can't be joined with strategy.execution = {DATAPARALLEL}"
+            rule = f"can't be combined with strategy.execution = {DATAPARALLEL}"
             yield Problem(f"training.{switch}", value, rule, (off,))
 
 
 def _compression(config: RunConfig) -> Found:
-    """Only DistributedDataParallel has a place for it."""
+    """Only DistributedDataParallel has a hook for compression."""
     strategy = config.strategy
     if strategy.gradient_compression == "none":
         return
     replicas = any(getattr(strategy, axis) != 1 for axis in ("replicate", "context", "tile"))
     sliced = strategy.shard != 1 or strategy.tensor != 1
     if strategy.execution != SPMD or sliced or not replicas:
-        rule = "needs whole replicas that average their gradients by DistributedDataParallel (strategy=data)"
+        rule = "needs whole replicas whose gradients DistributedDataParallel averages (strategy=data)"
         yield Problem("strategy.gradient_compression", strategy.gradient_compression, rule, ("none",))
 
 

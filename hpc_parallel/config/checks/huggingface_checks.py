@@ -1,6 +1,6 @@
-"""What is known of the library transformers without importing it, which takes seconds and loads torch.
+"""Check `model=huggingface` without importing transformers, which takes seconds and loads torch.
 
-Keys, aliases and tensor plans of a model type are read from the source of its configuration class.
+The keys, aliases and tensor plan of a model type are read from the source of its configuration class.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from hpc_parallel.problems import Found, Problem, nearest, spell
 
 @dataclass(frozen=True)
 class Family:
-    """Where models of a type keep their parts, by the names in their base model and its layers."""
+    """The names of a model type's parts in its base model and its layers."""
 
     embedding: str = "embed_tokens"
-    positions: str | None = None  # learnt ones, added to the embedding
+    positions: str | None = None  # learned ones, added to the embedding
     layers: str = "layers"
     attention: str = "self_attn"
     norm: str = "norm"
-    residual: str | None = None  # weights that write into the residual stream, where those start smaller
-    columns: str = "intermediate_size"  # the key of the feed-forward's width
+    residual: str | None = None  # weights that write to the residual stream, if they start smaller
+    columns: str = "intermediate_size"  # the key of the feed-forward width
 
 
-# Each is compared with the library's own model by tests/unit/test_huggingface.py.
+# tests/unit/test_huggingface.py compares each of them with the library's model.
 FAMILIES = {
     "gpt2": Family("wte", "wpe", "h", "attn", "ln_f", residual="c_proj.weight", columns="n_inner"),
     **{kind: Family() for kind in ("llama", "mistral", "olmo2", "qwen2", "qwen3", "starcoder2")},
 }
-# What the adapter decides, where a type has the key: its value, and why it can't be another.
-DROPOUT = 0.0, "must be 0: what is dropped would depend on the layout"
-WINDOW = "can't be a window: each position looks at all before it"
+# Keys that the adapter fixes, if a type has them: the value, and why it can't be another.
+DROPOUT = 0.0, "must be 0: the dropped values would depend on the layout"
+WINDOW = "can't set a window: each position attends to all positions before it"
 FIXED: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("attention_dropout", "residual_dropout", "embedding_dropout"), DROPOUT),
     **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), DROPOUT),
     "sliding_window": (None, WINDOW),
     "use_sliding_window": (False, WINDOW),
     "layer_types": (None, WINDOW),
-    "add_cross_attention": (False, "has nothing to attend to in a language model"),
-    "reorder_and_upcast_attn": (False, "can't be: attention is torch's own"),
-    "pad_token_id": (None, "can't be: no token is padding"),
+    "add_cross_attention": (False, "has no other sequence to attend to in a language model"),
+    "reorder_and_upcast_attn": (False, "can't be used: attention is torch's own"),
+    "pad_token_id": (None, "can't be set: no token is padding"),
 }
-# How the library's tensor plans name what `LayeredModel.tensor_roles` names.
+# The library's names in tensor plans -> the names in `LayeredModel.tensor_roles`.
 STYLES = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "heads"}
-# Sizes that must be said, each with one that is legal; of the others a type knows its own.
+# Sizes without a default, each with a legal value. A type has defaults for the other sizes.
 REQUIRED = {
     "vocab_size": 256, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 1,
     "max_position_embeddings": 1024,
@@ -63,11 +63,11 @@ SIZES = (*REQUIRED, "num_key_value_heads", "head_dim", "intermediate_size")
 
 @dataclass(frozen=True)
 class Source:
-    """What the configuration class of a type says."""
+    """The content of a type's configuration class."""
 
     keys: frozenset[str]
-    aliases: Mapping[str, str]  # a common name -> the type's own, which is not to be used beside it
-    plan: Mapping[str, str]  # modules of the base model -> how the library splits them
+    aliases: Mapping[str, str]  # common name -> the type's name; only the common one may be given
+    plan: Mapping[str, str]  # module of the base model -> how the library splits it
 
     @property
     def names(self) -> frozenset[str]:
@@ -77,7 +77,7 @@ class Source:
 
 @cache
 def read_source(kind: str) -> Source:
-    """Raises LookupError where the installed library has no such type."""
+    """Read the source of a model type. Raises LookupError if the installed library doesn't have it."""
     spec = find_spec("transformers")
     if spec is None or spec.origin is None:
         raise LookupError("transformers is not installed")
@@ -102,7 +102,7 @@ def read_source(kind: str) -> Source:
 
 
 def roles_in(plan: Mapping[str, str]) -> dict[str, str]:
-    """A plan as `LayeredModel.tensor_roles`; empty where there is none or a style has no role here."""
+    """Convert a plan to `LayeredModel.tensor_roles`; empty if there is no plan or a style has no role."""
     roles: dict[str, str] = {}
     for pattern, style in plan.items():
         if style not in STYLES:
@@ -142,17 +142,19 @@ def _keys(given: Mapping[str, Any], *, kind: str, source: Source) -> Found:
         if value is None or key == "model_type":
             continue
         if key not in source.names:
-            common = [name for name, own in source.aliases.items() if own == key]
+            common = [name for name, alias in source.aliases.items() if alias == key]
             near = common or nearest(key, source.names)
-            rule = f"is no key of {kind}'s configuration" + (f" (model.config.{near[0]} is)" if near else "")
-            yield _refused(key, value, rule, mend=None)
+            rule = f"is not a key of {kind}'s configuration" + (
+                f" (model.config.{near[0]} is)" if near else ""
+            )
+            yield _refused(key, value, rule, legal=None)
         elif key in FIXED and value != FIXED[key][0]:
-            yield _refused(key, value, FIXED[key][1], mend=FIXED[key][0])
+            yield _refused(key, value, FIXED[key][1], legal=FIXED[key][0])
 
 
-def _refused(key: str, value: Any, rule: str, *, mend: Any) -> str:
-    """The mend has both pluses: right whether or not the model's file has the key already."""
-    return f"model.config.{key} = {spell(value)} {rule}. Try ++model.config.{key}={spell(mend)}."
+def _refused(key: str, value: Any, rule: str, *, legal: Any) -> str:
+    """The suggestion has two pluses: they work whether or not the model's file has the key."""
+    return f"model.config.{key} = {spell(value)} {rule}. Try ++model.config.{key}={spell(legal)}."
 
 
 def _sizes(config: RunConfig, given: Mapping[str, Any], *, kind: str) -> Found:
@@ -162,7 +164,7 @@ def _sizes(config: RunConfig, given: Mapping[str, Any], *, kind: str) -> Found:
         missing = value is None and key in REQUIRED
         if missing or (value is not None and (not isinstance(value, int) or value < 1)):
             wrong = True
-            rule = "must be said" if missing else "must be a whole number of at least 1"
+            rule = "must be given" if missing else "must be a whole number of at least 1"
             yield Problem(f"model.config.{key}", value, rule, (REQUIRED.get(key),))
     if wrong:
         return
@@ -180,15 +182,15 @@ def _sizes(config: RunConfig, given: Mapping[str, Any], *, kind: str) -> Found:
 
 
 def _positions(config: RunConfig, *, most: int) -> Found:
-    """No sample and no text is longer than the positions that are learnt."""
-    rule = f"is more than model.config.max_position_embeddings = {most}, the positions that are learnt"
+    """No sample and no text may be longer than the learned positions."""
+    rule = f"is more than model.config.max_position_embeddings = {most}, the number of learned positions"
     length = config.data.get("sequence_length") if isinstance(config.data, dict) else None
     if isinstance(length, int) and length > most:
         yield Problem("data.sequence_length", length, rule, (most,))
     if isinstance(config.task, GenerateConfig):
         try:
-            room = most + 1 - max(prompt_lengths(config))  # the last token is read by nobody
-        except (ValueError, OSError, KeyError, TypeError):  # task_checks speaks
+            room = most + 1 - max(prompt_lengths(config))  # the model doesn't read the last token
+        except (ValueError, OSError, KeyError, TypeError):  # task_checks reports it
             return
         if config.task.new_tokens > room:
             legal = (room,) if room > 0 else ()
@@ -203,5 +205,5 @@ def _plan(config: RunConfig, *, kind: str, source: Source) -> Found:
     if layout.tensor > 1 and not roles_in(source.plan):
         what = "a tensor plan that can't be followed here" if source.plan else "no tensor plan"
         along = along_with_less_of("tensor", config.strategy)
-        rule = f"can't be: transformers has {what} for {kind}"
+        rule = f"can't be used: transformers has {what} for {kind}"
         yield Problem("strategy.tensor", layout.tensor, rule, (1,), along)

@@ -1,4 +1,4 @@
-"""What can't be true together of images: canvas, network, grid of tiles."""
+"""Check images: canvas, network and grid of tiles must fit together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hpc_parallel.config.schema import (
 from hpc_parallel.problems import Found, Problem
 
 TOKENS = {"text": TextDataConfig._target_, "tokens": TokensDataConfig._target_}
-# What our own models learn from, by class path; a class of the user's own may take anything.
+# The data that our models train on, by class path. A user's class may take any data.
 FITTING = {
     TransformerConfig._target_: TOKENS,
     HuggingFaceConfig._target_: TOKENS,
@@ -31,7 +31,7 @@ FITTING = {
 }
 SCHEMAS: tuple[type[Any], ...] = (ConvNetConfig, SegmenterConfig, DigitsDataConfig, CellsDataConfig)
 CLASSES = {DigitsDataConfig._target_: 10, CellsDataConfig._target_: 2}
-APART = ("shard", "context", "tensor")  # axes that tiles have not been joined with
+APART = ("shard", "context", "tensor")  # axes that can't be combined with tiles yet
 
 
 def find_problems(config: RunConfig) -> Found:
@@ -58,13 +58,13 @@ def _is_convnet(model: dict[str, Any]) -> bool:
 
 
 def _fit(model: dict[str, Any], data: dict[str, Any]) -> Found:
-    known = {target for fitting in FITTING.values() for target in fitting.values()}
-    wanted = FITTING.get(model.get("_target_", ""))
+    our_data = {target for fitting in FITTING.values() for target in fitting.values()}
+    required = FITTING.get(model.get("_target_", ""))
     target = data.get("_target_")
-    if wanted and target in known and target not in wanted.values():
+    if required and target in our_data and target not in required.values():
         others = [name for fitting in FITTING.values() for name, path in fitting.items() if path == target]
         kind = model["_target_"].rpartition(".")[2]
-        yield Problem("data", others[0], f"is nothing that a {kind} learns from", tuple(wanted))
+        yield Problem("data", others[0], f"is not data that a {kind} can train on", tuple(required))
     if target == DigitsDataConfig._target_ and find_spec("sklearn") is None:
         yield "data = digits needs scikit-learn, which is not installed here (pip install scikit-learn)."
 
@@ -73,7 +73,7 @@ def _network(model: dict[str, Any], data: dict[str, Any]) -> Found:
     if data.get("_target_") == DigitsDataConfig._target_:
         for side in ("height", "width"):
             if data[side] % 8:
-                rule = "is no multiple of 8, the side of a digit"
+                rule = "is not a multiple of 8, the side of a digit"
                 yield Problem(f"data.{side}", data[side], rule, _multiples(data[side], 8))
     if not _is_convnet(model):
         return
@@ -91,7 +91,7 @@ def _network(model: dict[str, Any], data: dict[str, Any]) -> Found:
 
 
 def _axes(config: RunConfig, model: dict[str, Any], data: dict[str, Any]) -> Found:
-    """What splits samples fits what they are: images into tiles, text into pieces of a sequence."""
+    """Tiles must split images, and the context axis must split text."""
     try:
         layout = layout_of(config.strategy, devices=config.devices)
     except (ValueError, ZeroDivisionError):
@@ -105,13 +105,13 @@ def _axes(config: RunConfig, model: dict[str, Any], data: dict[str, Any]) -> Fou
 
 
 def _tiles(config: RunConfig, layout: Layout, model: dict[str, Any], data: dict[str, Any]) -> Found:
-    """Each tile needs a place on every map, and a tile of pixels under each place that has pixels below."""
+    """Each tile needs a position on every feature map, and whole pixels for each of its positions."""
     strategy = config.strategy
     degree = layout.tile
     if strategy.tile_grid is not None and (
         len(strategy.tile_grid) != 2 or min(strategy.tile_grid) < 1 or math.prod(strategy.tile_grid) != degree
     ):
-        rule = f"is no grid [rows,columns] of the {degree} tiles"
+        rule = f"is not a grid [rows,columns] of {degree} tiles"
         legal = [[rows, degree // rows] for rows in divisors(degree)]
         yield Problem("strategy.tile_grid", strategy.tile_grid, rule, tuple(legal[:3]))
         return
@@ -122,7 +122,7 @@ def _tiles(config: RunConfig, layout: Layout, model: dict[str, Any], data: dict[
     for axis in APART:
         if degree > 1 and (size := getattr(layout, axis)) > 1:
             along = along_with_less_of(axis, strategy)
-            yield Problem(f"strategy.{axis}", size, "can't be joined with tiles", (1,), along)
+            yield Problem(f"strategy.{axis}", size, "can't be combined with tiles", (1,), along)
     if not _is_convnet(model) or "height" not in data:
         return
     blocks = len(model["channels"])
@@ -138,7 +138,7 @@ def _tiles(config: RunConfig, layout: Layout, model: dict[str, Any], data: dict[
 
 
 def _tensor(config: RunConfig, layout: Layout, model: dict[str, Any]) -> Found:
-    """The one layer that splits is the classifier, by its logits."""
+    """Only the classifier is split, by its logits."""
     degree = layout.tensor
     if degree == 1 or not _is_convnet(model):
         return
@@ -146,7 +146,7 @@ def _tensor(config: RunConfig, layout: Layout, model: dict[str, Any]) -> Found:
         rule = "splits linear layers, and a Segmenter has none"
         yield Problem("strategy.tensor", degree, rule, (1,), along_with_less_of("tensor", config.strategy))
     elif model["classes"] % degree:
-        rule = f"does not divide by strategy.tensor = {degree}: each device has as many logits"
+        rule = f"does not divide by strategy.tensor = {degree}: each device has the same number of logits"
         yield Problem("model.classes", model["classes"], rule, (-(-model["classes"] // degree) * degree,))
 
 

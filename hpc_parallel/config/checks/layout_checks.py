@@ -1,4 +1,4 @@
-"""Degrees against devices, the batch against both, and what an axis must divide."""
+"""Check degrees against devices, the batch against both, and sizes that an axis must divide."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpc_parallel.problems import Found, Problem
 
 
 def find_problems(config: RunConfig) -> Found:
-    """Degrees against devices, stages against blocks, batch against both."""
+    """Yields the problems of degrees, stages and batch."""
     strategy = config.strategy
     devices = config.devices - servers(strategy)
     if config.nodes < 1 or config.gpus_per_node < 1 or devices < 1:
@@ -27,7 +27,7 @@ def find_problems(config: RunConfig) -> Found:
     free = [axis for axis in AXES if getattr(strategy, axis) == -1]
     if len(free) > 1:
         for axis in free[1:]:
-            rule = f"leaves two axes open, as strategy.{free[0]} is -1 too"
+            rule = f"leaves two axes open: strategy.{free[0]} is -1 too"
             yield Problem(f"strategy.{axis}", -1, rule, (1,))
     if broken or len(free) > 1:
         return
@@ -50,7 +50,7 @@ def _degrees_problem(config: RunConfig, strategy: StrategyConfig, devices: int, 
         where = where.replace(" = ", " without the server = ")
     if not set_axes:
         rule = f"uses one device, but there are {where}"
-        if strategy.name in AXES:  # its own degree was said to be 1
+        if strategy.name in AXES:  # the user set its degree to 1
             return Problem(f"strategy.{strategy.name}", getattr(strategy, strategy.name), rule, (devices,))
         return Problem("strategy", strategy.name, rule, ("data", "pipeline"))
     axis, degree = max(set_axes.items(), key=lambda item: item[1])
@@ -60,7 +60,7 @@ def _degrees_problem(config: RunConfig, strategy: StrategyConfig, devices: int, 
         rule = f"does not divide {where}" if rest == 1 else f"times {rest} does not divide {where}"
     else:
         legal = [devices // rest] if devices % rest == 0 else []
-        rule = f"makes {product} of the axes together, but there are {where}"
+        rule = f"makes the product of all degrees {product}, but there are {where}"
     if axis == "pipeline" and (layers := count(config, "blocks")[1]) is not None:
         legal = [d for d in legal if d * stages_per_rank(strategy) <= layers]
     legal.sort(key=lambda d: abs(d - degree))
@@ -68,13 +68,13 @@ def _degrees_problem(config: RunConfig, strategy: StrategyConfig, devices: int, 
 
 
 def _batch(config: RunConfig, layout: Layout) -> Found:
-    """The global batch splits over replicas and microbatches without remainder."""
+    """The global batch must split over replicas and microbatches without remainder."""
     training, strategy = config.training, config.strategy
     batch, size, count = training.global_batch_size, training.microbatch_size, strategy.microbatches
     if any(number is not None and number < 1 for number in (batch, size, count)):
         return
     if batch % layout.data:
-        rule = f"does not divide by the {layout.data} replicas: each needs as many samples"
+        rule = f"does not divide by the {layout.data} replicas: each needs the same number of samples"
         unit = layout.data * (size or 1) * (count or 1)
         yield Problem("training.global_batch_size", batch, rule, _multiples_near(batch, unit))
         return
@@ -88,10 +88,10 @@ def _batch(config: RunConfig, layout: Layout) -> Found:
     except ValueError:
         assert value is not None
         if count and size and samples % count == 0:
-            rule = f"contradicts strategy.microbatches = {count}, with {samples} samples a replica"
+            rule = f"contradicts strategy.microbatches = {count}, with {samples} samples per replica"
             yield Problem("training.microbatch_size", size, rule, (samples // count, None))
         else:
-            rule = f"does not divide the {samples} samples that each of {layout.data} replicas has a step"
+            rule = f"does not divide the {samples} samples per step of each of {layout.data} replicas"
             near = sorted(divisors(samples), key=lambda d: abs(d - value))[:2]
             yield Problem(key, value, rule, tuple(sorted(near)))
         return
@@ -99,7 +99,7 @@ def _batch(config: RunConfig, layout: Layout) -> Found:
 
 
 def _splits(config: RunConfig, layout: Layout) -> Found:
-    """What the tensor axis splits divides by its degree: heads, columns, vocabulary."""
+    """The tensor degree must divide what the axis splits: heads, columns, vocabulary."""
     degree = layout.tensor
     if degree == 1:
         return
@@ -111,13 +111,13 @@ def _splits(config: RunConfig, layout: Layout) -> Found:
         for split, what in (("columns", "columns"), ("vocabulary", "rows of the embedding")):
             key, size = count(config, split)
             if size and size % degree:
-                rule = f"does not divide by strategy.tensor = {degree}: each device has as many {what}"
-                above = -(-size // degree) * degree  # below, a vocabulary would lose tokens
+                rule = f"does not divide by strategy.tensor = {degree}: devices have equal numbers of {what}"
+                above = -(-size // degree) * degree  # a smaller vocabulary would lose tokens
                 yield Problem(key, size, rule, (above,))
 
 
 def _positions(config: RunConfig, layout: Layout) -> Found:
-    """A sequence divides by what splits it: two slices a device of `context`, then one of `tensor`."""
+    """The axes must divide a sequence: `context` takes two slices per device, then `tensor` takes one."""
     length = config.data.get("sequence_length") if isinstance(config.data, dict) else None
     if not isinstance(length, int) or length < 1:
         return
@@ -127,7 +127,7 @@ def _positions(config: RunConfig, layout: Layout) -> Found:
     if length % unit:
         degrees = {"context": layout.context, "tensor": tensor}
         splits = [f"strategy.{axis} = {degree}" for axis, degree in degrees.items() if degree > 1]
-        what = "two slices of one length" if layout.context > 1 else "as many positions"
+        what = "two slices of the same length" if layout.context > 1 else "the same number of positions"
         rule = f"does not divide by {unit} for {' and '.join(splits)}: each device keeps {what}"
         yield Problem("data.sequence_length", length, rule, _multiples_near(length, unit))
 
@@ -145,7 +145,7 @@ def _heads_problem(config: RunConfig, layout: Layout, *, heads: int, kv_heads: i
 
 
 def along_with_less_of(axis: str, strategy: StrategyConfig) -> tuple[str, ...]:
-    """What must change as well where `axis` gets smaller: nothing where another axis takes what is left."""
+    """Overrides that must accompany a smaller degree of `axis`: none if another axis has degree -1."""
     free = any(getattr(strategy, other) == -1 for other in AXES if other != axis)
     return () if free else ("strategy.replicate=-1",)
 

@@ -1,4 +1,4 @@
-"""What can't be true together of a pipeline: its stages, its cuts, its schedule, its microbatches."""
+"""Check a pipeline: its stages, cuts, schedule and microbatches must fit together."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hpc_parallel.problems import Found, Problem
 
 
 def find_problems(config: RunConfig, layout: Layout) -> Found:
-    """Every stage needs a block, and the schedule as many stages a rank as it is made for."""
+    """Every stage needs a block, and the schedule limits the number of stages per rank."""
     strategy = config.strategy
     if layout.pipeline == 1:
         if strategy.cuts is not None:
-            rule = "cuts a pipeline, and there is one stage"
+            rule = "cuts a pipeline, but there is one stage"
             yield Problem("strategy.cuts", strategy.cuts, rule, (None,))
         return
     if strategy.static_graph:
-        rule = "can't be in a pipeline, which accumulates gradients from its first step on"
+        rule = "can't be used in a pipeline, which accumulates gradients from its first step on"
         yield Problem("strategy.static_graph", True, rule, (False,))
     per_rank = stages_per_rank(strategy)
     fewest, most, usual = schedule_of(strategy).stages_per_rank
@@ -45,37 +45,37 @@ def find_problems(config: RunConfig, layout: Layout) -> Found:
 
 
 def cuts_problem(cuts: Sequence[int], *, stages: int, blocks: int | None) -> Problem | None:
-    """What is wrong with `strategy.cuts` for so many stages; `blocks`: of the model, None where not known."""
+    """The problem of `strategy.cuts` for these stages; blocks: of the model, None if unknown."""
     end = blocks if blocks is not None else max([stages, *(cut + 1 for cut in cuts)])
     rising = all(before < after for before, after in pairwise((0, *cuts, end)))
     if rising and len(cuts) == stages - 1:
         return None
     even = [end * stage // stages for stage in range(1, stages)]
     upto = "on" if blocks is None else f"to {end - 1}, below {blocks} blocks"
-    rule = f"does not say where {stages - 1} stages start: as many rising numbers are wanted, from 1 {upto}"
+    rule = f"must be the {stages - 1} first blocks of the later stages: rising numbers from 1 {upto}"
     return Problem("strategy.cuts", list(cuts), rule, (even, None))
 
 
 def _runnable(config: RunConfig, layout: Layout) -> Found:
-    """What torch can't do with the schedule."""
+    """Yields what torch can't do with the schedule."""
     strategy = config.strategy
     if problem := version_problem(strategy.schedule):
         yield problem
     if not schedule_of(strategy).splits_backward:
         return
     what = f"strategy.schedule = {strategy.schedule} splits the backward pass"
-    if config.training.compile:  # torch raises, of "stage modules that have used torch.compile"
-        rule = f"can't be: {what}, which torch can't do with a compiled model"
+    if config.training.compile:  # torch raises for "stage modules that have used torch.compile"
+        rule = f"can't be used: {what}, which torch can't do with a compiled model"
         yield Problem("training.compile", True, rule, (False,))
     averages = layout.replicate * layout.tile > 1 and not layout.by_fully_shard
     if averages and strategy.gradient_compression != "none":
-        rule = f"can't be: {what}, of which DistributedDataParallel, which would compress, sees nothing"
+        rule = f"can't be used: {what}, and DistributedDataParallel, which compresses, does not see it"
         yield Problem("strategy.gradient_compression", strategy.gradient_compression, rule, ("none",))
     if layout.by_fully_shard and strategy.reshard:
-        # torch looks for the weights when the backward pass starts. Those that went after the forward pass
-        # are not there then, and it leaves out their gradients without a word: 20 steps end with weights
-        # off by 0.84 of their norm (torch 2.13, float64), and by 2e-14 where they stay gathered.
-        rule = f"can't be: {what}, for which weights must stay gathered from the forward pass on"
+        # torch looks for the weights when the backward pass starts. Weights that were resharded after the
+        # forward pass are missing then, and torch silently omits their gradients: after 20 steps the weights
+        # are off by 0.84 of their norm (torch 2.13, float64), and by 2e-14 if they stay gathered.
+        rule = f"can't be used: {what}, which needs weights that stay gathered after the forward pass"
         yield Problem("strategy.reshard", True, rule, (False,))
 
 
@@ -86,25 +86,25 @@ def version_problem(name: str) -> Problem | None:
 
 
 def batch_problems(config: RunConfig, layout: Layout, plan: BatchPlan) -> Found:
-    """Each schedule takes only some numbers of microbatches."""
+    """Each schedule limits the number of microbatches."""
     strategy, ranks = config.strategy, layout.pipeline
-    broken = unfit(strategy, microbatches=plan.microbatches, ranks=ranks)
-    if ranks == 1 or broken is None:
+    rule = unfit(strategy, microbatches=plan.microbatches, ranks=ranks)
+    if ranks == 1 or rule is None:
         return
     samples = plan.samples_per_replica
     fitting = [n for n in divisors(samples) if unfit(strategy, microbatches=n, ranks=ranks) is None]
     if fitting:
         near = sorted(fitting, key=lambda count: abs(count - plan.microbatches))[:2]
-        yield _microbatches_problem(config, plan, broken, sorted(near))
+        yield _microbatches_problem(config, plan, rule, sorted(near))
     else:
         stages = ranks * stages_per_rank(strategy)
-        text = f"gives a replica {samples} samples, too few for {stages} microbatches of {strategy.schedule}"
+        rule = f"gives a replica {samples} samples, too few for {stages} microbatches of {strategy.schedule}"
         batch = config.training.global_batch_size
-        yield Problem("training.global_batch_size", batch, text, (stages * layout.data,))
+        yield Problem("training.global_batch_size", batch, rule, (stages * layout.data,))
 
 
 def _microbatches_problem(config: RunConfig, plan: BatchPlan, rule: str, legal: Sequence[int]) -> Problem:
-    """Said of the key that decides the count: the size of a microbatch where the user set that."""
+    """Name the key that decides the count: the size of a microbatch if the user set that."""
     size = config.training.microbatch_size
     if size is None:
         return Problem("strategy.microbatches", plan.microbatches, rule, tuple(legal))

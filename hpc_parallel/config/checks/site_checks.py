@@ -1,4 +1,4 @@
-"""Names, folders and flags: what Slurm, the shell and the file system would not take."""
+"""Check names, folders and flags against the limits of Slurm, the shell and the file system."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hpc_parallel.problems import Found, Problem
 from hpc_parallel.record.run_folder import is_run_folder, unreadable
 from hpc_parallel.record.safe_read import list_folder
 
-# Flags of sbatch that the launchers set, with the key that decides them; None: no key does.
-OWN_FLAGS = {
+# Flags of sbatch that the launchers set, with their configuration key (None: there is no key).
+LAUNCHER_FLAGS = {
     "nodes": "nodes", "ntasks-per-node": "gpus_per_node", "ntasks": "gpus_per_node",
     "gpus-per-node": "gpus_per_node", "gres": "gpus_per_node", "job-name": "name",
     "partition": "launcher.partition", "account": "launcher.account", "qos": "launcher.qos",
@@ -34,18 +34,20 @@ def find_problems(config: RunConfig) -> Found:
 
 
 def _names(config: RunConfig) -> Found:
-    """Names that become part of a path or of a shell's line."""
-    name, here = config.name, Path.cwd()
+    """Names that become part of a path or of a line of shell code."""
+    name, current = config.name, Path.cwd()
     if name[:1] in ("", ".") or not _is_path(name) or "/" in name or len(name) > 100:
-        mend = re.sub(r"[^\w.-]+", "-", name).strip("-.")[:100] or "run"
-        rule = "can't name a folder: up to 100 printable characters without / \\ : and % (a pattern to Slurm)"
+        suggestion = re.sub(r"[^\w.-]+", "-", name).strip("-.")[:100] or "run"
+        rule = (
+            "can't name a folder: use up to 100 printable characters without / \\ : and % (Slurm's patterns)"
+        )
         if name[:1] == "." and name.strip("."):
             rule = "would name a hidden folder, which status does not list"
-        yield Problem("name", name, rule, (mend,))
+        yield Problem("name", name, rule, (suggestion,))
     folder = Path(os.path.expanduser(config.run_dir or "runs")).absolute()
-    rule = "must be a printable path without % and backslash (patterns to Slurm) and colon (ends a path)"
+    rule = "must be a printable path without % and backslash (Slurm's patterns) and colon (ends a path)"
     if config.run_dir == "" or not _is_path(str(folder)):
-        legal = "runs/mine" if _is_path(str(here)) else os.path.expanduser("~/runs/mine")
+        legal = "runs/mine" if _is_path(str(current)) else os.path.expanduser("~/runs/mine")
         yield Problem("run_dir", str(folder) if config.run_dir is None else config.run_dir, rule, (legal,))
     elif config.run_dir is not None and (refusal := unreadable(folder)):
         yield f"run_dir = {config.run_dir} can't be used: {refusal}"
@@ -58,17 +60,17 @@ def _names(config: RunConfig) -> Found:
         and os.path.lexists(folder)
         and (not os.path.isdir(folder) or list_folder(folder))
     ):
-        rule = "holds something already; a run is never overwritten"
+        rule = "is not empty; a run is never overwritten"
         yield Problem("run_dir", config.run_dir, rule, (_free(config.run_dir),))
 
 
 def _is_path(text: str) -> bool:
-    """Whether Slurm and PYTHONPATH take it as it is, and a script's line holds it."""
+    """Whether Slurm and PYTHONPATH take the text literally, and it fits in one line of a script."""
     return text.isprintable() and not set(text) & set("%\\:")
 
 
 def _free(folder: str) -> Path | None:
-    """The folder's name with the first number that none has yet."""
+    """The folder's name with the first free number."""
     numbered = (Path(f"{folder.rstrip('/')}-{number}") for number in range(2, 1000))
     return next((path for path in numbered if not os.path.lexists(os.path.expanduser(path))), None)
 
@@ -82,38 +84,38 @@ def _launcher(config: RunConfig) -> Found:
     for index, pattern in enumerate(launcher.snapshot_exclude):
         if not pattern.strip("/*"):
             rule = f"at {index} would leave out all source"
-            left = [each for each in launcher.snapshot_exclude if each.strip("/*")]
-            yield Problem("launcher.snapshot_exclude", launcher.snapshot_exclude, rule, (left,))
+            others = [other for other in launcher.snapshot_exclude if other.strip("/*")]
+            yield Problem("launcher.snapshot_exclude", launcher.snapshot_exclude, rule, (others,))
             break
     for flag, value in launcher.extra.items():
         yield from _extra_flag(str(flag), value)
     if launcher.venv is not None and not os.path.exists(os.path.expanduser(f"{launcher.venv}/bin/activate")):
-        here = Path(sys.prefix)
-        legal = (here if (here / "bin" / "activate").exists() else None,)
-        rule = "is no virtual environment (no bin/activate in it)"
+        current = Path(sys.prefix)
+        legal = (current if (current / "bin" / "activate").exists() else None,)
+        rule = "is not a virtual environment (it has no bin/activate)"
         yield Problem("launcher.venv", launcher.venv, rule, legal)
     for index, module in enumerate(launcher.modules):
         if not module.strip() or not module.isprintable():
             key = f"launcher.modules[{index}]"
-            yield Problem(key, module, "must be a module's name, such as cuda/12.4")
+            yield Problem(key, module, "must be the name of a module, such as cuda/12.4")
 
 
 def _extra_flag(flag: str, value: Any) -> Found:
     key = f"launcher.extra.{flag}"
     if not re.fullmatch(r"[a-z][a-z0-9-]*", flag):
-        mend = re.sub(r"[^a-z0-9-]", "-", flag.lower()).lstrip("-0123456789")
-        yield f"{key} is not a flag of sbatch. Try +launcher.extra.{mend or 'FLAG'}={value}."
-    elif flag in OWN_FLAGS:
-        own = OWN_FLAGS[flag]
-        said = None if own is None else _own_value(flag, str(value))
-        offer = "" if said is None else f" Try {own}={said}."
-        yield f"{key}: this flag is set by {own or 'the launcher'}.{offer}"
+        suggestion = re.sub(r"[^a-z0-9-]", "-", flag.lower()).lstrip("-0123456789")
+        yield f"{key} is not a flag of sbatch. Try +launcher.extra.{suggestion or 'FLAG'}={value}."
+    elif flag in LAUNCHER_FLAGS:
+        config_key = LAUNCHER_FLAGS[flag]
+        config_value = None if config_key is None else _config_value(flag, str(value))
+        offer = "" if config_value is None else f" Try {config_key}={config_value}."
+        yield f"{key}: this flag is set by {config_key or 'the launcher'}.{offer}"
     elif isinstance(value, dict | list) or not str(value).isprintable():
         yield Problem(key, value, "must be one printable value, or true for a flag without one")
 
 
-def _own_value(flag: str, value: str) -> str | int | None:
-    """A flag's value as our key says it: minutes, gigabytes, a bare count; None where it can't be told."""
+def _config_value(flag: str, value: str) -> str | int | None:
+    """A flag's value in the unit of our key: minutes, gigabytes, a count; None if it can't be converted."""
     if flag == "time":
         return minutes_of(value)
     if flag == "mem":
@@ -131,7 +133,7 @@ def _own_value(flag: str, value: str) -> str | int | None:
 
 
 def minutes_of(clock: str) -> int | None:
-    """Minutes, rounded up, of sbatch's time formats (`90:00`, `1:30:00`, `2-12`, `1-06:30:00`)."""
+    """Convert sbatch's time formats (`90:00`, `1:30:00`, `2-12`, `1-06:30:00`) to minutes, rounded up."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", clock)
     if match is None:
         return None
@@ -146,12 +148,12 @@ def minutes_of(clock: str) -> int | None:
 def _cluster(config: RunConfig) -> Found:
     gpu_type = config.cluster.gpu_type
     if gpu_type is not None and not re.fullmatch(r"[\w.-]+", gpu_type, re.ASCII):
-        yield Problem("cluster.gpu_type", gpu_type, "can't name a kind of GPU", (None,))
+        yield Problem("cluster.gpu_type", gpu_type, "can't be the name of a GPU type", (None,))
     for variable, value in config.cluster.environment.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
-            mend = re.sub(r"^(?=\d)|[^A-Za-z0-9_]", "_", variable)
+            suggestion = re.sub(r"^(?=\d)|[^A-Za-z0-9_]", "_", variable)
             key = "cluster.environment"
-            yield f"{key}.{variable} is no name of a variable. Try +{key}.{mend}={value}."
+            yield f"{key}.{variable} is not the name of a variable. Try +{key}.{suggestion}={value}."
     if not re.fullmatch(r"[A-Za-z0-9.-]*", config.cluster.master_suffix):
         yield Problem("cluster.master_suffix", config.cluster.master_suffix, "can't end a host name", ("i",))
     yield from _hang_timeout(config)

@@ -1,7 +1,7 @@
-"""`weights=FILE.safetensors|RUN`: what a run may start from in place of initial weights, seen without torch.
+"""Check `weights=FILE.safetensors|RUN`, from which a run may start, without torch.
 
-A safetensors file is eight bytes of length, a table of names in JSON, and the numbers themselves
-(https://huggingface.co/docs/safetensors): reading one runs nothing that is in it.
+A safetensors file is eight bytes of length, a table of names in JSON, and the numbers
+(https://huggingface.co/docs/safetensors). Reading it executes nothing.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ SHAPE = {  # the keys of a model that its weights fit
 
 
 def find_problems(config: RunConfig) -> Found:
-    """What of `weights=` can be known before the job starts."""
-    if config.weights is None or config.resume is not None:  # a run goes on from its own checkpoints
+    """Find problems of `weights=` before the job starts."""
+    if config.weights is None or config.resume is not None:  # a resumed run uses its own checkpoints
         return
     path = Path(os.path.expanduser(config.weights))
     try:
         if not path.exists():
-            names = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+            names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
             near = tuple(path.parent / name for name in nearest(path.name, names))
             yield Problem("weights", config.weights, "does not exist here", near)
             return
@@ -61,56 +61,55 @@ def find_problems(config: RunConfig) -> Found:
 def model_of_run(path: Path, *, trusted: bool) -> Mapping[str, Any]:
     """The model of a run that has a checkpoint. Raises ValueError, UntrustedError."""
     if not is_run_folder(path):
-        raise ValueError("the folder is no run's. Name a run folder, or a .safetensors file")
-    found = complete(RunFolder(path).checkpoints)
-    if not found:
+        raise ValueError("the folder is not a run folder. Name a run folder or a .safetensors file")
+    checkpoints = complete(RunFolder(path).checkpoints)
+    if not checkpoints:
         raise ValueError("the run has no checkpoint")
     if not trusted:
-        require_private(found[0].path)  # its index is a pickle
-    return table(table(found[0].manifest.get("config")).get("model"))
+        require_private(checkpoints[0].path)  # its index is a pickle
+    return table(table(checkpoints[0].manifest.get("config")).get("model"))
 
 
 def read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Names and shapes in a safetensors file, and what is said besides.
+    """Returns the shapes by name and the metadata of a safetensors file.
 
-    Raises ValueError where it is no such file, or is not all there; OSError.
+    Raises ValueError if the file has another format or is incomplete, and OSError.
     """
     with open_regular(path, follow=True) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
         if length > MOST_HEADER_BYTES:
-            raise ValueError("it is no safetensors file")
+            raise ValueError("it is not a safetensors file")
         header = file.read(length)
     try:
         tensors = parse_json(header.decode())
-        besides = tensors.pop("__metadata__", {})
+        metadata = tensors.pop("__metadata__", {})
         shapes = {name: _numbers(entry["shape"]) for name, entry in tensors.items()}
         end = max((_numbers(entry["data_offsets"])[1] for entry in tensors.values()), default=0)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
-        raise ValueError("it is no safetensors file") from None
+        raise ValueError("it is not a safetensors file") from None
     expected = LENGTH_BYTES + length + end
     if size != expected:
         raise ValueError(f"it has {size} of {expected} bytes")
-    return shapes, {key: value for key, value in table(besides).items() if isinstance(value, str)}
+    return shapes, {key: value for key, value in table(metadata).items() if isinstance(value, str)}
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
     """Raises ValueError."""
     numbers = [integer(value) for value in values]
     if not all(number is not None and number >= 0 for number in numbers):
-        raise ValueError("no list of counts")
+        raise ValueError("not a list of counts")
     return tuple(number for number in numbers if number is not None)
 
 
-def _shape(wanted: Any, found: Mapping[str, Any]) -> Found:
-    """Of our own models, the keys by which the weights of one don't fit the other."""
-    target = text(found.get("_target_"))
-    if not isinstance(wanted, dict) or not target:
+def _shape(model: Any, trained: Mapping[str, Any]) -> Found:
+    """For our models: keys that give the weights another shape than in the trained model."""
+    target = text(trained.get("_target_"))
+    if not isinstance(model, dict) or not target:
         return
-    if wanted.get("_target_") != target:
+    if model.get("_target_") != target:
         return  # it may have the same weights: the job compares them by name
     for key in SHAPE.get(target, ()):
-        if key in found and wanted[key] != found[key]:
-            yield Problem(
-                f"model.{key}", wanted[key], "is not what the weights were trained as", (found[key],)
-            )
+        if key in trained and model[key] != trained[key]:
+            rule = "differs from the model that the weights were trained with"
+            yield Problem(f"model.{key}", model[key], rule, (trained[key],))

@@ -1,4 +1,4 @@
-"""Switches that stand beside any strategy, against the few that can't bear them, and this machine."""
+"""Check switches that most strategies allow against the few that don't, and against this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpc_parallel.problems import Found, Problem
 def find_problems(config: RunConfig) -> Found:
     try:
         layout = layout_of(config.strategy, devices=config.devices)
-    except (ValueError, ZeroDivisionError):  # layout_checks speaks
+    except (ValueError, ZeroDivisionError):  # layout_checks reports it
         layout = Layout()
     yield from _selective(config, layout)
     if config.training.on_nonfinite == "rollback" and config.training.checkpoint_every is None:
@@ -32,7 +32,7 @@ def _selective(config: RunConfig, layout: Layout) -> Found:
         yield problem
     if layout.pipeline > 1 and schedule_of(strategy).splits_backward and keeps == "selective":
         rule = (
-            f"can't be joined with strategy.schedule = {strategy.schedule}, which runs backward in two halves"
+            f"can't be combined with strategy.schedule = {strategy.schedule}, which splits the backward pass"
         )
         yield Problem("training.activation_checkpointing", keeps, rule, ("full", "none"))
 
@@ -47,23 +47,23 @@ def selective_problem() -> Problem | None:
 
 def _compile(config: RunConfig, layout: Layout) -> Found:
     if layout.tile > 1:
-        rule = f"can't be joined with strategy.tile = {layout.tile}: a block's halos come while it runs"
+        rule = f"can't be combined with strategy.tile = {layout.tile}: a block receives halos while it runs"
         yield Problem("training.compile", True, rule, (False,))
     if layout.context > 1 and config.strategy.context_attention == "ring":
         rule = (
-            f"can't be joined with strategy.context = {layout.context} as a ring: "
-            "torch can't compile the sending of keys and values"
+            f"can't be combined with strategy.context = {layout.context} as a ring: "
+            "torch can't compile the transfer of keys and values"
         )
         yield Problem("training.compile", True, rule, (False,))
     if layout.tensor > 1 and config.training.activation_checkpointing == "full":
         rule = (
-            f"can't be joined with strategy.tensor = {layout.tensor} and training.compile: compiled code "
-            "can't keep what computing a sum over devices again needs"
+            f"can't be combined with strategy.tensor = {layout.tensor} and training.compile: compiled code "
+            "can't save what recomputing a sum over devices needs"
         )
         yield Problem("training.activation_checkpointing", "full", rule, ("selective", "none"))
-    compiler = os.environ.get("CXX", "g++")  # as torch looks for it
+    compiler = os.environ.get("CXX", "g++")  # torch uses the same rule
     if _runs_here(config) and shutil.which(compiler) is None:
-        rule = f"needs a C++ compiler, and there is no {compiler} here (install g++, or set CXX)"
+        rule = f"needs a C++ compiler, but there is no {compiler} here (install g++, or set CXX)"
         yield Problem("training.compile", True, rule, (False,))
 
 

@@ -1,4 +1,4 @@
-"""Whether a class path names a class, without importing it: its module may need torch."""
+"""Check whether a class path names a class, without importing its module, which may need torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hpc_parallel.problems import nearest
 
 
 def missing_part(target: str) -> tuple[str, tuple[str, ...]] | None:
-    """The rule that `package.module.Class` breaks, and class paths near it; None where all is there.
+    """Returns the rule that `package.module.Class` breaks and similar class paths; None if it exists.
 
-    What can't be read as source (a compiled module, a class made at import) gets the benefit of the doubt.
+    A module that can't be read as source (compiled, or it creates the class at import) counts as correct.
     """
     *modules, name = target.split(".")
     if not modules or not all(part.isidentifier() for part in (*modules, name)):
-        return "is no path of a class (package.module.Class)", ()
+        return "is not the path of a class (package.module.Class)", ()
     dotted = modules[0]
     spec = _top_level(dotted)
     for part in modules[1:]:
@@ -36,12 +36,12 @@ def missing_part(target: str) -> tuple[str, tuple[str, ...]] | None:
     names = _names_in(Path(spec.origin))
     if names is None or name in names:
         return None
-    near = nearest(name, [known for known in names if known[:1].isupper()])
-    return f"names no class: there is no {name} in {dotted}", tuple(f"{dotted}.{word}" for word in near)
+    near = nearest(name, [other for other in names if other[:1].isupper()])
+    return f"names no class: there is no {name} in {dotted}", tuple(f"{dotted}.{other}" for other in near)
 
 
 def _top_level(module: str) -> ModuleSpec | None:
-    sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it; a console script does not
+    sys.path.insert(0, str(Path.cwd()))  # `python -m` has it there, a console script does not
     try:
         return find_spec(module)
     except ValueError:  # a module without a spec, such as __main__
@@ -52,14 +52,14 @@ def _top_level(module: str) -> ModuleSpec | None:
 
 @cache
 def _names_in(source: Path) -> frozenset[str] | None:
-    """The names that a module binds at its top level; None where it may bind others."""
+    """The names that a module binds at its top level; None if it may bind others."""
     try:
         return _names_of(source.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return None
 
 
-@cache  # the same is asked for every run of a sweep
+@cache  # every run of a sweep needs the same result
 def _names_of(text: bytes) -> frozenset[str] | None:
     tree = ast.parse(text)
     names: set[str] = set()

@@ -1,4 +1,4 @@
-"""What a task can't do with the rest of the configuration."""
+"""Check a task against the rest of the configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WITHOUT_CACHE = ("context", "tile")  # axes that split a sample over devices
 def find_problems(config: RunConfig) -> Found:
     try:
         layout = layout_of(config.strategy, devices=config.devices)
-    except (ValueError, ZeroDivisionError):  # layout_checks speaks
+    except (ValueError, ZeroDivisionError):  # layout_checks reports it
         return
     if isinstance(config.task, InferConfig):
         yield from _infer(config.task, layout)
@@ -37,7 +37,7 @@ def _infer(task: InferConfig, layout: Layout) -> Found:
         return
     if not sizes or any(size < 1 or size % layout.data for size in sizes):
         legal = sorted({max(1, round(size / layout.data)) * layout.data for size in sizes or [1]})
-        rule = f"needs multiples of {layout.data}, as many samples for each replica"
+        rule = f"needs multiples of {layout.data}: each replica has the same number of samples"
         rule = rule if layout.data > 1 else "needs numbers above 0"
         yield Problem("task.batch_sizes", sizes, rule, (legal, None))
 
@@ -46,17 +46,17 @@ def _generate(config: RunConfig, layout: Layout) -> Found:
     target = config.model.get("_target_") if isinstance(config.model, dict) else None
     if target in (ConvNetConfig._target_, SegmenterConfig._target_):
         kind = target.rpartition(".")[2]
-        rule = f"continues text by CausalAttention with a cache, and a {kind} has none"
+        rule = f"needs the key-value cache of CausalAttention, and a {kind} has none"
         yield Problem("task", "generate", rule, ("infer",))
     if config.strategy.execution != SPMD:
-        rule = "has no way to decode: each device needs a process of its own that keeps keys and values"
+        rule = "can't be used to decode: each device needs its own process that caches keys and values"
         yield Problem("strategy", config.strategy.name, rule, ("data",))
     for axis in WITHOUT_CACHE:
         if (degree := getattr(layout, axis)) > 1:
-            rule = "splits each sample over devices, and one token at a time leaves nothing to split"
+            rule = "splits each sample over devices, but decoding has one token at a time"
             yield Problem(f"strategy.{axis}", degree, rule, (1,), ("strategy.replicate=-1",))
     if config.training.compile:
-        rule = "would compile each block anew for every token, as what it looks back at grows"
+        rule = "would compile each block again for every token, because the cache grows"
         yield Problem("training.compile", True, rule, (False,))
 
 
@@ -69,12 +69,12 @@ def _prompts(config: RunConfig, task: GenerateConfig) -> Found:
     length = config.data.get("sequence_length") if isinstance(config.data, dict) else None
     if task.prompts is None:
         if isinstance(length, int) and 1 <= length < task.prompt_length:
-            rule = f"is more than a sample has (data.sequence_length = {length})"
+            rule = f"is longer than a sample (data.sequence_length = {length})"
             yield Problem("task.prompt_length", task.prompt_length, rule, (length,))
         return
     try:
         as_bytes = reads_bytes(config.data)
-    except (ValueError, OSError, KeyError, TypeError):  # checks._data speaks
+    except (ValueError, OSError, KeyError, TypeError):  # all_checks._data reports it
         return
     key, room = count(config, "vocabulary")
     if not all(_is_prompt(text, as_bytes=as_bytes, room=room) for text in task.prompts) or not task.prompts:
