@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from hpc_parallel.config.axes import AXES
 from hpc_parallel.config.layout import (
-    AXES,
     EXECUTIONS,
     PARAMETER_SERVER,
     Layout,

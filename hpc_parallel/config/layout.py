@@ -1,4 +1,4 @@
-"""Every axis a number: a strategy's degrees resolved against the devices, and the batch against both."""
+"""Give each axis its degree for a number of devices, and split the batch over devices and microbatches."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Protocol, cast
 
-AXES = ("pipeline", "replicate", "shard", "context", "tensor", "tile")  # outermost first
+from hpc_parallel.config.axes import AVERAGED_AXES, AXES, BATCH_AXES
+
 SPMD, DATAPARALLEL, PARAMETER_SERVER = EXECUTIONS = ("spmd", "dataparallel", "parameter_server")
 
 
 class Degrees(Protocol):
-    """What a strategy says of each axis; -1 stands for what the others leave."""
+    """The degree of each axis in a strategy's configuration; -1 stands for what the others leave."""
 
     pipeline: int
     replicate: int
@@ -24,7 +25,7 @@ class Degrees(Protocol):
 
 
 class Execution(Protocol):
-    """What a strategy says of its processes."""
+    """The processes of a strategy's configuration."""
 
     execution: str
     dedicated_server: bool
@@ -35,17 +36,20 @@ class Strategy(Degrees, Execution, Protocol):
 
 
 def recorded_strategy(config: Mapping[str, Any]) -> Strategy:
-    """The strategy of a recorded `config.yaml`, whose content is plain tables."""
-    return cast(Strategy, SimpleNamespace(**config["strategy"]))
+    """The strategy of a recorded `config.yaml`, whose content is plain tables.
+
+    An axis that did not exist when the run was recorded has degree 1.
+    """
+    return cast(Strategy, SimpleNamespace(**{**dict.fromkeys(AXES, 1), **config["strategy"]}))
 
 
 def processes_per_node(strategy: Execution, *, gpus_per_node: int) -> int:
-    """How many ranks a node starts: one a device, or one that drives all of them."""
+    """Ranks that a node starts: one for each device, or one that drives all of them."""
     return 1 if strategy.execution == DATAPARALLEL else gpus_per_node
 
 
 def servers(strategy: Execution) -> int:
-    """How many ranks, the first ones, stand outside of the layout: they serve and do nothing else."""
+    """The number of ranks outside of the layout: they come first and only serve."""
     return int(strategy.execution == PARAMETER_SERVER and strategy.dedicated_server)
 
 
@@ -62,9 +66,9 @@ class Layout:
 
     @classmethod
     def resolve(cls, strategy: Degrees, *, devices: int) -> Layout:
-        """Give the axis marked -1 what the others leave of `devices`.
+        """Give the axis of degree -1 what the others leave of `devices`.
 
-        Raises ValueError where more than one is -1 or the product is not `devices`.
+        Raises ValueError if more than one is -1 or the product is not `devices`.
         """
         degrees = {axis: int(getattr(strategy, axis)) for axis in AXES}
         free = [axis for axis, degree in degrees.items() if degree == -1]
@@ -88,26 +92,33 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """How many parts the global batch is split into."""
-        return self.replicate * self.shard
+        """The number of parts of the global batch."""
+        return math.prod(self.degrees[axis] for axis in BATCH_AXES)
+
+    @property
+    def averaged(self) -> int:
+        """The number of ranks that hold the same weights and average their gradients."""
+        return math.prod(self.degrees[axis] for axis in AVERAGED_AXES)
 
     @property
     def by_fully_shard(self) -> bool:
-        """Whether fully_shard has the weights: sliced ones, and split layers whose gradients are averaged
-        (of distributed tensors it does that, DistributedDataParallel does not)."""
-        return self.shard > 1 or (self.replicate * self.context > 1 and self.tensor > 1)
+        """Whether fully_shard holds the weights: if they are sliced, and if layers are split and gradients
+        averaged, because DistributedDataParallel does not average gradients of distributed tensors."""
+        return self.shard > 1 or (self.averaged > 1 and self.tensor > 1)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on each axis; neighbours in rank are neighbours on the innermost axis."""
-        places: dict[str, int] = {}
+        """The position of a rank on each axis; neighbouring ranks are neighbours on the innermost axis."""
+        positions: dict[str, int] = {}
         for axis, degree in reversed(self.degrees.items()):
-            rank, places[axis] = divmod(rank, degree)
-        return places
+            rank, positions[axis] = divmod(rank, degree)
+        return positions
 
     def replica(self, rank: int) -> int:
-        """Which part of the global batch a rank works on."""
-        places = self.coordinates(rank)
-        return places["replicate"] * self.shard + places["shard"]
+        """The part of the global batch that a rank works on."""
+        positions, part = self.coordinates(rank), 0
+        for axis in BATCH_AXES:
+            part = part * self.degrees[axis] + positions[axis]
+        return part
 
     def __str__(self) -> str:
         used = [f"{axis} {degree}" for axis, degree in self.degrees.items() if degree > 1]
@@ -115,13 +126,13 @@ class Layout:
 
 
 def layout_of(strategy: Strategy, *, devices: int) -> Layout:
-    """The layout of those of `devices` that compute. Raises ValueError as `Layout.resolve` does."""
+    """The layout of the devices that compute. Raises ValueError as `Layout.resolve` does."""
     return Layout.resolve(strategy, devices=devices - servers(strategy))
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How the global batch reaches the devices: `data` parts of `microbatches` of `microbatch_size`."""
+    """The split of the global batch: `data` parts of `microbatches` of `microbatch_size` samples."""
 
     data: int
     microbatches: int
@@ -133,11 +144,11 @@ class BatchPlan:
 
 
 def share_of(rank: int, *, layout: Layout, strategy: Execution) -> tuple[int | None, int]:
-    """Which part of the global batch a rank takes (None: none), and into how many it is parted."""
+    """The part of the global batch that a rank takes (None if it takes none), and the number of parts."""
     if strategy.execution == DATAPARALLEL:
-        return 0, 1  # the one process hands its devices their parts
-    place = rank - servers(strategy)
-    return (None if place < 0 else layout.replica(place)), layout.data
+        return 0, 1  # the process splits the batch over its devices
+    position = rank - servers(strategy)
+    return (None if position < 0 else layout.replica(position)), layout.data
 
 
 def plan_batch(
@@ -150,11 +161,12 @@ def plan_batch(
 ) -> BatchPlan:
     """Split the global batch without remainder.
 
-    Where neither is given: one microbatch, or in a pipeline up to four a stage, since the idle share
-    of a pipeline of P stages and M microbatches is (P-1)/(M+P-1) (Huang et al. 2019, GPipe); but one
-    where they run `in_turn` through the stages, whose idle share (P-1)/P no number changes.
+    If neither is given, there is one microbatch, or in a pipeline up to four for each stage, because the
+    idle share of a pipeline of P stages and M microbatches is (P-1)/(M+P-1) (Huang et al. 2019, GPipe). If
+    the microbatches run one after the other (`in_turn`), the idle share is (P-1)/P for any number, so there
+    is one.
 
-    Raises ValueError where the split leaves a remainder or the two contradict each other.
+    Raises ValueError if the split leaves a remainder or the two numbers contradict each other.
     """
     samples, remainder = divmod(global_batch_size, layout.data)
     if remainder:
@@ -174,7 +186,7 @@ def plan_batch(
 
 
 def tile_grid(tiles: int, chosen: Sequence[int] | None = None) -> tuple[int, int]:
-    """Rows and columns of the tiles of an image: those chosen, or the most square with no more rows."""
+    """Rows and columns of the tiles of an image: as chosen, or the most square grid with no more rows."""
     if chosen is not None:
         rows, columns = chosen
         return rows, columns
@@ -183,6 +195,6 @@ def tile_grid(tiles: int, chosen: Sequence[int] | None = None) -> tuple[int, int
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, rising."""
+    """All divisors, in ascending order."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]

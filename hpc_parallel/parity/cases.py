@@ -9,11 +9,11 @@ from pathlib import Path
 from hydra import compose
 from omegaconf import DictConfig
 
+from hpc_parallel.config.axes import AXES
 from hpc_parallel.config.checks.all_checks import in_order
 from hpc_parallel.config.checks.layout_checks import is_transformer
 from hpc_parallel.config.compose import UnresolvedError, composing, find_folder
 from hpc_parallel.config.diagnose import COMPOSE_ERRORS, diagnose
-from hpc_parallel.config.layout import AXES
 from hpc_parallel.config.schema import ConvNetConfig, RunConfig, SegmenterConfig, TransformerConfig
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.parity.compare import TOLERANCES

@@ -14,7 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.config.layout import AXES, Layout, layout_of, recorded_strategy
+from hpc_parallel.config.axes import AXES
+from hpc_parallel.config.layout import Layout, layout_of, recorded_strategy
 from hpc_parallel.problems import printable, spell
 from hpc_parallel.record import attempts
 from hpc_parallel.record.credentials import without_secret_values

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from hpc_parallel.config.layout import AXES
+from hpc_parallel.config.axes import AXES
 from hpc_parallel.report.gather import FIGURES, PARTS, RUN_KEYS, SPEEDLESS, Row, identity, number
 
 UNMEASURED = "not measured"

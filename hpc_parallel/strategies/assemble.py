@@ -10,6 +10,7 @@ from hydra.utils import instantiate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
 
+from hpc_parallel.config.axes import AVERAGED_AXES, BATCH_AXES, SAMPLE_AXES
 from hpc_parallel.config.layout import DATAPARALLEL, PARAMETER_SERVER, BatchPlan, tile_grid
 from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
@@ -162,7 +163,7 @@ def split(part: LayeredModel, *, mesh: DeviceMesh, maps: tile.Maps | None, optio
         context.apply(part, axis=axis, options=options)
     if (axis := axis_of(mesh, "tensor")) is not None:
         tensor.apply(part, axis=axis, options=options)
-    if (axis := joint(mesh, "replicate", "shard", "context", "tile")) is not None:
+    if (axis := joint(mesh, *BATCH_AXES, *SAMPLE_AXES)) is not None:
         batch_norm.apply(part, axis=axis)  # over all ranks that share a microbatch
 
 
@@ -206,7 +207,7 @@ def replicate_parts(
     if strategy.execution == PARAMETER_SERVER:
         server = ParameterServer(parts[0].parameters(), options=strategy, device=device)
         return Replicas(parts, server=server)
-    axis = joint(mesh, "replicate", "context", "tile")
+    axis = joint(mesh, *AVERAGED_AXES)
     if axis is None or not trains or slicing_axis(mesh) is not None:
         return Replicas(parts)
     if axis_of(mesh, "pipeline") is not None and schedule_of(strategy).splits_backward:

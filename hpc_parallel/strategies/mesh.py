@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from hpc_parallel import torch_internals
+from hpc_parallel.config.axes import SAMPLE_AXES
 from hpc_parallel.config.layout import Layout
 
 
@@ -32,9 +33,9 @@ def build_mesh(layout: Layout, *, device_type: str, first: int = 0) -> DeviceMes
 def slicing_axis(mesh: DeviceMesh) -> DeviceMesh | None:
     """The axis over which fully_shard slices weights; None if the layout has no shard axis.
 
-    `context` joins `shard` in it, because its ranks have the same weights.
+    The axes that split samples join `shard` in it, because their ranks use the same weights.
     """
-    return None if axis_of(mesh, "shard") is None else joint(mesh, "shard", "context")
+    return None if axis_of(mesh, "shard") is None else joint(mesh, "shard", *SAMPLE_AXES)
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:

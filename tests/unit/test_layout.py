@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpc_parallel.config.axes import AXES
 from hpc_parallel.config.checks.site_checks import minutes_of
-from hpc_parallel.config.layout import AXES, Layout, divisors, plan_batch
+from hpc_parallel.config.layout import Layout, divisors, plan_batch
 
 DEGREES = st.lists(st.integers(1, 4), min_size=len(AXES), max_size=len(AXES))
 

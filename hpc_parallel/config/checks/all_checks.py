@@ -22,6 +22,7 @@ from hpc_parallel.config.checks import (
 )
 from hpc_parallel.config.checks.counts import count
 from hpc_parallel.config.checks.targets import missing_part
+from hpc_parallel.config.checks.values import value_at
 from hpc_parallel.config.layout import EXECUTIONS, divisors
 from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.config.schema import TASKS, RunConfig, TransformerConfig
@@ -79,14 +80,6 @@ def in_order(problems: Sequence[Problem | str], overrides: Sequence[str]) -> lis
         return named[-1] if named else len(keys)
 
     return sorted(problems, key=position)
-
-
-def value_at(config: RunConfig, key: str) -> Any:
-    """The value of a dotted key; None if a free-form table doesn't have it."""
-    node: Any = config
-    for part in key.split("."):
-        node = node.get(part) if isinstance(node, dict) else getattr(node, part)
-    return node
 
 
 def _integers(config: RunConfig) -> Found:

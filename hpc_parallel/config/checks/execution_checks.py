@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hpc_parallel.config.layout import AXES, DATAPARALLEL, PARAMETER_SERVER, SPMD
+from hpc_parallel.config.axes import AVERAGED_AXES, AXES
+from hpc_parallel.config.layout import DATAPARALLEL, PARAMETER_SERVER, SPMD
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import Found, Problem
 
@@ -43,7 +44,7 @@ def _compression(config: RunConfig) -> Found:
     strategy = config.strategy
     if strategy.gradient_compression == "none":
         return
-    replicas = any(getattr(strategy, axis) != 1 for axis in ("replicate", "context", "tile"))
+    replicas = any(getattr(strategy, axis) != 1 for axis in AVERAGED_AXES)
     sliced = strategy.shard != 1 or strategy.tensor != 1
     if strategy.execution != SPMD or sliced or not replicas:
         rule = "needs whole replicas whose gradients DistributedDataParallel averages (strategy=data)"

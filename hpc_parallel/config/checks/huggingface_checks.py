@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.config.checks.layout_checks import along_with_less_of
+from hpc_parallel.config.checks.suggestions import along_with_less_of
 from hpc_parallel.config.layout import divisors, layout_of
 from hpc_parallel.config.schema import GenerateConfig, HuggingFaceConfig, RunConfig
 from hpc_parallel.config.tasks import prompt_lengths

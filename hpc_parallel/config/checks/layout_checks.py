@@ -1,12 +1,14 @@
-"""Check degrees against devices, the batch against both, and sizes that an axis must divide."""
+"""Check degrees against devices, and the batch against both. The axes have their own checks."""
 
 from __future__ import annotations
 
 import math
 
-from hpc_parallel.config.checks import pipeline_checks
+from hpc_parallel.config.axes import AXES
+from hpc_parallel.config.checks import axis_checks, pipeline_checks
 from hpc_parallel.config.checks.counts import count
-from hpc_parallel.config.layout import AXES, Layout, divisors, plan_batch, servers
+from hpc_parallel.config.checks.suggestions import multiples_near
+from hpc_parallel.config.layout import Layout, divisors, plan_batch, servers
 from hpc_parallel.config.schedules import schedule_of, stages_per_rank
 from hpc_parallel.config.schema import RunConfig, StrategyConfig, TransformerConfig
 from hpc_parallel.problems import Found, Problem
@@ -36,10 +38,8 @@ def find_problems(config: RunConfig) -> Found:
     except ValueError:
         yield _degrees_problem(config, strategy, devices, free)
         return
-    yield from pipeline_checks.find_problems(config, layout)
     yield from _batch(config, layout)
-    yield from _splits(config, layout)
-    yield from _positions(config, layout)
+    yield from axis_checks.find_problems(config, layout)
 
 
 def _degrees_problem(config: RunConfig, strategy: StrategyConfig, devices: int, free: list[str]) -> Problem:
@@ -76,7 +76,7 @@ def _batch(config: RunConfig, layout: Layout) -> Found:
     if batch % layout.data:
         rule = f"does not divide by the {layout.data} replicas: each needs the same number of samples"
         unit = layout.data * (size or 1) * (count or 1)
-        yield Problem("training.global_batch_size", batch, rule, _multiples_near(batch, unit))
+        yield Problem("training.global_batch_size", batch, rule, multiples_near(batch, unit))
         return
     samples = batch // layout.data
     key, value = ("strategy.microbatches", count) if count else ("training.microbatch_size", size)
@@ -96,63 +96,6 @@ def _batch(config: RunConfig, layout: Layout) -> Found:
             yield Problem(key, value, rule, tuple(sorted(near)))
         return
     yield from pipeline_checks.batch_problems(config, layout, plan)
-
-
-def _splits(config: RunConfig, layout: Layout) -> Found:
-    """The tensor degree must divide what the axis splits: heads, columns, vocabulary."""
-    degree = layout.tensor
-    if degree == 1:
-        return
-    heads, kv_heads = count(config, "heads")[1], count(config, "kv_heads")[1]
-    if heads and kv_heads:
-        if math.gcd(heads, kv_heads) % degree:
-            yield _heads_problem(config, layout, heads=heads, kv_heads=kv_heads)
-            return
-        for split, what in (("columns", "columns"), ("vocabulary", "rows of the embedding")):
-            key, size = count(config, split)
-            if size and size % degree:
-                rule = f"does not divide by strategy.tensor = {degree}: devices have equal numbers of {what}"
-                above = -(-size // degree) * degree  # a smaller vocabulary would lose tokens
-                yield Problem(key, size, rule, (above,))
-
-
-def _positions(config: RunConfig, layout: Layout) -> Found:
-    """The axes must divide a sequence: `context` takes two slices per device, then `tensor` takes one."""
-    length = config.data.get("sequence_length") if isinstance(config.data, dict) else None
-    if not isinstance(length, int) or length < 1:
-        return
-    tensor = layout.tensor if config.strategy.sequence_parallel else 1
-    slices = 2 if layout.context > 1 else 1
-    unit = layout.context * math.lcm(slices, tensor)
-    if length % unit:
-        degrees = {"context": layout.context, "tensor": tensor}
-        splits = [f"strategy.{axis} = {degree}" for axis, degree in degrees.items() if degree > 1]
-        what = "two slices of the same length" if layout.context > 1 else "the same number of positions"
-        rule = f"does not divide by {unit} for {' and '.join(splits)}: each device keeps {what}"
-        yield Problem("data.sequence_length", length, rule, _multiples_near(length, unit))
-
-
-def _heads_problem(config: RunConfig, layout: Layout, *, heads: int, kv_heads: int) -> Problem:
-    others = {axis: getattr(config.strategy, axis) for axis in AXES if axis != "tensor"}
-    along = along_with_less_of("tensor", config.strategy)
-    fixed = [d for axis, d in others.items() if d > 1 and (not along or axis != "replicate")]
-    legal = divisors(math.gcd(heads, kv_heads, layout.devices // math.prod(fixed)))
-    near = sorted(legal, key=lambda d: abs(d - layout.tensor))[:2]
-    keys = [count(config, what)[0] for what in ("heads", "kv_heads")]
-    counts = f"{keys[0]} = {heads} and {keys[1]} = {kv_heads}"
-    rule = f"does not divide {counts}: each device needs whole heads"
-    return Problem("strategy.tensor", layout.tensor, rule, tuple(sorted(near)), along)
-
-
-def along_with_less_of(axis: str, strategy: StrategyConfig) -> tuple[str, ...]:
-    """Overrides that must accompany a smaller degree of `axis`: none if another axis has degree -1."""
-    free = any(getattr(strategy, other) == -1 for other in AXES if other != axis)
-    return () if free else ("strategy.replicate=-1",)
-
-
-def _multiples_near(value: int, unit: int) -> tuple[int, ...]:
-    below = value // unit * unit
-    return (below, below + unit) if below else (unit,)
 
 
 def is_transformer(config: RunConfig) -> bool:

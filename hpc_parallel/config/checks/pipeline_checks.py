@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from hpc_parallel.config.axes import AXES
 from hpc_parallel.config.checks.counts import count
 from hpc_parallel.config.checks.torch_version import too_old
-from hpc_parallel.config.layout import AXES, BatchPlan, Layout, divisors
+from hpc_parallel.config.layout import BatchPlan, Layout, divisors
 from hpc_parallel.config.schedules import SCHEDULES, Schedule, schedule_of, stages_per_rank, unfit
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import Found, Problem
@@ -67,7 +68,7 @@ def _runnable(config: RunConfig, layout: Layout) -> Found:
     if config.training.compile:  # torch raises for "stage modules that have used torch.compile"
         rule = f"can't be used: {what}, which torch can't do with a compiled model"
         yield Problem("training.compile", True, rule, (False,))
-    averages = layout.replicate * layout.tile > 1 and not layout.by_fully_shard
+    averages = layout.averaged > 1 and not layout.by_fully_shard
     if averages and strategy.gradient_compression != "none":
         rule = f"can't be used: {what}, and DistributedDataParallel, which compresses, does not see it"
         yield Problem("strategy.gradient_compression", strategy.gradient_compression, rule, ("none",))

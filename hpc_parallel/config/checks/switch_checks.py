@@ -22,7 +22,7 @@ def find_problems(config: RunConfig) -> Found:
         rule = "needs a checkpoint to go back to (training.checkpoint_every)"
         yield Problem("training.on_nonfinite", "rollback", rule, ("stop", "skip"))
     if config.training.compile:
-        yield from _compile(config, layout)
+        yield from _compiler(config)
 
 
 def _selective(config: RunConfig, layout: Layout) -> Found:
@@ -45,22 +45,7 @@ def selective_problem() -> Problem | None:
     return Problem("training.activation_checkpointing", "selective", rule, ("full", "none"))
 
 
-def _compile(config: RunConfig, layout: Layout) -> Found:
-    if layout.tile > 1:
-        rule = f"can't be combined with strategy.tile = {layout.tile}: a block receives halos while it runs"
-        yield Problem("training.compile", True, rule, (False,))
-    if layout.context > 1 and config.strategy.context_attention == "ring":
-        rule = (
-            f"can't be combined with strategy.context = {layout.context} as a ring: "
-            "torch can't compile the transfer of keys and values"
-        )
-        yield Problem("training.compile", True, rule, (False,))
-    if layout.tensor > 1 and config.training.activation_checkpointing == "full":
-        rule = (
-            f"can't be combined with strategy.tensor = {layout.tensor} and training.compile: compiled code "
-            "can't save what recomputing a sum over devices needs"
-        )
-        yield Problem("training.activation_checkpointing", "full", rule, ("selective", "none"))
+def _compiler(config: RunConfig) -> Found:
     compiler = os.environ.get("CXX", "g++")  # torch uses the same rule
     if _runs_here(config) and shutil.which(compiler) is None:
         rule = f"needs a C++ compiler, but there is no {compiler} here (install g++, or set CXX)"

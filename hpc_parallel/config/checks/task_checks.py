@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hpc_parallel.config.axes import SAMPLE_AXES
 from hpc_parallel.config.checks.counts import count
 from hpc_parallel.config.layout import SPMD, Layout, layout_of
 from hpc_parallel.config.schema import (
@@ -13,8 +14,6 @@ from hpc_parallel.config.schema import (
 )
 from hpc_parallel.data.codec import encode, reads_bytes
 from hpc_parallel.problems import Found, Problem
-
-WITHOUT_CACHE = ("context", "tile")  # axes that split a sample over devices
 
 
 def find_problems(config: RunConfig) -> Found:
@@ -51,7 +50,7 @@ def _generate(config: RunConfig, layout: Layout) -> Found:
     if config.strategy.execution != SPMD:
         rule = "can't be used to decode: each device needs its own process that caches keys and values"
         yield Problem("strategy", config.strategy.name, rule, ("data",))
-    for axis in WITHOUT_CACHE:
+    for axis in SAMPLE_AXES:
         if (degree := getattr(layout, axis)) > 1:
             rule = "splits each sample over devices, but decoding has one token at a time"
             yield Problem(f"strategy.{axis}", degree, rule, (1,), ("strategy.replicate=-1",))

@@ -1,0 +1,100 @@
+"""What every axis of the device mesh declares about itself. The rest of the program asks here.
+
+An axis splits the model, the batch, or single samples over its ranks. To add an axis, add an entry here, its
+degree in `Layout` and `StrategyConfig`, and, if numbers must fit, a check in `checks/axis_checks.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Splits(Enum):
+    """What the ranks of an axis divide among them."""
+
+    MODEL = "model"  # They work on the same samples, each with a part of the model.
+    BATCH = "batch"  # Each has its own samples.
+    SAMPLES = "samples"  # Each has a part of every sample.
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """A setting that can't be combined with an axis.
+
+    key, value: the setting. reason: a clause. legal: values to suggest. when: other settings, by key, that
+    must also hold.
+    """
+
+    key: str
+    value: Any
+    reason: str
+    legal: tuple[Any, ...]
+    when: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh.
+
+    averaged: its ranks hold the same weights, so they average their gradients.
+    reads: `text` or `images` if it can split only these.
+    apart: axes that can't be combined with it, each with the reason.
+    conflicts: other settings that can't be combined with it.
+    """
+
+    name: str
+    splits: Splits
+    averaged: bool = False
+    reads: str | None = None
+    apart: Mapping[str, str] = field(default_factory=dict)
+    conflicts: tuple[Conflict, ...] = ()
+
+
+_IMAGES_ONLY = "it splits sequences, and tiles split images"
+_NOT_PROVEN = "this product is not proven"
+
+DECLARED = (  # outermost first
+    Axis("pipeline", Splits.MODEL),
+    Axis("replicate", Splits.BATCH, averaged=True),
+    Axis("shard", Splits.BATCH),
+    Axis(
+        "context",
+        Splits.SAMPLES,
+        averaged=True,
+        reads="text",
+        conflicts=(
+            Conflict(
+                "training.compile", True, "torch can't compile the transfer of keys and values", (False,),
+                when={"strategy.context_attention": "ring"},
+            ),
+        ),
+    ),
+    Axis(
+        "tensor",
+        Splits.MODEL,
+        conflicts=(
+            Conflict(
+                "training.activation_checkpointing", "full",
+                "code that training.compile made can't save what recomputing a sum over devices needs",
+                ("selective", "none"), when={"training.compile": True},
+            ),
+        ),
+    ),
+    Axis(
+        "tile",
+        Splits.SAMPLES,
+        averaged=True,
+        reads="images",
+        apart={"shard": _NOT_PROVEN, "context": _IMAGES_ONLY, "tensor": _NOT_PROVEN},
+        conflicts=(
+            Conflict("training.compile", True, "a block receives halos while it runs", (False,)),
+        ),
+    ),
+)  # fmt: skip
+AXES = tuple(axis.name for axis in DECLARED)
+BATCH_AXES = tuple(axis.name for axis in DECLARED if axis.splits is Splits.BATCH)
+SAMPLE_AXES = tuple(axis.name for axis in DECLARED if axis.splits is Splits.SAMPLES)
+AVERAGED_AXES = tuple(axis.name for axis in DECLARED if axis.averaged)
