@@ -147,6 +147,11 @@ def stagers_last() -> bool:
     return "close" not in DefaultStager._stage.__code__.co_names
 
 
+def leave_out_of_replicas(model: Module, names: Sequence[str]) -> None:
+    """DistributedDataParallel then ignores these parameters. It has no public option for it."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(names))
+
+
 def leave_averaging_to_the_caller(replica: DistributedDataParallel) -> None:
     """As under `no_sync`, without a context that lasts: a pipeline stage says when gradients are averaged."""
     replica.require_backward_grad_sync = False

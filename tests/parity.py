@@ -29,7 +29,9 @@ COMMON = (
     "optimizer.warmup_steps=3",
 )
 # Words of a layout that its reference on one device gets too.
-SHARED = ("model.", "data.", "training.global_batch_size", "training.steps", "training.validate_every")
+SHARED = (
+    "model=", "model.", "data.", "training.global_batch_size", "training.steps", "training.validate_every",
+)  # fmt: skip
 EXACTNESS = {
     # name: (precision, largest difference of losses, of weights, head)
     "float32": ("float32", 1e-5, 1e-4, "tied"),

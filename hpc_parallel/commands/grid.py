@@ -87,7 +87,7 @@ def hosts(run: RecordedRun) -> list[Host]:
 
 def _strategy(run: RecordedRun) -> Any:
     """`head["strategy"]` with values that a strategy can have; None if one of them is missing or another."""
-    values = table(run.head.get("strategy"))
+    values = {**dict.fromkeys(AXES, 1), **table(run.head.get("strategy"))}  # an older run may lack an axis
     degrees = [integer(values.get(axis)) for axis in AXES]
     stages = values.get("stages_per_rank")
     fits = (

@@ -61,6 +61,19 @@ DECLARED = (  # outermost first
     Axis("replicate", Splits.BATCH, averaged=True),
     Axis("shard", Splits.BATCH),
     Axis(
+        "expert",
+        Splits.BATCH,
+        averaged=True,  # except the experts
+        apart={"shard": _NOT_PROVEN, "context": _NOT_PROVEN, "tensor": _NOT_PROVEN, "tile": _NOT_PROVEN},
+        conflicts=(
+            Conflict(
+                "strategy.gradient_compression", "bfloat16",
+                "DistributedDataParallel does not average the experts", ("none",),
+            ),
+            Conflict("task.name", "generate", _NOT_PROVEN, ("infer",)),
+        ),
+    ),
+    Axis(
         "context",
         Splits.SAMPLES,
         averaged=True,

@@ -19,6 +19,7 @@ class Degrees(Protocol):
     pipeline: int
     replicate: int
     shard: int
+    expert: int
     context: int
     tensor: int
     tile: int
@@ -60,6 +61,7 @@ class Layout:
     pipeline: int = 1
     replicate: int = 1
     shard: int = 1
+    expert: int = 1
     context: int = 1
     tensor: int = 1
     tile: int = 1

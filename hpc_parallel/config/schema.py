@@ -30,6 +30,7 @@ class StrategyConfig:
     pipeline: int = 1  # The number of pipeline stages on different devices.
     replicate: int = 1  # The number of replicas that average their gradients (DistributedDataParallel).
     shard: int = 1  # The number of devices that share each weight with its gradient and state (fully_shard).
+    expert: int = 1  # The number of devices that share the experts of each block.
     context: int = 1  # The number of devices that share each sequence.
     tensor: int = 1  # The number of devices that share each layer.
     tile: int = 1  # The number of devices that share each image.
@@ -74,6 +75,16 @@ class TransformerConfig:
     tied_head: bool = True  # The head uses the weight of the embedding.
     rope_theta: float = 10000.0  # The base of the rotary positions.
     norm_eps: float = 1e-5  # The epsilon of RMSNorm.
+
+
+@dataclass
+class MoeTransformerConfig(TransformerConfig):
+    """The reference decoder with a mixture of experts in each block (`models/moe.py`)."""
+
+    _target_: str = "hpc_parallel.models.moe.MoeTransformer"  # The class of the model.
+    experts: int = MISSING  # The number of experts in each block; `ffn_dim` is the width of one.
+    experts_per_token: int = 2  # The number of experts that each token uses.
+    balance: float = 0.01  # The weight of the loss that balances the experts' use.
 
 
 @dataclass
@@ -337,6 +348,7 @@ def register() -> None:
     store = ConfigStore.instance()
     store.store(name="run_schema", node=ComposedConfig)
     store.store(group="model", name="transformer_schema", node=TransformerConfig)
+    store.store(group="model", name="moe_schema", node=MoeTransformerConfig)
     store.store(group="model", name="huggingface_schema", node=HuggingFaceConfig)
     store.store(group="model", name="convnet_schema", node=ConvNetConfig)
     store.store(group="model", name="segmenter_schema", node=SegmenterConfig)

@@ -11,10 +11,16 @@ from omegaconf import DictConfig
 
 from hpc_parallel.config.axes import AXES
 from hpc_parallel.config.checks.all_checks import in_order
-from hpc_parallel.config.checks.layout_checks import is_transformer
+from hpc_parallel.config.checks.counts import is_reference_decoder
 from hpc_parallel.config.compose import UnresolvedError, composing, find_folder
 from hpc_parallel.config.diagnose import COMPOSE_ERRORS, diagnose
-from hpc_parallel.config.schema import ConvNetConfig, RunConfig, SegmenterConfig, TransformerConfig
+from hpc_parallel.config.schema import (
+    ConvNetConfig,
+    MoeTransformerConfig,
+    RunConfig,
+    SegmenterConfig,
+    TransformerConfig,
+)
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.parity.compare import TOLERANCES
 from hpc_parallel.parity.rows import COMMON, LAYERS, NETS, ROWS, TWO, Row
@@ -25,8 +31,12 @@ LAYOUT = ("nodes", "gpus_per_node", *(f"strategy.{axis}" for axis in AXES))
 # What changes how a step is computed, never what: one device goes without.
 MEANS = ("strategy", *LAYOUT, "training.microbatch_size", "training.compile",
          "training.activation_checkpointing")  # fmt: skip
-NET_OF = {TransformerConfig._target_: "text", ConvNetConfig._target_: "digits",
-          SegmenterConfig._target_: "cells"}  # fmt: skip
+NET_OF = {
+    TransformerConfig._target_: "text",
+    MoeTransformerConfig._target_: "moe",
+    ConvNetConfig._target_: "digits",
+    SegmenterConfig._target_: "cells",
+}
 
 
 @dataclass(frozen=True)
@@ -118,7 +128,7 @@ class _Planner:
         try:
             run = self._prepare(merged([*means, *task], self.words), f"{number:02d}-{row.strategy}-{net}")
             count = None
-            if not is_transformer(run.config):  # it may hold BatchNorm, which looks at a microbatch
+            if not is_reference_decoder(run.config):  # it may hold BatchNorm, which looks at a microbatch
                 count = run.config.training.global_batch_size // run.batch.microbatches
             plain = ("strategy=single", f"training.microbatch_size={count or 'null'}")
             words = (

@@ -31,6 +31,10 @@ NETS = {
         "model.ffn_dim=128",
         "data=text", "data.sequence_length=32", "data.max_bytes=200000",
     ),
+    "moe": (
+        "model=moe_tiny", "model.layers=3", "model.dim=32", "model.ffn_dim=24", "model.balance=0.1",
+        "data=text", "data.sequence_length=32", "data.max_bytes=200000",
+    ),
     "digits": (
         "model=convnet", "model.channels=[4,8,8]", "data=digits", "data.height=16", "data.width=24",
     ),
@@ -89,6 +93,9 @@ ROWS = (
     Row("tile", TWO_BY_TWO, nets=("digits", "cells")),
     Row("tile", (*TWO_BY_TWO, "strategy.tile=2", "strategy.replicate=2"), ("training.microbatch_size=2",),
         nets=("cells",)),
+    Row("expert", TWO, ("training.microbatch_size=4",), nets=("moe",)),
+    Row("expert", (*TWO_BY_TWO, "strategy.expert=2", "strategy.replicate=2"), nets=("moe",)),
+    Row("expert", (*TWO_BY_TWO, "strategy.expert=2", "strategy.pipeline=2"), nets=("moe",)),
     Row("hybrid", TWO_BY_TWO),
     Row("hybrid", ("nodes=2", "gpus_per_node=4", "strategy.tensor=2", "strategy.replicate=1",
                    "strategy.shard=2")),

@@ -236,6 +236,7 @@ def _row(run: RecordedRun, *, state: str, ended: bool, label: str, differs: Sequ
     layout: Any = summary.get("layout")
     if not _is_layout(layout):
         layout = _layout(run)
+    layout = layout and {**dict.fromkeys(AXES, 1), **layout}
     devices = _devices(run)
     figures["device_hours"] = device_hours(run, devices=devices)
     share, step_s = figures["exposed_communication_share"], figures["step_time_s"]
@@ -254,7 +255,8 @@ def _figure(key: str, value: Any) -> float | None:
 
 
 def _is_layout(layout: Any) -> bool:
-    return isinstance(layout, dict) and set(layout) == set(AXES) and all(map(is_count, layout.values()))
+    """An axis that did not exist when the run was recorded may be missing."""
+    return isinstance(layout, dict) and set(layout) <= set(AXES) and all(map(is_count, layout.values()))
 
 
 def _devices(run: RecordedRun) -> int | None:

@@ -21,6 +21,7 @@ from hpc_parallel.strategies import (
     compiling,
     context,
     dataparallel,
+    expert,
     pipeline,
     precision,
     replicate,
@@ -104,6 +105,8 @@ def assemble(
                 replicas=replicas.unaveraged, schedule=config.strategy.schedule, microbatches=microbatches,
                 device=device,
             )  # fmt: skip
+        if axis_of(mesh, "expert") is not None and (axis := axis_of(mesh, "replicate")) is not None:
+            schedule = expert.ExpertReplicas(schedule, parts=parts, replicas=axis)
         if (axis := axis_of(mesh, "context")) is not None:
             schedule = SequenceParts(schedule, axis=axis)
         if (axis := axis_of(mesh, "tensor")) is not None:
@@ -130,6 +133,8 @@ def check_samples(
     """
     if (axis := axis_of(mesh, "context")) is not None:
         context.require(model, axis=axis, sample_shape=sample_shape)
+    if (axis := axis_of(mesh, "expert")) is not None:
+        expert.require(model, axis=axis)
     if (axis := axis_of(mesh, "tile")) is None:
         return None
     return tile.measure(model, sample_shape=sample_shape, grid=tile_grid(axis.size(), options.tile_grid))
@@ -159,6 +164,8 @@ def split(part: LayeredModel, *, mesh: DeviceMesh, maps: tile.Maps | None, optio
     """Split samples or single layers over devices."""
     if maps is not None and (axis := axis_of(mesh, "tile")) is not None:
         tile.apply(part, axis=axis, grid=tile_grid(axis.size(), options.tile_grid), maps=maps)
+    if (axis := axis_of(mesh, "expert")) is not None:
+        expert.apply(part, axis=axis)
     if (axis := axis_of(mesh, "context")) is not None:
         context.apply(part, axis=axis, options=options)
     if (axis := axis_of(mesh, "tensor")) is not None:

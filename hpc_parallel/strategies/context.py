@@ -37,9 +37,11 @@ def require(model: LayeredModel, *, axis: DeviceMesh, sample_shape: tuple[int, .
     others = sorted(kind.__name__ for kind in kinds - {CausalAttention})
     rule = ""
     if not kinds:
-        rule = f"is not possible: {type(model).__name__} has no CausalAttention, which splits the sequence"
+        rule = f"can't be used: {type(model).__name__} has no CausalAttention, which splits the sequence"
     elif others:
-        rule = f"is not possible: CausalAttention can be split, but not its subclass {', '.join(others)}"
+        rule = f"can't be used: CausalAttention can be split, but not its subclass {', '.join(others)}"
+    elif any(getattr(module, "whole_sequences", False) for module in model.modules()):
+        rule = f"can't be used: {type(model).__name__} has modules that need whole sequences"
     elif not sample_shape or sample_shape[0] % (2 * degree):
         rule = f"does not split samples of shape {list(sample_shape)} into two slices a device"
     if rule:

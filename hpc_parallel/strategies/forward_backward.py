@@ -19,6 +19,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from hpc_parallel.config.schema import StrategyConfig
+from hpc_parallel.models.auxiliary_loss import auxiliary_losses
 from hpc_parallel.models.layered import LayeredModel, Loss
 from hpc_parallel.strategies.ring import slices_of
 
@@ -55,6 +56,7 @@ class Accumulate:
         self._runner = runner
         self._model = model
         self._loss = loss
+        self._auxiliary_losses = auxiliary_losses([model])
         # DistributedDataParallel would prepare for a backward pass; others evaluate as they train.
         self._forward = model if isinstance(runner, DistributedDataParallel) else runner
         self._microbatches = microbatches
@@ -68,6 +70,8 @@ class Accumulate:
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean loss of this replica's batch `[batch, ...]`; its gradients are added to the weights'."""
         terms = self._model.loss_terms(targets)
+        for auxiliary in self._auxiliary_losses:
+            auxiliary.loss_terms = terms
         pieces = self._split(inputs, targets)
         losses = []
         for index, (samples, expected) in enumerate(pieces):

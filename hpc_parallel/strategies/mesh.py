@@ -47,7 +47,9 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def weight_axes(mesh: DeviceMesh) -> list[DeviceMesh]:
     """The axes whose ranks hold different weights or different slices of them."""
-    axes = (axis_of(mesh, "pipeline"), slicing_axis(mesh), axis_of(mesh, "tensor"))
+    axes = (
+        axis_of(mesh, "pipeline"), slicing_axis(mesh), axis_of(mesh, "expert"), axis_of(mesh, "tensor"),
+    )  # fmt: skip
     return [axis for axis in axes if axis is not None]
 
 

@@ -27,10 +27,11 @@ from torch.profiler import record_function
 from hpc_parallel import torch_internals
 from hpc_parallel.config.checks.pipeline_checks import version_problem
 from hpc_parallel.config.schedules import SCHEDULES
+from hpc_parallel.models.auxiliary_loss import auxiliary_losses
 from hpc_parallel.models.layered import LayeredModel, Loss
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies.forward_backward import propagate_nonfinite
-from hpc_parallel.strategies.replicate import Average
+from hpc_parallel.strategies.replicate import Average, average_of
 from hpc_parallel.strategies.tied_ends import TiedEnds
 
 BUSY = "pipeline stage"  # the profiler's range for a stage's work on one microbatch
@@ -160,10 +161,11 @@ class Pipeline:
             Stage(runner, index, count, device, group=axis.get_group())
             for runner, index in zip(runners, indices, strict=True)
         ]
-        self._averages = [] if replicas is None else [Average(stage, axis=replicas) for stage in stages]
+        self._averages = [] if replicas is None else [average_of(stage, axis=replicas) for stage in stages]
         for part, average in zip(self._parts, self._averages, strict=False):
             part.average = average
         self._model = stages[-1]
+        self._auxiliary_losses = auxiliary_losses(stages)
         self._loss = loss
         self._terms = 1
         self._first = indices[0] == 0
@@ -202,6 +204,8 @@ class Pipeline:
         for part in self._parts:
             part.submod.eval()
         self._terms = self._model.loss_terms(targets)
+        for auxiliary in self._auxiliary_losses:
+            auxiliary.loss_terms = self._terms
         all_losses: list[Tensor] = []
         passes = zip(inputs.chunk(self._passes), targets.chunk(self._passes), strict=True)
         for index, (samples, expected) in enumerate(passes):

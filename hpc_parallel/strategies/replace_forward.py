@@ -24,6 +24,18 @@ def replace_forward(module: Module, forward: Callable[..., Tensor], *, technique
     module.__class__ = _subclass(type(module), forward, technique)  # type: ignore[arg-type]
 
 
+class OriginalForward(Module):
+    """`module` with its original forward pass; functional_call would call the replaced one again."""
+
+    def __init__(self, module: Module) -> None:
+        super().__init__()
+        self.module = module
+        self._forward: Forward = type(module).forward
+
+    def forward(self, *inputs: Any) -> Tensor:
+        return self._forward(self.module, *inputs)
+
+
 @lru_cache(maxsize=256)
 def _subclass(kind: type[Module], forward: Callable[..., Tensor], technique: str) -> type[Module]:
     """One class for all modules with the same `forward`: torch.compile distinguishes them by class."""

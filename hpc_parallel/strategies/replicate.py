@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
+from hpc_parallel import torch_internals
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.strategies.mesh import local_gradients
@@ -24,8 +28,9 @@ def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> 
     """Average gradients over `axis` during the backward pass, one bucket at a time.
 
     Weights come from (seed, name), so all ranks start with the same ones. torch's broadcast at the start is
-    off: it would only hide a difference.
+    off: it would only hide a difference. Distributed weights are left to the technique that split them.
     """
+    torch_internals.leave_out_of_replicas(model, distributed_weights(model))
     replica = DistributedDataParallel(
         model,
         process_group=axis.get_group(),
@@ -39,6 +44,10 @@ def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> 
         # A lambda, because torch rejects string annotations (`from __future__ import annotations`).
         replica.register_comm_hook(axis.get_group(), lambda group, bucket: compress(group, bucket))
     return replica
+
+
+def distributed_weights(model: LayeredModel) -> list[str]:
+    return [name for name, weight in model.named_parameters() if isinstance(weight, DTensor)]
 
 
 def compress(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -55,22 +64,27 @@ def compress(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures
     return averaged
 
 
+def average_of(stage: LayeredModel, *, axis: DeviceMesh) -> Average:
+    """Averages what DistributedDataParallel would: the weights of `stage` that are not distributed."""
+    return Average((weight for weight in stage.parameters() if not isinstance(weight, DTensor)), axis=axis)
+
+
 class Average:
-    """Averages the gradients of one pipeline stage over `axis` if DistributedDataParallel can't.
+    """Averages the gradients of `parameters` over `axis` if DistributedDataParallel can't.
 
     A split backward pass computes the gradients of weights separately (torch.autograd.grad), so the hooks of
     DistributedDataParallel never run.
     """
 
-    def __init__(self, stage: LayeredModel, *, axis: DeviceMesh) -> None:
-        self._stage = stage
+    def __init__(self, parameters: Iterable[Parameter], *, axis: DeviceMesh) -> None:
+        self._parameters = list(parameters)
         self._group = axis.get_group()
         self._started: tuple[dist.Work, Tensor, list[Tensor]] | None = None
 
     @torch.no_grad()
     def start(self) -> None:
         """Start one all-reduce of all gradients while other stages of this rank still compute."""
-        gradients = local_gradients(self._stage.parameters())
+        gradients = local_gradients(self._parameters)
         if gradients:
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             work = dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self._group, async_op=True)

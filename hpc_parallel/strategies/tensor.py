@@ -26,7 +26,7 @@ from torch.nn import Module, Parameter
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.layered import LayeredModel, Loss
 from hpc_parallel.problems import ConfigError, Problem
-from hpc_parallel.strategies.replace_forward import Forward, replace_forward
+from hpc_parallel.strategies.replace_forward import Forward, OriginalForward, replace_forward
 from hpc_parallel.torch_internals import LayerStyle
 
 
@@ -47,9 +47,7 @@ def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> 
             path, _, leaf = alias.rpartition(".")
             setattr(model.get_submodule(path), leaf, weights[name])
     if left_out := [name for name, weight in model.named_parameters() if not isinstance(weight, DTensor)]:
-        rule = (
-            f"is not possible: {type(model).__name__}.tensor_roles has no role for {', '.join(left_out[:3])}"
-        )
+        rule = f"can't be used: {type(model).__name__}.tensor_roles has no role for {', '.join(left_out[:3])}"
         raise ConfigError([Problem("strategy.tensor", axis.size(), rule, (1,))])
     return model
 
@@ -113,23 +111,11 @@ class Alike(LayerStyle):
             for name, weight in part.named_parameters(recurse=False):
                 replicated = DTensor.from_local(weight, mesh, [Replicate()], run_check=False)
                 setattr(part, name, Parameter(replicated.detach(), requires_grad=weight.requires_grad))
-        replace_forward(module, partial(_with_plain_weights, _OriginalForward(module)), technique="Alike")
+        replace_forward(module, partial(_with_plain_weights, OriginalForward(module)), technique="Alike")
         return module
 
 
-class _OriginalForward(Module):
-    """`module` with its original forward pass; functional_call would call the replaced one again."""
-
-    def __init__(self, module: Module) -> None:
-        super().__init__()
-        self.module = module
-        self._forward: Forward = type(module).forward
-
-    def forward(self, *inputs: Any) -> Tensor:
-        return self._forward(self.module, *inputs)
-
-
-def _with_plain_weights(original: _OriginalForward, _: Forward, __: Module, *inputs: Any) -> Tensor:
+def _with_plain_weights(original: OriginalForward, _: Forward, __: Module, *inputs: Any) -> Tensor:
     # Read in every call, because fully_shard replaces the parameter objects.
     weights = original.named_parameters()
     plain = {name: weight.to_local() for name, weight in weights if isinstance(weight, DTensor)}

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import AdamW, Optimizer
 
@@ -21,17 +22,18 @@ from hpc_parallel.strategies.mesh import holders, local_gradients
 def build_optimizer(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> Optimizer:
     """Build AdamW (Loshchilov and Hutter 2019) with weight decay on matrices only.
 
-    The fused kernel reads each weight once; it was also the fastest on CPUs (docs/performance.md).
+    The fused kernel reads each weight once; it was also the fastest on CPUs (docs/performance.md). It takes
+    either plain or distributed weights, so these are in separate groups.
     """
-    matrices = [parameter for parameter in parameters.values() if parameter.ndim > 1]
-    vectors = [parameter for parameter in parameters.values() if parameter.ndim <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    groups: dict[tuple[bool, bool], list[Parameter]] = defaultdict(list)
+    for parameter in parameters.values():
+        groups[parameter.ndim > 1, isinstance(parameter, DTensor)].append(parameter)
     beta1, beta2 = config.betas
     return AdamW(
-        [group for group in groups if group["params"]],
+        [
+            {"params": members, "weight_decay": config.weight_decay if is_matrix else 0.0}
+            for (is_matrix, _), members in groups.items()
+        ],
         lr=config.learning_rate,
         betas=(beta1, beta2),
         eps=config.eps,

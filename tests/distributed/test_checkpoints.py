@@ -52,6 +52,15 @@ LAYOUTS = {
                                   "strategy.replicate=2"),
     "single again": ("strategy=single",),
 }  # fmt: skip
+EXPERTS = (
+    "model=moe_tiny", "model.layers=2", "model.dim=32", "model.ffn_dim=24", "data.sequence_length=32",
+    "data.max_bytes=400000",
+)  # fmt: skip
+MIXTURES = {
+    "expert 4": ("strategy=expert", "nodes=4"),
+    "fsdp 2": ("strategy=fsdp", "nodes=2"),
+    "replicate 2 x expert 2": ("strategy=expert", "nodes=4", "strategy.expert=2", "strategy.replicate=2"),
+}
 IMAGES = {
     "tile 2 x 2": ("strategy=tile", "nodes=4"),
     "pipeline 2": ("strategy=pipeline", "nodes=2", "strategy.microbatches=1", "strategy.schedule=gpipe"),
@@ -77,6 +86,16 @@ def test_a_transformer_goes_on_in_another_layout(
     wrote, reference = runs(*TRANSFORMER, *LAYOUTS[before]), runs(*TRANSFORMER, "strategy=single")
     resumed = go_on(workers, wrote.folder, *TRANSFORMER, *LAYOUTS[after])
     assert_goes_on(resumed, reference)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("expert 4", "fsdp 2"), *in_full([("fsdp 2", "replicate 2 x expert 2")])]
+)
+def test_experts_go_on_in_another_layout(
+    workers: Workers, runs: Callable[..., Trained], before: str, after: str
+) -> None:
+    wrote, reference = runs(*EXPERTS, *MIXTURES[before]), runs(*EXPERTS, "strategy=single")
+    assert_goes_on(go_on(workers, wrote.folder, *EXPERTS, *MIXTURES[after]), reference)
 
 
 @pytest.mark.parametrize(("before", "after"), list(pairwise(IMAGES)))

@@ -214,8 +214,8 @@ def _told(case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "told"),
     [
-        ("no attention", "is not possible: ConvNet has no CausalAttention, which splits the sequence"),
-        ("its own", "is not possible: CausalAttention can be split, but not its subclass Sliding"),
+        ("no attention", "can't be used: ConvNet has no CausalAttention, which splits the sequence"),
+        ("its own", "can't be used: CausalAttention can be split, but not its subclass Sliding"),
         ("its length", "does not split samples of shape [10] into two slices a device"),
     ],
 )

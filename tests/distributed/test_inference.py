@@ -43,6 +43,7 @@ LAYOUTS = {
         "nodes=3",
         "strategy.dedicated_server=true",
     ),
+    "expert over 2": (*TEXT, "model=moe_tiny", "strategy=expert", "nodes=2"),
     "tile over 2": (*IMAGES, "strategy=tile", "nodes=2"),
     "tile 2 x replicate 2": (*IMAGES, "strategy=tile", "nodes=4", "strategy.tile=2", "strategy.replicate=2"),
 }

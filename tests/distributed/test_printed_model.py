@@ -14,6 +14,7 @@ CASES = {
     "tile": ((*IMAGES, "strategy=tile"), ["CroppedPixels", "TiledConv2d", "GlobalBatchNorm2d"]),
     "data": ((*IMAGES, "strategy=data"), ["GlobalBatchNorm2d"]),
     "context": ((*TEXT, "strategy=context"), ["SplitAttention"]),
+    "expert": ((*TEXT, "model=moe_tiny", "strategy=expert"), ["SplitExperts"]),
     "checkpointing": (
         (*TEXT, "strategy=data", "training.activation_checkpointing=full"), ["CheckpointedBlock"],
     ),

@@ -74,7 +74,7 @@ def _split_without_a_hint() -> list[str]:
 def test_a_weight_without_a_role_is_refused(workers: Workers) -> None:
     (told,) = workers.run(2, _split_without_a_hint)[0]
     assert told == (
-        "strategy.tensor = 2 is not possible: Forgetful.tensor_roles has no role for head.norm.weight. "
+        "strategy.tensor = 2 can't be used: Forgetful.tensor_roles has no role for head.norm.weight. "
         "Try strategy.tensor=1."
     )
 

@@ -33,6 +33,8 @@ STRATEGIES = sorted(file.stem for file in (find_folder("conf") / "strategy").glo
 TEXT = ("model=tiny", "model.layers=4", "model.dim=64", "data.sequence_length=32", "data.max_bytes=200000")
 IMAGES = ("model=segmenter", "model.channels=[8,12,16]", "data=cells", "data.samples=64",
           "data.height=32", "data.width=48")  # fmt: skip
+EXPERTS = ("model=moe_tiny", *TEXT[1:])
+NETS = {"tile": IMAGES, "expert": EXPERTS}
 # What needs more than nodes=2 to be two ranks, or to be without sends.
 TWO = {
     "hsdp": ("gpus_per_node=2",),
@@ -44,7 +46,7 @@ SENDS = {"pipeline", "model"}  # torch's table of backends denies gloo sends of 
 
 def prove(strategy: str, *layout: str, here: Path) -> tuple[dict[str, float], set[str]]:
     """Largest relative differences from one rank on the same GPU; and the devices that ranks ran on."""
-    net = IMAGES if strategy == "tile" else TEXT
+    net = NETS.get(strategy, TEXT)
     words = (f"strategy={strategy}", *layout, *net, f"device={DEVICE}", "run_dir=proof")
     done = subprocess.run(
         [sys.executable, "-m", "hpc_parallel", "parity", *words],

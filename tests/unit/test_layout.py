@@ -13,7 +13,7 @@ from hpc_parallel.config.axes import AXES
 from hpc_parallel.config.checks.site_checks import minutes_of
 from hpc_parallel.config.layout import Layout, divisors, plan_batch
 
-DEGREES = st.lists(st.integers(1, 4), min_size=len(AXES), max_size=len(AXES))
+DEGREES = st.lists(st.integers(1, 3), min_size=len(AXES), max_size=len(AXES))
 
 
 def layout_of(degrees: list[int]) -> Layout:
@@ -29,16 +29,18 @@ def test_ranks_count_through_the_axes_innermost_fastest(degrees: list[int]) -> N
 
 
 @given(DEGREES)
-def test_replicas_are_replicate_by_shard(degrees: list[int]) -> None:
+def test_replicas_are_replicate_by_shard_by_expert(degrees: list[int]) -> None:
     layout = layout_of(degrees)
-    assert layout.data == layout.replicate * layout.shard
+    assert layout.data == layout.replicate * layout.shard * layout.expert
     parts = [layout.replica(rank) for rank in range(layout.devices)]
     assert sorted(parts) == [
         part for part in range(layout.data) for _ in range(layout.devices // layout.data)
     ]
     for rank, part in enumerate(parts):
         places = layout.coordinates(rank)
-        assert divmod(part, layout.shard) == (places["replicate"], places["shard"])
+        outer, expert = divmod(part, layout.expert)
+        assert expert == places["expert"]
+        assert divmod(outer, layout.shard) == (places["replicate"], places["shard"])
 
 
 @given(DEGREES, st.sampled_from(AXES))

@@ -232,6 +232,16 @@ def test_the_flight_recorder_lists_started_collectives(alone: None) -> None:
     assert {"time_created_ns", "collective_seq_id"} <= entry.keys()
 
 
+def test_replicas_ignore_the_parameters_that_are_left_out(alone: None) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    torch_internals.leave_out_of_replicas(model, ["1.weight"])
+    replica = nn.parallel.DistributedDataParallel(model)
+    replica(torch.ones(1, 2)).sum().backward()
+    assert replica.parameters_to_ignore == {"1.weight"}
+    bucketed = sum(weight.numel() for weight in replica._module_parameters)
+    assert bucketed == sum(weight.numel() for weight in model.parameters()) - 4
+
+
 def test_overridden_methods_still_exist() -> None:
     methods = {
         "forward_one_chunk": "fwd_chunk_id", "backward_one_chunk": "bwd_chunk_id",

@@ -20,7 +20,7 @@ from hpc_parallel.config.checks import (
     switch_checks,
     task_checks,
 )
-from hpc_parallel.config.checks.counts import count
+from hpc_parallel.config.checks.counts import count, is_reference_decoder
 from hpc_parallel.config.checks.targets import missing_part
 from hpc_parallel.config.checks.values import value_at
 from hpc_parallel.config.layout import EXECUTIONS, divisors
@@ -115,9 +115,9 @@ def _counts(config: RunConfig) -> Found:
         "strategy.prefetch", "launcher.time_minutes", "launcher.cpus_per_device", "launcher.snapshot_mb",
         "data.sequence_length", "data.max_bytes", "sweep.parallelism", "cluster.gpus_per_node",
     ]  # fmt: skip
-    if layout_checks.is_transformer(config):
-        sizes = ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab_size")
-        keys += [f"model.{name}" for name in sizes]
+    if is_reference_decoder(config):
+        sizes = ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab_size", "experts")
+        keys += [f"model.{name}" for name in sizes if name in config.model]
     for key in keys:
         count = value_at(config, key)
         if isinstance(count, int) and count < 1:
@@ -176,7 +176,7 @@ def _model(config: RunConfig) -> Found:
         yield "model._target_ is missing: name the class of your model. Try model=tiny."
         return
     yield from _target("model._target_", config.model["_target_"])
-    if not layout_checks.is_transformer(config):
+    if not is_reference_decoder(config):
         return
     dim, heads, kv_heads = (config.model[name] for name in ("dim", "heads", "kv_heads"))
     if min(dim, heads, kv_heads) < 1:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hpc_parallel.config.axes import DECLARED, Axis
-from hpc_parallel.config.checks import context_checks, pipeline_checks, tensor_checks, tile_checks
+from hpc_parallel.config.checks import (
+    context_checks,
+    expert_checks,
+    pipeline_checks,
+    tensor_checks,
+    tile_checks,
+)
 from hpc_parallel.config.checks.image_checks import reads
 from hpc_parallel.config.checks.suggestions import along_with_less_of
 from hpc_parallel.config.checks.values import value_at
@@ -15,6 +21,7 @@ from hpc_parallel.problems import Found, Problem
 
 SIZES: dict[str, Callable[[RunConfig, Layout], Found]] = {
     "pipeline": pipeline_checks.find_problems,
+    "expert": expert_checks.find_problems,
     "context": context_checks.find_problems,
     "tensor": tensor_checks.find_problems,
     "tile": tile_checks.find_problems,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from hpc_parallel.config.schema import HuggingFaceConfig, RunConfig, TransformerConfig
+from hpc_parallel.config.schema import HuggingFaceConfig, MoeTransformerConfig, RunConfig, TransformerConfig
 
+_DECODER = {
+    "blocks": "layers",
+    "heads": "heads",
+    "kv_heads": "kv_heads",
+    "columns": "ffn_dim",
+    "vocabulary": "vocab_size",
+}
 KEYS = {
-    TransformerConfig._target_: {
-        "blocks": "layers",
-        "heads": "heads",
-        "kv_heads": "kv_heads",
-        "columns": "ffn_dim",
-        "vocabulary": "vocab_size",
-    },
+    TransformerConfig._target_: _DECODER,
+    MoeTransformerConfig._target_: {**_DECODER, "experts": "experts"},
     HuggingFaceConfig._target_: {
         "blocks": "config.num_hidden_layers",
         "heads": "config.num_attention_heads",
@@ -20,7 +22,8 @@ KEYS = {
         "vocabulary": "config.vocab_size",
     },
 }
-DEFAULT_KEYS = {"blocks": "layers", "vocabulary": "vocab_size"}  # for a user's class, which may have them
+# For a user's class, which may have them.
+DEFAULT_KEYS = {"blocks": "layers", "vocabulary": "vocab_size", "experts": "experts"}
 
 
 def count(config: RunConfig, what: str) -> tuple[str, int | None]:
@@ -35,3 +38,9 @@ def count(config: RunConfig, what: str) -> tuple[str, int | None]:
     if value is None and what == "kv_heads":
         return f"model.{key}", count(config, "heads")[1]
     return f"model.{key}", value if isinstance(value, int) and value > 0 else None
+
+
+def is_reference_decoder(config: RunConfig) -> bool:
+    """Whether the model is one of our decoders, whose keys and parts are known."""
+    decoders = (TransformerConfig._target_, MoeTransformerConfig._target_)
+    return isinstance(config.model, dict) and config.model.get("_target_") in decoders

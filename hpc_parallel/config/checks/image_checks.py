@@ -11,6 +11,7 @@ from hpc_parallel.config.schema import (
     ConvNetConfig,
     DigitsDataConfig,
     HuggingFaceConfig,
+    MoeTransformerConfig,
     RunConfig,
     SegmenterConfig,
     TextDataConfig,
@@ -23,6 +24,7 @@ TOKENS = {"text": TextDataConfig._target_, "tokens": TokensDataConfig._target_}
 # The data that our models train on, by class path. A user's class may take any data.
 FITTING = {
     TransformerConfig._target_: TOKENS,
+    MoeTransformerConfig._target_: TOKENS,
     HuggingFaceConfig._target_: TOKENS,
     ConvNetConfig._target_: {"digits": DigitsDataConfig._target_},
     SegmenterConfig._target_: {"cells": CellsDataConfig._target_},

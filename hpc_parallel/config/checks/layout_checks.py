@@ -10,7 +10,7 @@ from hpc_parallel.config.checks.counts import count
 from hpc_parallel.config.checks.suggestions import multiples_near
 from hpc_parallel.config.layout import Layout, divisors, plan_batch, servers
 from hpc_parallel.config.schedules import schedule_of, stages_per_rank
-from hpc_parallel.config.schema import RunConfig, StrategyConfig, TransformerConfig
+from hpc_parallel.config.schema import RunConfig, StrategyConfig
 from hpc_parallel.problems import Found, Problem
 
 
@@ -96,7 +96,3 @@ def _batch(config: RunConfig, layout: Layout) -> Found:
             yield Problem(key, value, rule, tuple(sorted(near)))
         return
     yield from pipeline_checks.batch_problems(config, layout, plan)
-
-
-def is_transformer(config: RunConfig) -> bool:
-    return isinstance(config.model, dict) and config.model.get("_target_") == TransformerConfig._target_

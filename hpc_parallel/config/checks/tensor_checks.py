@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 
-from hpc_parallel.config.axes import AXES
 from hpc_parallel.config.checks.counts import count
 from hpc_parallel.config.checks.image_checks import is_convnet
-from hpc_parallel.config.checks.suggestions import along_with_less_of
-from hpc_parallel.config.layout import Layout, divisors
+from hpc_parallel.config.checks.suggestions import along_with_less_of, degrees_near
+from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.schema import RunConfig, SegmenterConfig
 from hpc_parallel.problems import Found, Problem
 
@@ -36,15 +35,12 @@ def _splits(config: RunConfig, layout: Layout) -> Found:
 
 
 def _heads_problem(config: RunConfig, layout: Layout, *, heads: int, kv_heads: int) -> Problem:
-    others = {axis: getattr(config.strategy, axis) for axis in AXES if axis != "tensor"}
     along = along_with_less_of("tensor", config.strategy)
-    fixed = [d for axis, d in others.items() if d > 1 and (not along or axis != "replicate")]
-    legal = divisors(math.gcd(heads, kv_heads, layout.devices // math.prod(fixed)))
-    near = sorted(legal, key=lambda d: abs(d - layout.tensor))[:2]
+    near = degrees_near("tensor", config, layout, heads, kv_heads)
     keys = [count(config, what)[0] for what in ("heads", "kv_heads")]
     counts = f"{keys[0]} = {heads} and {keys[1]} = {kv_heads}"
     rule = f"does not divide {counts}: each device needs whole heads"
-    return Problem("strategy.tensor", layout.tensor, rule, tuple(sorted(near)), along)
+    return Problem("strategy.tensor", layout.tensor, rule, near, along)
 
 
 def _classifier(config: RunConfig, layout: Layout) -> Found:

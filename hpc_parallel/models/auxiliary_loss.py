@@ -1,0 +1,41 @@
+"""A loss term that a block adds to the model's loss, in any stage of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class AuxiliaryLoss(nn.Module):
+    """Passes activations on and adds the gradient of `term`, as if `LayeredModel.loss` had added the term.
+
+    The reported loss does not include it, because the stage that has the loss may not have the term (as in
+    Megatron-Core's MoEAuxLossAutoScaler).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss_terms = 1
+        """`LayeredModel.loss_terms` of the batch that is being trained on; the loss is divided by it."""
+
+    def forward(self, x: Tensor, term: Tensor) -> Tensor:
+        """Returns `x`. `term` is a scalar, in the unit of the SUM that `LayeredModel.loss` returns."""
+        return _AddGradient.apply(x, term, self.loss_terms)  # type: ignore[no-any-return]
+
+
+def auxiliary_losses(models: Iterable[nn.Module]) -> list[AuxiliaryLoss]:
+    return [module for model in models for module in model.modules() if isinstance(module, AuxiliaryLoss)]
+
+
+class _AddGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, term: Tensor, loss_terms: int) -> Tensor:
+        ctx.gradient = torch.full_like(term, 1 / loss_terms)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradients[0], ctx.gradient, None

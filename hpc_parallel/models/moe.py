@@ -1,0 +1,146 @@
+"""The reference decoder with a mixture of experts in each block.
+
+Shazeer et al. 2017 (experts and router), Fedus et al. 2021 (Switch: gates that are not renormalised, and the
+balancing loss), DeepSeek-AI 2024 (balance within each sequence, so that it does not depend on the layout).
+No token is dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hpc_parallel.models.auxiliary_loss import AuxiliaryLoss
+from hpc_parallel.models.layered import PartFlops
+from hpc_parallel.models.transformer import Transformer
+
+
+class MoeTransformer(Transformer):
+    """Tokens [batch, seq] -> logits [batch, seq, vocab]; `ffn_dim` is the inner width of each expert.
+
+    Raises ValueError as Transformer does, and if `experts_per_token` is not between 1 and `experts`.
+    """
+
+    tensor_roles = MappingProxyType({})  # no roles: the tensor axis does not split it
+
+    def __init__(
+        self, *, experts: int, experts_per_token: int, balance: float, dim: int, ffn_dim: int, **shape: Any
+    ) -> None:
+        if not 1 <= experts_per_token <= experts:
+            raise ValueError(f"model.experts_per_token = {experts_per_token} must be 1 to {experts}")
+        super().__init__(dim=dim, ffn_dim=ffn_dim, **shape)
+        for block in self.blocks.values():
+            block.feed_forward = MixtureOfExperts(
+                Experts(experts, dim=dim, hidden=ffn_dim), per_token=experts_per_token, balance=balance
+            )
+
+    def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """As in Transformer; the experts' `down` is a projection into the residual stream."""
+        if name.endswith(".experts.down"):
+            tensor.normal_(std=0.02 / math.sqrt(2 * self.layers), generator=generator)
+        else:
+            super().initialise(name, tensor, generator)
+
+    def forward_flops(self, sample_shape: tuple[int, ...]) -> PartFlops:
+        """As in Transformer, with the experts that a token uses."""
+        (seq,) = sample_shape
+        flops = super().forward_flops(sample_shape)
+        mixtures = [module for module in self.modules() if isinstance(module, MixtureOfExperts)]
+        blocks = tuple(
+            part - 2 * seq * mixture.unused_weights
+            for part, mixture in zip(flops.blocks, mixtures, strict=True)
+        )
+        return PartFlops(stem=flops.stem, blocks=blocks, head=flops.head)
+
+
+class Experts(nn.Module):
+    """SwiGLU layers, one for each expert: down(silu(gate(x)) * up(x)). Weights are [expert, out, in]."""
+
+    def __init__(self, count: int, *, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.count = count
+        self.gate = nn.Parameter(torch.empty(count, hidden, dim))
+        self.up = nn.Parameter(torch.empty(count, hidden, dim))
+        self.down = nn.Parameter(torch.empty(count, dim, hidden))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Returns the outputs of `rows` [row, dim], which are sorted by expert; `counts` [expert], int64."""
+        ends = counts.cumsum(0, dtype=torch.int32)
+        hidden = F.silu(grouped_product(rows, self.gate, ends)) * grouped_product(rows, self.up, ends)
+        return grouped_product(hidden, self.down, ends)
+
+
+class MixtureOfExperts(nn.Module):
+    """Each token goes to the experts with the largest router probabilities, which weight their outputs."""
+
+    whole_sequences = True
+    """The balance is that of whole sequences, so the context axis can't split them."""
+
+    def __init__(self, experts: Experts, *, per_token: int, balance: float) -> None:
+        super().__init__()
+        dim = experts.gate.shape[-1]
+        self.router = nn.Linear(dim, experts.count, bias=False)
+        self.experts = experts
+        self.per_token = per_token
+        self.balance = balance
+        self.auxiliary = AuxiliaryLoss()
+
+    @property
+    def unused_weights(self) -> int:
+        """Number of weights of the experts that a token does not use."""
+        weights = sum(weight.numel() for weight in self.experts.parameters())
+        return weights - weights * self.per_token // self.experts.count
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns a tensor like `x` [batch, seq, dim]."""
+        logits = self.router(x)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        probabilities = logits.softmax(dim=-1)  # [batch, seq, expert]
+        gates, chosen = probabilities.topk(self.per_token, dim=-1)  # [batch, seq, per_token]
+        output = self._mix(x.flatten(0, 1), chosen.flatten(0, 1), gates.flatten(0, 1)).view_as(x)
+        return self.auxiliary(output, self.balance * imbalance(probabilities, chosen))  # type: ignore[no-any-return]
+
+    def _mix(self, tokens: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
+        """Returns [token, dim]: for each token the sum of its experts' outputs, weighted by `gates`."""
+        assignments = chosen.flatten()
+        order = assignments.argsort(stable=True)  # by expert
+        # Unlike bincount, scatter_add does not make the host wait for the device.
+        zeros, ones = assignments.new_zeros(self.experts.count), torch.ones_like(assignments)
+        counts = zeros.scatter_add(0, assignments, ones)
+        outputs = self.experts(tokens[order // self.per_token], counts)
+        by_token = outputs[order.argsort()].unflatten(0, (-1, self.per_token))
+        return torch.sum(by_token * gates.to(outputs.dtype).unsqueeze(-1), dim=1)
+
+
+def imbalance(probabilities: Tensor, chosen: Tensor) -> Tensor:
+    """The balancing loss summed over positions; 1 for each position if all experts are used equally.
+
+    For a sequence of S positions it is S x experts x sum over experts of f P, where f is an expert's share of
+    the assignments and P its mean probability (Fedus et al. 2021, eq. 4). `probabilities` [batch, seq,
+    expert]; `chosen` [batch, seq, per_token].
+    """
+    positions, experts = probabilities.shape[1:]
+    assigned = torch.zeros_like(probabilities).scatter(-1, chosen, 1.0)
+    shares = assigned.sum(dim=1) / (positions * chosen.shape[-1])
+    return positions * experts * (shares * probabilities.mean(dim=1)).sum()
+
+
+def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Multiply each group of `rows` [row, in] by its matrix of `weights` [group, out, in].
+
+    ends: the index after the last row of each group, [group], int32. torch has one kernel for all groups, but
+    not for float64; then the host reads `ends`.
+    """
+    if torch.is_autocast_enabled(rows.device.type):
+        dtype = torch.get_autocast_dtype(rows.device.type)
+        rows, weights = rows.to(dtype), weights.to(dtype)
+    if rows.dtype != torch.float64:
+        return F.grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    products = [F.linear(group, weight) for group, weight in zip(rows.split(sizes), weights, strict=True)]
+    return torch.cat(products)

@@ -1,0 +1,132 @@
+"""Expert parallelism: every device holds some of the experts, and tokens travel to them and back.
+
+Lepikhin et al. 2020 (GShard). The axis splits the batch, as `replicate` does, so all other weights are
+replicas. A device's experts see the tokens of all devices of the axis, which is why their gradients are sums,
+and are divided by its degree to become those of the mean loss. The host reads the number of tokens in each
+layer, because a collective needs the sizes of its messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.func import functional_call
+from torch.nn import Module, Parameter
+
+from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.models.moe import Experts
+from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.strategies.forward_backward import ForwardBackward
+from hpc_parallel.strategies.replace_forward import Forward, OriginalForward, replace_forward
+from hpc_parallel.strategies.replicate import Average
+
+
+def require(model: LayeredModel, *, axis: DeviceMesh) -> None:
+    """Raises ConfigError if the experts of the whole `model` can't be split over `axis`."""
+    degree = axis.size()
+    counts = {module.count for module in model.modules() if isinstance(module, Experts)}
+    if not counts:
+        rule = f"splits experts, and {type(model).__name__} has none (models/moe.py: Experts)"
+    elif any(count % degree for count in counts):
+        rule = f"does not divide the number of experts, {max(counts)}"
+    else:
+        return
+    raise ConfigError([Problem("strategy.expert", degree, rule, (1,))])
+
+
+def apply(model: LayeredModel, *, axis: DeviceMesh) -> LayeredModel:
+    """Keep only this device's experts in every `Experts` of `model`, or of a stage of it."""
+    for module in list(model.modules()):
+        if isinstance(module, Experts):
+            for name, weight in list(module.named_parameters(recurse=False)):
+                local = weight.chunk(axis.size())[axis.get_local_rank()]
+                split = DTensor.from_local(
+                    local, axis, [Shard(0)], run_check=False, shape=weight.shape, stride=weight.stride()
+                )
+                setattr(module, name, Parameter(split.detach(), requires_grad=weight.requires_grad))
+            forward = partial(_with_tokens_of_all, axis, OriginalForward(module))
+            replace_forward(module, forward, technique="Split")
+    return model
+
+
+def _with_tokens_of_all(
+    axis: DeviceMesh, original: OriginalForward, _: Forward, module: Module, rows: Tensor, counts: Tensor
+) -> Tensor:
+    """Send `rows` [row, dim], sorted by expert, to the devices of their experts, and the outputs back."""
+    group, degree = axis.get_group(), axis.size()
+    received_counts = torch.empty_like(counts)  # [device * expert of this device]
+    dist.all_to_all_single(received_counts, counts.contiguous(), group=group)
+    by_device = received_counts.view(degree, -1)
+    sent, received = torch.stack([counts.view(degree, -1).sum(1), by_device.sum(1)]).tolist()
+    arrived = Exchange.apply(rows, group, sent, received)
+    experts = torch.arange(by_device.shape[1], device=rows.device).repeat(degree)
+    order = experts.repeat_interleave(received_counts, output_size=sum(received)).argsort(stable=True)
+    outputs = functional_call(original, _local_weights(module, degree), (arrived[order], by_device.sum(0)))
+    return Exchange.apply(outputs[order.argsort()], group, received, sent)  # type: ignore[no-any-return]
+
+
+def _local_weights(module: Module, degree: int) -> dict[str, Tensor]:
+    weights = module.named_parameters(recurse=False)
+    return {
+        f"module.{name}": DivideGradient.apply(weight.to_local(), degree)
+        for name, weight in weights
+        if isinstance(weight, DTensor)
+    }
+
+
+class Exchange(torch.autograd.Function):
+    """Sends `sent[i]` rows to device i of the group and receives `received[i]` rows from it, in order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int]
+    ) -> Tensor:
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        arrived = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return Exchange.apply(gradients[0], ctx.group, ctx.received, ctx.sent), None, None, None
+
+
+class DivideGradient(torch.autograd.Function):
+    """Returns the weight; its gradient is divided by `divisor`."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, divisor: int) -> Tensor:
+        ctx.divisor = divisor
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] / ctx.divisor, None
+
+
+class ExpertReplicas:
+    """Averages the experts' gradients over `replicas`, the ranks that hold the same experts."""
+
+    def __init__(
+        self, inner: ForwardBackward, *, parts: Sequence[LayeredModel], replicas: DeviceMesh
+    ) -> None:
+        self._inner = inner
+        experts = [weight for part in parts for weight in part.parameters() if isinstance(weight, DTensor)]
+        self._average = Average(experts, axis=replicas)
+        self.copies = inner.copies
+
+    def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        loss = self._inner.train(inputs, targets)
+        self._average.start()
+        self._average.finish()
+        return loss
+
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return self._inner.evaluate(inputs, targets)
