@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from hydra.utils import instantiate
@@ -72,9 +73,10 @@ def assemble(
     device: torch.device,
     trains: bool = True,
 ) -> Assembled:
-    """Build on meta, cut into stages, split samples or layers, checkpoint, compile, shard, set the precision,
-    materialise, replicate.
+    """Build the model and apply the techniques.
 
+    The order is: build on meta, cut into stages, split samples or layers, checkpoint, compile, shard, set the
+    precision, materialise, replicate.
     Weights are materialised before replication, which needs real ones, and after everything that decides
     which of them this rank needs. Each is drawn from (seed, its name), so no rank sends weights to another.
     Inference (not `trains`) needs no replication, which averages gradients.
@@ -93,26 +95,10 @@ def assemble(
         prepare(part, config=config, mesh=mesh, device=device)
     replicas = replicate_parts(parts, config=config, batch=batch, mesh=mesh, device=device, trains=trains)
 
-    def through(microbatches: int) -> ForwardBackward:
-        if mesh.get_coordinate() is None:
-            return Idle(device=device)
-        schedule: ForwardBackward
-        if axis_of(mesh, "pipeline") is None:
-            schedule = Accumulate(replicas.runners[0], model=parts[0], loss=loss, microbatches=microbatches)
-        else:
-            schedule = pipeline.Pipeline(
-                replicas.runners, stages=parts, loss=loss, indices=list(local_stages), mesh=mesh,
-                replicas=replicas.unaveraged, schedule=config.strategy.schedule, microbatches=microbatches,
-                device=device,
-            )  # fmt: skip
-        if axis_of(mesh, "expert") is not None and (axis := axis_of(mesh, "replicate")) is not None:
-            schedule = expert.ExpertReplicas(schedule, parts=parts, replicas=axis)
-        if (axis := axis_of(mesh, "context")) is not None:
-            schedule = SequenceParts(schedule, axis=axis)
-        if (axis := axis_of(mesh, "tensor")) is not None:
-            schedule = TensorGroup(schedule, axis=axis, options=config.strategy)
-        return schedule
-
+    through = partial(
+        build_forward_backward, stages=local_stages, replicas=replicas, loss=loss, mesh=mesh,
+        options=config.strategy, device=device,
+    )  # fmt: skip
     return Assembled(
         parts=parts,
         forward_backward=through(batch.microbatches),
@@ -122,6 +108,37 @@ def assemble(
         server=replicas.server,
         traffic=replicas.traffic,
     )
+
+
+def build_forward_backward(
+    microbatches: int,
+    *,
+    stages: Mapping[int, LayeredModel],
+    replicas: Replicas,
+    loss: Loss,
+    mesh: DeviceMesh,
+    options: StrategyConfig,
+    device: torch.device,
+) -> ForwardBackward:
+    """How a batch passes this rank's `stages`, and what the ranks that share its samples do around it."""
+    if mesh.get_coordinate() is None:
+        return Idle(device=device)
+    parts = list(stages.values())
+    schedule: ForwardBackward
+    if axis_of(mesh, "pipeline") is None:
+        schedule = Accumulate(replicas.runners[0], model=parts[0], loss=loss, microbatches=microbatches)
+    else:
+        schedule = pipeline.Pipeline(
+            replicas.runners, stages=stages, loss=loss, mesh=mesh, replicas=replicas.unaveraged,
+            schedule=options.schedule, microbatches=microbatches, device=device,
+        )  # fmt: skip
+    if axis_of(mesh, "expert") is not None and (axis := axis_of(mesh, "replicate")) is not None:
+        schedule = expert.ExpertReplicas(schedule, parts=parts, replicas=axis)
+    if (axis := axis_of(mesh, "context")) is not None:
+        schedule = SequenceParts(schedule, axis=axis)
+    if (axis := axis_of(mesh, "tensor")) is not None:
+        schedule = TensorGroup(schedule, axis=axis, options=options)
+    return schedule
 
 
 def check_samples(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -136,16 +136,15 @@ class Pipeline:
         self,
         runners: Sequence[Module],
         *,
-        stages: Sequence[LayeredModel],
+        stages: Mapping[int, LayeredModel],
         loss: Loss,
-        indices: Sequence[int],
         mesh: DeviceMesh,
         replicas: DeviceMesh | None,
         schedule: str,
         microbatches: int,
         device: torch.device,
     ) -> None:
-        """Build the schedule of this rank's `stages`, whose places in the pipeline are `indices`.
+        """Build the schedule of this rank's `stages`, by their index in the pipeline.
 
         `runners` are the stages as wrapped by DistributedDataParallel, if it applies. `replicas` is the axis
         whose gradients no wrapper averages.
@@ -156,22 +155,22 @@ class Pipeline:
             raise ConfigError([problem])
         delay_averaging(runners)
         axis = mesh["pipeline"]
-        count = axis.size() * len(stages)
+        models, count = list(stages.values()), axis.size() * len(stages)
         self._parts = [
             Stage(runner, index, count, device, group=axis.get_group())
-            for runner, index in zip(runners, indices, strict=True)
+            for runner, index in zip(runners, stages, strict=True)
         ]
-        self._averages = [] if replicas is None else [average_of(stage, axis=replicas) for stage in stages]
+        self._averages = [] if replicas is None else [average_of(model, axis=replicas) for model in models]
         for part, average in zip(self._parts, self._averages, strict=False):
             part.average = average
-        self._model = stages[-1]
-        self._auxiliary_losses = auxiliary_losses(stages)
+        self._model = models[-1]
+        self._auxiliary_losses = auxiliary_losses(models)
         self._loss = loss
         self._terms = 1
-        self._first = indices[0] == 0
-        self._last = indices[-1] == count - 1
+        self._first = min(stages) == 0
+        self._last = max(stages) == count - 1
         self._device = device
-        self._tied = TiedEnds(stages, mesh=mesh, v_shaped=SCHEDULES[schedule].v_shaped)
+        self._tied = TiedEnds(models, mesh=mesh, v_shaped=SCHEDULES[schedule].v_shaped)
         self.copies: Sequence[Parameter] = self._tied.copies
         self._passes = microbatches if SCHEDULES[schedule].in_turn else 1
         self._per_pass = microbatches // self._passes
