@@ -26,7 +26,7 @@ def write_runs(runs: Sequence[PreparedRun]) -> None:
 
     def write(run: PreparedRun) -> None:
         copied = next((one for one in taken if run.snapshot and one.files is run.snapshot.files), None)
-        run.write(taken=copied, state=state)
+        run.write(copied=copied, git_state=state)
         written.append(run)
         if copied is None and run.snapshot is not None:
             taken.append(run.snapshot)
@@ -45,7 +45,7 @@ def write_runs(runs: Sequence[PreparedRun]) -> None:
 def take_back(runs: Iterable[PreparedRun]) -> None:
     """Undo `write_runs` for runs that have not started."""
     for run in runs:
-        run.take_back()
+        run.undo_write()
 
 
 def for_each(work: Callable[[T], object], items: Iterable[T]) -> None:

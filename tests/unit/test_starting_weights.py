@@ -140,7 +140,7 @@ def test_a_resumed_run_does_not_look_at_them(run: RunFolder) -> None:
     assert prepared(*words).values["weights"] == "/gone.safetensors"
     other = problems(*words[:-1], "weights=/other.safetensors")
     assert other == [
-        "weights = /other.safetensors is another than the run to go on with has: it goes on from its own. "
+        "weights = /other.safetensors differs from the run to resume: it continues from its own weights. "
         "Try weights=/gone.safetensors."
     ]
 
