@@ -24,7 +24,7 @@ from hpc_parallel.record.values import flatten
 from hpc_parallel.shell import complain
 
 AUTO = "auto"
-KEPT = {
+FIXED = {  # keys that can't change, with the reason
     "model": "its weights would not fit",
     "data": "the order of samples would not continue",
     "seed": "the order of samples would not continue",
@@ -117,17 +117,17 @@ def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Found:
         yield f"resume = {folder.path} can't continue: {error}"
         return
     now = flatten(values)
-    for kept, why in KEPT.items():
+    for fixed, reason in FIXED.items():
         for key in sorted(before.keys() | now.keys()):
-            if (key == kept or key.startswith(f"{kept}.")) and before.get(key) != now.get(key):
-                rule = f"differs from the run to resume: {why}"
+            if (key == fixed or key.startswith(f"{fixed}.")) and before.get(key) != now.get(key):
+                rule = f"differs from the run to resume: {reason}"
                 yield Problem(key, now.get(key), rule, (before.get(key),))
-    done = [checkpoint.step for checkpoint in complete(folder.checkpoints)]
-    if not done:
+    steps = [checkpoint.step for checkpoint in complete(folder.checkpoints)]  # newest first
+    if not steps:
         yield f"resume = {folder.path} has no checkpoint, so it can't continue. Try the same line without it."
-    elif done[0] >= now["training.steps"]:
-        rule = f"are already done: the newest checkpoint is of step {done[0]}"
-        yield Problem("training.steps", now["training.steps"], rule, (2 * done[0],))
+    elif steps[0] >= now["training.steps"]:
+        rule = f"are already done: the newest checkpoint is of step {steps[0]}"
+        yield Problem("training.steps", now["training.steps"], rule, (2 * steps[0],))
 
 
 def _replaced(key: str, typed: set[str]) -> bool:

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from hpc_parallel.commands.export import main as export
 from hpc_parallel.config.checks.starting_weights import read_header
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.record.checkpoint_index import beside, checksum, publish
+from hpc_parallel.record.checkpoint_index import checksum, publish, unfinished_folder
 from hpc_parallel.record.run_folder import RunFolder
 from tests.composed import composed, prepared
 
@@ -38,8 +38,8 @@ def run(tmp_path: Path) -> RunFolder:
     folder.config.write_text(yaml.safe_dump({"model": MODEL}))
     folder.checkpoints.mkdir()
     for step in (5, 10):
-        beside(folder.checkpoints, step).mkdir()
-        part = beside(folder.checkpoints, step) / "part"
+        unfinished_folder(folder.checkpoints, step).mkdir()
+        part = unfinished_folder(folder.checkpoints, step) / "part"
         part.write_bytes(b"numbers")
         files = {"part": {"bytes": 7, "xxh3_128": checksum(part)}}
         publish(folder.checkpoints, step=step, files=files, about={"config": {"model": MODEL}})
