@@ -236,14 +236,17 @@ def prepare(
     if config.resume and (problems := list(resume.find_problems(folder, values))):
         raise ConfigError(problems)
     values["run_dir"] = str(folder.path)
-    snapshot = None
-    if config.launcher.snapshot:
-        snapshot = plan(
-            folder.code, working_directory=Path.cwd(),
-            most_mb=config.launcher.snapshot_mb, exclude=config.launcher.snapshot_exclude,
-            credentials=config.launcher.snapshot_credentials,
-        )  # fmt: skip
     return PreparedRun(
-        config, values, layout=layout, batch=batch, folder=folder, snapshot=snapshot,
+        config, values, layout=layout, batch=batch, folder=folder, snapshot=_snapshot(config, folder, plan),
         overrides=overrides, config_dir=Path(config_dir).absolute() if config_dir else None,
+    )  # fmt: skip
+
+
+def _snapshot(config: RunConfig, folder: RunFolder, plan: Callable[..., Snapshot]) -> Snapshot | None:
+    launcher = config.launcher
+    if not launcher.snapshot:
+        return None
+    return plan(
+        folder.code, working_directory=Path.cwd(), most_mb=launcher.snapshot_mb,
+        exclude=launcher.snapshot_exclude, credentials=launcher.snapshot_credentials,
     )  # fmt: skip
