@@ -10,18 +10,18 @@ from hpc_parallel.shadowing import guard_import_path
 __version__ = "0.1.0"
 __all__ = ["ConfigError", "Run", "RunConfig", "SiteRefusedError", "State", "compose", "runs", "submit"]
 
-if sys.argv[:1] == ["-m"]:  # so it is while Python looks for the module to run
+if sys.argv[:1] == ["-m"]:  # Python sets this while it looks for the module to run
     guard_import_path(__path__[0])
     _print_traceback = sys.excepthook
 
     def _unless_interrupted(kind, error, trace):  # type: ignore[no-untyped-def]  # types is not imported yet
-        """Ctrl-C while a command still imports is no error."""
+        """Print no traceback for Ctrl-C while a command still imports."""
         if kind is not KeyboardInterrupt:
             _print_traceback(kind, error, trace)
 
     sys.excepthook = _unless_interrupted
 
-TYPE_CHECKING = False  # as typing has it, which takes time to import
+TYPE_CHECKING = False  # as in `typing`, which takes time to import
 if TYPE_CHECKING:
     from hpc_parallel.api import ConfigError, Run, RunConfig, SiteRefusedError, State, compose, runs, submit
 else:
@@ -32,7 +32,7 @@ else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from hpc_parallel import api
 
-        globals().update({each: getattr(api, each) for each in __all__})
+        globals().update({public_name: getattr(api, public_name) for public_name in __all__})
         return globals()[name]
 
     def __dir__():

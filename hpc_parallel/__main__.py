@@ -1,6 +1,6 @@
-"""`python -m hpc_parallel COMMAND ...` and the script `hpc-parallel`; `run` where no command is named."""
+"""`python -m hpc_parallel COMMAND ...` and the script `hpc-parallel`; the default command is `run`."""
 
-# PYTHON_ARGCOMPLETE_OK (by which argcomplete's global completion finds `python -m hpc_parallel`)
+# PYTHON_ARGCOMPLETE_OK (argcomplete's global completion finds `python -m hpc_parallel` by this line)
 from __future__ import annotations
 
 import os
@@ -16,7 +16,7 @@ from hpc_parallel.shell import complain, run_command
 
 @dataclass(frozen=True)
 class Command:
-    """A module whose `main` takes the words after the command's name and returns the exit code."""
+    """A module whose `main` takes the arguments after the command's name and returns the exit code."""
 
     module: str
     purpose: str
@@ -24,25 +24,25 @@ class Command:
 
 COMMANDS = {
     "run": Command("hpc_parallel.commands.run", "check, then train here or submit (the default command)"),
-    "rerun": Command("hpc_parallel.commands.rerun", "a run once more, from the source that it kept"),
-    "status": Command("hpc_parallel.commands.status", "how runs stand: state, step, loss, speed, time left"),
-    "logs": Command("hpc_parallel.commands.logs", "what the ranks of a run print"),
+    "rerun": Command("hpc_parallel.commands.rerun", "start a run again, from the source that it kept"),
+    "status": Command("hpc_parallel.commands.status", "list runs: state, step, loss, speed, time left"),
+    "logs": Command("hpc_parallel.commands.logs", "show what the ranks of a run print"),
     "cancel": Command("hpc_parallel.commands.cancel", "end a run, or all of a sweep"),
-    "show": Command("hpc_parallel.commands.show", "one run in full: settings, layout, figures, failure"),
-    "report": Command("hpc_parallel.commands.report", "what runs show, as a page with tables and plots"),
-    "parity": Command("hpc_parallel.commands.parity", "prove that strategies follow one device"),
-    "export": Command("hpc_parallel.commands.export", "a checkpoint's weights as one safetensors file"),
-    "tokenize": Command("hpc_parallel.commands.tokenize", "texts to a row of tokens"),
+    "show": Command("hpc_parallel.commands.show", "show one run in full: settings, layout, figures, failure"),
+    "report": Command("hpc_parallel.commands.report", "compare runs on a page with tables and plots"),
+    "parity": Command("hpc_parallel.commands.parity", "prove that strategies equal one device"),
+    "export": Command("hpc_parallel.commands.export", "write a checkpoint's weights to one safetensors file"),
+    "tokenize": Command("hpc_parallel.commands.tokenize", "convert texts to tokens for training"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Hand the arguments after the command's name to that command; returns its exit code."""
+    """Run the named command with the arguments after its name; returns its exit code."""
     return run_command(lambda: _dispatch(list(sys.argv[1:] if arguments is None else arguments)))
 
 
 def _dispatch(words: list[str]) -> int:
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may come next
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
         from hpc_parallel.commands.completion import complete
 
         complete(COMMANDS)
@@ -67,12 +67,12 @@ def usage() -> str:
         "",
         *lines,
         "",
-        "COMMAND --help tells more. Without a command: python -m hpc_parallel strategy=pipeline nodes=2",
+        "See COMMAND --help. Without a command: python -m hpc_parallel strategy=pipeline nodes=2",
     ])  # fmt: skip
 
 
 def _is_name(word: str) -> bool:
-    """Not an override (`nodes=2`, `~key`) or a flag of Hydra's."""
+    """Whether it is not an override (`nodes=2`, `~key`) or a flag of Hydra."""
     return word.isidentifier()
 
 

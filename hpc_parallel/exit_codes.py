@@ -1,6 +1,6 @@
-"""What the commands return to the shell."""
+"""The exit codes of the commands."""
 
 DONE = 0
 FAILED = 1  # the run or the work failed, or Ctrl-C
 WRONG = 2  # the configuration or the command is wrong; nothing was written or submitted
-REFUSED = 3  # the site refused: Slurm's own words are shown
+REFUSED = 3  # the site refused; Slurm's message is shown

@@ -1,8 +1,8 @@
 """The module that a job starts: `python -m hpc_parallel.job PART RUN_FOLDER ...`.
 
-A job may start days after it was submitted, and then with a newer hpc_parallel. Batch scripts, submitit's
-payloads and the local launcher therefore name this module only, and its parts keep their names. The modules
-behind them may move.
+A job may start days after it was submitted, with a newer version of hpc_parallel. Batch scripts, submitit's
+payloads and the local launcher therefore name only this module, and its parts keep their names. The modules
+that they import may move.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ def agent(arguments: Sequence[str]) -> None:
 
 
 def conclude(arguments: Sequence[str]) -> None:
-    """Name the cause after a job has ended badly."""
+    """Find and record the cause after a job has failed."""
     from hpc_parallel.supervise import conclude
 
     conclude.main(arguments)
 
 
 def worker_main() -> Callable[[str], int]:
-    """Import everything that a rank needs, torch included, and return what the rank runs.
+    """Import everything that a rank needs, including torch, and return the function that a rank runs.
 
     The local agent calls this once, before it forks the ranks. No rank may inherit a CUDA context or a pool
-    of OpenMP threads, so nothing is computed here.
+    of OpenMP threads, so this function computes nothing.
     """
     from hpc_parallel.worker.main import main
 

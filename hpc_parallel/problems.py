@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, said so that the reader can mend it."""
+"""Problems of a configuration, with suggestions for the user."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _PLAIN_PATH = re.compile(r"/[\w./-]*", re.ASCII)
 
 @dataclass(frozen=True)
 class Problem:
-    """One wrong value: which key, what it is, which rule it breaks, legal values near it.
+    """One wrong value: its key, the value, the rule that it breaks, and similar legal values.
 
-    `along`: overrides that must change with the value for it to be legal.
+    along: overrides that must change together with the value to make it legal.
     """
 
     key: str
@@ -28,8 +28,8 @@ class Problem:
     def __str__(self) -> str:
         text = f"{self.key} = {spell(self.value)} {self.rule}."
         if self.legal:
-            mends = [" ".join([f"{self.key}={spell(value)}", *self.along]) for value in self.legal]
-            text += f" Try {alternatives(mends)}."
+            suggestions = [" ".join([f"{self.key}={spell(value)}", *self.along]) for value in self.legal]
+            text += f" Try {alternatives(suggestions)}."
         return text
 
 
@@ -37,18 +37,18 @@ Found = Iterator[Problem | str]
 
 
 class ConfigError(ValueError):
-    """A configuration that can't run, with all its problems."""
+    """Raised for a configuration that can't run; `problems` lists all problems."""
 
     def __init__(self, problems: Sequence[Problem | str]) -> None:
         self.problems = list(problems)
         super().__init__("\n".join(map(str, problems)))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem | str]]]:
-        return type(self), (self.problems,)  # pickled by what it was made from, not by its text
+        return type(self), (self.problems,)  # pickle the problems, not the text
 
 
 def spell(value: Any) -> str:
-    """The value as a command line says it; what would need quoting there is shown quoted."""
+    """Write the value as on a command line, with quotes if it needs them."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -64,8 +64,13 @@ def spell(value: Any) -> str:
 
 
 def printable(text: object, *, keep: str = "") -> str:
-    """Any text as one that a terminal only shows: control characters, line ends, characters that change the
-    direction of text, and lone surrogates become escapes such as \\x1b. `keep`: characters left alone."""
+    """Escape everything in a text that a terminal would not just show.
+
+    Control characters, line ends, characters that change the text direction, and lone surrogates become
+    escapes such as \\x1b.
+
+    keep: characters that stay as they are.
+    """
     shown = str(text)
     if shown.isprintable():
         return shown
@@ -82,10 +87,10 @@ def _escape(char: str) -> str:
 
 
 def quoted(text: object) -> str:
-    """Any text as one value of an override, whatever Hydra would read into it; a plain path as it is."""
+    """Quote any text so that Hydra reads it as one plain string; a plain path needs no quotes."""
     if _PLAIN_PATH.fullmatch(str(text)):
         return str(text)
-    # Hydra reads a backslash as it is, unless a quote follows it.
+    # Hydra takes a backslash literally unless a quote follows it.
     return "'" + re.sub(r"(\\*)('|\Z)", lambda end: end[1] * 2 + "\\" * len(end[2]) + end[2], str(text)) + "'"
 
 
@@ -94,6 +99,6 @@ def alternatives(texts: Sequence[str]) -> str:
     return " or ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
 
 
-def nearest(word: str, known: Iterable[str], *, most: int = 1) -> list[str]:
-    """The known words that `word` was probably meant to be, best first."""
-    return difflib.get_close_matches(word, sorted(known), n=most, cutoff=0.5)
+def nearest(word: str, choices: Iterable[str], *, most: int = 1) -> list[str]:
+    """The choices that `word` was probably meant to be, at most `most`, best first."""
+    return difflib.get_close_matches(word, sorted(choices), n=most, cutoff=0.5)

@@ -1,8 +1,8 @@
-"""Modules that another user has put in the current folder, where `python -m` looks first.
+"""Protects against modules of another user in the current folder, where `python -m` looks first.
 
-The package runs this before it imports anything else. Until the folder is known to be safe it is not on the
-import path, and only modules that Python has loaded already are used. Python itself looks for `runpy` and
-`hpc_parallel` before any code of ours runs: the command `hpc-parallel` is the safe form.
+The package runs this before it imports anything else. Until the folder is known to be safe, it is not on the
+import path, and only modules that Python has already loaded are used. Python itself looks for `runpy` and
+`hpc_parallel` before any code of this package runs. The command `hpc-parallel` avoids this.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import os
 import sys
 
 _ENDINGS = (".py", ".pyc", ".so")
-# Imported although no code names them: Hydra's plugins, and what distributions register with torch.
+# Imported although no code names them: Hydra's plugins, and what packages register with torch.
 _SCANNED = (".dist-info", ".egg-info", ".egg-link", "hydra_plugins")
 
 
 def guard_import_path(package: str) -> None:
-    """Keep a folder that other users may write off the import path of a `python -m hpc_parallel...`.
+    """Remove a folder that other users can write to from the import path of `python -m hpc_parallel...`.
 
-    package: the folder of this package. If it lies in the current folder, all of the code does; then this
-    process ends with exit code 2 if another user's module would hide an installed one.
+    package: the folder of this package. If it is in the current folder, all of the code is; then this process
+    ends with exit code 2 if another user's module would hide an installed one.
     """
     if sys.flags.safe_path or not sys.path:
         return
@@ -27,21 +27,21 @@ def guard_import_path(package: str) -> None:
     if is_private(folder or os.curdir):
         sys.path.insert(0, folder)
         return
-    place = os.path.realpath(folder or os.curdir)
-    if os.path.dirname(os.path.realpath(package)) == place:
-        if names := hiding(place, sys.path):
+    path = os.path.realpath(folder or os.curdir)
+    if os.path.dirname(os.path.realpath(package)) == path:
+        if names := hiding(path, sys.path):
             hidden = ", ".join(map(repr, names[:3]))
-            _say(f"The folder {place!r} holds {hidden} of another user in place of the installed modules. "
+            _say(f"The folder {path!r} holds {hidden} of another user in place of the installed modules. "
                  "Try the command hpc-parallel, or another folder.")  # fmt: skip
             sys.exit(2)
         sys.path.insert(0, folder)
-    elif any(_is_module(entry) for entry in _entries(place)):
-        _say(f"Python modules in {place!r} are not imported, because other users may write there. "
-             f"If you trust them: PYTHONPATH={place}")  # fmt: skip
+    elif any(_is_module(entry) for entry in _entries(path)):
+        _say(f"Python modules in {path!r} are not imported, because other users may write there. "
+             f"If you trust them: PYTHONPATH={path}")  # fmt: skip
 
 
 def is_private(folder: str) -> bool:
-    """Whether only this user (and root) can put a file there, or already has; False if there is no folder."""
+    """Whether only this user and root can create files in the folder; False if it does not exist."""
     try:
         status = os.stat(folder)
     except OSError:
@@ -52,28 +52,28 @@ def is_private(folder: str) -> bool:
 
 
 def hiding(folder: str, import_path: list[str]) -> list[str]:
-    """Names in `folder` that another user put there and that hide a module of `import_path`."""
+    """Names in `folder` that belong to another user and hide a module of `import_path`."""
     foreign = [entry.name for entry in _entries(folder) if _is_module(entry) and not _is_own_entry(entry)]
-    known = {*sys.stdlib_module_names} if foreign else set()
-    for place in import_path if foreign else ():
-        known |= {entry.name.partition(".")[0] for entry in _entries(place)}
-    known -= {"hpc_parallel"}
-    return sorted(name for name in foreign if name.partition(".")[0] in known or name.endswith(_SCANNED))
+    installed = {*sys.stdlib_module_names} if foreign else set()
+    for path in import_path if foreign else ():
+        installed |= {entry.name.partition(".")[0] for entry in _entries(path)}
+    installed -= {"hpc_parallel"}
+    return sorted(name for name in foreign if name.partition(".")[0] in installed or name.endswith(_SCANNED))
 
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
             return list(entries)
-    except OSError:  # a zip file, say
+    except OSError:  # for example a zip file
         return []
 
 
 def _is_module(entry: os.DirEntry[str]) -> bool:
-    """A folder counts with its __init__ alone: without one, an installed module comes first."""
+    """Whether it can be imported. A folder needs an __init__, or an installed module comes first."""
     if entry.name.endswith((*_ENDINGS, *_SCANNED)):
         return True
-    return any(name.name.startswith("__init__.") for name in _entries(entry.path))
+    return any(child.name.startswith("__init__.") for child in _entries(entry.path))
 
 
 def _is_own_entry(entry: os.DirEntry[str]) -> bool:
@@ -88,15 +88,15 @@ def _is_own(status: os.stat_result) -> bool:
 
 
 def _is_own_group(group: int) -> bool:
-    """Whether the group is the user's alone, as useradd makes it (see record/trust.py)."""
-    import grp  # safe: the current folder is not on the import path now
+    """Whether the user is the group's only member, as useradd creates it (see record/trust.py)."""
+    import grp  # safe: the current folder is not on the import path
     import pwd
 
     try:
-        own, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid())
+        entry, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid())
     except KeyError:
         return False
-    return group == user.pw_gid and own.gr_name == user.pw_name and set(own.gr_mem) <= {user.pw_name}
+    return group == user.pw_gid and entry.gr_name == user.pw_name and set(entry.gr_mem) <= {user.pw_name}
 
 
 def _say(message: str) -> None:

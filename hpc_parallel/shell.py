@@ -1,5 +1,7 @@
-"""What every command does alike where it meets the shell: streams that are closed or full, Ctrl-C, a folder
-that is gone, characters that the terminal can't show."""
+"""How every command behaves in the shell.
+
+This covers closed or full streams, Ctrl-C, a deleted folder, and characters that the terminal can't show.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ from hpc_parallel.record.safe_read import DamagedError
 
 
 def run_command(work: Callable[[], int]) -> int:
-    """Do the work of a command; returns its exit code.
+    """Run a command; returns its exit code.
 
-    An error of the system (a full disk, a closed pipe, a file that may not be read) is one line on stderr
-    and exit code 1, and Ctrl-C is exit code 1 alone. A reader that closes the pipe early (`| head`) has
-    what it wants: exit code 0.
+    A system error (a full disk, a file that can't be read) prints one line to stderr and returns 1. Ctrl-C
+    prints nothing and returns 1. If the reader closes the pipe early (`| head`), the exit code is 0, because
+    the reader has what it wants.
     """
     _open_closed_streams()
     _escape_what_streams_cannot_encode()
@@ -56,9 +58,9 @@ def refuse(problems: Sequence[object]) -> int:
 
 
 def complain(problems: Iterable[object], *, indent: str = "") -> None:
-    """Print each problem on stderr, without control characters but tabs and line ends.
+    """Print each problem to stderr, with control characters escaped except tabs and line ends.
 
-    On a full or closed stderr, nothing is printed.
+    If stderr is full or closed, nothing is printed.
     """
     try:
         for problem in problems:
@@ -68,7 +70,7 @@ def complain(problems: Iterable[object], *, indent: str = "") -> None:
 
 
 def _open_closed_streams() -> None:
-    """Lead the standard streams that the shell has closed (`>&-`) to /dev/null.
+    """Open standard streams that the shell has closed (`>&-`) on /dev/null.
 
     Otherwise the next file that this process opens would be its stdout, and a child would print into it.
     """
@@ -86,7 +88,7 @@ def _open_closed_streams() -> None:
 
 
 def _escape_what_streams_cannot_encode() -> None:
-    """Show `\\u2026` rather than fail where the terminal's encoding (LC_ALL=C) has no such character."""
+    """Print `\\u2026` instead of an error if the terminal's encoding (LC_ALL=C) lacks the character."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -103,8 +105,8 @@ def _describe(error: OSError) -> str:
     reason = error.strerror or str(error) or type(error).__name__
     if error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {reason}."
-    place = "stdout can't be written" if _is_broken(sys.stdout) else "The system reports"
-    return f"{place}: {reason}."
+    subject = "stdout can't be written" if _is_broken(sys.stdout) else "The system reports"
+    return f"{subject}: {reason}."
 
 
 def _is_broken(stream: TextIO) -> bool:
@@ -116,7 +118,7 @@ def _is_broken(stream: TextIO) -> bool:
 
 
 def _discard(stream: TextIO) -> None:
-    """Lead it to /dev/null, or Python fails once more (and exits with 120) when it flushes at its end."""
+    """Redirect the stream to /dev/null, or Python fails again (exit code 120) when it flushes at exit."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: a stream without a descriptor
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())

@@ -1,7 +1,7 @@
-"""How the commands that look after runs speak: tables for people, JSON for scripts, problems on stderr.
+"""Output of the commands that inspect runs: tables for people, JSON for scripts, problems on stderr.
 
-Texts come from files that anyone may have written. What leaves for a terminal goes through `say`, `warn` or
-`cell`, which show control characters as escapes.
+Texts come from files that anyone may have written. All output to a terminal goes through `say`, `warn` or
+`cell`, which escape control characters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-_UNBOUND_COLUMNS = 1000  # of a file or a pipe: every run keeps to a line
+_UNBOUND_COLUMNS = 1000  # for a file or a pipe, so that every run has one line
 
 
 def console() -> Console:
@@ -31,18 +31,18 @@ def print_json(value: Any) -> None:
 
 
 def say(*lines: str) -> None:
-    """However wide the screen, and without markup: paths hold brackets."""
+    """Print lines without wrapping and without markup, because paths contain brackets."""
     for line in lines:
         print(printable(line, keep="\t"))
 
 
 def warn(*lines: str) -> None:
-    """The same on stderr."""
+    """Print lines as `say` does, but to stderr."""
     complain(printable(line, keep="\t") for line in lines)
 
 
 def cell(text: str, style: str = "") -> Text:
-    """A text in a table; only its line ends are kept."""
+    """A table cell with control characters escaped, except line ends."""
     from rich.text import Text
 
     return Text(printable(text, keep="\n"), style)

@@ -93,7 +93,7 @@ def written_arguments(function: Any, args: Sequence[Any]) -> list[Any]:
     schema = function._schema
     if not schema.is_mutable:
         return []
-    return [given for given, formal in zip(args, schema.arguments, strict=False) if formal.is_write]
+    return [value for value, argument in zip(args, schema.arguments, strict=False) if argument.is_write]
 
 
 def group_of(value: Any) -> dist.ProcessGroup:

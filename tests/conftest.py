@@ -1,4 +1,4 @@
-"""Fixtures that more than one folder of tests uses."""
+"""Fixtures that several folders of tests use."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hpc_parallel.config.schema import register
 from tests.parity import COMMON, Alone
 from tests.workers import Workers
 
-pytest.register_assert_rewrite("chaos")  # tests/slurm/chaos.py asserts for its cases
+pytest.register_assert_rewrite("chaos")  # tests/slurm/chaos.py contains assertions
 
 
-# Groups of tests that share a process, in the order in which `pytest -n` starts them: the longest first.
+# Groups of tests that share a process. `pytest -n` starts the longest first.
 SLURM, RANKS = "slurm", "ranks"
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Tests of the Slurm cluster share one process, so do tests that use a pool of ranks, and each file's."""
+    """Tests of the Slurm cluster share a process; so do tests with a pool of ranks, and tests of one file."""
     item.add_marker(pytest.mark.xdist_group(_group(item)))  # before pytest-xdist reads the marks
 
 
@@ -43,7 +43,7 @@ def _schemas() -> None:
 
 @pytest.fixture(scope="session")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
-    """Processes that have imported torch once and train whatever a test asks for."""
+    """Processes that import torch once and run the trainings that tests request."""
     pool = Workers(tmp_path_factory.mktemp("workers"))
     yield pool
     pool.close()

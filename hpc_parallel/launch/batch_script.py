@@ -1,5 +1,7 @@
-"""What a run asks of Slurm, and the whole batch script where submitit is not wanted: of one run, or of an
-array of runs that ask for the same."""
+"""The sbatch flags of a run, and complete batch scripts that need no submitit.
+
+A script starts one run, or an array of runs that need the same resources.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,18 @@ from hpc_parallel.record.safe_write import write_text
 
 Flags = dict[str, str | int | bool]
 JOB = "$SLURM_JOB_ID"
-ARRAY_TASK = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"  # as sacct and scancel take it
+ARRAY_TASK = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"  # the form that sacct and scancel accept
 
 
 class ShellWord(str):
-    """A word that the shell is to expand: quoted as it should be already."""
+    """Text for the shell to expand. It is already quoted."""
 
 
-RUN = ShellWord('"$hpc_parallel_run"')  # the folder of an array's task
+RUN = ShellWord('"$hpc_parallel_run"')  # the run folder of an array task
 
 
 def sbatch_flags(run: PreparedRun) -> Flags:
-    """The resources and the queue of a run, as long flags of sbatch; true stands for a flag without value."""
+    """The resources and the queue of a run, as long sbatch flags; True means a flag without a value."""
     config, launcher = run.config, run.config.launcher
     flags: Flags = {
         "job-name": config.name,
@@ -40,13 +42,15 @@ def sbatch_flags(run: PreparedRun) -> Flags:
         "ntasks-per-node": run.processes_per_node,
         "cpus-per-task": run.cpus_per_process,
         "time": launcher.time_minutes,
-        # Half of a short job is left to it: Slurm's clock for this is up to a minute early.
+        # A short job keeps half of its time, because Slurm may send this signal up to a minute early.
         "signal": f"USR2@{min(launcher.grace_s, 30 * launcher.time_minutes)}",
-        "requeue": True,  # some sites forbid it unless asked
+        "requeue": True,  # some sites disable it by default
         **gpu_flags(run),
     }
     if launcher.memory_gb is not None:
-        flags["mem"] = f"{math.ceil(launcher.memory_gb * 1024)}M"  # never 0M, which asks for all there is
+        flags["mem"] = (
+            f"{math.ceil(launcher.memory_gb * 1024)}M"  # never 0M, which means all memory of the node
+        )
     for key in ("partition", "account", "qos", "constraint", "exclude", "wckey"):
         if (value := getattr(launcher, key)) is not None:
             flags[key] = value
@@ -58,9 +62,9 @@ def sbatch_flags(run: PreparedRun) -> Flags:
 
 
 def gpu_flags(run: PreparedRun) -> Flags:
-    """`--gpus-per-node` or `--gres` by the site's profile; nothing on a cluster of CPUs.
+    """`--gpus-per-node` or `--gres`, as the cluster profile says; empty on a cluster without GPUs.
 
-    Never `--gpus-per-task`: it hides the GPUs of a node from each other (CUDA IPC, NCCL P2P).
+    `--gpus-per-task` is never used: it hides the GPUs of a node from each other (CUDA IPC, NCCL P2P).
     """
     cluster, count = run.config.cluster, run.config.gpus_per_node
     if not cluster.gpus:
@@ -70,9 +74,9 @@ def gpu_flags(run: PreparedRun) -> Flags:
 
 
 def srun_arguments(run: PreparedRun) -> list[str]:
-    """The tasks in the order of the ranks; the first task that fails ends the others.
+    """Flags of srun: tasks in the order of the ranks; the first task that fails ends the others.
 
-    The cpus are restated because srun no longer takes them from sbatch (Slurm 22.05).
+    The CPUs are repeated because srun no longer takes them from sbatch (Slurm 22.05).
     """
     return [
         f"--cpus-per-task={run.cpus_per_process}",
@@ -83,55 +87,55 @@ def srun_arguments(run: PreparedRun) -> list[str]:
 
 
 def environment_block(run: PreparedRun, *, log_suffix: str) -> str:
-    """The lines before the first process; `log_suffix` follows the job id in the name of the job's output."""
+    """The lines before the first process starts. The job's output file is named job id + `log_suffix`."""
     return _templates().get_template("environment.sh.j2").render(_values(run, log_suffix))
 
 
 def render(run: PreparedRun) -> str:
-    """A whole batch script that starts the workers without submitit."""
+    """A complete batch script that starts the workers without submitit."""
     output: Flags = {"output": f"{run.folder.slurm}/%j.out", "open-mode": "append"}
-    return _whole(run, sbatch_flags(run) | output, tasks=None, **_values(run, ".out"))
+    return _render(run, sbatch_flags(run) | output, tasks=None, **_values(run, ".out"))
 
 
 def render_array(
     run: PreparedRun, *, tasks: Path, name: str, count: int, parallelism: int | None = None
 ) -> str:
-    """A whole batch script for an array of `count` runs that ask for the same as `run`.
+    """A complete batch script for an array of `count` runs that need the same resources as `run`.
 
-    tasks: a folder with a link for each task's number, to its run's folder, where its output goes too;
-    parallelism: tasks at once, None for any number.
+    tasks: a folder with one link for each task, named by its number, to the task's run folder.
+    parallelism: the number of tasks that may run at the same time; None: no limit.
     """
     limit = "" if parallelism is None else f"%{parallelism}"
-    own_flags: Flags = {
+    array_flags: Flags = {
         "job-name": name,
         "array": f"0-{count - 1}{limit}",
         "output": f"{tasks}/%a/{run.folder.slurm.name}/%A_%a.out",
         "open-mode": "append",
     }
-    own = {
+    array_values = {
         "job": ARRAY_TASK,
         "run_folder": RUN,
         "log_folder": ShellWord(f"{RUN}/{run.folder.slurm.name}"),
         "import_path": _import_path(run, folder=RUN),
     }
-    flags = sbatch_flags(run) | own_flags
-    return _whole(run, flags, tasks=str(tasks), **{**_values(run, ".out"), **own})
+    flags = sbatch_flags(run) | array_flags
+    return _render(run, flags, tasks=str(tasks), **{**_values(run, ".out"), **array_values})
 
 
-def _whole(run: PreparedRun, flags: Flags, **values: object) -> str:
-    whole = {"flags": flags, "srun_arguments": srun_arguments(run), **values}
-    return _templates().get_template("srun.sh.j2").render(whole)
+def _render(run: PreparedRun, flags: Flags, **values: object) -> str:
+    context = {"flags": flags, "srun_arguments": srun_arguments(run), **values}
+    return _templates().get_template("srun.sh.j2").render(context)
 
 
 def _import_path(run: PreparedRun, *, folder: ShellWord) -> ShellWord | str:
-    """PYTHONPATH for a script that many runs share: their copies lie at the same place in each folder."""
+    """PYTHONPATH for a script that many runs share: each run folder has a copy at the same relative path."""
     if run.snapshot is None:
         return ""
-    path = run.folder.path
+    run_folder = run.folder.path
     return ShellWord(os.pathsep.join(
-        f"{folder}/{shlex.quote(str(place.relative_to(path)))}"
-        if place.is_relative_to(path) else shlex.quote(str(place))
-        for place in run.snapshot.import_path
+        f"{folder}/{shlex.quote(str(path.relative_to(run_folder)))}"
+        if path.is_relative_to(run_folder) else shlex.quote(str(path))
+        for path in run.snapshot.import_path
     ))  # fmt: skip
 
 
@@ -151,7 +155,7 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
 
 
 def job_python(run: PreparedRun) -> str:
-    """The interpreter of `launcher.venv`, or the one that runs now."""
+    """The Python interpreter of `launcher.venv`, or the current one."""
     if run.config.launcher.venv is None:
         return sys.executable
     return str(Path(os.path.expanduser(run.config.launcher.venv)).absolute() / "bin" / "python")
@@ -184,7 +188,7 @@ class ScriptLauncher:
     def start(self, run: PreparedRun) -> None:
         with run.written():
             self.write_script(run)
-        owner.release(run.folder)  # nothing runs there yet, and this process may live on
+        owner.release(run.folder)  # nothing runs yet, and this process may continue
 
     def launch(self, run: PreparedRun) -> int:
         self.start(run)
@@ -192,12 +196,12 @@ class ScriptLauncher:
         return DONE
 
     def write_script(self, run: PreparedRun) -> None:
-        """Into the run folder, which is there."""
+        """Write the batch script into the run folder, which must exist."""
         run.folder.slurm.mkdir(mode=0o700, exist_ok=run.resumes)
         write_text(run.folder.batch_script, render(run))
         write_text(run.folder.resubmission, render(run))
 
     def announce(self, run: PreparedRun) -> None:
-        """Print how the user submits the script."""
+        """Print the command that submits the script."""
         print(f"run folder  {run.folder.path}")
         print(f"submit      sbatch {shlex.quote(str(run.folder.batch_script))}")

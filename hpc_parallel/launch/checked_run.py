@@ -1,4 +1,4 @@
-"""From the words of a command line to a checked run, or to all that is wrong with them."""
+"""From a command line to a checked run, or to all problems of the command line."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hpc_parallel.problems import ConfigError, Problem
 
 
 def with_resumed(line: CommandLine, *, warn: Callable[[str], None] = warn_on_stderr) -> CommandLine:
-    """The line with the words of the run that `resume=` names before its own.
+    """Put the overrides of the run that `resume=` names before those of the command line.
 
-    warn: receives one line for each run that is passed over.
+    warn: receives one line for each run that is skipped.
 
     Raises ConfigError with all problems.
     """
@@ -26,21 +26,21 @@ def with_resumed(line: CommandLine, *, warn: Callable[[str], None] = warn_on_std
         others = CommandLine.parse([word for word in line.words if not word.startswith("resume=")])
         try:
             checked_run(others)
-        except ConfigError as more:
-            raise ConfigError([*error.problems, *more.problems]) from None
+        except ConfigError as other_error:
+            raise ConfigError([*error.problems, *other_error.problems]) from None
         raise
 
 
 def checked_run(line: CommandLine) -> PreparedRun:
     """The checked run of a command line. Raises ConfigError with all problems."""
-    with telling_all(line):
+    with reporting_all_problems(line):
         cell = compose_run(line.overrides, **line.places)
         return prepare(cell.config, overrides=cell.overrides, config_dir=line.extra_dir)
 
 
 @contextmanager
-def telling_all(line: CommandLine) -> Iterator[None]:
-    """Let what the block refuses be a ConfigError with all problems of the command line."""
+def reporting_all_problems(line: CommandLine) -> Iterator[None]:
+    """Turn a refusal inside the block into a ConfigError with all problems of the command line."""
     try:
         yield
     except Exception as error:
@@ -48,16 +48,16 @@ def telling_all(line: CommandLine) -> Iterator[None]:
 
 
 def all_problems(error: Exception, line: CommandLine, *, also: Sequence[str] = ()) -> list[Problem | str]:
-    """Everything that is wrong with the command line that Hydra, a schema or a check refused with `error`.
+    """All problems of a command line that Hydra, a schema or a check refused with `error`.
 
-    also: the overrides of one combination, if a study gives it words that the command line does not have.
+    also: the overrides of one combination, if a study adds overrides that the command line does not have.
 
-    Raises `error` again if it is no refusal.
+    Raises `error` again if it is not a refusal.
     """
     from hpc_parallel.config.diagnose import COMPOSE_ERRORS, diagnose
 
     if isinstance(error, ConfigError) and not isinstance(error, UnresolvedError):
-        return error.problems  # of all checks
+        return error.problems  # already from all checks
     if not isinstance(error, COMPOSE_ERRORS):
         raise error
     try:

@@ -1,4 +1,4 @@
-"""Which launcher takes a run."""
+"""Chooses the launcher for a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpc_parallel.launch.launcher import Launcher
 
 
 def choose(kind: str, *, environment: Mapping[str, str] = os.environ) -> tuple[Launcher, str]:
-    """The launcher of this kind, and one line that says which and, for `auto`, why."""
+    """Return the launcher of this kind and one line that names it and, for `auto`, gives the reason."""
     reason = ""
     if kind == "auto":
         kind, reason = choose_automatically(environment)

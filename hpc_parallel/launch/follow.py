@@ -1,4 +1,4 @@
-"""Following a run from outside: what `metrics.jsonl` says, as a progress bar or plain lines, and the end."""
+"""Follows a run from outside: shows `metrics.jsonl` as a progress bar or plain lines, then the outcome."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _TAIL_LINES = 12
 
 
 class Follower:
-    """Shows how a run goes on, step by step, and how it ended.
+    """Shows the progress of a run step by step, and its outcome.
 
-    The launcher calls `poll` now and then while the run lives and `finish` once it has ended.
+    The launcher calls `poll` repeatedly while the run runs, and `finish` after it has ended.
     """
 
     def __init__(self, folder: RunFolder, *, steps: int, console: Console | None = None) -> None:
@@ -36,7 +36,7 @@ class Follower:
         self._task: TaskID | None = None
 
     def note(self, text: str) -> None:
-        """Show what the run waits for (its place in a queue, its start), once for each change."""
+        """Show what the run waits for (a place in the queue, its start); repeats are not shown."""
         if text == self._note:
             return
         self._note = text
@@ -57,14 +57,14 @@ class Follower:
                 self._show_bar(describe(metrics, steps=self._steps), validation=self._validation[-1:])
 
     def finish(self) -> int:
-        """Tell the end; after a failure its cause comes last. Returns the exit code: 0 if completed."""
+        """Show the outcome; after a failure the cause comes last. Returns the exit code: 0 if completed."""
         self.poll()
         if self._bar is not None:
             self._bar.stop()
         summary = {"outcome": "failed", **(read_json(self._folder.summary) or {})}
         failure = read_json(self._folder.failure) if summary["outcome"] == "failed" else None
         if failure is not None:
-            for line in self._last_words(failure):
+            for line in self._error_lines(failure):
                 self._say(line)
         for line in results(self._folder, summary):
             self._say(line)
@@ -86,11 +86,13 @@ class Follower:
             parts.append(f"validation loss {first:.4g}" + (f" -> {last:.4g}" if last != first else ""))
         return ", ".join(parts)
 
-    def _last_words(self, failure: dict[str, Any]) -> list[str]:
-        """The end of the traceback (or of the job's log), else of what the failing rank wrote to `.err`."""
+    def _error_lines(self, failure: dict[str, Any]) -> list[str]:
+        """The end of the traceback (or of the job's log), else the end of the failing rank's `.err` log."""
         lines = failure.get("traceback")
         rank = integer(failure.get("rank"))
-        if not lines and rank is not None and failure.get("signal") != "SIGKILL":  # it comes unseen
+        if (
+            not lines and rank is not None and failure.get("signal") != "SIGKILL"
+        ):  # a killed process writes nothing
             with suppress(FileNotFoundError):
                 log = read_tail(self._folder.log(rank, "err"))
                 lines = log.decode(errors="replace").splitlines()
@@ -108,9 +110,9 @@ class Follower:
             self._bar.start()
         assert self._task is not None
         if validation and self._last.get("validation_loss") is None:
-            text += f"  validation loss {validation[-1]:.4g}"  # the last measured stays in sight
+            text += f"  validation loss {validation[-1]:.4g}"  # keep the last measured one in view
         self._bar.update(self._task, description=text, completed=self._last.get("step", 0), refresh=True)
 
     def _say(self, line: str) -> None:
-        """A line as it is: paths and tracebacks hold brackets, and are longer than the screen is wide."""
+        """Print a line without markup or wrapping: paths and tracebacks contain brackets and are long."""
         self._console.print(printable(line, keep="\t"), markup=False, highlight=False, soft_wrap=True)

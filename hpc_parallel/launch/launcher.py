@@ -1,4 +1,4 @@
-"""What every launcher offers. All of them start the same `worker.main`."""
+"""The interface of all launchers. Every launcher starts the same `worker.main`."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from hpc_parallel.launch.prepare import PreparedRun
 
 
 class SiteRefusedError(RuntimeError):
-    """Slurm said no; the message holds its own words."""
+    """Slurm refused a request; the message contains Slurm's message."""
 
 
 class Launcher(Protocol):
     def preview(self, run: PreparedRun) -> str:
-        """What would be started, without starting or writing anything."""
+        """Describe what would be started; start and write nothing."""
 
     def start(self, run: PreparedRun) -> threading.Thread | None:
-        """Write the run folder, and start or submit the run; print nothing and do not wait.
+        """Write the run folder and start or submit the run; print nothing and do not wait.
 
-        Returns the thread that ends with a run of this machine; None if the run is Slurm's or the user's.
-        Raises ConfigError if the run folder can't be made, and SiteRefusedError.
+        Returns a thread that ends when the run ends, if the run is on this machine; None if Slurm or the user
+        starts it. Raises ConfigError if the run folder can't be made, and SiteRefusedError.
         """
 
     def launch(self, run: PreparedRun) -> int:
-        """The same for the command: print what the user needs, follow the run where that is asked for.
+        """Do what `start` does, print what the user needs, and follow the run if that is requested.
 
         Returns the exit code. Raises ConfigError and SiteRefusedError.
         """

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 AGENT = ("-m", "hpc_parallel.job", "agent")
 PERIOD_S = 0.1
-_SAME_S = 0.3  # a process and its group are often sent the same signal both
+_SAME_SIGNAL_S = 0.3  # the sender often signals both the process and its group
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class LocalLauncher:
-    """Every rank a process of this machine; nodes are simulated."""
+    """Runs every rank as a process on this machine; nodes are simulated."""
 
     def preview(self, run: PreparedRun) -> str:
         count = f"{run.processes} process{'es' * (run.processes > 1)}"
@@ -42,11 +42,11 @@ class LocalLauncher:
         try:
             return watched_agent(run)
         except BaseException:
-            run.take_back()
+            run.undo_write()
             raise
 
     def launch(self, run: PreparedRun) -> int:
-        """Raises KeyboardInterrupt once a run that was asked to end has ended: a sweep must not go on."""
+        """Raises KeyboardInterrupt after a cancelled run has ended, because a sweep must not continue."""
         run.write()
         code = follow_agent(run.folder, steps=run.steps, variables=run.variables)
         summary = read_json(run.folder.summary)
@@ -65,12 +65,12 @@ def follow_agent(
 ) -> int:
     """Start the agent, show the run until it ends, and return the exit code: 0 if it completed.
 
-    variables: what the run's processes have in their environment besides ours.
+    variables: additional environment variables of the run's processes.
 
-    The first Ctrl-C lets the agent end the ranks in order, the second kills all at once. If this
-    process dies, the agent ends too, and the ranks with it.
+    At the first Ctrl-C the agent ends the ranks in order. The second kills all processes at once. If this
+    process dies, the agent and the ranks end too.
     """
-    with counting_signals() as asked:
+    with counting_signals() as signals:
         process = Agent(folder, variables=variables, agent=agent)
         try:
             from hpc_parallel.launch.follow import Follower  # rich loads while the agent loads torch
@@ -79,23 +79,23 @@ def follow_agent(
             follower.note("starting")
             forwarded = 0
             while not process.has_ended():
-                if len(asked) > forwarded:
+                if len(signals) > forwarded:
                     follower.note("stopping; Ctrl-C again kills at once")
-                    process.stop(asked)
-                    forwarded = len(asked)
+                    process.stop(signals)
+                    forwarded = len(signals)
                 follower.poll()
                 time.sleep(PERIOD_S)
         finally:
-            process.end(cancelled=bool(asked))
+            process.end(cancelled=bool(signals))
     return follower.finish()
 
 
 def watched_agent(run: PreparedRun) -> threading.Thread:
-    """Start the agent, and return the thread that waits for it and sees that its end is recorded.
+    """Start the agent; returns the thread that waits for it and makes sure that its end is recorded.
 
-    The agent ends with this process. It is started by that thread, since Linux ends it with the thread that
-    started it (PR_SET_PDEATHSIG, prctl(2)): a caller's thread may end before the run. No signal handler is
-    set, so this works in any thread.
+    The agent ends when this process ends. The returned thread starts the agent, because Linux ends the agent
+    with the thread that started it (PR_SET_PDEATHSIG, prctl(2)) and the caller's thread may end before the
+    run. No signal handler is set, so this function works in any thread.
     """
     started: Future[None] = Future()
 
@@ -103,7 +103,7 @@ def watched_agent(run: PreparedRun) -> threading.Thread:
         try:
             agent = Agent(run.folder, variables=run.variables)
             try:
-                # `cancel` ends the owner of a run, which must not be this process: it may be a notebook.
+                # `cancel` ends the owner of a run. It must not end this process, which may be a notebook.
                 owner.hand_to_process(run.folder, agent.pid)
             except BaseException:
                 agent.end(cancelled=True)
@@ -112,7 +112,7 @@ def watched_agent(run: PreparedRun) -> threading.Thread:
             started.set_exception(error)
             return
         started.set_result(None)
-        with contextlib.suppress(ChildProcessError):  # somebody else in this process has reaped it
+        with contextlib.suppress(ChildProcessError):  # other code in this process has reaped it
             while not agent.has_ended():
                 time.sleep(PERIOD_S)
         agent.end(cancelled=False)
@@ -124,7 +124,7 @@ def watched_agent(run: PreparedRun) -> threading.Thread:
 
 
 class Agent:
-    """The process that runs a run's ranks (`supervise/local_agent.py`), from its start to its last word."""
+    """The process that runs a run's ranks (`supervise/local_agent.py`), from start to exit."""
 
     def __init__(
         self, folder: RunFolder, *, variables: Mapping[str, str], agent: Sequence[str] = AGENT
@@ -132,7 +132,7 @@ class Agent:
         self._folder = folder
         self._log = folder.logs / "agent.err"
         with os.fdopen(open_append(self._log), "ab") as output:
-            # A session of its own: the terminal's Ctrl-C reaches this process alone.
+            # In a new session the agent does not receive the terminal's Ctrl-C; only this process does.
             self._process = subprocess.Popen(
                 [*_command(folder, agent), "--parent", str(os.getpid())],
                 stdin=subprocess.DEVNULL,
@@ -149,12 +149,12 @@ class Agent:
     def has_ended(self) -> bool:
         return _has_ended(self._process.pid)
 
-    def stop(self, asked: list[int]) -> None:
-        """Let it end in order at the first of the signals `asked`, kill it at the second."""
-        _signal(self._process, asked)
+    def stop(self, signals: list[int]) -> None:
+        """Let the agent end in order after the first of the received `signals`; kill it after the second."""
+        _signal(self._process, signals)
 
     def end(self, *, cancelled: bool) -> None:
-        """Kill what is left of it, and see that the run folder says how the run ended."""
+        """Kill all remaining processes, and make sure that the run folder records how the run ended."""
         returncode = _end(self._process)
         if returncode != 0:
             _conclude(self._folder, returncode=returncode, log=str(self._log), cancelled=cancelled)
@@ -164,27 +164,27 @@ def _command(folder: RunFolder, agent: Sequence[str]) -> list[str]:
     return [sys.executable, *agent, str(folder.path)]
 
 
-def _signal(process: subprocess.Popen[bytes], asked: list[int]) -> None:
-    if len(asked) == 1:
+def _signal(process: subprocess.Popen[bytes], signals: list[int]) -> None:
+    if len(signals) == 1:
         process.send_signal(signal.SIGINT)
     else:
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def _has_ended(process: int) -> bool:
-    """Look without reaping, so that the process group's number can't be another's yet."""
+    """Check without reaping, so that the kernel can't reuse the process group's number yet."""
     return os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Kill what is left of the agent's session; returns the agent's exit code."""
+    """Kill the remaining processes of the agent's session; returns the agent's exit code."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     return process.wait()
 
 
 def _conclude(folder: RunFolder, *, returncode: int, log: str, cancelled: bool) -> None:
-    """Let the worker half say what happened where the agent could not: it was killed, or never started."""
+    """Record how the run ended if the agent could not, because it was killed or never started."""
     if folder.summary.exists():
         return
     command = [sys.executable, "-m", "hpc_parallel.job", "conclude", str(folder.path), str(returncode)]
@@ -194,21 +194,21 @@ def _conclude(folder: RunFolder, *, returncode: int, log: str, cancelled: bool) 
 
 @contextlib.contextmanager
 def counting_signals() -> Iterator[list[int]]:
-    """Collect the signals that ask this process to end, in place of ending it."""
-    asked: list[int] = []
+    """Collect the signals that would end this process, instead of ending it."""
+    signals: list[int] = []
     last_s = -math.inf
 
-    def ask(number: int, frame: FrameType | None) -> None:
+    def collect(number: int, frame: FrameType | None) -> None:
         nonlocal last_s
-        if time.monotonic() - last_s > _SAME_S:
-            asked.append(number)
+        if time.monotonic() - last_s > _SAME_SIGNAL_S:
+            signals.append(number)
         last_s = time.monotonic()
 
-    # What is ignored stays so: nohup's SIGHUP, SIGINT of a script's background job.
-    heard = [number for number in _STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, ask) for number in heard}
+    # Ignored signals stay ignored: SIGHUP under nohup, SIGINT in a script's background job.
+    handled = [number for number in _STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, collect) for number in handled}
     try:
-        yield asked
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

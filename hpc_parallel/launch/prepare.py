@@ -1,4 +1,4 @@
-"""A checked run before it starts: configuration, layout, folder. Nothing is written until it launches."""
+"""A checked run before it starts: configuration, layout, folder. Nothing is written before the launch."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.record.snapshot import Snapshot, plan_snapshot
 from hpc_parallel.record.trust import require_trusted
 
-# libyaml's where PyYAML was built with it: the same text in a quarter of the time.
+# The libyaml dumper, if PyYAML was built with it, writes the same text in a quarter of the time.
 _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 class _PlainDumper(_Dumper):  # type: ignore[misc]
-    """Writes equal parts as often as they are there: the reader refuses aliases."""
+    """Writes repeated objects in full, because the reader refuses YAML aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -47,18 +47,20 @@ class PreparedRun:
     """One run that passed every check."""
 
     config: RunConfig
-    values: dict[str, Any]  # the same as plain values, as `config.yaml` keeps them
+    values: dict[str, Any]  # `config` as plain values, as in `config.yaml`
     layout: Layout
     batch: BatchPlan
     folder: RunFolder
     snapshot: Snapshot | None
-    overrides: Sequence[str]  # of the command line, for this run alone where it was a sweep
-    config_dir: Path | None  # the user's own configurations (--config-dir)
-    command: Sequence[str] | None = None  # what started it; None: this process's command line
+    overrides: Sequence[str]  # of the command line; in a sweep, those of this run
+    config_dir: Path | None  # the user's configuration files (--config-dir)
+    command: Sequence[str] | None = (
+        None  # the command that started it; None: the command line of this process
+    )
 
     @property
     def variables(self) -> dict[str, str]:
-        """What the run's processes need in their environment to import the source that was kept."""
+        """Environment variables with which the run's processes import the source that was kept."""
         return {} if self.snapshot is None else self.snapshot.variables(os.environ)
 
     @property
@@ -75,18 +77,18 @@ class PreparedRun:
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know before the run starts, a line each."""
+        """Lines that the user should read before the run starts."""
         note = None if self.snapshot is None else self.snapshot.note
         return [] if note is None else [note]
 
     @property
     def resumes(self) -> bool:
-        """Whether it goes on in a run folder that is there."""
+        """Whether the run continues in an existing run folder."""
         return self.config.resume is not None
 
     @property
     def steps(self) -> int:
-        """How many its metrics count to."""
+        """The last step number in the metrics."""
         return total_steps(self.config)
 
     def __str__(self) -> str:
@@ -99,18 +101,20 @@ class PreparedRun:
             f"batch {self.config.training.global_batch_size} = {batch} (replicas x microbatches x samples)"
         )
 
-    def write(self, *, taken: Snapshot | None = None, state: State | None = None) -> None:
+    def write(self, *, copied: Snapshot | None = None, git_state: State | None = None) -> None:
         """Make the run folder: configuration, source, and what only this machine knows of the environment.
 
-        Of a sweep, `taken` is the snapshot of a run that was written before, of the same files, and `state`
-        remembers what git said. Raises ConfigError if the folder can't be made; then nothing of it is left.
+        copied: in a sweep, the snapshot of the same files in a run that is already written.
+        git_state: in a sweep, a cached `source_state`.
+
+        Raises ConfigError if the folder can't be made; then nothing of it remains.
         """
         try:
-            self._hold()
+            self._claim_folder()
             try:
-                self._fill(taken, state)
+                self._write_files(copied, git_state)
             except BaseException:  # a full disk, a source file that can't be read, Ctrl-C
-                self.take_back()
+                self.undo_write()
                 raise
         except OSError as error:
             raise self._unwritable(error) from error
@@ -119,7 +123,7 @@ class PreparedRun:
 
     @contextmanager
     def written(self) -> Iterator[None]:
-        """`write`, for a block that hands the run over; if the block fails, nothing is left of either.
+        """Call `write`, then run a block that submits the run. If the block fails, the write is undone.
 
         Raises ConfigError also if the block can't write its files.
         """
@@ -127,15 +131,15 @@ class PreparedRun:
         try:
             yield
         except BaseException as error:  # a full disk, a site that refuses, Ctrl-C
-            self.take_back()
+            self.undo_write()
             if not isinstance(error, OSError):
                 raise
             raise self._unwritable(error) from error
 
-    def _hold(self) -> None:
-        """Make the folder this process's, and set aside what an earlier start left there."""
+    def _claim_folder(self) -> None:
+        """Make this process the owner of the folder, and set aside the files of an earlier start."""
         if not self.resumes:
-            self._require_trusted(next(path for path in self._way_up if os.path.lexists(path)))
+            self._require_trusted(next(path for path in self._path_and_parents if os.path.lexists(path)))
             self.folder.create()
         try:
             owner.claim(self.folder)
@@ -146,35 +150,35 @@ class PreparedRun:
             if self.resumes:
                 owner.release(self.folder)
             else:
-                self.take_back()
+                self.undo_write()
             raise
 
-    def _fill(self, taken: Snapshot | None, state: State | None) -> None:
+    def _write_files(self, copied: Snapshot | None, git_state: State | None) -> None:
         if self.snapshot is not None:
-            self.snapshot.take() if taken is None else self.snapshot.take_as(taken)
+            self.snapshot.take() if copied is None else self.snapshot.take_as(copied)
         text = yaml.dump(self.values, Dumper=_PlainDumper, sort_keys=False, allow_unicode=True)
         self._require_readable(text)
         write_text(self.folder.config, text)
-        said = origin(
+        provenance = origin(
             self.folder, overrides=self.overrides, config_dir=self.config_dir, snapshot=self.snapshot,
-            command=self.command, state=state,
+            command=self.command, state=git_state,
         )  # fmt: skip
-        write_json(self.folder.environment, said)
+        write_json(self.folder.environment, provenance)
         if self.resumes:
             attempts.resumed_by_hand(self.folder)
 
     def _require_readable(self, text: str) -> None:
-        """Raises ConfigError if the job could not read `text`, its config.yaml, back."""
+        """Raises ConfigError if the job could not read `text` back from config.yaml."""
         try:
             if len(text.encode()) > YAML_BYTES:
                 raise ValueError(f"it has more than {YAML_BYTES // 2**10} KiB")
             require_plain(self.values)
         except ValueError as error:
-            mend = "Try shorter lists, and plain values; long texts belong in files."
-            raise ConfigError([f"the configuration can't be kept in config.yaml: {error}. {mend}"]) from error
+            hint = "Try shorter lists and plain values; put long texts in files."
+            raise ConfigError([f"the configuration can't be kept in config.yaml: {error}. {hint}"]) from error
 
     @property
-    def _way_up(self) -> tuple[Path, ...]:
+    def _path_and_parents(self) -> tuple[Path, ...]:
         return self.folder.path, *self.folder.path.parents
 
     def _require_trusted(self, path: Path) -> None:
@@ -182,18 +186,18 @@ class PreparedRun:
 
     @property
     def _key(self) -> str:
-        """What named the run folder."""
+        """The configuration key that names the run folder."""
         return "resume" if self.resumes else "run_dir"
 
     def _unwritable(self, error: OSError) -> ConfigError:
-        """Names also the file outside of the run folder that `error` is about."""
+        """The problem of the run folder; it names the file too if the file is outside the folder."""
         file = None if error.filename is None else os.fsdecode(error.filename)
-        place = "" if file is None or Path(file).is_relative_to(self.folder.path) else f"{file}: "
-        rule = f"can't hold the run: {place}{error.strerror or error}"
+        prefix = "" if file is None or Path(file).is_relative_to(self.folder.path) else f"{file}: "
+        rule = f"can't hold the run: {prefix}{error.strerror or error}"
         return ConfigError([Problem(self._key, self.folder.path, rule)])
 
-    def take_back(self) -> None:
-        """Undo `write`, where nothing began in the folder: as if the run had never been asked for."""
+    def undo_write(self) -> None:
+        """Undo `write` if no process has started in the folder."""
         if self.resumes:
             self.folder.put_back()
             owner.release(self.folder)
@@ -208,7 +212,9 @@ def prepare(
     config_dir: str | Path | None = None,
     plan: Callable[..., Snapshot] = plan_snapshot,
 ) -> PreparedRun:
-    """Resolve and check. `plan`: `plan_snapshot`, or one that remembers for many runs what git said.
+    """Resolve and check a configuration.
+
+    plan: `plan_snapshot`, or a version that caches git's answers for many runs.
 
     Raises ConfigError with every problem.
     """
@@ -230,14 +236,17 @@ def prepare(
     if config.resume and (problems := list(resume.find_problems(folder, values))):
         raise ConfigError(problems)
     values["run_dir"] = str(folder.path)
-    snapshot = None
-    if config.launcher.snapshot:
-        snapshot = plan(
-            folder.code, working_directory=Path.cwd(),
-            most_mb=config.launcher.snapshot_mb, exclude=config.launcher.snapshot_exclude,
-            credentials=config.launcher.snapshot_credentials,
-        )  # fmt: skip
     return PreparedRun(
-        config, values, layout=layout, batch=batch, folder=folder, snapshot=snapshot,
+        config, values, layout=layout, batch=batch, folder=folder, snapshot=_snapshot(config, folder, plan),
         overrides=overrides, config_dir=Path(config_dir).absolute() if config_dir else None,
+    )  # fmt: skip
+
+
+def _snapshot(config: RunConfig, folder: RunFolder, plan: Callable[..., Snapshot]) -> Snapshot | None:
+    launcher = config.launcher
+    if not launcher.snapshot:
+        return None
+    return plan(
+        folder.code, working_directory=Path.cwd(), most_mb=launcher.snapshot_mb,
+        exclude=launcher.snapshot_exclude, credentials=launcher.snapshot_credentials,
     )  # fmt: skip

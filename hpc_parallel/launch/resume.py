@@ -1,7 +1,7 @@
-"""`resume=RUN`: the command line that the run was started with, then yours, in the same run folder.
+"""`resume=RUN`: the command line that started the run, then the new overrides, in the same run folder.
 
-What decides which samples are seen and what they mean must stay; where the run runs, and on how many
-devices in which layout, may change.
+Values that decide which samples are seen and what they mean can't change. The machine, the number of devices
+and the layout can.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from hpc_parallel.record.values import flatten
 from hpc_parallel.shell import complain
 
 AUTO = "auto"
-KEPT = {
+FIXED = {  # keys that can't change, with the reason
     "model": "its weights would not fit",
-    "data": "the order of samples would not go on",
-    "seed": "the order of samples would not go on",
+    "data": "the order of samples would not continue",
+    "seed": "the order of samples would not continue",
     "training.global_batch_size": "samples would be left out or seen twice",
-    "task.name": "only training goes on",
-    "weights": "it goes on from its own",
+    "task.name": "only training can continue",
+    "weights": "it continues from its own weights",
 }
 
 
@@ -39,14 +39,15 @@ def warn_on_stderr(message: str) -> None:
 
 
 def resumed(words: Sequence[str], *, warn: Callable[[str], None] = warn_on_stderr) -> list[str]:
-    """The arguments of `run` with those of the run that `resume=` names before them; without it, `words`.
+    """Put the overrides of the run that `resume=` names before `words`; without `resume=`, return `words`.
 
-    warn: receives one line for each run that is passed over.
+    words: the arguments of `run`.
+    warn: receives one line for each run that is skipped.
 
-    Raises ConfigError if there is no such run, or if it is not to be trusted.
+    Raises ConfigError if the run does not exist or can't be trusted.
     """
-    named = [word for word in words if word.startswith("resume=")]
-    value = value_of(named[-1]) if named else None
+    resume_words = [word for word in words if word.startswith("resume=")]
+    value = value_of(resume_words[-1]) if resume_words else None
     if value is None:
         return list(words)
     path = newest(words, warn=warn) if value == AUTO else Path(os.path.expanduser(str(value))).absolute()
@@ -55,15 +56,15 @@ def resumed(words: Sequence[str], *, warn: Callable[[str], None] = warn_on_stder
     start = read_start(folder, key="resume", shared_folder=grants_trust(words, value_of))
     typed = {key_of(word) for word in words if not word.startswith("-")}
     before = [word for word in start.overrides if not _replaced(key_of(word), typed)]
-    place = quoted(folder.path)
-    own_dir = any(word.startswith(("--config-dir", "-cd")) for word in words)
-    flags = ["--config-dir", str(start.config_dir)] if start.config_dir and not own_dir else []
-    others = [word for word in words if word not in named]
-    return [*flags, *before, *others, f"run_dir={place}", f"resume={place}"]
+    run_dir = quoted(folder.path)
+    names_dir = any(word.startswith(("--config-dir", "-cd")) for word in words)
+    flags = ["--config-dir", str(start.config_dir)] if start.config_dir and not names_dir else []
+    others = [word for word in words if word not in resume_words]
+    return [*flags, *before, *others, f"run_dir={run_dir}", f"resume={run_dir}"]
 
 
 def value_of(override: str) -> Any:
-    """What follows the `=`, as Hydra reads it. Raises ConfigError where it can't."""
+    """The value after the `=`, as Hydra parses it. Raises ConfigError if Hydra can't parse it."""
     try:
         return OverridesParser.create().parse_override(override).value()
     except HydraException as error:
@@ -73,39 +74,39 @@ def value_of(override: str) -> Any:
 
 
 def newest(words: Sequence[str], *, warn: Callable[[str], None] = warn_on_stderr) -> Path:
-    """This user's newest run of the name that `words` give (or else their strategy). Raises ConfigError."""
+    """This user's newest run with the name (default: the strategy) in `words`. Raises ConfigError."""
     typed = dict(word.split("=", 1) for word in words if "=" in word)
     name = typed.get("name", typed.get("strategy", "single"))
     runs = [path for path in Path("runs", name).glob("*") if is_run_folder(path)]
     foreign = {path: owner for path in runs if (owner := owner_name(path)) is not None}
-    own = [path for path in runs if path not in foreign]
+    users_runs = [path for path in runs if path not in foreign]
     for path, owner in foreign.items():
         warn(f"resume=auto skips {path}, which belongs to {owner}")
-    if not own:
+    if not users_runs:
         rule = f"finds no run of yours in {Path('runs', name)}"
         near = nearest(name, [path.name for path in Path("runs").glob("*") if path.is_dir()])
         hint = tuple(f"auto name={similar}" for similar in near if similar != name)
         raise ConfigError([Problem("resume", AUTO, rule, hint or (None,))])
-    return max(own, key=lambda path: path.name).absolute()
+    return max(users_runs, key=lambda path: path.name).absolute()
 
 
 def require_run(folder: RunFolder) -> None:
-    """Raises ConfigError if there is no run, with a run that is near."""
+    """Raises ConfigError if the folder is not a run; the error suggests a run with a similar name."""
     if is_run_folder(folder.path):
         return
     if (reason := unreadable(folder.path)) is not None:
         raise ConfigError([f"resume = {folder.path}: {reason}"])
-    inside = sorted(path for path in folder.path.glob("*") if is_run_folder(path))
-    beside = [path.name for path in folder.path.parent.glob("*") if is_run_folder(path)]
-    near = [folder.path.parent / name for name in nearest(folder.path.name, beside)]
-    legal = tuple(inside[-1:] or near)  # the newest, as ids sort by time
-    raise ConfigError([Problem("resume", folder.path, "is not a run folder", legal or (None,))])
+    children = sorted(path for path in folder.path.glob("*") if is_run_folder(path))
+    siblings = [path.name for path in folder.path.parent.glob("*") if is_run_folder(path)]
+    similar = [folder.path.parent / name for name in nearest(folder.path.name, siblings)]
+    suggestions = tuple(children[-1:] or similar)  # the newest child, because run ids sort by time
+    raise ConfigError([Problem("resume", folder.path, "is not a run folder", suggestions or (None,))])
 
 
 def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Found:
-    """Why a run can't go on as `values`, the resolved configuration, want it to."""
-    if not is_run_folder(folder.path):  # nobody has put the run's own words before these (`resumed`)
-        yield (f"resume = {values['resume']} goes on with one run, and -m starts several. Try it without -m, "
+    """Why the run in `folder` can't continue with `values`, the new resolved configuration."""
+    if not is_run_folder(folder.path):  # a sweep: `resumed` has not put the run's overrides before these
+        yield (f"resume = {values['resume']} continues one run, but -m starts several. Try it without -m, "
                "or sweep.resume=FOLDER for a sweep.")  # fmt: skip
         return
     try:
@@ -113,26 +114,26 @@ def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Found:
             require_private(folder.path)  # its checkpoints will be unpickled
         before = flatten(folder.read_config())
     except (UntrustedError, DamagedError) as error:
-        yield f"resume = {folder.path} can't go on: {error}"
+        yield f"resume = {folder.path} can't continue: {error}"
         return
     now = flatten(values)
-    for kept, why in KEPT.items():
+    for fixed, reason in FIXED.items():
         for key in sorted(before.keys() | now.keys()):
-            if (key == kept or key.startswith(f"{kept}.")) and before.get(key) != now.get(key):
-                rule = f"is another than the run to go on with has: {why}"
+            if (key == fixed or key.startswith(f"{fixed}.")) and before.get(key) != now.get(key):
+                rule = f"differs from the run to resume: {reason}"
                 yield Problem(key, now.get(key), rule, (before.get(key),))
-    done = [checkpoint.step for checkpoint in complete(folder.checkpoints)]
-    if not done:
-        yield f"resume = {folder.path} has no checkpoint, so nothing can go on. Try the same line without it."
-    elif done[0] >= now["training.steps"]:
-        rule = f"are done already: the newest checkpoint is of step {done[0]}"
-        yield Problem("training.steps", now["training.steps"], rule, (2 * done[0],))
+    steps = [checkpoint.step for checkpoint in complete(folder.checkpoints)]  # newest first
+    if not steps:
+        yield f"resume = {folder.path} has no checkpoint, so it can't continue. Try the same line without it."
+    elif steps[0] >= now["training.steps"]:
+        rule = f"are already done: the newest checkpoint is of step {steps[0]}"
+        yield Problem("training.steps", now["training.steps"], rule, (2 * steps[0],))
 
 
 def _replaced(key: str, typed: set[str]) -> bool:
-    """Said again, or a key inside a group that is chosen anew, or of the first start alone.
+    """Whether a recorded override is dropped: its key or group is typed again, or it is never reused.
 
-    What the launcher was told about the site stays when only the kind of launcher changes.
+    The site's settings below `launcher` stay if only the kind of launcher changes.
     """
     group = key.partition(".")[0]
     inside = "." in key and group in typed and group != "launcher"

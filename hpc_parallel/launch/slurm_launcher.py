@@ -1,4 +1,4 @@
-"""Submission through submitit: one srun task a rank, the run folder's path as the only payload."""
+"""Submits through submitit: one srun task for each rank, with the run folder's path as the only payload."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from hpc_parallel.record.job_state import job_state
 from hpc_parallel.record.names import command_on
 from hpc_parallel.record.safe_write import write_text
 
-REASON_S = 5.0  # for the scheduler to look at a job that it doubts
-NEVER = {
+REASON_S = 5.0  # time for the scheduler to examine a job that may be refused
+PERMANENT_REASONS = {
     "BadConstraints", "InvalidAccount", "InvalidQOS", "PartitionConfig", "PartitionNodeLimit",
     "PartitionTimeLimit",
 }  # fmt: skip
 
 
 class Executor(SlurmExecutor):
-    """submitit's, which also previews on a machine without Slurm and tells the script it would hand over."""
+    """submitit's executor; it also works without Slurm for a preview, and returns the script to submit."""
 
     @classmethod
     def affinity(cls) -> int:
@@ -49,7 +49,7 @@ class Executor(SlurmExecutor):
 
 
 class SlurmLauncher:
-    """Submits and returns, or follows the job with `launcher.wait`."""
+    """Submits the job, and follows it if `launcher.wait` is true."""
 
     def preview(self, run: PreparedRun) -> str:
         return executor(run).script
@@ -76,16 +76,16 @@ class SlurmLauncher:
 
 
 def executor(run: PreparedRun) -> Executor:
-    """submitit's executor with everything that the run asks of Slurm."""
+    """submitit's executor with all sbatch parameters of the run."""
     flags = sbatch_flags(run)
-    named = {"job-name": "job_name", "ntasks-per-node": "ntasks_per_node", "cpus-per-task": "cpus_per_task"}
-    own = ("nodes", "time", *named)  # the rest are submitit's extra flags, sorted in with these
-    parameters: dict[str, Any] = {named.get(flag, flag): flags.pop(flag) for flag in own}
-    parameters["signal_delay_s"] = int(str(flags.pop("signal")).partition("@")[2])  # submitit's USR2 too
+    renamed = {"job-name": "job_name", "ntasks-per-node": "ntasks_per_node", "cpus-per-task": "cpus_per_task"}
+    named = ("nodes", "time", *renamed)  # submitit has parameters for these; the rest are extra flags
+    parameters: dict[str, Any] = {renamed.get(flag, flag): flags.pop(flag) for flag in named}
+    parameters["signal_delay_s"] = int(str(flags.pop("signal")).partition("@")[2])  # submitit sends USR2 too
     submitter = Executor(folder=run.folder.slurm, python=shlex.quote(job_python(run)))
     submitter.update_parameters(
         **parameters,
-        wckey=None,  # submitit's own is refused by some sites
+        wckey=None,  # some sites refuse submitit's default
         additional_parameters=flags,
         setup=environment_block(run, log_suffix="_0_log.out").split("\n"),
         srun_args=srun_arguments(run),
@@ -95,20 +95,20 @@ def executor(run: PreparedRun) -> Executor:
 
 
 def submit(run: PreparedRun) -> str:
-    """Hand the run to Slurm; returns the job id. Raises SiteRefusedError with Slurm's words."""
+    """Submit the run; returns the job id. Raises SiteRefusedError with Slurm's message."""
     run.folder.slurm.mkdir(mode=0o700, exist_ok=run.resumes)
     submitter = executor(run)
     try:
-        doubt = doubted(submitter.script)
-        with redirect_stderr(io.StringIO()):  # submitit prints a refusal; we say it once, below
+        objection = test_only_error(submitter.script)
+        with redirect_stderr(io.StringIO()):  # submitit prints a refusal, which the exception below repeats
             job = submitter.submit(job_entry.rank, str(run.folder.path))
     except FileNotFoundError as error:
         raise SiteRefusedError("there is no sbatch on this machine; launcher=local runs here") from error
     except (FailedJobError, FailedSubmissionError) as error:
-        raise SiteRefusedError(in_slurms_words(str(error))) from error
+        raise SiteRefusedError(refusal_message(str(error))) from error
     try:
-        if doubt and (reason := why_never(job.job_id)):
-            raise SiteRefusedError(in_slurms_words(f"{doubt} ({reason})"))
+        if objection and (reason := permanent_reason(job.job_id)):
+            raise SiteRefusedError(refusal_message(f"{objection} ({reason})"))
         owner.hand_to_job(run.folder, str(job.job_id))
         write_text(run.folder.resubmission, render(run))
         write_text(run.folder.batch_script, job.paths.submission_file.read_text(encoding="utf-8"))
@@ -118,46 +118,46 @@ def submit(run: PreparedRun) -> str:
     return str(job.job_id)
 
 
-def doubted(script: str) -> str | None:
-    """What Slurm says against starting this script at all; None where it could start, sooner or later."""
-    tried = subprocess.run(["sbatch", "--test-only"], input=script, capture_output=True, text=True)
-    return tried.stderr.strip() if tried.returncode != 0 else None
+def test_only_error(script: str) -> str | None:
+    """The error of `sbatch --test-only`; None if the script could start now or later."""
+    process = subprocess.run(["sbatch", "--test-only"], input=script, capture_output=True, text=True)
+    return process.stderr.strip() if process.returncode != 0 else None
 
 
-def why_never(job_id: str) -> str | None:
-    """The reason for which a waiting job can never start; None where it is a matter of time.
+def permanent_reason(job_id: str) -> str | None:
+    """The reason why a waiting job can never start; None if it may start later.
 
-    Many sites queue a job that asks for more than there is (EnforcePartLimits=NO), and doubts alone
-    don't tell: Slurm has the same ones where hosts are only down.
+    Many sites queue a job that requests more than exists (EnforcePartLimits=NO). The error of `--test-only`
+    is not enough: Slurm prints the same one if hosts are only down.
     """
     deadline = time.monotonic() + REASON_S
     while time.monotonic() < deadline:
         state = job_state(job_id)
         if state.state != "PENDING":
             return None
-        if state.reason not in ("", "None"):  # the scheduler has looked at it
-            return state.reason if state.reason in NEVER else None
+        if state.reason not in ("", "None"):  # the scheduler has examined it
+            return state.reason if state.reason in PERMANENT_REASONS else None
         time.sleep(0.1)
     return None
 
 
-def in_slurms_words(text: str) -> str:
-    """Slurm's error lines, with this site's partitions where a partition or its size was the matter."""
+def refusal_message(text: str) -> str:
+    """Slurm's error lines, plus the site's partitions if the error is about a partition or its size."""
     lines = [line for line in text.splitlines() if line.startswith("sbatch:")] or text.splitlines()
     message = "Slurm refused the job; nothing was submitted.\n  " + "\n  ".join(lines)
     if re.search("partition|node", text, re.IGNORECASE) and (names := partitions()):
         message += f"\n  Partitions here: {', '.join(names)}."
     if re.search("generic resource|gres|--gpus", text, re.IGNORECASE):
-        message += "\n  For a site that takes --gres try cluster=gres; for one without GPUs, cluster=cpu."
+        message += "\n  Try cluster=gres if the site needs --gres, or cluster=cpu if it has no GPUs."
     return message
 
 
 def partitions() -> list[str]:
-    """This site's partitions with their size; empty where sinfo does not answer."""
+    """This site's partitions with their sizes; empty if sinfo does not answer."""
     try:
-        listed = subprocess.run(
+        process = subprocess.run(
             ["sinfo", "-h", "-o", "%R (%D nodes)"], capture_output=True, text=True, timeout=5
         )
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return sorted(set(listed.stdout.splitlines()))
+    return sorted(set(process.stdout.splitlines()))

@@ -1,4 +1,4 @@
-"""Following a submitted job to its end: Slurm's state while it waits, the run's own metrics while it runs."""
+"""Follows a submitted job to its end: shows Slurm's state while it waits, and metrics while it runs."""
 
 from __future__ import annotations
 
@@ -16,50 +16,50 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_tail
 from hpc_parallel.supervise.conclude import conclude
 
-PERIOD_S = 0.3  # between looks at the run folder
-ASK_EVERY_S = 2.0  # a controller serves many users
-WORDS_S = 10.0  # for a failed job's last words to show on this host
-COMPLETED_WORDS_S = 90.0  # for those of one that Slurm calls completed: an NFS client may cache for a minute
+PERIOD_S = 0.3  # between two reads of the run folder
+ASK_EVERY_S = 2.0  # between two queries to Slurm, whose controller serves many users
+SUMMARY_S = 10.0  # time for a failed job's summary to appear on this host
+COMPLETED_SUMMARY_S = 90.0  # the same for a completed job: an NFS client may cache for a minute
 
 
 def wait_for_job(run: PreparedRun, job_id: str) -> int:
     """Show the job's state and metrics until it ends; returns 0 if the run completed, else 1.
 
-    Ctrl-C ends the following, not the job; KeyboardInterrupt is raised, so that a sweep does not go on.
+    Ctrl-C stops the following, not the job. It raises KeyboardInterrupt, so that a sweep does not continue.
     """
     follower = Follower(run.folder, steps=run.steps)
     try:
         state = _follow(follower, job_id)
-        deadline = time.monotonic() + patience_s(state.state)
-        while _awaits_words(run, job_id) and time.monotonic() < deadline:
+        deadline = time.monotonic() + summary_timeout_s(state.state)
+        while _awaits_summary(run, job_id) and time.monotonic() < deadline:
             follower.poll()
             time.sleep(PERIOD_S)
     except KeyboardInterrupt:
-        end = command_on(run.folder.path, "cancel")
-        print(f"\nno longer following; job {job_id} goes on ({end} ends it)", file=sys.stderr)
+        cancel = command_on(run.folder.path, "cancel")
+        print(f"\nno longer following; job {job_id} continues ({cancel} ends it)", file=sys.stderr)
         raise
     if not owner.is_job(run.folder, job_id):
         print(f"job {job_id} {state}; the run has been resumed since: {run.folder.path}")
         return DONE if state.state == "COMPLETED" else FAILED
     if not has_summary(run):
         if state.state == "COMPLETED":
-            print(f"job {job_id} completed; its summary does not show on this host yet: {run.folder.path}")
+            print(f"job {job_id} completed; its summary is not visible on this host yet: {run.folder.path}")
             return DONE
         conclude_job(run.folder, job_id, state)
     return follower.finish()
 
 
-def patience_s(state: str) -> float:
-    """How long to wait for the summary of a job that has ended in this state of Slurm's."""
-    return COMPLETED_WORDS_S if state.upper() == "COMPLETED" else WORDS_S
+def summary_timeout_s(state: str) -> float:
+    """How long to wait for the summary of a job that has ended in this Slurm state."""
+    return COMPLETED_SUMMARY_S if state.upper() == "COMPLETED" else SUMMARY_S
 
 
 def _follow(follower: Follower, job_id: str) -> JobState:
-    """The state in which the job ended."""
-    asked_s = float("-inf")
+    """Poll until the job ends; returns its last state."""
+    last_query_s = float("-inf")
     while True:
-        if time.monotonic() - asked_s >= ASK_EVERY_S:
-            asked_s = time.monotonic()
+        if time.monotonic() - last_query_s >= ASK_EVERY_S:
+            last_query_s = time.monotonic()
             state = job_state(job_id)
             follower.note(f"job {job_id} {state}")
             if state.ended:
@@ -68,19 +68,19 @@ def _follow(follower: Follower, job_id: str) -> JobState:
         time.sleep(PERIOD_S)
 
 
-def _awaits_words(run: PreparedRun, job_id: str) -> bool:
+def _awaits_summary(run: PreparedRun, job_id: str) -> bool:
     return owner.is_job(run.folder, job_id) and not has_summary(run)
 
 
 def has_summary(run: PreparedRun) -> bool:
-    """By a listing: a look-up of the one name may be answered "not there" from an NFS client's cache."""
+    """Whether `summary.json` exists. Lists the folder: an NFS client may cache that a name is missing."""
     return run.folder.summary.name in os.listdir(run.folder.path)
 
 
 def conclude_job(folder: RunFolder, job_id: str, state: JobState) -> None:
-    """Record how a job ended that could not do so itself: cancelled in the queue, its node lost.
+    """Record how a job ended if it could not do so itself: cancelled in the queue, or its node lost.
 
-    Not of a run that has been resumed since: it has not ended.
+    A run that has been resumed since is left alone, because it has not ended.
     """
     if not owner.is_job(folder, job_id):
         return

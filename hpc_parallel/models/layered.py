@@ -196,12 +196,12 @@ def _filled(
     return own_slice(values, like=like) if isinstance(like, DTensor) else values
 
 
-def own_slice(whole: Tensor, *, like: DTensor) -> DTensor:
-    """Returns this rank's slice of `whole`, placed as `like`, without communication.
+def own_slice(full: Tensor, *, like: DTensor) -> DTensor:
+    """Returns this rank's slice of `full`, placed as `like`, without communication.
 
     Inner mesh axes cut first: if two axes cut one dim, fully_shard slices the part of tensor parallelism.
     """
-    mesh, part = like.device_mesh, whole
+    mesh, part = like.device_mesh, full
     for axis in reversed(range(mesh.ndim)):
         placement = like.placements[axis]
         if not placement.is_replicate():
@@ -210,7 +210,7 @@ def own_slice(whole: Tensor, *, like: DTensor) -> DTensor:
             rank = mesh.get_local_rank(axis)
             part = chunks[rank] if rank < len(chunks) else part.narrow(dim, 0, 0)
     return DTensor.from_local(
-        part.clone(), mesh, like.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        part.clone(), mesh, like.placements, run_check=False, shape=full.shape, stride=full.stride()
     )
 
 

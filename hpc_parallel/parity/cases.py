@@ -1,4 +1,4 @@
-"""From a command line to the runs of a proof: which rows, and the one device that each is compared with."""
+"""Plans a proof: the rows for a command line, and the one-device run that each row is compared with."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from hpc_parallel.problems import ConfigError, Found, Problem
 from hpc_parallel.record.run_folder import new_run_id
 
 LAYOUT = ("nodes", "gpus_per_node", *(f"strategy.{axis}" for axis in AXES))
-# What changes how a step is computed, never what: one device goes without.
-MEANS = ("strategy", *LAYOUT, "training.microbatch_size", "training.compile",
-         "training.activation_checkpointing")  # fmt: skip
+# These change how a step is computed, not its result. The one-device run does without them.
+EXECUTION_KEYS = ("strategy", *LAYOUT, "training.microbatch_size", "training.compile",
+                  "training.activation_checkpointing")  # fmt: skip
 NET_OF = {
     TransformerConfig._target_: "text",
     MoeTransformerConfig._target_: "moe",
@@ -41,9 +41,9 @@ NET_OF = {
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table: a run, and that of one device which it must equal.
+    """One line of the table: a run, and the one-device run (`alone`) that it must equal.
 
-    Where the strategy can't take what the command line asks for, `problems` say why, and there is no run.
+    If the strategy does not support the overrides, `problems` gives the reasons and both runs are None.
     """
 
     row: Row
@@ -54,51 +54,60 @@ class Case:
 
     @property
     def layout(self) -> str:
-        """And what the strategy is told besides; a name (of a schedule, say) stands for itself."""
-        said = [option.rpartition(".")[2] for option in self.row.options]
-        said = [s if s.endswith(("true", "false")) or s[-1].isdigit() else s.partition("=")[2] for s in said]
-        return ", ".join([str(self.run.layout) if self.run else " ".join(self.row.layout), *said])
+        """The layout and the strategy's options; an option with a name as its value is that name."""
+        layout = str(self.run.layout) if self.run else " ".join(self.row.layout)
+        return ", ".join([layout, *map(_short_option, self.row.options)])
 
 
-def plan(words: Sequence[str], *, extra_dir: str | None = None) -> tuple[list[Case], list[str]]:
-    """The cases of a command line's overrides, and which networks it leaves out because they lack a key.
+def _short_option(option: str) -> str:
+    assignment = option.rpartition(".")[2]
+    if assignment.endswith(("true", "false")) or assignment[-1].isdigit():
+        return assignment
+    return assignment.partition("=")[2]
 
-    A problem of some rows alone is theirs: they say so, and have no run. Raises ConfigError with all
-    problems where one is every row's, or no row is without. `extra_dir`: configurations of the user's own.
+
+def plan(overrides: Sequence[str], *, extra_dir: str | None = None) -> tuple[list[Case], list[str]]:
+    """The cases for the overrides of a command line, and a note for each network that lacks one of the keys.
+
+    A problem of only some rows is listed in those cases, which have no run.
+
+    extra_dir: a folder with the user's configuration files.
+
+    Raises ConfigError with all problems if every row has the same problem or no row can run.
     """
-    words = [f"training.{word}" if word.startswith("precision=") else word for word in words]
-    configs = str(find_folder("conf"))
-    with composing(configs, extra_dir=extra_dir):
+    overrides = [f"training.{word}" if word.startswith("precision=") else word for word in overrides]
+    config_dir = str(find_folder("conf"))
+    with composing(config_dir, extra_dir=extra_dir):
         try:
-            planner = _Planner(words, extra_dir)
+            planner = _Planner(overrides, extra_dir)
             cases = planner.cases()
-        except _RefusedError as refused:
-            said, error = refused.words, refused.error
+        except _RefusedError as refusal:
+            refused, error = refusal.overrides, refusal.error
         else:
-            _require_rows(cases, words)
-            return cases, [f"{net} is left out: {why}" for net, why in planner.without.items()]
-    found = diagnose(said, config_dir=configs, config_name="config", extra_dir=extra_dir)
-    raise ConfigError(found or [" ".join(str(error).partition("\n\n")[0].split())]) from error
+            _require_rows(cases, overrides)
+            return cases, [f"{net} is left out: {reason}" for net, reason in planner.excluded.items()]
+    problems = diagnose(refused, config_dir=config_dir, config_name="config", extra_dir=extra_dir)
+    raise ConfigError(problems or [" ".join(str(error).partition("\n\n")[0].split())]) from error
 
 
 class _RefusedError(Exception):
-    """Hydra or the schema refuses these words, so nothing can be known of the rest."""
+    """Hydra or the schema refuses these overrides, so no further check is possible."""
 
-    def __init__(self, words: Sequence[str], error: Exception) -> None:
+    def __init__(self, overrides: Sequence[str], error: Exception) -> None:
         super().__init__(str(error))
-        self.words, self.error = words, error
+        self.overrides, self.error = overrides, error
 
 
 class _Planner:
-    """Composes each run once: many rows share one device's."""
+    """Composes each run once, because many rows share the same one-device run."""
 
-    def __init__(self, words: Sequence[str], extra_dir: str | None) -> None:
-        self.words = words
+    def __init__(self, overrides: Sequence[str], extra_dir: str | None) -> None:
+        self.overrides = overrides
         self.extra_dir = extra_dir
-        self.net: str | None = None  # of the model that the user names
-        self.without: dict[str, str] = {}  # networks that the words don't fit, and why
-        if has(words, "model"):
-            base = self._compose(merged(COMMON, words))
+        self.net: str | None = None  # that of the model that the user names
+        self.excluded: dict[str, str] = {}  # networks that the overrides don't fit -> reason
+        if sets_key(overrides, "model"):
+            base = self._compose(merge(COMMON, overrides))
             self.net = NET_OF.get(base.model.get("_target_"), "own")
         else:
             base = self._find_fitting()
@@ -106,107 +115,117 @@ class _Planner:
         self.alone: dict[tuple[str, ...], PreparedRun] = {}
 
     def _find_fitting(self) -> DictConfig:
-        """One of the networks' configurations; `model.layers=3` is none of an image's, say."""
+        """The configuration of the first network that the overrides fit: `model.layers=3` fits text only."""
         fitting, refusals = [], []
-        for net, ours in NETS.items():
+        for net, defaults in NETS.items():
             try:
-                fitting.append(self._compose(merged([*COMMON, *ours], self.words)))
-            except _RefusedError as refused:
-                refusals.append(refused)
-                self.without[net] = str(refused).splitlines()[0]
+                fitting.append(self._compose(merge([*COMMON, *defaults], self.overrides)))
+            except _RefusedError as refusal:
+                refusals.append(refusal)
+                self.excluded[net] = str(refusal).splitlines()[0]
         if not fitting:
             raise refusals[0]
         return fitting[0]
 
     def cases(self) -> list[Case]:
-        pairs = [pair for pair in rows_of(self.words, net=self.net) if pair[1] not in self.without]
+        pairs = [(row, net) for row, net in rows_of(self.overrides, net=self.net) if net not in self.excluded]
         return [self._case(row, net, number) for number, (row, net) in enumerate(pairs, start=1)]
 
     def _case(self, row: Row, net: str, number: int) -> Case:
         task = [*COMMON, *NETS.get(net, ())]
-        means = [f"strategy={row.strategy}", *row.layout, *row.options]
+        execution = [f"strategy={row.strategy}", *row.layout, *row.options]
         try:
-            run = self._prepare(merged([*means, *task], self.words), f"{number:02d}-{row.strategy}-{net}")
-            count = None
-            if not is_reference_decoder(run.config):  # it may hold BatchNorm, which looks at a microbatch
-                count = run.config.training.global_batch_size // run.batch.microbatches
-            plain = ("strategy=single", f"training.microbatch_size={count or 'null'}")
-            words = (
-                *plain,
-                *(word for word in merged(task, self.words) if not key_of(word).startswith(MEANS)),
+            run = self._prepare(
+                merge([*execution, *task], self.overrides), f"{number:02d}-{row.strategy}-{net}"
             )
-            if words not in self.alone:
-                self.alone[words] = self._prepare(words, f"alone-{len(self.alone) + 1}-{net}")
-            return Case(row, net, run, self.alone[words])
+            return Case(row, net, run, self._prepare_alone(run, task, net))
         except ConfigError as error:
             return Case(row, net, None, None, problems=error.problems)
 
-    def _prepare(self, words: Sequence[str], name: str) -> PreparedRun:
-        config = self._compose(words)
+    def _prepare_alone(self, run: PreparedRun, task: Sequence[str], net: str) -> PreparedRun:
+        """The one-device run that `run` must equal."""
+        microbatch_size = None
+        if not is_reference_decoder(run.config):  # BatchNorm sees a microbatch
+            microbatch_size = run.config.training.global_batch_size // run.batch.microbatches
+        overrides = (
+            "strategy=single",
+            f"training.microbatch_size={microbatch_size or 'null'}",
+            *(word for word in merge(task, self.overrides) if not key_of(word).startswith(EXECUTION_KEYS)),
+        )
+        if overrides not in self.alone:
+            self.alone[overrides] = self._prepare(overrides, f"alone-{len(self.alone) + 1}-{net}")
+        return self.alone[overrides]
+
+    def _prepare(self, overrides: Sequence[str], name: str) -> PreparedRun:
+        config = self._compose(overrides)
         config.run_dir = str(self.folder / name)
         try:
-            run = prepare(config, overrides=words, config_dir=self.extra_dir)
+            run = prepare(config, overrides=overrides, config_dir=self.extra_dir)
         except UnresolvedError as error:
-            raise _RefusedError(words, error) from error
+            raise _RefusedError(overrides, error) from error
         if problems := list(_problems(run.config)):
             raise ConfigError(problems)
         return run
 
-    def _compose(self, words: Sequence[str]) -> DictConfig:
+    def _compose(self, overrides: Sequence[str]) -> DictConfig:
         try:
-            return compose("config", overrides=list(words))
+            return compose("config", overrides=list(overrides))
         except COMPOSE_ERRORS as error:
-            raise _RefusedError(words, error) from error
+            raise _RefusedError(overrides, error) from error
 
 
-def rows_of(words: Sequence[str], *, net: str | None) -> Iterator[tuple[Row, str]]:
-    """Each row with each network that it is proven on; `net`: of the model that the user names.
+def rows_of(overrides: Sequence[str], *, net: str | None) -> Iterator[tuple[Row, str]]:
+    """Each row with each network on which it is proven.
 
-    A strategy of the user's limits the rows to its own; with a layout of the user's each strategy has one
-    row, on that layout and with no options of ours.
+    If the user names a strategy, only its rows remain. If the user sets a layout, each strategy has one row,
+    on that layout and without the row's options.
+
+    net: that of the model that the user names.
     """
-    name = next((word.partition("=")[2] for word in words if key_of(word) == "strategy"), None)
+    name = next((word.partition("=")[2] for word in overrides if key_of(word) == "strategy"), None)
     rows = [row for row in ROWS if name in (None, row.strategy)] or [Row(str(name), TWO)]
-    if any(key_of(word) in LAYOUT for word in words):
+    if any(key_of(word) in LAYOUT for word in overrides):
         rows = [replace(row, layout=(), options=()) for row in rows if row.layout or name == row.strategy]
-    pairs = [(replace(row, nets=()), each) for row in rows for each in row.nets]
+    pairs = [(replace(row, nets=()), row_net) for row in rows for row_net in row.nets]
     if net is not None:
-        like = [row for row, each in pairs if each == (LAYERS[1] if net == "own" else net)]
-        pairs = [(row, net) for row in like or [row for row, _ in pairs if name]]
+        similar_net = LAYERS[1] if net == "own" else net
+        matches = [row for row, row_net in pairs if row_net == similar_net]
+        pairs = [(row, net) for row in matches or [row for row, _ in pairs if name]]
     yield from dict.fromkeys(pairs)
 
 
-def merged(ours: Sequence[str], words: Sequence[str]) -> list[str]:
-    """Our overrides where the user says nothing of the key or of its group, then the user's."""
-    groups = [f"{group}." for group in ("model", "data") if has(words, group)]
-    said = {key_of(word) for word in words}
-    return [w for w in ours if key_of(w) not in said and not w.startswith(tuple(groups))] + list(words)
+def merge(defaults: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """The defaults whose key or group the user does not set, then the user's overrides."""
+    user_groups = tuple(f"{group}." for group in ("model", "data") if sets_key(overrides, group))
+    user_keys = {key_of(word) for word in overrides}
+    kept = [word for word in defaults if key_of(word) not in user_keys and not word.startswith(user_groups)]
+    return [*kept, *overrides]
 
 
-def has(words: Sequence[str], key: str) -> bool:
-    return any(key_of(word) == key for word in words)
+def sets_key(overrides: Sequence[str], key: str) -> bool:
+    return any(key_of(word) == key for word in overrides)
 
 
-def key_of(word: str) -> str:
-    return word.partition("=")[0].lstrip("+~")
+def key_of(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
 
 
 def _problems(config: RunConfig) -> Found:
-    """What a run may be, and a proof not."""
+    """Settings that a run allows but a proof does not."""
     precision, launcher = config.training.precision, config.launcher
     if precision not in TOLERANCES:
-        rule = "rounds so coarsely that another order of sums is another result"
+        rule = "rounds so coarsely that another order of sums gives another result"
         yield Problem("training.precision", precision, rule, tuple(TOLERANCES))
     if config.task.name != "proof":
-        yield Problem("task", config.task.name, "keeps nothing that could be compared", ("proof",))
+        yield Problem("task", config.task.name, "keeps nothing to compare", ("proof",))
     if launcher.kind == "script":
-        yield Problem("launcher", "script", "starts nothing that could be compared", ("local",))
+        yield Problem("launcher", "script", "starts nothing to compare", ("local",))
     elif launcher.kind != "local" and not launcher.wait:
         yield Problem("launcher.wait", False, "would compare runs that have not ended", (True,))
 
 
-def _require_rows(cases: Sequence[Case], words: Sequence[str]) -> None:
-    found = {str(problem): problem for case in cases for problem in case.problems}
-    shared = [text for text in found if all(text in map(str, case.problems) for case in cases)]
+def _require_rows(cases: Sequence[Case], overrides: Sequence[str]) -> None:
+    problems = {str(problem): problem for case in cases for problem in case.problems}
+    shared = [text for text in problems if all(text in map(str, case.problems) for case in cases)]
     if shared or all(case.problems for case in cases):
-        raise ConfigError(in_order(list(found.values()), words))
+        raise ConfigError(in_order(list(problems.values()), overrides))

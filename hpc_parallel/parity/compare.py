@@ -1,4 +1,4 @@
-"""How far a run is from one device's: losses of all steps, gradients of the first, weights after the last."""
+"""Compares a run with one device: losses of all steps, first gradients, and weights after the last step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from hpc_parallel.record.metrics_file import MetricsReader
 from hpc_parallel.record.run_folder import RunFolder
 
-Tensors = Mapping[str, Sequence[NDArray[Any]]]  # by full name, every version that a rank has
+Tensors = Mapping[str, Sequence[NDArray[Any]]]  # full name -> the array of each rank that has it
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest relative difference, and what it is of."""
+    """The largest relative difference, and the step or tensor that has it."""
 
     value: float
     where: str
@@ -30,7 +30,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The largest relative differences that are still equal, and the reason."""
+    """The largest relative differences that count as equal, and the reason."""
 
     losses: float
     gradients: float
@@ -40,7 +40,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`word`: equal, MISS, failed or left out. `reasons`: a line for each, unless the word is equal."""
+    """`word`: equal, MISS, failed or left out. `reasons`: one line for each reason if it is not equal."""
 
     word: str
     reasons: Sequence[str] = ()
@@ -50,9 +50,9 @@ class Verdict:
 TOLERANCES = {
     "float32": Tolerance(
         losses=1e-5, gradients=1e-5, weights=1e-4,
-        why="float32 keeps 24 bits (6e-8), and a layout adds the same terms in another order, which costs "
-        "some dozens of roundings; weights have gone through all steps, and through Adam's division by what "
-        "may be small.",
+        why="float32 keeps 24 bits (6e-8). A layout adds the same terms in another order, which costs some "
+        "dozens of roundings. Weights accumulate the differences of all steps, and Adam divides by values "
+        "that may be small.",
     ),
     "float64": Tolerance(
         losses=1e-9, gradients=1e-9, weights=1e-9,
@@ -62,52 +62,52 @@ TOLERANCES = {
 }  # fmt: skip
 
 
-def compare(found: RunFolder, wanted: RunFolder) -> dict[str, Difference]:
-    """By the names of `Tolerance`. Raises ValueError where a run left nothing to compare."""
+def compare(run: RunFolder, reference: RunFolder) -> dict[str, Difference]:
+    """The differences, by the names of `Tolerance`. Raises ValueError if a run left nothing to compare."""
     return {
-        "losses": _losses(found, wanted),
-        "gradients": _tensors(read(found, "gradients"), read(wanted, "gradients")),
-        "weights": _tensors(read(found, "weights"), read(wanted, "weights")),
+        "losses": _losses(run, reference),
+        "gradients": _tensors(read(run, "gradients"), read(reference, "gradients")),
+        "weights": _tensors(read(run, "weights"), read(reference, "weights")),
     }
 
 
 def read(folder: RunFolder, kind: str) -> Tensors:
-    """`kind`: gradients or weights. Raises ValueError where there are none."""
-    found: dict[str, list[NDArray[Any]]] = defaultdict(list)
+    """Read the tensors that a run kept. `kind`: gradients or weights. Raises ValueError if there are none."""
+    tensors: dict[str, list[NDArray[Any]]] = defaultdict(list)
     for file in sorted(folder.proof.glob(f"{kind}-*.npz")):
-        with np.load(file, allow_pickle=False) as held:
-            for name in held.files:
-                found[name].append(held[name])
-    if not found:
+        with np.load(file, allow_pickle=False) as arrays:
+            for name in arrays.files:
+                tensors[name].append(arrays[name])
+    if not tensors:
         raise ValueError(f"the run left no {kind} in {folder.proof}")
-    return found
+    return tensors
 
 
-def _losses(found: RunFolder, wanted: RunFolder) -> Difference:
-    """|a - b| / |b| a step; a loss that is not finite (null in the file) equals nothing."""
-    here, there = (
+def _losses(run: RunFolder, reference: RunFolder) -> Difference:
+    """|a - b| / |b| for each step; a loss that is not finite (null in the file) differs from every loss."""
+    losses, wanted = (
         {line["step"]: line["loss"] for line in MetricsReader(folder.metrics).read()}
-        for folder in (found, wanted)
+        for folder in (run, reference)
     )
-    if here.keys() != there.keys() or not here:
-        raise ValueError(f"the run logged {len(here)} steps and one device {len(there)}")
+    if losses.keys() != wanted.keys() or not losses:
+        raise ValueError(f"the run logged {len(losses)} steps and one device {len(wanted)}")
     return _largest(
         (f"step {step}", math.inf if a is None or b is None else _relative(abs(a - b), abs(b)))
-        for (step, a), b in zip(here.items(), there.values(), strict=True)
+        for (step, a), b in zip(losses.items(), wanted.values(), strict=True)
     )
 
 
-def _tensors(found: Tensors, wanted: Tensors) -> Difference:
-    """|a - b| / |b| by tensor norm; what one side lacks, or has in another shape, is infinitely far."""
+def _tensors(tensors: Tensors, reference: Tensors) -> Difference:
+    """|a - b| / |b| by tensor norm; infinite if one side lacks the tensor or has another shape."""
     return _largest(
         (
             name,
             max(
-                (_norm_difference(a, b) for a in found.get(name, ()) for b in wanted.get(name, ())),
+                (_norm_difference(a, b) for a in tensors.get(name, ()) for b in reference.get(name, ())),
                 default=math.inf,
             ),
         )
-        for name in sorted({*found, *wanted})
+        for name in sorted({*tensors, *reference})
     )
 
 
@@ -119,13 +119,13 @@ def _largest(differences: Iterable[tuple[str, float]]) -> Difference:
 def _norm_difference(a: NDArray[Any], b: NDArray[Any]) -> float:
     if a.shape != b.shape:
         return math.inf
-    left, right = a.astype(np.float64), b.astype(np.float64)
-    return _relative(float(np.linalg.norm(left - right)), float(np.linalg.norm(right)))
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    return _relative(float(np.linalg.norm(a - b)), float(np.linalg.norm(b)))
 
 
-def _relative(difference: float, size: float) -> float:
-    if not (math.isfinite(difference) and math.isfinite(size)):
+def _relative(difference: float, norm: float) -> float:
+    if not (math.isfinite(difference) and math.isfinite(norm)):
         return math.inf
     if difference == 0:
         return 0.0
-    return difference / size if size else math.inf
+    return difference / norm if norm else math.inf

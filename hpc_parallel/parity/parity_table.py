@@ -1,4 +1,4 @@
-"""The table of a proof, a line as soon as it is known: it may take minutes to the last one."""
+"""Prints the table of a proof. Each line appears when its run ends; the last may take minutes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from hpc_parallel.parity.compare import Tolerance, Verdict
 if TYPE_CHECKING:
     from hpc_parallel.parity.cases import Case
 
-WIDTH = 100  # of a file or a pipe
+WIDTH = 100  # if stdout is a file or a pipe
 MEASURES = ("losses", "gradients", "weights")
 STYLES = {"equal": "green", "MISS": "bold red", "failed": "bold red", "left out": "yellow"}
 
 
 class Table:
-    """Prints on stdout, as wide as it is; a status line below says on a terminal what runs now."""
+    """Prints to stdout in its full width; on a terminal, a status line below shows the current run."""
 
     def __init__(self, tolerance: Tolerance, *, precision: str) -> None:
         console = Console(highlight=False)
         self._console = console if console.is_terminal else Console(highlight=False, width=WIDTH)
-        self._console.file = self._console.file  # this stdout, also while that of a run is kept quiet
+        self._console.file = self._console.file  # keeps this stdout while a run's is redirected
         self._tolerance = tolerance
         self._precision = precision
         self._say("Largest relative difference from one device: of the loss over all steps, of any tensor's")
@@ -41,9 +41,9 @@ class Table:
         return self._console.status(Text(text))
 
     def add(self, case: Case, verdict: Verdict) -> None:
-        found = (str(verdict.differences.get(measure, "")) for measure in MEASURES)
+        differences = (str(verdict.differences.get(measure, "")) for measure in MEASURES)
         style = STYLES[verdict.word]
-        self._line(case.row.strategy, case.net, case.layout, *found, verdict.word, last_style=style)
+        self._line(case.row.strategy, case.net, case.layout, *differences, verdict.word, last_style=style)
         for reason in verdict.reasons:
             self._console.print(Padding(Text(reason, style=style), (0, 0, 0, 4)))
 
@@ -56,7 +56,7 @@ class Table:
         self._say(f"{total} row{'s' * (total > 1)} in {self._precision}: {verdicts}.")
         if counts.get("MISS") and self._precision == "float32":
             self._say(
-                "Is a miss a mistake, or rounding that met the edge of a ReLU? precision=float64 tells."
+                "A miss is a mistake, or rounding at the edge of a ReLU. Try precision=float64 to decide."
             )
         self._console.print(f"results: {folder}", markup=False, soft_wrap=True)
 
@@ -64,7 +64,7 @@ class Table:
         self._console.print(text, markup=False)
 
     def _line(self, *cells: str, style: str = "", last_style: str = "") -> None:
-        """Tables of one line each, of the same columns."""
+        """Print a table of one line; all lines have the same columns."""
         line = rich_table.Table(
             box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0), expand=True
         )

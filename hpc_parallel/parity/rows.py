@@ -1,17 +1,17 @@
-"""What `python -m hpc_parallel parity` proves when nobody says what: every strategy, on networks of a minute.
+"""The default rows of `python -m hpc_parallel parity`: every strategy, on networks that train in a minute.
 
-A new `conf/strategy/<name>.yaml` needs a row here; a test says so.
+A new `conf/strategy/<name>.yaml` needs a row here; a test checks this.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Clipping, the warm-up and four microbatches where they are said to be are all at work in these steps.
+# In these steps clipping, the warm-up and (in rows that set them) four microbatches all take effect.
 COMMON = (
     "task=proof",
     "name=parity",
-    "device=cpu",  # where any layout can run and one device draws the numbers that many do
+    "device=cpu",  # any layout can run there, and one device draws the same random numbers as many
     "launcher=local",
     "launcher.snapshot=false",  # the runs start now
     "training.steps=6",
@@ -22,9 +22,10 @@ COMMON = (
     "training.clip_norm=0.5",
     "optimizer.warmup_steps=2",
 )
-# Sizes that don't come out even: five blocks over two or four stages, maps of 3 places over two tiles.
-# Small images: BatchNorm makes a kernel's gradient a sum that cancels, and float32 loses a digit of it for
-# each hundredfold of its terms (one device on 16 digits of 40 x 56 pixels is 4e-5 off its float64).
+# Sizes that don't divide evenly: five blocks over two or four stages, maps of 3 positions over two tiles.
+# Images are small because BatchNorm makes a kernel's gradient a sum that cancels. With a hundred times more
+# terms, float32 loses one more digit of it (16 digits of 40 x 56 pixels: one device differs by 4e-5 from its
+# float64).
 NETS = {
     "text": (
         "model=tiny", "model.layers=5", "model.dim=64", "model.heads=8", "model.kv_heads=4",
@@ -49,8 +50,9 @@ NETS = {
 class Row:
     """One strategy on one layout.
 
-    layout: nodes, devices and degrees, which a command line's own replace; empty: one device.
-    options: what else is said. nets: names of `NETS` on which it is proven.
+    layout: nodes, devices and degrees, which the command line's replace; empty: one device.
+    options: further overrides.
+    nets: names of `NETS` on which the strategy is proven.
     """
 
     strategy: str
@@ -60,7 +62,7 @@ class Row:
 
 
 TWO, FOUR, TWO_BY_TWO = ("nodes=2",), ("nodes=4",), ("nodes=2", "gpus_per_node=2")
-LAYERS = ("text", "digits")  # for what takes layers as they are
+LAYERS = ("text", "digits")  # for strategies that accept any kind of layer
 
 ROWS = (
     Row("single", (), ("training.microbatch_size=4",)),

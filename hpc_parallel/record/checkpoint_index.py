@@ -122,7 +122,7 @@ def _is_marked(path: Path) -> bool:
         return False
 
 
-def beside(folder: Path, step: int) -> Path:
+def unfinished_folder(folder: Path, step: int) -> Path:
     """The folder in which the checkpoint of `step` is written before it is renamed."""
     return folder / f".step-{step}"
 
@@ -134,13 +134,13 @@ def publish(
     files: Mapping[str, Mapping[str, Any]],
     about: Mapping[str, Any],
 ) -> None:
-    """Turn the folder `beside` into a checkpoint: write its manifest, rename it, write its marker.
+    """Turn the `unfinished_folder` into a checkpoint: write its manifest, rename it, write its marker.
 
     Each of these is on the disk before the next begins.
 
     files: name -> its `bytes` and its CHECKSUM; about: further entries of the manifest.
     """
-    written, path = beside(folder, step), folder / f"step-{step}"
+    written, path = unfinished_folder(folder, step), folder / f"step-{step}"
     manifest = json.dumps({"step": step, **about, "files": files}, indent=1) + "\n"
     write_text(written / MANIFEST, manifest)
     sync_folder(written)

@@ -24,7 +24,7 @@ def replacing(path: Path, *, mode: int = 0o600) -> Iterator[BinaryIO]:
     written; before the rename it gets `mode` without the bits of the process's umask.
     """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    beside = Path(name)
+    temporary = Path(name)
     try:
         with os.fdopen(handle, "w+b") as file:
             yield file
@@ -32,9 +32,9 @@ def replacing(path: Path, *, mode: int = 0o600) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
             if mode != 0o600:
                 os.fchmod(file.fileno(), mode & ~_umask())
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

@@ -118,7 +118,7 @@ class Row:
 
     @property
     def notes(self) -> list[str]:
-        damaged = ", ".join(f"{name} ({why})" for name, why in self.run.damaged.items())
+        damaged = ", ".join(f"{name} ({reason})" for name, reason in self.run.damaged.items())
         return [text for text in (damaged and f"can't be read: {damaged}", self.cause) if text]
 
     @property

@@ -43,7 +43,7 @@ class Assembled:
 
     parts: Sequence[LayeredModel]
     forward_backward: ForwardBackward
-    through: Callable[[int], ForwardBackward]  # the same for another number of microbatches, of any size
+    build_schedule: Callable[[int], ForwardBackward]  # for another number of microbatches, of any size
     mesh: DeviceMesh
     forward_flops: float  # of the whole model, a sample
     server: ParameterServer | None = None  # where it alone has the optimizer
@@ -95,14 +95,14 @@ def assemble(
         prepare(part, config=config, mesh=mesh, device=device)
     replicas = replicate_parts(parts, config=config, batch=batch, mesh=mesh, device=device, trains=trains)
 
-    through = partial(
+    build_schedule = partial(
         build_forward_backward, stages=local_stages, replicas=replicas, loss=loss, mesh=mesh,
         options=config.strategy, device=device,
     )  # fmt: skip
     return Assembled(
         parts=parts,
-        forward_backward=through(batch.microbatches),
-        through=through,
+        forward_backward=build_schedule(batch.microbatches),
+        build_schedule=build_schedule,
         mesh=mesh,
         forward_flops=flops.total,
         server=replicas.server,

@@ -142,11 +142,11 @@ class TensorGroup:
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
         with self._loss_context():  # around the backward pass too, as torch requires
-            return self._once(self._inner.train(inputs, targets))
+            return self._loss_or_zero(self._inner.train(inputs, targets))
 
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         with self._loss_context():
-            return self._once(self._inner.evaluate(inputs, targets))
+            return self._loss_or_zero(self._inner.evaluate(inputs, targets))
 
-    def _once(self, loss: Tensor) -> Tensor:
+    def _loss_or_zero(self, loss: Tensor) -> Tensor:
         return loss if self._returns_loss else torch.zeros_like(loss)

@@ -127,8 +127,8 @@ class Fetch(torch.autograd.Function):
         box = tile.new_full((*tile.shape[:-2], *exchange.shape), fill)
         pieces = exchange.all_to_all(tile, exchange.give, expected=exchange.take)
         pieces[exchange.rank] = tile[..., *exchange.give[exchange.rank]]
-        for place, piece in zip(exchange.take, pieces, strict=True):
-            box[..., *place] = piece
+        for region, piece in zip(exchange.take, pieces, strict=True):
+            box[..., *region] = piece
         return box
 
     @staticmethod
@@ -138,8 +138,8 @@ class Fetch(torch.autograd.Function):
         total = gradient.new_zeros(ctx.shape)
         pieces = exchange.all_to_all(gradient, exchange.take, expected=exchange.give)
         pieces[exchange.rank] = gradient[..., *exchange.take[exchange.rank]]
-        for place, piece in zip(exchange.give, pieces, strict=True):
-            total[..., *place] += piece
+        for region, piece in zip(exchange.give, pieces, strict=True):
+            total[..., *region] += piece
         return total, None, None
 
 

@@ -1,4 +1,4 @@
-"""How runs are ended: a job through Slurm, a local run by its process, a run that waits by its record."""
+"""Ends runs: a job through Slurm, a local run through its process, a waiting run through its record."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.supervise.conclude import conclude
 from hpc_parallel.supervise.run_state import NO_ANSWER, NOT_STARTED, UNKNOWN, WAITING, State, waits
 
-BEGINNING_S = 10.0  # at most, from a run's turn in a sweep to a process of its own
+STARTING_S = 10.0  # the longest time from a run's turn in a sweep to the start of its process
 
 
 @dataclass(frozen=True)
 class Target:
-    """A run that was named, as it stood then."""
+    """A run to end, and its state at the time of the command."""
 
     run: RecordedRun
     state: State
@@ -34,12 +34,12 @@ class Target:
 
     @property
     def pid(self) -> int:
-        """Of the process that starts the ranks (0: nobody's): its SIGTERM has them save and end."""
+        """The process that starts the ranks (0: none). On SIGTERM it lets the ranks save and end."""
         return int((self.run.owner or {}).get("pid") or 0)
 
     @property
     def damage(self) -> str | None:
-        """Why it is not known what runs there: `owner.json` can't be read. None if it can."""
+        """A message if `owner.json` can't be read, so that the owner is unknown; None if it can."""
         run, name = self.run, self.run.folder.owner.name
         if self.state.ended or run.owner is not None or name not in run.noticed:
             return None
@@ -50,16 +50,17 @@ class Target:
 
     @property
     def refusal(self) -> str | None:
-        """Why it can't be ended; None where it can."""
+        """Why the run can't be ended; None if it can."""
         if self.state.ended:
             return "was never started" if self.state.word == NOT_STARTED else f"has ended: {self.state}"
-        if why := refusal(self.run.folder):
-            return why
+        if reason := refusal(self.run.folder):
+            return reason
         if self.job is None and self.state.word == UNKNOWN:
             host = (self.run.owner or {}).get("host")
-            in_turn = f"python -m hpc_parallel cancel {self.run.run_id}"  # its process is the whole sweep's
-            there = in_turn if waits(self.run) else f"kill {self.pid}"
-            return f"runs on {host}, and this is {platform.node()}. There: {there}"
+            command = f"kill {self.pid}"
+            if waits(self.run):  # its process runs the complete sweep
+                command = f"python -m hpc_parallel cancel {self.run.run_id}"
+            return f"runs on {host}, and this is {platform.node()}. There: {command}"
         return None
 
     def __str__(self) -> str:
@@ -67,75 +68,85 @@ class Target:
         return f"{label(self.run.path)} ({where}, {self.state})"
 
 
-def end_runs(going: Sequence[Target], *, warn: Callable[[str], None]) -> dict[Path, str]:
-    """Ask each run to end. Returns the reason for each run that could not be asked.
+def end_runs(targets: Sequence[Target], *, warn: Callable[[str], None]) -> dict[Path, str]:
+    """Ask each run to end; returns the reason for each run that could not be asked.
 
     warn: receives one line for a run that ended without a summary because its files are damaged.
     """
-    refused = _foreign_jobs([target for target in going if target.job])
-    jobs = {target.job: target.run.path for target in going if target.job and target.run.path not in refused}
+    refused = _foreign_jobs([target for target in targets if target.job])
+    jobs = [target for target in targets if target.job and target.run.path not in refused]
     if jobs:
-        done = _scancel(list(jobs))
-        if done.returncode != 0:
-            words = done.stderr.strip() or f"scancel ended with {done.returncode}"
-            told = {job: [line for line in words.splitlines() if job in line] for job in jobs}
-            whom = {job: lines or [words] for job, lines in told.items() if lines or not any(told.values())}
-            refused |= {jobs[job]: " ".join(lines) for job, lines in whom.items()}
-        _conclude([target for target in going if target.job and target.run.path not in refused], warn=warn)
-    # First what waits for its turn: the end of another would let it begin.
-    begun = [target.run for target in going if not _withdrawn(target, warn=warn)]
-    for run in begun:
-        if why := _terminate(run):
-            refused[run.path] = why
+        refused |= _cancel_jobs({str(target.job): target.run.path for target in jobs})
+        _conclude([target for target in jobs if target.run.path not in refused], warn=warn)
+    # Waiting runs first: the end of another run would let them start.
+    started = [target.run for target in targets if not _withdrawn(target, warn=warn)]
+    for run in started:
+        if reason := _terminate(run):
+            refused[run.path] = reason
     return refused
 
 
+def _cancel_jobs(jobs: Mapping[str, Path]) -> dict[Path, str]:
+    """Run scancel for jobs (job id -> run folder); returns Slurm's message for each run that it refused."""
+    process = _scancel(list(jobs))
+    if process.returncode == 0:
+        return {}
+    message = process.stderr.strip() or f"scancel ended with {process.returncode}"
+    lines = {job: [line for line in message.splitlines() if job in line] for job in jobs}
+    if not any(lines.values()):  # the message names no job, so it is about all of them
+        return dict.fromkeys(jobs.values(), message)
+    return {jobs[job]: " ".join(job_lines) for job, job_lines in lines.items() if job_lines}
+
+
 def _foreign_jobs(targets: Sequence[Target]) -> dict[Path, str]:
-    """Why a job is not to be ended: Slurm does not answer, or knows it as another user's or run's."""
+    """Why a job can't be ended: Slurm does not answer, or the job belongs to another user or run."""
     refused = {target.run.path: NO_ANSWER for target in targets if target.state.reason == NO_ANSWER}
-    asked = [target for target in targets if target.run.path not in refused]
-    if not asked:
+    answered = [target for target in targets if target.run.path not in refused]
+    if not answered:
         return refused
-    scripts = scripts_of([str(target.job) for target in asked], Inquiry())
-    for target in asked:
+    scripts = scripts_of([str(target.job) for target in answered], Inquiry())
+    for target in answered:
         if scripts is None:
             refused[target.run.path] = NO_ANSWER
         elif (script := scripts.get(str(target.job))) is None:
             refused[target.run.path] = f"Slurm has no job {target.job} of yours in its queue"
         elif not is_script_of(target.run.folder, script, job=str(target.job)):
-            why = f"job {target.job} runs {script}, which is not this run's"
-            refused[target.run.path] = f"{why}. If you mean that job: scancel {target.job}"
+            reason = f"job {target.job} runs {script}, which is not this run's"
+            refused[target.run.path] = f"{reason}. If you mean that job: scancel {target.job}"
     return refused
 
 
 def is_script_of(folder: RunFolder, script: str, *, job: str) -> bool:
-    """Whether a job's batch script lies in the run folder, or is that of an array whose task is this run."""
-    place, path = Path(os.path.realpath(os.path.dirname(script))), Path(os.path.realpath(folder.path))
+    """Whether a batch script is in the run folder, or is the script of an array with this run as a task."""
+    script_dir, path = Path(os.path.realpath(os.path.dirname(script))), Path(os.path.realpath(folder.path))
     task = job.partition("_")[2]
-    return place.is_relative_to(path) or (task != "" and os.path.realpath(place / task) == str(path))
+    return script_dir.is_relative_to(path) or (
+        task != "" and os.path.realpath(script_dir / task) == str(path)
+    )
 
 
 def _withdrawn(target: Target, *, warn: Callable[[str], None]) -> bool:
+    """Whether no process remains to end: the target is a job, or a waiting run that is now withdrawn."""
     if target.job is not None:
         return True
     try:
         if not waits(target.run) or not withdraw(target.run.folder):
             return False
-    except FileNotFoundError:  # its sweep has ended meanwhile, and took it away
+    except FileNotFoundError:  # its sweep has ended meanwhile and removed the run
         return True
-    _sum_up(target.run, environment={}, warn=warn)
+    _write_summary(target.run, environment={}, warn=warn)
     return True
 
 
 def _terminate(run: RecordedRun) -> str | None:
-    """Ask a local run's process to end; returns why it can't be."""
-    deadline = time.monotonic() + BEGINNING_S
-    while "waits" in (run.owner or {}) and time.monotonic() < deadline:  # its process is the whole sweep's
+    """Ask a local run's process to end; returns the reason if that is not possible."""
+    deadline = time.monotonic() + STARTING_S
+    while "waits" in (run.owner or {}) and time.monotonic() < deadline:  # its process runs the complete sweep
         time.sleep(0.1)
         run = read_run(run.path)
     owner = run.owner or {}
     if "waits" in owner:
-        return "begins just now. Try again"
+        return "is just starting. Try again"
     return end_process(run.folder, owner) if "pid" in owner else None
 
 
@@ -146,18 +157,19 @@ def _scancel(jobs: Sequence[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess("scancel", returncode=1, stdout="", stderr=str(error))
 
 
-def _conclude(asked: Sequence[Target], *, warn: Callable[[str], None]) -> None:
-    """Say in the run folder how a job ended that could not say so itself, since it had never started."""
-    waited = [target for target in asked if target.state.word == WAITING]
-    known = states_by_accounting([target.job for target in waited if target.job])
-    for target in waited:
-        unheard = known[str(target.job)].ended and not os.path.lexists(target.run.folder.summary)
-        if unheard and not target.run.attempts["started"]:
-            _sum_up(target.run, environment={"SLURM_JOB_ID": str(target.job)}, warn=warn)
+def _conclude(cancelled: Sequence[Target], *, warn: Callable[[str], None]) -> None:
+    """Record in the run folder how a job ended that could not do so itself because it never started."""
+    waiting = [target for target in cancelled if target.state.word == WAITING]
+    job_states = states_by_accounting([target.job for target in waiting if target.job])
+    for target in waiting:
+        ended = job_states[str(target.job)].ended
+        has_summary = os.path.lexists(target.run.folder.summary)
+        if ended and not has_summary and not target.run.attempts["started"]:
+            _write_summary(target.run, environment={"SLURM_JOB_ID": str(target.job)}, warn=warn)
 
 
-def _sum_up(run: RecordedRun, *, environment: Mapping[str, str], warn: Callable[[str], None]) -> None:
+def _write_summary(run: RecordedRun, *, environment: Mapping[str, str], warn: Callable[[str], None]) -> None:
     try:
         conclude(run.folder, returncode=1, cancelled=True, environment=environment)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # its files are damaged
-        warn(f"{label(run.path)} has ended, and no summary.json says so: {error!r}")
+        warn(f"{label(run.path)} has ended, but its summary.json could not be written: {error!r}")

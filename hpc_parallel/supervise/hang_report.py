@@ -125,7 +125,7 @@ def stacks(folder: RunFolder, rank: int) -> Path:
     return folder.logs / f"rank-{rank}.stacks"
 
 
-def spot(file: str, line: int | None, name: str) -> str:
+def format_frame(file: str, line: int | None, name: str) -> str:
     """Format a frame as `folder/file.py:12 in name`."""
     return f"{'/'.join(Path(file).parts[-2:])}:{line} in {name}"
 
@@ -140,10 +140,10 @@ def cause_of(folder: RunFolder, records: Sequence[Record]) -> Record | None:
     reports = read_reports(folder, attempt=records[0].attempt)
     if not reports:
         return None
-    heard = {report.rank for report in reports} | {
+    responsive = {report.rank for report in reports} | {
         record.rank for record in records if record.kind == failure.LOST_PEER
     }
-    unresponsive = [rank for rank in range(reports[0].world_size) if rank not in heard]
+    unresponsive = [rank for rank in range(reports[0].world_size) if rank not in responsive]
     blamed, message = _blame(reports, unresponsive=unresponsive, records=records)
     first = min(records, key=lambda record: record.time_ns)
     record = next((record for record in records if record.rank == blamed.rank), first)

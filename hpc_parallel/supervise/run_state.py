@@ -54,7 +54,7 @@ def _state(run: RecordedRun, job: str | None, job_states: Mapping[str, JobState]
     def build() -> State:
         return _of_folder(run) if job is None else replace(_of_job(run, job_states[job]), job=job)
 
-    return despite_damage(build, lambda why: State(DAMAGED, why, ended=True, job=job))
+    return despite_damage(build, lambda reason: State(DAMAGED, reason, ended=True, job=job))
 
 
 def despite_damage(build: Callable[[], T], otherwise: Callable[[str], T]) -> T:

@@ -144,4 +144,4 @@ def spot_of(stack: list[str]) -> str:
     if not frames:
         return "a place that could not be read"
     innermost = (outside_torch or frames)[-1]
-    return hang_report.spot(innermost["file"], int(innermost["line"]), innermost["name"])
+    return hang_report.format_frame(innermost["file"], int(innermost["line"]), innermost["name"])

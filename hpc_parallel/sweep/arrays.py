@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpc_parallel.launch.batch_script import render, render_array
 from hpc_parallel.launch.launcher import SiteRefusedError
-from hpc_parallel.launch.slurm_launcher import NEVER, in_slurms_words
+from hpc_parallel.launch.slurm_launcher import PERMANENT_REASONS, refusal_message
 from hpc_parallel.record import owner
 from hpc_parallel.record.job_state import JobState, job_states
 from hpc_parallel.record.run_folder import RunFolder
@@ -105,7 +105,7 @@ def submit(plan: SweepPlan) -> tuple[dict[Path, str], list[str]]:
         ids = [jobs.pop(planned.run.folder.path) for planned in array.runs]
         subprocess.run(["scancel", ids[0].partition("_")[0]], check=False)
         take_back(planned.run for planned in array.runs)
-        refusals.append(f"{_describe(array)}: {in_slurms_words(f'it could never start ({reason})')}")
+        refusals.append(f"{_describe(array)}: {refusal_message(f'it could never start ({reason})')}")
     write_sweep(plan.folder, plan.manifest(jobs))
     return jobs, refusals
 
@@ -135,7 +135,7 @@ def _sbatch(array: Array) -> str:
     except FileNotFoundError as error:
         raise SiteRefusedError("there is no sbatch on this machine; launcher=local runs here") from error
     if process.returncode != 0:
-        raise SiteRefusedError(in_slurms_words(process.stderr))
+        raise SiteRefusedError(refusal_message(process.stderr))
     return process.stdout.strip().partition(";")[0]
 
 
@@ -149,7 +149,7 @@ def _never_starting(submitted: Sequence[Array], jobs: dict[Path, str]) -> Iterat
             break
         time.sleep(0.1)
     for job, state in states.items():
-        if state.state == "PENDING" and state.reason in NEVER:
+        if state.state == "PENDING" and state.reason in PERMANENT_REASONS:
             yield by_job[job], state.reason
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_parallel.exit_codes import DONE, FAILED
-from hpc_parallel.launch.wait import ASK_EVERY_S, PERIOD_S, WORDS_S, conclude_job, has_summary
+from hpc_parallel.launch.wait import ASK_EVERY_S, PERIOD_S, SUMMARY_S, conclude_job, has_summary
 from hpc_parallel.record.job_state import states_by_accounting
 from hpc_parallel.sweep.plan import PlannedRun, SweepPlan
 from hpc_parallel.sweep.view import SweepView
@@ -35,7 +35,7 @@ def follow_jobs(plan: SweepPlan, jobs: Mapping[Path, str]) -> int:
                         view.note(planned, f"job {job} {state}")
                         continue
                     since_s = time.monotonic() - ended_s.setdefault(planned, time.monotonic())
-                    if not has_summary(planned.run) and since_s < WORDS_S:
+                    if not has_summary(planned.run) and since_s < SUMMARY_S:
                         continue
                     if not has_summary(planned.run):
                         conclude_job(planned.run.folder, job, state)

@@ -103,7 +103,7 @@ def _check(
     params = [f"{key}={value}" for key, value in (composed.hydra.sweeper.get("params") or {}).items()]
     trials = Trials(config_name)
     problems, first = try_each([*params, *words], trials=trials, sweep=True)
-    scope = _Scope(folder, names, fixed=[word for word in [*params, *words] if word in first])
+    scope = _Scope(folder, names, fixed=[override for override in [*params, *words] if override in first])
     with suppress(UnresolvedError):  # the sweeper may provide what is missing
         config = resolve(trials.compose(first))[0]
         problems += _problems(config, words=words, scope=scope, earlier=earlier)

@@ -21,21 +21,22 @@ def write_runs(runs: Sequence[PreparedRun]) -> None:
     Raises ConfigError if one can't be created; then the others are removed.
     """
     state = cache(source_state)
-    taken: list[Snapshot] = []
+    snapshots: list[Snapshot] = []  # already copied
     written: list[PreparedRun] = []
 
     def write(run: PreparedRun) -> None:
-        copied = next((one for one in taken if run.snapshot and one.files is run.snapshot.files), None)
-        run.write(taken=copied, state=state)
+        files = run.snapshot.files if run.snapshot else None
+        copied = next((snapshot for snapshot in snapshots if snapshot.files is files), None)
+        run.write(copied=copied, git_state=state)
         written.append(run)
         if copied is None and run.snapshot is not None:
-            taken.append(run.snapshot)
+            snapshots.append(run.snapshot)
 
     try:
         first = {id(run.snapshot.files) if run.snapshot else None: run for run in reversed(runs)}
         for run in first.values():
             write(run)
-        others = (run for run in runs if not any(run is done for done in first.values()))
+        others = (run for run in runs if not any(run is other for other in first.values()))
         for_each(write, others)
     except BaseException:  # Ctrl-C too
         take_back(written)
@@ -45,7 +46,7 @@ def write_runs(runs: Sequence[PreparedRun]) -> None:
 def take_back(runs: Iterable[PreparedRun]) -> None:
     """Undo `write_runs` for runs that have not started."""
     for run in runs:
-        run.take_back()
+        run.undo_write()
 
 
 def for_each(work: Callable[[T], object], items: Iterable[T]) -> None:

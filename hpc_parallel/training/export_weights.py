@@ -1,6 +1,6 @@
 """Exports a checkpoint's weights as one safetensors file that may be larger than the memory.
 
-The header is written and the file gets its size first. Then each tensor is read into its place in a
+The header is written and the file gets its size first. Then each tensor is read into its byte_range in a
 mapping of the file (https://huggingface.co/docs/safetensors).
 """
 
@@ -39,18 +39,18 @@ def write(checkpoint: Checkpoint, output: Path, *, library_names: bool = False) 
     config: dict[str, Any] = checkpoint.manifest["config"]
     weights = CheckpointWeights(checkpoint)
     rename = _library_name(config["model"]) if library_names else str
-    places = _places(weights)
+    ranges = _byte_ranges(weights)
     table: dict[str, Any] = {"__metadata__": _metadata(checkpoint, config)}
-    for name, place in places.items():
+    for name, byte_range in ranges.items():
         table[rename(name)] = {
             "dtype": DTYPES[weights.dtypes[name]],
             "shape": list(weights.shapes[name]),
-            "data_offsets": [place.start, place.stop],
+            "data_offsets": [byte_range.start, byte_range.stop],
         }
     header = json.dumps(table).encode()
     header += b" " * (-len(header) % ALIGNMENT)
     start = LENGTH_BYTES + len(header)
-    size = start + max((place.stop for place in places.values()), default=0)
+    size = start + max((byte_range.stop for byte_range in ranges.values()), default=0)
     with replacing(output, mode=0o666) as file:
         file.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
         file.flush()
@@ -59,22 +59,22 @@ def write(checkpoint: Checkpoint, output: Path, *, library_names: bool = False) 
         mapped = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)[start:]
         weights.fill(
             {
-                name: mapped[place].view(weights.dtypes[name]).view(weights.shapes[name])
-                for name, place in places.items()
+                name: mapped[byte_range].view(weights.dtypes[name]).view(weights.shapes[name])
+                for name, byte_range in ranges.items()
             }
         )
     sync_folder(output.parent)
     return size
 
 
-def _places(weights: CheckpointWeights) -> dict[str, slice]:
+def _byte_ranges(weights: CheckpointWeights) -> dict[str, slice]:
     """The bytes of each tensor after the header; widest dtypes first, so that each tensor is aligned."""
-    places: dict[str, slice] = {}
+    ranges: dict[str, slice] = {}
     end = 0
     for name in sorted(weights.shapes, key=lambda name: (-weights.dtypes[name].itemsize, name)):
         begin, end = end, end + torch.Size(weights.shapes[name]).numel() * weights.dtypes[name].itemsize
-        places[name] = slice(begin, end)
-    return places
+        ranges[name] = slice(begin, end)
+    return ranges
 
 
 def _metadata(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, str]:

@@ -137,11 +137,15 @@ def require_fit(state: State, shapes: Shapes, *, aliases: Iterable[str], path: P
     }
     if any(problems.values()):
         raise ConfigError(
-            [f"weights = {path} {problem}: {some(names)}." for problem, names in problems.items() if names]
+            [
+                f"weights = {path} {problem}: {shortened(names)}."
+                for problem, names in problems.items()
+                if names
+            ]
         )
 
 
-def some(names: list[str]) -> str:
+def shortened(names: list[str]) -> str:
     """The first MAX_NAMES names, and how many more there are."""
     more = len(names) - MAX_NAMES
     return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -87,7 +87,7 @@ class Saver:
             self._stager.close()
 
     def _begin(self, step: int) -> None:
-        unfinished = checkpoint_index.beside(self._folder, step)
+        unfinished = checkpoint_index.unfinished_folder(self._folder, step)
         if dist.get_rank() == 0:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             shutil.rmtree(unfinished, ignore_errors=True)  # left by a save that failed
@@ -156,7 +156,9 @@ class Saver:
             sorted({f"{type(failure).__name__}: {failure}" for failure, _ in error.failures.values()})
         )
         if dist.get_rank() == 0:
-            shutil.rmtree(checkpoint_index.beside(self._folder, self._pending_step), ignore_errors=True)
+            shutil.rmtree(
+                checkpoint_index.unfinished_folder(self._folder, self._pending_step), ignore_errors=True
+            )
             print(
                 f"WARNING: the checkpoint of step {self._pending_step} could not be written ({reason}); "
                 f"the newest is that of step {self._saved_step}",

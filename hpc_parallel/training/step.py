@@ -168,8 +168,8 @@ def place_in_backward(error: BaseException, *, parts: Sequence[LayeredModel]) ->
         return None
     for part in reversed(parts):
         modules = {"stem": part.stem, **{f"block {name}": block for name, block in part.blocks.items()}}
-        for place, module in reversed([*modules.items(), ("head", part.head)]):
+        for part_name, module in reversed([*modules.items(), ("head", part.head)]):
             weights = [] if module is None else module.parameters()
             if any(weight.grad is None and weight.requires_grad for weight in weights):
-                return f"{place}'s backward pass"
+                return f"{part_name}'s backward pass"
     return "the backward pass"

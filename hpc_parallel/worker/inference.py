@@ -88,7 +88,7 @@ def time_batch(session: Session, *, batch_size: int) -> dict[str, Any]:
     task = session.config.task
     assert isinstance(task, InferConfig)
     plan = plan_of(session, batch_size=batch_size)
-    schedule = session.assembled.through(plan.microbatches)
+    schedule = session.assembled.build_schedule(plan.microbatches)
     batches = session.batches(session.data.validation, seed=None, batch=plan)
     inputs, targets = to_device(batches.at(0), session.device)
     times_s: list[float] = []

@@ -132,11 +132,12 @@ def join(
         timeout=timedelta(seconds=config.cluster.collective_timeout_s),
         device_id=device if device.type == "cuda" and not shared else None,
     )
-    place = {"host": world.host, "address": fabric.own_address(os.environ), "device": str(device)}
+    rank_info = {"host": world.host, "address": fabric.own_address(os.environ), "device": str(device)}
     print(
-        f"rank {world.rank} of {world.world_size} on {world.host} ({place['address']}), {device}", flush=True
+        f"rank {world.rank} of {world.world_size} on {world.host} ({rank_info['address']}), {device}",
+        flush=True,
     )
-    ranks = exchange.all_gather(place)
+    ranks = exchange.all_gather(rank_info)
     if world.rank == 0:
         if world.launcher == "slurm" and (job := job_of(os.environ)) is not None:
             hold_by_job(folder, job)

@@ -270,14 +270,14 @@ class _Start:
     def _left_s(self) -> float:
         return self.deadline - time.monotonic()
 
-    def _until(self, done: Callable[[], bool], deadline: float) -> bool:
-        """Poll `done` until it returns true; returns false at the deadline.
+    def _until(self, condition: Callable[[], bool], deadline: float) -> bool:
+        """Poll `condition` until it returns true; returns false at the deadline.
 
         Store.wait is not used: it blocks Python's signal handlers while it waits, and writes stack traces to
         the log at a time-out. The pause is 2 % of the time waited so far. It is short if all ranks are fast,
         and thousands of ranks do not overload the file system if one is slow.
         """
-        while not done():
+        while not condition():
             now = time.monotonic()
             if now >= deadline:
                 return False

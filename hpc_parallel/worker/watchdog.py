@@ -115,7 +115,7 @@ class _Watchdog:
             phase=phase,
             step=step,
             idle_s=idle_s,
-            where=hang_report.spot(innermost.filename, innermost.lineno, innermost.name),
+            where=hang_report.format_frame(innermost.filename, innermost.lineno, innermost.name),
             stack="".join(traceback.format_list(stack)).splitlines(),
             collective=last_collective(),
             unreachable=self._unreachable(),

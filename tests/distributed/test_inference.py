@@ -90,8 +90,8 @@ def _losses(run_folder: str) -> tuple[float, dict[int, float]]:
     for size in batch_sizes(config):
         plan = inference.plan_of(session, batch_size=size)
         batches = session.batches(session.data.validation, seed=None, batch=plan)
-        way = session.assembled.through(plan.microbatches)
-        loss = mean_loss(way.evaluate, batches, steps=1, device=session.device)
+        schedule = session.assembled.build_schedule(plan.microbatches)
+        loss = mean_loss(schedule.evaluate, batches, steps=1, device=session.device)
         assert loss is not None
         found[size] = loss
     return inference.validate(session)["validation_loss"], found

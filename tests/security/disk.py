@@ -1,4 +1,4 @@
-"""A file system that is full, for a test."""
+"""A full file system for tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MNT_DETACH = 2
 
 @contextmanager
 def small_disk(path: Path, *, bytes_: int) -> Iterator[Path]:
-    """A file system of so many bytes at `path`; skips the test where this user may not mount one."""
+    """A file system of `bytes_` bytes at `path`; skips the test if this user can't mount one."""
     libc = ctypes.CDLL(None, use_errno=True)
     path.mkdir()
     options = f"size={bytes_}".encode()
@@ -28,7 +28,7 @@ def small_disk(path: Path, *, bytes_: int) -> Iterator[Path]:
 
 
 def fill(path: Path) -> None:
-    """Leave no room on the file system."""
+    """Fill the file system completely."""
     try:
         with (path / "filler").open("wb", buffering=0) as file:
             while file.write(b"\0" * 4096):

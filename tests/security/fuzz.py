@@ -1,6 +1,6 @@
-"""Damaged run, sweep and checkpoint folders for the commands that look: made from a sound one by mutations.
+"""Damaged run, sweep and checkpoint folders for the reading commands, made by mutations of a sound one.
 
-A case is a list of mutations `(file, how, where, what)`, all plain values, so that a failure can be repeated:
+A case is a list of mutations `(file, how, where, what)` of plain values, so that a failure can be repeated:
 `python -m tests.security.fuzz 'CASE'`.
 """
 
@@ -37,9 +37,9 @@ from tests.recorded_runs import failed, finished
 
 Mutation = tuple[str, str, int, int]
 
-LIMIT_S, LIMIT_BYTES = 5.0, 2**30  # of one command; the time is that of the processor, as machines are shared
-WAIT_S = 20.0  # by the clock: that a pipe never answers
-EVERY = 8  # one case of so many is also resumed: that composes a configuration, which takes half a second
+LIMIT_S, LIMIT_BYTES = 5.0, 2**30  # for one command; CPU time, because machines are shared
+WAIT_S = 20.0  # additional wall time, after which a command is assumed to wait on a pipe
+EVERY = 8  # one of 8 cases is also resumed, because composing its configuration takes half a second
 SECRET = "the content of a private file"
 RUN, BESIDE, SWEEP = "runs/a/20261122-01-aa", "runs/a/20261122-02-bb", "runs/sweeps/1"
 CHECKPOINT = f"{RUN}/checkpoints/step-8"
@@ -55,7 +55,7 @@ SPECIAL = (
     "empty",
 )  # fmt: skip
 KINDS = ("value", "value", "value", "bytes", "bytes", *SPECIAL)
-ODD = (  # in JSON, which is YAML too
+ODD = (  # JSON, which is also YAML
     "null", "true", "0", "-1", "1.5", "1e308", "-1e308", "1000000000", str(2**63 - 1), "9" * 30, "9" * 6000,
     "NaN", "Infinity", "-Infinity", "1e999", '""', '"x"', '"\\u0000"', '"../tmp/x"', '"/dev/zero"',
     '"\\u001b[31m\\u001b]0;x\\u0007"', '"\\ud800"', '"a\\nb"', '"2026-11-22T01:00:00"', '"$\\\\frac{1}$"',
@@ -69,17 +69,17 @@ ODD_YAML = (
                                           zip("abcdefg", "bcdefgh", strict=True)) + "]",
     "- " * 5000, "? " * 5000, "2026-11-22", "!!set {a, b}", "!!binary aGk=", "!!timestamp 2026-11-22",
 )  # fmt: skip
-_HERE = "@@odd@@"
-_ALLOWED = ("sacct", "squeue", "scontrol", "sinfo", "sbatch", "git")  # that looking may ask
+_ODD_MARK = "@@odd@@"
+_ALLOWED = ("sacct", "squeue", "scontrol", "sinfo", "sbatch", "git")  # that reading commands may start
 _CONTROL = re.compile(r"[^\n\t\x20-\x7e\x80-\U0010ffff]|[\x80-\x9f]")
 
 
 class HangError(BaseException):
-    """A command took longer than LIMIT_S; no `except Exception` hides it."""
+    """A command took longer than LIMIT_S. It is a BaseException, so that no `except Exception` hides it."""
 
 
 class Canary:
-    """Unpickled, it makes a file."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -89,7 +89,7 @@ class Canary:
 
 
 class Field:
-    """A folder in which cases are tried: `case` is made anew for each; `home` and the rest must stay."""
+    """A folder for the cases: `case` is new for each; no command may change `home` or other files."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.case, self.home = root, root / "case", root / "home"
@@ -126,12 +126,12 @@ class Field:
             yield ["run", f"resume={self.case / RUN}", "dry_run=true"]
 
     def listing(self) -> dict[str, tuple[int, ...]]:
-        found = {}
+        entries = {}
         for folder, folders, files in os.walk(self.root):
             for name in (*folders, *files):
                 status = os.lstat(path := os.path.join(folder, name))
-                found[path] = (status.st_mode, status.st_size, status.st_mtime_ns, status.st_ino)
-        return found
+                entries[path] = (status.st_mode, status.st_size, status.st_mtime_ns, status.st_ino)
+        return entries
 
 
 def make_template(root: Path, *, canary: Path) -> None:
@@ -163,7 +163,7 @@ def _environment(words: Sequence[str], root: Path) -> dict[str, Any]:
 
 
 def _checkpoint(run: RunFolder, step: int, *, canary: Path) -> None:
-    """Listed and marked, and cut short, so that no command may come to its index, which is a pickle."""
+    """A complete checkpoint with a truncated file, so no command may read its index, which is a pickle."""
     folder = run.checkpoints / f"step-{step}"
     folder.mkdir(parents=True)
     index = pickle.dumps(Canary(canary))
@@ -184,7 +184,7 @@ def _mark(folder: Path) -> None:
 
 
 def mutate(path: Path, how: str, where: int, what: int, *, home: Path) -> None:
-    """Nothing, where an earlier mutation left nothing to mutate."""
+    """Apply one mutation; does nothing if an earlier mutation left nothing to change."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
         if how in SPECIAL:
             _put_special(path, how, home=home)
@@ -208,7 +208,7 @@ def _bytes(content: bytes, where: int, what: int) -> bytes:
 
 
 def _change_value(path: Path, where: int, what: int) -> None:
-    """Replace one value, or a whole table, by an odd one; a manifest gets its marker anew."""
+    """Replace one value or a complete table by an odd one; a manifest gets a new marker."""
     odd = [*ODD, *ODD_YAML] if path.suffix == ".yaml" else ODD
     text = odd[what % len(odd)]
     if path.suffix == ".jsonl":
@@ -222,7 +222,7 @@ def _change_value(path: Path, where: int, what: int) -> None:
         value = yaml.safe_load(path.read_text())
         if places := list(_places(value)):
             _put(value, places[where % len(places)])
-            text = yaml.safe_dump(value, sort_keys=False).replace(_HERE, text)
+            text = yaml.safe_dump(value, sort_keys=False).replace(_ODD_MARK, text)
         path.write_text(text)
     else:
         path.write_text(text)
@@ -235,7 +235,7 @@ def _replaced(value: Any, where: int, text: str) -> str:
     if where % (len(places) + 1) == len(places):
         return text
     _put(value, places[where % (len(places) + 1)])
-    return json.dumps(value).replace(f'"{_HERE}"', text)
+    return json.dumps(value).replace(f'"{_ODD_MARK}"', text)
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -248,7 +248,7 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 def _put(value: Any, place: tuple[Any, ...]) -> None:
     for key in place[:-1]:
         value = value[key]
-    value[place[-1]] = _HERE
+    value[place[-1]] = _ODD_MARK
 
 
 def _put_special(path: Path, how: str, *, home: Path) -> None:
@@ -263,13 +263,13 @@ def _put_special(path: Path, how: str, *, home: Path) -> None:
         os.mkfifo(path)
     elif how == "socket":
         before = os.getcwd()
-        os.chdir(path.parent)  # a socket's whole path may have 107 bytes
+        os.chdir(path.parent)  # a socket's path may have at most 107 bytes
         with socket.socket(socket.AF_UNIX) as made:
             made.bind(path.name)
         os.chdir(before)
     elif how == "device":
         with contextlib.suppress(PermissionError):
-            os.mknod(path, 0o20666, os.makedev(1, 5))  # as /dev/zero
+            os.mknod(path, 0o20666, os.makedev(1, 5))  # the numbers of /dev/zero
     elif how == "sparse":
         path.touch()
         os.truncate(path, 2**40)
@@ -282,7 +282,7 @@ def _put_special(path: Path, how: str, *, home: Path) -> None:
 
 
 class Watch:
-    """What this process does while a case is tried, by Python's audit events. A hook can't be removed."""
+    """Records harmful actions of this process during a case. An audit hook can't be removed."""
 
     def __init__(self) -> None:
         self.root: str | None = None
@@ -303,7 +303,7 @@ class Watch:
 
 @contextlib.contextmanager
 def limits(limit_s: float) -> Iterator[None]:
-    """Of time and memory for one command."""
+    """Limit time and memory for one command."""
 
     def expire(*_: object) -> None:
         raise HangError
@@ -313,7 +313,7 @@ def limits(limit_s: float) -> Iterator[None]:
     old = [signal.signal(number, expire) for number in (signal.SIGPROF, signal.SIGALRM)]
     faulthandler.dump_traceback_later(
         10 * limit_s, exit=True, file=sys.__stderr__
-    )  # if a C extension never comes back
+    )  # if a C extension never returns
     resource.setrlimit(resource.RLIMIT_AS, (size + LIMIT_BYTES, before[1]))
     signal.setitimer(signal.ITIMER_PROF, limit_s)
     signal.setitimer(signal.ITIMER_REAL, limit_s + WAIT_S)
@@ -329,7 +329,7 @@ def limits(limit_s: float) -> Iterator[None]:
 
 
 def called(words: Sequence[str], *, limit_s: float = LIMIT_S) -> tuple[Any, str, str]:
-    """Exit code, stdout and stderr of a command, in this process."""
+    """Run a command in this process; returns its exit code, stdout and stderr."""
     out, error = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
     argv = sys.argv
     sys.argv = ["hpc_parallel", *words[1:]]
@@ -341,11 +341,11 @@ def called(words: Sequence[str], *, limit_s: float = LIMIT_S) -> tuple[Any, str,
                 code = end.code
     finally:
         sys.argv = argv
-    shown = []
+    texts = []
     for stream in (out, error):
         stream.flush()
-        shown.append(stream.buffer.getvalue().decode())  # type: ignore[attr-defined]
-    return code, shown[0], shown[1]
+        texts.append(stream.buffer.getvalue().decode())  # type: ignore[attr-defined]
+    return code, texts[0], texts[1]
 
 
 def attempt(
@@ -355,44 +355,50 @@ def attempt(
     *,
     limit_s: float = LIMIT_S,
 ) -> None:
-    """Make the case and try every command on it. Raises AssertionError with what went wrong and how to repeat
-    it."""
+    """Make the case and run every command on it.
+
+    Raises AssertionError with what went wrong and the command that repeats the case.
+    """
     field.make(mutations)
     repeat = f"python -m tests.security.fuzz {encoded(mutations)}\n{list(mutations)}"
-    here = os.getcwd()
+    working_directory = os.getcwd()
     os.chdir(field.case)
     try:
         before = field.listing()
         for words in field.commands(mutations):
-            told = f"{' '.join(words)}\n{repeat}"
+            context = f"{' '.join(words)}\n{repeat}"
             watch.harm, watch.root = [], str(field.root)
             try:
                 code, out, error = called(words, limit_s=limit_s)
             except HangError as hang:
-                raise AssertionError(f"more than {limit_s:g} s: {told}") from hang
+                raise AssertionError(f"more than {limit_s:g} s: {context}") from hang
             except BaseException as escaped:
-                raise AssertionError(f"{type(escaped).__name__}: {str(escaped)[:300]}: {told}") from escaped
+                raise AssertionError(
+                    f"{type(escaped).__name__}: {str(escaped)[:300]}: {context}"
+                ) from escaped
             finally:
                 watch.root = None
-            check(words, code, out, error, told=told)
-            assert not watch.harm, f"{watch.harm}: {told}"
+            check(words, code, out, error, context=context)
+            assert not watch.harm, f"{watch.harm}: {context}"
             after = field.listing()
-            assert after == before, f"changed {sorted(set(after.items()) ^ set(before.items()))[:5]}: {told}"
+            assert after == before, (
+                f"changed {sorted(set(after.items()) ^ set(before.items()))[:5]}: {context}"
+            )
     finally:
-        os.chdir(here)
+        os.chdir(working_directory)
 
 
-def check(words: Sequence[str], code: Any, out: str, error: str, *, told: str) -> None:
-    assert code in range(4), f"exit code {code}: {told}"
-    assert "Traceback" not in error, f"{error[-2000:]}: {told}"
-    assert SECRET not in out + error, f"a private file is shown: {told}"
+def check(words: Sequence[str], code: Any, out: str, error: str, *, context: str) -> None:
+    assert code in range(4), f"exit code {code}: {context}"
+    assert "Traceback" not in error, f"{error[-2000:]}: {context}"
+    assert SECRET not in out + error, f"a private file is shown: {context}"
     control = _CONTROL.search(out + error)
-    assert control is None, f"{control[0]!r} reaches the terminal: {told}"
+    assert control is None, f"{control[0]!r} reaches the terminal: {context}"
     if code:
-        assert error.strip(), f"exit code {code} without a word: {told}"
+        assert error.strip(), f"exit code {code} without a word: {context}"
     if words[:2] == ["status", "--all"]:
         rows = {row["path"] for row in json.loads(out)}
-        assert any(path.endswith(BESIDE) for path in rows), f"a sound run is not listed: {told}"
+        assert any(path.endswith(BESIDE) for path in rows), f"a sound run is not listed: {context}"
 
 
 def encoded(mutations: Sequence[Mutation]) -> str:
@@ -406,7 +412,7 @@ def decoded(case: str) -> list[Mutation]:
 
 @contextlib.contextmanager
 def prepared() -> Iterator[Field]:
-    """A field in a private folder, and an environment in which there is no Slurm."""
+    """A field in a private folder, with an environment without Slurm."""
     with tempfile.TemporaryDirectory(prefix="hpc_parallel-fuzz-") as folder:
         field = Field(Path(folder).resolve())
         kept = {key: os.environ.get(key) for key in ("HOME", "PATH")}
@@ -416,8 +422,8 @@ def prepared() -> Iterator[Field]:
         finally:
             for key, value in kept.items():
                 os.environ.pop(key) if value is None else os.environ.update({key: value})
-            for place, _, _ in os.walk(field.root):
-                os.chmod(place, 0o700)
+            for folder_path, _, _ in os.walk(field.root):
+                os.chmod(folder_path, 0o700)
 
 
 if __name__ == "__main__":

@@ -273,7 +273,7 @@ class TestCheckpoints:
 
     def test_one_of_a_later_step_takes_the_place_of_a_file(self, folder: RunFolder) -> None:
         (folder.checkpoints / "step-9").write_text("notes")
-        beside = checkpoint_index.beside(folder.checkpoints, 9)
+        beside = checkpoint_index.unfinished_folder(folder.checkpoints, 9)
         beside.mkdir()
         checkpoint_index.publish(folder.checkpoints, step=9, files={}, about={})
         assert checkpoint_index.complete(folder.checkpoints)[0].step == 9

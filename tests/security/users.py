@@ -1,4 +1,4 @@
-"""Other users of this machine, made for a test: an attacker and a victim with uids that nobody has."""
+"""Other users of this machine for tests: an attacker and a victim, with unused uids."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-ATTACKER, VICTIM = 64012, 64011  # in the range that Debian leaves to local use
+ATTACKER, VICTIM = 64012, 64011  # in the range that Debian reserves for local use
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 
 
 def run_as(user: int, code: str, *words: object, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-    """Run Python `code` (the standard library alone) as another user; `words` are its sys.argv[1:]."""
+    """Run Python `code` (only the standard library) as another user; `words` become its sys.argv[1:]."""
     return subprocess.run(
         [interpreter(user), "-c", code, *map(str, words)],
         user=user, group=user, extra_groups=[], cwd="/", env={"PATH": os.environ["PATH"], "HOME": "/"},
@@ -29,9 +29,11 @@ def run_as(user: int, code: str, *words: object, timeout_s: float = 60) -> subpr
 
 
 def call_as(user: int, function: Callable[[], Any], *, timeout_s: float = 60) -> Any:
-    """What `function` returns in a forked child that has become another user; raises what it raises.
+    """Call `function` in a forked child that has become another user; returns its result.
 
-    Python may lie where that user can't read it: import what `function` needs before.
+    That user may not be able to read Python's files, so import what `function` needs before the call.
+
+    Raises AssertionError with the traceback if `function` raises.
     """
     fork = multiprocessing.get_context("fork")
     receive, send = fork.Pipe(duplex=False)
@@ -60,7 +62,7 @@ def call_as(user: int, function: Callable[[], Any], *, timeout_s: float = 60) ->
 
 
 def interpreter(user: int) -> str:
-    """A Python that this user may execute: this one's may lie in a closed home folder."""
+    """A Python that this user can execute; the current one may be in a private home folder."""
     for python in (sys.executable, "/usr/bin/python3"):
         try:
             done = subprocess.run(
@@ -74,7 +76,7 @@ def interpreter(user: int) -> str:
 
 
 def open_folder() -> Iterator[Path]:
-    """A new folder that every user can enter: pytest's own lies behind a closed one. For a fixture."""
+    """A new folder that every user can enter (pytest's is below a private one). For a fixture."""
     path = Path(tempfile.mkdtemp(prefix="hpc_parallel-")).resolve()
     path.chmod(0o755)
     try:
@@ -84,6 +86,6 @@ def open_folder() -> Iterator[Path]:
 
 
 def give(path: Path, user: int) -> None:
-    """Make the tree at `path` another user's."""
-    for place in (path, *path.rglob("*")):
-        os.chown(place, user, user, follow_symlinks=False)
+    """Change the owner of the tree at `path` to another user."""
+    for entry in (path, *path.rglob("*")):
+        os.chown(entry, user, user, follow_symlinks=False)

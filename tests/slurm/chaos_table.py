@@ -10,7 +10,7 @@ HEADS = ("case", "seed", "what was done", "lost", "restarts", "s", "verdict")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """pytest's hook: a row for each case that ran."""
+    """pytest's hook: print a row for each case that ran."""
     rows = [HEADS]
     for verdict in ("passed", "failed"):
         for report in terminalreporter.stats.get(verdict, ()):
@@ -23,8 +23,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADS))]
     terminalreporter.section("chaos")
     for row in rows:
-        words = (word.ljust(width) for word, width in zip(row, widths, strict=True))
-        terminalreporter.write_line("  ".join(words).rstrip())
+        columns = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        terminalreporter.write_line("  ".join(columns).rstrip())
 
 
 def cells(report: Any, row: Row, *, verdict: str) -> tuple[str, ...]:

@@ -1,15 +1,15 @@
-"""A real Slurm on this machine, for tests and to try things by hand.
+"""A real Slurm on this machine, for tests and for trying things by hand.
 
     python tests/slurm/cluster.py install [--accounting]
     python tests/slurm/cluster.py up [--hosts 4] [--rate 1gbit] [--accounting] | status | down
 
-Every host is a network namespace with an address on the cluster's own bridge, a host name, a
-hosts file and a slurmd; slurmctld sits on one more, `login`. Jobs run as root and see this
+Every host is a network namespace with an address on the cluster's bridge, a host name, a hosts
+file and a slurmd. slurmctld runs in one more namespace, `login`. Jobs run as root and see this
 machine's files, as on a site whose home folders are shared.
 
-No daemon runs outside these namespaces and nothing is written outside one temporary folder: a
-cluster is gone once its namespaces are emptied and its folder is removed. A file in RUNTIME
-names both, so that a crashed owner's cluster is found, by its watcher or by the next start.
+No daemon runs outside these namespaces, and nothing is written outside one temporary folder. To
+remove a cluster, kill the processes in its namespaces and delete its folder. A file in RUNTIME
+names both, so that its watcher or the next start can find the cluster of a crashed owner.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ ACCOUNTING_PACKAGE_OF = {"slurmdbd": "slurmdbd", "mariadbd": "mariadb-server"}
 
 
 class Cluster:
-    """A cluster on this machine. As a context manager it is stopped at the end of the block."""
+    """A cluster on this machine. Use it in a `with` statement to stop it at the end of the block."""
 
     def __init__(self, number: int, folder: Path, host_count: int, owner: Process | None) -> None:
         self.number = number
         self.folder = folder
-        self.owner = owner  # None: started by hand, lives until `down`
+        self.owner = owner  # None: started by hand, runs until `down`
         self.hosts = {f"n{index}": self._address(index) for index in range(1, host_count + 1)}
         self.environment = {"SLURM_CONF": str(folder / "etc/slurm.conf")}
         self._namespaces = {host: folder / "net" / host for host in (LOGIN, *self.hosts)}
@@ -62,8 +62,8 @@ class Cluster:
     def start(cls, *, hosts: int = 4, accounting: bool = False, owned: bool = True) -> Cluster:
         """Start a cluster and return once all its hosts are idle.
 
-        An owned cluster ends with the calling process, however that ends.
-        Raises ClusterError where it can't run here or does not come up.
+        An owned cluster ends when the calling process ends, in any way.
+        Raises ClusterError if a cluster can't run here or does not start.
         """
         if reason := unavailable_reason(accounting=accounting):
             raise ClusterError(reason)
@@ -84,7 +84,7 @@ class Cluster:
         return cluster
 
     def stop(self) -> None:
-        """Leave no process, mount, link, folder or record; the cluster may be half built."""
+        """Remove all processes, mounts, links, files and the record; the cluster may be half built."""
         with _lock():
             if self.recorded():
                 for host, namespace in self._namespaces.items():
@@ -107,40 +107,40 @@ class Cluster:
         self.stop()
 
     def recorded(self) -> bool:
-        """Whether this cluster, and not a later one of the same number, still stands."""
+        """Whether this cluster still exists, and not a later one with the same number."""
         with suppress(FileNotFoundError):
             return Cluster._read(self._record).folder == self.folder
         return False
 
     def run(self, *command: str, host: str | None = None) -> str:
-        """What a command prints, with this cluster's environment, here or on a host's network."""
+        """Run a command with this cluster's environment, here or on a host's network; returns its output."""
         return run(*self.on(host, *command), environment=self.environment)
 
     def on(self, host: str | None, *command: str) -> list[str]:
-        """The command on a host's network; here without a host."""
+        """The command that runs `command` on a host's network, or here if there is no host."""
         return ["nsenter", f"--net={self._namespaces[host]}", *command] if host else list(command)
 
     def pids(self, host: str) -> list[int]:
-        """The processes on a host: slurmd, and its jobs' steps and tasks."""
+        """The processes on a host: slurmd, and the steps and tasks of its jobs."""
         return pids(self._namespaces[host])
 
     def kill(self, host: str) -> None:
-        """Lose a host as by a power cut; `boot` brings it back."""
+        """Kill all processes of a host, like a power failure; `boot` starts it again."""
         empty(self._namespaces[host])
 
     def boot(self, host: str) -> None:
-        """Start a host's slurmd, which makes a lost host usable again."""
+        """Start a host's slurmd; a lost host becomes usable again."""
         self._daemon(host, "slurmd", "-N", host)
 
     def cut(self, host: str) -> None:
-        """Pull a host's network cable; `mend` puts it back. Nothing on either side is told."""
+        """Disconnect a host's network without notice to either side; `mend` connects it again."""
         self.run("ip", "link", "set", "fabric0", "down", host=host)
 
     def mend(self, host: str) -> None:
         self.run("ip", "link", "set", "fabric0", "up", host=host)
 
     def shape(self, rate: str) -> None:
-        """Give every host a link of this rate (`1gbit`), out and in; `unshape` takes the limit away."""
+        """Limit every host's link to this rate (`1gbit`) in both directions; `unshape` removes the limit."""
         for host in self.hosts:
             self._queue(host, "replace", "tbf", "rate", rate, "burst", "1m", "latency", "50ms")
 
@@ -149,12 +149,12 @@ class Cluster:
             self._queue(host, "delete")
 
     def _queue(self, host: str, verb: str, *discipline: str) -> None:
-        """What waits at the two ends of a host's link; each end holds back what it sends."""
+        """Change the queueing discipline at both ends of a host's link; each end limits what it sends."""
         self.run("tc", "qdisc", verb, "dev", "fabric0", "root", *discipline, host=host)
         self.run("tc", "qdisc", verb, "dev", self._cable(host), "root", *discipline)
 
     def restart_controller(self) -> None:
-        """End slurmctld and start it again; returns once it answers."""
+        """Restart slurmctld; returns when it answers."""
         pid = int((self.folder / "slurmctld.pid").read_text())
         os.kill(pid, signal.SIGTERM)
         wait(lambda: not Path(f"/proc/{pid}").exists(), what="slurmctld has ended")
@@ -162,7 +162,7 @@ class Cluster:
         wait(lambda: succeeds("scontrol", "ping", environment=self.environment), what="slurmctld answers")
 
     def set_patience(self, seconds: int) -> None:
-        """How long a host may be silent before Slurm calls it lost (SlurmdTimeout)."""
+        """Set how long a host may not respond before Slurm marks it down (SlurmdTimeout)."""
         path = self.folder / "etc/slurm.conf"
         path.write_text(re.sub(r"(?m)^SlurmdTimeout=.*$", f"SlurmdTimeout={seconds}", path.read_text()))
         self.run("scontrol", "reconfigure")
@@ -177,8 +177,8 @@ class Cluster:
     def _reserve(cls, hosts: int, owner: Process | None) -> Cluster:
         with _lock():
             for number in range(256):
-                taken = (RUNTIME / f"{number}.json").exists()
-                if not taken and not run("ip", "route", "show", "root", f"10.77.{number}.0/24"):
+                in_use = (RUNTIME / f"{number}.json").exists()
+                if not in_use and not run("ip", "route", "show", "root", f"10.77.{number}.0/24"):
                     folder = Path(tempfile.mkdtemp(prefix="hpc_parallel_slurm_"))
                     cluster = cls(number, folder, hosts, owner)
                     cluster._write()
@@ -201,7 +201,7 @@ class Cluster:
     def _watch(self) -> None:
         null = subprocess.DEVNULL
         command = [sys.executable, str(HERE / "cluster.py"), "watch", str(self._record)]
-        # A session of its own: what kills the owner's whole group must spare the watcher.
+        # In a new session, a signal that kills the owner's process group does not reach the watcher.
         self._watcher = subprocess.Popen(
             command, stdin=null, stdout=null, stderr=null, cwd="/", start_new_session=True
         )
@@ -211,7 +211,7 @@ class Cluster:
         self._lay_cables()
         files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "seed-file": "seed"}
         paths = [f"--{option}={self.folder}/munge.{name}" for option, name in files.items()]
-        # --force: munged dislikes folders below a world-writable one, such as /tmp.
+        # --force: munged refuses folders below a world-writable one, such as /tmp.
         self._daemon(LOGIN, "munged", "--force", f"--log-file={self.folder}/logs/munged.log", *paths)
         if accounting:
             self._start_accounting()
@@ -226,7 +226,7 @@ class Cluster:
         folder = self.folder
         for name in ("etc", "net", "dev", "state", "logs", *(f"spool/{host}" for host in self.hosts)):
             (folder / name).mkdir(parents=True)
-        for gpu in range(GPUS_PER_HOST):  # any character device will do: Slurm only looks it up
+        for gpu in range(GPUS_PER_HOST):  # any character device works: Slurm only checks that it exists
             os.mknod(folder / f"dev/gpu{gpu}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
         _write_private(folder / "munge.key", os.urandom(128))
 
@@ -242,8 +242,8 @@ class Cluster:
         (folder / "etc/gres.conf").write_text(f"Name=gpu File={folder}/dev/gpu[0-{GPUS_PER_HOST - 1}]\n")
         _write_private(folder / "etc/slurmdbd.conf", filled("slurmdbd.conf").encode())
 
-        here = {os.uname().nodename: self._address(253)}  # jobs may look up who submitted them
-        names = here | self.hosts | {LOGIN: self._address(254), "localhost": "127.0.0.1"}
+        submit_host = {os.uname().nodename: self._address(253)}  # jobs may look up the submitting host
+        names = submit_host | self.hosts | {LOGIN: self._address(254), "localhost": "127.0.0.1"}
         lines = [f"{address} {name}\n" for name, address in names.items()]
         (folder / "hosts").write_text("".join(lines))
 
@@ -264,19 +264,19 @@ class Cluster:
 
     def _start_accounting(self) -> None:
         options = ("--no-defaults", "--user=root", f"--datadir={self.folder}/mariadb")
-        # Inside the namespace, so that it too ends with the cluster.
+        # Inside the namespace, so that it ends with the cluster.
         self.run("mariadb-install-db", *options, "--auth-root-authentication-method=normal", host=LOGIN)
         socket = f"--socket={self.folder}/mariadb.socket"
         log = f"--log-error={self.folder}/logs/mariadb.log"
-        # 127.0.0.1 is the namespace's own, so that any number of databases share one port.
+        # Each namespace has its own 127.0.0.1, so any number of databases can use one port.
         server = ("mariadbd", *options, socket, log, "--bind-address=127.0.0.1")
         self._daemon(LOGIN, "setsid", "--fork", *server)
         ping = ("mariadb-admin", "--no-defaults", socket, "ping")
         wait(lambda: succeeds(*ping), what="MariaDB answers")
         self._daemon(LOGIN, "slurmdbd")
-        # slurmctld gives up for good if the database does not answer at its first start.
-        ask = ("nsenter", f"--net={self._namespaces[LOGIN]}", "sacctmgr", "list", "cluster")
-        wait(lambda: succeeds(*ask, environment=self.environment), what="slurmdbd answers")
+        # slurmctld does not retry if the database does not answer at its first start.
+        query = ("nsenter", f"--net={self._namespaces[LOGIN]}", "sacctmgr", "list", "cluster")
+        wait(lambda: succeeds(*query, environment=self.environment), what="slurmdbd answers")
 
     def _daemon(self, host: str, *command: str) -> None:
         """Start a daemon on a host, with the host's name and hosts file."""
@@ -319,7 +319,7 @@ def install(*, accounting: bool) -> None:
     if missing and (os.geteuid() != 0 or not shutil.which("apt-get")):
         raise ClusterError(f"Only root on Debian or Ubuntu can install {', '.join(missing)} this way.")
     if missing:
-        # RUNLEVEL=1: the packages' own system-wide daemons shall not start.
+        # RUNLEVEL=1: the packages must not start their system-wide daemons.
         environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
         run("apt-get", "-qq", "update", environment=environment)
         options = ("-qq", "--no-install-recommends", "install")
@@ -344,7 +344,7 @@ def reap() -> None:
 
 
 def watch(cluster: Cluster) -> None:
-    """Outlive the cluster's owner, to stop the cluster then."""
+    """Wait until the cluster's owner has ended, then stop the cluster."""
     while cluster.owner and cluster.owner.alive():
         time.sleep(0.2)
     cluster.stop()
@@ -352,7 +352,7 @@ def watch(cluster: Cluster) -> None:
 
 @contextmanager
 def _lock() -> Iterator[None]:
-    """One at a time, so that no number is taken twice and no cluster stopped twice."""
+    """A lock between processes, so that no number is used twice and no cluster is stopped twice."""
     RUNTIME.mkdir(mode=0o700, exist_ok=True)
     handle = os.open(RUNTIME, os.O_RDONLY)
     try:
@@ -368,7 +368,7 @@ def _missing_packages(accounting: bool) -> list[str]:
 
 
 def _write_private(file: Path, content: bytes) -> None:
-    """Write a file that munge and slurmdbd refuse if others may read it."""
+    """Write a file that munge and slurmdbd refuse if other users can read it."""
     file.touch(mode=0o600)
     file.write_bytes(content)
 

@@ -1,4 +1,4 @@
-"""The real Slurm that these tests share, or the reason why there is none here; the cases of chaos."""
+"""Fixtures: the real Slurm that these tests share (skipped if it can't run here), and the chaos cases."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def _no_job_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A training that a failed test left would take the processors from all tests after it."""
+    """Cancel jobs that a failed test left; they would take the processors from later tests."""
     shared = request.getfixturevalue("cluster") if "cluster" in request.fixturenames else None
     yield
     if shared is not None:
@@ -36,7 +36,7 @@ def _no_job_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def reference(workers: Workers) -> Trained:
-    """What every case of the chaos suite must equal."""
+    """The undisturbed training that every chaos case must equal."""
     return undisturbed(workers)
 
 
@@ -48,12 +48,14 @@ def case(
     monkeypatch: pytest.MonkeyPatch,
     record_property: Callable[[str, object], None],
 ) -> Iterator[Case]:
-    """A training to harm, at steps drawn from CHAOS_SEED (else from a seed that is printed)."""
+    """A training to disturb, at steps drawn from CHAOS_SEED or from a random seed, which is printed."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))  # the tests' own models
     seed = int(os.environ.get("CHAOS_SEED", "") or int.from_bytes(os.urandom(3)))
     print(f"CHAOS_SEED={seed}")
     row = Row(seed)
-    record_property("chaos", vars(row))  # filled by the case; plain values pass between processes
+    record_property(
+        "chaos", vars(row)
+    )  # the case fills it; pytest-xdist passes only plain values between processes
     site = Site(cluster, tmp_path)
     case = Case(site, reference, row=row, dice=Random(seed))
     yield case

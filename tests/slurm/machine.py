@@ -1,4 +1,4 @@
-"""Commands, processes and network namespaces of this machine: what a cluster is made of."""
+"""Commands, processes and network namespaces of this machine, from which a cluster is built."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-# The daemons' whole environment: nothing of the caller's may reach a job by way of slurmd.
+# The complete environment of the daemons: no variable of the caller may reach a job through slurmd.
 SYSTEM = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
 
 
 class ClusterError(RuntimeError):
-    """The cluster can't do what was asked; the message ends with what its logs say."""
+    """The cluster can't do what was requested; the message ends with lines of its logs."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process, not to be mistaken for a later one with the same id."""
+    """A process, identified by its id and start time, because ids are reused."""
 
     pid: int
     start_ticks: int
@@ -39,32 +39,32 @@ class Process:
 
 
 def _state_and_start(pid: int) -> tuple[str, int]:
-    """Fields 3 and 22 of /proc/PID/stat; field 2, a name in parentheses, may hold blanks."""
+    """Fields 3 and 22 of /proc/PID/stat; field 2, a name in parentheses, may contain blanks."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], int(fields[19])
 
 
 def _inside(pid: int, namespace: Path) -> bool:
-    with suppress(OSError):  # it may end while we look
+    with suppress(OSError):  # the process may end meanwhile
         return namespace.samefile(f"/proc/{pid}/ns/net")
     return False
 
 
 def pids(namespace: Path) -> list[int]:
-    """The processes in a network namespace, given by the file that it is mounted on."""
+    """The processes in a network namespace; `namespace` is the file on which it is mounted."""
     running = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [pid for pid in running if _inside(pid, namespace)]
 
 
 def empty(namespace: Path) -> None:
-    """Kill every process in a namespace, and what they start meanwhile."""
+    """Kill every process in a namespace, and every process that they start meanwhile."""
 
     def emptied() -> bool:
         for pid in pids(namespace):
             with suppress(ProcessLookupError):
                 handle = os.pidfd_open(pid)
                 try:
-                    if _inside(pid, namespace):  # asked again: the id may be another's by now
+                    if _inside(pid, namespace):  # checked again: another process may have the id now
                         signal.pidfd_send_signal(handle, signal.SIGKILL)
                 finally:
                     os.close(handle)
@@ -77,14 +77,14 @@ def wait(condition: Callable[[], bool], *, what: str, timeout_s: float = 60) -> 
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
-            raise ClusterError(f"Waited {timeout_s:g} s in vain until {what}.")
+            raise ClusterError(f"Waited {timeout_s:g} s without success until {what}.")
         time.sleep(0.05)
 
 
 def run(*command: str, environment: Mapping[str, str] | None = None) -> str:
-    """What a command prints; ClusterError, with its complaints, if it fails."""
-    # Not pipes: reading them would wait for the daemons, which keep their ends open.
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as complaints:
+    """Run a command; returns its stdout. Raises ClusterError with its stderr if it fails."""
+    # No pipes: the daemons keep their ends open, so reading would not end.
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         result = subprocess.run(
             command,
             check=False,
@@ -92,15 +92,15 @@ def run(*command: str, environment: Mapping[str, str] | None = None) -> str:
             cwd="/",
             stdin=subprocess.DEVNULL,
             stdout=output,
-            stderr=complaints,
+            stderr=errors,
         )
         output.seek(0)
-        complaints.seek(0)
-        printed, complained = output.read().strip(), complaints.read().strip()
+        errors.seek(0)
+        stdout, stderr = output.read().strip(), errors.read().strip()
     if result.returncode:
-        reason = "\n".join(filter(None, (complained, printed)))
+        reason = "\n".join(filter(None, (stderr, stdout)))
         raise ClusterError(f"{' '.join(command)}: exit status {result.returncode}\n{reason}")
-    return printed
+    return stdout
 
 
 def succeeds(*command: str, environment: Mapping[str, str] | None = None) -> bool:

@@ -8,11 +8,18 @@ import pytest
 import xxhash
 
 from hpc_parallel.record import checkpoint_index
-from hpc_parallel.record.checkpoint_index import beside, clear, complete, prune, publish, set_aside_after
+from hpc_parallel.record.checkpoint_index import (
+    clear,
+    complete,
+    prune,
+    publish,
+    set_aside_after,
+    unfinished_folder,
+)
 
 
 def write(folder: Path, step: int, content: bytes = b"weights") -> None:
-    path = beside(folder, step)
+    path = unfinished_folder(folder, step)
     path.mkdir(parents=True)
     (path / "part").write_bytes(content)
     described = {"bytes": len(content), "xxh3_128": xxhash.xxh3_128(content).hexdigest()}
@@ -58,7 +65,7 @@ def test_other_damage_is_named(tmp_path: Path) -> None:
 
 
 def test_each_rank_looks_at_its_part(tmp_path: Path) -> None:
-    path = beside(tmp_path, 1)
+    path = unfinished_folder(tmp_path, 1)
     path.mkdir()
     files = {}
     for name in "abcde":

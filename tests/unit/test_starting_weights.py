@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from hpc_parallel.commands.export import main as export
 from hpc_parallel.config.checks.starting_weights import read_header
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.record.checkpoint_index import beside, checksum, publish
+from hpc_parallel.record.checkpoint_index import checksum, publish, unfinished_folder
 from hpc_parallel.record.run_folder import RunFolder
 from tests.composed import composed, prepared
 
@@ -38,8 +38,8 @@ def run(tmp_path: Path) -> RunFolder:
     folder.config.write_text(yaml.safe_dump({"model": MODEL}))
     folder.checkpoints.mkdir()
     for step in (5, 10):
-        beside(folder.checkpoints, step).mkdir()
-        part = beside(folder.checkpoints, step) / "part"
+        unfinished_folder(folder.checkpoints, step).mkdir()
+        part = unfinished_folder(folder.checkpoints, step) / "part"
         part.write_bytes(b"numbers")
         files = {"part": {"bytes": 7, "xxh3_128": checksum(part)}}
         publish(folder.checkpoints, step=step, files=files, about={"config": {"model": MODEL}})
@@ -141,7 +141,7 @@ def test_a_resumed_run_does_not_look_at_them(run: RunFolder) -> None:
     assert prepared(*words).values["weights"] == "/gone.safetensors"
     other = problems(*words[:-1], "weights=/other.safetensors")
     assert other == [
-        "weights = /other.safetensors is another than the run to go on with has: it goes on from its own. "
+        "weights = /other.safetensors differs from the run to resume: it continues from its own weights. "
         "Try weights=/gone.safetensors."
     ]
 

@@ -306,7 +306,7 @@ def test_resume_leaves_no_run_out_beside_impossible_ones(
 
 def test_one_run_goes_on_without_m(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["-m", "resume=auto", "strategy=data,pipeline", "launcher=script"]) == 2
-    assert "resume = auto goes on with one run, and -m starts several." in capsys.readouterr().err
+    assert "resume = auto continues one run, but -m starts several." in capsys.readouterr().err
 
 
 def test_an_impossible_setting_is_reported_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PreparedRun:
     made.write()
     made.folder.slurm.mkdir()
     monkeypatch.setattr(wait, "job_state", lambda job_id: JobState("FAILED", "NonZeroExitCode"))
-    monkeypatch.setattr(wait, "WORDS_S", 0.0)
+    monkeypatch.setattr(wait, "SUMMARY_S", 0.0)
     return made
 
 
@@ -58,5 +58,5 @@ def test_ending_the_follower_leaves_the_job_running(
     hand_to_job(run.folder, "34")
     with pytest.raises(KeyboardInterrupt):
         wait.wait_for_job(run, "34")
-    assert f"job 34 goes on ({command_on(run.folder.path, 'cancel')} ends it)" in capsys.readouterr().err
+    assert f"job 34 continues ({command_on(run.folder.path, 'cancel')} ends it)" in capsys.readouterr().err
     assert read_json(run.folder.summary) is None
