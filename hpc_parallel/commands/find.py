@@ -118,8 +118,11 @@ def _run(run: RecordedRun) -> Named:
 
 
 def _fitting(word: str) -> list[Callable[[str], bool]]:
-    """The closest way first: the whole name, the whole run id, a part. Digits alone may be a job id that is
-    mistyped: of an id they are the beginning, which is its date, and no piece of its random end."""
+    """Rules that match a name, the strictest first: the whole name, the whole run id, a part.
+
+    Digits alone may be a mistyped job id. They match the beginning of a run id, which is its date, and not
+    its random end.
+    """
 
     def holds(name: str) -> bool:
         return name.rpartition("/")[2].startswith(word) if is_job_id(word) else word in name

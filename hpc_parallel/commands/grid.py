@@ -41,6 +41,8 @@ class Device:
 
 @dataclass(frozen=True)
 class Host:
+    """A node with its devices."""
+
     node: int
     name: str | None
     devices: tuple[Device, ...]

@@ -1,8 +1,8 @@
-"""`python -m hpc_parallel report FOLDER... [--output FOLDER]`: what runs show, as a page, Markdown and CSV;
-with `--json` on stdout instead.
+"""`python -m hpc_parallel report FOLDER... [--output FOLDER]`: compare runs as a page, Markdown and CSV.
 
-FOLDER is a run folder, a sweep folder or one that holds some. Exit codes: 0 done, 1 it could
-not be written, 2 something of the command line is wrong (nothing was written).
+With `--json`, print the comparison to stdout instead. FOLDER is a run folder, a sweep folder or a folder that
+contains some. Exit codes: 0 done, 1 the report could not be written, 2 the command line is wrong (nothing was
+written).
 """
 
 from __future__ import annotations

@@ -97,8 +97,10 @@ def _watch(runs: Sequence[RecordedRun]) -> list[Row]:
 
 
 def _table(rows: Sequence[Row], *, columns: int) -> RenderableType:
-    """For a screen of so many columns: on a narrow one what no run has is left out, and words go below
-    each other."""
+    """The table for a screen of `columns` characters.
+
+    On a narrow screen, columns without values are omitted and words are wrapped.
+    """
     from rich import box
     from rich.cells import cell_len
     from rich.table import Table

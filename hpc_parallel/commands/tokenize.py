@@ -87,8 +87,11 @@ class Encoder:
 
 @contextmanager
 def _failures_of_tokenizer() -> Iterator[None]:
-    """Raise ValueError for whatever the tokenizers library raises: it has no exceptions of its own, and a
-    panic of its Rust code is no Exception (https://pyo3.rs/main/doc/pyo3/panic/struct.panicexception)."""
+    """Raise ValueError for everything that the tokenizers library raises.
+
+    It has no exceptions of its own, and a panic of its Rust code is not an Exception
+    (https://pyo3.rs/main/doc/pyo3/panic/struct.panicexception).
+    """
     try:
         yield
     except BaseException as error:

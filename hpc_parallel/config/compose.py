@@ -110,7 +110,10 @@ def _has_missing(value: Any) -> bool:
 
 
 def missing_keys(config: DictConfig, prefix: str = "") -> list[str]:
-    """Dotted names of keys without a value. (OmegaConf's own resolves interpolations, which may fail.)"""
+    """Dotted names of keys without a value.
+
+    OmegaConf's function resolves interpolations, which may fail.
+    """
     found = [f"{prefix}{key!s}" for key in config if OmegaConf.is_missing(config, key)]
     for key, child in children(config):
         if isinstance(child, DictConfig):

@@ -49,8 +49,10 @@ def diagnose(
 
 
 class Trials:
-    """Compositions of one configuration, to be asked for while `composing`: each takes a tenth of a second
-    and is made once."""
+    """Compositions of one configuration, for use inside `composing`.
+
+    Each takes a tenth of a second and is made once.
+    """
 
     def __init__(self, config_name: str) -> None:
         self._config_name = config_name

@@ -33,6 +33,8 @@ class Execution(Protocol):
 
 
 class Strategy(Degrees, Execution, Protocol):
+    """A strategy's configuration, as far as a layout depends on it."""
+
     name: str
 
 
@@ -86,10 +88,12 @@ class Layout:
 
     @property
     def degrees(self) -> dict[str, int]:
+        """The degree of each axis by its name, outermost first."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def devices(self) -> int:
+        """The number of devices that compute."""
         return math.prod(self.degrees.values())
 
     @property
@@ -104,8 +108,11 @@ class Layout:
 
     @property
     def by_fully_shard(self) -> bool:
-        """Whether fully_shard holds the weights: if they are sliced, and if layers are split and gradients
-        averaged, because DistributedDataParallel does not average gradients of distributed tensors."""
+        """Whether fully_shard holds the weights.
+
+        It does if they are sliced. It also does if layers are split and gradients averaged, because
+        DistributedDataParallel does not average gradients of distributed tensors.
+        """
         return self.shard > 1 or (self.averaged > 1 and self.tensor > 1)
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -142,6 +149,7 @@ class BatchPlan:
 
     @property
     def samples_per_replica(self) -> int:
+        """The samples of one part of the global batch."""
         return self.microbatches * self.microbatch_size
 
 

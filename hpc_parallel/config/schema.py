@@ -331,6 +331,7 @@ class RunConfig:
 
     @property
     def devices(self) -> int:
+        """The devices of all nodes, with a parameter server's."""
         return self.nodes * self.gpus_per_node
 
 
@@ -342,8 +343,10 @@ class ComposedConfig(RunConfig):
 
 
 def register() -> None:
-    """Put the schemas where the files of `conf/` name them in their defaults lists, and let values be
-    products: `${product:16,${nodes},${gpus_per_node}}`."""
+    """Store the schemas by the names in the defaults lists of `conf/`, and add a resolver for products.
+
+    Example: `${product:16,${nodes},${gpus_per_node}}`.
+    """
     OmegaConf.register_new_resolver("product", lambda *factors: math.prod(factors), replace=True)
     store = ConfigStore.instance()
     store.store(name="run_schema", node=ComposedConfig)
@@ -370,8 +373,10 @@ def typed(config: Any) -> RunConfig:
 
 
 def filled(values: Any) -> RunConfig | None:
-    """The same for values that have every key and every type already: OmegaConf takes fifty times as long.
-    None where it is to convert, to complete or to complain."""
+    """As `typed`, for values that have every key and type already: OmegaConf takes fifty times as long.
+
+    Returns None if a value needs conversion, is missing, or is invalid.
+    """
     run = _filled(RunConfig, values)
     return run if isinstance(run, RunConfig) else None
 

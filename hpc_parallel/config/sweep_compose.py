@@ -54,11 +54,12 @@ class CellError(Exception):
 
 @dataclass(frozen=True)
 class Cells:
-    """All combinations of a command, in the order of Hydra's basic sweeper, `hydra.sweep.dir`, and what is
-    said to the sweep as a whole.
+    """All combinations of a command, in the order of Hydra's basic sweeper.
 
-    Each is to be resolved before the next one is taken: they may share their nodes, and `${hydra:...}`
-    means the newest.
+    folder: `hydra.sweep.dir`; settings: the keys of the sweep as a whole.
+
+    Resolve each combination before you take the next one: they may share nodes, and `${hydra:...}` refers to
+    the newest.
     """
 
     cells: Iterator[Cell]

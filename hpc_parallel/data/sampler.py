@@ -33,9 +33,15 @@ class Data(Protocol):
     """The training and validation samples."""
 
     @property
-    def train(self) -> Samples: ...
+    def train(self) -> Samples:
+        """The samples to train on."""
+        ...
+
     @property
-    def validation(self) -> Samples: ...
+    def validation(self) -> Samples:
+        """The held-out samples."""
+        ...
+
     @property
     def sample_shape(self) -> tuple[int, ...]:
         """Shape of one input, without the batch dim."""
@@ -76,6 +82,7 @@ class Batches:
         return self.samples.batch(self.positions(step))
 
     def positions(self, step: int) -> NDArray[np.int64]:
+        """Returns the indices of the samples of the 0-based `step`, [global_batch_size / replicas]."""
         assert self.replica is not None
         size = self.global_batch_size // (self.replicas * self.microbatches)
         offset = step * self.global_batch_size + self.replica * size

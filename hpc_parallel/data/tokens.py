@@ -56,6 +56,7 @@ class TokensData:
 
 
 def description_file(tokens_file: Path) -> Path:
+    """The JSON file beside the tokens that names their tokenizer."""
     return tokens_file.with_suffix(".json")
 
 

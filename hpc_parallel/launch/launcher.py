@@ -13,6 +13,8 @@ class SiteRefusedError(RuntimeError):
 
 
 class Launcher(Protocol):
+    """Starts prepared runs in one place: this machine, Slurm, or a script for the user."""
+
     def preview(self, run: PreparedRun) -> str:
         """Describe what would be started; start and write nothing."""
 

@@ -34,6 +34,8 @@ class StepResult:
 
 
 class Step(Protocol):
+    """One optimizer step of a strategy."""
+
     def run(self, inputs: Tensor, targets: Tensor) -> StepResult:
         """Train on this replica's batch `[batch, ...]` and update the weights."""
 

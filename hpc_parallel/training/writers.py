@@ -13,6 +13,8 @@ from hpc_parallel.record.safe_write import append_line
 
 
 class Writer(Protocol):
+    """Receives each line of metrics."""
+
     def write(self, line: dict[str, Any]) -> None: ...
 
     def close(self) -> None: ...
