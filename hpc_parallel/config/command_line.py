@@ -1,4 +1,4 @@
-"""The words after `python -m hpc_parallel.run`, read once."""
+"""The arguments of `python -m hpc_parallel.run`, parsed once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hydra._internal.utils import get_args
 from hpc_parallel.config.compose import find_folder
 from hpc_parallel.problems import ConfigError
 
-# Flags of Hydra that print something and start no run (--resolve: only beside --cfg or --help).
+# Flags of Hydra that print something and start no run (--resolve: only with --cfg or --help).
 EXPLAINING = ("help", "hydra_help", "cfg", "info", "shell_completion", "resolve")
 
 
 class Places(TypedDict):
-    """Where the configuration files are: a folder, the name of the first file, the folder of the user."""
+    """The folder of the configuration files, the name of the primary file, and the user's folder."""
 
     config_dir: str
     config_name: str
@@ -27,22 +27,22 @@ class Places(TypedDict):
 
 @dataclass(frozen=True)
 class CommandLine:
-    """One command line of `run`: its words as typed, and what Hydra's parser makes of them."""
+    """One command line of `run`: its words as typed, and the flags that Hydra's parser reads from them."""
 
     words: tuple[str, ...]
     flags: Namespace
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> CommandLine:
-        """Ends the process where Hydra's parser does: an unknown flag, `--version`.
+        """Parse the words. Hydra's parser ends the process for an unknown flag and for `--version`.
 
-        Raises ConfigError for a `--config-dir` that is not there.
+        Raises ConfigError for a `--config-dir` that does not exist and for `--experimental-rerun`.
         """
-        # Hydra wants a plus where no default names the group; `jobs=` may be written both ways.
+        # Hydra requires a plus if the defaults don't name the group; users may write `jobs=` both ways.
         plain = tuple(word.removeprefix("+") if word.startswith("+jobs=") else word for word in words)
         line = cls(plain, get_args(plain))
-        if (own := line.extra_dir) and not Path(own).is_dir():
-            raise ConfigError([f"--config-dir {own}: there is no such folder here."])
+        if line.extra_dir and not Path(line.extra_dir).is_dir():
+            raise ConfigError([f"--config-dir {line.extra_dir}: this folder does not exist."])
         if line.flags.experimental_rerun:
             rule = "would run a pickled configuration. Try python -m hpc_parallel rerun RUN."
             raise ConfigError([f"--experimental-rerun {rule}"])
@@ -54,20 +54,20 @@ class CommandLine:
 
     @property
     def explains(self) -> bool:
-        """Whether a flag asks for help, the composed configuration or a completion, and for no run."""
+        """Whether a flag asks for help, the composed configuration or a completion instead of a run."""
         return any(getattr(self.flags, flag) for flag in EXPLAINING)
 
     @property
     def sweeps(self) -> bool:
-        """Whether it starts the runs of a sweep: `-m`, or `hydra.mode=MULTIRUN`, which means the same."""
+        """Whether it starts a sweep: `-m`, or `hydra.mode=MULTIRUN`, which means the same."""
         mode = any(word.lower() == "hydra.mode=multirun" for word in self.overrides)
         return (self.flags.multirun or mode) and not self.flags.run and not self.explains
 
     @property
     def extra_dir(self) -> str | None:
-        """The folder of the user's own configuration files (`--config-dir`)."""
-        own: str | None = self.flags.config_dir
-        return own
+        """The user's folder of configuration files (`--config-dir`)."""
+        folder: str | None = self.flags.config_dir
+        return folder
 
     @property
     def places(self) -> Places:

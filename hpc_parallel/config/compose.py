@@ -1,4 +1,4 @@
-"""A composed configuration made plain and typed, with what is missing or unknown in it."""
+"""Turn a composed configuration into plain and typed values; find missing and unknown keys."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ REQUIRED = {"data.path": "tokens.npy"}  # keys without a default, with an exampl
 
 
 class UnresolvedError(ConfigError):
-    """Keys are missing or unknown, so the other checks did not run: `diagnose` finds what they find."""
+    """Keys are missing or unknown, so the other checks did not run. `diagnose` runs them."""
 
 
 def find_folder(name: str) -> Path:
-    """`conf` or `sbatch_templates`: beside the package in a checkout, inside it when installed."""
+    """The folder `conf` or `sbatch_templates`: beside the package in a checkout, inside it if installed."""
     package = Path(__file__).resolve().parents[1]
     inside = package / name
     return inside if inside.is_dir() else package.parent / name
@@ -36,13 +36,13 @@ def find_folder(name: str) -> Path:
 
 @contextmanager
 def composing(config_dir: str, *, extra_dir: str | None = None) -> Iterator[None]:
-    """Let `hydra.compose` find the files of `config_dir`, and of `extra_dir`, a folder of the user's own."""
+    """Let `hydra.compose` find the files of `config_dir`, and of the user's folder `extra_dir`."""
     GlobalHydra.instance().clear()
-    places = create_config_search_path(config_dir)
+    search_path = create_config_search_path(config_dir)
     if extra_dir:
-        own = SearchPathElement("command-line", f"file://{Path(extra_dir).absolute()}")
-        places.get_path().insert(-1, own)  # before the schemas
-    Hydra.create_main_hydra2(task_name="run", config_search_path=places)
+        element = SearchPathElement("command-line", f"file://{Path(extra_dir).absolute()}")
+        search_path.get_path().insert(-1, element)  # before the schemas
+    Hydra.create_main_hydra2(task_name="run", config_search_path=search_path)
     try:
         yield
     finally:
@@ -50,12 +50,12 @@ def composing(config_dir: str, *, extra_dir: str | None = None) -> Iterator[None
 
 
 def resolve(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
-    """The typed configuration, and the same as plain values for `config.yaml`.
+    """Returns the typed configuration, and the same as plain values for `config.yaml`.
 
-    Raises UnresolvedError with every key that is missing or that no schema has.
+    Raises UnresolvedError with every key that is missing or unknown to the schemas.
     """
     config = _with_devices(config)
-    if (run := _at_once(config)) is not None:
+    if (run := _resolve_valid(config)) is not None:
         return run, asdict(run)
     problems: list[Problem | str] = [
         f"{key} has no value and no default. Try {key}={REQUIRED.get(key, 'VALUE')}."
@@ -92,8 +92,8 @@ def _with_devices(config: DictConfig) -> DictConfig:
     return config
 
 
-def _at_once(config: DictConfig) -> RunConfig | None:
-    """The typed configuration where nothing is missing, unknown or of another type; a sweep has hundreds."""
+def _resolve_valid(config: DictConfig) -> RunConfig | None:
+    """The fast path for a sweep of hundreds: None if a value is missing, unknown or of another type."""
     if any(unknown_keys(config[key]) for key in ("model", "data") if OmegaConf.is_dict(config.get(key))):
         return None
     try:
@@ -114,26 +114,26 @@ def missing_keys(config: DictConfig, prefix: str = "") -> list[str]:
 
     OmegaConf's function resolves interpolations, which may fail.
     """
-    found = [f"{prefix}{key!s}" for key in config if OmegaConf.is_missing(config, key)]
+    names = [f"{prefix}{key!s}" for key in config if OmegaConf.is_missing(config, key)]
     for key, child in children(config):
         if isinstance(child, DictConfig):
-            found += missing_keys(child, f"{prefix}{key}.")
-    return sorted(found)
+            names += missing_keys(child, f"{prefix}{key}.")
+    return sorted(names)
 
 
 def unknown_keys(config: DictConfig, prefix: str = "") -> list[str]:
     """Dotted names of keys that a schema doesn't have (Hydra's `+` lets them through)."""
-    found: list[str] = []
+    names: list[str] = []
     schema = OmegaConf.get_type(config)
-    known = {field.name for field in fields(schema)} if is_dataclass(schema) else None
+    schema_keys = {field.name for field in fields(schema)} if is_dataclass(schema) else None
     if config.get("_target_") != getattr(schema, "_target_", config.get("_target_")):
-        known = None  # a class of the user's own takes what it likes
+        schema_keys = None  # a user's class may take any key
     for key, child in children(config):
-        if known is not None and key not in known:
-            found.append(f"{prefix}{key}")
+        if schema_keys is not None and key not in schema_keys:
+            names.append(f"{prefix}{key}")
         elif isinstance(child, DictConfig):
-            found += unknown_keys(child, f"{prefix}{key}.")
-    return found
+            names += unknown_keys(child, f"{prefix}{key}.")
+    return names
 
 
 def flat(config: DictConfig, prefix: str = "") -> list[str]:
@@ -147,9 +147,9 @@ def flat(config: DictConfig, prefix: str = "") -> list[str]:
 
 
 def children(config: DictConfig) -> list[tuple[str, Any]]:
-    """Keys and values without resolving interpolations; a value that is missing or null reads None."""
+    """Keys and values, with interpolations unresolved. A missing or null value is None."""
     pairs: list[tuple[str, Any]] = []
-    for key in config:  # of text, and in a user's own table also numbers
+    for key in config:  # keys are text; a user's table may also have numbers
         node = config._get_node(key)
         empty = node is None or node._is_none() or node._is_missing() or node._is_interpolation()
         pairs.append((str(key), None if empty else node))

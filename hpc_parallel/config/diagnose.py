@@ -1,7 +1,7 @@
-"""Everything that is wrong with a command line whose composition failed.
+"""Find every problem of a command line that Hydra can't compose.
 
-Hydra stops at the first override that it refuses. A user wants to know them all: each override is
-tried alone, and what is left without the refused ones goes through the other checks.
+Hydra stops at the first override that it refuses, but a user needs all of them. So this module tries each
+override alone, and runs the other checks on the configuration without the refused ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hpc_parallel.config.compose import REQUIRED, composing, flat, missing_keys,
 from hpc_parallel.config.node_devices import AUTO
 from hpc_parallel.problems import ConfigError, Problem, nearest
 
-# ValueError: Hydra's answer to `strategy=null`
+# Hydra raises ValueError for `strategy=null`.
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError)
 PLUGINS = {"hydra/sweeper": "sweeper", "hydra/launcher": "launcher"}
 
@@ -38,9 +38,10 @@ def diagnose(
     extra_dir: str | None = None,
     sweep: bool = False,
 ) -> list[Problem | str]:
-    """The problems of the overrides that Hydra refuses, then those of the configuration without them.
+    """Find the problems of the overrides that Hydra refuses, and of the configuration without these.
 
-    `extra_dir`: a folder of the user's own (`--config-dir`); `sweep`: whether `nodes=1,2` is two runs.
+    `extra_dir`: the user's folder of configuration files (`--config-dir`); `sweep`: whether `nodes=1,2`
+    means two runs. Returns the problems in the order of the overrides.
     """
     with composing(config_dir, extra_dir=extra_dir):
         trials = Trials(config_name)
@@ -60,11 +61,11 @@ class Trials:
         self._defaults: dict[str, Any] = {}
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
-        """The configuration without Hydra's own part. Raises what Hydra does."""
+        """Compose the configuration, without Hydra's own part. Raises what Hydra raises."""
         key = tuple(overrides)
         if key not in self._results:
             try:
-                self._results[key] = self._composed(list(overrides))
+                self._results[key] = self._compose(list(overrides))
             except COMPOSE_ERRORS as error:
                 self._results[key] = error
         result = self._results[key]
@@ -73,11 +74,11 @@ class Trials:
         return result
 
     def defaults(self) -> Mapping[str, Any]:
-        """The file that each group has where no override chooses another."""
+        """The default choice of each group."""
         self.compose([])
         return self._defaults
 
-    def _composed(self, overrides: list[str]) -> DictConfig:
+    def _compose(self, overrides: list[str]) -> DictConfig:
         config = compose(self._config_name, overrides=overrides, return_hydra_config=True)
         if not overrides:
             self._defaults = dict(config.hydra.runtime.choices)
@@ -89,34 +90,33 @@ class Trials:
 def try_each(
     overrides: Sequence[str], *, trials: Trials, sweep: bool
 ) -> tuple[list[Problem | str], list[str]]:
-    """What Hydra refuses, each override tried alone, and those that it takes (of a sweep, the first value).
+    """Try each override alone. Call it inside `composing`.
 
-    To be asked while `composing`.
+    Returns the problems of the refused overrides, and the accepted overrides (of a sweep, its first value).
     """
     defaults = trials.defaults()
-    verdicts: dict[str, list[Problem | str]] = {}
+    refused: dict[str, list[Problem | str]] = {}
     accepted: list[str] = []
     values = {override: _expand(override) if sweep else [override] for override in overrides}
     firsts = [singles[0] for singles in values.values()]
-    fine = _refusal(firsts, trials) is None  # then only what else they may be is to be tried
-    # a group's choice decides which keys there are, so groups are tried, and kept, before values
+    firsts_compose = _refusal(firsts, trials) is None  # then only the other values need a trial
+    # The choice of a group decides which keys exist, so groups come before values.
     for override in sorted(overrides, key=lambda text: not _choices(text.partition("=")[0])):
-        singles, refusals = values[override], []
-        for single in singles[1:] if fine else singles:
+        singles, problems = values[override], []
+        for single in singles[1:] if firsts_compose else singles:
             error = _refusal([*accepted, single], trials)
             if error is not None:
-                # the groups chosen decide which keys there are
                 plain = trials.compose(accepted)
-                refusals.append(_explain(single, error=error, plain=plain, defaults=defaults))
-        if refusals:
-            verdicts[override] = refusals
+                problems.append(_explain(single, error=error, plain=plain, defaults=defaults))
+        if problems:
+            refused[override] = problems
         else:
             accepted.append(singles[0])
-    return [problem for override in overrides for problem in verdicts.pop(override, [])], accepted
+    return [problem for override in overrides for problem in refused.pop(override, [])], accepted
 
 
 def _refusal(overrides: list[str], trials: Trials) -> Exception | None:
-    """Why Hydra, or a schema, does not take them together."""
+    """The error with which Hydra or a schema refuses the overrides together."""
     try:
         config = trials.compose(overrides)
         if unknown_keys(config):
@@ -130,7 +130,7 @@ def _refusal(overrides: list[str], trials: Trials) -> Exception | None:
 
 
 def _rest(trials: Trials, accepted: list[str]) -> list[Problem | str]:
-    """What the other checks find, also where a value is missing: an example stands for it meanwhile."""
+    """The problems that the other checks find. A missing value is replaced by an example meanwhile."""
     try:
         return find_problems(resolve(trials.compose(accepted))[0])
     except ConfigError as error:
@@ -139,12 +139,12 @@ def _rest(trials: Trials, accepted: list[str]) -> list[Problem | str]:
         if not missing or not set(missing) <= set(REQUIRED):
             return problems
     examples = [f"{key}={REQUIRED[key]}" for key in missing]
-    found = find_problems(resolve(trials.compose([*accepted, *examples]))[0])
-    return problems + [p for p in found if not (isinstance(p, Problem) and p.key in missing)]
+    others = find_problems(resolve(trials.compose([*accepted, *examples]))[0])
+    return problems + [p for p in others if not (isinstance(p, Problem) and p.key in missing)]
 
 
 def _choices(key: str) -> list[str]:
-    """The files of a group, also of the user's own folder; empty where `key` names no group."""
+    """The choices of a group, with those of the user's folder; empty if `key` is not a group."""
     group = key.lstrip("+~").partition("@")[0]
     if not re.fullmatch(r"\w+(/\w+)*", group):
         return []
@@ -153,8 +153,8 @@ def _choices(key: str) -> list[str]:
 
 
 def _expand(override: str) -> list[str]:
-    """`nodes=1,2` of a sweep as the overrides of its runs; the ends stand for an interval."""
-    loader = GlobalHydra.instance().config_loader()  # who knows what glob() means
+    """Split `nodes=1,2` of a sweep into one override per run; an interval becomes its two ends."""
+    loader = GlobalHydra.instance().config_loader()  # glob() needs it
     try:
         (parsed,) = OverridesParser.create(config_loader=loader).parse_overrides([override])
         if not parsed.is_sweep_override():
@@ -163,41 +163,36 @@ def _expand(override: str) -> list[str]:
         if isinstance(value, IntervalSweep):
             return [f"{key}={value.start}", f"{key}={value.end}"]
         return [f"{key}={value}" for value in parsed.sweep_string_iterator()] or [override]
-    except COMPOSE_ERRORS:  # raised again where it is composed
+    except COMPOSE_ERRORS:  # the composition raises it again
         return [override]
 
 
 def _explain(
     override: str, *, error: Exception, plain: DictConfig, defaults: Mapping[str, Any]
 ) -> Problem | str:
-    """Hydra's refusal in our words: key, value, rule, a legal value near it.
+    """Turn Hydra's error into a problem: key, value, rule and legal values near it.
 
-    defaults: the default of each group.
+    `plain`: a configuration with the accepted overrides; `defaults`: the default choice of each group.
     """
     key, _, value = override.partition("=")
     if isinstance(error, OverrideParseException):
-        return (
-            f"{override} can't be read as key=value: quote what is special in the value, and for the shell."
-        )
+        rule = "can't be read as key=value: quote special characters of the value, and again for the shell"
+        return f"{override} {rule}."
     if override.startswith("~"):
-        return f"{override}: {key[1:]} can't be deleted, as it has a default or is not there."
+        return f"{override}: {key[1:]} can't be deleted: it has a default or does not exist."
     key = key.lstrip("+")
     text = str(error.__cause__ or error)
     choices = _choices(key)
     if value in choices and override.startswith("+"):
-        return f"{override}: {key} has a place already, and + makes a new one. Try {key}={value}."
+        return f"{override}: {key} has a place already, and + adds a new key. Try {key}={value}."
     if value in choices and key == "jobs":
         first = "# @package _global_"
-        return f"{override}: the first line of {value}.yaml must be {first!r}, and its keys the run's own."
-    said = value.split(",")
-    if "Ambiguous value" in text or (len(said) > 1 and set(said) <= set(choices)):
-        return f"{override}: several values are a sweep. Try -m {override}, or one value: {key}={said[0]}."
+        return f"{override}: the first line of {value}.yaml must be {first!r}, and its keys those of a run."
+    values = value.split(",")
+    if "Ambiguous value" in text or (len(values) > 1 and set(values) <= set(choices)):
+        return f"{override}: several values are a sweep. Try -m {override}, or one value: {key}={values[0]}."
     if choices:
-        close = nearest(value, choices, most=2) or [defaults.get(key) or choices[0]]
-        rule = f"is not one of {', '.join(choices)}"
-        if kind := PLUGINS.get(key):
-            rule += f", the {kind}s installed here (another's package is often hydra-{value}-{kind})"
-        return Problem(key, value, rule, tuple(close))
+        return _not_a_choice(key, value, choices=choices, default=defaults.get(key))
     if "Could not override" in str(error) or "not in" in text:
         return _unknown(override, key=key, value=value, plain=plain)
     if isinstance(error.__cause__, OmegaConfBaseException):
@@ -205,34 +200,42 @@ def _explain(
     return f"{override}: {text.splitlines()[0].rstrip('.')}."
 
 
+def _not_a_choice(key: str, value: str, *, choices: Sequence[str], default: str | None) -> Problem:
+    close = nearest(value, choices, most=2) or [default or choices[0]]
+    rule = f"is not one of {', '.join(choices)}"
+    if kind := PLUGINS.get(key):
+        rule += f", the installed {kind}s (the package of another is often hydra-{value}-{kind})"
+    return Problem(key, value, rule, tuple(close))
+
+
 def _unknown(override: str, *, key: str, value: str, plain: DictConfig) -> str:
     parent_key = key.rpartition(".")[0]
     parent = OmegaConf.select(plain, parent_key, default=None) if parent_key else plain
     if OmegaConf.is_dict(parent) and not is_dataclass(OmegaConf.get_type(parent)):
         return f"{override}: {parent_key} has no such key yet, and a new one needs a plus. Try +{override}."
-    known = [name for name in flat(plain) if "." not in key or not _is_table(plain, name)]
-    by_last_word = {name.rpartition(".")[2]: name for name in reversed(known)}
+    keys = [name for name in flat(plain) if "." not in key or not _is_table(plain, name)]
+    by_last_part = {name.rpartition(".")[2]: name for name in reversed(keys)}
     last = key.rpartition(".")[2]
-    close = [by_last_word[last]] if last in by_last_word else nearest(key, known)
-    close = close or [by_last_word[word] for word in nearest(last, by_last_word)]
+    close = [by_last_part[last]] if last in by_last_part else nearest(key, keys)
+    close = close or [by_last_part[part] for part in nearest(last, by_last_part)]
     text = f"{override}: there is no key {key}."
     if not close:
         return text
     if choices := _choices(close[0]):
-        mend = f"{close[0]}={(nearest(value, choices) or choices)[0]}"
+        suggestion = f"{close[0]}={(nearest(value, choices) or choices)[0]}"
     elif _is_table(plain, close[0]):
         return f"{text} Keys of {close[0]}: {', '.join(flat(plain[close[0]])) or 'any'}."
     else:
-        mend = _legal_mend(f"{close[0]}={value}", plain=plain)
-    return f"{text} Try {mend}."
+        suggestion = _legal_override(f"{close[0]}={value}", plain=plain)
+    return f"{text} Try {suggestion}."
 
 
 def _is_table(plain: DictConfig, key: str) -> bool:
     return OmegaConf.is_dict(OmegaConf.select(plain, key))
 
 
-def _legal_mend(override: str, *, plain: DictConfig) -> str:
-    """The override; with a near value, or the one that the key has now, where it does not take the given."""
+def _legal_override(override: str, *, plain: DictConfig) -> str:
+    """The override itself if its value is legal, else with a similar value or the key's current one."""
     key, _, value = override.partition("=")
     if value not in (choices := CHOICES.get(key, (value,))):
         return f"{key}={(nearest(value, choices) or [OmegaConf.select(plain, key)])[0]}"
@@ -246,8 +249,8 @@ def _legal_mend(override: str, *, plain: DictConfig) -> str:
     return override
 
 
-def _wanted(plain: DictConfig, key: str) -> str:
-    """The type that the schema gives a key, as its source says it; empty where there is none."""
+def _type_in_schema(plain: DictConfig, key: str) -> str:
+    """The type of a key as the schema's source spells it; empty if there is no schema."""
     parent_key, _, name = key.rpartition(".")
     schema = OmegaConf.get_type(OmegaConf.select(plain, parent_key) if parent_key else plain)
     return next((str(f.type) for f in fields(schema) if f.name == name), "") if is_dataclass(schema) else ""
@@ -261,19 +264,19 @@ _KINDS = {
 
 
 def _kind(plain: DictConfig, key: str) -> str:
-    """What the schema wants at `key`, in words."""
-    wanted = _wanted(plain, key)
-    return next((words for start, words in _KINDS.items() if wanted.startswith(start)), "a value of its type")
+    """Describe the type that the schema requires at `key`."""
+    required = _type_in_schema(plain, key)
+    return next((text for start, text in _KINDS.items() if required.startswith(start)), "a value of its type")
 
 
 def _near(plain: DictConfig, *, key: str, value: str) -> tuple[Any, ...]:
-    """A legal value for a refused one: Slurm's clock as minutes, a list around it, or the default."""
+    """A legal value for a refused one: Slurm's time format in minutes, a list of it, or the default."""
     default = OmegaConf.select(plain, key, default=None)
     if key.endswith("time_minutes") and (minutes := minutes_of(value)):
         return (minutes,)
     if OmegaConf.is_list(default):
-        plain_word = re.fullmatch(r"[\w./-]+", value) and value != "null"
-        return (list(default) or ([value] if plain_word else []),)
+        is_plain = re.fullmatch(r"[\w./-]+", value) and value != "null"
+        return (list(default) or ([value] if is_plain else []),)
     if OmegaConf.is_dict(default):
         return (dict(default),)
-    return (default,) if default is not None or "None" in _wanted(plain, key) else ()
+    return (default,) if default is not None or "None" in _type_in_schema(plain, key) else ()

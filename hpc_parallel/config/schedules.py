@@ -1,6 +1,6 @@
-"""The schedules of a pipeline, and what each asks of stages and microbatches.
+"""The pipeline schedules and their rules for stages and microbatches.
 
-The rules are those by which torch.distributed.pipelining raises; here the login half can read them.
+torch.distributed.pipelining raises by the same rules; the login half reads them here without torch.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from hpc_parallel.config.schema import StrategyConfig
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a schedule asks for; `stages_per_rank`: the fewest, the most (None: any number), the usual."""
+    """The rules of a schedule; `stages_per_rank`: minimum, maximum (None: no limit), default."""
 
     stages_per_rank: tuple[int, int | None, int] = (1, 1, 1)
-    v_shaped: bool = False  # a rank's stages are as far from the first stage as from the last
-    full: bool = False  # at least as many microbatches as stages
-    rounds: bool = False  # microbatches in equal rounds of about one a rank
-    splits_backward: bool = False  # gradients of weights come later than those of inputs
-    in_turn: bool = False  # a microbatch starts when the one before is through
-    torch: tuple[int, int] = (2, 11)  # the oldest that runs it
+    v_shaped: bool = False  # a rank's two stages are as far from the first stage as from the last
+    full: bool = False  # needs at least as many microbatches as stages
+    rounds: bool = False  # runs microbatches in equal rounds of about one per rank
+    splits_backward: bool = False  # computes gradients of weights later than those of inputs
+    in_turn: bool = False  # a microbatch starts after the previous one has finished
+    torch: tuple[int, int] = (2, 11)  # the oldest version that has it
 
 
 _ROUND = (2, None, 2)
@@ -38,7 +38,7 @@ SCHEDULES = {
 
 
 def schedule_of(strategy: StrategyConfig) -> Schedule:
-    """That of `strategy.schedule`; of a name that is none (which the checks tell) the plainest."""
+    """The rules of `strategy.schedule`; defaults for an unknown name, which the checks report."""
     return SCHEDULES.get(strategy.schedule, Schedule())
 
 
@@ -47,12 +47,10 @@ def stages_per_rank(strategy: StrategyConfig) -> int:
 
 
 def unfit(strategy: StrategyConfig, *, microbatches: int, ranks: int) -> str | None:
-    """Why the schedule can't run so many microbatches; None where it can."""
+    """Why the schedule can't run this number of microbatches; None if it can."""
     schedule, stages = schedule_of(strategy), ranks * stages_per_rank(strategy)
     if schedule.full and microbatches < stages:
-        return (
-            f"leaves stages without work: {strategy.schedule} wants at least as many as its {stages} stages"
-        )
+        return f"leaves stages idle: {strategy.schedule} needs at least as many as its {stages} stages"
     rounds = max(1, microbatches // ranks)
     if schedule.rounds and microbatches % rounds:
         return f"does not split into {rounds} equal rounds of {ranks} stages"
@@ -60,10 +58,11 @@ def unfit(strategy: StrategyConfig, *, microbatches: int, ranks: int) -> str | N
 
 
 def stages_of(rank: int, *, degree: int, per_rank: int, v_shaped: bool) -> list[int]:
-    """Indices of a rank's stages, rising.
+    """Indices of a rank's stages in ascending order.
 
-    They go round the ranks `per_rank` times (Narayanan et al. 2021), or there and back again, so that
-    the first stage and the last are on one rank (Qi et al. 2024, zero bubble; DeepSeek-AI 2024, DualPipe).
+    Stages loop over the ranks `per_rank` times (Narayanan et al. 2021). A V-shaped schedule goes forth and
+    back, so the first and the last stage share a rank (Qi et al. 2024, zero bubble; DeepSeek-AI 2024,
+    DualPipe).
     """
     if v_shaped:
         return [rank, 2 * degree - 1 - rank]

@@ -1,10 +1,10 @@
-"""The configuration of a run, and those of a sweep as Hydra's basic sweeper would compose them: each once.
+"""Compose a run, or every combination of a sweep as Hydra's basic sweeper orders them.
 
-One thing is more than Hydra's: `sweep.also` adds combinations outside the product.
+`sweep.also` is not part of Hydra: it adds combinations outside the product.
 
-Hydra composes every job of a sweep twice, and reads all files of `conf/` anew for each: a tenth of a
-second each time. Here what depends on the groups chosen (`strategy=data,pipeline`) is composed once for
-each choice of them; values (`nodes=1,2,4`) are then set in a copy, by Hydra's own function for that.
+Hydra composes every job of a sweep twice and reads all files of `conf/` again for each, which takes 0.1 s
+per composition. This module composes each selection of groups (`strategy=data,pipeline`) once. It sets values
+(`nodes=1,2,4`) in a copy, with Hydra's own function.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ from hpc_parallel.problems import ConfigError, Problem
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination: its overrides, those of them in which cells differ, and what they compose to."""
+    """One combination: its overrides, those of them that differ between cells, and the composed config."""
 
     overrides: list[str]
     swept: list[str]
@@ -70,17 +70,17 @@ class Cells:
 def compose_run(
     words: Sequence[str], *, config_dir: str, config_name: str, extra_dir: str | None = None
 ) -> Cell:
-    """The one combination of a command line without `-m`, as Hydra's own `main` would compose it.
+    """Compose a command line without `-m`, as Hydra's own `main` does.
 
-    `words`, `extra_dir`: as for `compose_cells`. Raises what Hydra does, and ConfigError for words that only
-    a sweep, or only Hydra's own `main`, acts on.
+    `words`, `extra_dir`: as for `compose_cells`. Raises what Hydra raises, and ConfigError for overrides that
+    only a sweep or only Hydra's `main` uses.
     """
     version.setbase("1.3")
     with composing(config_dir, extra_dir=extra_dir):
         loader = GlobalHydra.instance().config_loader()
         composed = loader.load_configuration(config_name, list(words), run_mode=RunMode.RUN)
         HydraConfig.instance().set_config(composed)
-        # As they were typed: the list's own iteration would resolve ${...}, and in Hydra's configuration.
+        # Iterating over the list would resolve ${...} against Hydra's configuration.
         overrides = OmegaConf.to_container(composed.hydra.overrides.task, resolve=False)
         assert isinstance(overrides, list)
         if problems := [*_only_of_sweeps(composed, overrides), *_without_effect(composed)]:
@@ -89,24 +89,24 @@ def compose_run(
 
 
 def _only_of_sweeps(composed: DictConfig, overrides: Sequence[str]) -> Iterator[str]:
-    """Words that need `-m`: `sweep.`, a study whose swept keys have no value, and Hydra's callbacks."""
-    for word in overrides:
-        if word.startswith("sweep."):
-            yield f"{word}: only a sweep has this. Try -m {word}."
+    """Problems of overrides that need `-m`: `sweep.`, a study with unset swept keys, Hydra's callbacks."""
+    for override in overrides:
+        if override.startswith("sweep."):
+            yield f"{override}: only a sweep has this. Try -m {override}."
     if composed.hydra.callbacks:
         yield "hydra.callbacks: only a sweep calls them. Try the same line with -m."
     study = composed.hydra.runtime.choices.get("jobs")
-    keys = {word.partition("=")[0].lstrip("+") for word in overrides}
+    keys = {override.partition("=")[0].lstrip("+") for override in overrides}
     params = composed.hydra.sweeper.get("params") or {}
     swept = [f"{key}={value}" for key, value in params.items() if key not in keys]
     if study is not None and swept:
         parsed = OverridesParser.create().parse_overrides(swept)
         first = " ".join(BasicSweeper.split_arguments(parsed, None)[0][0])
-        yield f"jobs={study}: a study is many runs. Try -m jobs={study}, or one: jobs={study} {first}."
+        yield f"jobs={study}: a study has many runs. Try -m jobs={study}, or one run: jobs={study} {first}."
 
 
 def _without_effect(composed: DictConfig) -> Iterator[str]:
-    """Settings of Hydra's own `main`, which starts no run here."""
+    """Problems of settings that only Hydra's `main` uses, which starts no run here."""
     if composed.hydra.job.env_set:
         yield "hydra.job.env_set has no effect here. Try cluster.environment={NAME: value}."
     if composed.hydra.job.chdir:
@@ -116,101 +116,126 @@ def _without_effect(composed: DictConfig) -> Iterator[str]:
 def compose_cells(
     words: Sequence[str], *, config_dir: str, config_name: str, extra_dir: str | None = None
 ) -> Cells | None:
-    """None where another sweeper, launcher or a callback is to have its say: that is Hydra's own way.
+    """Compose the combinations of a sweep.
 
-    `words`: overrides; `extra_dir`: a folder of the user's own (`--config-dir`). Raises what Hydra does, and
-    ConfigError for `sweep.also`; the cells raise CellError.
+    `words`: overrides; `extra_dir`: the user's folder of configuration files (`--config-dir`).
+
+    Returns None if the command line chooses another sweeper or launcher, or callbacks: these need Hydra's
+    `main`. Raises what Hydra raises, and ConfigError for `sweep.also`; the cells raise CellError.
     """
     version.setbase("1.3")
     with composing(config_dir, extra_dir=extra_dir):
         loader = GlobalHydra.instance().config_loader()
         assert isinstance(loader, ConfigLoaderImpl)
-        whole = loader.load_configuration(config_name, list(words), run_mode=RunMode.MULTIRUN)
-        said = OmegaConf.to_container(whole.hydra.overrides.task, resolve=False)
-        settings = OmegaConf.to_container(whole.sweep, resolve=True)
-        assert isinstance(said, list)
+        sweep_config = loader.load_configuration(config_name, list(words), run_mode=RunMode.MULTIRUN)
+        settings = OmegaConf.to_container(sweep_config.sweep, resolve=True)
         assert isinstance(settings, dict)
-        params = [f"{key}={value}" for key, value in (whole.hydra.sweeper.params or {}).items()]
-        parser = OverridesParser.create(config_loader=loader)
-        spoken = parser.parse_overrides(said)
-        _require_one_study(spoken)
-        if not _is_basic(whole):
+        batch = _combinations(sweep_config, also=settings["also"], loader=loader)
+        if batch is None:
             return None
-        swept = [*parser.parse_overrides(params), *spoken]  # of a key that both have the later counts
-        (batch,) = BasicSweeper.split_arguments(swept, None)
-        for more in settings["also"]:
-            instead = _read_also(more, parser)
-            (added,) = BasicSweeper.split_arguments([*swept, *instead], None)
-            batch += added
         fixed = set(batch[0]).intersection(*batch) if len(batch) > 1 else set()
         cells = (
-            Cell(overrides, [word for word in overrides if word not in fixed], config)
-            for overrides, config in _composed(batch, whole=whole, loader=loader)
+            Cell(overrides, [override for override in overrides if override not in fixed], config)
+            for overrides, config in _compose_each(batch, sweep_config=sweep_config, loader=loader)
         )
-        folder = Path(os.path.expanduser(str(whole.hydra.sweep.dir))).absolute()
+        folder = Path(os.path.expanduser(str(sweep_config.hydra.sweep.dir))).absolute()
         return Cells(cells, folder, {str(key): value for key, value in settings.items()})
+
+
+def _combinations(
+    sweep_config: DictConfig, *, also: Sequence[str], loader: ConfigLoaderImpl
+) -> list[list[str]] | None:
+    """The overrides of each cell, or None if the sweep needs Hydra's `main`."""
+    task = OmegaConf.to_container(sweep_config.hydra.overrides.task, resolve=False)
+    assert isinstance(task, list)
+    params = [f"{key}={value}" for key, value in (sweep_config.hydra.sweeper.params or {}).items()]
+    parser = OverridesParser.create(config_loader=loader)
+    overrides = parser.parse_overrides(task)
+    _require_one_study(overrides)
+    if not _is_basic(sweep_config):
+        return None
+    swept = [*parser.parse_overrides(params), *overrides]  # the later one of the same key takes precedence
+    (batch,) = BasicSweeper.split_arguments(swept, None)
+    for text in also:
+        (added,) = BasicSweeper.split_arguments([*swept, *_read_also(text, parser)], None)
+        batch += added
+    return batch
 
 
 def _read_also(text: str, parser: OverridesParser) -> list[Override]:
     try:
         return parser.parse_overrides(shlex.split(text))
     except (ValueError, OverrideParseException) as error:
-        rule = "is not key=value, nor several of them with blanks between"
-        mend = "Try 'sweep.also=[\"strategy=single nodes=1\"]'."
-        raise ConfigError([f"sweep.also: {text!r} {rule}. {mend}"]) from error
+        rule = "is not key=value, or several of them with spaces between"
+        suggestion = "Try 'sweep.also=[\"strategy=single nodes=1\"]'."
+        raise ConfigError([f"sweep.also: {text!r} {rule}. {suggestion}"]) from error
 
 
-def _require_one_study(said: Sequence[Override]) -> None:
-    """What a study sweeps is read before the runs' files are chosen, so several would lose theirs."""
-    for each in said:
-        if each.key_or_group == "jobs" and each.is_sweep_override():
-            several = list(each.sweep_string_iterator())
-            rule = "is more than one study, and a sweep is of one"
-            raise ConfigError([Problem("jobs", ",".join(several), rule, tuple(several))])
+def _require_one_study(overrides: Sequence[Override]) -> None:
+    """Hydra reads the swept keys of a study before it chooses the runs' files: several would lose theirs."""
+    for override in overrides:
+        if override.key_or_group == "jobs" and override.is_sweep_override():
+            studies = list(override.sweep_string_iterator())
+            rule = "is more than one study, and a sweep has one"
+            raise ConfigError([Problem("jobs", ",".join(studies), rule, tuple(studies))])
 
 
-def _is_basic(whole: DictConfig) -> bool:
-    named = (whole.hydra.sweeper._target_, whole.hydra.launcher._target_)
+def _is_basic(sweep_config: DictConfig) -> bool:
+    hydra = sweep_config.hydra
+    plugins = (hydra.sweeper._target_, hydra.launcher._target_)
     basic = tuple(f"{plugin.__module__}.{plugin.__qualname__}" for plugin in (BasicSweeper, BasicLauncher))
-    return named == basic and not whole.hydra.callbacks
+    return plugins == basic and not hydra.callbacks
 
 
-def _composed(
-    batch: Sequence[list[str]], *, whole: DictConfig, loader: ConfigLoaderImpl
+def _compose_each(
+    batch: Sequence[list[str]], *, sweep_config: DictConfig, loader: ConfigLoaderImpl
 ) -> Iterator[tuple[list[str], DictConfig]]:
-    hydras = OmegaConf.to_container(whole.hydra.overrides.hydra)
-    assert isinstance(hydras, list)
-    bases: dict[tuple[str, ...], tuple[DictConfig, DictConfig]] = {}
-    words = {word for overrides in batch for word in overrides}
     parser = OverridesParser.create()
-    parsed: dict[str, Override] = {word: parser.parse_override(word) for word in words}
-    groups_of = {word for word in words if _chooses(parsed[word], loader=loader)}
-    told = any("${hydra:" in str(each.value()) for each in parsed.values())
-    shown: tuple[str, ...] | None = None
-    # Where every combination sets the same keys, one copy does for all, if none adds or deletes a key.
-    set_by = {frozenset(parsed[w].key_or_group for w in some if w not in groups_of) for some in batch}
-    again = len(set_by) == 1 and all(
-        not (each.is_add() or each.is_force_add() or each.is_delete() or isinstance(each.value(), dict))
-        for word, each in parsed.items() if word not in groups_of
-    )  # fmt: skip
+    texts = {text for overrides in batch for text in overrides}
+    parsed: dict[str, Override] = {text: parser.parse_override(text) for text in texts}
+    values = {text: parsed[text] for text in texts if not _selects_group(parsed[text], loader=loader)}
+    reuse = _can_reuse_copy(batch, values)
+    refers_to_hydra = any("${hydra:" in str(override.value()) for override in parsed.values())
+    bases: dict[tuple[str, ...], tuple[DictConfig, DictConfig]] = {}
+    current: tuple[str, ...] | None = None
     for number, overrides in enumerate(batch):
-        groups = tuple(word for word in overrides if word in groups_of)
+        groups = tuple(text for text in overrides if text not in values)
         with _naming(overrides):
             if groups not in bases:
-                base = loader.load_configuration(whole.hydra.job.config_name, [*hydras, *groups], RunMode.RUN)
-                OmegaConf.copy_cache(from_config=whole, to_config=base)  # one `now` for the whole sweep
-                bases[groups] = (base, _without_hydra(base))
-                told = told or "${hydra:" in OmegaConf.to_yaml(bases[groups][1])
+                bases[groups] = _compose_base(groups, sweep_config=sweep_config, loader=loader)
+                refers_to_hydra = refers_to_hydra or "${hydra:" in OmegaConf.to_yaml(bases[groups][1])
             base, plain = bases[groups]
-            if groups != shown:
+            if groups != current:
                 HydraConfig.instance().set_config(base)
-                shown = groups
-            if told:
-                _tell(number, overrides)
-            config = plain if again else copy.deepcopy(plain)
-            values = [parsed[word] for word in overrides if word not in groups]
-            ConfigLoaderImpl._apply_overrides_to_config(values, config)
+                current = groups
+            if refers_to_hydra:
+                _set_hydra_job(number, overrides)
+            config = plain if reuse else copy.deepcopy(plain)
+            ConfigLoaderImpl._apply_overrides_to_config(
+                [values[text] for text in overrides if text in values], config
+            )
         yield overrides, config
+
+
+def _can_reuse_copy(batch: Sequence[list[str]], values: Mapping[str, Override]) -> bool:
+    """Whether every combination sets the same keys and none adds or deletes one: then one copy is enough."""
+    key_sets = {frozenset(values[text].key_or_group for text in texts if text in values) for texts in batch}
+    return len(key_sets) == 1 and not any(
+        override.is_add() or override.is_force_add() or override.is_delete()
+        or isinstance(override.value(), dict) for override in values.values()
+    )  # fmt: skip
+
+
+def _compose_base(
+    groups: Sequence[str], *, sweep_config: DictConfig, loader: ConfigLoaderImpl
+) -> tuple[DictConfig, DictConfig]:
+    """The configuration of a selection of groups, with Hydra's own part and without it."""
+    hydra_overrides = OmegaConf.to_container(sweep_config.hydra.overrides.hydra)
+    assert isinstance(hydra_overrides, list)
+    config_name = sweep_config.hydra.job.config_name
+    base = loader.load_configuration(config_name, [*hydra_overrides, *groups], RunMode.RUN)
+    OmegaConf.copy_cache(from_config=sweep_config, to_config=base)  # one `now` for the whole sweep
+    return base, _without_hydra(base)
 
 
 @contextmanager
@@ -228,8 +253,8 @@ def _without_hydra(base: DictConfig) -> DictConfig:
     return plain
 
 
-def _tell(number: int, overrides: list[str]) -> None:
-    """Let `${hydra:job.num}` and its like, in the user's own values, speak of this combination."""
+def _set_hydra_job(number: int, overrides: list[str]) -> None:
+    """Let `${hydra:job.num}` and similar references in the user's values refer to this combination."""
     hydra: Any = HydraConfig.get()
     with read_write(hydra), open_dict(hydra):
         hydra.job.num = number
@@ -237,7 +262,7 @@ def _tell(number: int, overrides: list[str]) -> None:
         hydra.overrides.task = overrides
 
 
-def _chooses(override: Override, *, loader: ConfigLoaderImpl) -> bool:
-    """Whether it chooses a file of a group, as Hydra decides that."""
+def _selects_group(override: Override, *, loader: ConfigLoaderImpl) -> bool:
+    """Whether the override selects a file of a group, by Hydra's own rule."""
     value: Any = override.value()
     return not isinstance(value, dict) and bool(loader.repository.group_exists(override.key_or_group))

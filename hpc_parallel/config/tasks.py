@@ -1,4 +1,4 @@
-"""What a task sets itself to do, known from the configuration alone: both halves ask here."""
+"""What a task will do, computed from the configuration alone. Both halves use it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpc_parallel.config.schema import GenerateConfig, InferConfig, RunConfig
 from hpc_parallel.data.codec import encode, reads_bytes
 from hpc_parallel.problems import Found, Problem, nearest
 
-# Numbers of `summary.json` that a run can be judged by; the last of a training's are of the steps watched.
+# Numbers of `summary.json` that `sweep.objective` may name; the measured steps of a training give _WATCHED.
 _WATCHED = ("exposed_communication_share", "bubble_share", "traffic_bytes", "busiest_rank_traffic_bytes")
 _TRAINED = ("final_loss", "validation_loss", "samples_per_s", "step_time_s", "peak_memory_bytes", *_WATCHED)
 FIGURES = {
@@ -19,21 +19,21 @@ FIGURES = {
 }
 
 
-def objectives(said: Any) -> list[str]:
-    """`sweep.objective`, one or several, as a list."""
-    several = isinstance(said, Sequence) and not isinstance(said, str)
-    return list(map(str, said)) if several else [str(said)]
+def objectives(value: Any) -> list[str]:
+    """`sweep.objective` as a list, for one objective or several."""
+    several = isinstance(value, Sequence) and not isinstance(value, str)
+    return list(map(str, value)) if several else [str(value)]
 
 
 def objective_problems(config: RunConfig) -> Found:
-    """Figures of `sweep.objective` that the run will not have."""
+    """Find objectives of the sweep that the run will not have."""
     task, training = config.task.name, config.training
     figures = FIGURES.get(task, _TRAINED)
     wanted = objectives(config.sweep.objective)
     for name in wanted or [""]:
         if name not in figures:
             near = nearest(name, figures) or figures[:1]
-            rule = f"is no figure of task={task}, which has {', '.join(figures)}"
+            rule = f"is not a figure of task={task}, which has {', '.join(figures)}"
             yield Problem("sweep.objective", name, rule, tuple(near))
     if figures is not _TRAINED:
         return
@@ -45,7 +45,7 @@ def objective_problems(config: RunConfig) -> Found:
 
 
 def total_steps(config: RunConfig) -> int:
-    """How many steps the lines of `metrics.jsonl` count to."""
+    """The number of the last step in `metrics.jsonl`."""
     if isinstance(config.task, InferConfig):
         return 1 + len(batch_sizes(config))  # the first is the pass over the validation data
     if isinstance(config.task, GenerateConfig):
@@ -55,7 +55,7 @@ def total_steps(config: RunConfig) -> int:
 
 
 def batch_sizes(config: RunConfig) -> list[int]:
-    """Samples at once that `task=infer` measures, rising; one sample a replica always comes first."""
+    """Batch sizes that `task=infer` measures, ascending; the first is one sample per replica."""
     assert isinstance(config.task, InferConfig)
     replicas = layout_of(config.strategy, devices=config.devices).data
     sizes = config.task.batch_sizes
@@ -66,7 +66,7 @@ def batch_sizes(config: RunConfig) -> list[int]:
 
 
 def prompt_lengths(config: RunConfig) -> list[int]:
-    """Tokens of each prompt of `task=generate`."""
+    """The number of tokens of each prompt of `task=generate`."""
     task = config.task
     assert isinstance(task, GenerateConfig)
     if task.prompts is None:
@@ -75,7 +75,7 @@ def prompt_lengths(config: RunConfig) -> list[int]:
 
 
 def encoded_prompts(config: RunConfig) -> list[list[int]]:
-    """Those that the configuration brings itself. Raises ValueError where one is no row of tokens."""
+    """The tokens of `task.prompts`. Raises ValueError if a prompt can't be encoded."""
     assert isinstance(config.task, GenerateConfig)
     as_bytes = reads_bytes(config.data)
     return [encode(text, as_bytes=as_bytes) for text in config.task.prompts or ()]

@@ -158,7 +158,7 @@ WRONG_FOR_ALL = {
     ("words", "told"),
     [
         (list(WRONG_FOR_ALL), list(WRONG_FOR_ALL.values())),
-        (["task=infer"], ["sweep.objective = final_loss is no figure of task=infer, which has latency_s"]),
+        (["task=infer"], ["sweep.objective = final_loss is not a figure of task=infer, which has latency_s"]),
         (
             ["sweep.objective=final_loss,step_time_s"],
             ["has several values, but applies to"],
