@@ -185,7 +185,7 @@ class Run:
 
     def _wait_for_summary(self, state: State) -> dict[str, Any]:
         """The summary of a run that has ended; if another host wrote it, it may appear on this host later."""
-        deadline = time.monotonic() + (summary_timeout_s(state.word) if state.job else 0)
+        deadline = time.monotonic() + (summary_timeout_s(state.name) if state.job else 0)
         while (summary := self.summary) is None and time.monotonic() < deadline:
             time.sleep(_LOCAL_POLL_S)
         if summary is None and self._is_ours and state.job is not None:

@@ -1,7 +1,7 @@
-"""`python -m hpc_parallel cancel RUN|SWEEP ...`: end runs; each saves its state first, where it can.
+"""`python -m hpc_parallel cancel RUN|SWEEP ...`: end runs; each saves its state first if it can.
 
-A RUN or SWEEP is a path, a run id, a job id or a unique part of a name. Exit codes: 0 all that went on are
-ending, 1 nothing went on or you said no, 2 what was asked for is unknown, 3 Slurm refused.
+A RUN or SWEEP is a path, a run id, a job id or a unique part of a name. Exit codes: 0 the runs are ending,
+1 no run was going on or you answered no, 2 a RUN or SWEEP is unknown, 3 Slurm refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hpc_parallel.terminal import print_json, say, warn
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Ask, then end; returns the exit code."""
+    """Ask for confirmation, then end the runs; returns the exit code."""
     given = parser().parse_args(list(arguments))
     return run_command(lambda: _cancel(given))
 
@@ -36,8 +36,8 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     made.add_argument("runs", nargs="+", metavar="RUN|SWEEP")
-    made.add_argument("--yes", action="store_true", help="don't ask")
-    made.add_argument("--json", action="store_true", help="a list of objects; wants --yes")
+    made.add_argument("--yes", action="store_true", help="do not ask")
+    made.add_argument("--json", action="store_true", help="print a list of JSON objects; needs --yes")
     return made
 
 
@@ -58,24 +58,24 @@ def _cancel(given: argparse.Namespace) -> int:
         print_json([_object(target, refused.get(target.run.path)) for target in targets])
         return REFUSED if refused else DONE if going else FAILED
     for target in going:
-        if words := refused.get(target.run.path):
-            warn(f"{target}: {words}")
+        if message := refused.get(target.run.path):
+            warn(f"{target}: {message}")
         else:
             say(f"asked to end: {target}")
     return REFUSED if refused else DONE if going else FAILED
 
 
 def _targets(words: Sequence[str]) -> list[Target]:
-    """Each run once. Raises ConfigError, also where a word means a whole tree of runs."""
+    """The runs without duplicates. Raises ConfigError if a word names a folder of several runs."""
     named = find_all(words)
-    if trees := [each for each in named if not is_one(each)]:
+    if trees := [target for target in named if not is_one(target)]:
         raise ConfigError(
             [f"{tree.label} holds {len(tree.runs)} runs and is no sweep. Name them." for tree in trees]
         )
-    if foreign := [each for each in named if each.path is not None and _is_foreign_sweep(each.path)]:
+    if foreign := [target for target in named if target.path and _is_foreign_sweep(target.path)]:
         raise ConfigError([
-            f"{each.label} is another user's sweep, which may name any run. Name the runs."
-            for each in foreign
+            f"{target.label} is another user's sweep, which may name any run. Name the runs."
+            for target in foreign
         ])  # fmt: skip
     runs = once(named)
     targets = [Target(run, state) for run, state in zip(runs, states(runs), strict=True)]
@@ -98,8 +98,8 @@ def _agreed(going: Sequence[Target]) -> bool:
         return False
 
 
-def _object(target: Target, words: str | None) -> dict[str, Any]:
-    reason = target.refusal or words
+def _object(target: Target, refusal: str | None) -> dict[str, Any]:
+    reason = target.refusal or refusal
     return {
         "run": label(target.run.path),
         "path": str(target.run.path),
@@ -107,5 +107,5 @@ def _object(target: Target, words: str | None) -> dict[str, Any]:
         "pid": None if target.job or waits(target.run) else target.pid,
         "asked": reason is None,
         "reason": reason,
-        "state": target.state.word,
+        "state": target.state.name,
     }

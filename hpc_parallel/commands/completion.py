@@ -1,6 +1,6 @@
 """Tab completion of the commands, their flags and the names of runs, by argcomplete in bash, zsh and fish.
 
-The shell runs the command itself for each press, so nothing is loaded here but what parses words.
+The shell runs the command for each key press, so this module imports only what parses arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WITH_RUN = ("rerun", "export")
 
 
 def complete(commands: Iterable[str]) -> None:
-    """Answer the shell and leave; returns where argcomplete is not installed."""
+    """Answer the shell and exit. Returns if argcomplete is not installed."""
     try:
         import argcomplete
     except ImportError:
@@ -28,7 +28,7 @@ def complete(commands: Iterable[str]) -> None:
 
 
 def parser(commands: Iterable[str]) -> argparse.ArgumentParser:
-    """All commands as one parser, as argcomplete wants them."""
+    """All commands as one parser, which argcomplete needs."""
     made = argparse.ArgumentParser(prog="hpc-parallel")
     inner = made.add_subparsers()
     for name in commands:
@@ -46,7 +46,7 @@ def parser(commands: Iterable[str]) -> argparse.ArgumentParser:
 
 
 def names(prefix: str, **_: Any) -> list[str]:
-    """Of runs, the newest first; run ids where no name begins so."""
+    """Names of runs that begin with `prefix`, the newest first; if there are none, run ids."""
     runs = newest_first(find_runs(RUNS))
-    found = [name for run in runs if (name := label(run.path)).startswith(prefix)]
-    return found or [run.run_id for run in runs if run.run_id.startswith(prefix)]
+    matching = [name for run in runs if (name := label(run.path)).startswith(prefix)]
+    return matching or [run.run_id for run in runs if run.run_id.startswith(prefix)]

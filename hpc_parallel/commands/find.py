@@ -1,4 +1,4 @@
-"""Which runs a word of the command line means."""
+"""Find the runs that an argument of the command line names."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from hpc_parallel.record.run_folder import unreadable
 from hpc_parallel.record.safe_read import DamagedError, list_folder
 from hpc_parallel.record.sweep_folder import Sweep, is_sweep_folder, read_sweep
 
-_NAMED = 5  # near ones that an error tells
+_NAMED = 5  # similar names that an error lists
 
 
 @dataclass(frozen=True)
 class Named:
-    """One thing that can be named: a run, or a sweep or a job array with its runs."""
+    """What an argument names: a run, or a sweep or a job array with its runs."""
 
     label: str
-    path: Path | None  # None of a job array
+    path: Path | None  # None for a job array
     runs: tuple[RecordedRun, ...]
 
 
 def newest_first(runs: Iterable[RecordedRun]) -> list[RecordedRun]:
-    """By when they were last started."""
+    """Sort by the time of the last start."""
     return sorted(runs, key=lambda run: (_started(run.path), run.path.name), reverse=True)
 
 
 def find_all(words: Sequence[str]) -> list[Named]:
-    """What each word means: a path, a run id, a job id or a unique part of a name.
+    """Find each word: a path, a run id, a job id or a unique part of a name.
 
-    Raises ConfigError with every word that is unknown or ambiguous, and what is near it.
+    Raises ConfigError with every word that is unknown or ambiguous, and similar names.
     """
-    found, problems = [], []
+    named, problems = [], []
     for word in words:
         try:
-            found.append(_find(word))
+            named.append(_find(word))
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return found
+    return named
 
 
 def find_run(word: str) -> RecordedRun:
-    """The one run that `word` means. Raises ConfigError, also where it means several."""
+    """The run that `word` names. Raises ConfigError if it names none or several."""
     (named,) = find_all([word])
     if len(named.runs) != 1:
         raise ConfigError([_several(word, [label(run.path) for run in newest_first(named.runs)])])
@@ -56,8 +56,8 @@ def find_run(word: str) -> RecordedRun:
 
 
 def once(named: Iterable[Named]) -> list[RecordedRun]:
-    """Every run that was named, each once."""
-    return list({run.path: run for each in named for run in each.runs}.values())
+    """All runs that were named, without duplicates."""
+    return list({run.path: run for target in named for run in target.runs}.values())
 
 
 def _find(word: str) -> Named:
@@ -92,13 +92,13 @@ def _path(word: str) -> Path:
 
 
 def _runs_in(path: Path) -> list[RecordedRun]:
-    """`find_runs`; of a sweep also those that have no folder: refused, or taken away before they began."""
+    """`find_runs`. A sweep also has runs without a folder: refused, or removed before they started."""
     sweep = sweep_of(path)
     return find_runs(path) if sweep is None else [read_run(run.run_dir) for run in sweep.runs]
 
 
 def sweep_of(path: Path) -> Sweep | None:
-    """What the sweep folder `path` says; None if it is none, or can't be read."""
+    """The sweep of the folder `path`; None if it is not a sweep folder or can't be read."""
     try:
         return read_sweep(path)
     except (FileNotFoundError, DamagedError):
@@ -139,7 +139,7 @@ def _of(job: str, word: str) -> bool:
 
 
 def _sweeps(word: str) -> list[Path]:
-    """Those of the usual place, and the one that `word` is the whole label of (hydra.sweep.dir)."""
+    """The sweep folders in `runs/sweeps`, and `runs/<word>`, where hydra.sweep.dir may have put one."""
     usual = sorted((Path(entry.path) for entry in list_folder(RUNS / "sweeps")), reverse=True)
     places = dict.fromkeys([*usual, RUNS / word])
     return [path.absolute() for path in places if is_sweep_folder(path)]
@@ -180,5 +180,5 @@ def _started(path: Path) -> float:
 
 
 def is_one(named: Named) -> bool:
-    """A run or a sweep, not a whole tree of them."""
+    """Whether it is one run or one sweep, and not a folder that contains several."""
     return named.path is None or is_run(named.path) or is_sweep_folder(named.path)

@@ -1,4 +1,4 @@
-"""Where everything of a run stands: its hosts, their devices, and what each device holds."""
+"""The grid of a run: its hosts, their devices, and the part of the model that each device holds."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from hpc_parallel.terminal import cell
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-HOSTS, DEVICES = 8, 64  # that are drawn, of a run and of a host; the others are alike
+HOSTS, DEVICES = 8, 64  # drawn at most, of a run and of a host; the others look the same
 MOST_STAGES = 1024  # of a rank
-MOST_DEVICES = 2**16  # of a run that is described at all
-WORDS = {"replicate": "replica"}  # an axis whose places have a name of their own
+MOST_DEVICES = 2**16  # of a run that is described
+WORDS = {"replicate": "replica"}  # the name of a position on the axis, if it differs
 
 
 @dataclass(frozen=True)
 class Device:
-    """`rank`: of the process that drives it; `holds`: `stage` -> `0`, `tensor` -> `1`, ..."""
+    """One device. `rank`: of the process that drives it; `holds`: `stage` -> `0`, `tensor` -> `1`, ..."""
 
     rank: int
     name: str | None  # cuda:0; None before the run has started
@@ -49,7 +49,7 @@ class Host:
 
 
 def ranks(run: RecordedRun) -> int | None:
-    """How many the run has; None if its configuration does not say."""
+    """The number of ranks; None if the configuration does not say it."""
     nodes, devices, strategy = run.nodes, run.gpus_per_node, _strategy(run)
     if nodes is None or devices is None or strategy is None or min(nodes, devices) < 1:
         return None
@@ -57,7 +57,7 @@ def ranks(run: RecordedRun) -> int | None:
 
 
 def layout(run: RecordedRun) -> Layout | None:
-    """None if the configuration does not say, or contradicts itself."""
+    """The layout; None if the configuration does not say it or contradicts itself."""
     nodes, devices, strategy = run.nodes, run.gpus_per_node, _strategy(run)
     if nodes is None or devices is None or strategy is None:
         return None
@@ -68,7 +68,7 @@ def layout(run: RecordedRun) -> Layout | None:
 
 
 def hosts(run: RecordedRun) -> list[Host]:
-    """By node; empty if the configuration does not say, or tells of more devices than there can be."""
+    """The hosts by node; empty if the configuration does not say it or has too many devices."""
     degrees, count, strategy = layout(run), ranks(run), _strategy(run)
     nodes, devices = run.nodes or 0, run.gpus_per_node or 0
     if degrees is None or count is None or min(nodes, devices) < 1 or nodes * devices > MOST_DEVICES:
@@ -80,7 +80,7 @@ def hosts(run: RecordedRun) -> list[Host]:
         for device in range(devices):
             place = node * devices + device
             rank = place * count // (nodes * devices)  # one process may drive a node's devices
-            # Of a process that drives several, the run tells the first.
+            # If a process drives several devices, the run records only the first.
             name = text(places[rank].get("device")) if count == nodes * devices else None
             held.append(Device(rank, name, _holds(place - servers(strategy), degrees, strategy)))
         found.append(Host(node, text(places[node * count // nodes].get("host")), tuple(held)))
@@ -103,13 +103,15 @@ def _strategy(run: RecordedRun) -> Any:
 
 
 def _places(run: RecordedRun, *, ranks: int) -> list[dict[str, Any]]:
-    """What `environment.json` says of each rank; nothing before the run has started in this layout."""
-    known = (run.environment or {}).get("ranks")
-    return list(map(table, known)) if isinstance(known, list) and len(known) == ranks else [{}] * ranks
+    """The ranks in `environment.json`; empty tables before the run has started in this layout."""
+    recorded = (run.environment or {}).get("ranks")
+    return (
+        list(map(table, recorded)) if isinstance(recorded, list) and len(recorded) == ranks else [{}] * ranks
+    )
 
 
 def _holds(place: int, degrees: Layout, strategy: Any) -> dict[str, str]:
-    """Of the device at a place of the layout; those before the first only serve."""
+    """What the device at a position of the layout holds; a negative position is a parameter server."""
     if place < 0:
         return {"server": ""}
     from hpc_parallel.config.schedules import schedule_of, stages_of, stages_per_rank  # imports Hydra
@@ -131,13 +133,13 @@ def _holds(place: int, degrees: Layout, strategy: Any) -> dict[str, str]:
 
 
 def _outermost_first(word: str) -> int:
-    """As the axes are named in a layout; coordinates come innermost first."""
+    """Sort key: the order of the axes in a layout. Coordinates come innermost first."""
     words = ["server", "stage", "stages", *(WORDS.get(axis, axis) for axis in AXES)]
     return words.index(word)
 
 
 def draw(found: Sequence[Host]) -> RenderableType:
-    """A row a host, a cell a device; of many hosts the first ones."""
+    """Draw one row for each host and one cell for each device; at most HOSTS rows."""
     from rich import box
     from rich.console import Group
     from rich.table import Table

@@ -1,6 +1,6 @@
-"""`python -m hpc_parallel logs RUN`: what a rank printed, out and err; of all with `--rank all`.
+"""`python -m hpc_parallel logs RUN`: print the output of a rank, or of all with `--rank all`.
 
-RUN is a path, a run id, a job id or a unique part of a name. Exit codes: 0 done, 2 what was asked for is
+RUN is a path, a run id, a job id or a unique part of a name. Exit codes: 0 done, 2 the run or the rank is
 unknown.
 """
 
@@ -29,15 +29,15 @@ from hpc_parallel.supervise.run_state import State, states
 from hpc_parallel.terminal import say, warn
 
 ALL = "all"
-PERIOD_S = 0.3  # between looks at the files
-ASK_EVERY_S = 2.0  # a controller serves many users
-MOST_BYTES = 8 * MIB  # of one file at a look: a terminal is not the place for more
+PERIOD_S = 0.3  # between two reads of the files
+ASK_EVERY_S = 2.0  # Slurm's controller serves many users
+MOST_BYTES = 8 * MIB  # of one file in one read: a terminal can't show more
 _LOG = re.compile(r"rank-([0-9]{1,9})\.(out|err)")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A log of one rank, or with rank None of what starts the ranks: the job's script, the local agent."""
+    """A log of one rank. Rank None: the process that starts the ranks (batch script or local agent)."""
 
     path: Path
     rank: int | None
@@ -48,14 +48,14 @@ class Source:
 
 
 class Reader:
-    """Reads the whole lines added to a file since the last look; of a huge file the last ones."""
+    """Reads the complete lines added to a file since the last read; of a huge file the last ones."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self._offset_bytes: int | None = None
 
     def read(self, *, to_the_end: bool) -> bytes:
-        """to_the_end: also what has no line end yet. Raises DamagedError."""
+        """Returns the new lines; `to_the_end`: also a line without an end. Raises DamagedError."""
         try:
             with open_regular(self.source.path) as file:  # opened anew, since NFS keeps what an open file had
                 end = file.seek(0, os.SEEK_END)
@@ -89,10 +89,12 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     made.add_argument("run", metavar="RUN")
-    made.add_argument("--rank", default="0", help="a number, or all: each line with its rank before it")
-    made.add_argument("--follow", action="store_true", help="until the run ends; Ctrl-C follows no longer")
-    made.add_argument("--raw", action="store_true", help="as it is, with control characters not escaped")
-    made.add_argument("--json", action="store_true", help="an object a line: rank, stream, text")
+    made.add_argument("--rank", default="0", help="a number, or `all`: each line then starts with its rank")
+    made.add_argument("--follow", action="store_true", help="continue until the run ends, or until Ctrl-C")
+    made.add_argument("--raw", action="store_true", help="do not escape control characters")
+    made.add_argument(
+        "--json", action="store_true", help="print one JSON object for each line: rank, stream, text"
+    )
     return made
 
 
@@ -116,7 +118,7 @@ def _logs(given: argparse.Namespace) -> int:
             before, (state,) = state, states([run])
             asked_s = time.monotonic()
             if state != before and given.follow:
-                _tell(run, state)
+                _print_state(run, state)
         last = not given.follow or (state is not None and state.ended)
         for source in _sources(run, given.rank):
             reader = readers.setdefault(source.path, Reader(source))
@@ -130,7 +132,7 @@ def _logs(given: argparse.Namespace) -> int:
         time.sleep(PERIOD_S)
     warn(*(f"{error}." for error in damaged.values()))
     if not given.follow and not readers and state is not None:
-        _tell(run, state)
+        _print_state(run, state)
     return WRONG if damaged and len(damaged) == len(readers) else DONE
 
 
@@ -144,15 +146,15 @@ def _rank_problems(rank: str, run: RecordedRun | None) -> Iterator[Problem]:
 
 
 def _world_size(run: RecordedRun) -> int:
-    """Of a run without a readable configuration, as many as have logs (0: anything may come)."""
+    """The number of ranks; without a readable configuration, the number of ranks that have logs."""
     from hpc_parallel.commands.grid import ranks
 
-    known = ranks(run)
-    return known if known is not None else max([1, *(1 + (source.rank or 0) for source in _logged(run))])
+    count = ranks(run)
+    return count if count is not None else max([1, *(1 + (source.rank or 0) for source in _logged(run))])
 
 
 def _sources(run: RecordedRun, rank: str) -> list[Source]:
-    """The logs that were asked for; while no rank has any, those of what starts them."""
+    """The requested logs; while no rank has one, those of the process that starts the ranks."""
     logged = _logged(run)
     if not logged:
         return _before(run)
@@ -160,7 +162,7 @@ def _sources(run: RecordedRun, rank: str) -> list[Source]:
 
 
 def _logged(run: RecordedRun) -> list[Source]:
-    """By rank, out before err."""
+    """The logs of all ranks, sorted by rank, `out` before `err`."""
     entries = [(entry, _LOG.fullmatch(entry.name)) for entry in list_folder(run.folder.logs)]
     sources = [Source(Path(entry.path), int(match[1]), match[2]) for entry, match in entries if match]
     return sorted(sources, key=lambda source: (source.rank or 0, source.stream == "err"))
@@ -199,7 +201,7 @@ def _print_prefixed(source: Source, content: bytes) -> None:
 
 
 def _headed() -> Callable[[Source, bytes], None]:
-    """As `tail` does it: a line where another file than before goes on; none above what the rank says."""
+    """Print a heading before lines of another file, as `tail` does; none before the output of the rank."""
     shown: Path | None = None
 
     def show(source: Source, content: bytes) -> None:
@@ -218,8 +220,8 @@ def _lines(content: bytes) -> list[str]:
     return content.decode(errors="replace").splitlines()
 
 
-def _tell(run: RecordedRun, state: State) -> None:
-    """How the run stands, beside the logs: on stderr."""
+def _print_state(run: RecordedRun, state: State) -> None:
+    """Print the state of the run to stderr, so that stdout has only the logs."""
     job = state.job
-    line = failure_line(run) if state.word == "failed" else None
+    line = failure_line(run) if state.name == "failed" else None
     warn(f"{f'job {job}' if job else label(run.path)}: {state}" + (f": {line}" if line else ""))

@@ -30,7 +30,7 @@ PAGE, MARKDOWN, TABLE, LATENCY, PLOTS = "index.html", "report.md", "report.csv",
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write what the arguments ask for; returns the exit code."""
+    """Write or print the report; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m hpc_parallel report", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
 
     try:
         write(render(gathered), output)
-    except OSError as error:  # a full disk, say
+    except OSError as error:  # for example a full disk
         complain([f"{output} can't be written: {error.strerror or error}"])
         return FAILED
     print(f"{len(gathered.rows)} run{'s' * (len(gathered.rows) > 1)}: {output / PAGE}")
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def find_problems(folders: Sequence[Path]) -> Iterator[Problem | str]:
-    """All that is wrong with what the report is to be on."""
+    """Yields the problems of the folders to report on."""
     for folder in dict.fromkeys(folders):
         if not os.path.isdir(folder):
             rule = "is a file, and a report is on folders" if os.path.lexists(folder) else "is not there"
@@ -80,7 +80,7 @@ def find_problems(folders: Sequence[Path]) -> Iterator[Problem | str]:
 
 
 def output_problems(output: Path) -> Iterator[Problem | str]:
-    """Why no report can be written there."""
+    """Yields the reasons why a report can't be written to `output`."""
     if os.path.lexists(output) and not is_report(output):
         rule = "is there and is no report, which alone would be replaced"
         yield Problem("--output", output, rule, (output.with_name(f"{output.name}-1"),))
@@ -93,7 +93,7 @@ def output_problems(output: Path) -> Iterator[Problem | str]:
 
 
 def is_report(path: Path) -> bool:
-    """Whether a report may take its place: another one, or an empty folder."""
+    """Whether a report may replace `path`: it is a report or an empty folder."""
     return (
         os.access(path, os.R_OK | os.X_OK)
         and path.is_dir()

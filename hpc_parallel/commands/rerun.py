@@ -1,7 +1,8 @@
-"""`python -m hpc_parallel rerun RUN [override ...]`: a run once more, from the source that it kept.
+"""`python -m hpc_parallel rerun RUN [override ...]`: repeat a run from the source that it kept.
 
-The same overrides, then yours; the same seed, so the same losses; a run folder of its own. Paths in
-overrides count from the folder where the first run was started. Exit codes are those of `run`.
+The new run has the same overrides, then yours, and its own run folder. It has the same seed, so the same
+losses. Paths in overrides are relative to the folder where the first run was started. Exit codes are those of
+`run`.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
 from hpc_parallel.record.snapshot import Snapshot
 from hpc_parallel.shell import complain, refuse
 
-ONCE = ("run_dir", "resume")  # what holds for one run alone
-_SHOWN = 5  # packages that differ
+ONCE = ("run_dir", "resume")  # keys that belong to one run
+_SHOWN = 5  # differing packages that are listed
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Become the run's own command line; returns its exit code only where that can't be."""
+    """Replace this process by the command of the run; returns an exit code only if that fails."""
     parser = argparse.ArgumentParser(
         prog="python -m hpc_parallel rerun", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("run", type=Path, help="a run folder")
-    parser.add_argument("overrides", nargs="*", help="as of `run`, after the run's own")
+    parser.add_argument("overrides", nargs="*", help="as for `run`; they follow those of the run")
     given = parser.parse_args(list(arguments))
     folder = RunFolder(Path(os.path.expanduser(given.run)).absolute())
     try:
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def become(words: Sequence[str], variables: Mapping[str, str], *, directory: str) -> NoReturn:
-    """Replace this process, which has imported today's source, by the command `run` of the kept one."""
+    """Replace this process, which has imported today's source, by the command `run` of the kept source."""
     os.chdir(directory)
     command_line = [sys.executable, "-m", "hpc_parallel", "run", *words]
     os.execve(sys.executable, command_line, {**os.environ, **variables})
@@ -57,7 +58,7 @@ def read_origin(folder: RunFolder) -> RecordedStart:
         raise ConfigError([f"{folder.path}: {reason}"])
     if not is_run_folder(folder.path):
         raise ConfigError([f"{folder.path} is not a run folder (no config.yaml and rendezvous in it)."])
-    start = read_start(folder, key="rerun")  # its source is about to run
+    start = read_start(folder, key="rerun")  # the source of the run is about to be executed
     values = start.values
     if not isinstance(where := values.get("working_directory"), str) or not _is_origin(values):
         raise ConfigError([f"{folder.environment} does not say how the run was started. Start a new run."])
@@ -67,7 +68,7 @@ def read_origin(folder: RunFolder) -> RecordedStart:
 
 
 def _is_origin(values: Mapping[str, Any]) -> bool:
-    """Whether the records of the kept source have their types."""
+    """Whether the records about the kept source have the right types."""
     places, checkouts = values.get("import_path"), values.get("checkouts", {})
     texts = places is None or (isinstance(places, list) and all(isinstance(place, str) for place in places))
     return (
@@ -76,7 +77,7 @@ def _is_origin(values: Mapping[str, Any]) -> bool:
 
 
 def command(folder: RunFolder, start: RecordedStart, more: Sequence[str]) -> list[str]:
-    """The arguments of `run` that say the same, in the terms of the kept source. Raises ConfigError."""
+    """The arguments of `run` that repeat the run with the kept source. Raises ConfigError."""
     words = [word for word in start.overrides if key_of(word) not in ONCE]
     if start.config_dir is None:
         return [*words, *more]
@@ -87,7 +88,7 @@ def command(folder: RunFolder, start: RecordedStart, more: Sequence[str]) -> lis
 
 
 def source(folder: RunFolder, start: RecordedStart) -> dict[str, str]:
-    """The environment in which Python imports what the run kept. Raises ConfigError if it kept nothing."""
+    """The environment in which Python imports the kept source. Raises ConfigError if none was kept."""
     if (import_path := start.values.get("import_path")) is None:
         words = " ".join(["python -m hpc_parallel run", *start.overrides])
         raise ConfigError([
@@ -101,7 +102,7 @@ def source(folder: RunFolder, start: RecordedStart) -> dict[str, str]:
 
 
 def differences(start: RecordedStart) -> list[str]:
-    """A line where other packages are installed than the job had: its losses may differ in the last bits."""
+    """A warning if the installed packages differ from the job's: losses may then differ in the last bits."""
     packages = start.values.get("packages")
     then: Mapping[str, str] = packages if isinstance(packages, dict) else {}
     now = installed_packages()
@@ -114,10 +115,10 @@ def differences(start: RecordedStart) -> list[str]:
 
 
 def _as_kept(folder: RunFolder, kept: Mapping[str, Any], place: Path) -> Path:
-    """The copy of `place` where the run kept its checkout; else the place itself."""
+    """The copy of `place` if the run kept its checkout, else `place`."""
     if place.is_relative_to(folder.code):
         return place
-    for root, known in kept.get("checkouts", {}).items():
+    for root, checkout in kept.get("checkouts", {}).items():
         if place.is_relative_to(root):
-            return folder.code / str(known.get("copy", "")) / place.relative_to(root)
+            return folder.code / str(checkout.get("copy", "")) / place.relative_to(root)
     return place

@@ -1,4 +1,4 @@
-"""The command: compose the configuration, check it, write the run folder, launch.
+"""`python -m hpc_parallel.run`: compose the configuration, check it, write the run folder, launch.
 
     python -m hpc_parallel.run strategy=pipeline nodes=2
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line `arguments` (default: this process's own); returns the exit code."""
+    """Run the command line `arguments` (default: those of this process); returns the exit code."""
     register()
     try:
         line = CommandLine.parse(sys.argv[1:] if arguments is None else arguments)
@@ -45,12 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return launch(checked_run(line))
     except ConfigError as error:
         return refuse(error.problems)
-    except KeyboardInterrupt:  # the launcher has ended what it had started
+    except KeyboardInterrupt:  # the launcher has stopped the run
         return FAILED
 
 
 def sweep(line: CommandLine) -> int:
-    """All combinations of the command line, checked together; returns the exit code. Raises ConfigError."""
+    """Check and start all combinations of the command line; returns the exit code. Raises ConfigError."""
     from hpc_parallel.sweep.earlier import KEY, Earlier, read_earlier
     from hpc_parallel.sweep.hold import held
 
@@ -59,7 +59,7 @@ def sweep(line: CommandLine) -> int:
     if earlier is None:
         return _sweep(line, None)
     with held(earlier, key=KEY.rstrip("=")):
-        return _sweep(line, Earlier.read(earlier))  # as it is now that nobody else goes on with it
+        return _sweep(line, Earlier.read(earlier))  # read again: now no other command can change it
 
 
 def _sweep(line: CommandLine, earlier: Earlier | None) -> int:
@@ -70,7 +70,7 @@ def _sweep(line: CommandLine, earlier: Earlier | None) -> int:
         cells = compose_cells(line.overrides, **line.places)
         if cells is not None:
             plan = plan_sweep(cells, command=line.words, config_dir=line.extra_dir, earlier=earlier)
-    except CellError as error:  # told by its own words where those of the command line are not to blame
+    except CellError as error:  # the combination's overrides may be to blame, not those of the command line
         raise ConfigError(all_problems(error.refusal, line, also=error.overrides)) from error
     except Exception as error:
         raise ConfigError(all_problems(error, line)) from error
@@ -83,7 +83,7 @@ def _sweep(line: CommandLine, earlier: Earlier | None) -> int:
 
 
 def explain(line: CommandLine) -> int:
-    """Print the help, or let Hydra print what its flag asks for: the configuration, a completion."""
+    """Print the help, or let Hydra print what its flag requests: the configuration, a completion."""
     version.setbase("1.3")
     configs, name = line.places["config_dir"], line.places["config_name"]
     try:
@@ -98,7 +98,7 @@ def explain(line: CommandLine) -> int:
 
 
 def launch(run: PreparedRun) -> int:
-    """One run, from its folder to its end (or its submission); returns the exit code."""
+    """Start one run; returns the exit code, at its end or after its submission."""
     launcher, choice = choose(run.config.launcher.kind)
     if run.config.dry_run:
         print(launcher.preview(run))
@@ -111,13 +111,13 @@ def launch(run: PreparedRun) -> int:
     except SiteRefusedError as refusal:
         complain([refusal])
         return REFUSED
-    except BrokenPipeError:  # the launcher has ended what it had started: this is no success
+    except BrokenPipeError:  # the launcher has stopped the run: this is not a success
         return FAILED
 
 
 @contextmanager
 def _hydra_raises() -> Iterator[None]:
-    """Hydra prints its refusals and exits with 1, unless this variable makes it raise them."""
+    """Let Hydra raise its errors. Without this variable it prints them and exits with 1."""
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:

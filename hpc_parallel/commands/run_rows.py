@@ -1,4 +1,4 @@
-"""A line of `status`: how far a run is, how fast, how long it still takes."""
+"""A row of `status`: the progress of a run, its speed and the time left."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpc_parallel.supervise.run_state import DAMAGED, RUNNING, State, despite_da
 
 @dataclass(frozen=True)
 class Row:
-    """None: not known, or not of this task. `step` of `steps`; `time_left_s` at the newest pace."""
+    """One run. None: unknown, or the task has no such value. `time_left_s` follows the newest step time."""
 
     run: str
     path: str
@@ -33,8 +33,8 @@ class Row:
     time_left_s: float | None
     restarts: int
     job_id: str | None
-    failure: str | None  # its one line
-    damaged: Mapping[str, str]  # files that can't be read, with the reason of each, as far as it was looked
+    failure: str | None  # the line that names the root cause
+    damaged: Mapping[str, str]  # unreadable files with the reason, among the files that were read
 
 
 HEADINGS = (
@@ -44,16 +44,16 @@ RIGHT = ("step", "loss", "samples/s", "left", "restarts")
 
 
 def rows_of(runs: Sequence[RecordedRun]) -> list[Row]:
-    found = zip(runs, states(runs), strict=True)
     return [
-        despite_damage(partial(row_of, run, state), partial(_damaged_row, run, state)) for run, state in found
+        despite_damage(partial(row_of, run, state), partial(_damaged_row, run, state))
+        for run, state in zip(runs, states(runs), strict=True)
     ]
 
 
-def _damaged_row(run: RecordedRun, state: State, why: str) -> Row:
+def _damaged_row(run: RecordedRun, state: State, reason: str) -> Row:
     unknown = dict.fromkeys(field.name for field in fields(Row))
     return Row(**{
-        **unknown, "run": label(run.path), "path": str(run.path), "state": DAMAGED, "reason": why,
+        **unknown, "run": label(run.path), "path": str(run.path), "state": DAMAGED, "reason": reason,
         "ended": state.ended, "restarts": 0, "job_id": state.job, "damaged": run.noticed,
     })  # type: ignore[arg-type]  # fmt: skip
 
@@ -61,10 +61,10 @@ def _damaged_row(run: RecordedRun, state: State, why: str) -> Row:
 def row_of(run: RecordedRun, state: State) -> Row:
     last, summary = run.last_metrics or {}, run.summary or {}
     step, steps = integer(last.get("step")), total_steps(run, state)
-    pace_s = number(last.get("step_time_s"))
+    step_time_s = number(last.get("step_time_s"))
     left_s = None
-    if state.word == RUNNING and step is not None and steps is not None and pace_s is not None:
-        left_s = number(max(0, steps - step) * pace_s)
+    if state.name == RUNNING and step is not None and steps is not None and step_time_s is not None:
+        left_s = number(max(0, steps - step) * step_time_s)
     rate = summary.get("samples_per_s") if state.ended else None
     return Row(
         run=label(run.path),
@@ -72,7 +72,7 @@ def row_of(run: RecordedRun, state: State) -> Row:
         strategy=run.strategy,
         nodes=run.nodes,
         gpus_per_node=run.gpus_per_node,
-        state=state.word,
+        state=state.name,
         reason=state.reason,
         ended=state.ended,
         step=step,
@@ -82,22 +82,22 @@ def row_of(run: RecordedRun, state: State) -> Row:
         time_left_s=left_s,
         restarts=run.attempts["restarts"],
         job_id=state.job,
-        failure=failure_line(run) if state.word == "failed" else None,
+        failure=failure_line(run) if state.name == "failed" else None,
         damaged=run.noticed,
     )
 
 
 def total_steps(run: RecordedRun, state: State) -> int | None:
-    """How many steps the metrics count to; of an ended run that trained nothing, as many as it has."""
+    """The last step that the run will have; for an ended run that trained nothing, its last step."""
     if run.task in ("train", "proof"):
         return integer(table(run.head.get("training")).get("steps"))
     if state.ended or run.config is None:
-        return integer((run.last_metrics or {}).get("step")) if state.word == "completed" else None
-    from hpc_parallel.config import schema, tasks  # takes a fifth of a second
+        return integer((run.last_metrics or {}).get("step")) if state.name == "completed" else None
+    from hpc_parallel.config import schema, tasks  # this import takes 0.2 s
 
     try:
         return tasks.total_steps(schema.typed(run.config))
-    except Exception:  # an older version's keys, say: what OmegaConf raises is of many classes
+    except Exception:  # OmegaConf raises many classes of errors, for example for keys of an older version
         return None
 
 
@@ -106,10 +106,10 @@ def failure_line(run: RecordedRun) -> str | None:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """As HEADINGS."""
+    """The texts of a row, in the order of HEADINGS."""
     state = row.state + (f" ({row.reason})" if row.reason else "")
-    shape = f"{_shown(row.nodes)} x {_shown(row.gpus_per_node)}"
-    step = "" if row.step is None and row.steps is None else f"{row.step or 0}/{_shown(row.steps)}"
+    shape = f"{_or_question_mark(row.nodes)} x {_or_question_mark(row.gpus_per_node)}"
+    step = "" if row.step is None and row.steps is None else f"{row.step or 0}/{_or_question_mark(row.steps)}"
     return (
         row.run,
         row.strategy or "?",
@@ -125,7 +125,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def duration(seconds: float) -> str:
-    """`42 s`, `3 min 20 s`, `5 h 7 min`, `2 d 3 h`: the two largest units."""
+    """The two largest units: `42 s`, `3 min 20 s`, `5 h 7 min`, `2 d 3 h`."""
     rounded = round(seconds)
     minutes, hours, days = rounded // 60, rounded // 3600, rounded // 86400
     if days:
@@ -135,10 +135,10 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rounded % 60} s" if minutes else f"{rounded} s"
 
 
-def counted(rows: Sequence[Row]) -> Mapping[str, int]:
-    """Runs in each state, the most frequent first."""
+def count_states(rows: Sequence[Row]) -> Mapping[str, int]:
+    """The number of runs in each state, the most frequent state first."""
     return dict(Counter(row.state for row in rows).most_common())
 
 
-def _shown(value: int | None) -> str:
+def _or_question_mark(value: int | None) -> str:
     return "?" if value is None else str(value)

@@ -13,13 +13,13 @@ from hpc_parallel.config.compose import composing, find_folder, resolve
 from hpc_parallel.config.schema import register
 from hpc_parallel.record.values import flatten
 
-ONCE = ("run_dir", "resume", "dry_run")  # of one start alone
-FOLLOWING = {"name": "strategy.name"}  # a default that another setting gives
+ONCE = ("run_dir", "resume", "dry_run")  # keys that belong to one start
+FOLLOWING = {"name": "strategy.name"}  # a key whose default is the value of another key
 
 
 @dataclass(frozen=True)
 class Change:
-    """A run's value; `default` is None too where there is none (a key of the chosen model or task)."""
+    """A value that is not the default; keys of the chosen model or task may have no default."""
 
     value: Any
     default: Any
@@ -28,18 +28,18 @@ class Change:
 
 @cache
 def defaults() -> dict[str, Any]:
-    """What the command without a word composes, by dotted keys."""
+    """The configuration of the command without overrides, by dotted keys."""
     register()
     with composing(str(find_folder("conf"))):
         return flatten(resolve(hydra.compose("config"))[1])
 
 
 def changed(config: Mapping[str, Any]) -> dict[str, Change]:
-    """By dotted key."""
-    own = flatten(config)
-    usual = defaults() | {key: own.get(source) for key, source in FOLLOWING.items()}
+    """The changes by dotted key."""
+    values = flatten(config)
+    default_values = defaults() | {key: values.get(source) for key, source in FOLLOWING.items()}
     return {
-        key: Change(value, usual.get(key), key in usual)
-        for key, value in own.items()
-        if key not in ONCE and usual.get(key) != value
+        key: Change(value, default_values.get(key), key in default_values)
+        for key, value in values.items()
+        if key not in ONCE and default_values.get(key) != value
     }

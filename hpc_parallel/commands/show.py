@@ -1,7 +1,6 @@
-"""`python -m hpc_parallel show RUN`: one run in full: settings that are not the defaults, layout, figures.
+"""`python -m hpc_parallel show RUN`: show one run: settings that are not the defaults, layout, figures.
 
-RUN is a path, a run id, a job id or a unique part of a name. Exit codes: 0 done, 2 what was named is
-unknown.
+RUN is a path, a run id, a job id or a unique part of a name. Exit codes: 0 done, 2 the run is unknown.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     made.add_argument("run", metavar="RUN")
-    made.add_argument("--json", action="store_true", help="one object")
+    made.add_argument("--json", action="store_true", help="print one JSON object")
     return made
 
 
@@ -98,7 +97,7 @@ def _show(given: argparse.Namespace) -> int:
 
 
 def differences(run: RecordedRun) -> Mapping[str, Change]:
-    """Empty where the configuration can't be read."""
+    """The settings that are not the defaults; empty if the configuration can't be read."""
     if run.config is None:
         return {}
     from hpc_parallel.commands.settings import changed  # composes the defaults: 0.3 s
@@ -107,13 +106,13 @@ def differences(run: RecordedRun) -> Mapping[str, Change]:
 
 
 def figures(run: RecordedRun) -> dict[str, Any]:
-    """Those of the summary; what it lacks, while the run goes on, of its newest line."""
+    """The figures of the summary; while the run is going on, those of its newest line of metrics."""
     last, summary = run.last_metrics or {}, run.summary or {}
-    told = {**last, **{key: value for key, value in summary.items() if value is not None}}
+    values = {**last, **{key: value for key, value in summary.items() if value is not None}}
     if summary.get("final_loss") is not None:
-        told["loss"] = summary["final_loss"]
-    told |= {key: value for key, value in run.attempts.items() if key in ("restarts", "lost_steps")}
-    return {key: told[key] for _, key, _ in FIGURES if number(told.get(key)) is not None}
+        values["loss"] = summary["final_loss"]
+    values |= {key: value for key, value in run.attempts.items() if key in ("restarts", "lost_steps")}
+    return {key: values[key] for _, key, _ in FIGURES if number(values.get(key)) is not None}
 
 
 def _object(run: RecordedRun, row: Row, changed: Mapping[str, Change]) -> dict[str, Any]:
@@ -139,19 +138,21 @@ def _parts(run: RecordedRun, row: Row, changed: Mapping[str, Change]) -> Iterabl
     yield _table(_head(run, row))
     if changed:
         yield "\nnot the defaults"
-        yield _table([(f"{key} = {spell(change.value)}", _usual(change)) for key, change in changed.items()])
-    if found := grid.hosts(run):
+        yield _table(
+            [(f"{key} = {spell(change.value)}", _default_text(change)) for key, change in changed.items()]
+        )
+    if hosts := grid.hosts(run):
         yield f"\n{_devices(run)} = {grid.layout(run)}"
-        yield grid.draw(found)
-    known = figures(run)
-    # What is zero (a bubble without a pipeline, restarts) tells nothing.
-    shown = [(title, say(known[key])) for title, key, say in FIGURES if known.get(key)]
-    if shown:
+        yield grid.draw(hosts)
+    values = figures(run)
+    # Figures that are zero (a bubble without a pipeline, restarts) are left out.
+    lines = [(title, to_text(values[key])) for title, key, to_text in FIGURES if values.get(key)]
+    if lines:
         yield "\nfigures"
-        yield _table(shown)
-    with suppress(FileNotFoundError, DamagedError):  # of a task's own, if the files are whole
-        lines = results(run.folder, run.summary or {})
-        yield from ["", *map(printable, lines)] if lines else []
+        yield _table(lines)
+    with suppress(FileNotFoundError, DamagedError):  # the task's own results, if its files are readable
+        task_lines = results(run.folder, run.summary or {})
+        yield from ["", *map(printable, task_lines)] if task_lines else []
     if line := row.failure or (text((run.stopped or {}).get("line")) if row.ended else None):
         yield f"\n{printable(line)}"
 
@@ -183,7 +184,7 @@ def _times(run: RecordedRun) -> list[tuple[str, str]]:
 
 
 def _time(value: Any) -> datetime | None:
-    """None for what is no time of a known zone."""
+    """The time; None if the value is not a time with a time zone."""
     try:
         time = datetime.fromisoformat(value)
     except (TypeError, ValueError):
@@ -192,7 +193,7 @@ def _time(value: Any) -> datetime | None:
 
 
 def _checkpoints(run: RecordedRun) -> list[int]:
-    """Steps, rising."""
+    """The steps of the checkpoints, in ascending order."""
     return sorted(checkpoint.step for checkpoint in complete(run.folder.checkpoints))
 
 
@@ -201,7 +202,7 @@ def _devices(run: RecordedRun) -> str:
     return f"{nodes} node{'s' * (nodes > 1)} x {devices} device{'s' * (devices > 1)}"
 
 
-def _usual(change: Change) -> str:
+def _default_text(change: Change) -> str:
     return f"default {spell(change.default)}" if change.has_default else ""
 
 

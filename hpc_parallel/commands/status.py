@@ -1,7 +1,7 @@
-"""`python -m hpc_parallel status [RUN|SWEEP ...]`: how runs stand, now or later, from any terminal.
+"""`python -m hpc_parallel status [RUN|SWEEP ...]`: show the state of runs, from any terminal.
 
-A RUN or SWEEP is a path, a run id, a job id or a unique part of a name. Without one: the newest runs of
-`runs/`. Exit codes: 0 done, 2 what was named is unknown.
+A RUN or SWEEP is a path, a run id, a job id or a unique part of a name. Without one, status shows the newest
+runs in `runs/`. Exit codes: 0 done, 2 a RUN or SWEEP is unknown.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from hpc_parallel.commands.find import Named, find_all, newest_first, once, sweep_of
-from hpc_parallel.commands.run_rows import HEADINGS, RIGHT, Row, cells, counted, rows_of
+from hpc_parallel.commands.run_rows import HEADINGS, RIGHT, Row, cells, count_states, rows_of
 from hpc_parallel.exit_codes import DONE
 from hpc_parallel.problems import printable
 from hpc_parallel.record.names import RUNS
@@ -26,8 +26,8 @@ from hpc_parallel.terminal import console, print_json, say
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-NEWEST = 10  # runs that are shown where none is named
-PERIOD_S = 2.0  # between looks of --watch: a controller serves many users
+NEWEST = 10  # runs that are shown if none is named
+PERIOD_S = 2.0  # between two updates of --watch: Slurm's controller serves many users
 COLOURS = {"completed": "green", "running": "cyan", "starting": "cyan", "failed": "red", "timeout": "red",
            "broken off": "red", "gone": "red", "out_of_memory": "red", "node_fail": "red"}  # fmt: skip
 
@@ -48,17 +48,17 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m hpc_parallel status", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    made.add_argument("runs", nargs="*", metavar="RUN|SWEEP", help="which; default: the newest")
-    made.add_argument("--all", action="store_true", help=f"every run of {RUNS}/")
-    made.add_argument("--watch", action="store_true", help="until all have ended; Ctrl-C looks no longer")
-    made.add_argument("--json", action="store_true", help="a list of objects")
+    made.add_argument("runs", nargs="*", metavar="RUN|SWEEP", help="default: the newest runs")
+    made.add_argument("--all", action="store_true", help=f"all runs in {RUNS}/")
+    made.add_argument("--watch", action="store_true", help="update until all have ended, or until Ctrl-C")
+    made.add_argument("--json", action="store_true", help="print a list of JSON objects")
     return made
 
 
 def _status(given: argparse.Namespace) -> int:
     named = find_all(given.runs)
-    every = newest_first(find_runs(RUNS)) if not named else once(named)
-    runs = every if named or given.all else every[:NEWEST]
+    all_runs = newest_first(find_runs(RUNS)) if not named else once(named)
+    runs = all_runs if named or given.all else all_runs[:NEWEST]
     rows = rows_of(runs)
     if given.json:
         print_json([asdict(row) for row in rows])
@@ -73,17 +73,19 @@ def _status(given: argparse.Namespace) -> int:
         screen.print(_table(rows, columns=screen.width))
     if any(row.reason == NO_ANSWER for row in rows):
         say(f"{NO_ANSWER}: how its jobs stand is not known now. `scontrol ping` may say why.")
-    notes = [f"{row.run} can't be read: {file}: {why}" for row in rows for file, why in row.damaged.items()]
+    notes = [
+        f"{row.run} can't be read: {file}: {reason}" for row in rows for file, reason in row.damaged.items()
+    ]
     notes += _notes(rows, named) if named else []
-    if len(runs) < len(every):
-        notes.append(f"{len(every) - len(runs)} older ones: --all")
+    if len(runs) < len(all_runs):
+        notes.append(f"{len(all_runs) - len(runs)} older ones: --all")
     if notes:
         say(*notes)
     return DONE
 
 
 def _watch(runs: Sequence[RecordedRun]) -> list[Row]:
-    """Look again and again until all have ended; returns the last look."""
+    """Update the table until all runs have ended; returns the last rows."""
     from rich.live import Live
 
     screen = console()
@@ -109,11 +111,11 @@ def _table(rows: Sequence[Row], *, columns: int) -> RenderableType:
     lines = [tuple(map(printable, cells(row))) for row in rows]
     widths = [max(map(cell_len, column)) + 2 for column in zip(HEADINGS, *lines, strict=True)]
     narrow = sum(widths) > columns
-    shown = [at for at in range(len(HEADINGS)) if not narrow or any(line[at] for line in lines)]
+    columns_shown = [i for i in range(len(HEADINGS)) if not narrow or any(line[i] for line in lines)]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0 if narrow else 1, 0, 0))
-    found: list[list[Text]] = []
-    for at in shown:
-        heading, texts = HEADINGS[at], [line[at] for line in lines]
+    cells_by_column: list[list[Text]] = []
+    for index in columns_shown:
+        heading, texts = HEADINGS[index], [line[index] for line in lines]
         table.add_column(
             heading, justify="right" if heading in RIGHT else "left", overflow="fold",
             width=_width(heading, texts) if narrow else None, no_wrap=not narrow,
@@ -121,34 +123,38 @@ def _table(rows: Sequence[Row], *, columns: int) -> RenderableType:
         if heading == "run" and narrow:
             texts = [text.replace("/", "/\n") for text in texts]
         colours = [COLOURS.get(row.state, "") if heading == "state" else "" for row in rows]
-        found.append([Text(text, colour) for text, colour in zip(texts, colours, strict=True)])
-    if not narrow:  # each run keeps to one line: a row of all is quicker than one a run
-        found = [[Text("\n").join(column)] for column in found]
-    for row in zip(*found, strict=True):
+        cells_by_column.append([Text(text, colour) for text, colour in zip(texts, colours, strict=True)])
+    if not narrow:  # each run has one line: one row for all is faster to draw than one for each
+        cells_by_column = [[Text("\n").join(column)] for column in cells_by_column]
+    for row in zip(*cells_by_column, strict=True):
         table.add_row(*row)
-    table.caption = ", ".join(f"{count} {word}" for word, count in counted(rows).items())
+    table.caption = ", ".join(f"{count} {word}" for word, count in count_states(rows).items())
     table.caption_justify = "left"
     return table
 
 
 def _width(heading: str, texts: Sequence[str]) -> int:
-    """Of a column on a narrow screen: states go below their reason, run ids below their name."""
-    apart = {"state": " ", "run": "/"}.get(heading)
-    parts = [f"{part}{apart.strip()}" for text in texts for part in text.split(apart)] if apart else texts
+    """The width of a column on a narrow screen, where reasons and run ids have their own lines."""
+    separator = {"state": " ", "run": "/"}.get(heading)
+    parts = (
+        [f"{part}{separator.strip()}" for text in texts for part in text.split(separator)]
+        if separator
+        else texts
+    )
     return max(map(len, [*parts, *heading.split()]))
 
 
 def _notes(rows: Sequence[Row], named: Sequence[Named]) -> list[str]:
-    """Why runs failed, and what a sweep left out."""
+    """Reasons of failed runs, and combinations that a sweep left out."""
     lines = [f"{row.run}: {row.failure}" for row in rows if row.failure]
-    for each in named:
-        if each.path is not None and (sweep := sweep_of(each.path)) is not None:
+    for target in named:
+        if target.path is not None and (sweep := sweep_of(target.path)) is not None:
             lines += _of_sweep(rows, sweep)
     return lines
 
 
 def _of_sweep(rows: Sequence[Row], sweep: Sweep) -> list[str]:
-    """Which of its runs have no folder to tell of them, and what can't run."""
+    """The runs of a sweep that have no folder yet, and its combinations that can't run."""
     idle = {row.path for row in rows if row.state == NOT_STARTED and row.nodes is None}
     gone = [run for run in sweep.runs if str(run.run_dir) in idle]
     return [

@@ -1,6 +1,6 @@
-"""`python -m hpc_parallel tokenize SOURCE... --output tokens.npy`: text files made into a file of token ids.
+"""`python -m hpc_parallel tokenize SOURCE... --output tokens.npy`: convert text files to token ids.
 
-Inputs are read piece by piece, so neither they nor the tokens have to fit into memory.
+Inputs are read in pieces, so neither they nor the tokens need to fit into memory.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from hpc_parallel.shell import complain
 
 PIECE = 1 << 18  # characters, or bytes, encoded at once
 PIECES = 16  # encoded in parallel
-TOKENIZER_BYTES = 256 << 20  # the largest vocabularies of today take a tenth of it
+TOKENIZER_BYTES = 256 << 20  # ten times the largest vocabularies of today
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write tokens and description; returns 0, 1 if they can't be written, or 2 with all that is wrong told.
+    """Write tokens and description.
 
-    Unless it returns 0, nothing is written.
+    Returns 0, 1 if they can't be written, or 2 after all problems are printed. Nothing is written unless it
+    returns 0.
     """
     options = _parser().parse_args(arguments)
     output: Path = options.output
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Encoder:
-    """From a file to ids: bytes as they are where `tokenizer` is None, else pieces of UTF-8 text."""
+    """Converts a file to ids: the bytes if `tokenizer` is None, else the tokens of UTF-8 text."""
 
     name: str
     vocab_size: int
@@ -68,9 +69,12 @@ class Encoder:
         return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
     def encode(self, file: Path) -> Iterator[np.ndarray[Any, Any]]:
-        """Raises ValueError if it is not UTF-8 text, or the tokenizer fails at it; DamagedError, OSError."""
+        """Yields arrays of ids.
+
+        Raises ValueError if the file is not UTF-8 text or the tokenizer fails, DamagedError and OSError.
+        """
         with open_regular(file, follow=True) as stream:
-            if os.fstat(stream.fileno()).st_size == 0:  # as those of /proc, which may never end
+            if os.fstat(stream.fileno()).st_size == 0:  # files in /proc have size 0 and may never end
                 pass
             elif self.tokenizer is None:
                 while data := stream.read(PIECE):
@@ -101,7 +105,7 @@ def _failures_of_tokenizer() -> Iterator[None]:
 
 
 def _pieces(stream: BinaryIO) -> Iterator[str]:
-    """Text cut after a line's end (or after twice PIECE, where a line is longer): no word is split."""
+    """Yields text cut at line ends, so no word is split. Longer lines are cut after twice PIECE."""
     text = TextIOWrapper(stream, encoding="utf-8", newline="")
     while piece := text.read(PIECE) + text.readline(PIECE):
         yield piece
@@ -138,7 +142,7 @@ def _write(output: Path, files: Sequence[Path], *, encoder: Encoder) -> int:
 
 
 def _append(files: Sequence[Path], *, encoder: Encoder, stream: BinaryIO, problems: list[str]) -> int:
-    """Append every file's ids after a header that is filled in at the end; returns their number."""
+    """Append the ids of all files after a header, which is written again at the end; returns their number."""
     _write_header(stream, dtype=encoder.dtype, count=0)
     count = 0
     for file in files:
@@ -158,7 +162,7 @@ def _append(files: Sequence[Path], *, encoder: Encoder, stream: BinaryIO, proble
 
 
 def _write_header(stream: BinaryIO, *, dtype: np.dtype[Any], count: int) -> None:
-    """The .npy header of a row; 128 bytes for any count, so that it can be written over."""
+    """Write the .npy header of a one-dimensional array: 128 bytes for any count, so it can be overwritten."""
     fields = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({count},), }}"
     stream.write(b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + fields.ljust(117).encode() + b"\n")
 
@@ -175,7 +179,7 @@ def _output_problems(output: Path) -> Iterator[str]:
 
 
 def _find_sources(sources: Sequence[Path], *, pattern: str, problems: list[str]) -> list[Path]:
-    """Files as they are, folders as their matching files by name."""
+    """The given files, and the matching files of the given folders, sorted by name."""
     files: list[Path] = []
     for source in sources:
         if os.path.isdir(source):
@@ -219,7 +223,7 @@ def _find_encoder(options: argparse.Namespace, problems: list[str]) -> Encoder |
     except (ValueError, FileNotFoundError) as error:
         problems.append(f"--tokenizer {file} can't be used: {error}.")
         return None
-    tokenizer.no_truncation()  # a file may ask for either, which would lose or invent text
+    tokenizer.no_truncation()  # a tokenizer.json may request either, which would lose or invent text
     tokenizer.no_padding()
     end_of_text = None if options.end_of_text is None else tokenizer.token_to_id(options.end_of_text)
     if options.end_of_text is not None and end_of_text is None:

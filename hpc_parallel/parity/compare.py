@@ -40,9 +40,9 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`word`: equal, MISS, failed or left out. `reasons`: one line for each reason if it is not equal."""
+    """`name`: equal, MISS, failed or left out. `reasons`: one line for each reason if it is not equal."""
 
-    word: str
+    name: str
     reasons: Sequence[str] = ()
     differences: dict[str, Difference] = field(default_factory=dict)
 

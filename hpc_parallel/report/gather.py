@@ -180,7 +180,7 @@ def gather(folders: Sequence[Path]) -> Gathered:
     runs = list({run.path: run for folder in folders for run in find_runs(folder)}.values())
     labels, differs = _labels(runs)
     rows = [
-        _row(run, state=state.word, ended=state.ended, label=label, differs=options)
+        _row(run, state=state.name, ended=state.ended, label=label, differs=options)
         for run, state, label, options in zip(runs, states(runs), labels, differs, strict=True)
     ]
     paths = {run.path for run in runs}

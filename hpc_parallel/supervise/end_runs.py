@@ -52,10 +52,10 @@ class Target:
     def refusal(self) -> str | None:
         """Why the run can't be ended; None if it can."""
         if self.state.ended:
-            return "was never started" if self.state.word == NOT_STARTED else f"has ended: {self.state}"
+            return "was never started" if self.state.name == NOT_STARTED else f"has ended: {self.state}"
         if reason := refusal(self.run.folder):
             return reason
-        if self.job is None and self.state.word == UNKNOWN:
+        if self.job is None and self.state.name == UNKNOWN:
             host = (self.run.owner or {}).get("host")
             command = f"kill {self.pid}"
             if waits(self.run):  # its process runs the complete sweep
@@ -159,7 +159,7 @@ def _scancel(jobs: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 def _conclude(cancelled: Sequence[Target], *, warn: Callable[[str], None]) -> None:
     """Record in the run folder how a job ended that could not do so itself because it never started."""
-    waiting = [target for target in cancelled if target.state.word == WAITING]
+    waiting = [target for target in cancelled if target.state.name == WAITING]
     job_states = states_by_accounting([target.job for target in waiting if target.job])
     for target in waiting:
         ended = job_states[str(target.job)].ended

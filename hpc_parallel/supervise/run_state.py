@@ -30,13 +30,13 @@ SUMMED_UP = ("completed", "failed", "preempted", "cancelled")  # outcomes of `su
 class State:
     """The state of a run."""
 
-    word: str  # ours, or the state of its Slurm job in lower case
+    name: str  # ours, or the state of its Slurm job in lower case
     reason: str = ""
     ended: bool = False
     job: str | None = None  # None: the run has no Slurm job
 
     def __str__(self) -> str:
-        return self.word + (f" ({self.reason})" if self.reason else "")
+        return self.name + (f" ({self.reason})" if self.reason else "")
 
 
 def states(runs: Sequence[RecordedRun]) -> list[State]:
@@ -72,7 +72,7 @@ def _add_jobs_by_hand(runs: Sequence[RecordedRun], run_states: list[State], slur
     """
     idle = [
         index for index, (run, state) in enumerate(zip(runs, run_states, strict=True))
-        if state.job is None and state.word in (NOT_STARTED, BROKEN_OFF)
+        if state.job is None and state.name in (NOT_STARTED, BROKEN_OFF)
         and os.path.exists(run.folder.batch_script)
     ]  # fmt: skip
     jobs = jobs_by_script(slurm) if idle else {}

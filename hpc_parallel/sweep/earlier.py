@@ -89,8 +89,8 @@ class Earlier:
         state = self._states[run.run_dir]
         if not state.ended:
             return State(f"in progress: {state}", settled=True)
-        if state.word == "completed":
-            return State(state.word, settled=True)
+        if state.name == "completed":
+            return State(state.name, settled=True)
         return State(str(state), settled=False, has_checkpoint=bool(complete(folder.checkpoints)))
 
 

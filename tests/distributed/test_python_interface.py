@@ -65,7 +65,7 @@ def test_a_training_equals_the_commands(here: Path, capfd: pytest.CaptureFixture
         assert [line[key] for line in run.metrics()] == pytest.approx([line[key] for line in expected])
     assert [each.path.name for each in hpc_parallel.runs(here)] == ["command", "python"]
     assert run.config | {"run_dir": ""} == hpc_parallel.Run("command").config | {"run_dir": ""}
-    assert run.state.word == "completed"
+    assert run.state.name == "completed"
 
 
 def test_a_cancelled_run_saves_its_state_and_can_go_on() -> None:

@@ -43,7 +43,7 @@ def test_a_job_equals_the_local_curve(
     """launcher=auto; the job goes on without the Run that submitted it."""
     submitted = submit("strategy=data", "nodes=2", "gpus_per_node=2")
     job = job_of(submitted)
-    assert submitted.state.word in ("pending", "running", "completing")
+    assert submitted.state.name in ("pending", "running", "completing")
     (run,) = hpc_parallel.runs()
     assert (run.path, run.state.job) == (submitted.path, job)
     with pytest.raises(TimeoutError):
@@ -51,7 +51,7 @@ def test_a_job_equals_the_local_curve(
     summary = run.wait(timeout_s=300)
     assert capfd.readouterr() == ("", "")
     assert (summary["outcome"], summary["world_size"], summary["job_ids"]) == ("completed", 4, [job])
-    assert (run.state.word, run.state.ended) == ("completed", True)
+    assert (run.state.name, run.state.ended) == ("completed", True)
     assert "JobState=COMPLETED" in cluster.run("scontrol", "show", "job", job)
     alone = workers.train("strategy=single", *SMALL).losses
     assert [line["loss"] for line in run.metrics()] == pytest.approx(alone, rel=1e-5)
@@ -73,7 +73,7 @@ def test_a_job_that_never_started_is_concluded(cluster: Cluster) -> None:
     """Nobody but the caller of cancel can say so."""
     run = submit("strategy=data", "nodes=2", "+launcher.extra.hold=true")
     job = job_of(run)
-    assert run.state.word == "pending"
+    assert run.state.name == "pending"
     (found,) = hpc_parallel.runs()
     found.cancel()
     assert found.wait(timeout_s=PATIENCE_S)["outcome"] == "cancelled"

@@ -80,7 +80,7 @@ class TestCompose:
         expected = checked_run(CommandLine.parse(["--config-dir", "site", *words])).config
         assert hpc_parallel.compose(words, config_dir=here / "site") == expected
         assert expected.model["layers"] == 6
-        with pytest.raises(ConfigError, match="there is no such folder"):
+        with pytest.raises(ConfigError, match="this folder does not exist"):
             hpc_parallel.compose(config_dir="elsewhere")
 
     def test_all_problems_are_told_as_the_command_tells_them(
@@ -355,7 +355,7 @@ class TestRuns:
         listed = hpc_parallel.runs("runs")
         assert [run.path for run in listed] == [folder.path for folder in made.values()]
         finished, failed, half, foreign = listed
-        assert [run.state.word for run in listed] == ["completed", "failed", "not started", "completed"]
+        assert [run.state.name for run in listed] == ["completed", "failed", "not started", "completed"]
         assert [line["step"] for line in finished.metrics()] == [10, 20, 30]
         assert finished.config["nodes"] == 1
         assert finished.wait()["final_loss"] == pytest.approx(4 / 30)
