@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--config-dir", help="a folder with configurations of your own")
     given = parser.parse_intermixed_args(list(arguments))
     if given.config_dir is not None and not Path(given.config_dir).is_dir():
-        return refuse([f"--config-dir {given.config_dir}: there is no such folder here."])
+        return refuse([f"--config-dir {given.config_dir}: this folder does not exist."])
     register()
     try:
         cases, notes = plan(given.overrides, extra_dir=given.config_dir)

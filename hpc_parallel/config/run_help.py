@@ -38,7 +38,7 @@ flags, before the keys:
   --info defaults     which file each group is read from
   --hydra-help        Hydra's other flags
 
-More: README.md. After a run: python -m hpc_parallel status | logs | show | report | cancel"""
+All keys: docs/configuration.md. After a run: python -m hpc_parallel status | logs | show | report | cancel"""
 
 
 def run_help(places: Places) -> str:

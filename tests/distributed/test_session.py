@@ -80,7 +80,7 @@ def test_a_run_writes_the_keys_of_the_contract(workers: Workers) -> None:
     assert summary["tokens_per_s"] == pytest.approx(32 * summary["samples_per_s"])
     assert summary["outcome"] == "completed"
     assert summary["layout"] == {
-        "pipeline": 2, "replicate": 2, "shard": 1, "context": 1, "tensor": 1, "tile": 1,
+        "pipeline": 2, "replicate": 2, "shard": 1, "expert": 1, "context": 1, "tensor": 1, "tile": 1,
     }  # fmt: skip
     assert (summary["steps"], summary["samples"], summary["world_size"]) == (12, 192, 4)
     assert summary["final_loss"] == last["loss"]

@@ -121,10 +121,10 @@ def only_run(site: Site) -> Path:
 @pytest.mark.parametrize(
     ("words", "small", "hosts", "ranks"),
     [
-        (("strategy=data", "nodes=2", "gpus_per_node=2"), SMALL, 2, 4),
         (("strategy=pipeline", "nodes=4"), SMALL, 4, 4),
         *in_full(
             [
+                (("strategy=data", "nodes=2", "gpus_per_node=2"), SMALL, 2, 4),
                 (("strategy=hybrid", "nodes=4", "gpus_per_node=2"), SMALL, 4, 8),  # pipeline 4 x tensor 2
                 (("strategy=tile", "nodes=4"), SMALL_IMAGES, 4, 4),  # 2 x 2 tiles
             ]
@@ -342,6 +342,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(site: Site) -> None:
     wait_for(lambda: worker_of(folder, rank=0) is None)
 
 
+@pytest.mark.full
 def test_a_rank_killed_with_its_supervisor_is_named(site: Site) -> None:
     """As the kernel's out-of-memory killer may do it: the task itself is gone, srun alone tells."""
     words = ("strategy=data", "nodes=2", *SMALL, "training.steps=100000", "run_dir=task")
@@ -371,6 +372,7 @@ def test_a_cancelled_job_is_reported_as_cancelled(site: Site) -> None:
     assert not (folder / "failure.json").exists()
 
 
+@pytest.mark.full
 def test_a_requeued_job_goes_on_and_doubles_no_step(site: Site) -> None:
     """Slurm's SIGTERM comes first, so all is saved."""
     words = ("strategy=data", "nodes=2", *SMALL, "training.steps=100000", "run_dir=again", "name=again")

@@ -50,6 +50,7 @@ def test_edits_while_a_job_waits_change_nothing(site: Site) -> None:
     assert losses(site.home / "waits") == losses(site.home / "now")
 
 
+@pytest.mark.full
 def test_any_name_is_a_name(site: Site) -> None:
     name = '-it\'s "q" $(touch pwned) `touch pwned` & ; ü #x'
     folder = "r $(touch pwned) 'x' é/-n"

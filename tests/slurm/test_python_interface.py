@@ -57,6 +57,7 @@ def test_a_job_equals_the_local_curve(
     assert [line["loss"] for line in run.metrics()] == pytest.approx(alone, rel=1e-5)
 
 
+@pytest.mark.full
 def test_a_running_job_is_cancelled_and_saves_its_state() -> None:
     run = submit("strategy=data", "nodes=2", "training.steps=100000", "training.validate_every=null")
     deadline = time.monotonic() + PATIENCE_S
@@ -69,6 +70,7 @@ def test_a_running_job_is_cancelled_and_saves_its_state() -> None:
     run.cancel()  # nothing is left to cancel
 
 
+@pytest.mark.full
 def test_a_job_that_never_started_is_concluded(cluster: Cluster) -> None:
     """Nobody but the caller of cancel can say so."""
     run = submit("strategy=data", "nodes=2", "+launcher.extra.hold=true")

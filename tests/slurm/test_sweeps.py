@@ -178,6 +178,7 @@ def test_a_shape_that_can_never_start_is_refused_and_the_others_stay(site: Count
     assert (followed.returncode, followed.stdout.count("not started: nodes=8")) == (0, 2)
 
 
+@pytest.mark.full
 def test_a_requeued_task_goes_on_in_its_own_folder(site: CountedSite) -> None:
     words = ("-m", "seed=1,2", *SMALL, "training.steps=100000", "launcher=slurm", "name=tasks")
     assert site.run(*words).returncode == 0
@@ -199,6 +200,7 @@ def test_a_requeued_task_goes_on_in_its_own_folder(site: CountedSite) -> None:
     assert f"is going on already, as job {first.job_id}" in refused.stderr
 
 
+@pytest.mark.full
 def test_another_sweeper_waits_for_its_jobs_and_learns_their_figures(site: CountedSite) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="hydra-optuna-sweeper is not installed")
     words = ("-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", *SMALL, "launcher=slurm",

@@ -239,7 +239,7 @@ def test_summary_of_a_failed_run(folder: RunFolder, monkeypatch: pytest.MonkeyPa
     assert (summary["outcome"], summary["strategy"], summary["job_ids"]) == ("failed", "hybrid", ["77"])
     assert (summary["steps"], summary["samples"], summary["final_loss"]) == (10, 160, 3.5)
     assert summary["layout"] == {
-        "pipeline": 2, "replicate": 2, "shard": 1, "context": 1, "tensor": 2, "tile": 1,
+        "pipeline": 2, "replicate": 2, "shard": 1, "expert": 1, "context": 1, "tensor": 2, "tile": 1,
     }  # fmt: skip
 
 

@@ -466,20 +466,32 @@ def refused(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str
     return told.err
 
 
-@pytest.mark.parametrize("case", TABLE, ids=lambda case: case.command)
+def words_of(case: Wrong) -> list[str]:
+    return shlex.split(case.command) + ["launcher=script"] * ("launcher=" not in case.command)
+
+
+def command_of(case: Wrong) -> str:
+    return case.command
+
+
+@pytest.mark.parametrize("case", TABLE, ids=command_of)
 def test_a_wrong_command_is_refused(case: Wrong, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = listing(here)
-    words = shlex.split(case.command) + ["launcher=script"] * ("launcher=" not in case.command)
-    told = refused(words, capsys)
+    told = refused(words_of(case), capsys)
     assert re.match(r"\d+ problems? in the configuration; nothing was started\.\n  ", told)
     assert "Traceback" not in told
     for said in case.says:
         assert said in told
     if case.offers:
         assert re.search(rf"(Try|or|,|:) {re.escape(case.offers)}( or |, |\.$)", told, re.MULTILINE)
-    if "-m" not in words:
-        assert_offers_are_legal(words, told)
     assert listing(here) == before
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [case for case in TABLE if "-m" not in case.command.split()], ids=command_of)
+def test_what_a_message_offers_is_legal(case: Wrong, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = words_of(case)
+    assert_offers_are_legal(words, refused(words, capsys))
 
 
 @pytest.mark.parametrize("count", [0, -3])

@@ -103,7 +103,7 @@ def test_a_key_of_one_network_leaves_the_others_out() -> None:
         ("strategy=fsdp training.steps=0", "Try training.steps=1."),
         ("strategy=tensor nodes=4 model.kv_heads=2", "strategy.tensor = 4 does not divide model.heads"),
         ("strategy=pipeline nodes=2,4", "several values are a sweep"),
-        ("--config-dir nowhere strategy=fsdp", "--config-dir nowhere: there is no such folder"),
+        ("--config-dir nowhere strategy=fsdp", "--config-dir nowhere: this folder does not exist"),
     ],
 )
 def test_a_wrong_configuration_starts_nothing(
