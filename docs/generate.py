@@ -291,7 +291,7 @@ def summary_keys() -> set[str]:
 
 
 def problems() -> Iterator[str]:
-    """What is stale, a line each."""
+    """Yields one line for each stale page."""
     if not CONFIGURATION.exists() or CONFIGURATION.read_text() != configuration():
         yield "docs/configuration.md is stale. Try python docs/generate.py."
     yield from run_folder_problems()
@@ -302,11 +302,13 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is stale")
-    if not parser.parse_args().check:
+    stale = list(problems())
+    if not parser.parse_args().check and CONFIGURATION.read_text() != configuration():
         CONFIGURATION.write_text(configuration())
-    found = list(problems())
-    print("\n".join(found) or "docs/configuration.md and docs/run-folder.md are current.")
-    return 1 if found else 0
+        print("wrote docs/configuration.md")
+        stale = list(problems())
+    print("\n".join(stale) or "docs/configuration.md and docs/run-folder.md are current.")
+    return 1 if stale else 0
 
 
 if __name__ == "__main__":

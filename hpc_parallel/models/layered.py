@@ -44,7 +44,8 @@ class LayeredModel(nn.Module):
     """A stem, a sequence of blocks and a head; a pipeline stage is a LayeredModel with some of these parts.
 
     Blocks are keyed by their index in the whole model ("0", "1", ...), so a parameter has the same full name
-    in a stage as in the whole model. Each part takes one tensor and returns one.
+    in a stage as in the whole model. Each part takes one tensor and returns one. With
+    `training.precision=bfloat16`, tensors between parts may be float32 or bfloat16.
     """
 
     stem: nn.Module | None

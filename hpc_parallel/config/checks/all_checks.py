@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ from hpc_parallel.config.checks import (
     task_checks,
 )
 from hpc_parallel.config.checks.counts import count, is_reference_decoder
+from hpc_parallel.config.checks.lookup import value_at
 from hpc_parallel.config.checks.targets import missing_part
-from hpc_parallel.config.checks.values import value_at
 from hpc_parallel.config.layout import EXECUTIONS, divisors
 from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.config.schema import TASKS, RunConfig, TransformerConfig
@@ -64,7 +63,7 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> list[Prob
     checks = (
         _counts, _choices, _ranges, execution_checks.find_problems, layout_checks.find_problems, _model,
         _data, huggingface_checks.find_problems, image_checks.find_problems, task_checks.find_problems,
-        site_checks.find_problems, switch_checks.find_problems, _switches,
+        site_checks.find_problems, switch_checks.find_problems,
     )  # fmt: skip
     return in_order([problem for check in checks for problem in check(config)], overrides)
 
@@ -236,10 +235,3 @@ def _stored_vocab_size(data: dict[str, Any]) -> int | None:
     if data["_target_"] == "hpc_parallel.data.text.TextData":
         text.find_files(data["path"], pattern=data["pattern"])
     return None
-
-
-def _switches(config: RunConfig) -> Found:
-    for switch, package in (("tensorboard", "tensorboard"), ("wandb", "wandb")):
-        if getattr(config.training, switch) and find_spec(package) is None:
-            rule = f"needs the package {package}, which is not installed here (pip install {package})"
-            yield Problem(f"training.{switch}", True, rule, (False,))

@@ -13,8 +13,8 @@ from hpc_parallel.config.checks import (
     tile_checks,
 )
 from hpc_parallel.config.checks.image_checks import reads
+from hpc_parallel.config.checks.lookup import value_at
 from hpc_parallel.config.checks.suggestions import along_with_less_of
-from hpc_parallel.config.checks.values import value_at
 from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import Found, Problem

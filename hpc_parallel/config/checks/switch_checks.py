@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from importlib.util import find_spec
 
 from hpc_parallel.config.checks.torch_version import too_old
 from hpc_parallel.config.layout import Layout, layout_of
@@ -23,6 +24,10 @@ def find_problems(config: RunConfig) -> Found:
         yield Problem("training.on_nonfinite", "rollback", rule, ("stop", "skip"))
     if config.training.compile:
         yield from _compiler(config)
+    for switch, package in (("tensorboard", "tensorboard"), ("wandb", "wandb")):
+        if getattr(config.training, switch) and find_spec(package) is None:
+            rule = f"needs the package {package}, which is not installed here (pip install {package})"
+            yield Problem(f"training.{switch}", True, rule, (False,))
 
 
 def _selective(config: RunConfig, layout: Layout) -> Found:
