@@ -40,9 +40,9 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`name`: equal, MISS, failed or left out. `reasons`: one line for each reason if it is not equal."""
+    """`word`: equal, MISS, failed or left out. `reasons`: one line for each reason if it is not equal."""
 
-    name: str
+    word: str
     reasons: Sequence[str] = ()
     differences: dict[str, Difference] = field(default_factory=dict)
 

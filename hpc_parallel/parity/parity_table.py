@@ -42,8 +42,8 @@ class Table:
 
     def add(self, case: Case, verdict: Verdict) -> None:
         differences = (str(verdict.differences.get(measure, "")) for measure in MEASURES)
-        style = STYLES[verdict.name]
-        self._line(case.row.strategy, case.net, case.layout, *differences, verdict.name, last_style=style)
+        style = STYLES[verdict.word]
+        self._line(case.row.strategy, case.net, case.layout, *differences, verdict.word, last_style=style)
         for reason in verdict.reasons:
             self._console.print(Padding(Text(reason, style=style), (0, 0, 0, 4)))
 
