@@ -62,7 +62,7 @@ def test_images_are_proven_with_their_running_statistics(tmp_path: Path) -> None
 
 BREAKS = {
     "a halo's gradient": (
-        "halo.py", "total[..., *place] += piece", "total[..., *place] = piece",
+        "halo.py", "total[..., *region] += piece", "total[..., *region] = piece",
         ("strategy=tile", "nodes=2", "model=segmenter"), "gradients",
     ),
     "a gradient's scale": (
