@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from hpc_parallel.config.axes import AXES
+from hpc_parallel.config.axes import AXES, with_all_axes
 from hpc_parallel.config.layout import (
     EXECUTIONS,
     PARAMETER_SERVER,
@@ -89,7 +89,7 @@ def hosts(run: RecordedRun) -> list[Host]:
 
 def _strategy(run: RecordedRun) -> Any:
     """`head["strategy"]` with values that a strategy can have; None if one of them is missing or another."""
-    values = {**dict.fromkeys(AXES, 1), **table(run.head.get("strategy"))}  # an older run may lack an axis
+    values = with_all_axes(table(run.head.get("strategy")))
     degrees = [integer(values.get(axis)) for axis in AXES]
     stages = values.get("stages_per_rank")
     fits = (

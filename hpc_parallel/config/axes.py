@@ -111,3 +111,8 @@ AXES = tuple(axis.name for axis in DECLARED)
 BATCH_AXES = tuple(axis.name for axis in DECLARED if axis.splits is Splits.BATCH)
 SAMPLE_AXES = tuple(axis.name for axis in DECLARED if axis.splits is Splits.SAMPLES)
 AVERAGED_AXES = tuple(axis.name for axis in DECLARED if axis.averaged)
+
+
+def with_all_axes(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Add degree 1 for axes that did not exist when a run was recorded."""
+    return {**dict.fromkeys(AXES, 1), **recorded}

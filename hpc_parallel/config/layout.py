@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Protocol, cast
 
-from hpc_parallel.config.axes import AVERAGED_AXES, AXES, BATCH_AXES
+from hpc_parallel.config.axes import AVERAGED_AXES, AXES, BATCH_AXES, with_all_axes
 
 SPMD, DATAPARALLEL, PARAMETER_SERVER = EXECUTIONS = ("spmd", "dataparallel", "parameter_server")
 
@@ -39,11 +39,8 @@ class Strategy(Degrees, Execution, Protocol):
 
 
 def recorded_strategy(config: Mapping[str, Any]) -> Strategy:
-    """The strategy of a recorded `config.yaml`, whose content is plain tables.
-
-    An axis that did not exist when the run was recorded has degree 1.
-    """
-    return cast(Strategy, SimpleNamespace(**{**dict.fromkeys(AXES, 1), **config["strategy"]}))
+    """The strategy of a recorded `config.yaml`, whose content is plain tables."""
+    return cast(Strategy, SimpleNamespace(**with_all_axes(config["strategy"])))
 
 
 def processes_per_node(strategy: Execution, *, gpus_per_node: int) -> int:

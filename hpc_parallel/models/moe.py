@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from hpc_parallel.models.auxiliary_loss import AuxiliaryLoss
+from hpc_parallel.models.experts import Experts
 from hpc_parallel.models.layered import PartFlops
 from hpc_parallel.models.transformer import Transformer
 
@@ -56,23 +56,6 @@ class MoeTransformer(Transformer):
             for part, mixture in zip(flops.blocks, mixtures, strict=True)
         )
         return PartFlops(stem=flops.stem, blocks=blocks, head=flops.head)
-
-
-class Experts(nn.Module):
-    """SwiGLU layers, one for each expert: down(silu(gate(x)) * up(x)). Weights are [expert, out, in]."""
-
-    def __init__(self, count: int, *, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.count = count
-        self.gate = nn.Parameter(torch.empty(count, hidden, dim))
-        self.up = nn.Parameter(torch.empty(count, hidden, dim))
-        self.down = nn.Parameter(torch.empty(count, dim, hidden))
-
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Returns the outputs of `rows` [row, dim], which are sorted by expert; `counts` [expert], int64."""
-        ends = counts.cumsum(0, dtype=torch.int32)
-        hidden = F.silu(grouped_product(rows, self.gate, ends)) * grouped_product(rows, self.up, ends)
-        return grouped_product(hidden, self.down, ends)
 
 
 class MixtureOfExperts(nn.Module):
@@ -128,19 +111,3 @@ def imbalance(probabilities: Tensor, chosen: Tensor) -> Tensor:
     assigned = torch.zeros_like(probabilities).scatter(-1, chosen, 1.0)
     shares = assigned.sum(dim=1) / (positions * chosen.shape[-1])
     return positions * experts * (shares * probabilities.mean(dim=1)).sum()
-
-
-def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each group of `rows` [row, in] by its matrix of `weights` [group, out, in].
-
-    ends: the index after the last row of each group, [group], int32. torch has one kernel for all groups, but
-    not for float64; then the host reads `ends`.
-    """
-    if torch.is_autocast_enabled(rows.device.type):
-        dtype = torch.get_autocast_dtype(rows.device.type)
-        rows, weights = rows.to(dtype), weights.to(dtype)
-    if rows.dtype != torch.float64:
-        return F.grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
-    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    products = [F.linear(group, weight) for group, weight in zip(rows.split(sizes), weights, strict=True)]
-    return torch.cat(products)

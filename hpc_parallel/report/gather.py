@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.config.axes import AXES
+from hpc_parallel.config.axes import AXES, with_all_axes
 from hpc_parallel.config.layout import Layout, layout_of, recorded_strategy
 from hpc_parallel.problems import printable, spell
 from hpc_parallel.record import attempts
@@ -236,7 +236,7 @@ def _row(run: RecordedRun, *, state: str, ended: bool, label: str, differs: Sequ
     layout: Any = summary.get("layout")
     if not _is_layout(layout):
         layout = _layout(run)
-    layout = layout and {**dict.fromkeys(AXES, 1), **layout}
+    layout = layout and with_all_axes(layout)
     devices = _devices(run)
     figures["device_hours"] = device_hours(run, devices=devices)
     share, step_s = figures["exposed_communication_share"], figures["step_time_s"]
@@ -256,7 +256,8 @@ def _figure(key: str, value: Any) -> float | None:
 
 def _is_layout(layout: Any) -> bool:
     """An axis that did not exist when the run was recorded may be missing."""
-    return isinstance(layout, dict) and set(layout) <= set(AXES) and all(map(is_count, layout.values()))
+    known = isinstance(layout, dict) and bool(layout) and set(layout) <= set(AXES)
+    return known and all(map(is_count, layout.values()))
 
 
 def _devices(run: RecordedRun) -> int | None:

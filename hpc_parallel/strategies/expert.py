@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 from torch.nn import Module, Parameter
 
+from hpc_parallel.models.experts import Experts
 from hpc_parallel.models.layered import LayeredModel
-from hpc_parallel.models.moe import Experts
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies.forward_backward import ForwardBackward
 from hpc_parallel.strategies.replace_forward import Forward, OriginalForward, replace_forward
@@ -33,7 +33,7 @@ def require(model: LayeredModel, *, axis: DeviceMesh) -> None:
     degree = axis.size()
     counts = {module.count for module in model.modules() if isinstance(module, Experts)}
     if not counts:
-        rule = f"splits experts, and {type(model).__name__} has none (models/moe.py: Experts)"
+        rule = f"splits experts, and {type(model).__name__} has none (models/experts.py)"
     elif any(count % degree for count in counts):
         rule = f"does not divide the number of experts, {max(counts)}"
     else:

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.auxiliary_loss import AuxiliaryLoss
-from hpc_parallel.models.moe import Experts, MixtureOfExperts, grouped_product, imbalance
+from hpc_parallel.models.experts import Experts, grouped_product
+from hpc_parallel.models.moe import MixtureOfExperts, imbalance
 from tests.composed import prepared
 from tests.parity import LONG, Alone, follow_one_device, in_full
 from tests.workers import Workers

@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
+from hpc_parallel.commands import grid
+from hpc_parallel.config.axes import AXES
 from hpc_parallel.record import owner
+from hpc_parallel.record.recorded import read_run
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, SweepRun, create, write_sweep
@@ -156,6 +159,21 @@ def test_runs_of_one_name_are_distinguished_by_layout(tmp_path: Path, new: Calla
     assert [row.label for row in rows(tmp_path)] == [
         "data 2 x 1, replicate 2", "data 2 x 1, pipeline 2 (001)", "data 2 x 1, pipeline 2 (002)",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("recorded", [{"pipeline": 1, "replicate": 2, "shard": 1}, {}])
+def test_an_axis_that_a_recorded_run_does_not_have_is_1(
+    recorded: dict[str, int], tmp_path: Path, new: Callable[[], Path]
+) -> None:
+    """As in a run of an older version; without any axis, the configuration decides."""
+    run = ended(new(), "strategy=data", "nodes=2")
+    write_json(run.summary, {**json.loads(run.summary.read_text()), "layout": recorded})
+    config = yaml.safe_load(run.config.read_text())
+    del config["strategy"]["expert"]
+    run.config.write_text(yaml.safe_dump(config))
+    (row,) = rows(tmp_path)
+    assert row.layout == {**dict.fromkeys(AXES, 1), "replicate": 2}
+    assert str(grid.layout(read_run(run.path))) == "replicate 2"
 
 
 def test_figures_of_another_batch_are_no_rivals(tmp_path: Path, new: Callable[[], Path]) -> None:
