@@ -33,7 +33,7 @@ class Problem:
         return text
 
 
-Found = Iterator[Problem | str]
+Problems = Iterator[Problem | str]
 
 
 class ConfigError(ValueError):

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def find(folder: RunFolder, *, step: int | None) -> Checkpoint:
-    """The checkpoint of `step`, or the newest that is sound; damaged ones on the way are told on stderr.
+    """The checkpoint of `step`, or the newest that is sound; prints the damaged ones that it skips to stderr.
 
     Nothing of a folder that others can write is read, since the index of a checkpoint is a pickle.
 
@@ -56,16 +56,16 @@ def find(folder: RunFolder, *, step: int | None) -> Checkpoint:
     if not is_run_folder(folder.path):
         raise ConfigError([f"{folder.path} is not a run folder (no config.yaml and rendezvous in it)."])
     require_private(folder.path)
-    found = complete(folder.checkpoints)
+    checkpoints = complete(folder.checkpoints)
     if names := skipped(folder.checkpoints):
-        warn(f"WARNING: {', '.join(names)} in {folder.checkpoints}: links and files are no checkpoints")
-    if not found:
+        warn(f"WARNING: {', '.join(names)} in {folder.checkpoints}: only folders count as checkpoints")
+    if not checkpoints:
         raise ConfigError([f"{folder.path} has no checkpoint (training.checkpoint_every)."])
-    steps = ", ".join(str(checkpoint.step) for checkpoint in found)
-    if step is not None and all(checkpoint.step != step for checkpoint in found):
+    steps = ", ".join(str(checkpoint.step) for checkpoint in checkpoints)
+    if step is not None and all(checkpoint.step != step for checkpoint in checkpoints):
         raise ConfigError([f"{folder.path} has no checkpoint of step {step}. It has: {steps}."])
     damaged: list[str] = []
-    for checkpoint in found:
+    for checkpoint in checkpoints:
         if step is not None and checkpoint.step > step:
             continue
         require_private(checkpoint.path)

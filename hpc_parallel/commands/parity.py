@@ -109,9 +109,9 @@ def judge(case: Case, tolerance: Tolerance, alone: dict[str, str | None]) -> Ver
 def run_quietly(run: PreparedRun) -> str | None:
     """Run to the end and show nothing; the cause where it fails. Raises SiteRefusedError."""
     launcher, _ = choose(run.config.launcher.kind)
-    with redirect_stdout(io.StringIO()) as told:
+    with redirect_stdout(io.StringIO()) as printed:
         code = launcher.launch(run)
     if code == DONE:
         return None
     failure = read_json(run.folder.failure)
-    return failure["line"] if failure else told.getvalue().strip().rpartition("\n")[2]
+    return failure["line"] if failure else printed.getvalue().strip().rpartition("\n")[2]

@@ -73,7 +73,7 @@ def find_problems(folders: Sequence[Path]) -> Iterator[Problem | str]:
     for folder in dict.fromkeys(folders):
         if not os.path.isdir(folder):
             rule = "is a file, and a report is on folders" if os.path.lexists(folder) else "is not there"
-            near = f" Try {alternatives(found)}." if (found := _near(folder)) else ""
+            near = f" Try {alternatives(names)}." if (names := _near(folder)) else ""
             yield f"{folder} {rule}.{near}"
         elif not find_runs(folder):
             yield f"{folder} holds no run, nor does any folder in it. Try runs, where `run` puts them."

@@ -184,7 +184,7 @@ def _find_sources(sources: Sequence[Path], *, pattern: str, problems: list[str])
     for source in sources:
         if os.path.isdir(source):
             try:
-                found = sorted(
+                matches = sorted(
                     file
                     for file in source.rglob(pattern)
                     if os.path.isfile(file) and not is_foreign_link(file)
@@ -192,9 +192,9 @@ def _find_sources(sources: Sequence[Path], *, pattern: str, problems: list[str])
             except (ValueError, IndexError, NotImplementedError) as error:
                 problems.append(f"--pattern {pattern!r}: {error}. Try --pattern '*.txt'.")
                 continue
-            if not found:
+            if not matches:
                 problems.append(f"no file in {source} matches {pattern}. Try --pattern '*.md'.")
-            files += found
+            files += matches
         elif os.path.lexists(source):
             files.append(source)
         else:

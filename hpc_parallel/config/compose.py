@@ -83,7 +83,7 @@ def _with_devices(config: DictConfig) -> DictConfig:
             node = config[key]
             known[key] = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_dict(node) else node
         devices = devices_of_a_node(known)
-    except OmegaConfBaseException:  # told with all keys, as if there were one device
+    except OmegaConfBaseException:  # `resolve` reports it with all other keys
         devices = 1
     except ConfigError as error:
         raise UnresolvedError(error.problems) from error

@@ -7,26 +7,24 @@ override alone, and runs the other checks on the configuration without the refus
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from hpc_parallel.config.checks.all_checks import CHOICES, find_problems, in_order
 from hpc_parallel.config.checks.site_checks import minutes_of
 from hpc_parallel.config.compose import REQUIRED, composing, flat, missing_keys, resolve, unknown_keys
 from hpc_parallel.config.node_devices import AUTO
+from hpc_parallel.config.trials import COMPOSE_ERRORS, Trials
 from hpc_parallel.problems import ConfigError, Problem, nearest
 
-# Hydra raises ValueError for `strategy=null`.
-COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError)
 PLUGINS = {"hydra/sweeper": "sweeper", "hydra/launcher": "launcher"}
 
 
@@ -49,44 +47,6 @@ def diagnose(
         return in_order(problems + _rest(trials, accepted), overrides)
 
 
-class Trials:
-    """Compositions of one configuration, for use inside `composing`.
-
-    Each takes a tenth of a second and is made once.
-    """
-
-    def __init__(self, config_name: str) -> None:
-        self._config_name = config_name
-        self._results: dict[tuple[str, ...], DictConfig | Exception] = {}
-        self._defaults: dict[str, Any] = {}
-
-    def compose(self, overrides: Sequence[str]) -> DictConfig:
-        """Compose the configuration, without Hydra's own part. Raises what Hydra raises."""
-        key = tuple(overrides)
-        if key not in self._results:
-            try:
-                self._results[key] = self._compose(list(overrides))
-            except COMPOSE_ERRORS as error:
-                self._results[key] = error
-        result = self._results[key]
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-    def defaults(self) -> Mapping[str, Any]:
-        """The default choice of each group."""
-        self.compose([])
-        return self._defaults
-
-    def _compose(self, overrides: list[str]) -> DictConfig:
-        config = compose(self._config_name, overrides=overrides, return_hydra_config=True)
-        if not overrides:
-            self._defaults = dict(config.hydra.runtime.choices)
-        with open_dict(config):
-            del config["hydra"]
-        return config
-
-
 def try_each(
     overrides: Sequence[str], *, trials: Trials, sweep: bool
 ) -> tuple[list[Problem | str], list[str]]:
@@ -94,7 +54,6 @@ def try_each(
 
     Returns the problems of the refused overrides, and the accepted overrides (of a sweep, its first value).
     """
-    defaults = trials.defaults()
     refused: dict[str, list[Problem | str]] = {}
     accepted: list[str] = []
     values = {override: _expand(override) if sweep else [override] for override in overrides}
@@ -106,8 +65,7 @@ def try_each(
         for single in singles[1:] if firsts_compose else singles:
             error = _refusal([*accepted, single], trials)
             if error is not None:
-                plain = trials.compose(accepted)
-                problems.append(_explain(single, error=error, plain=plain, defaults=defaults))
+                problems.append(_explain(single, error=error, trials=trials, accepted=accepted))
         if problems:
             refused[override] = problems
         else:
@@ -167,12 +125,10 @@ def _expand(override: str) -> list[str]:
         return [override]
 
 
-def _explain(
-    override: str, *, error: Exception, plain: DictConfig, defaults: Mapping[str, Any]
-) -> Problem | str:
+def _explain(override: str, *, error: Exception, trials: Trials, accepted: Sequence[str]) -> Problem | str:
     """Turn Hydra's error into a problem: key, value, rule and legal values near it.
 
-    `plain`: a configuration with the accepted overrides; `defaults`: the default choice of each group.
+    `accepted`: the overrides that Hydra accepts.
     """
     key, _, value = override.partition("=")
     if isinstance(error, OverrideParseException):
@@ -192,7 +148,8 @@ def _explain(
     if "Ambiguous value" in text or (len(values) > 1 and set(values) <= set(choices)):
         return f"{override}: several values are a sweep. Try -m {override}, or one value: {key}={values[0]}."
     if choices:
-        return _not_a_choice(key, value, choices=choices, default=defaults.get(key))
+        return _not_a_choice(key, value, choices=choices, default=trials.defaults().get(key))
+    plain = trials.compose(accepted)
     if "Could not override" in str(error) or "not in" in text:
         return _unknown(override, key=key, value=value, plain=plain)
     if isinstance(error.__cause__, OmegaConfBaseException):

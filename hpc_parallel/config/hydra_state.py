@@ -28,7 +28,7 @@ def borrowed_hydra() -> Iterator[None]:
     """
     with _ALONE:
         singletons = (GlobalHydra, HydraConfig, VersionBase)  # their attributes are replaced, never changed
-        kept = [(each.instance(), dict(vars(each.instance()))) for each in singletons]
+        kept = [(singleton.instance(), dict(vars(singleton.instance()))) for singleton in singletons]
         job = copy.deepcopy(JobRuntime.instance().conf)
         store = _copied(ConfigStore.instance().repo)
         resolvers = dict(BaseContainer._resolvers)  # no public function lists them; Hydra copies them so, too

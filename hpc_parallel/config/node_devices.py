@@ -73,8 +73,8 @@ def gpus_by_sinfo(listing: str, *, partition: str | None, gpu_type: str | None) 
     for line in listing.splitlines():
         name, _, gres = line.partition("|")
         if name.rstrip("*") in partition.split(",") if partition else name.endswith("*"):
-            found = [match for match in _GPUS.finditer(gres) if gpu_type in (None, match["type"])]
-            counts.add(sum(int(match["count"]) for match in found))
+            matches = [match for match in _GPUS.finditer(gres) if gpu_type in (None, match["type"])]
+            counts.add(sum(int(match["count"]) for match in matches))
     return sorted(counts - {0})
 
 

@@ -8,7 +8,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from hpc_parallel.config.command_line import Places
 from hpc_parallel.config.compose import composing
-from hpc_parallel.config.diagnose import Trials
+from hpc_parallel.config.trials import Trials
 
 WIDTH = 100
 USAGE = """\

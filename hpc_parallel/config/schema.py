@@ -386,7 +386,7 @@ def _filled(schema: type, values: Mapping[str, Any]) -> Any:
     hints = _hints(schema)
     if values.keys() != hints.keys():
         return None
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, hint in hints.items():
         value = values[name]
         if isinstance(hint, type) and is_dataclass(hint):
@@ -398,20 +398,20 @@ def _filled(schema: type, values: Mapping[str, Any]) -> Any:
                 return None
         elif hint is not Any and not _is(value, hint):
             return None
-        found[name] = value
-    return schema(**found)
+        arguments[name] = value
+    return schema(**arguments)
 
 
 @cache
 def _hints(schema: type) -> dict[str, Any]:
     hints = get_type_hints(schema)
-    return {each.name: hints[each.name] for each in fields(schema)}
+    return {field.name: hints[field.name] for field in fields(schema)}
 
 
 def _is(value: Any, hint: Any) -> bool:
     """Whether the value is what the field says, to the letter: true is no 1, and 1 no 1.0."""
     if isinstance(hint, UnionType):
-        return any(_is(value, each) for each in get_args(hint))
+        return any(_is(value, option) for option in get_args(hint))
     if get_origin(hint) is list:
         return isinstance(value, list) and all(type(item) is get_args(hint)[0] for item in value)
     if get_origin(hint) is dict:

@@ -31,6 +31,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from hpc_parallel.config.compose import composing
+from hpc_parallel.config.trials import selects_group, without_hydra
 from hpc_parallel.problems import ConfigError, Problem
 
 
@@ -85,7 +86,7 @@ def compose_run(
         assert isinstance(overrides, list)
         if problems := [*_only_of_sweeps(composed, overrides), *_without_effect(composed)]:
             raise ConfigError(problems)
-        return Cell(overrides, [], _without_hydra(composed))
+        return Cell(overrides, [], without_hydra(composed))
 
 
 def _only_of_sweeps(composed: DictConfig, overrides: Sequence[str]) -> Iterator[str]:
@@ -193,7 +194,7 @@ def _compose_each(
     parser = OverridesParser.create()
     texts = {text for overrides in batch for text in overrides}
     parsed: dict[str, Override] = {text: parser.parse_override(text) for text in texts}
-    values = {text: parsed[text] for text in texts if not _selects_group(parsed[text], loader=loader)}
+    values = {text: parsed[text] for text in texts if not selects_group(parsed[text], loader=loader)}
     reuse = _can_reuse_copy(batch, values)
     refers_to_hydra = any("${hydra:" in str(override.value()) for override in parsed.values())
     bases: dict[tuple[str, ...], tuple[DictConfig, DictConfig]] = {}
@@ -235,7 +236,7 @@ def _compose_base(
     config_name = sweep_config.hydra.job.config_name
     base = loader.load_configuration(config_name, [*hydra_overrides, *groups], RunMode.RUN)
     OmegaConf.copy_cache(from_config=sweep_config, to_config=base)  # one `now` for the whole sweep
-    return base, _without_hydra(base)
+    return base, without_hydra(base)
 
 
 @contextmanager
@@ -246,13 +247,6 @@ def _naming(overrides: list[str]) -> Iterator[None]:
         raise CellError(overrides, error) from error
 
 
-def _without_hydra(base: DictConfig) -> DictConfig:
-    plain = copy.deepcopy(base)
-    with read_write(plain), open_dict(plain):
-        del plain["hydra"]
-    return plain
-
-
 def _set_hydra_job(number: int, overrides: list[str]) -> None:
     """Let `${hydra:job.num}` and similar references in the user's values refer to this combination."""
     hydra: Any = HydraConfig.get()
@@ -260,9 +254,3 @@ def _set_hydra_job(number: int, overrides: list[str]) -> None:
         hydra.job.num = number
         hydra.job.id = str(number)
         hydra.overrides.task = overrides
-
-
-def _selects_group(override: Override, *, loader: ConfigLoaderImpl) -> bool:
-    """Whether the override selects a file of a group, by Hydra's own rule."""
-    value: Any = override.value()
-    return not isinstance(value, dict) and bool(loader.repository.group_exists(override.key_or_group))

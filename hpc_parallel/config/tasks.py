@@ -8,7 +8,7 @@ from typing import Any
 from hpc_parallel.config.layout import layout_of
 from hpc_parallel.config.schema import GenerateConfig, InferConfig, RunConfig
 from hpc_parallel.data.codec import encode, reads_bytes
-from hpc_parallel.problems import Found, Problem, nearest
+from hpc_parallel.problems import Problem, Problems, nearest
 
 # Numbers of `summary.json` that `sweep.objective` may name; the measured steps of a training give _WATCHED.
 _WATCHED = ("exposed_communication_share", "bubble_share", "traffic_bytes", "busiest_rank_traffic_bytes")
@@ -25,7 +25,7 @@ def objectives(value: Any) -> list[str]:
     return list(map(str, value)) if several else [str(value)]
 
 
-def objective_problems(config: RunConfig) -> Found:
+def objective_problems(config: RunConfig) -> Problems:
     """Find objectives of the sweep that the run will not have."""
     task, training = config.task.name, config.training
     figures = FIGURES.get(task, _TRAINED)

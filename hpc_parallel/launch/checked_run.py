@@ -54,7 +54,8 @@ def all_problems(error: Exception, line: CommandLine, *, also: Sequence[str] = (
 
     Raises `error` again if it is not a refusal.
     """
-    from hpc_parallel.config.diagnose import COMPOSE_ERRORS, diagnose
+    from hpc_parallel.config.diagnose import diagnose
+    from hpc_parallel.config.trials import COMPOSE_ERRORS
 
     if isinstance(error, ConfigError) and not isinstance(error, UnresolvedError):
         return error.problems  # already from all checks

@@ -14,7 +14,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from hpc_parallel.problems import ConfigError, Found, Problem, nearest, quoted
+from hpc_parallel.problems import ConfigError, Problem, Problems, nearest, quoted
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.recorded_start import grants_trust, key_of, read_start
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
@@ -69,7 +69,7 @@ def value_of(override: str) -> Any:
         return OverridesParser.create().parse_override(override).value()
     except HydraException as error:
         key, _, value = override.partition("=")
-        rule = "can't be read: quote what is special in it, once more for the shell"
+        rule = "can't be read: quote special characters of the value, and again for the shell"
         raise ConfigError([Problem(key, value, rule, (quoted(value),))]) from error
 
 
@@ -103,7 +103,7 @@ def require_run(folder: RunFolder) -> None:
     raise ConfigError([Problem("resume", folder.path, "is not a run folder", suggestions or (None,))])
 
 
-def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Found:
+def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Problems:
     """Why the run in `folder` can't continue with `values`, the new resolved configuration."""
     if not is_run_folder(folder.path):  # a sweep: `resumed` has not put the run's overrides before these
         yield (f"resume = {values['resume']} continues one run, but -m starts several. Try it without -m, "

@@ -13,7 +13,7 @@ from hpc_parallel.config.axes import AXES
 from hpc_parallel.config.checks.all_checks import in_order
 from hpc_parallel.config.checks.counts import is_reference_decoder
 from hpc_parallel.config.compose import UnresolvedError, composing, find_folder
-from hpc_parallel.config.diagnose import COMPOSE_ERRORS, diagnose
+from hpc_parallel.config.diagnose import diagnose
 from hpc_parallel.config.schema import (
     ConvNetConfig,
     MoeTransformerConfig,
@@ -21,10 +21,11 @@ from hpc_parallel.config.schema import (
     SegmenterConfig,
     TransformerConfig,
 )
+from hpc_parallel.config.trials import COMPOSE_ERRORS
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.parity.compare import TOLERANCES
 from hpc_parallel.parity.rows import COMMON, LAYERS, NETS, ROWS, TWO, Row
-from hpc_parallel.problems import ConfigError, Found, Problem
+from hpc_parallel.problems import ConfigError, Problem, Problems
 from hpc_parallel.record.run_folder import new_run_id
 
 LAYOUT = ("nodes", "gpus_per_node", *(f"strategy.{axis}" for axis in AXES))
@@ -210,7 +211,7 @@ def key_of(override: str) -> str:
     return override.partition("=")[0].lstrip("+~")
 
 
-def _problems(config: RunConfig) -> Found:
+def _problems(config: RunConfig) -> Problems:
     """Settings that a run allows but a proof does not."""
     precision, launcher = config.training.precision, config.launcher
     if precision not in TOLERANCES:

@@ -17,12 +17,13 @@ from hydra.types import RunMode
 
 from hpc_parallel.config.checks.all_checks import in_order
 from hpc_parallel.config.compose import UnresolvedError, composing, resolve
-from hpc_parallel.config.diagnose import Trials, diagnose, try_each
+from hpc_parallel.config.diagnose import diagnose, try_each
 from hpc_parallel.config.schema import RunConfig, SweepConfig
 from hpc_parallel.config.tasks import objective_problems, objectives
+from hpc_parallel.config.trials import Trials
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
 from hpc_parallel.launch.launcher import SiteRefusedError
-from hpc_parallel.problems import ConfigError, Found, Problem, quoted
+from hpc_parallel.problems import ConfigError, Problem, Problems, quoted
 from hpc_parallel.record.sweep_folder import (
     MANIFEST,
     SkippedRun,
@@ -110,7 +111,7 @@ def _check(
     return scope, problems
 
 
-def _problems(config: RunConfig, *, words: Sequence[str], scope: _Scope, earlier: Path | None) -> Found:
+def _problems(config: RunConfig, *, words: Sequence[str], scope: _Scope, earlier: Path | None) -> Problems:
     """Problems of all the sweeper's runs, found with the first values of the swept keys."""
     for word in words:
         if word.startswith(OF_THE_SWEEP) and word not in scope.fixed:

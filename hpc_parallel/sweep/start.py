@@ -94,7 +94,7 @@ def submit(plan: SweepPlan) -> int:
     jobs, refusals = submit_arrays(plan)
     release(plan.folder)  # the jobs now own their runs
     states = job_states(list(jobs.values()))
-    sweep_table.console().print(sweep_table.submitted(plan, jobs, states, word="refused"))
+    sweep_table.console().print(sweep_table.submitted(plan, jobs, states, without_job="refused"))
     complain(refusals)
     print(f"sweep folder  {plan.folder}")
     if jobs:

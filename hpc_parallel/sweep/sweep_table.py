@@ -24,15 +24,15 @@ def console() -> Console:
 
 
 def submitted(
-    plan: SweepPlan, jobs: Mapping[Path, str], states: Mapping[str, JobState], *, word: str = ""
+    plan: SweepPlan, jobs: Mapping[Path, str], states: Mapping[str, JobState], *, without_job: str = ""
 ) -> Table:
-    """A table of run, overrides, nodes, job id and state. word: the state of runs without a job."""
+    """A table of run, overrides, nodes, job id and state. without_job: the state of runs that have no job."""
     rows: list[Sequence[str]] = []
     for planned in plan.runs:
         path = planned.run.folder.path
         job = jobs.get(path, "")
-        state = str(states.get(job, "submitted")) if job else word
-        run_dir = os.path.relpath(path) if job or word != "refused" else ""
+        state = str(states.get(job, "submitted")) if job else without_job
+        run_dir = os.path.relpath(path) if job or without_job != "refused" else ""
         rows.append((run_dir, planned.label, str(planned.run.config.nodes), job, state))
     for kept in plan.kept:
         label, job = " ".join(kept.swept), kept.run.job_id or ""

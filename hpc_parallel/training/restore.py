@@ -28,7 +28,7 @@ def newest_sound(folder: Path, *, group: dist.ProcessGroup | None) -> tuple[Chec
     checkpoints = [Checkpoint(folder / name, step) for name, step in exchange.broadcast(names, group=group)]
     warnings: list[str] = []
     if rank == 0 and (others := checkpoint_index.skipped(folder)):
-        warnings.append(f"{', '.join(others)} in {folder}: links and files are no checkpoints")
+        warnings.append(f"{', '.join(others)} in {folder}: only folders count as checkpoints")
         print(f"WARNING: {warnings[-1]}", file=sys.stderr, flush=True)
     for checkpoint, older in zip_longest(checkpoints, checkpoints[1:]):
         local_damage = checkpoint.damage(part=rank, parts=dist.get_world_size())

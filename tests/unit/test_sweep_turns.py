@@ -205,5 +205,5 @@ def test_only_the_holder_releases_a_sweep(here: Path) -> None:
 def test_unreadable_overrides_are_reported(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["-m", word] if word.startswith("sweep") else [word]) == 2
     key = word.partition("=")[0]
-    said = f"{key} = /a/(b can't be read: quote what is special in it, once more for the shell."
+    said = f"{key} = /a/(b can't be read: quote special characters of the value, and again for the shell."
     assert f"""{said} Try {key}="'/a/(b'".""" in capsys.readouterr().err

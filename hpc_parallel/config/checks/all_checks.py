@@ -25,7 +25,7 @@ from hpc_parallel.config.checks.targets import missing_part
 from hpc_parallel.config.layout import EXECUTIONS, divisors
 from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.config.schema import TASKS, RunConfig, TransformerConfig
-from hpc_parallel.problems import Found, Problem, nearest
+from hpc_parallel.problems import Problem, Problems, nearest
 from hpc_parallel.record.safe_read import MAX_INTEGER, list_folder
 
 CHOICES = {
@@ -81,7 +81,7 @@ def in_order(problems: Sequence[Problem | str], overrides: Sequence[str]) -> lis
     return sorted(problems, key=position)
 
 
-def _integers(config: RunConfig) -> Found:
+def _integers(config: RunConfig) -> Problems:
     """Integers beyond any real run, or beyond what a file of the run can hold."""
     for key, value in _leaves(asdict(config)):
         if isinstance(value, int):
@@ -104,7 +104,7 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
-def _counts(config: RunConfig) -> Found:
+def _counts(config: RunConfig) -> Problems:
     """Counts must be at least 1."""
     keys = [
         "nodes", "gpus_per_node", "training.steps", "training.global_batch_size",
@@ -124,7 +124,7 @@ def _counts(config: RunConfig) -> Found:
             yield Problem(key, count, "must be at least 1", (legal,))
 
 
-def _choices(config: RunConfig) -> Found:
+def _choices(config: RunConfig) -> Problems:
     for key, choices in CHOICES.items():
         value = value_at(config, key)
         if value not in choices:
@@ -132,7 +132,7 @@ def _choices(config: RunConfig) -> Found:
             yield Problem(key, value, f"is not one of {', '.join(choices)}", tuple(close))
 
 
-def _ranges(config: RunConfig) -> Found:
+def _ranges(config: RunConfig) -> Problems:
     """Numbers must lie in their interval: (key, minimum, maximum, whether closed, a legal value)."""
     steps = max(1, config.training.steps)  # _counts reports a smaller number
     table: list[tuple[str, float, float, bool, Any]] = [
@@ -170,7 +170,7 @@ def _ranges(config: RunConfig) -> Found:
         yield Problem("optimizer.betas", betas, "must be two numbers from 0 to below 1", ([0.9, 0.95],))
 
 
-def _model(config: RunConfig) -> Found:
+def _model(config: RunConfig) -> Problems:
     if not isinstance(config.model, dict) or not config.model.get("_target_"):
         yield "model._target_ is missing: name the class of your model. Try model=tiny."
         return
@@ -195,14 +195,14 @@ def _model(config: RunConfig) -> Found:
             yield Problem(key, value_at(config, key), "must be above 0", (legal,))
 
 
-def _target(key: str, target: Any) -> Found:
+def _target(key: str, target: Any) -> Problems:
     missing = missing_part(str(target))
     if missing is not None:
         rule, near = missing
         yield Problem(key, target, rule, near)
 
 
-def _data(config: RunConfig) -> Found:
+def _data(config: RunConfig) -> Problems:
     """The data must exist, and its tokens must fit the model's vocabulary."""
     if not isinstance(config.data, dict) or not config.data.get("_target_"):
         yield "data._target_ is missing: name the class of your data. Try data=text."

@@ -17,9 +17,9 @@ from hpc_parallel.config.checks.lookup import value_at
 from hpc_parallel.config.checks.suggestions import along_with_less_of
 from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.problems import Found, Problem
+from hpc_parallel.problems import Problem, Problems
 
-SIZES: dict[str, Callable[[RunConfig, Layout], Found]] = {
+SIZES: dict[str, Callable[[RunConfig, Layout], Problems]] = {
     "pipeline": pipeline_checks.find_problems,
     "expert": expert_checks.find_problems,
     "context": context_checks.find_problems,
@@ -29,7 +29,7 @@ SIZES: dict[str, Callable[[RunConfig, Layout], Found]] = {
 """The check of an axis whose degree must fit sizes. It is called for degree 1 too."""
 
 
-def find_problems(config: RunConfig, layout: Layout) -> Found:
+def find_problems(config: RunConfig, layout: Layout) -> Problems:
     for axis in DECLARED:
         degree = layout.degrees[axis.name]
         declared = list(_declared(axis, degree, config=config, layout=layout)) if degree > 1 else []
@@ -38,7 +38,7 @@ def find_problems(config: RunConfig, layout: Layout) -> Found:
             yield from SIZES[axis.name](config, layout)
 
 
-def _declared(axis: Axis, degree: int, *, config: RunConfig, layout: Layout) -> Found:
+def _declared(axis: Axis, degree: int, *, config: RunConfig, layout: Layout) -> Problems:
     kind = reads(config.model)
     if axis.reads is not None and kind is not None and kind != axis.reads:
         rule = f"splits {axis.reads}, and the model reads {kind}"

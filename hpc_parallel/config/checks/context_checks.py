@@ -7,10 +7,10 @@ import math
 from hpc_parallel.config.checks.suggestions import multiples_near
 from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.problems import Found, Problem
+from hpc_parallel.problems import Problem, Problems
 
 
-def find_problems(config: RunConfig, layout: Layout) -> Found:
+def find_problems(config: RunConfig, layout: Layout) -> Problems:
     """The axes must divide a sequence: `context` takes two slices per device, then `tensor` takes one."""
     length = config.data.get("sequence_length") if isinstance(config.data, dict) else None
     if not isinstance(length, int) or length < 1:

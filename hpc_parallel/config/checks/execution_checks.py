@@ -5,10 +5,10 @@ from __future__ import annotations
 from hpc_parallel.config.axes import AVERAGED_AXES, AXES
 from hpc_parallel.config.layout import DATAPARALLEL, PARAMETER_SERVER, SPMD
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.problems import Found, Problem
+from hpc_parallel.problems import Problem, Problems
 
 
-def find_problems(config: RunConfig) -> Found:
+def find_problems(config: RunConfig) -> Problems:
     execution = config.strategy.execution
     if execution in (DATAPARALLEL, PARAMETER_SERVER):
         yield from _whole_replicas(config, execution)
@@ -20,7 +20,7 @@ def find_problems(config: RunConfig) -> Found:
     yield from _compression(config)
 
 
-def _whole_replicas(config: RunConfig, execution: str) -> Found:
+def _whole_replicas(config: RunConfig, execution: str) -> Problems:
     for axis in AXES:
         degree = getattr(config.strategy, axis)
         if axis != "replicate" and degree != 1:
@@ -28,7 +28,7 @@ def _whole_replicas(config: RunConfig, execution: str) -> Found:
             yield Problem(f"strategy.{axis}", degree, rule, (1,), _all_replicas(config))
 
 
-def _one_process(config: RunConfig) -> Found:
+def _one_process(config: RunConfig) -> Problems:
     if config.nodes > 1:
         rule = f"is more than one node, and {DATAPARALLEL} drives the devices of one node from one process"
         yield Problem("nodes", config.nodes, rule, (1,), _all_replicas(config))
@@ -39,7 +39,7 @@ def _one_process(config: RunConfig) -> Found:
             yield Problem(f"training.{switch}", value, rule, (off,))
 
 
-def _compression(config: RunConfig) -> Found:
+def _compression(config: RunConfig) -> Problems:
     """Only DistributedDataParallel has a hook for compression."""
     strategy = config.strategy
     if strategy.gradient_compression == "none":

@@ -6,7 +6,7 @@ from hpc_parallel.config.checks.counts import KEYS, count
 from hpc_parallel.config.checks.suggestions import along_with_less_of, degrees_near
 from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.schema import MoeTransformerConfig, RunConfig
-from hpc_parallel.problems import Found, Problem
+from hpc_parallel.problems import Problem, Problems
 
 UNSPLIT = {  # axes that can't split the reference mixture
     "context": "splits sequences, and the router balances whole sequences",
@@ -14,7 +14,7 @@ UNSPLIT = {  # axes that can't split the reference mixture
 }
 
 
-def find_problems(config: RunConfig, layout: Layout) -> Found:
+def find_problems(config: RunConfig, layout: Layout) -> Problems:
     model = config.model if isinstance(config.model, dict) else {}
     if model.get("_target_") == MoeTransformerConfig._target_:
         yield from _mixture(config, layout, model)
@@ -30,7 +30,7 @@ def find_problems(config: RunConfig, layout: Layout) -> Found:
         yield Problem("strategy.expert", layout.expert, rule, near, along)
 
 
-def _mixture(config: RunConfig, layout: Layout, model: dict[str, object]) -> Found:
+def _mixture(config: RunConfig, layout: Layout, model: dict[str, object]) -> Problems:
     experts, per_token, balance = model["experts"], model["experts_per_token"], model["balance"]
     if isinstance(experts, int) and isinstance(per_token, int) and not 1 <= per_token <= experts:
         rule = f"must be from 1 to model.experts = {experts}"

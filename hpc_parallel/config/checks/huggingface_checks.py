@@ -17,7 +17,7 @@ from hpc_parallel.config.checks.suggestions import along_with_less_of
 from hpc_parallel.config.layout import divisors, layout_of
 from hpc_parallel.config.schema import GenerateConfig, HuggingFaceConfig, RunConfig
 from hpc_parallel.config.tasks import prompt_lengths
-from hpc_parallel.problems import Found, Problem, nearest, spell
+from hpc_parallel.problems import Problem, Problems, nearest, spell
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def roles_in(plan: Mapping[str, str]) -> dict[str, str]:
     return roles
 
 
-def find_problems(config: RunConfig) -> Found:
+def find_problems(config: RunConfig) -> Problems:
     model = config.model
     if not isinstance(model, dict) or model.get("_target_") != HuggingFaceConfig._target_:
         return
@@ -137,7 +137,7 @@ def find_problems(config: RunConfig) -> Found:
     yield from _plan(config, kind=kind, source=source)
 
 
-def _keys(given: Mapping[str, Any], *, kind: str, source: Source) -> Found:
+def _keys(given: Mapping[str, Any], *, kind: str, source: Source) -> Problems:
     for key, value in given.items():
         if value is None or key == "model_type":
             continue
@@ -157,7 +157,7 @@ def _refused(key: str, value: Any, rule: str, *, legal: Any) -> str:
     return f"model.config.{key} = {spell(value)} {rule}. Try ++model.config.{key}={spell(legal)}."
 
 
-def _sizes(config: RunConfig, given: Mapping[str, Any], *, kind: str) -> Found:
+def _sizes(config: RunConfig, given: Mapping[str, Any], *, kind: str) -> Problems:
     wrong = False
     for key in SIZES:
         value = given.get(key)
@@ -181,7 +181,7 @@ def _sizes(config: RunConfig, given: Mapping[str, Any], *, kind: str) -> Found:
         yield from _positions(config, most=int(given["max_position_embeddings"]))
 
 
-def _positions(config: RunConfig, *, most: int) -> Found:
+def _positions(config: RunConfig, *, most: int) -> Problems:
     """No sample and no text may be longer than the learned positions."""
     rule = f"is more than model.config.max_position_embeddings = {most}, the number of learned positions"
     length = config.data.get("sequence_length") if isinstance(config.data, dict) else None
@@ -197,7 +197,7 @@ def _positions(config: RunConfig, *, most: int) -> Found:
             yield Problem("task.new_tokens", config.task.new_tokens, f"with its prompt {rule}", legal)
 
 
-def _plan(config: RunConfig, *, kind: str, source: Source) -> Found:
+def _plan(config: RunConfig, *, kind: str, source: Source) -> Problems:
     try:
         layout = layout_of(config.strategy, devices=config.devices)
     except (ValueError, ZeroDivisionError):

@@ -18,7 +18,7 @@ from hpc_parallel.config.schema import (
     TokensDataConfig,
     TransformerConfig,
 )
-from hpc_parallel.problems import Found, Problem
+from hpc_parallel.problems import Problem, Problems
 
 TOKENS = {"text": TextDataConfig._target_, "tokens": TokensDataConfig._target_}
 # The data that our models train on, by class path. A user's class may take any data.
@@ -33,7 +33,7 @@ SCHEMAS: tuple[type[Any], ...] = (ConvNetConfig, SegmenterConfig, DigitsDataConf
 CLASSES = {DigitsDataConfig._target_: 10, CellsDataConfig._target_: 2}
 
 
-def find_problems(config: RunConfig) -> Found:
+def find_problems(config: RunConfig) -> Problems:
     model, data = (part if isinstance(part, dict) else {} for part in (config.model, config.data))
     yield from _fit(model, data)
     sizes = list(_sizes(model, data))
@@ -60,7 +60,7 @@ def sizes_are_positive(config: RunConfig) -> bool:
     return not list(_sizes(model, data))
 
 
-def _sizes(model: dict[str, Any], data: dict[str, Any]) -> Found:
+def _sizes(model: dict[str, Any], data: dict[str, Any]) -> Problems:
     for group, table in (("model", model), ("data", data)):
         schema = next((schema for schema in SCHEMAS if schema._target_ == table.get("_target_")), None)
         for name, value in table.items():
@@ -71,7 +71,7 @@ def _sizes(model: dict[str, Any], data: dict[str, Any]) -> Found:
         yield Problem("model.channels", channels, "needs a number above 0 for each block", ([16, 32],))
 
 
-def _fit(model: dict[str, Any], data: dict[str, Any]) -> Found:
+def _fit(model: dict[str, Any], data: dict[str, Any]) -> Problems:
     our_data = {target for fitting in FITTING.values() for target in fitting.values()}
     required = FITTING.get(model.get("_target_", ""))
     target = data.get("_target_")
@@ -83,7 +83,7 @@ def _fit(model: dict[str, Any], data: dict[str, Any]) -> Found:
         yield "data = digits needs scikit-learn, which is not installed here (pip install scikit-learn)."
 
 
-def _network(model: dict[str, Any], data: dict[str, Any]) -> Found:
+def _network(model: dict[str, Any], data: dict[str, Any]) -> Problems:
     if data.get("_target_") == DigitsDataConfig._target_:
         for side in ("height", "width"):
             if data[side] % 8:

@@ -11,10 +11,10 @@ from hpc_parallel.config.checks.suggestions import multiples_near
 from hpc_parallel.config.layout import Layout, divisors, plan_batch, servers
 from hpc_parallel.config.schedules import schedule_of, stages_per_rank
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
-from hpc_parallel.problems import Found, Problem
+from hpc_parallel.problems import Problem, Problems
 
 
-def find_problems(config: RunConfig) -> Found:
+def find_problems(config: RunConfig) -> Problems:
     """Yields the problems of degrees, stages and batch."""
     strategy = config.strategy
     devices = config.devices - servers(strategy)
@@ -67,7 +67,7 @@ def _degrees_problem(config: RunConfig, strategy: StrategyConfig, devices: int, 
     return Problem(f"strategy.{axis}", degree, rule, tuple(sorted(legal[:2])))
 
 
-def _batch(config: RunConfig, layout: Layout) -> Found:
+def _batch(config: RunConfig, layout: Layout) -> Problems:
     """The global batch must split over replicas and microbatches without remainder."""
     training, strategy = config.training, config.strategy
     batch, size, count = training.global_batch_size, training.microbatch_size, strategy.microbatches

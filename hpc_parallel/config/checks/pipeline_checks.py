@@ -11,10 +11,10 @@ from hpc_parallel.config.checks.torch_version import too_old
 from hpc_parallel.config.layout import BatchPlan, Layout, divisors
 from hpc_parallel.config.schedules import SCHEDULES, Schedule, schedule_of, stages_per_rank, unfit
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.problems import Found, Problem
+from hpc_parallel.problems import Problem, Problems
 
 
-def find_problems(config: RunConfig, layout: Layout) -> Found:
+def find_problems(config: RunConfig, layout: Layout) -> Problems:
     """Every stage needs a block, and the schedule limits the number of stages per rank."""
     strategy = config.strategy
     if layout.pipeline == 1:
@@ -57,7 +57,7 @@ def cuts_problem(cuts: Sequence[int], *, stages: int, blocks: int | None) -> Pro
     return Problem("strategy.cuts", list(cuts), rule, (even, None))
 
 
-def _runnable(config: RunConfig, layout: Layout) -> Found:
+def _runnable(config: RunConfig, layout: Layout) -> Problems:
     """Yields what torch can't do with the schedule."""
     strategy = config.strategy
     if problem := version_problem(strategy.schedule):
@@ -86,7 +86,7 @@ def version_problem(name: str) -> Problem | None:
     return None if rule is None else Problem("strategy.schedule", name, rule, ("interleaved_zero_bubble",))
 
 
-def batch_problems(config: RunConfig, layout: Layout, plan: BatchPlan) -> Found:
+def batch_problems(config: RunConfig, layout: Layout, plan: BatchPlan) -> Problems:
     """Each schedule limits the number of microbatches."""
     strategy, ranks = config.strategy, layout.pipeline
     rule = unfit(strategy, microbatches=plan.microbatches, ranks=ranks)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.problems import Found, Problem
+from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.record.run_folder import is_run_folder, unreadable
 from hpc_parallel.record.safe_read import list_folder
 
@@ -27,13 +27,13 @@ LAUNCHER_FLAGS = {
 }  # fmt: skip
 
 
-def find_problems(config: RunConfig) -> Found:
+def find_problems(config: RunConfig) -> Problems:
     yield from _names(config)
     yield from _launcher(config)
     yield from _cluster(config)
 
 
-def _names(config: RunConfig) -> Found:
+def _names(config: RunConfig) -> Problems:
     """Names that become part of a path or of a line of shell code."""
     name, current = config.name, Path.cwd()
     if name[:1] in ("", ".") or not _is_path(name) or "/" in name or len(name) > 100:
@@ -75,7 +75,7 @@ def _free(folder: str) -> Path | None:
     return next((path for path in numbered if not os.path.lexists(os.path.expanduser(path))), None)
 
 
-def _launcher(config: RunConfig) -> Found:
+def _launcher(config: RunConfig) -> Problems:
     launcher = config.launcher
     for key in ("partition", "account", "qos", "constraint", "exclude", "wckey"):
         value = getattr(launcher, key)
@@ -100,7 +100,7 @@ def _launcher(config: RunConfig) -> Found:
             yield Problem(key, module, "must be the name of a module, such as cuda/12.4")
 
 
-def _extra_flag(flag: str, value: Any) -> Found:
+def _extra_flag(flag: str, value: Any) -> Problems:
     key = f"launcher.extra.{flag}"
     if not re.fullmatch(r"[a-z][a-z0-9-]*", flag):
         suggestion = re.sub(r"[^a-z0-9-]", "-", flag.lower()).lstrip("-0123456789")
@@ -145,7 +145,7 @@ def minutes_of(clock: str) -> int | None:
     return first + (second > 0)  # minutes[:seconds]
 
 
-def _cluster(config: RunConfig) -> Found:
+def _cluster(config: RunConfig) -> Problems:
     gpu_type = config.cluster.gpu_type
     if gpu_type is not None and not re.fullmatch(r"[\w.-]+", gpu_type, re.ASCII):
         yield Problem("cluster.gpu_type", gpu_type, "can't be the name of a GPU type", (None,))
@@ -159,7 +159,7 @@ def _cluster(config: RunConfig) -> Found:
     yield from _hang_timeout(config)
 
 
-def _hang_timeout(config: RunConfig) -> Found:
+def _hang_timeout(config: RunConfig) -> Problems:
     """Ranks that wait must find a hang, and tell of it, before their collective gives up."""
     limit_s, collective_s = config.cluster.hang_timeout_s, config.cluster.collective_timeout_s
     # A tenth for all to look, a fifth and 5 s for all to write (supervise/hang_report.py), some room.

@@ -17,7 +17,7 @@ from hpc_parallel.config.schema import (
     SegmenterConfig,
     TransformerConfig,
 )
-from hpc_parallel.problems import Found, Problem, nearest
+from hpc_parallel.problems import Problem, Problems, nearest
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder
 from hpc_parallel.record.safe_read import MIB, DamagedError, open_regular, parse_json
@@ -34,7 +34,7 @@ SHAPE = {  # the keys of a model that its weights fit
 }
 
 
-def find_problems(config: RunConfig) -> Found:
+def find_problems(config: RunConfig) -> Problems:
     """Find problems of `weights=` before the job starts."""
     if config.weights is None or config.resume is not None:  # a resumed run uses its own checkpoints
         return
@@ -102,7 +102,7 @@ def _numbers(values: Any) -> tuple[int, ...]:
     return tuple(number for number in numbers if number is not None)
 
 
-def _shape(model: Any, trained: Mapping[str, Any]) -> Found:
+def _shape(model: Any, trained: Mapping[str, Any]) -> Problems:
     """For our models: keys that give the weights another shape than in the trained model."""
     target = text(trained.get("_target_"))
     if not isinstance(model, dict) or not target:

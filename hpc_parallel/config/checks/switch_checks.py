@@ -10,10 +10,10 @@ from hpc_parallel.config.checks.torch_version import too_old
 from hpc_parallel.config.layout import Layout, layout_of
 from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.problems import Found, Problem
+from hpc_parallel.problems import Problem, Problems
 
 
-def find_problems(config: RunConfig) -> Found:
+def find_problems(config: RunConfig) -> Problems:
     try:
         layout = layout_of(config.strategy, devices=config.devices)
     except (ValueError, ZeroDivisionError):  # layout_checks reports it
@@ -30,7 +30,7 @@ def find_problems(config: RunConfig) -> Found:
             yield Problem(f"training.{switch}", True, rule, (False,))
 
 
-def _selective(config: RunConfig, layout: Layout) -> Found:
+def _selective(config: RunConfig, layout: Layout) -> Problems:
     """torch returns a kept result once, so the second half of a split backward pass would get none."""
     strategy, keeps = config.strategy, config.training.activation_checkpointing
     if keeps == "selective" and (problem := selective_problem()):
@@ -50,7 +50,7 @@ def selective_problem() -> Problem | None:
     return Problem("training.activation_checkpointing", "selective", rule, ("full", "none"))
 
 
-def _compiler(config: RunConfig) -> Found:
+def _compiler(config: RunConfig) -> Problems:
     compiler = os.environ.get("CXX", "g++")  # torch uses the same rule
     if _runs_here(config) and shutil.which(compiler) is None:
         rule = f"needs a C++ compiler, but there is no {compiler} here (install g++, or set CXX)"

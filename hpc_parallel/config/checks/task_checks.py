@@ -13,10 +13,10 @@ from hpc_parallel.config.schema import (
     SegmenterConfig,
 )
 from hpc_parallel.data.codec import encode, reads_bytes
-from hpc_parallel.problems import Found, Problem
+from hpc_parallel.problems import Problem, Problems
 
 
-def find_problems(config: RunConfig) -> Found:
+def find_problems(config: RunConfig) -> Problems:
     try:
         layout = layout_of(config.strategy, devices=config.devices)
     except (ValueError, ZeroDivisionError):  # layout_checks reports it
@@ -28,7 +28,7 @@ def find_problems(config: RunConfig) -> Found:
         yield from _prompts(config, config.task)
 
 
-def _infer(task: InferConfig, layout: Layout) -> Found:
+def _infer(task: InferConfig, layout: Layout) -> Problems:
     if task.repeats < 1:
         yield Problem("task.repeats", task.repeats, "must be at least 1", (100,))
     sizes = task.batch_sizes
@@ -41,7 +41,7 @@ def _infer(task: InferConfig, layout: Layout) -> Found:
         yield Problem("task.batch_sizes", sizes, rule, (legal, None))
 
 
-def _generate(config: RunConfig, layout: Layout) -> Found:
+def _generate(config: RunConfig, layout: Layout) -> Problems:
     target = config.model.get("_target_") if isinstance(config.model, dict) else None
     if target in (ConvNetConfig._target_, SegmenterConfig._target_):
         kind = target.rpartition(".")[2]
@@ -59,7 +59,7 @@ def _generate(config: RunConfig, layout: Layout) -> Found:
         yield Problem("training.compile", True, rule, (False,))
 
 
-def _prompts(config: RunConfig, task: GenerateConfig) -> Found:
+def _prompts(config: RunConfig, task: GenerateConfig) -> Problems:
     for key, least in (("prompt_length", 1), ("new_tokens", 1), ("show", 0), ("temperature", 0)):
         value = getattr(task, key)
         if not value >= least:

@@ -9,16 +9,16 @@ from hpc_parallel.config.checks.image_checks import is_convnet
 from hpc_parallel.config.checks.suggestions import along_with_less_of, degrees_near
 from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.schema import RunConfig, SegmenterConfig
-from hpc_parallel.problems import Found, Problem
+from hpc_parallel.problems import Problem, Problems
 
 
-def find_problems(config: RunConfig, layout: Layout) -> Found:
+def find_problems(config: RunConfig, layout: Layout) -> Problems:
     if layout.tensor > 1:
         yield from _splits(config, layout)
         yield from _classifier(config, layout)
 
 
-def _splits(config: RunConfig, layout: Layout) -> Found:
+def _splits(config: RunConfig, layout: Layout) -> Problems:
     """The degree must divide heads, columns and vocabulary."""
     degree = layout.tensor
     heads, kv_heads = count(config, "heads")[1], count(config, "kv_heads")[1]
@@ -43,7 +43,7 @@ def _heads_problem(config: RunConfig, layout: Layout, *, heads: int, kv_heads: i
     return Problem("strategy.tensor", layout.tensor, rule, near, along)
 
 
-def _classifier(config: RunConfig, layout: Layout) -> Found:
+def _classifier(config: RunConfig, layout: Layout) -> Problems:
     """In a convnet only the classifier is split, by its logits."""
     degree, model = layout.tensor, config.model
     if not is_convnet(model):

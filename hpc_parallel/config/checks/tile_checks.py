@@ -9,10 +9,10 @@ from hpc_parallel.config.checks.image_checks import is_convnet, sizes_are_positi
 from hpc_parallel.config.checks.suggestions import multiples_near
 from hpc_parallel.config.layout import Layout, divisors, tile_grid
 from hpc_parallel.config.schema import RunConfig, SegmenterConfig
-from hpc_parallel.problems import Found, Problem
+from hpc_parallel.problems import Problem, Problems
 
 
-def find_problems(config: RunConfig, layout: Layout) -> Found:
+def find_problems(config: RunConfig, layout: Layout) -> Problems:
     """Each tile needs a position on every feature map, and whole pixels for each of its positions."""
     degree, grid = layout.tile, config.strategy.tile_grid
     if grid is not None and (len(grid) != 2 or min(grid) < 1 or math.prod(grid) != degree):
@@ -23,7 +23,7 @@ def find_problems(config: RunConfig, layout: Layout) -> Found:
         yield from _maps(config.model, config.data, grid=tile_grid(degree, grid))
 
 
-def _maps(model: dict[str, Any], data: dict[str, Any], *, grid: tuple[int, int]) -> Found:
+def _maps(model: dict[str, Any], data: dict[str, Any], *, grid: tuple[int, int]) -> Problems:
     blocks = len(model["channels"])
     for side, parts in zip(("height", "width"), grid, strict=True):
         size, unit = data[side], parts * 2**blocks

@@ -14,5 +14,5 @@ def too_old(needed: tuple[int, int]) -> str | None:
         return None
     if match is None or (installed := (int(match[1]), int(match[2]))) >= needed:
         return None
-    wanted, here = (".".join(map(str, release)) for release in (needed, installed))
-    return f"needs torch {wanted} or newer, and torch {here} is installed here"
+    oldest, current = (".".join(map(str, release)) for release in (needed, installed))
+    return f"needs torch {oldest} or newer, and torch {current} is installed here"
