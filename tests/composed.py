@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from hydra import compose, initialize_config_dir
+from hydra import version
 from omegaconf import DictConfig
 
-from hpc_parallel.config.compose import find_folder
+from hpc_parallel.config.compose import composing, find_folder
 from hpc_parallel.config.schema import register
+from hpc_parallel.config.trials import Trials
 from hpc_parallel.launch.prepare import PreparedRun, prepare
+
+register()
+_TRIALS = Trials("config")  # a process of tests reads the files of a selection of groups once
 
 
 def composed(*overrides: str) -> DictConfig:
-    register()
-    with initialize_config_dir(config_dir=str(find_folder("conf")), version_base="1.3"):
-        return compose("config", overrides=list(overrides))
+    version.setbase("1.3")
+    with composing(str(find_folder("conf"))):
+        return _TRIALS.compose(overrides).copy()
 
 
 def prepared(*overrides: str) -> PreparedRun:

@@ -13,6 +13,7 @@ from hydra.utils import instantiate
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.layered import materialise
 from hpc_parallel.worker.session import read_config
+from tests.parity import in_full
 from tests.workers import Workers
 
 PROMPTS = ("def", "class Generation:", "import torch", "return x", "é")  # of unequal length, in bytes too
@@ -74,7 +75,12 @@ def generated(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "generated.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# `make test` proves one layout of each technique, and one pair.
+IN_FULL = ("pipeline 2 x tensor 2", "pipeline of 4")
+CASES = [*(layout for layout in LAYOUTS if layout not in IN_FULL), *in_full((layout,) for layout in IN_FULL)]
+
+
+@pytest.mark.parametrize("layout", CASES)
 def test_tokens_are_those_of_one_device(workers: Workers, wanted: list[list[int]], layout: str) -> None:
     folder = workers.do(*COMMON, *LAYOUTS[layout])
     lines = generated(folder)

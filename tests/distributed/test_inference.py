@@ -14,6 +14,7 @@ from hydra.utils import instantiate
 
 from hpc_parallel.models.layered import materialise
 from hpc_parallel.worker.session import read_config
+from tests.parity import in_full
 from tests.workers import Workers
 
 SAMPLES = 32
@@ -65,7 +66,12 @@ def read(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     return lines, json.loads((folder / "summary.json").read_text())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# `make test` proves one layout of each technique.
+IN_FULL = ("pipeline 2 x tensor 2", "interleaved pipeline of 2", "tile 2 x replicate 2")
+CASES = [*(layout for layout in LAYOUTS if layout not in IN_FULL), *in_full((layout,) for layout in IN_FULL)]
+
+
+@pytest.mark.parametrize("layout", CASES)
 def test_the_loss_is_the_untrained_model_s(workers: Workers, layout: str) -> None:
     """Of the validation, and of each size of batch that is timed: stages must take them all."""
     run = workers.prepare(*COMMON, *LAYOUTS[layout], "strategy.microbatches=null")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.parity import in_full
 from tests.workers import Workers
 
 SMALL = (
@@ -134,12 +135,9 @@ def _reads_from_the_device(run_folder: str) -> int:
     ("strategy", "devices"),
     [
         ("single", 1),
-        ("data", 2),
-        ("dataparallel", 2),
-        ("parameter_server", 3),
         ("pipeline", 2),
         ("fsdp", 2),
-        ("tensor", 2),
+        *in_full([("data", 2), ("dataparallel", 2), ("parameter_server", 3), ("tensor", 2)]),
     ],
 )
 def test_steps_read_nothing_back_from_the_device(workers: Workers, strategy: str, devices: int) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.parity import in_full
 from tests.workers import Workers
 
 MODEL = ("model.layers=2", "model.dim=36", "model.heads=2", "model.kv_heads=2", "model.ffn_dim=46")
@@ -39,8 +40,8 @@ def _first_weights(*overrides: str) -> Mapping[str, Tensor]:
         (("strategy=fsdp", "nodes=3"), 3),
         (("strategy=tensor", "nodes=2"), 2),
         (("strategy=fsdp", "nodes=3", "gpus_per_node=2", "strategy.tensor=2"), 6),
-        (("strategy=fsdp", "nodes=3", "gpus_per_node=2", "strategy.context=2"), 6),
-        (("strategy=hsdp", "nodes=2", "gpus_per_node=4", "strategy.tensor=2"), 8),
+        *in_full([(("strategy=fsdp", "nodes=3", "gpus_per_node=2", "strategy.context=2"), 6)]),
+        *in_full([(("strategy=hsdp", "nodes=2", "gpus_per_node=4", "strategy.tensor=2"), 8)]),
     ],
 )
 def test_slices_are_of_one_devices_weights(workers: Workers, layout: tuple[str, ...], ranks: int) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies import batch_norm, halo, tile
+from tests.parity import in_full
 from tests.workers import Workers
 
 GRIDS = [(1, 2), (2, 1), (2, 2)]
@@ -101,7 +102,9 @@ def nets(draw: st.DrawFn) -> Net:
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-10), *in_full([(torch.float32, 1e-5)])], ids=str
+)
 def test_any_network_in_tiles_is_that_of_one_device(
     workers: Workers, grid: tuple[int, int], dtype: torch.dtype, tolerance: float
 ) -> None:

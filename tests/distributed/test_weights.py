@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from hpc_parallel.commands.export import main as export
 from hpc_parallel.problems import ConfigError
-from tests.parity import largest_difference
+from tests.parity import in_full, largest_difference
 from tests.workers import Trained, Workers
 
 STEPS = 6
@@ -69,19 +69,21 @@ LAYOUTS = {
 }
 
 
-def test_training_starts_from_them_in_any_layout(workers: Workers, run: Trained, file: Path) -> None:
+@pytest.mark.parametrize("layout", ["fsdp 2 x tensor 2", *in_full([("dualpipev 2",), ("server",)])])
+def test_training_starts_from_them_in_any_layout(
+    workers: Workers, run: Trained, file: Path, layout: str
+) -> None:
     """With a new optimizer, from step 1: the same losses everywhere, and not the initial weights' ones."""
-    words = (*COMMON, *TRANSFORMER, "training.checkpoint_every=null", "training.steps=3")
-    started = {name: workers.train(*words, *layout, f"weights={file}") for name, layout in LAYOUTS.items()}
-    for found in started.values():
-        assert [line["samples"] for line in found.lines] == [16, 32, 48]
-        assert largest_difference(found.losses, started["single"].losses) < 1e-10
-    assert started["single"].losses[0] < run.losses[0] - 0.5
-    summary = json.loads((started["single"].folder / "summary.json").read_text())
-    assert summary["weights"] == str(file)
+    words = (*COMMON, *TRANSFORMER, "training.checkpoint_every=null", "training.steps=3", f"weights={file}")
+    single, split = (workers.train(*words, *LAYOUTS[name]) for name in ("single", layout))
+    assert [line["samples"] for line in split.lines] == [16, 32, 48]
+    assert largest_difference(split.losses, single.losses) < 1e-10
+    assert single.losses[0] < run.losses[0] - 0.5
+    for started in (single, split):
+        assert json.loads((started.folder / "summary.json").read_text())["weights"] == str(file)
 
 
-@pytest.mark.parametrize("layout", ["single", "fsdp 2 x tensor 2"])
+@pytest.mark.parametrize("layout", ["single", *in_full([("fsdp 2 x tensor 2",)])])
 def test_inference_gives_the_loss_that_training_ended_with(
     workers: Workers, run: Trained, file: Path, layout: str
 ) -> None:

@@ -53,12 +53,12 @@ def until(site: Site, job: str, state: str, *, within_s: float = 120) -> dict[st
 
 def test_jobs_are_looked_after_from_elsewhere(site: Site) -> None:
     ends = submitted(site, "nodes=1", "name=ends")
-    long = submitted(site, "nodes=4", "training.steps=100000", "name=long", "+launcher.extra.exclusive=true")
+    long = submitted(site, "nodes=2", "training.steps=100000", "name=long", "+launcher.extra.exclusive=true")
     waits = submitted(site, "nodes=4", "name=waits", "+launcher.extra.exclusive=true")
     done = until(site, ends, "completed")
     assert (done["run"].split("/")[0], done["step"], done["steps"], done["ended"]) == ("ends", 10, 10, True)
     running = until(site, long, "running")
-    assert (running["nodes"], running["steps"], running["ended"]) == (4, 100000, False)
+    assert (running["nodes"], running["steps"], running["ended"]) == (2, 100000, False)
     deadline = time.monotonic() + 120
     while not status(site, long)[long]["step"]:
         assert time.monotonic() < deadline
@@ -85,7 +85,7 @@ def test_jobs_are_looked_after_from_elsewhere(site: Site) -> None:
     assert stopped["ended"]
     refused = command(site, "cancel", long, "--yes")
     assert (refused.returncode, refused.stderr) == (1, f"{stopped['run']} has ended: cancelled\n")
-    assert "rank 0 of 4" in command(site, "logs", long).stdout
+    assert "rank 0 of 2" in command(site, "logs", long).stdout
 
 
 @pytest.mark.parametrize("accounting", [False, True])

@@ -18,6 +18,7 @@ from cluster import Cluster
 from test_jobs import SMALL, Site, read, wait_for, worker_of
 
 from hpc_parallel.record.sweep_folder import Sweep, read_sweep
+from tests.parity import in_full
 
 pytestmark = pytest.mark.slurm
 
@@ -64,9 +65,11 @@ def job_of(sweep: Sweep, *words: str) -> str:
     return run.job_id
 
 
-def test_a_sweep_is_one_array_for_each_shape_and_resumes_failed_runs(site: CountedSite) -> None:
-    """`strategy=data,pipeline nodes=1,2,4` and a shape that can't be: a batch of 16 over 5 devices."""
-    words = ("-m", "strategy=data,pipeline", "nodes=1,2,4,5", *SMALL, "strategy.balance=parameters",
+@pytest.mark.parametrize("nodes", ["1,2", *in_full([("1,2,4",)])])
+def test_a_sweep_is_one_array_for_each_shape_and_resumes_failed_runs(site: CountedSite, nodes: str) -> None:
+    """A sweep of two strategies, with a shape that can't be: a batch of 16 over 5 devices."""
+    shapes = len(nodes.split(","))
+    words = ("-m", "strategy=data,pipeline", f"nodes={nodes},5", *SMALL, "strategy.balance=parameters",
              "training.steps=30", "launcher=slurm")  # fmt: skip
     started_s = time.monotonic()
     done = site.run(*words)
@@ -78,10 +81,10 @@ def test_a_sweep_is_one_array_for_each_shape_and_resumes_failed_runs(site: Count
     assert len(sweep.skipped) == 2
     assert all("nodes=5" in each.overrides for each in sweep.skipped)
     assert "skipped 2 combinations that can't run:" in done.stdout
-    # three arrays of two, six runs, each with its own nodes: Slurm's records
-    assert len(site.calls) == 3
+    # an array of two runs for each shape, each run with its own nodes: Slurm's records
+    assert len(site.calls) == shapes
     arrays = {job.partition("_")[0] for job in (run.job_id or "" for run in sweep.runs)}
-    assert (len(arrays), len(sweep.runs)) == (3, 6)
+    assert (len(arrays), len(sweep.runs)) == (shapes, 2 * shapes)
     for run in sweep.runs:
         assert run.job_id is not None
         record = site.record(run.job_id)
@@ -108,15 +111,15 @@ def test_a_sweep_is_one_array_for_each_shape_and_resumes_failed_runs(site: Count
     # and only that one is run again
     again = site.run("-m", f"sweep.resume={folder}", "sweep.wait=true")
     assert again.returncode == 0, again.stdout + again.stderr
-    assert len(site.calls) == 4
+    assert len(site.calls) == shapes + 1
     _, resumed = only_sweep(site)
-    assert len(resumed.runs) == 6
+    assert len(resumed.runs) == 2 * shapes
     changed = [new for old, new in zip(sweep.runs, resumed.runs, strict=True) if old != new]
     assert [run.overrides for run in changed] == [killed.overrides]
     assert read(changed[0].run_dir, "summary.json")["outcome"] == "completed"
-    assert again.stdout.count("completed") >= 5
+    assert again.stdout.count("completed") >= 2 * shapes - 1
     nothing = site.run("-m", f"sweep.resume={folder}")
-    assert (nothing.returncode, len(site.calls)) == (0, 4)
+    assert (nothing.returncode, len(site.calls)) == (0, shapes + 1)
     assert f"nothing is missing in {folder}" in nothing.stdout
 
 

@@ -17,6 +17,7 @@ from hpc_parallel.config.compose import resolve
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.run import main
 from tests.composed import composed
+from tests.parity import in_full
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,17 @@ TYPES = [
     wrong("'name=${nope}'", "name", "nope"),
     wrong("'nodes=${nope}'", "nodes", "nope"),
     wrong("'name=${oc.env:HPC_PARALLEL_NOT_SET}'", "name", "HPC_PARALLEL_NOT_SET"),
+    wrong("model._target_=null", "model._target_"),
+    wrong("training.precison=bf16", "training.precison", offers="training.precision=bfloat16"),
+    wrong("training.checkpoint_async=maybe", "training.checkpoint_async"),
+    wrong("data=tokens", "data.path", "no value"),
+    wrong("resume=runs/old", "resume", offers="resume=null"),
+    wrong(
+        "model=huggingface model.config.rms_norm_eps=1e-6", "plus", offers="+model.config.rms_norm_eps=1e-6"
+    ),
+    wrong("task=infr", "task = infr", "train", offers="task=infer"),
+    wrong("task.repeats=5", "no key task.repeats"),
+    wrong("task=infer task.batch_sizes=4", "list of whole numbers", offers="task.batch_sizes=null"),
 ]
 COUNTED = [
     "nodes", "gpus_per_node", "training.steps", "training.global_batch_size", "training.microbatch_size",
@@ -228,18 +240,15 @@ VALUES = [
     wrong("model.vocab_size=100", "model.vocab_size = 100", "255", offers="model.vocab_size=256"),
     wrong("model._target_=nowhere.Model", "model._target_", "no module nowhere"),
     wrong("model._target_=Model", "model._target_", "package.module.Class"),
-    wrong("model._target_=null", "model._target_"),
     wrong("model._target_=hpc_parallel.models.transformer.Transfomer", "model._target_", "no Transfomer",
           offers="model._target_=hpc_parallel.models.transformer.Transformer"),
     wrong("data._target_=hpc_parallel.data.nothing.Data", "data._target_", "hpc_parallel.data.nothing"),
     wrong("data.path=/nowhere/x", "data.path", "does not exist"),
     wrong("data.path=txets", "data.path", "does not exist", offers="data.path=texts"),
-    wrong("training.precison=bf16", "training.precison", offers="training.precision=bfloat16"),
     wrong("data.path=empty", "data.path = empty", "no file matches"),
     wrong("training.checkpoint_every=0", "training.checkpoint_every", offers="training.checkpoint_every=1"),
     wrong("training.keep_last=0", "training.keep_last", offers="training.keep_last=1"),
     wrong("training.keep_every=-2", "training.keep_every", offers="training.keep_every=1"),
-    wrong("training.checkpoint_async=maybe", "training.checkpoint_async"),
     wrong("launcher.grace_s=0", "launcher.grace_s", offers="launcher.grace_s=90"),
     wrong("launcher.max_requeues=-1", "launcher.max_requeues", offers="launcher.max_requeues=20"),
     wrong("launcher.max_restarts=-1", "launcher.max_restarts", offers="launcher.max_restarts=0"),
@@ -256,7 +265,6 @@ VALUES = [
     wrong("strategy=fsdp nodes=2 strategy.prefetch=0", "strategy.prefetch = 0", "at least 1",
           offers="strategy.prefetch=1"),
     wrong("data.path=", "data.path", "does not exist"),
-    wrong("data=tokens", "data.path", "no value"),
     wrong("data=tokens data.path=texts", "data.path", "tokenize"),
     wrong("data=tokens data.path=bare.npy", "bare.json is missing", "tokenize"),
     wrong("name=a/b", "name = a/b", offers="name=a-b"),
@@ -266,7 +274,6 @@ VALUES = [
     wrong("run_dir=full", "run_dir", "never overwritten", offers="run_dir=full-3"),
     wrong("run_dir=log%j", "run_dir", "%", offers="run_dir=runs/mine"),
     wrong("run_dir=full/file", "run_dir", "never overwritten"),
-    wrong("resume=runs/old", "resume", offers="resume=null"),
     wrong("training.precision=fp16", "training.precision", "float32, bfloat16, float64"),
     wrong("training.precision=bf16", "training.precision", offers="training.precision=bfloat16"),
     wrong("device=gpu", "device = gpu", "auto, cpu, cuda"),
@@ -356,11 +363,8 @@ IMAGES = [
           "model.channels = 5"),
 ]  # fmt: skip
 TASKS = [
-    wrong("task=infr", "task = infr", "train", offers="task=infer"),
     wrong("task.name=inference", "task.name = inference", offers="task.name=infer"),
-    wrong("task.repeats=5", "no key task.repeats"),
     wrong("task=infer task.repeats=0", "task.repeats = 0", offers="task.repeats=100"),
-    wrong("task=infer task.batch_sizes=4", "list of whole numbers", offers="task.batch_sizes=null"),
     wrong("task=infer task.batch_sizes=[]", "task.batch_sizes = []", offers="task.batch_sizes=[1]"),
     wrong("task=infer task.batch_sizes=[0,4]", "numbers above 0", offers="task.batch_sizes=[1,4]"),
     wrong("task=infer nodes=2 task.batch_sizes=[1,3,8]", "multiples of 2", offers="task.batch_sizes=[2,4,8]"),
@@ -392,8 +396,6 @@ HUGGINGFACE = [
           "model.config.num_hidden_layers is", offers="++model.config.n_layer=null"),
     wrong("model=huggingface model.config.model_type=gpt2 model.config.num_key_value_heads=2",
           "not a key of gpt2's", offers="++model.config.num_key_value_heads=null"),
-    wrong("model=huggingface model.config.rms_norm_eps=1e-6", "plus",
-          offers="+model.config.rms_norm_eps=1e-6"),
     wrong("model=huggingface model.config.model_type=gpt2 +model.config.resid_pdrop=0.1",
           "would depend on the layout", offers="++model.config.resid_pdrop=0"),
     wrong("model=huggingface model.config.model_type=mistral +model.config.sliding_window=64", "window",
@@ -434,7 +436,9 @@ SWEEPS = [
     wrong("-m nodes=1,2 nodez=3", "nodez", offers="nodes=3"),
     wrong("-m strategy=data,pipelin", "strategy = pipelin", offers="strategy=pipeline"),
 ]
-TABLE = [*UNKNOWN, *TYPES, *LAYOUTS, *VALUES, *IMAGES, *HUGGINGFACE, *TASKS, *SWEEPS]
+CHECKED = [*LAYOUTS, *VALUES, *IMAGES, *HUGGINGFACE, *TASKS]  # Hydra composes them; the checks refuse them
+BY_COMMAND = [*UNKNOWN, *TYPES, *SWEEPS, *CHECKED[::25]]
+TABLE = [*UNKNOWN, *TYPES, *SWEEPS, *CHECKED]
 
 
 @pytest.fixture
@@ -474,16 +478,28 @@ def command_of(case: Wrong) -> str:
     return case.command
 
 
-@pytest.mark.parametrize("case", TABLE, ids=command_of)
+def assert_explains(case: Wrong, message: str) -> None:
+    for words in case.says:
+        assert words in message
+    if case.offers:
+        assert re.search(rf"(Try|or|,|:) {re.escape(case.offers)}( or |, |\.$)", message, re.MULTILINE)
+
+
+@pytest.mark.parametrize("case", CHECKED, ids=command_of)
+def test_a_check_names_the_key_the_rule_and_a_legal_value(case: Wrong, here: Path) -> None:
+    problems = find_problems(resolve(composed(*words_of(case)))[0])
+    assert_explains(case, "\n".join(map(str, problems)))
+
+
+@pytest.mark.parametrize(
+    "case", [*BY_COMMAND, *in_full((case,) for case in CHECKED if case not in BY_COMMAND)], ids=command_of
+)
 def test_a_wrong_command_is_refused(case: Wrong, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = listing(here)
-    told = refused(words_of(case), capsys)
-    assert re.match(r"\d+ problems? in the configuration; nothing was started\.\n  ", told)
-    assert "Traceback" not in told
-    for said in case.says:
-        assert said in told
-    if case.offers:
-        assert re.search(rf"(Try|or|,|:) {re.escape(case.offers)}( or |, |\.$)", told, re.MULTILINE)
+    message = refused(words_of(case), capsys)
+    assert re.match(r"\d+ problems? in the configuration; nothing was started\.\n  ", message)
+    assert "Traceback" not in message
+    assert_explains(case, message)
     assert listing(here) == before
 
 
