@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hydra import compose
 from omegaconf import DictConfig
 
 from hpc_parallel.config.axes import AXES
@@ -21,7 +20,7 @@ from hpc_parallel.config.schema import (
     SegmenterConfig,
     TransformerConfig,
 )
-from hpc_parallel.config.trials import COMPOSE_ERRORS
+from hpc_parallel.config.trials import COMPOSE_ERRORS, Trials
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.parity.compare import TOLERANCES
 from hpc_parallel.parity.rows import COMMON, LAYERS, NETS, ROWS, TWO, Row
@@ -103,6 +102,7 @@ class _Planner:
     """Composes each run once, because many rows share the same one-device run."""
 
     def __init__(self, overrides: Sequence[str], extra_dir: str | None) -> None:
+        self._trials = Trials("config")
         self.overrides = overrides
         self.extra_dir = extra_dir
         self.net: str | None = None  # that of the model that the user names
@@ -170,7 +170,7 @@ class _Planner:
 
     def _compose(self, overrides: Sequence[str]) -> DictConfig:
         try:
-            return compose("config", overrides=list(overrides))
+            return self._trials.compose(overrides).copy()
         except COMPOSE_ERRORS as error:
             raise _RefusedError(overrides, error) from error
 

@@ -323,6 +323,7 @@ def wait_for(what: Callable[[], object], *, within_s: float = PATIENCE_S) -> Non
         time.sleep(0.1)
 
 
+@pytest.mark.full
 @pytest.mark.timing
 def test_a_killed_rank_ends_the_job_and_is_named(site: Site) -> None:
     words = ("strategy=pipeline", "nodes=4", *SMALL, "training.steps=100000", "run_dir=killed")

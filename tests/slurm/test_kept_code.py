@@ -37,7 +37,7 @@ def test_edits_while_a_job_waits_change_nothing(site: Site) -> None:
     for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "first")):
         git(site.home, *words)
     own = ("--config-dir", "conf", "model=mine", *WORDS)
-    now = site.run(*own, "run_dir=now", "launcher.wait=true")
+    now = site.run(*own, "run_dir=now", "launcher=local")
     assert now.returncode == 0, now.stdout + now.stderr
     held = site.run(*own, "run_dir=waits", "+launcher.extra.hold=true")
     assert held.returncode == 0, held.stderr

@@ -41,7 +41,7 @@ def test_a_job_equals_the_local_curve(
     cluster: Cluster, workers: Workers, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """launcher=auto; the job goes on without the Run that submitted it."""
-    submitted = submit("strategy=data", "nodes=2", "gpus_per_node=2")
+    submitted = submit("strategy=data", "nodes=2")
     job = job_of(submitted)
     assert submitted.state.name in ("pending", "running", "completing")
     (run,) = hpc_parallel.runs()
@@ -50,7 +50,7 @@ def test_a_job_equals_the_local_curve(
         run.wait(timeout_s=0.1)
     summary = run.wait(timeout_s=300)
     assert capfd.readouterr() == ("", "")
-    assert (summary["outcome"], summary["world_size"], summary["job_ids"]) == ("completed", 4, [job])
+    assert (summary["outcome"], summary["world_size"], summary["job_ids"]) == ("completed", 2, [job])
     assert (run.state.name, run.state.ended) == ("completed", True)
     assert "JobState=COMPLETED" in cluster.run("scontrol", "show", "job", job)
     alone = workers.train("strategy=single", *SMALL).losses

@@ -123,6 +123,7 @@ def test_a_sweep_is_one_array_for_each_shape_and_resumes_failed_runs(site: Count
     assert f"nothing is missing in {folder}" in nothing.stdout
 
 
+@pytest.mark.full
 @pytest.mark.timing
 def test_two_hundred_runs_of_four_shapes_are_four_calls(site: CountedSite) -> None:
     """Held, so that submitting is all that is done."""
