@@ -1,9 +1,9 @@
 """The typed configuration: every key a user may set, with its default and its meaning.
 
-The groups of `conf/` fill these dataclasses; Hydra refuses a key that is not here and a value of
-another type. Legal words and ranges, and what several values together must satisfy, are in
-`checks/`. The comment of each key, at its end
-or in the lines above it, is its row in docs/configuration.md: write one sentence, and `make docs`.
+The groups of `conf/` fill these dataclasses. Hydra refuses a key that is not here and a value of another
+type. `checks/` has the legal words and ranges, and what several values together must satisfy. The comment of
+each key, at its end or in the lines above it, is its row in docs/configuration.md: write one sentence, and
+run `make docs`.
 """
 
 from __future__ import annotations
