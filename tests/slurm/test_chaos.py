@@ -16,16 +16,17 @@ from hpc_parallel.record.job_state import ENDED
 pytestmark = [pytest.mark.slurm, pytest.mark.chaos]
 
 
-def test_preempted_twice_in_a_row(case: Case) -> None:
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.chaos_slow)])
+def test_preempted(case: Case, times: int) -> None:
     job = case.submit(*DATA)
-    for start, (low, high) in enumerate([(5, 20), (25, 40)], start=1):
+    for start, (low, high) in enumerate([(5, 20), (25, 40)][:times], start=1):
         case.until_started(start)
         case.reach(low, high)
         case.preempt(job)
     assert case.ended(job) == "COMPLETED"
-    case.assert_completed(restarts=2, lost=0)
+    case.assert_completed(restarts=times, lost=0)
     line = rf"preempted by Slurm: saved at step \d+; requeued as job {job}"
-    case.assert_said(job, line, times=2)
+    case.assert_said(job, line, times=times)
 
 
 @pytest.mark.chaos_slow

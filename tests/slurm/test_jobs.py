@@ -97,7 +97,7 @@ class Site:
         deadline = time.monotonic() + within_s
         while (record := self.record(job_id))["JobState"] in ("PENDING", "RUNNING", "COMPLETING"):
             assert time.monotonic() < deadline, record
-            time.sleep(0.2)
+            time.sleep(0.5)
         return record
 
 
@@ -320,7 +320,7 @@ def wait_for(what: Callable[[], object], *, within_s: float = PATIENCE_S) -> Non
     deadline = time.monotonic() + within_s
     while not what():
         assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.1)
+        time.sleep(0.2)
 
 
 @pytest.mark.full
