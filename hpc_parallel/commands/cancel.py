@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.commands.find import find_all, is_one, once
+from hpc_parallel.commands.find import find_all, is_one, unique_runs
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.names import label
@@ -77,7 +77,7 @@ def _targets(words: Sequence[str]) -> list[Target]:
             f"{target.label} is another user's sweep, which may name any run. Name the runs."
             for target in foreign
         ])  # fmt: skip
-    runs = once(named)
+    runs = unique_runs(named)
     targets = [Target(run, state) for run, state in zip(runs, states(runs), strict=True)]
     if damaged := [target.damage for target in targets if target.damage]:
         raise ConfigError(damaged)

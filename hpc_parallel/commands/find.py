@@ -18,7 +18,7 @@ _NAMED = 5  # similar names that an error lists
 
 
 @dataclass(frozen=True)
-class Named:
+class Match:
     """What an argument names: a run, or a sweep or a job array with its runs."""
 
     label: str
@@ -31,46 +31,46 @@ def newest_first(runs: Iterable[RecordedRun]) -> list[RecordedRun]:
     return sorted(runs, key=lambda run: (_started(run.path), run.path.name), reverse=True)
 
 
-def find_all(words: Sequence[str]) -> list[Named]:
+def find_all(words: Sequence[str]) -> list[Match]:
     """Find each word: a path, a run id, a job id or a unique part of a name.
 
     Raises ConfigError with every word that is unknown or ambiguous, and similar names.
     """
-    named, problems = [], []
+    matches, problems = [], []
     for word in words:
         try:
-            named.append(_find(word))
+            matches.append(_find(word))
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return named
+    return matches
 
 
 def find_run(word: str) -> RecordedRun:
     """The run that `word` names. Raises ConfigError if it names none or several."""
-    (named,) = find_all([word])
-    if len(named.runs) != 1:
-        raise ConfigError([_several(word, [label(run.path) for run in newest_first(named.runs)])])
-    return named.runs[0]
+    (match,) = find_all([word])
+    if len(match.runs) != 1:
+        raise ConfigError([_several(word, [label(run.path) for run in newest_first(match.runs)])])
+    return match.runs[0]
 
 
-def once(named: Iterable[Named]) -> list[RecordedRun]:
-    """All runs that were named, without duplicates."""
-    return list({run.path: run for target in named for run in target.runs}.values())
+def unique_runs(matches: Iterable[Match]) -> list[RecordedRun]:
+    """All runs of the matches, without duplicates."""
+    return list({run.path: run for match in matches for run in match.runs}.values())
 
 
-def _find(word: str) -> Named:
+def _find(word: str) -> Match:
     path = _path(word)
     if word and (runs := _runs_in(path)):
-        return Named(label(path), path, tuple(runs))
+        return Match(label(path), path, tuple(runs))
     if word and (refusal := unreadable(path)):
         raise ConfigError([refusal])
     if word and is_sweep_folder(path) and (damage := _damage(path)):
         raise ConfigError([f"{damage}."])
     known = newest_first(find_runs(RUNS))
     if is_job_id(word) and (runs := [run for run in known if any(_of(job, word) for job in run.job_ids)]):
-        return _run(runs[0]) if len(runs) == 1 else Named(f"job {word}", None, tuple(runs))
+        return _run(runs[0]) if len(runs) == 1 else Match(f"job {word}", None, tuple(runs))
     labels = {label(run.path): run for run in known}
     sweeps = {label(sweep): sweep for sweep in _sweeps(word)}
     names = [*labels, *sweeps]
@@ -84,7 +84,7 @@ def _find(word: str) -> Named:
     (name,) = matching
     if name in labels:
         return _run(labels[name])
-    return Named(name, sweeps[name], tuple(_runs_in(sweeps[name])))
+    return Match(name, sweeps[name], tuple(_runs_in(sweeps[name])))
 
 
 def _path(word: str) -> Path:
@@ -113,8 +113,8 @@ def _damage(path: Path) -> str | None:
     return None
 
 
-def _run(run: RecordedRun) -> Named:
-    return Named(label(run.path), run.path, (run,))
+def _run(run: RecordedRun) -> Match:
+    return Match(label(run.path), run.path, (run,))
 
 
 def _fitting(word: str) -> list[Callable[[str], bool]]:
@@ -179,6 +179,6 @@ def _started(path: Path) -> float:
     return 0.0
 
 
-def is_one(named: Named) -> bool:
+def is_one(named: Match) -> bool:
     """Whether it is one run or one sweep, and not a folder that contains several."""
     return named.path is None or is_run(named.path) or is_sweep_folder(named.path)

@@ -48,7 +48,7 @@ class Host:
     devices: tuple[Device, ...]
 
 
-def ranks(run: RecordedRun) -> int | None:
+def world_size(run: RecordedRun) -> int | None:
     """The number of ranks; None if the configuration does not say it."""
     nodes, devices, strategy = run.nodes, run.gpus_per_node, _strategy(run)
     if nodes is None or devices is None or strategy is None or min(nodes, devices) < 1:
@@ -69,12 +69,12 @@ def layout(run: RecordedRun) -> Layout | None:
 
 def hosts(run: RecordedRun) -> list[Host]:
     """The hosts by node; empty if the configuration does not say it or has too many devices."""
-    degrees, count, strategy = layout(run), ranks(run), _strategy(run)
+    degrees, count, strategy = layout(run), world_size(run), _strategy(run)
     nodes, devices = run.nodes or 0, run.gpus_per_node or 0
     if degrees is None or count is None or min(nodes, devices) < 1 or nodes * devices > MOST_DEVICES:
         return []
     places = _places(run, ranks=count)
-    found = []
+    rows = []
     for node in range(nodes):
         held = []
         for device in range(devices):
@@ -83,8 +83,8 @@ def hosts(run: RecordedRun) -> list[Host]:
             # If a process drives several devices, the run records only the first.
             name = text(places[rank].get("device")) if count == nodes * devices else None
             held.append(Device(rank, name, _holds(place - servers(strategy), degrees, strategy)))
-        found.append(Host(node, text(places[node * count // nodes].get("host")), tuple(held)))
-    return found
+        rows.append(Host(node, text(places[node * count // nodes].get("host")), tuple(held)))
+    return rows
 
 
 def _strategy(run: RecordedRun) -> Any:

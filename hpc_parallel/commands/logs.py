@@ -147,9 +147,9 @@ def _rank_problems(rank: str, run: RecordedRun | None) -> Iterator[Problem]:
 
 def _world_size(run: RecordedRun) -> int:
     """The number of ranks; without a readable configuration, the number of ranks that have logs."""
-    from hpc_parallel.commands.grid import ranks
+    from hpc_parallel.commands.grid import world_size
 
-    count = ranks(run)
+    count = world_size(run)
     return count if count is not None else max([1, *(1 + (source.rank or 0) for source in _logged(run))])
 
 

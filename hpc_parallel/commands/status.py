@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from hpc_parallel.commands.find import Named, find_all, newest_first, once, sweep_of
+from hpc_parallel.commands.find import Match, find_all, newest_first, sweep_of, unique_runs
 from hpc_parallel.commands.run_rows import HEADINGS, RIGHT, Row, cells, count_states, rows_of
 from hpc_parallel.exit_codes import DONE
 from hpc_parallel.problems import printable
@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _status(given: argparse.Namespace) -> int:
     named = find_all(given.runs)
-    all_runs = newest_first(find_runs(RUNS)) if not named else once(named)
+    all_runs = newest_first(find_runs(RUNS)) if not named else unique_runs(named)
     runs = all_runs if named or given.all else all_runs[:NEWEST]
     rows = rows_of(runs)
     if given.json:
@@ -144,7 +144,7 @@ def _width(heading: str, texts: Sequence[str]) -> int:
     return max(map(len, [*parts, *heading.split()]))
 
 
-def _notes(rows: Sequence[Row], named: Sequence[Named]) -> list[str]:
+def _notes(rows: Sequence[Row], named: Sequence[Match]) -> list[str]:
     """Reasons of failed runs, and combinations that a sweep left out."""
     lines = [f"{row.run}: {row.failure}" for row in rows if row.failure]
     for target in named:
