@@ -25,9 +25,9 @@ from hpc_parallel.record.run_folder import RunFolder
 from tests.parity import in_full
 from tests.workers import Workers
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
-PATIENCE_S = 120  # with what never happens; other tests run beside these
+PATIENCE_S = 240  # with what never happens; other tests run beside these
 SMALL = (
     "training.steps=10",
     "training.log_every=1",
@@ -136,7 +136,7 @@ def only_run(site: Site) -> Path:
 def test_a_job_completes_and_equals_the_local_curve(
     site: Site, workers: Workers, words: tuple[str, ...], small: tuple[str, ...], hosts: int, ranks: int
 ) -> None:
-    done = site.run(*words, *small, "launcher=slurm", "launcher.wait=true", timeout_s=300)
+    done = site.run(*words, *small, "launcher=slurm", "launcher.wait=true", timeout_s=500)
     assert done.returncode == 0, done.stdout + done.stderr
     folder = only_run(site)
     summary = read(folder, "summary.json")

@@ -20,7 +20,7 @@ from test_jobs import SMALL, Site, read, wait_for, worker_of
 from hpc_parallel.record.sweep_folder import Sweep, read_sweep
 from tests.parity import in_full
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]  # beside tests of eight ranks
 
 # Every call of sbatch leaves a line, then Slurm's own gets it.
 COUNTED = """#!/bin/sh
