@@ -41,6 +41,14 @@ def _schemas() -> None:
     register()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _proofs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Comparisons with one device are recorded outside of this user's own cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
     """Processes that import torch once and run the trainings that tests request."""

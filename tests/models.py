@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hpc_parallel.models.attention import CausalAttention, FullAttention
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.transformer import Transformer
 
@@ -22,6 +23,16 @@ class Decided(Transformer):
             tensor.fill_(1.0)
         else:
             tensor.normal_(std=0.2, generator=generator)
+
+
+class Encoder(Transformer):
+    """The reference decoder's blocks with attention in both directions."""
+
+    def __init__(self, **shape: Any) -> None:
+        super().__init__(**shape)
+        for name, module in list(self.named_modules()):
+            if isinstance(module, CausalAttention):
+                self.set_submodule(name, FullAttention())
 
 
 class Bigram(LayeredModel):

@@ -69,8 +69,11 @@ class Workers:
         """Train a prepared run to its end."""
         parts = self.run(run.processes, train_and_keep, str(run.folder.path), dict(variables or {}))
         gradients, weights = (agreed(tensors) for tensors in zip(*parts, strict=True))
-        lines = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
-        return Trained(lines=lines, gradients=gradients, weights=weights, folder=run.folder.path)
+        return Trained(lines=self.lines(run), gradients=gradients, weights=weights, folder=run.folder.path)
+
+    def lines(self, run: PreparedRun) -> list[dict[str, Any]]:
+        """The metrics of a run."""
+        return [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
 
     def do(self, *overrides: str) -> Path:
         """Run a task that trains nothing; returns the run folder that it leaves."""
@@ -149,7 +152,8 @@ def agreed(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for part in parts:
         for name, tensor in part.items():
-            assert name not in found or (found[name] == tensor).all(), f"ranks disagree on {name}"
+            same = name not in found or found[name].allclose(tensor, rtol=0, atol=0, equal_nan=True)
+            assert same, f"ranks disagree on {name}"
             found[name] = tensor
     return found
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.commands.find import find_all, is_one, unique_runs
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
 from hpc_parallel.problems import ConfigError
+from hpc_parallel.record.find import find_all, is_one, unique_runs
 from hpc_parallel.record.names import label
 from hpc_parallel.record.sweep_folder import MANIFEST, is_sweep_folder
 from hpc_parallel.shell import run_command

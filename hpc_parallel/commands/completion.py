@@ -1,4 +1,4 @@
-"""Tab completion of the commands, their flags and the names of runs, by argcomplete in bash, zsh and fish.
+"""Tab completion of commands, flags, names of runs and overrides, by argcomplete in bash, zsh and fish.
 
 The shell runs the command for each key press, so this module imports only what parses arguments.
 """
@@ -6,11 +6,12 @@ The shell runs the command for each key press, so this module imports only what 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
-from hpc_parallel.commands.find import newest_first
+from hpc_parallel.record.find import newest_first
 from hpc_parallel.record.names import RUNS, label
 from hpc_parallel.record.recorded import find_runs
 
@@ -20,11 +21,44 @@ WITH_RUN = ("rerun", "export")
 
 def complete(commands: Iterable[str]) -> None:
     """Answer the shell and exit. Returns if argcomplete is not installed."""
+    _answer(run_parser() if _starts_a_run(os.environ) else parser(commands))
+
+
+def complete_run() -> None:
+    """The same for `python -m hpc_parallel.run`."""
+    _answer(run_parser())
+
+
+def _answer(line: argparse.ArgumentParser) -> None:
     try:
         import argcomplete
     except ImportError:
         return
-    argcomplete.autocomplete(parser(commands))
+    argcomplete.autocomplete(line)
+
+
+def _starts_a_run(environment: Mapping[str, str]) -> bool:
+    """Whether the line is `hpc-parallel run ...`, or `hpc-parallel KEY=VALUE ...` without this word."""
+    start = environment.get("_ARGCOMPLETE", "")  # the number of words that name the program
+    words = environment.get("COMP_LINE", "").split(" ")[int(start) if start.isdigit() else 1 :]
+    return (words[:1] == ["run"] and len(words) > 1) or "=" in "".join(words[:1])
+
+
+def run_parser() -> argparse.ArgumentParser:
+    """The flags of Hydra, and the overrides."""
+    from hydra._internal.utils import get_args_parser
+
+    made: argparse.ArgumentParser = get_args_parser()
+    for action in made._actions:
+        if action.dest == "overrides":
+            action.completer = _overrides  # type: ignore[attr-defined]
+    return made
+
+
+def _overrides(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
+    from hpc_parallel.config.override_words import override_words
+
+    return override_words(prefix, extra_dir=parsed_args.config_dir)
 
 
 def parser(commands: Iterable[str]) -> argparse.ArgumentParser:

@@ -14,6 +14,7 @@ from pathlib import Path
 from hpc_parallel.exit_codes import DONE, FAILED, WRONG
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.checkpoint_index import Checkpoint, complete, skipped
+from hpc_parallel.record.find import path_of
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
 from hpc_parallel.record.trust import UntrustedError, require_private
 from hpc_parallel.terminal import say, warn
@@ -24,8 +25,8 @@ SUFFIX = ".safetensors"
 def main(arguments: Sequence[str]) -> int:
     """Write the file; returns the exit code."""
     given = _parser().parse_args(list(arguments))
-    folder = RunFolder(Path(os.path.expanduser(given.run)).absolute())
     try:
+        folder = RunFolder(path_of(given.run))
         checkpoint = find(folder, step=given.step)
         output: Path = given.output or folder.path / f"{checkpoint.path.name}{SUFFIX}"
         if problems := list(_output_problems(output)):
@@ -93,10 +94,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m hpc_parallel export", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("run", type=Path, help="a run folder")
+    parser.add_argument("run", help="a run folder, a run id, a job id or a part of a name")
     parser.add_argument("--step", type=int, help="of which checkpoint (default: the newest that is sound)")
     parser.add_argument("--output", type=Path, help="the file (default: RUN/step-<n>.safetensors)")
     parser.add_argument(
-        "--library-names", action="store_true", help="of model=huggingface: as transformers names them"
+        "--library-names", action="store_true", help="the names in the model's own code or library"
     )
     return parser

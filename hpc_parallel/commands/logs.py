@@ -1,7 +1,7 @@
 """`python -m hpc_parallel logs RUN`: print the output of a rank, or of all with `--rank all`.
 
-RUN is a path, a run id, a job id or a unique part of a name. Exit codes: 0 done, 2 the run or the rank is
-unknown.
+Without `--rank`, it is the rank that failed first, and rank 0 of a run that did not fail. RUN is a path, a
+run id, a job id or a unique part of a name. Exit codes: 0 done, 2 the run or the rank is unknown.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_parallel.commands.find import find_run
 from hpc_parallel.commands.run_rows import failure_line
 from hpc_parallel.exit_codes import DONE, WRONG
 from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.record.find import find_run
+from hpc_parallel.record.log_noise import is_noise
 from hpc_parallel.record.metrics_file import size
 from hpc_parallel.record.names import label
 from hpc_parallel.record.recorded import RecordedRun, read_run
 from hpc_parallel.record.safe_read import MIB, DamagedError, list_folder, open_regular
+from hpc_parallel.record.values import integer
 from hpc_parallel.shell import run_command
 from hpc_parallel.supervise.run_state import State, states
 from hpc_parallel.terminal import say, warn
@@ -89,9 +91,9 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     made.add_argument("run", metavar="RUN")
-    made.add_argument("--rank", default="0", help="a number, or `all`: each line then starts with its rank")
+    made.add_argument("--rank", help="a number, or `all`: each line then starts with its rank")
     made.add_argument("--follow", action="store_true", help="continue until the run ends, or until Ctrl-C")
-    made.add_argument("--raw", action="store_true", help="do not escape control characters")
+    made.add_argument("--raw", action="store_true", help="the file as it is: no line left out, no escapes")
     made.add_argument(
         "--json", action="store_true", help="print one JSON object for each line: rank, stream, text"
     )
@@ -107,7 +109,8 @@ def _logs(given: argparse.Namespace) -> int:
     problems += _rank_problems(given.rank, run)
     if problems or run is None:
         raise ConfigError(problems)
-    show = _printer(given)
+    rank = given.rank or _first_rank(run)
+    show = _printer(given, rank)
     readers: dict[Path, Reader] = {}
     damaged: dict[Path, DamagedError] = {}
     state: State | None = None
@@ -120,7 +123,7 @@ def _logs(given: argparse.Namespace) -> int:
             if state != before and given.follow:
                 _print_state(run, state)
         last = not given.follow or (state is not None and state.ended)
-        for source in _sources(run, given.rank):
+        for source in _sources(run, rank):
             reader = readers.setdefault(source.path, Reader(source))
             try:
                 show(source, reader.read(to_the_end=last))
@@ -136,8 +139,17 @@ def _logs(given: argparse.Namespace) -> int:
     return WRONG if damaged and len(damaged) == len(readers) else DONE
 
 
-def _rank_problems(rank: str, run: RecordedRun | None) -> Iterator[Problem]:
-    if rank == ALL:
+def _first_rank(run: RecordedRun) -> str:
+    """The rank that failed first, else rank 0; prints which rank it is and why, unless it is rank 0."""
+    rank = None if run.failure is None else integer(run.failure.get("rank"))
+    if not rank or rank < 0:
+        return "0"
+    warn(f"{failure_line(run) or f'rank {rank} failed first'} (other ranks: --rank 0, --rank all)")
+    return str(rank)
+
+
+def _rank_problems(rank: str | None, run: RecordedRun | None) -> Iterator[Problem]:
+    if rank is None or rank == ALL:
         return
     if not re.fullmatch("[0-9]{1,9}", rank):
         yield Problem("--rank", rank, "is neither a rank's number nor all", (0, ALL))
@@ -177,12 +189,12 @@ def _before(run: RecordedRun) -> list[Source]:
     return [Source(path, None, "out") for path in paths if os.path.lexists(path)]
 
 
-def _printer(given: argparse.Namespace) -> Callable[[Source, bytes], None]:
+def _printer(given: argparse.Namespace, rank: str) -> Callable[[Source, bytes], None]:
     if given.raw:
         return _print_raw
     if given.json:
         return _print_json
-    return _print_prefixed if given.rank == ALL else _headed()
+    return _print_prefixed if rank == ALL else _headed()
 
 
 def _print_raw(source: Source, content: bytes) -> None:
@@ -206,18 +218,19 @@ def _headed() -> Callable[[Source, bytes], None]:
 
     def show(source: Source, content: bytes) -> None:
         nonlocal shown
-        if not content:
+        lines = _lines(content)
+        if not lines:
             return
         if source.path != shown and (shown is not None or source.stream == "err" or source.rank is None):
             say(f"==> {source} <==")
         shown = source.path
-        say(*_lines(content))
+        say(*lines)
 
     return show
 
 
 def _lines(content: bytes) -> list[str]:
-    return content.decode(errors="replace").splitlines()
+    return [line for line in content.decode(errors="replace").splitlines() if not is_noise(line)]
 
 
 def _print_state(run: RecordedRun, state: State) -> None:

@@ -28,6 +28,7 @@ from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.shell import complain, refuse
+from hpc_parallel.supervise.failure import CONFIGURATION
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -93,9 +94,10 @@ def judge(case: Case, tolerance: Tolerance, alone: dict[str, str | None]) -> Ver
     if alone[key] is not None:
         return Verdict("failed", [f"one device: {alone[key]}"])
     if cause := run_quietly(case.run):
-        return Verdict("failed", [cause, f"results: {case.run.folder.path}"])
+        refused = (read_json(case.run.folder.failure) or {}).get("kind") == CONFIGURATION
+        return Verdict("left out" if refused else "failed", [cause, f"results: {case.run.folder.path}"])
     try:
-        differences = compare(case.run.folder, case.alone.folder)
+        differences = compare(case.run.folder, case.alone.folder, tolerance=tolerance)
     except ValueError as error:
         return Verdict("failed", [str(error)])
     missed = [

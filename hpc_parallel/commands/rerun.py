@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hpc_parallel.problems import ConfigError
+from hpc_parallel.record.find import path_of
 from hpc_parallel.record.provenance import installed_packages
 from hpc_parallel.record.recorded_start import RecordedStart, key_of, read_start
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
@@ -31,11 +32,11 @@ def main(arguments: Sequence[str]) -> int:
         prog="python -m hpc_parallel rerun", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("run", type=Path, help="a run folder")
+    parser.add_argument("run", help="a run folder, a run id, a job id or a part of a name")
     parser.add_argument("overrides", nargs="*", help="as for `run`; they follow those of the run")
     given = parser.parse_args(list(arguments))
-    folder = RunFolder(Path(os.path.expanduser(given.run)).absolute())
     try:
+        folder = RunFolder(path_of(given.run))
         start = read_origin(folder)
         words, variables = command(folder, start, given.overrides), source(folder, start)
     except ConfigError as error:

@@ -101,7 +101,10 @@ def launch(run: PreparedRun) -> int:
     """Start one run; returns the exit code, at its end or after its submission."""
     launcher, choice = choose(run.config.launcher.kind)
     if run.config.dry_run:
-        print(launcher.preview(run))
+        print(launcher.preview(run), flush=True)
+        from hpc_parallel.launch.rank_variables import describe
+
+        complain([*describe(run), *run.notes])  # beside the batch script, which stdout has
         return DONE
     print("\n".join([str(run), choice, *run.notes]))
     try:

@@ -13,11 +13,11 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from hpc_parallel.commands import grid
-from hpc_parallel.commands.find import find_run
 from hpc_parallel.commands.run_rows import Row, duration, rows_of
 from hpc_parallel.exit_codes import DONE
 from hpc_parallel.problems import printable, spell
 from hpc_parallel.record.checkpoint_index import complete, skipped
+from hpc_parallel.record.find import find_run
 from hpc_parallel.record.metrics_file import milliseconds, per_second, size
 from hpc_parallel.record.recorded import RecordedRun
 from hpc_parallel.record.results import results

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from hpc_parallel.commands.find import Match, find_all, newest_first, sweep_of, unique_runs
 from hpc_parallel.commands.run_rows import HEADINGS, RIGHT, Row, cells, count_states, rows_of
 from hpc_parallel.exit_codes import DONE
 from hpc_parallel.problems import printable
+from hpc_parallel.record.find import Match, find_all, newest_first, sweep_of, unique_runs
 from hpc_parallel.record.names import RUNS
 from hpc_parallel.record.recorded import RecordedRun, find_runs, read_run
 from hpc_parallel.record.sweep_folder import Sweep

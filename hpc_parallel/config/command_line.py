@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypedDict
 
-from hydra._internal.utils import get_args
+from hydra._internal.utils import get_args_parser
 
 from hpc_parallel.config.compose import find_folder
+from hpc_parallel.config.key_suggestions import SYNONYMS
+from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import ConfigError
 
 # Flags of Hydra that print something and start no run (--resolve: only with --cfg or --help).
@@ -34,13 +36,17 @@ class CommandLine:
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> CommandLine:
-        """Parse the words. Hydra's parser ends the process for an unknown flag and for `--version`.
+        """Parse the words; flags may stand anywhere. `--version` ends the process.
 
-        Raises ConfigError for a `--config-dir` that does not exist and for `--experimental-rerun`.
+        Raises ConfigError for an unknown flag, a `--config-dir` that does not exist and
+        `--experimental-rerun`.
         """
         # Hydra requires a plus if the defaults don't name the group; users may write `jobs=` both ways.
         plain = tuple(word.removeprefix("+") if word.startswith("+jobs=") else word for word in words)
-        line = cls(plain, get_args(plain))
+        flags, unknown = get_args_parser().parse_known_intermixed_args(plain)
+        if unknown:
+            raise ConfigError([_unknown_flag(flag, plain) for flag in unknown])
+        line = cls(plain, flags)
         if line.extra_dir and not Path(line.extra_dir).is_dir():
             raise ConfigError([f"--config-dir {line.extra_dir}: this folder does not exist."])
         if line.flags.experimental_rerun:
@@ -78,3 +84,17 @@ class CommandLine:
             "config_name": name or "config",
             "extra_dir": self.extra_dir,
         }
+
+
+def _unknown_flag(flag: str, words: Sequence[str]) -> str:
+    """The problem of a flag that Hydra does not have, with the override that it probably means."""
+    name, equals, value = flag.lstrip("-").partition("=")
+    key = name.replace("-", "_")
+    if key.partition(".")[0] not in {field.name for field in fields(RunConfig)}:
+        key = SYNONYMS.get(key, "").partition("=")[0]
+    if not key:
+        return f"{flag}: there is no such flag. `run --help` lists the flags and keys."
+    after = words[words.index(flag) + 1 :][:1]
+    if not equals and after and "=" not in after[0] and not after[0].startswith("-"):
+        value = after[0]
+    return f"{flag}: a key has no dashes before it. Try {key}={value or 'VALUE'}."

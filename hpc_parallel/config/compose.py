@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
@@ -16,11 +16,14 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hpc_parallel.config.default_batch import LEAST, default_batch_size
+from hpc_parallel.config.key_suggestions import suggest
 from hpc_parallel.config.node_devices import AUTO, devices_of_a_node
 from hpc_parallel.config.schema import RunConfig, filled, typed
-from hpc_parallel.problems import ConfigError, Problem, nearest
+from hpc_parallel.problems import ConfigError, Problem
 
-REQUIRED = {"data.path": "tokens.npy"}  # keys without a default, with an example
+# Keys without a default, with an example.
+REQUIRED = {"data.path": "tokens.npy", "data.dataset._target_": "mydata.MyDataset"}
 
 
 class UnresolvedError(ConfigError):
@@ -54,7 +57,7 @@ def resolve(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
 
     Raises UnresolvedError with every key that is missing or unknown to the schemas.
     """
-    config = _with_devices(config)
+    config = _with_batch(_with_devices(config))
     if (run := _resolve_valid(config)) is not None:
         return run, asdict(run)
     problems: list[Problem | str] = [
@@ -62,8 +65,8 @@ def resolve(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
         for key in missing_keys(config)
     ]
     for key in unknown_keys(config):
-        close = nearest(key, flat(config))
-        problems.append(f"+{key}: there is no key {key}." + (f" Did you mean {close[0]}?" if close else ""))
+        close = suggest(key, flat(config))
+        problems.append(f"+{key}: there is no key {key}." + (f" Did you mean {close}?" if close else ""))
     if problems:
         raise UnresolvedError(problems)
     try:
@@ -89,6 +92,25 @@ def _with_devices(config: DictConfig) -> DictConfig:
         raise UnresolvedError(error.problems) from error
     config = copy.deepcopy(config)
     config.gpus_per_node = devices
+    return config
+
+
+def _with_batch(config: DictConfig) -> DictConfig:
+    """The configuration with a number for `training.global_batch_size`."""
+    if OmegaConf.select(config, "training.global_batch_size", default=LEAST) is not None:
+        return config
+    try:
+        values = OmegaConf.to_container(config, resolve=True)
+        size = default_batch_size(cast(dict[str, Any], values))
+    except (OmegaConfBaseException, KeyError):  # `resolve` reports it with all other keys
+        size = LEAST
+    return with_batch_size(config, size)
+
+
+def with_batch_size(config: DictConfig, size: int) -> DictConfig:
+    """A copy of the configuration in which the global batch has `size` samples."""
+    config = copy.deepcopy(config)
+    config.training.global_batch_size = size
     return config
 
 

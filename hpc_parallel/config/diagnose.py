@@ -17,13 +17,17 @@ from hydra.core.override_parser.types import IntervalSweep
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
+from yaml import YAMLError
 
 from hpc_parallel.config.checks.all_checks import CHOICES, find_problems, in_order
 from hpc_parallel.config.checks.site_checks import minutes_of
 from hpc_parallel.config.compose import REQUIRED, composing, flat, missing_keys, resolve, unknown_keys
+from hpc_parallel.config.file_problems import refused_key, unreadable_file
+from hpc_parallel.config.key_suggestions import ACCUMULATION, suggest
+from hpc_parallel.config.layout import layout_of
 from hpc_parallel.config.node_devices import AUTO
 from hpc_parallel.config.trials import COMPOSE_ERRORS, Trials
-from hpc_parallel.problems import ConfigError, Problem, nearest
+from hpc_parallel.problems import ConfigError, Problem, nearest, spell
 
 PLUGINS = {"hydra/sweeper": "sweeper", "hydra/launcher": "launcher"}
 
@@ -147,9 +151,13 @@ def _explain(override: str, *, error: Exception, trials: Trials, accepted: Seque
     values = value.split(",")
     if "Ambiguous value" in text or (len(values) > 1 and set(values) <= set(choices)):
         return f"{override}: several values are a sweep. Try -m {override}, or one value: {key}={values[0]}."
+    if isinstance(error, YAMLError):
+        return unreadable_file(error)
+    plain = trials.compose(accepted)
+    if (refused := refused_key(error)) is not None:
+        return _refused_in_file(*refused, plain=plain)
     if choices:
         return _not_a_choice(key, value, choices=choices, default=trials.defaults().get(key))
-    plain = trials.compose(accepted)
     if "Could not override" in str(error) or "not in" in text:
         return _unknown(override, key=key, value=value, plain=plain)
     if isinstance(error.__cause__, OmegaConfBaseException):
@@ -165,26 +173,44 @@ def _not_a_choice(key: str, value: str, *, choices: Sequence[str], default: str 
     return Problem(key, value, rule, tuple(close))
 
 
+def _refused_in_file(place: str, key: str, unknown: bool, *, plain: DictConfig) -> str:
+    if not unknown:
+        return f"{place}: {key} is not {_kind(plain, key)}."
+    name = (suggest(key, flat(plain)) or "").partition("=")[0]
+    if name.rpartition(".")[0] == key.rpartition(".")[0] and name:
+        name = name.rpartition(".")[2]
+    return f"{place}: there is no key {key}." + (f" Try {name}." if name else "")
+
+
 def _unknown(override: str, *, key: str, value: str, plain: DictConfig) -> str:
     parent_key = key.rpartition(".")[0]
     parent = OmegaConf.select(plain, parent_key, default=None) if parent_key else plain
     if OmegaConf.is_dict(parent) and not is_dataclass(OmegaConf.get_type(parent)):
         return f"{override}: {parent_key} has no such key yet, and a new one needs a plus. Try +{override}."
-    keys = [name for name in flat(plain) if "." not in key or not _is_table(plain, name)]
-    by_last_part = {name.rpartition(".")[2]: name for name in reversed(keys)}
-    last = key.rpartition(".")[2]
-    close = [by_last_part[last]] if last in by_last_part else nearest(key, keys)
-    close = close or [by_last_part[part] for part in nearest(last, by_last_part)]
     text = f"{override}: there is no key {key}."
-    if not close:
+    if key.rpartition(".")[2] in ACCUMULATION:
+        size = f"training.microbatch_size={_microbatch_size(value, plain=plain)}"
+        return f"{text} Gradients are accumulated over microbatches. Try {size}."
+    name, equals, replacement = (suggest(key, flat(plain)) or "").partition("=")
+    if not name:
         return text
-    if choices := _choices(close[0]):
-        suggestion = f"{close[0]}={(nearest(value, choices) or choices)[0]}"
-    elif _is_table(plain, close[0]):
-        return f"{text} Keys of {close[0]}: {', '.join(flat(plain[close[0]])) or 'any'}."
-    else:
-        suggestion = _legal_override(f"{close[0]}={value}", plain=plain)
-    return f"{text} Try {suggestion}."
+    if choices := _choices(name):
+        return f"{text} Try {name}={replacement or (nearest(value, choices) or choices)[0]}."
+    if _is_table(plain, name):
+        return f"{text} Keys of {name}: {', '.join(flat(plain[name])) or 'any'}."
+    if equals:
+        return f"{text} Try {name}={replacement or spell(OmegaConf.select(plain, name))}."
+    return f"{text} Try {_legal_override(f'{name}={value}', plain=plain)}."
+
+
+def _microbatch_size(count: str, *, plain: DictConfig) -> int:
+    """The microbatch size that splits a replica's part of the global batch into `count` microbatches."""
+    try:
+        config = resolve(plain)[0]
+        replicas = layout_of(config.strategy, devices=config.devices).data
+        return max(1, config.training.global_batch_size // (replicas * int(count)))
+    except (ValueError, ZeroDivisionError):
+        return 1
 
 
 def _is_table(plain: DictConfig, key: str) -> bool:

@@ -32,17 +32,14 @@ def devices_of_a_node(values: Mapping[str, Any], *, environment: Mapping[str, st
     Raises ConfigError if nobody knows.
     """
     launcher, cluster = values["launcher"], values["cluster"]
-    kind = launcher["kind"]
-    if kind == AUTO:
-        kind = _kind_now(tuple(sorted(environment.items())), _period())
-    if kind == "local":
+    if launcher_kind(launcher["kind"], environment=environment) == "local":
         return 1 if values["device"] == "cpu" else max(1, visible_gpus(environment))
     if cluster["gpus_per_node"] is not None:
         return int(cluster["gpus_per_node"])
     if not cluster["gpus"]:
         return 1
     partition, gpu_type = launcher["partition"], cluster["gpu_type"]
-    counts = gpus_by_sinfo(_sinfo(_period()), partition=partition, gpu_type=gpu_type)
+    counts = gpus_by_sinfo(_sinfo(period()), partition=partition, gpu_type=gpu_type)
     if len(counts) == 1:
         return counts[0]
     where = f"partition {partition}" if partition else "the default partition"
@@ -53,13 +50,18 @@ def devices_of_a_node(values: Mapping[str, Any], *, environment: Mapping[str, st
     raise ConfigError([Problem("gpus_per_node", AUTO, rule, tuple(counts or [1]))])
 
 
+def launcher_kind(kind: str, *, environment: Mapping[str, str] = os.environ) -> str:
+    """The launcher that `kind` means now: local, slurm or script."""
+    return _kind_now(tuple(sorted(environment.items())), period()) if kind == AUTO else kind
+
+
 def visible_gpus(environment: Mapping[str, str]) -> int:
     """The NVIDIA GPUs that CUDA would show to a process of this machine, without loading CUDA."""
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:  # CUDA stops at the first entry that names no device
         names = [name.strip() for name in listed.split(",")]
         return next((at for at, name in enumerate(names) if name in ("", "-1")), len(names))
-    if (shown := _ask("nvidia-smi", "-L")) is not None:
+    if (shown := ask("nvidia-smi", "-L")) is not None:
         return sum(line.startswith("GPU ") for line in shown.splitlines())
     return sum(1 for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal())
 
@@ -85,17 +87,18 @@ def _kind_now(environment: tuple[tuple[str, str], ...], period: int) -> str:
 
 @lru_cache(maxsize=1)
 def _sinfo(period: int) -> str:
-    return _ask("sinfo", "-h", "-o", "%P|%G") or ""
+    return ask("sinfo", "-h", "-o", "%P|%G") or ""
 
 
-def _period() -> int:
+def period() -> int:
+    """A number that changes once a minute: an argument of answers that are kept that long."""
     return int(time.monotonic() / _KEPT_S)
 
 
-def _ask(*command: str) -> str | None:
+def ask(*command: str, patience_s: float = _PATIENCE_S) -> str | None:
     """What a command prints; None if it is not there, fails or does not answer."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patience_s)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None

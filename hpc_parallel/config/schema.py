@@ -59,6 +59,9 @@ class StrategyConfig:
     context_attention: str = "ring"
     sequence_parallel: bool = True  # With `tensor`, each device keeps a slice of the sequence between layers.
     loss_parallel: bool = True  # With `tensor`, the logits stay split by vocabulary in the loss.
+    # Compare this layout with one device before a model class of your own trains on it; `auto`: unless that
+    # is recorded, `always`: also classes of this package, `never`: only say that it was not compared.
+    verify: str = "auto"
     tile_grid: list[int] | None = None  # Rows and columns of the grid of tiles; null: the most square grid.
 
 
@@ -162,17 +165,65 @@ class CellsDataConfig:
 
 
 @dataclass
-class OptimizerConfig:
-    """AdamW, and its learning rate over the steps."""
+class DatasetDataConfig:
+    """Samples of your own: an object with `__len__` and `__getitem__`, which returns (input, target)."""
 
-    name: str = "adamw"  # The optimizer.
+    _target_: str = "hpc_parallel.data.dataset.DatasetData"  # The class of the data.
+    _convert_: str = "all"  # Hydra hands plain tables and lists to your class.
+    # `_target_`, the class of your dataset, and its arguments.
+    dataset: dict[str, Any] = field(default_factory=lambda: {"_target_": MISSING})
+    # The same for a dataset of held-out samples; null: a share of `dataset` is held out.
+    validation: dict[str, Any] | None = None
+    validation_share: float = 0.05  # The share of the samples that is held out, chosen by a fixed shuffle.
+    sequence_length: int | None = None  # Tokens in one sample, if the samples are tokens.
+    vocab_size: int | None = None  # The number of tokens in the vocabulary, if the samples are tokens.
+
+
+@dataclass
+class ParquetDataConfig:
+    """A folder of parquet or Arrow files (`pip install ".[datasets]"`)."""
+
+    _target_: str = "hpc_parallel.data.parquet.ParquetData"  # The class of the data.
+    path: str = MISSING  # A folder of `.parquet` or of `.arrow` files, or one file.
+    input: str = "input_ids"  # The column of the inputs.
+    # The column of the targets; null: `input` has token ids, and all rows in their order are one text.
+    target: str | None = None
+    sequence_length: int | None = None  # Tokens in one sample; needed for token ids.
+    vocab_size: int | None = None  # The number of tokens in the vocabulary; needed for token ids.
+    validation_share: float = 0.05  # The share of the rows, or of the tokens at the end, that is held out.
+
+
+@dataclass
+class OptimizerConfig:
+    """The class that updates the weights, and its learning rate over the steps."""
+
+    name: str = "custom"  # The name of the optimizer.
+    _target_: str = MISSING  # The class, any `torch.optim.Optimizer`.
     learning_rate: float = 1e-3  # The highest learning rate.
+    weight_decay: float = 0.0  # Weight decay of matrices; norms and biases have none.
+    options: dict[str, Any] = field(default_factory=dict)  # Other arguments of the class.
+    # Rules for some of the weights, by names of your choice ([Your own training](training.md)).
+    groups: dict[str, Any] = field(default_factory=dict)
+    # How the learning rate changes after the warm-up: `cosine`, `linear`, `constant`, `wsd` (constant, then a
+    # linear decay), or the path of a function of (step, steps) that returns a factor.
+    schedule: str = "cosine"
+    warmup_steps: int | None = None  # Steps of linear warm-up; null: a twentieth of the steps.
+    final_share: float = 0.1  # The share of the learning rate that the schedule ends with.
+    decay_share: float = 0.2  # The share of the steps in which `wsd` decays.
+
+
+@dataclass
+class AdamWConfig(OptimizerConfig):
+    """AdamW, with its own arguments as keys."""
+
+    name: str = "adamw"  # The name of the optimizer.
+    _target_: str = "torch.optim.AdamW"  # The class, any `torch.optim.Optimizer`.
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # AdamW's betas.
     eps: float = 1e-8  # AdamW's epsilon.
     weight_decay: float = 0.1  # Weight decay of matrices; norms and biases have none.
-    schedule: str = "cosine"  # How the learning rate changes after the warm-up.
-    warmup_steps: int | None = None  # Steps of linear warm-up; null: a twentieth of the steps.
-    final_share: float = 0.1  # The share of the learning rate that the cosine ends with.
+
+
+OPTIMIZERS: dict[str, type[OptimizerConfig]] = {"adamw": AdamWConfig}
 
 
 @dataclass
@@ -180,9 +231,14 @@ class TrainingConfig:
     """How long, with which batch, in which precision, and how often results are logged and saved."""
 
     steps: int = 100  # The number of optimizer steps.
-    global_batch_size: int = 16  # Samples in one optimizer step, whatever the layout is.
+    # Samples in one optimizer step, whatever the layout is; null: 16, or the next number that the layout can
+    # split. In a sweep null is 16, so that its runs can be compared.
+    global_batch_size: int = 16
     microbatch_size: int | None = None  # Samples in one forward pass; null: as many as the layout allows.
-    precision: str = "float32"  # The type of the computation; bfloat16 is autocast over float32 weights.
+    # The type of the computation; bfloat16 and float16 are autocast over float32 weights.
+    precision: str = "float32"
+    loss_scale: float = 65536.0  # The factor of the loss at the start, with float16.
+    loss_scale_every: int = 2000  # Finite steps after which float16 doubles the factor of the loss.
     clip_norm: float | None = 1.0  # The largest norm of the gradient; null: gradients are not clipped.
     # What happens after a loss or gradient that is not finite: `stop` the run, `skip` the step on all ranks,
     # or `rollback` to the checkpoint before, once.
@@ -200,6 +256,8 @@ class TrainingConfig:
     # `full` recomputes whole blocks in the backward pass, `selective` all operations but matrix products.
     activation_checkpointing: str = "none"
     compile: bool = False  # torch.compile compiles each block.
+    # Objects that follow the training: `_target_` and arguments of each ([Your own training](training.md)).
+    callbacks: list[Any] = field(default_factory=list)
     tensorboard: bool = False  # Metrics also go to TensorBoard files in the run folder.
     wandb: bool = False  # Metrics also go to a Weights & Biases run.
 
@@ -229,6 +287,7 @@ class LauncherConfig:
     venv: str | None = None  # A virtual environment that the job activates.
     # Shell commands that run before the job; the job stops at the first command that fails.
     setup: list[str] = field(default_factory=list)
+    check_imports: bool = True  # Before a submission, import classes that are not this package's.
     grace_s: int = 90  # Seconds before the time limit at which the run saves its state and ends.
     max_requeues: int = 20  # How often the job may start again after a time limit.
     max_restarts: int = 0  # How often the job may start again after a failure that a new start can repair.
@@ -242,11 +301,16 @@ class ClusterConfig:
     """What is particular to a site: how to ask for GPUs, host names, ports, variables and time-outs."""
 
     name: str = MISSING  # The name of the site, as messages show it.
+    partition: str | None = None  # sbatch `--partition`, if `launcher.partition` is not set.
+    account: str | None = None  # sbatch `--account`, if `launcher.account` is not set.
+    qos: str | None = None  # sbatch `--qos`, if `launcher.qos` is not set.
     gpus: bool = True  # The job asks for GPUs; false: a cluster of CPUs.
     gpu_flag: str = "gpus-per-node"  # The flag of sbatch that asks for GPUs.
     gpu_type: str | None = None  # The type of GPU, such as `a100` in `--gres=gpu:a100:4`.
     # Devices on each node, for `gpus_per_node=auto`; null: ask `sinfo`.
     gpus_per_node: int | None = None
+    # Memory of one device in GB: a model that can't fit by its weights alone is refused; null: not checked.
+    device_memory_gb: float | None = None
     master_suffix: str = ""  # Appended to the host name of rank 0 (some sites name the fast network so).
     port: int | None = None  # The port of rank 0 on a closed network; null: any free port.
     start_timeout_s: float = 300.0  # Seconds within which all ranks must start.
@@ -337,10 +401,23 @@ class RunConfig:
 
 
 @dataclass
+class ComposedTraining(TrainingConfig):
+    """What Hydra composes for `training`."""
+
+    global_batch_size: int | None = None  # type: ignore[assignment]  # null: chosen by `default_batch.py`
+
+
+@dataclass
 class ComposedConfig(RunConfig):
-    """What Hydra composes: `gpus_per_node=auto` is a number only once the launcher and the site are known."""
+    """What Hydra composes, with references to the site that `resolve` replaces by values."""
 
     gpus_per_node: int | str = 1  # type: ignore[assignment]
+    training: TrainingConfig = field(default_factory=ComposedTraining)
+    launcher: LauncherConfig = field(
+        default_factory=lambda: LauncherConfig(
+            partition="${cluster.partition}", account="${cluster.account}", qos="${cluster.qos}"
+        )
+    )
 
 
 def register() -> None:
@@ -360,14 +437,19 @@ def register() -> None:
     store.store(group="data", name="tokens_schema", node=TokensDataConfig)
     store.store(group="data", name="digits_schema", node=DigitsDataConfig)
     store.store(group="data", name="cells_schema", node=CellsDataConfig)
+    store.store(group="optimizer", name="adamw_schema", node=AdamWConfig)
+    store.store(group="data", name="dataset_schema", node=DatasetDataConfig)
+    store.store(group="data", name="parquet_schema", node=ParquetDataConfig)
     for name, schema in TASKS.items():
         store.store(group="task", name=f"{name}_schema", node=schema)
 
 
 def typed(config: Any) -> RunConfig:
     """The dataclass tree of a resolved configuration (a mapping or an OmegaConf node)."""
-    task = TASKS.get(OmegaConf.select(OmegaConf.create(config), "task.name"), TaskConfig)
-    merged = OmegaConf.merge(OmegaConf.structured(RunConfig(task=task())), config)
+    values = OmegaConf.create(config)
+    task = TASKS.get(OmegaConf.select(values, "task.name"), TaskConfig)
+    optimizer = OPTIMIZERS.get(OmegaConf.select(values, "optimizer.name"), OptimizerConfig)
+    merged = OmegaConf.merge(OmegaConf.structured(RunConfig(task=task(), optimizer=optimizer())), config)
     run = OmegaConf.to_object(merged)
     assert isinstance(run, RunConfig)
     return run
@@ -382,6 +464,10 @@ def filled(values: Any) -> RunConfig | None:
     return run if isinstance(run, RunConfig) else None
 
 
+_VARIANTS: dict[type, Mapping[str, type]] = {TaskConfig: TASKS, OptimizerConfig: OPTIMIZERS}
+"""Classes whose keys depend on the `name` in them."""
+
+
 def _filled(schema: type, values: Mapping[str, Any]) -> Any:
     hints = _hints(schema)
     if values.keys() != hints.keys():
@@ -392,8 +478,8 @@ def _filled(schema: type, values: Mapping[str, Any]) -> Any:
         if isinstance(hint, type) and is_dataclass(hint):
             if not isinstance(value, dict):
                 return None
-            hint = TASKS.get(value.get("name", ""), TaskConfig) if hint is TaskConfig else hint
-            value = _filled(hint, value)
+            variants = _VARIANTS.get(hint, {})
+            value = _filled(variants.get(value.get("name", ""), hint), value)
             if value is None:
                 return None
         elif hint is not Any and not _is(value, hint):
@@ -413,7 +499,8 @@ def _is(value: Any, hint: Any) -> bool:
     if isinstance(hint, UnionType):
         return any(_is(value, option) for option in get_args(hint))
     if get_origin(hint) is list:
-        return isinstance(value, list) and all(type(item) is get_args(hint)[0] for item in value)
+        (kind,) = get_args(hint)
+        return isinstance(value, list) and (kind is Any or all(type(item) is kind for item in value))
     if get_origin(hint) is dict:
         return isinstance(value, dict) and all(type(key) is str for key in value)
     return type(value) is hint

@@ -18,9 +18,10 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
-# Hydra raises ValueError for `strategy=null`.
-COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError)
+# Hydra raises ValueError for `strategy=null`, and lets the errors of YAML through.
+COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError, YAMLError)
 
 
 class Trials:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,6 +26,17 @@ class Samples(Protocol):
 
     def batch(self, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Returns inputs and targets of these samples, stacked along the first dim."""
+        ...
+
+
+@runtime_checkable
+class RandomSamples(Protocol):
+    """Samples that draw random numbers when they are read, such as augmented images."""
+
+    def random_batch(
+        self, positions: NDArray[np.int64], *, keys: NDArray[np.uint64]
+    ) -> tuple[Tensor, Tensor]:
+        """Returns inputs and targets; each sample's random numbers depend on its key only."""
         ...
 
 
@@ -60,7 +71,8 @@ class Batches:
     A global batch of B samples is M consecutive microbatches. Replica r of R has the r-th part of each, so in
     their m-th microbatches all replicas together have the samples of one device's m-th microbatch. Operations
     over a microbatch (BatchNorm) therefore give the same result on any number of replicas. Without a seed,
-    samples keep their order. A rank that is not a replica (None) gets empty batches.
+    samples keep their order. A rank that is not a replica (None) gets empty batches. Numbers with a fraction
+    get the dtype `floating`, that of the weights, if it is given.
     """
 
     samples: Samples
@@ -69,6 +81,7 @@ class Batches:
     replica: int | None = 0
     replicas: int = 1
     microbatches: int = 1
+    floating: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.global_batch_size % (self.replicas * self.microbatches):
@@ -79,19 +92,33 @@ class Batches:
         """Returns inputs and targets [global_batch_size / replicas, ...] of the 0-based `step`."""
         if self.replica is None:
             return torch.empty(0), torch.empty(0)
-        return self.samples.batch(self.positions(step))
+        inputs, targets = self._read(step)
+        return self._cast(inputs), self._cast(targets)
 
     def positions(self, step: int) -> NDArray[np.int64]:
         """Returns the indices of the samples of the 0-based `step`, [global_batch_size / replicas]."""
+        indices, population = self._global_indices(step), len(self.samples)
+        if self.seed is None:
+            return indices % population
+        return sample_order(indices, seed=self.seed, population=population)
+
+    def _read(self, step: int) -> tuple[Tensor, Tensor]:
+        positions = self.positions(step)
+        if self.seed is None or not isinstance(self.samples, RandomSamples):
+            return self.samples.batch(positions)
+        indices = self._global_indices(step).astype(np.uint64)
+        keys = _mix(_mix(np.full_like(indices, self.seed)) + indices * np.uint64(GOLDEN))
+        return self.samples.random_batch(positions, keys=keys)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.floating) if self.floating and tensor.is_floating_point() else tensor
+
+    def _global_indices(self, step: int) -> NDArray[np.int64]:
         assert self.replica is not None
         size = self.global_batch_size // (self.replicas * self.microbatches)
         offset = step * self.global_batch_size + self.replica * size
         starts = offset + size * self.replicas * np.arange(self.microbatches, dtype=np.int64)
-        indices = (starts[:, None] + np.arange(size)).ravel()
-        population = len(self.samples)
-        if self.seed is None:
-            return indices % population
-        return sample_order(indices, seed=self.seed, population=population)
+        return (starts[:, None] + np.arange(size)).ravel()
 
 
 def to_device(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import shlex
-import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -17,6 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hpc_parallel.config.compose import find_folder
 from hpc_parallel.exit_codes import DONE
+from hpc_parallel.launch.import_check import job_python
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.record import owner
 from hpc_parallel.record.safe_write import write_text
@@ -143,7 +143,7 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
     launcher = run.config.launcher
     return {
         "job": JOB,
-        "python": job_python(run),
+        "python": job_python(run.config.launcher),
         "run_folder": str(run.folder.path),
         "log_folder": str(run.folder.slurm),
         "log_suffix": log_suffix,
@@ -152,13 +152,6 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
         "venv": launcher.venv and str(Path(os.path.expanduser(launcher.venv)).absolute()),
         "setup": launcher.setup,
     }
-
-
-def job_python(run: PreparedRun) -> str:
-    """The Python interpreter of `launcher.venv`, or the current one."""
-    if run.config.launcher.venv is None:
-        return sys.executable
-    return str(Path(os.path.expanduser(run.config.launcher.venv)).absolute() / "bin" / "python")
 
 
 @cache

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from yaml import YAMLError
+
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import UnresolvedError
+from hpc_parallel.config.file_problems import unreadable_file
 from hpc_parallel.config.sweep_compose import compose_run
+from hpc_parallel.config.trials import COMPOSE_ERRORS
+from hpc_parallel.launch.import_check import check_model
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.launch.resume import resumed, warn_on_stderr
 from hpc_parallel.problems import ConfigError, Problem
@@ -22,12 +27,13 @@ def with_resumed(line: CommandLine, *, warn: Callable[[str], None] = warn_on_std
     """
     try:
         return CommandLine.parse(resumed(line.words, warn=warn))
-    except ConfigError as error:
+    except COMPOSE_ERRORS as error:
+        problems = error.problems if isinstance(error, ConfigError) else []
         others = CommandLine.parse([word for word in line.words if not word.startswith("resume=")])
         try:
             checked_run(others)
         except ConfigError as other_error:
-            raise ConfigError([*error.problems, *other_error.problems]) from None
+            raise ConfigError([*problems, *other_error.problems]) from None
         raise
 
 
@@ -35,7 +41,10 @@ def checked_run(line: CommandLine) -> PreparedRun:
     """The checked run of a command line. Raises ConfigError with all problems."""
     with reporting_all_problems(line):
         cell = compose_run(line.overrides, **line.places)
-        return prepare(cell.config, overrides=cell.overrides, config_dir=line.extra_dir)
+        run = prepare(cell.config, overrides=cell.overrides, config_dir=line.extra_dir)
+        if problems := check_model(run.config, run.values).problems:
+            raise ConfigError(problems)
+        return run
 
 
 @contextmanager
@@ -55,7 +64,6 @@ def all_problems(error: Exception, line: CommandLine, *, also: Sequence[str] = (
     Raises `error` again if it is not a refusal.
     """
     from hpc_parallel.config.diagnose import diagnose
-    from hpc_parallel.config.trials import COMPOSE_ERRORS
 
     if isinstance(error, ConfigError) and not isinstance(error, UnresolvedError):
         return error.problems  # already from all checks
@@ -68,4 +76,6 @@ def all_problems(error: Exception, line: CommandLine, *, also: Sequence[str] = (
         problems = []
     if not problems and isinstance(error, ConfigError):
         return error.problems
+    if not problems and isinstance(error, YAMLError):
+        return [unreadable_file(error)]
     return problems or [" ".join(str(error).partition("\n\n")[0].split())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from contextlib import suppress
 from typing import Any
 
@@ -9,11 +10,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from hpc_parallel.problems import printable
+from hpc_parallel.record.log_noise import is_noise
 from hpc_parallel.record.metrics_file import MetricsReader, describe
+from hpc_parallel.record.names import from_here
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json, read_tail
 from hpc_parallel.record.values import integer, number, text
+from hpc_parallel.supervise.failure import CONFIGURATION
 
 _TAIL_LINES = 12
 
@@ -69,7 +73,9 @@ class Follower:
         for line in results(self._folder, summary):
             self._say(line)
         self._say(self._outcome(summary))
-        self._say(f"results: {self._folder.path}")
+        self._say(f"results: {from_here(self._folder.path)}")
+        if self._last:
+            self._say(f"plots: {self._plots()}")
         if failure is not None:
             self._say(text(failure.get("line")) or "")
         elif summary["outcome"] != "completed" and (stopped := read_json(self._folder.stopped)) is not None:
@@ -86,8 +92,19 @@ class Follower:
             parts.append(f"validation loss {first:.4g}" + (f" -> {last:.4g}" if last != first else ""))
         return ", ".join(parts)
 
+    def _plots(self) -> str:
+        """The picture that the run has drawn, and the command that shows all."""
+        report = shlex.join(["python", "-m", "hpc_parallel", "report", from_here(self._folder.path)])
+        drawn = self._folder.loss_plot
+        return f"{from_here(drawn)}; all: {report}" if drawn.is_file() else report
+
     def _error_lines(self, failure: dict[str, Any]) -> list[str]:
-        """The end of the traceback (or of the job's log), else the end of the failing rank's `.err` log."""
+        """The end of the traceback (or of the job's log), else the end of the failing rank's `.err` log.
+
+        A configuration that can't run needs no more than the one line at the end.
+        """
+        if failure.get("kind") == CONFIGURATION:
+            return []
         lines = failure.get("traceback")
         rank = integer(failure.get("rank"))
         if (
@@ -95,7 +112,7 @@ class Follower:
         ):  # a killed process writes nothing
             with suppress(FileNotFoundError):
                 log = read_tail(self._folder.log(rank, "err"))
-                lines = log.decode(errors="replace").splitlines()
+                lines = [line for line in log.decode(errors="replace").splitlines() if not is_noise(line)]
         return [str(line) for line in lines[-_TAIL_LINES:]] if isinstance(lines, list) else []
 
     def _show_bar(self, text: str, *, validation: list[float] | None = None) -> None:

@@ -19,10 +19,14 @@ from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.layout import BatchPlan, Layout, layout_of, plan_batch, processes_per_node, servers
 from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.site_limits import site_warnings
 from hpc_parallel.config.tasks import total_steps
 from hpc_parallel.launch import resume
+from hpc_parallel.launch.import_check import check_imports
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record import attempts, owner
+from hpc_parallel.record.checkpoint_index import complete
+from hpc_parallel.record.find import path_of
 from hpc_parallel.record.names import RUNS
 from hpc_parallel.record.provenance import State, origin
 from hpc_parallel.record.run_folder import RunFolder, new_run_id
@@ -54,6 +58,7 @@ class PreparedRun:
     snapshot: Snapshot | None
     overrides: Sequence[str]  # of the command line; in a sweep, those of this run
     config_dir: Path | None  # the user's configuration files (--config-dir)
+    import_note: str | None = None  # why classes of the user's own were not imported
     command: Sequence[str] | None = (
         None  # the command that started it; None: the command line of this process
     )
@@ -78,8 +83,8 @@ class PreparedRun:
     @property
     def notes(self) -> list[str]:
         """Lines that the user should read before the run starts."""
-        note = None if self.snapshot is None else self.snapshot.note
-        return [] if note is None else [note]
+        notes = (None if self.snapshot is None else self.snapshot.note, self.import_note)
+        return [*site_warnings(self.config), *(note for note in notes if note is not None)]
 
     @property
     def resumes(self) -> bool:
@@ -94,12 +99,19 @@ class PreparedRun:
     def __str__(self) -> str:
         nodes, devices = self.config.nodes, self.config.gpus_per_node
         batch = f"{self.batch.data} x {self.batch.microbatches} x {self.batch.microbatch_size}"
+        start = f"; continues after step {self._checkpoint_step}" if self.resumes else ""
         server = "a server and " if servers(self.config.strategy) else ""
         return (
             f"{self.config.strategy.name}: {nodes} node{'s' * (nodes > 1)} x {devices} "
             f"device{'s' * (devices > 1)} = {server}{self.layout}; "
             f"batch {self.config.training.global_batch_size} = {batch} (replicas x microbatches x samples)"
+            f"{start}"
         )
+
+    @property
+    def _checkpoint_step(self) -> int:
+        """The step of the newest checkpoint, 0 without one. The job checks whether it is undamaged."""
+        return max((checkpoint.step for checkpoint in complete(self.folder.checkpoints)), default=0)
 
     def write(self, *, copied: Snapshot | None = None, git_state: State | None = None) -> None:
         """Make the run folder: configuration, source, and what only this machine knows of the environment.
@@ -221,6 +233,9 @@ def prepare(
     config, values = resolve(composed)
     if problems := [*find_problems(config, overrides), *starting_weights.find_problems(config)]:
         raise ConfigError(in_order(problems, overrides))
+    imports = check_imports(config)
+    if imports.problems:
+        raise ConfigError(imports.problems)
     path = Path(os.path.expanduser(config.run_dir)) if config.run_dir else RUNS / config.name / new_run_id()
     layout = layout_of(config.strategy, devices=config.devices)
     batch = plan_batch(
@@ -232,13 +247,14 @@ def prepare(
     )
     folder = RunFolder(path.absolute())
     if config.weights is not None:
-        values["weights"] = str(Path(os.path.expanduser(config.weights)).absolute())
+        values["weights"] = str(path_of(config.weights))
     if config.resume and (problems := list(resume.find_problems(folder, values))):
         raise ConfigError(problems)
     values["run_dir"] = str(folder.path)
     return PreparedRun(
         config, values, layout=layout, batch=batch, folder=folder, snapshot=_snapshot(config, folder, plan),
         overrides=overrides, config_dir=Path(config_dir).absolute() if config_dir else None,
+        import_note=imports.note,
     )  # fmt: skip
 
 

@@ -14,13 +14,16 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from hpc_parallel.config.command_line import CommandLine
+from hpc_parallel.config.sweep_compose import compose_run
 from hpc_parallel.problems import ConfigError, Problem, Problems, nearest, quoted
 from hpc_parallel.record.checkpoint_index import complete
+from hpc_parallel.record.find import path_of
 from hpc_parallel.record.recorded_start import grants_trust, key_of, read_start
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
-from hpc_parallel.record.safe_read import DamagedError
+from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.trust import UntrustedError, owner_name, require_private
-from hpc_parallel.record.values import flatten
+from hpc_parallel.record.values import flatten, integer, table, text
 from hpc_parallel.shell import complain
 
 AUTO = "auto"
@@ -29,9 +32,15 @@ FIXED = {  # keys that can't change, with the reason
     "data": "the order of samples would not continue",
     "seed": "the order of samples would not continue",
     "training.global_batch_size": "samples would be left out or seen twice",
+    "optimizer._target_": "its state would not fit",
+    "optimizer.options": "its state would not fit",
+    "optimizer.groups": "its state would not fit",
     "task.name": "only training can continue",
     "weights": "it continues from its own weights",
 }
+
+
+BATCH = "training.global_batch_size"
 
 
 def warn_on_stderr(message: str) -> None:
@@ -50,7 +59,7 @@ def resumed(words: Sequence[str], *, warn: Callable[[str], None] = warn_on_stder
     value = value_of(resume_words[-1]) if resume_words else None
     if value is None:
         return list(words)
-    path = newest(words, warn=warn) if value == AUTO else Path(os.path.expanduser(str(value))).absolute()
+    path = newest(words, warn=warn) if value == AUTO else path_of(str(value))
     folder = RunFolder(path)
     require_run(folder)
     start = read_start(folder, key="resume", shared_folder=grants_trust(words, value_of))
@@ -60,7 +69,17 @@ def resumed(words: Sequence[str], *, warn: Callable[[str], None] = warn_on_stder
     names_dir = any(word.startswith(("--config-dir", "-cd")) for word in words)
     flags = ["--config-dir", str(start.config_dir)] if start.config_dir and not names_dir else []
     others = [word for word in words if word not in resume_words]
-    return [*flags, *before, *others, f"run_dir={run_dir}", f"resume={run_dir}"]
+    batch = [] if BATCH in {*typed, *map(key_of, before)} else _recorded_batch(folder)
+    return [*flags, *before, *batch, *others, f"run_dir={run_dir}", f"resume={run_dir}"]
+
+
+def _recorded_batch(folder: RunFolder) -> list[str]:
+    """The global batch size that was chosen for the first layout: another layout must keep it."""
+    try:
+        size = integer(table(folder.read_config().get("training")).get("global_batch_size"))
+    except (OSError, DamagedError):  # `find_problems` reports it
+        return []
+    return [] if size is None else [f"{BATCH}={size}"]
 
 
 def value_of(override: str) -> Any:
@@ -74,9 +93,15 @@ def value_of(override: str) -> Any:
 
 
 def newest(words: Sequence[str], *, warn: Callable[[str], None] = warn_on_stderr) -> Path:
-    """This user's newest run with the name (default: the strategy) in `words`. Raises ConfigError."""
-    typed = dict(word.split("=", 1) for word in words if "=" in word)
-    name = typed.get("name", typed.get("strategy", "single"))
+    """This user's newest run where the same line without `resume=auto` would write its run.
+
+    Raises ConfigError if there is none, and what Hydra raises if it can't compose the line.
+    """
+    line = CommandLine.parse([word for word in words if not word.startswith("resume=")])
+    config = compose_run(line.overrides, **line.places).config
+    if config.run_dir is not None:
+        return Path(os.path.expanduser(config.run_dir)).absolute()
+    name = str(config.name)
     runs = [path for path in Path("runs", name).glob("*") if is_run_folder(path)]
     foreign = {path: owner for path in runs if (owner := owner_name(path)) is not None}
     users_runs = [path for path in runs if path not in foreign]
@@ -119,15 +144,28 @@ def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Problems:
     now = flatten(values)
     for fixed, reason in FIXED.items():
         for key in sorted(before.keys() | now.keys()):
-            if (key == fixed or key.startswith(f"{fixed}.")) and before.get(key) != now.get(key):
+            added = key == fixed and key not in before  # by a newer version than the run's
+            fits = added or before.get(key) == now.get(key)
+            if (key == fixed or key.startswith(f"{fixed}.")) and not fits:
                 rule = f"differs from the run to resume: {reason}"
                 yield Problem(key, now.get(key), rule, (before.get(key),))
+    if ended := _ended_early(folder, callbacks=values["training"].get("callbacks")):
+        yield f"resume = {folder.path} ended early: {ended}. To train on, try training.callbacks=[]."
     steps = [checkpoint.step for checkpoint in complete(folder.checkpoints)]  # newest first
     if not steps:
         yield f"resume = {folder.path} has no checkpoint, so it can't continue. Try the same line without it."
     elif steps[0] >= now["training.steps"]:
         rule = f"are already done: the newest checkpoint is of step {steps[0]}"
         yield Problem("training.steps", now["training.steps"], rule, (2 * steps[0],))
+
+
+def _ended_early(folder: RunFolder, *, callbacks: Any) -> str | None:
+    """Why a callback ended the training, if there are callbacks again."""
+    try:
+        summary = read_json(folder.summary) or {}
+    except DamagedError:
+        return None
+    return text(summary.get("ended_early")) if callbacks else None
 
 
 def _replaced(key: str, typed: set[str]) -> bool:

@@ -17,11 +17,11 @@ from hpc_parallel import job as job_entry
 from hpc_parallel.exit_codes import DONE
 from hpc_parallel.launch.batch_script import (
     environment_block,
-    job_python,
     render,
     sbatch_flags,
     srun_arguments,
 )
+from hpc_parallel.launch.import_check import job_python
 from hpc_parallel.launch.launcher import SiteRefusedError
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.record import owner
@@ -82,7 +82,7 @@ def executor(run: PreparedRun) -> Executor:
     named = ("nodes", "time", *renamed)  # submitit has parameters for these; the rest are extra flags
     parameters: dict[str, Any] = {renamed.get(flag, flag): flags.pop(flag) for flag in named}
     parameters["signal_delay_s"] = int(str(flags.pop("signal")).partition("@")[2])  # submitit sends USR2 too
-    submitter = Executor(folder=run.folder.slurm, python=shlex.quote(job_python(run)))
+    submitter = Executor(folder=run.folder.slurm, python=shlex.quote(job_python(run.config.launcher)))
     submitter.update_parameters(
         **parameters,
         wckey=None,  # some sites refuse submitit's default

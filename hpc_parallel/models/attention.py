@@ -1,22 +1,29 @@
-"""Causal attention as a separate module, so that techniques can change where keys and values come from.
+"""Attention as a separate module, so that techniques can change where keys and values come from.
 
-If a model mixes positions only in `CausalAttention` and gets position indices from it, its sequence can be
-split over devices and it can generate with a cache. No technique needs to know the model's class.
+If a model mixes positions only in `CausalAttention` or `FullAttention` and gets position indices from it, its
+sequence can be split over devices. With `CausalAttention` alone, it can also generate with a cache. No
+technique needs to know the model's class.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hpc_parallel.models.positions import Positions
 
-class CausalAttention(nn.Module):
-    """Each position attends to itself and to earlier positions."""
 
-    def positions(self, length: int, *, device: torch.device) -> Tensor:
-        """Indices in the sample of the `length` positions that this device has: [length], int64."""
-        return torch.arange(length, device=device)
+class Attention(nn.Module):
+    """What both kinds of attention share; `causal` says which positions are seen.
+
+    `positions(length, device=...)` gives the indices in the sample of the positions that this device has.
+    """
+
+    causal: bool
+
+    def __init__(self, positions: Positions | None = None) -> None:
+        super().__init__()
+        self.positions = positions or Positions()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Returns the outputs, like `query`.
@@ -24,4 +31,16 @@ class CausalAttention(nn.Module):
         All are [batch, head, seq, head_dim]; `key` and `value` may have fewer heads than `query`.
         """
         grouped = query.shape[1] != key.shape[1]  # only if needed: not every kernel supports it
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=self.causal, enable_gqa=grouped)
+
+
+class CausalAttention(Attention):
+    """Each position attends to itself and to earlier positions."""
+
+    causal = True
+
+
+class FullAttention(Attention):
+    """Each position attends to all positions, as in an encoder."""
+
+    causal = False

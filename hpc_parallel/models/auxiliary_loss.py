@@ -20,10 +20,12 @@ class AuxiliaryLoss(nn.Module):
         super().__init__()
         self.loss_terms = 1
         """`LayeredModel.loss_terms` of the batch that is being trained on; the loss is divided by it."""
+        self.loss_scale: Tensor | None = None
+        """The factor of all gradients, if the loss has one."""
 
     def forward(self, x: Tensor, term: Tensor) -> Tensor:
         """Returns `x`. `term` is a scalar, in the unit of the SUM that `LayeredModel.loss` returns."""
-        return _AddGradient.apply(x, term, self.loss_terms)  # type: ignore[no-any-return]
+        return _AddGradient.apply(x, term, self.loss_terms, self.loss_scale)  # type: ignore[no-any-return]
 
 
 def auxiliary_losses(models: Iterable[nn.Module]) -> list[AuxiliaryLoss]:
@@ -32,10 +34,12 @@ def auxiliary_losses(models: Iterable[nn.Module]) -> list[AuxiliaryLoss]:
 
 class _AddGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, term: Tensor, loss_terms: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, term: Tensor, loss_terms: int, loss_scale: Tensor | None) -> Tensor:
         ctx.gradient = torch.full_like(term, 1 / loss_terms)
+        if loss_scale is not None:
+            ctx.gradient *= loss_scale
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        return gradients[0], ctx.gradient, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        return gradients[0], ctx.gradient, None, None

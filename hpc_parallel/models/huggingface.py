@@ -110,11 +110,9 @@ class PositionedEmbedding(nn.Module):
         super().__init__()
         self.tokens = tokens
         self.positions = positions
-        self.mix = CausalAttention()  # for the position indices only
 
-    def forward(self, x: Tensor) -> Tensor:
-        indices = self.mix.positions(x.shape[1], device=x.device)
-        return self.tokens(x) + self.positions(indices)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return self.tokens(x) + self.positions(positions)  # type: ignore[no-any-return]
 
 
 class Head(nn.Module):

@@ -7,6 +7,7 @@ default that you can override.
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,7 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hpc_parallel.models.positions import Positions
+from hpc_parallel.problems import ConfigError
 from hpc_parallel.supervise.error_place import mark
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(head's output, targets) -> the SUM of the loss terms, as `LayeredModel.loss`."""
@@ -40,23 +45,42 @@ class PartFlops(PartCosts):
     """FLOPs of one sample's forward pass by part; a multiplication and an addition are two."""
 
 
+@dataclass(frozen=True)
+class Column:
+    """The role of a linear layer whose outputs are `parts` projections of equal width, one after another.
+
+    Each device computes its columns of each projection. It stores all weights of the layer, because its
+    columns are not next to each other.
+    """
+
+    parts: int
+
+
 class LayeredModel(nn.Module):
     """A stem, a sequence of blocks and a head; a pipeline stage is a LayeredModel with some of these parts.
 
     Blocks are keyed by their index in the whole model ("0", "1", ...), so a parameter has the same full name
     in a stage as in the whole model. Each part takes one tensor and returns one. With
     `training.precision=bfloat16`, tensors between parts may be float32 or bfloat16.
+
+    The stem gets tokens [batch, seq] as int64, or images [batch, channel, height, width] as uint8 (0 to 255),
+    which it converts to the dtype of its weights.
+
+    If the stem's forward pass has a parameter `positions`, it gets the indices in the sample of the positions
+    in its input: [seq], int64. A stem must not count positions itself, because it may have only some of them.
     """
 
     stem: nn.Module | None
     head: nn.Module | None
     tied: Mapping[str, str] = MappingProxyType({})
     """Alias of a tied parameter -> its canonical name."""
-    tensor_roles: Mapping[str, str] = MappingProxyType({})
+    tensor_roles: Mapping[str, str | Column] = MappingProxyType({})
     """How layers split over devices: name of a module (`*`: any block) -> its role.
 
     - `column`, `row`: a linear layer split by outputs or by inputs; a `row` layer follows a `column` layer.
+    - `Column(parts=3)`: one linear layer whose outputs are 3 projections, as query, key and value.
     - `vocabulary`: an embedding split by rows. `logits`: the last linear layer split by outputs.
+    - `position_table`: an embedding that the stem reads at `positions`; not split.
     - `position`: a layer that treats each position separately; not split. `heads`: the same for each head
       of `[batch, seq, head, head_dim]`.
     - `whole`: a module that needs all positions of its input.
@@ -65,11 +89,15 @@ class LayeredModel(nn.Module):
 
     Every weight needs a role. A model without roles is not split.
     """
+    small: Mapping[str, Any] = MappingProxyType({})
+    """Constructor arguments of a small model of this class, for the comparison with one device."""
     pixelwise: bool = False
     """Whether an image model has an output and a target for each position of the image."""
 
     def __init__(self, *, stem: nn.Module, blocks: Iterable[nn.Module], head: nn.Module) -> None:
         super().__init__()
+        self.sample_positions = Positions()
+        self._stem_takes_positions = "positions" in inspect.signature(stem.forward).parameters
         self.stem = stem
         self.blocks = nn.ModuleDict({str(index): block for index, block in enumerate(blocks)})
         self.head = head
@@ -79,7 +107,7 @@ class LayeredModel(nn.Module):
         part = "stem"
         try:
             if self.stem is not None:
-                x = self.stem(x)
+                x = self.stem(x, **self._stem_options(x))
             for name, block in self.blocks.items():
                 part = f"block {name}"
                 x = block(x)
@@ -88,6 +116,11 @@ class LayeredModel(nn.Module):
         except Exception as error:
             mark(error, part)
             raise
+
+    def _stem_options(self, x: Tensor) -> dict[str, Tensor]:
+        if not self._stem_takes_positions:
+            return {}
+        return {"positions": self.sample_positions(x.shape[1], device=x.device)}
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Returns the SUM of the loss terms, in float32 or better; the caller divides by the global count."""
@@ -100,9 +133,14 @@ class LayeredModel(nn.Module):
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill one parameter or buffer in place; `name` is its full (canonical) name.
 
-        Draw random numbers from `generator` only, which depends on (seed, name). Override this for buffers
-        other than running statistics, such as a table or a mask.
+        Draw random numbers from `generator` only, which depends on (seed, name). What a constructor writes
+        into a weight is lost, because a model is built on meta. Override this for buffers other than running
+        statistics, such as a table or a mask, or create them on the device "cpu".
+
+        Raises ConfigError for such a buffer.
         """
+        if not name.endswith(STATISTICS) and name in dict(self.named_buffers()):
+            raise _without_values(self, name)
         if name.endswith(("bias", "running_mean")) or not tensor.is_floating_point():
             tensor.zero_()
         elif tensor.dim() < 2:
@@ -163,6 +201,8 @@ def materialise(
     same numbers. Shared parameters stay shared (`nn.Module.to_empty` would make them two, because a meta
     tensor can't change its storage). This rank keeps only its slice of a distributed weight, so at most one
     weight is whole at a time.
+
+    Raises ConfigError if a tensor that is neither a parameter nor a buffer has no values.
     """
     created: dict[int, Tensor] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
@@ -177,7 +217,19 @@ def materialise(
             else:
                 created[id(buffer)] = buffer.to(device, dtype if buffer.is_floating_point() else buffer.dtype)
         _assign(model, name, created[id(buffer)])
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                raise _without_values(model, f"{path}.{name}".lstrip("."))
     return model
+
+
+def _without_values(model: LayeredModel, name: str) -> ConfigError:
+    return ConfigError([
+        f"{type(model).__name__}: {name} has no values, because a model is built without memory (on meta). "
+        'Register it as a buffer under `with torch.device("cpu"):`, or fill the buffer in '
+        f"{type(model).__name__}.initialise."
+    ])  # fmt: skip
 
 
 def tensor_seed(seed: int, name: str) -> int:

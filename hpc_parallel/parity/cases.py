@@ -14,7 +14,9 @@ from hpc_parallel.config.checks.counts import is_reference_decoder
 from hpc_parallel.config.compose import UnresolvedError, composing, find_folder
 from hpc_parallel.config.diagnose import diagnose
 from hpc_parallel.config.schema import (
+    CellsDataConfig,
     ConvNetConfig,
+    DigitsDataConfig,
     MoeTransformerConfig,
     RunConfig,
     SegmenterConfig,
@@ -23,7 +25,7 @@ from hpc_parallel.config.schema import (
 from hpc_parallel.config.trials import COMPOSE_ERRORS, Trials
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.parity.compare import TOLERANCES
-from hpc_parallel.parity.rows import COMMON, LAYERS, NETS, ROWS, TWO, Row
+from hpc_parallel.parity.rows import COMMON, NETS, ROWS, TWO, Row
 from hpc_parallel.problems import ConfigError, Problem, Problems
 from hpc_parallel.record.run_folder import new_run_id
 
@@ -106,10 +108,12 @@ class _Planner:
         self.overrides = overrides
         self.extra_dir = extra_dir
         self.net: str | None = None  # that of the model that the user names
+        self.like: tuple[str, ...] = ()  # networks whose rows it has
         self.excluded: dict[str, str] = {}  # networks that the overrides don't fit -> reason
         if sets_key(overrides, "model"):
             base = self._compose(merge(COMMON, overrides))
             self.net = NET_OF.get(base.model.get("_target_"), "own")
+            self.like = (self.net,) if self.net in NETS else nets_that_read(base.data)
         else:
             base = self._find_fitting()
         self.folder = Path(base.run_dir or Path("runs", base.name, new_run_id()))
@@ -129,7 +133,8 @@ class _Planner:
         return fitting[0]
 
     def cases(self) -> list[Case]:
-        pairs = [(row, net) for row, net in rows_of(self.overrides, net=self.net) if net not in self.excluded]
+        rows = rows_of(self.overrides, net=self.net, like=self.like)
+        pairs = [(row, net) for row, net in rows if net not in self.excluded]
         return [self._case(row, net, number) for number, (row, net) in enumerate(pairs, start=1)]
 
     def _case(self, row: Row, net: str, number: int) -> Case:
@@ -175,13 +180,23 @@ class _Planner:
             raise _RefusedError(overrides, error) from error
 
 
-def rows_of(overrides: Sequence[str], *, net: str | None) -> Iterator[tuple[Row, str]]:
+def nets_that_read(data: DictConfig) -> tuple[str, ...]:
+    """The networks that read data of this kind; all of them if its class is not one of this package."""
+    if data.get("sequence_length") is not None:
+        return "text", "moe"
+    kinds = {kind._target_ for kind in (DigitsDataConfig, CellsDataConfig)}
+    return ("digits", "cells") if data.get("_target_") in kinds else tuple(NETS)
+
+
+def rows_of(
+    overrides: Sequence[str], *, net: str | None, like: Sequence[str] = ()
+) -> Iterator[tuple[Row, str]]:
     """Each row with each network on which it is proven.
 
     If the user names a strategy, only its rows remain. If the user sets a layout, each strategy has one row,
     on that layout and without the row's options.
 
-    net: that of the model that the user names.
+    net: that of the model that the user names. like: the networks whose rows it has.
     """
     name = next((word.partition("=")[2] for word in overrides if key_of(word) == "strategy"), None)
     rows = [row for row in ROWS if name in (None, row.strategy)] or [Row(str(name), TWO)]
@@ -189,8 +204,7 @@ def rows_of(overrides: Sequence[str], *, net: str | None) -> Iterator[tuple[Row,
         rows = [replace(row, layout=(), options=()) for row in rows if row.layout or name == row.strategy]
     pairs = [(replace(row, nets=()), row_net) for row in rows for row_net in row.nets]
     if net is not None:
-        similar_net = LAYERS[1] if net == "own" else net
-        matches = [row for row, row_net in pairs if row_net == similar_net]
+        matches = [row for row, row_net in pairs if row_net in like]
         pairs = [(row, net) for row in matches or [row for row, _ in pairs if name]]
     yield from dict.fromkeys(pairs)
 

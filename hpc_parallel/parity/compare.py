@@ -62,12 +62,29 @@ TOLERANCES = {
 }  # fmt: skip
 
 
-def compare(run: RunFolder, reference: RunFolder) -> dict[str, Difference]:
-    """The differences, by the names of `Tolerance`. Raises ValueError if a run left nothing to compare."""
+LEAST_SHARE = 0.01  # of the model's gradient norm
+
+
+def compare(run: RunFolder, reference: RunFolder, *, tolerance: Tolerance) -> dict[str, Difference]:
+    """The differences, by the names of `Tolerance`. Raises ValueError if a run left nothing to compare.
+
+    A gradient that is zero in exact arithmetic, such as that of a key's bias, is noise. It is compared with
+    the scale of the model's gradient, and its weight is left out, because Adam amplifies the noise. The
+    losses of all steps show what such a weight does.
+    """
+    gradients = read(reference, "gradients")
+    model_norm = math.hypot(*(_norm(arrays[0]) for arrays in gradients.values()))
+    noise = {
+        name for name, arrays in gradients.items() if 0 < _norm(arrays[0]) < tolerance.gradients * model_norm
+    }
+    weights, exact_weights = (
+        {name: arrays for name, arrays in read(folder, "weights").items() if name not in noise}
+        for folder in (run, reference)
+    )
     return {
         "losses": _losses(run, reference),
-        "gradients": _tensors(read(run, "gradients"), read(reference, "gradients")),
-        "weights": _tensors(read(run, "weights"), read(reference, "weights")),
+        "gradients": _tensors(read(run, "gradients"), gradients, least_norm=LEAST_SHARE * model_norm),
+        "weights": _tensors(weights, exact_weights),
     }
 
 
@@ -97,13 +114,20 @@ def _losses(run: RunFolder, reference: RunFolder) -> Difference:
     )
 
 
-def _tensors(tensors: Tensors, reference: Tensors) -> Difference:
-    """|a - b| / |b| by tensor norm; infinite if one side lacks the tensor or has another shape."""
+def _tensors(tensors: Tensors, reference: Tensors, *, least_norm: float = 0.0) -> Difference:
+    """|a - b| / |b| by tensor norm; infinite if one side lacks the tensor or has another shape.
+
+    A smaller |b| than `least_norm` counts as `least_norm`.
+    """
     return _largest(
         (
             name,
             max(
-                (_norm_difference(a, b) for a in tensors.get(name, ()) for b in reference.get(name, ())),
+                (
+                    _norm_difference(a, b, least_norm=least_norm)
+                    for a in tensors.get(name, ())
+                    for b in reference.get(name, ())
+                ),
                 default=math.inf,
             ),
         )
@@ -116,11 +140,15 @@ def _largest(differences: Iterable[tuple[str, float]]) -> Difference:
     return Difference(value, where)
 
 
-def _norm_difference(a: NDArray[Any], b: NDArray[Any]) -> float:
+def _norm_difference(a: NDArray[Any], b: NDArray[Any], *, least_norm: float) -> float:
     if a.shape != b.shape:
         return math.inf
     a, b = a.astype(np.float64), b.astype(np.float64)
-    return _relative(float(np.linalg.norm(a - b)), float(np.linalg.norm(b)))
+    return _relative(_norm(a - b), max(_norm(b), least_norm))
+
+
+def _norm(array: NDArray[Any]) -> float:
+    return float(np.linalg.norm(array.astype(np.float64)))
 
 
 def _relative(difference: float, norm: float) -> float:

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import stat
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +32,11 @@ from hpc_parallel.record.safe_read import (
     read_bytes,
     read_json,
 )
-from hpc_parallel.record.safe_write import write_text
+from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.record.values import integer, table, text
 
 MANIFEST, MARKER, CHECKSUM = "manifest.json", "complete", "xxh3_128"
+BEST = "best.json"
 _DAMAGED = "damaged-step-"
 _NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _DAMAGED_NAME = re.compile(rf"{_DAMAGED}([0-9]{{1,18}})")
@@ -159,10 +161,26 @@ def publish(
             shutil.rmtree(entry.path)
 
 
+def keep_best(folder: Path, *, step: int, loss: float) -> None:
+    """Record that the checkpoint of `step` is the best one, so that `prune` keeps it."""
+    write_json(folder / BEST, {"step": step, "validation_loss": loss})
+
+
+def best_step(folder: Path) -> int | None:
+    """The step of the best checkpoint; None if none is recorded. Raises DamagedError."""
+    return integer((read_json(folder / BEST) or {}).get("step"))
+
+
 def prune(folder: Path, *, keep_last: int, keep_every: int | None) -> None:
-    """Remove complete checkpoints except the newest `keep_last` and those of every `keep_every`-th step."""
+    """Remove complete checkpoints except the newest `keep_last`, every `keep_every`-th step and the best."""
+    try:
+        best = best_step(folder)
+    except DamagedError as error:
+        print(f"WARNING: no checkpoint is removed: {error}", file=sys.stderr, flush=True)
+        return
     for checkpoint in complete(folder)[keep_last:]:
-        if keep_every is None or checkpoint.step % keep_every:
+        kept = checkpoint.step == best or (keep_every is not None and checkpoint.step % keep_every == 0)
+        if not kept:
             (checkpoint.path / MARKER).unlink()  # first, so that a half-removed checkpoint does not count
             shutil.rmtree(checkpoint.path)
 

@@ -17,6 +17,11 @@ def label(path: Path) -> str:
     short = _from(RUNS.absolute(), path)
     if short is not None and not is_job_id(short) and not os.path.lexists(short):
         return short
+    return from_here(path)
+
+
+def from_here(path: Path) -> str:
+    """The path from the current folder if it is inside, else the full path."""
     return _from(Path.cwd(), path) or str(path)
 
 

@@ -86,7 +86,8 @@ def _is_harmless(override: str) -> bool:
     """Whether it sets a plain value of a key in HARMLESS, or chooses its group by name (never by a path)."""
     key, _, value = override.partition("=")
     root, dot, _ = key_of(key).partition(".")
-    is_plain = not {"{", "$"} & set(value) and "_target_" not in override
+    names_function = key_of(key) == "optimizer.schedule" and "." in value  # it would be imported
+    is_plain = not {"{", "$"} & set(value) and "_target_" not in override and not names_function
     return root in HARMLESS and is_plain and (bool(dot) or _NAME.fullmatch(value) is not None)
 
 

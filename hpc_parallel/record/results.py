@@ -16,7 +16,7 @@ INITIAL = "initial"  # weights that were not read from a file
 
 
 def results(folder: RunFolder, summary: Mapping[str, Any]) -> list[str]:
-    """The results as lines for people; empty for a training run. Raises DamagedError."""
+    """The results as lines for people. Raises DamagedError."""
     lines: list[str] = []
     if rows := _rows(summary.get("batch_sizes")):
         lines = show_table(rows)
@@ -25,7 +25,8 @@ def results(folder: RunFolder, summary: Mapping[str, Any]) -> list[str]:
     if lines and (weights := text(summary.get("weights"))):
         initial = "the weights are the initial ones: nothing was trained or restored"
         lines.append(initial if weights == INITIAL else f"the weights are those of {weights}")
-    return lines
+    notes = (text(summary.get("comparison")), text(summary.get("ended_early")))
+    return [*lines, *(note for note in notes if note)]
 
 
 def _first_lines(path: Path) -> list[dict[str, Any]]:

@@ -81,6 +81,11 @@ class RunFolder:
         return self.path / "failure.json"
 
     @property
+    def loss_plot(self) -> Path:
+        """The losses as a picture, drawn after the training."""
+        return self.path / "plots" / "loss.png"
+
+    @property
     def generated(self) -> Path:
         """The texts of `task=generate`, one object per prompt."""
         return self.path / "generated.jsonl"

@@ -15,9 +15,12 @@ from pathlib import Path
 from hpc_parallel.problems import ConfigError, Problem, printable
 from hpc_parallel.record.credentials import is_credential_file
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder
+from hpc_parallel.record.safe_read import DamagedError
+from hpc_parallel.record.sweep_folder import read_sweep
 from hpc_parallel.shadowing import is_private
 
 MIB = 2**20
+DOCUMENTATION = ("docs", "doc")
 _MAX_NAMES = 5  # files in one message
 
 
@@ -153,18 +156,33 @@ def checkout_of(path: Path) -> Path | None:
 def source_files(root: Path) -> list[str]:
     """Names of the existing files that git tracks (also in submodules) or does not ignore.
 
-    Run folders are left out, because each would otherwise hold a copy of all earlier ones.
+    Folders of runs and sweeps are left out, because each would otherwise hold a copy of all earlier ones, and
+    so is documentation: no process imports it.
     """
     tracked = _git(root, "ls-files", "--cached", "--recurse-submodules", "-z") or ""
     new = _git(root, "ls-files", "--others", "--exclude-standard", "-z") or ""
     names = [name for name in dict.fromkeys((tracked + new).split("\0")) if name]
     folders = {folder for name in names for folder in Path(name).parents}
-    runs = {folder for folder in folders if is_run_folder(root / folder)}
+    runs = {folder for folder in folders if is_run_folder(root / folder) or _is_sweep(root / folder)}
     return [
         name
         for name in names
-        if _is_source(root / name) and (not runs or runs.isdisjoint(Path(name).parents))
+        if _is_source(root / name) and runs.isdisjoint(Path(name).parents) and not _is_documentation(name)
     ]
+
+
+def _is_sweep(folder: Path) -> bool:
+    """Whether it is a folder of ours, and not the user's with a `sweep.json` of another program."""
+    try:
+        read_sweep(folder)
+    except (OSError, DamagedError):
+        return False
+    return True
+
+
+def _is_documentation(name: str) -> bool:
+    """Whether it is in the checkout's folder for documentation, and can't be imported."""
+    return Path(name).parts[0] in DOCUMENTATION and not name.endswith(".py")
 
 
 def _editable_import_path() -> Iterator[Path]:

@@ -17,6 +17,7 @@ from hpc_parallel.report import latency, markdown
 from hpc_parallel.report.claims import Runs, judged
 from hpc_parallel.report.gather import PARTS, Gathered
 from hpc_parallel.report.plots import Plot, draw
+from hpc_parallel.report.seeds import pools
 from hpc_parallel.report.spreadsheet import to_csv
 from hpc_parallel.report.tables import (
     COLUMNS,
@@ -82,6 +83,7 @@ def render(gathered: Gathered) -> Report:
         "part_names": PARTS,
         "parts_unit": unit_of("seconds", (sum((row.parts or {}).values()) for row in parts)),
         "predictions": predicted,
+        "pools": pools(rows),
         "claims": judged(Runs(rows, series)),
         "definitions": DEFINITIONS,
         "plots": plots,

@@ -60,7 +60,7 @@ def draw(rows: Sequence[Row], *, series: Sequence[Series], predictions: Sequence
         *_parts_plots(rows),
         *_memory_plots(rows),
         *_bubble_plots(rows),
-        *_loss_plots(rows),
+        *loss_plots(rows),
         *_timeline_plots(rows),
         *_prediction_plots(predictions),
     ]
@@ -118,7 +118,8 @@ def _bubble_plots(rows: Sequence[Row]) -> Iterator[Plot]:
         )  # fmt: skip
 
 
-def _loss_plots(rows: Sequence[Row]) -> Iterator[Plot]:
+def loss_plots(rows: Sequence[Row]) -> Iterator[Plot]:
+    """One plot of the losses of all runs that logged at least two."""
     if curves := [row for row in rows if len(_losses(row)) > 1]:
         yield plot(
             "loss", "loss", "Training loss",

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from hydra.utils import instantiate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
 
 from hpc_parallel.config.axes import AVERAGED_AXES, BATCH_AXES, SAMPLE_AXES
+from hpc_parallel.config.build import build
 from hpc_parallel.config.layout import DATAPARALLEL, PARAMETER_SERVER, BatchPlan, tile_grid
 from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
+from hpc_parallel.models.auxiliary_loss import auxiliary_losses
 from hpc_parallel.models.layered import LayeredModel, Loss, materialise
 from hpc_parallel.strategies import (
     batch_norm,
@@ -33,6 +34,7 @@ from hpc_parallel.strategies import (
 )  # fmt: skip
 from hpc_parallel.strategies.device_traffic import DeviceTraffic
 from hpc_parallel.strategies.forward_backward import Accumulate, ForwardBackward, SequenceParts, TensorGroup
+from hpc_parallel.strategies.loss_scale import LossScale
 from hpc_parallel.strategies.mesh import axis_of, data_mesh, joint, slicing_axis
 from hpc_parallel.strategies.parameter_server import Idle, ParameterServer
 
@@ -47,6 +49,7 @@ class Assembled:
     mesh: DeviceMesh
     forward_flops: float  # of the whole model, a sample
     server: ParameterServer | None = None  # where it alone has the optimizer
+    loss_scale: LossScale | None = None  # of float16
     traffic: Sequence[DeviceTraffic] | None = None  # of the devices of one process, where it drives several
 
     def named_parameters(self) -> dict[str, Parameter]:
@@ -64,18 +67,26 @@ class Assembled:
         }
 
 
+def build_model(config: RunConfig) -> LayeredModel:
+    """The whole model of `config`, on meta. Raises ConfigError with the error of its class."""
+    with torch.device("meta"):
+        model: LayeredModel = build(config.model, key="model")
+    return model
+
+
 def assemble(
-    config: RunConfig,
+    model: LayeredModel,
     *,
+    config: RunConfig,
     batch: BatchPlan,
     sample_shape: tuple[int, ...],
     mesh: DeviceMesh,
     device: torch.device,
     trains: bool = True,
 ) -> Assembled:
-    """Build the model and apply the techniques.
+    """Apply the techniques to the whole `model`, which is on meta; `model_checks` must have found no problem.
 
-    The order is: build on meta, cut into stages, split samples or layers, checkpoint, compile, shard, set the
+    The order is: cut into stages, split samples or layers, checkpoint, compile, shard, set the
     precision, materialise, replicate.
     Weights are materialised before replication, which needs real ones, and after everything that decides
     which of them this rank needs. Each is drawn from (seed, its name), so no rank sends weights to another.
@@ -83,10 +94,8 @@ def assemble(
 
     Raises ConfigError if the model can't be split as the strategy asks.
     """
-    with torch.device("meta"):
-        model: LayeredModel = instantiate(config.model)
     flops = model.forward_flops(sample_shape)
-    maps = check_samples(model, mesh=mesh, sample_shape=sample_shape, options=config.strategy)
+    maps = measure_maps(model, mesh=mesh, sample_shape=sample_shape, options=config.strategy)
     loss = loss_of(model, mesh=mesh, options=config.strategy)
     local_stages = cut(model, mesh=mesh, sample_shape=sample_shape, options=config.strategy)
     parts = list(local_stages.values())
@@ -94,6 +103,8 @@ def assemble(
         split(part, mesh=mesh, maps=maps, options=config.strategy)
         prepare(part, config=config, mesh=mesh, device=device)
     replicas = replicate_parts(parts, config=config, batch=batch, mesh=mesh, device=device, trains=trains)
+    loss_scale = scale_of(parts, config=config, device=device)
+    loss = loss if loss_scale is None else loss_scale.apply(loss)
 
     build_schedule = partial(
         build_forward_backward, stages=local_stages, replicas=replicas, loss=loss, mesh=mesh,
@@ -106,6 +117,7 @@ def assemble(
         mesh=mesh,
         forward_flops=flops.total,
         server=replicas.server,
+        loss_scale=loss_scale,
         traffic=replicas.traffic,
     )
 
@@ -141,17 +153,10 @@ def build_forward_backward(
     return schedule
 
 
-def check_samples(
+def measure_maps(
     model: LayeredModel, *, mesh: DeviceMesh, sample_shape: tuple[int, ...], options: StrategyConfig
 ) -> tile.Maps | None:
-    """See that samples of this shape can be split. Returns the sizes of the maps if they are tiled.
-
-    Raises ConfigError if they can't be.
-    """
-    if (axis := axis_of(mesh, "context")) is not None:
-        context.require(model, axis=axis, sample_shape=sample_shape)
-    if (axis := axis_of(mesh, "expert")) is not None:
-        expert.require(model, axis=axis)
+    """Returns the sizes of the maps if samples are tiled. Raises ConfigError if they can't be."""
     if (axis := axis_of(mesh, "tile")) is None:
         return None
     return tile.measure(model, sample_shape=sample_shape, grid=tile_grid(axis.size(), options.tile_grid))
@@ -166,6 +171,17 @@ def loss_of(model: LayeredModel, *, mesh: DeviceMesh, options: StrategyConfig) -
     if (axis := axis_of(mesh, "tensor")) is not None and options.loss_parallel:
         loss = tensor.loss_of_slices(loss, axis=axis)
     return loss
+
+
+def scale_of(parts: Sequence[LayeredModel], *, config: RunConfig, device: torch.device) -> LossScale | None:
+    """The loss scale that float16 needs, for the auxiliary losses of `parts` too."""
+    training = config.training
+    if training.precision != "float16":
+        return None
+    scale = LossScale(start=training.loss_scale, grow_every=training.loss_scale_every, device=device)
+    for auxiliary in auxiliary_losses(parts):
+        auxiliary.loss_scale = scale.factor
+    return scale
 
 
 def cut(
@@ -197,10 +213,11 @@ def prepare(part: LayeredModel, *, config: RunConfig, mesh: DeviceMesh, device: 
     checkpointing.apply(part, keeps=training.activation_checkpointing, compiled=training.compile)
     if training.compile:
         compiling.apply(part)
-    if slicing_axis(mesh) is not None:
-        shard.apply(part, mesh=data_mesh(mesh), options=config.strategy, precision=training.precision)
-    else:
+    slices = slicing_axis(mesh) is not None
+    if not slices or training.precision == "float16":  # norms and the like need more range than float16 has
         precision.apply(part, precision=training.precision, device_type=device.type)
+    if slices:
+        shard.apply(part, mesh=data_mesh(mesh), options=config.strategy, precision=training.precision)
     materialise(part, seed=config.seed, device=device, dtype=precision.WEIGHTS[training.precision])
 
 

@@ -12,26 +12,37 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn import functional as F
 
-from hpc_parallel.models.attention import CausalAttention
+from hpc_parallel.models.attention import Attention, CausalAttention
 from hpc_parallel.models.layered import LayeredModel
-from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.models.positions import Positions
+from hpc_parallel.problems import Problem, Problems
+from hpc_parallel.strategies.local_positions import find_local_positions
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
+
+
+def find_problems(model: LayeredModel) -> Problems:
+    """Returns why the whole `model`, on meta, can't continue a text with cached keys and values."""
+    rule = ""
+    if not all(module.causal for module in model.modules() if isinstance(module, Attention)):
+        rule = f"can't be used: {type(model).__name__} has FullAttention, which sees later tokens"
+    elif not any(isinstance(module, CausalAttention) for module in model.modules()):
+        rule = f"needs a model with CausalAttention, and {type(model).__name__} has none"
+    elif clause := find_local_positions(model):
+        rule = f"can't be used: {type(model).__name__}.{clause}, and a new token is computed alone"
+    if rule:
+        yield Problem("task", "generate", rule, ("infer",))
 
 
 def apply(model: LayeredModel, *, length: int) -> LayeredModel:
     """Let `model` (or a stage of it) take a prompt, then one position at a time, `length` positions in all.
 
-    The head computes the last position only, because the logits of others are not needed.
-
-    Raises ConfigError if the model has no CausalAttention.
+    The head computes the last position only, because the logits of others are not needed. `find_problems`
+    must have found nothing.
     """
-    attentions = [name for name, module in model.named_modules() if isinstance(module, CausalAttention)]
-    if not attentions:
-        rule = f"needs a model with CausalAttention, and {type(model).__name__} has none"
-        raise ConfigError([Problem("task", "generate", rule, ("infer",))])
-    past = Past()
-    for name in attentions:
-        model.set_submodule(name, CachedAttention(past, length=length))
+    past = model.sample_positions = Past()
+    for name, module in list(model.named_modules()):
+        if isinstance(module, CausalAttention):
+            model.set_submodule(name, CachedAttention(past, length=length))
     replace_forward(model, partial(count_positions, past), technique="Cached")
     if model.head is not None:
         replace_forward(model.head, last_position, technique="LastPosition")
@@ -48,11 +59,14 @@ def last_position(forward: Forward, head: Module, x: Tensor) -> Tensor:
     return forward(head, x[:, -1:])
 
 
-class Past:
-    """The number of positions that the model has processed. Attentions read it also for position indices."""
+class Past(Positions):
+    """The number of positions that the model has processed; the next positions follow them."""
 
     def __init__(self) -> None:
         self.length = 0
+
+    def __call__(self, length: int, *, device: torch.device) -> Tensor:
+        return torch.arange(self.length, self.length + length, device=device)
 
     def grow(self, positions: int) -> None:
         self.length += positions
@@ -65,12 +79,9 @@ class CachedAttention(CausalAttention):
     values: Tensor
 
     def __init__(self, past: Past, *, length: int) -> None:
-        super().__init__()
+        super().__init__(past)
         self._past = past
         self._length = length
-
-    def positions(self, length: int, *, device: torch.device) -> Tensor:
-        return torch.arange(self._past.length, self._past.length + length, device=device)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Like `CausalAttention.forward`; after the first pass `query` has one position, which sees all."""

@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpc_parallel.config.schema import StrategyConfig
-from hpc_parallel.models.attention import CausalAttention
+from hpc_parallel.models.attention import Attention, CausalAttention, FullAttention
 from hpc_parallel.models.layered import LayeredModel
-from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.models.positions import Positions
+from hpc_parallel.problems import Problem, Problems
+from hpc_parallel.strategies.local_positions import find_local_positions
 from hpc_parallel.strategies.ring import Exchange, Gather, Ring, SequenceAttention, slices_of
 
 EXCHANGES: dict[str, Exchange] = {"ring": Ring(), "gather": Gather()}  # by strategy.context_attention
@@ -22,46 +24,57 @@ EXCHANGES: dict[str, Exchange] = {"ring": Ring(), "gather": Gather()}  # by stra
 
 def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> LayeredModel:
     """Let every attention of `model` (or a stage of it) see the whole sequence, which `axis` splits."""
+    model.sample_positions = SlicedPositions(axis)
     for name, module in list(model.named_modules()):
-        if isinstance(module, CausalAttention):
-            model.set_submodule(
-                name, SplitAttention(axis=axis, exchange=EXCHANGES[options.context_attention])
-            )
+        if isinstance(module, Attention):
+            exchange = EXCHANGES[options.context_attention]
+            model.set_submodule(name, SplitAttention(axis=axis, exchange=exchange, causal=module.causal))
     return model
 
 
-def require(model: LayeredModel, *, axis: DeviceMesh, sample_shape: tuple[int, ...]) -> None:
-    """Raises ConfigError if the whole `model` or samples of this shape can't be split over `axis`."""
-    degree = axis.size()
-    kinds = {type(module) for module in model.modules() if isinstance(module, CausalAttention)}
-    others = sorted(kind.__name__ for kind in kinds - {CausalAttention})
+def find_problems(model: LayeredModel, *, degree: int, sample_shape: tuple[int, ...]) -> Problems:
+    """Returns why the whole `model` on meta, or samples of this shape, can't be split over `degree`."""
+    kinds = {type(module) for module in model.modules() if isinstance(module, Attention)}
+    others = sorted(kind.__name__ for kind in kinds - {CausalAttention, FullAttention})
     rule = ""
     if not kinds:
-        rule = f"can't be used: {type(model).__name__} has no CausalAttention, which splits the sequence"
+        rule = f"can't be used: {type(model).__name__} has no CausalAttention or FullAttention to split"
     elif others:
-        rule = f"can't be used: CausalAttention can be split, but not its subclass {', '.join(others)}"
+        rule = (
+            f"can't be used: this package's attention can be split, but not its subclass {', '.join(others)}"
+        )
     elif any(getattr(module, "whole_sequences", False) for module in model.modules()):
         rule = f"can't be used: {type(model).__name__} has modules that need whole sequences"
     elif not sample_shape or sample_shape[0] % (2 * degree):
         rule = f"does not split samples of shape {list(sample_shape)} into two slices a device"
+    elif clause := find_local_positions(model):
+        rule = f"can't be used: {type(model).__name__}.{clause}, and a device has only a part of a sequence"
     if rule:
-        raise ConfigError([Problem("strategy.context", degree, rule, (1,))])
+        yield Problem("strategy.context", degree, rule, (1,))
 
 
-class SplitAttention(CausalAttention):
+class SlicedPositions(Positions):
+    """The positions of this device's two slices."""
+
+    def __init__(self, axis: DeviceMesh) -> None:
+        self._rank, self._degree = axis.get_local_rank(), axis.size()
+
+    def __call__(self, length: int, *, device: torch.device) -> Tensor:
+        slices = slices_of(self._rank, degree=self._degree, length=length * self._degree)
+        return torch.cat([torch.arange(part.start, part.stop, device=device) for part in slices])
+
+
+class SplitAttention(Attention):
     """Attention over the whole sequence; this device has two slices of it."""
 
-    def __init__(self, *, axis: DeviceMesh, exchange: Exchange) -> None:
-        super().__init__()
+    def __init__(self, *, axis: DeviceMesh, exchange: Exchange, causal: bool) -> None:
+        super().__init__(SlicedPositions(axis))
+        self.causal = causal
         self._axis = axis
         self._exchange = exchange
-
-    def positions(self, length: int, *, device: torch.device) -> Tensor:
-        degree = self._axis.size()
-        slices = slices_of(self._axis.get_local_rank(), degree=degree, length=length * degree)
-        return torch.cat([torch.arange(part.start, part.stop, device=device) for part in slices])
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with torch.autocast(query.device.type, enabled=False):  # sums stay in float32
             group = self._axis.get_group()
-            return SequenceAttention.apply(query, key, value, group, self._exchange)  # type: ignore[no-any-return]
+            out: Tensor = SequenceAttention.apply(query, key, value, group, self._exchange, self.causal)
+            return out

@@ -22,15 +22,14 @@ from torch.nn import Module, Parameter
 
 from hpc_parallel.models.experts import Experts
 from hpc_parallel.models.layered import LayeredModel
-from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.strategies.forward_backward import ForwardBackward
 from hpc_parallel.strategies.replace_forward import Forward, OriginalForward, replace_forward
 from hpc_parallel.strategies.replicate import Average
 
 
-def require(model: LayeredModel, *, axis: DeviceMesh) -> None:
-    """Raises ConfigError if the experts of the whole `model` can't be split over `axis`."""
-    degree = axis.size()
+def find_problems(model: LayeredModel, *, degree: int) -> Problems:
+    """Returns why the experts of the whole `model` can't be split over `degree` devices."""
     counts = {module.count for module in model.modules() if isinstance(module, Experts)}
     if not counts:
         rule = f"splits experts, and {type(model).__name__} has none (models/experts.py)"
@@ -38,7 +37,7 @@ def require(model: LayeredModel, *, axis: DeviceMesh) -> None:
         rule = f"does not divide the number of experts, {max(counts)}"
     else:
         return
-    raise ConfigError([Problem("strategy.expert", degree, rule, (1,))])
+    yield Problem("strategy.expert", degree, rule, (1,))
 
 
 def apply(model: LayeredModel, *, axis: DeviceMesh) -> LayeredModel:

@@ -56,6 +56,15 @@ class ParameterServer:
             else:
                 torch_internals.copy_into(pieces(self._receive(bucket, source=SERVER), like=bucket), weights)
 
+    def share(self, values: Iterable[Tensor]) -> None:
+        """Copy the server's `values` to those of every worker."""
+        for value in values:
+            if self.serves:
+                for worker in self._workers:
+                    self._send(value, target=worker)
+            else:
+                value.copy_(self._receive([value], source=SERVER).view_as(value))
+
     def _average(self, bucket: Sequence[Parameter]) -> None:
         first, *others = self._workers
         if self._server_trains:
@@ -71,7 +80,7 @@ class ParameterServer:
     def _send(self, message: Tensor, *, target: int) -> None:
         dist.send(message.to(self._message_device), dst=target)
 
-    def _receive(self, like: Sequence[Parameter], *, source: int) -> Tensor:
+    def _receive(self, like: Sequence[Tensor], *, source: int) -> Tensor:
         count = sum(parameter.numel() for parameter in like)
         message = torch.empty(count, dtype=like[0].dtype, device=self._message_device)
         dist.recv(message, src=source)

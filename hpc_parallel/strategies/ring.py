@@ -1,10 +1,11 @@
-"""Causal attention over a sequence that is split over devices, forward and backward.
+"""Attention over a sequence that is split over devices, forward and backward.
 
 `Ring` (Liu et al. 2023) sends keys and values around the devices; each hop overlaps with the computation on
 the last ones. The zig-zag (Llama 3, Dubey et al. 2024, section 3.3.2) gives device r of P the slices r and
 2P-1-r of 2P: an early one, which sees few keys, and a late one, which sees many. For the keys of any other
 device, exactly half of the products are behind the causal mask, in entire slices. They are skipped, and all
-devices compute the same amount. `Gather` collects all keys and values on every device in one collective.
+devices compute the same amount. Without the mask (`causal` is false), each device computes all products of
+its queries. `Gather` collects all keys and values on every device in one collective.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ def slices_of(rank: int, *, degree: int, length: int) -> tuple[slice, slice]:
     return slice(rank * size, (rank + 1) * size), slice(late * size, (late + 1) * size)
 
 
-def visible(source: int, *, rank: int, half: int) -> tuple[slice, slice]:
+def visible(source: int, *, rank: int, half: int, causal: bool) -> tuple[slice, slice]:
     """Which queries of `rank` see which keys of another device `source`, both slices being `half` long.
 
     The slices lie as source, rank, ..., 2P-1-rank, 2P-1-source where source < rank.
     """
     every, early, late = slice(None), slice(0, half), slice(half, None)
+    if not causal:
+        return every, every
     return (every, early) if source < rank else (late, every)
 
 
@@ -47,7 +50,9 @@ class Exchange(Protocol):
     """
 
     @staticmethod
-    def forward(query: Tensor, kv: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    def forward(
+        query: Tensor, kv: Tensor, group: dist.ProcessGroup, *, causal: bool
+    ) -> tuple[Tensor, Tensor]:
         """Returns the outputs, like `query`, and `lse`."""
 
     @staticmethod
@@ -59,6 +64,7 @@ class Exchange(Protocol):
         lse: Tensor,
         delta: Tensor,
         group: dist.ProcessGroup,
+        causal: bool,
     ) -> tuple[Tensor, Tensor]:
         """Returns the gradients of `query` and of `kv`."""
 
@@ -68,13 +74,19 @@ class SequenceAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, exchange: Exchange
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        group: dist.ProcessGroup,
+        exchange: Exchange,
+        causal: bool,
     ) -> Tensor:
         """[batch, head, seq, head_dim] each, this device's two slices; like `query`."""
-        outputs, lse = exchange.forward(upcast(query, key), torch.stack((key, value)), group)
+        outputs, lse = exchange.forward(upcast(query, key), torch.stack((key, value)), group, causal=causal)
         result = outputs.flatten(1, 2).to(query.dtype)
         ctx.save_for_backward(query, key, value, result, lse)
-        ctx.group, ctx.exchange = group, exchange
+        ctx.group, ctx.exchange, ctx.causal = group, exchange, causal
         return result
 
     @staticmethod
@@ -89,25 +101,28 @@ class SequenceAttention(torch.autograd.Function):
             lse=lse,
             delta=(grad_output * upcast(result, key)).sum(-1, keepdim=True),
             group=ctx.group,
+            causal=ctx.causal,
         )
         gradients = (grad_query.flatten(1, 2), *grad_kv)
         inputs = (query, key, value)
-        return *(grad.to(like.dtype) for grad, like in zip(gradients, inputs, strict=True)), None, None
+        return *(grad.to(like.dtype) for grad, like in zip(gradients, inputs, strict=True)), None, None, None
 
 
 class Ring:
     """Keys and values pass every device; in the backward pass their gradients travel with them."""
 
     @staticmethod
-    def forward(query: Tensor, kv: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    def forward(
+        query: Tensor, kv: Tensor, group: dist.ProcessGroup, *, causal: bool
+    ) -> tuple[Tensor, Tensor]:
         rank, degree, half = group.rank(), group.size(), kv.shape[-2] // 2
         next_kv = Passing(kv, group)
-        outputs, lse = attend(query, *kv.to(query.dtype), causal=True)
+        outputs, lse = attend(query, *kv.to(query.dtype), causal=causal)
         for turn in range(1, degree):
             kv = next_kv.arrived()
             if turn < degree - 1:
                 next_kv = Passing(kv, group)
-            rows, columns = visible((rank - turn) % degree, rank=rank, half=half)
+            rows, columns = visible((rank - turn) % degree, rank=rank, half=half, causal=causal)
             keys, values = kv.to(query.dtype)[..., columns, :]
             part = attend(query[..., rows, :], keys, values, causal=False)
             merge(outputs[..., rows, :], lse[..., rows, :], part=part)
@@ -122,18 +137,19 @@ class Ring:
         lse: Tensor,
         delta: Tensor,
         group: dist.ProcessGroup,
+        causal: bool,
     ) -> tuple[Tensor, Tensor]:
         rank, degree, half = group.rank(), group.size(), kv.shape[-2] // 2
         next_kv = Passing(kv, group)
         grad_query, grad_kv = attend_backward(
-            grad_output, query, *kv.to(query.dtype), lse=lse, delta=delta, causal=True
+            grad_output, query, *kv.to(query.dtype), lse=lse, delta=delta, causal=causal
         )
         for turn in range(1, degree):
             next_grad_kv = Passing(grad_kv, group)
             kv = next_kv.arrived()
             if turn < degree - 1:
                 next_kv = Passing(kv, group)
-            rows, columns = visible((rank - turn) % degree, rank=rank, half=half)
+            rows, columns = visible((rank - turn) % degree, rank=rank, half=half, causal=causal)
             part_query, part_kv = attend_backward(
                 grad_output[..., rows, :],
                 query[..., rows, :],
@@ -152,12 +168,14 @@ class Gather:
     """Every device gets all keys and values, in the backward pass again; their gradients are scattered."""
 
     @staticmethod
-    def forward(query: Tensor, kv: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    def forward(
+        query: Tensor, kv: Tensor, group: dist.ProcessGroup, *, causal: bool
+    ) -> tuple[Tensor, Tensor]:
         keys, values = gather_kv(kv, group).to(query.dtype)
         outputs, lse = torch.empty_like(query), torch.empty_like(query[..., :1])
-        for rows, end in ends_of(query, group):
+        for rows, end in ends_of(query, group, causal=causal):
             outputs[..., rows, :], lse[..., rows, :] = attend(
-                query[..., rows, :], keys[..., :end, :], values[..., :end, :], causal=True
+                query[..., rows, :], keys[..., :end, :], values[..., :end, :], causal=causal
             )
         return outputs, lse
 
@@ -170,10 +188,11 @@ class Gather:
         lse: Tensor,
         delta: Tensor,
         group: dist.ProcessGroup,
+        causal: bool,
     ) -> tuple[Tensor, Tensor]:
         keys, values = gather_kv(kv, group).to(query.dtype)
         grad_query, grad_kv = torch.empty_like(query), query.new_zeros((2, *keys.shape))
-        for rows, end in ends_of(query, group):
+        for rows, end in ends_of(query, group, causal=causal):
             grad_query[..., rows, :], part_kv = attend_backward(
                 grad_output[..., rows, :],
                 query[..., rows, :],
@@ -181,7 +200,7 @@ class Gather:
                 values[..., :end, :],
                 lse=lse[..., rows, :],
                 delta=delta[..., rows, :],
-                causal=True,
+                causal=causal,
             )
             grad_kv[..., :end, :] += part_kv
         return grad_query, scatter_grad_kv(grad_kv, group)
@@ -213,9 +232,11 @@ def upcast(tensor: Tensor, key: Tensor) -> Tensor:
     return wide.unflatten(1, (key.shape[1], -1))  # type: ignore[no-any-return]
 
 
-def ends_of(query: Tensor, group: dist.ProcessGroup) -> list[tuple[slice, int]]:
-    """The rows of each of this device's two slices, and where the slice ends in the whole sequence."""
+def ends_of(query: Tensor, group: dist.ProcessGroup, *, causal: bool) -> list[tuple[slice, int]]:
+    """The rows of each of this device's two slices, and the end of the keys that the slice sees."""
     rank, degree, length = group.rank(), group.size(), query.shape[-2]
+    if not causal:
+        return [(slice(None), length * degree)]
     early, late = slices_of(rank, degree=degree, length=length * degree)
     half = length // 2
     return [(slice(0, half), early.stop), (slice(half, length), late.stop)]

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.strategies.precision import HALF
 
 
 def apply(model: LayeredModel, *, mesh: DeviceMesh, options: StrategyConfig, precision: str) -> LayeredModel:
@@ -17,12 +18,12 @@ def apply(model: LayeredModel, *, mesh: DeviceMesh, options: StrategyConfig, pre
 
     Blocks are gathered one at a time, so a device holds about two full blocks. Stem and head are one group,
     because they may share a weight; it stays gathered between forward and backward. Without `reshard` all
-    blocks stay gathered, so only gradients and optimizer state are sharded (ZeRO-2). With bfloat16, weights
-    are gathered and used in bfloat16, and gradients are summed in float32.
+    blocks stay gathered, so only gradients and optimizer state are sharded (ZeRO-2). With bfloat16 and
+    float16, weights are gathered and used in that type, and gradients are summed in float32.
     """
-    mixed = precision == "bfloat16"
+    mixed = precision in HALF
     policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if mixed else None, reduce_dtype=torch.float32 if mixed else None
+        param_dtype=HALF.get(precision), reduce_dtype=torch.float32 if mixed else None
     )
     for block in model.blocks.values():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=options.reshard)

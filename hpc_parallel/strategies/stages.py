@@ -13,7 +13,7 @@ from hpc_parallel.config.checks.pipeline_checks import cuts_problem
 from hpc_parallel.config.schedules import schedule_of, stages_of, stages_per_rank
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.layered import LayeredModel, PartCosts, keep
-from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.problems import ConfigError, Problem, Problems
 
 
 def cut(
@@ -37,6 +37,16 @@ def cut(
     return {
         i: keep(deepcopy(model), blocks=blocks[i], stem=i == 0, head=i == count - 1) for i in local_indices
     }
+
+
+def find_problems(
+    model: LayeredModel, *, stages: int, sample_shape: tuple[int, ...], options: StrategyConfig
+) -> Problems:
+    """Returns why the whole `model` can't be cut into `stages`."""
+    try:
+        divide(model, stages=stages, sample_shape=sample_shape, options=options)
+    except ConfigError as error:
+        yield from error.problems
 
 
 def divide(

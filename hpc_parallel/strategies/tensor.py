@@ -6,13 +6,12 @@ With `loss_parallel`, the loss is computed from logits that stay split by vocabu
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -22,40 +21,30 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.func import functional_call
 from torch.nn import Module, Parameter
+from torch.nn import functional as F
 
 from hpc_parallel.config.schema import StrategyConfig
-from hpc_parallel.models.layered import LayeredModel, Loss
-from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.models.layered import Column, LayeredModel, Loss
 from hpc_parallel.strategies.replace_forward import Forward, OriginalForward, replace_forward
+from hpc_parallel.strategies.tensor_roles import roles_of
 from hpc_parallel.torch_internals import LayerStyle
 
 
 def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> LayeredModel:
-    """Make every weight of `model` a DTensor on `axis`, split as `model.tensor_roles` says.
+    """Make every weight of `model` (or a stage of it) a DTensor on `axis`, as `model.tensor_roles` says.
 
-    Raises ConfigError if the hints leave out a weight: it is then unknown whether a device has its full
-    gradient or a partial sum.
+    `tensor_roles.find_problems` must have found nothing.
     """
     styles = _styles(options)
-    for name, module in list(model.named_modules()):
-        for pattern, role in model.tensor_roles.items():
-            if _matches(name, pattern):
-                parallelize_module(module, axis, styles[role], src_data_rank=None)
+    for name, role in roles_of(model).items():
+        style = FusedColumn(role) if isinstance(role, Column) else styles[role]
+        parallelize_module(model.get_submodule(name), axis, style, src_data_rank=None)
     for alias, name in model.tied.items():  # splitting makes them two parameters
         weights = dict(model.named_parameters())
         if alias in weights and name in weights:
             path, _, leaf = alias.rpartition(".")
             setattr(model.get_submodule(path), leaf, weights[name])
-    if left_out := [name for name, weight in model.named_parameters() if not isinstance(weight, DTensor)]:
-        rule = f"can't be used: {type(model).__name__}.tensor_roles has no role for {', '.join(left_out[:3])}"
-        raise ConfigError([Problem("strategy.tensor", axis.size(), rule, (1,))])
     return model
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Match names between dots one by one, so that `blocks.*` does not match the modules inside a block."""
-    names, patterns = name.split("."), pattern.split(".")
-    return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
 
 
 def _styles(options: StrategyConfig) -> dict[str, ParallelStyle]:
@@ -73,6 +62,7 @@ def _styles(options: StrategyConfig) -> dict[str, ParallelStyle]:
         "column": ColwiseParallel(),
         "row": RowwiseParallel(output_layouts=between),
         "position": EachPosition(between),
+        "position_table": PositionTable(between),
         "heads": EachPosition(Shard(2)),
         "logits": ColwiseParallel(input_layouts=between, output_layouts=logits),
         "alike": Alike(),
@@ -97,6 +87,51 @@ class EachPosition(LayerStyle):
             return output.to_local()
 
         return distribute_module(module, mesh, None, enter, leave)  # type: ignore[arg-type]
+
+
+class PositionTable(LayerStyle):
+    """An embedding of positions: indices [..., seq] -> this device's slice of [..., seq, dim]."""
+
+    def __init__(self, between: Placement) -> None:
+        self._between = Shard(-2) if between.is_shard() else between
+
+    def split(self, module: Module, mesh: DeviceMesh) -> Module:
+        def enter(_: Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> DTensor:
+            return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
+
+        def leave(_: Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+            return output.redistribute(placements=[self._between]).to_local()
+
+        return distribute_module(module, mesh, None, enter, leave)  # type: ignore[arg-type]
+
+
+class FusedColumn(LayerStyle):
+    """A linear layer of several projections: this device computes its columns of each of them.
+
+    The gradient of the layer's weights is a partial sum, as that of a norm.
+    """
+
+    def __init__(self, role: Column) -> None:
+        self._parts = role.parts
+
+    def split(self, module: Module, mesh: DeviceMesh) -> Module:
+        def columns(weight: Any) -> Tensor:
+            full: Tensor = weight.to_local(grad_placements=[Partial()])
+            parts: Tensor = full.unflatten(0, (self._parts, -1)).chunk(mesh.size(), dim=1)[
+                mesh.get_local_rank()
+            ]
+            return parts.flatten(0, 1)
+
+        def forward(_: Forward, linear: Module, x: Tensor) -> Tensor:
+            whole = (
+                x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+            )
+            bias = None if linear.bias is None else columns(linear.bias)
+            return F.linear(whole.to_local(grad_placements=[Partial()]), columns(linear.weight), bias)
+
+        replicated = distribute_module(module, mesh)
+        replace_forward(replicated, forward, technique="Fused")
+        return replicated
 
 
 class Alike(LayerStyle):

@@ -9,6 +9,7 @@ corners included, and then runs without padding. BatchNorm takes its statistics 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -159,15 +160,13 @@ def measure(model: LayeredModel, *, sample_shape: tuple[int, ...], grid: tuple[i
     with less than one position per tile, and for a module that is used on maps of two sizes.
     """
     recorder = MapRecorder(full_maps={"head"} if not model.pixelwise else set())
-    handles = []
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(partial(recorder.enter, name)))
-        handles.append(module.register_forward_hook(partial(recorder.leave, name)))
+    tried = deepcopy(model).to("meta")  # a table that a constructor computes has values
+    for name, module in tried.named_modules():
+        module.register_forward_pre_hook(partial(recorder.enter, name))
+        module.register_forward_hook(partial(recorder.leave, name))
     images = torch.empty(2, *sample_shape, device="meta")  # two: BatchNorm can't train on a single value
     with torch.no_grad(), recorder:
-        model(images)
-    for handle in handles:
-        handle.remove()
+        tried(images)
     maps = Maps(inputs=recorder.inputs, outputs=recorder.outputs)
     if problems := [*recorder.problems, *too_small(maps, grid), *unequal_resizes(model, maps, grid)]:
         raise ConfigError(problems)

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_json, read_tail
 from hpc_parallel.record.safe_write import write_json
@@ -58,7 +59,8 @@ _NO_SPACE = re.compile(
 _MESSAGE_CHARACTERS = 400
 _LOG_END_BYTES = 64 * 1024
 _BY_NAME = {
-    "StartError": START, "ForgedError": START, "ConfigError": CONFIGURATION, "NonFiniteError": NONFINITE,
+    "StartError": START, "ForgedError": START, "ConfigError": CONFIGURATION,
+    "DifferenceError": CONFIGURATION, "UserCodeError": ERROR, "NonFiniteError": NONFINITE,
     "FollowerError": STOPPED, "MemoryError": OUT_OF_MEMORY, "OutOfMemoryError": OUT_OF_MEMORY,
 }  # fmt: skip
 # A restart, perhaps on other nodes, may avoid these; an error in the code or a full disk would recur.
@@ -107,7 +109,8 @@ def record_exception(
         message, details = oom.describe(source, where=where)
     else:
         text = " ".join(str(source).split())[:_MESSAGE_CHARACTERS]
-        is_ours = kind in (NONFINITE, STOPPED, CONFIGURATION)  # needs no class name before the text
+        # These need no class name before the text.
+        is_ours = kind in (NONFINITE, STOPPED) or isinstance(source, ConfigError)
         name = type(source).__name__
         message = text if is_ours and text else f"{name}: {text}" if text else name
         details |= getattr(source, "details", {})

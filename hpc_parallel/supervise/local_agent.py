@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -61,7 +61,7 @@ def run(run_folder: str, *, load_entry: Callable[[], Entry]) -> int:
 
     # Both before the import of torch: OpenMP reads its variables when it is loaded.
     site_variables(config["cluster"]["environment"], os.environ)
-    _share_cores(ranks=config["nodes"] * per_node)
+    share_cores(os.environ, ranks=config["nodes"] * per_node)
     while True:
         for number in STOP_SIGNALS:  # no rank has started yet
             signal.signal(number, leave)
@@ -240,9 +240,9 @@ def _be_rank(run_folder: str, world: World, agent: int, entry: Entry) -> None:
     sys.exit(code or None)
 
 
-def _share_cores(*, ranks: int) -> None:
+def share_cores(environment: MutableMapping[str, str], *, ranks: int) -> None:
     """Set OpenMP's share of the cores, as torchrun does, unless the site has set it."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
 
 
 def main(arguments: Sequence[str], *, load_entry: Callable[[], Entry]) -> None:

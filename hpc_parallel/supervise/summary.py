@@ -23,6 +23,8 @@ MEASURED = (
     "traffic",
     "unknown_collectives",
     "ring_all_reduce",
+    "comparison",
+    "ended_early",
 )
 Lines = Sequence[Mapping[str, Any]]
 
@@ -38,7 +40,8 @@ def summarise(
     """The content of `summary.json`, with null for figures that were not measured.
 
     config: the content of `config.yaml`; lines: of `metrics.jsonl`; history: `attempts.history`;
-    measured: figures of the profiled steps (MEASURED), and the weights that the job started from.
+    measured: figures of the profiled steps (MEASURED), the weights that the job started from, and what its
+    comparison with one device showed.
 
     All shares and times are means over the ranks:
     - `exposed_communication_share`: share of a step in which a device waits for others and computes
@@ -52,6 +55,8 @@ def summarise(
     - `busiest_rank_traffic_bytes`: sent and received by the rank, or by the device of a process with
       several devices, that moves most.
     - `unknown_collectives`: collectives whose bytes are not known; traffic is then null.
+    - `ended_early`: why a callback ended the training before its last step.
+    - `comparison`: a line about the comparison with one device (`strategy.verify`).
     - `ring_all_reduce`: both figures if one ring all-reduce averaged the same gradients.
     """
     return {

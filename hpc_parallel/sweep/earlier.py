@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hydra._internal.utils import get_args
-
+from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.launch.resume import value_of
 from hpc_parallel.problems import ConfigError, Problem, nearest, quoted
 from hpc_parallel.record.checkpoint_index import complete
@@ -146,7 +145,7 @@ def resume_command(folder: Path) -> str:
 
 def _split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Hydra's flags with their values, and the overrides: a flag must not come between overrides."""
-    overrides = get_args(arguments).overrides
+    overrides = CommandLine.parse(arguments).overrides
     return [argument for argument in arguments if argument not in overrides], overrides
 
 

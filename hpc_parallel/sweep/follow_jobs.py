@@ -10,6 +10,7 @@ from pathlib import Path
 from hpc_parallel.exit_codes import DONE, FAILED
 from hpc_parallel.launch.wait import ASK_EVERY_S, PERIOD_S, SUMMARY_S, conclude_job, has_summary
 from hpc_parallel.record.job_state import states_by_accounting
+from hpc_parallel.sweep.next_steps import after_the_end
 from hpc_parallel.sweep.plan import PlannedRun, SweepPlan
 from hpc_parallel.sweep.view import SweepView
 
@@ -45,7 +46,8 @@ def follow_jobs(plan: SweepPlan, jobs: Mapping[Path, str]) -> int:
         except KeyboardInterrupt:
             print(f"\nno longer following; the jobs go on ({len(active)} have not ended)", file=sys.stderr)
             return FAILED
-        view.say(view.counts())
+        for line in (view.counts(), *after_the_end(plan.folder, completed=completed)):
+            view.say(line)
     return DONE if completed else FAILED
 
 

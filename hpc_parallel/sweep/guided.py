@@ -24,6 +24,7 @@ from hpc_parallel.config.trials import Trials
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
 from hpc_parallel.launch.launcher import SiteRefusedError
 from hpc_parallel.problems import ConfigError, Problem, Problems, quoted
+from hpc_parallel.record.names import from_here
 from hpc_parallel.record.sweep_folder import (
     MANIFEST,
     SkippedRun,
@@ -34,6 +35,7 @@ from hpc_parallel.record.sweep_folder import (
 )
 from hpc_parallel.shell import complain
 from hpc_parallel.sweep import sweep_table
+from hpc_parallel.sweep.next_steps import report_command
 from hpc_parallel.sweep.plan import OF_THE_SWEEP
 from hpc_parallel.sweep.start import open_folder
 from hpc_parallel.sweep.trial import RunFailedError, Trial, key_of, read_result
@@ -171,7 +173,7 @@ def _report(trial: Trial, stopped: Exception | None, *, names: Sequence[str]) ->
         print(line)
     if (results := folder / RESULTS).is_file():
         print(results.read_text(encoding="utf-8").rstrip())
-    print(f"sweep folder  {folder}", flush=True)
+    print(f"sweep folder: {from_here(folder)}\nto compare the runs:\n  {report_command(folder)}", flush=True)
     if stopped is not None:
         complain([f"the sweeper stopped: {_line(stopped)}"])
     if isinstance(stopped, SiteRefusedError):

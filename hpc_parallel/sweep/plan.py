@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from omegaconf import open_dict, read_write
+from omegaconf import OmegaConf, open_dict, read_write
 
-from hpc_parallel.config.compose import UnresolvedError
+from hpc_parallel.config.compose import UnresolvedError, with_batch_size
+from hpc_parallel.config.default_batch import LEAST
 from hpc_parallel.config.schema import SweepConfig
 from hpc_parallel.config.sweep_compose import Cell, Cells
 from hpc_parallel.launch.prepare import PreparedRun, prepare
@@ -133,6 +134,8 @@ class _Planner:
 
     def add(self, cell: Cell) -> None:
         overrides, swept = run_overrides(cell.overrides), tuple(run_overrides(cell.swept))
+        if OmegaConf.select(cell.config, "training.global_batch_size", default=LEAST) is None:
+            cell = replace(cell, config=with_batch_size(cell.config, LEAST))  # the same for all runs
         try:
             run = prepare(cell.config, overrides=overrides, config_dir=self.config_dir, plan=self._plan)
         except UnresolvedError:

@@ -7,7 +7,7 @@ from collections import deque
 
 from hpc_parallel.launch.local_launcher import PERIOD_S, Agent, counting_signals
 from hpc_parallel.record import owner
-from hpc_parallel.sweep.earlier import resume_command
+from hpc_parallel.sweep.next_steps import after_the_end
 from hpc_parallel.sweep.plan import PlannedRun, SweepPlan
 from hpc_parallel.sweep.view import SweepView
 from hpc_parallel.sweep.write import for_each, take_back
@@ -27,9 +27,8 @@ def run_all(plan: SweepPlan) -> int:
         runner.run()
         waiting = runner.waiting
         view.say(f"{view.counts()}" + f", {len(waiting)} not started" * bool(waiting))
-        view.say(f"sweep folder  {plan.folder}")
-        if waiting or not runner.completed:
-            view.say(f"to resume     {resume_command(plan.folder)}")
+        for line in after_the_end(plan.folder, completed=runner.completed and not waiting):
+            view.say(line)
     if signals:
         take_back(planned.run for planned in waiting)
         raise KeyboardInterrupt

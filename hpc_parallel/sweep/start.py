@@ -13,12 +13,11 @@ from hpc_parallel.launch.choose_launcher import choose
 from hpc_parallel.launch.launcher import Launcher
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.job_state import job_states
-from hpc_parallel.record.names import command_on
+from hpc_parallel.record.names import from_here
 from hpc_parallel.record.sweep_folder import create, write_sweep
 from hpc_parallel.record.trust import require_trusted
 from hpc_parallel.shell import complain
-from hpc_parallel.sweep import sweep_table
-from hpc_parallel.sweep.earlier import resume_command
+from hpc_parallel.sweep import next_steps, sweep_table
 from hpc_parallel.sweep.hold import held, release
 from hpc_parallel.sweep.plan import SweepPlan, folder_problems
 from hpc_parallel.sweep.write import take_back, write_runs
@@ -96,11 +95,7 @@ def submit(plan: SweepPlan) -> int:
     states = job_states(list(jobs.values()))
     sweep_table.console().print(sweep_table.submitted(plan, jobs, states, without_job="refused"))
     complain(refusals)
-    print(f"sweep folder  {plan.folder}")
-    if jobs:
-        print(f"follow        {command_on(plan.folder, 'status', '--watch')}")
-        print(f"cancel        {command_on(plan.folder, 'cancel')}")
-    print(f"if some fail  {resume_command(plan.folder)}", flush=True)
+    print("\n".join(next_steps.after_submission(plan.folder, submitted=bool(jobs))), flush=True)
     if refusals:
         return REFUSED
     if not plan.settings.wait:
@@ -119,7 +114,7 @@ def write_scripts(plan: SweepPlan) -> int:
     except BaseException:  # a full disk, Ctrl-C
         take_back(planned.run for planned in plan.runs)
         raise
-    print(f"sweep folder  {plan.folder}")
+    print(f"sweep folder: {from_here(plan.folder)}")
     return DONE
 
 

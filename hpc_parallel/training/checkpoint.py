@@ -19,21 +19,23 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
-from torch.optim import Optimizer
 
 from hpc_parallel.record.checkpoint_index import CHECKSUM, Checkpoint, Digest, publish
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.torch_internals import without_checksums
+from hpc_parallel.training.optimizer import ModelOptimizer
 
 State = dict[str, Tensor]
+OPTIMIZER = "optimizer/"  # before the names of the optimizer's state
+LOSS_SCALE = "loss_scale/"  # only runs in float16 have it
 BUFFER_BYTES = 2**18  # of the buffer for small writes; larger writes bypass it without a copy
 
 
-def state_of(assembled: Assembled, optimizer: Optimizer | None = None) -> State:
+def state_of(assembled: Assembled, optimizer: ModelOptimizer | None = None) -> State:
     """Returns this rank's `weights/`, `buffers/` and, if `optimizer` is given, `optimizer/` by name.
 
     The tensors share memory with the run, so the caller can copy from them or fill them.
@@ -43,10 +45,9 @@ def state_of(assembled: Assembled, optimizer: Optimizer | None = None) -> State:
     state |= {f"buffers/{name}": buffer for name, buffer in statistics(assembled).items()}
     updates = assembled.server is None or assembled.server.serves
     if optimizer is not None and updates:
-        prime(optimizer)
-        for name, parameter in parameters.items():
-            for key, value in optimizer.state[parameter].items():
-                state[f"optimizer/{name}/{key}"] = value
+        state |= {f"{OPTIMIZER}{name}": value for name, value in optimizer.state().items()}
+    if optimizer is not None and assembled.loss_scale is not None:
+        state |= {f"{LOSS_SCALE}{name}": value for name, value in assembled.loss_scale.state().items()}
     return state
 
 
@@ -62,21 +63,6 @@ def statistics(assembled: Assembled) -> dict[str, Tensor]:
         persistent = part.state_dict().keys()
         buffers |= {name: buffer for name, buffer in part.named_buffers() if name in persistent}
     return buffers
-
-
-def prime(optimizer: Optimizer) -> None:
-    """Create the state that AdamW otherwise creates in its first step, for weights that have none.
-
-    A checkpoint can then fill it, and also covers weights that never had a gradient.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad and not optimizer.state[parameter]:
-                optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-                    "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-                }
 
 
 def random_state(device: torch.device) -> State:
@@ -96,6 +82,22 @@ def read(checkpoint: Checkpoint, state: State, *, group: dist.ProcessGroup | Non
     dcp.load(
         cast(dict[str, Any], state), storage_reader=dcp.FileSystemReader(checkpoint.path), process_group=group
     )
+
+
+def readable(checkpoint: Checkpoint, state: State) -> State:
+    """Returns `state` without the loss scale if a run in another precision wrote the checkpoint."""
+    names = dcp.FileSystemReader(checkpoint.path).read_metadata().state_dict_metadata
+    return {name: value for name, value in state.items() if not name.startswith(LOSS_SCALE) or name in names}
+
+
+def optimizer_sizes(checkpoint: Checkpoint) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Size and type of each tensor of the optimizer's state in a checkpoint, by names as of its `state`."""
+    stored = dcp.FileSystemReader(checkpoint.path).read_metadata().state_dict_metadata
+    return {
+        name.removeprefix(OPTIMIZER): (entry.size, entry.properties.dtype)
+        for name, entry in stored.items()
+        if name.startswith(OPTIMIZER) and isinstance(entry, TensorStorageMetadata)
+    }
 
 
 def random_names(checkpoint: Checkpoint) -> list[str]:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from hpc_parallel.config.checks.starting_weights import read_header
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.models.layered import own_slice
+from hpc_parallel.models.layered import LayeredModel, own_slice
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.checkpoint_index import Checkpoint
 from hpc_parallel.record.results import INITIAL
@@ -105,15 +105,26 @@ def start_from(config: RunConfig, assembled: Assembled) -> str:
         except ValueError as error:
             raise ConfigError([f"weights = {path} can't be used: {error}"]) from error
     state = {key.partition("/")[2]: tensor for key, tensor in state_of(assembled).items()}
-    model = assembled.parts[0]
-    has_our_names = any(name.startswith(PARTS) for name in source.shapes)
-    rename: Callable[[str], str] = str if has_our_names else getattr(model, "library_name", str)
-    state = {rename(name): tensor for name, tensor in state.items()}
-    require_fit(state, source.shapes, aliases=[rename(name) for name in model.tied], path=path)
+    state, aliases = in_names_of(source.shapes, state, model=assembled.parts[0])
+    require_fit(state, source.shapes, aliases=aliases, path=path)
     source.fill(state)
     if dist.get_rank() == 0:
         print(f"starting from the weights of {path}", flush=True)
     return str(path)
+
+
+def in_names_of(shapes: Shapes, state: State, *, model: LayeredModel) -> tuple[State, list[str]]:
+    """Returns `state` under the names of a source with `shapes`, and the other names of tied weights.
+
+    The source has the names of `model` or those of its library. It may have a tied weight under either name.
+    """
+    has_our_names = state.keys() <= shapes.keys()
+    rename: Callable[[str], str] = str if has_our_names else getattr(model, "library_name", str)
+    names = {name: rename(name) for name in state}
+    for alias, name in model.tied.items():
+        if name in names and names[name] not in shapes and rename(alias) in shapes:
+            names[name] = rename(alias)
+    return {names[name]: tensor for name, tensor in state.items()}, [rename(name) for name in model.tied]
 
 
 def require_fit(state: State, shapes: Shapes, *, aliases: Iterable[str], path: Path) -> None:

@@ -2,7 +2,8 @@
 
 The gradient's norm is on the device and is the same on all ranks. If it is not finite, a flag on the device
 makes the fused optimizer skip its update (`found_inf`, which torch's GradScaler also uses). A loss that is
-not finite makes its gradients not finite (`propagate_nonfinite`). Nothing waits for the device.
+not finite makes its gradients not finite (`propagate_nonfinite`). Nothing waits for the device, unless an
+optimizer ignores the flag: then the host reads it before each update.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from hpc_parallel.strategies import exchange
-from hpc_parallel.torch_internals import hold_updates_by
+from hpc_parallel.strategies.loss_scale import LossScale
+from hpc_parallel.training.optimizer import ModelOptimizer
 
 CHECK_EVERY = 100  # steps between two checks on the host, if no line is logged in between
 
@@ -47,29 +48,35 @@ class Guard:
         self,
         parameters: Mapping[str, Parameter],
         *,
-        optimizer: Optimizer,
+        optimizer: ModelOptimizer,
         policy: str,
         buffers: Sequence[Tensor],
+        loss_scale: LossScale | None = None,
     ) -> None:
         """`parameters`: this rank's, by full name, in the order of `norms` in `note`.
 
         `buffers`: tensors that a forward pass changes. A skipped step must not change them.
+
+        `loss_scale`: changes in each step. While it can shrink, a step that is not finite is skipped.
         """
         self._parameters = parameters
         self._skips = policy == "skip"
         device = next(iter(parameters.values())).device
         self._withhold = torch.zeros((), device=device)  # 1: withhold the update of this step
-        self._count = torch.zeros((), device=device)  # steps withheld so far
+        self._count = torch.zeros((), device=device)  # steps withheld since the first bad one
+        self._skipped = torch.zeros((), device=device)
+        self._loss_scale = loss_scale
+        self._may_skip = self._skips or loss_scale is not None
         self._norms = torch.zeros(len(parameters), device=device)  # [parameter], of the first bad step
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        hold_updates_by(self._withhold, optimizer)
-        self._buffers = buffers if self._skips else []
+        optimizer.withhold_by(self._withhold)
+        self._buffers = buffers if self._may_skip else []
         self._buffers_before: list[Tensor] = []
 
     @property
     def skipped(self) -> Tensor | None:
-        """The number of skipped steps, on the device; None if the policy is not skip."""
-        return self._count.clone() if self._skips else None
+        """The number of skipped steps, on the device; None if none may be."""
+        return self._skipped.clone() if self._may_skip else None
 
     @torch.no_grad()
     def remember_buffers(self) -> None:
@@ -83,16 +90,21 @@ class Guard:
         `norm` is the same on all ranks. `norms` [parameter] and `loss` are this rank's.
         """
         bad = ~norm.isfinite()
-        if self._skips:
-            self._withhold.copy_(bad)
-        else:
-            first = bad & (self._count == 0)
-            self._norms = torch.where(first, norms.float(), self._norms)
-            self._loss = torch.where(first, loss.double(), self._loss)
-            self._withhold.copy_(bad | (self._count > 0))
-        self._count += self._withhold
+        skips = self._skips_step(bad)
+        stops = bad & ~skips
+        first = stops & (self._count == 0)
+        self._norms = torch.where(first, norms.float(), self._norms)
+        self._loss = torch.where(first, loss.double(), self._loss)
+        self._count += stops | (self._count > 0)
+        self._skipped += skips
+        self._withhold.copy_(bad | (self._count > 0))
         for buffer, old in zip(self._buffers, self._buffers_before, strict=True):
             buffer.copy_(torch.where(bad, old, buffer))
+
+    def _skips_step(self, bad: Tensor) -> Tensor:
+        """Whether training goes on after this `bad` step."""
+        overflows = torch.zeros_like(bad) if self._loss_scale is None else self._loss_scale.update(bad)
+        return bad if self._skips else overflows
 
     def raise_if_nonfinite(self, step: int) -> None:
         """Read from the device whether a step up to the 1-based `step` was withheld.

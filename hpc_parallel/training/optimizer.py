@@ -1,103 +1,201 @@
-"""AdamW, the learning rate of each step, and the gradient's global norm."""
+"""The optimizers of a run: what updates each weight, and its state under full names."""
 
 from __future__ import annotations
 
-import math
+import inspect
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from hydra.utils import get_class
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from hpc_parallel import torch_internals
 from hpc_parallel.config.schema import OptimizerConfig
-from hpc_parallel.strategies.mesh import holders, local_gradients
+from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.torch_internals import hold_updates_by
+from hpc_parallel.training.optimizer_trial import require_usable
+from hpc_parallel.training.weight_rules import Settings, settings_of
+from hpc_parallel.training.whole_weights import SharedWeight, share
+
+SKIPS_ON_DEVICE = (Adam, AdamW)
+"""Classes whose fused kernel leaves weights and state as they are if a flag on the device says so."""
+ELEMENTWISE = (*SKIPS_ON_DEVICE, SGD)
+"""Classes that update each number by its own gradient and state, so that a rank can update its slices."""
 
 
-def build_optimizer(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> Optimizer:
-    """Build AdamW (Loshchilov and Hutter 2019) with weight decay on matrices only.
+class Update:
+    """One optimizer of torch with the weights that it updates where they are."""
 
-    The fused kernel reads each weight once; it was also the fastest on CPUs (docs/performance.md). It takes
-    either plain or distributed weights, so these are in separate groups.
-    """
-    groups: dict[tuple[bool, bool], list[Parameter]] = defaultdict(list)
-    for parameter in parameters.values():
-        groups[parameter.ndim > 1, isinstance(parameter, DTensor)].append(parameter)
-    beta1, beta2 = config.betas
-    return AdamW(
-        [
-            {"params": members, "weight_decay": config.weight_decay if is_matrix else 0.0}
-            for (is_matrix, _), members in groups.items()
-        ],
-        lr=config.learning_rate,
-        betas=(beta1, beta2),
-        eps=config.eps,
-        fused=True,
-    )
-
-
-def learning_rate(step: int, *, steps: int, config: OptimizerConfig) -> float:
-    """Returns the rate of the 1-based `step`: linear warm-up, then constant or cosine to `final_share`."""
-    warmup = steps // 20 if config.warmup_steps is None else config.warmup_steps
-    if step <= warmup:
-        return config.learning_rate * step / warmup
-    if config.schedule == "constant":
-        return config.learning_rate
-    progress = (step - warmup) / max(1, steps - warmup)
-    share = config.final_share + (1 - config.final_share) * (1 + math.cos(math.pi * progress)) / 2
-    return config.learning_rate * share
-
-
-class GradientNorm:
-    """Computes the 2-norm of the entire model's gradient, which is split over ranks."""
-
-    def __init__(self, counted: Iterable[Parameter], *, axes: Sequence[DeviceMesh]) -> None:
-        """`counted`: this rank's weights. If two stages hold a weight, only one of them counts it.
-
-        `axes`: the mesh axes over which weights are split. Some weights may be split over fewer.
-        """
-        self._by_holders: dict[int, list[Parameter]] = defaultdict(list)
-        for parameter in counted:
-            self._by_holders[holders(parameter, axes=axes)].append(parameter)
-        self._groups = [axis.get_group() for axis in axes]
+    def __init__(
+        self, kind: type[Optimizer], weights: Mapping[str, Parameter], *, options: Mapping[str, Any]
+    ) -> None:
+        """`options`: arguments of `kind`. Raises what `kind` raises if it refuses them."""
+        self.weights = weights
+        self.optimizer = kind([{"params": list(weights.values())}], **options)
 
     @property
-    def counted(self) -> list[Parameter]:
-        """This rank's weights in the order of the norms that a call returns."""
-        return [parameter for parameters in self._by_holders.values() for parameter in parameters]
+    def skips_on_device(self) -> bool:
+        return isinstance(self.optimizer, SKIPS_ON_DEVICE) and bool(self.optimizer.defaults["fused"])
 
-    def __call__(self) -> tuple[Tensor, Tensor]:
-        """Returns the norm, a scalar, and the norms of this rank's parts [parameter], all on the device.
+    def step(self) -> None:
+        self.optimizer.step()
 
-        Nothing waits for the device. A weight without a gradient has norm 0.
+
+class WholeUpdate(Update):
+    """An optimizer that needs whole weights; of those that are split, this rank updates the ones it owns."""
+
+    def __init__(
+        self, kind: type[Optimizer], weights: Mapping[str, Parameter], *, options: Mapping[str, Any]
+    ) -> None:
+        split = {name: weight for name, weight in weights.items() if isinstance(weight, DTensor)}
+        self._shared: Sequence[SharedWeight] = share(split.values())
+        whole = {name: shared.whole for name, shared in zip(split, self._shared, strict=True) if shared.owned}
+        held = {name: whole.get(name, weight) for name, weight in weights.items()}
+        owned = {name: weight for name, weight in held.items() if not isinstance(weight, DTensor)}
+        super().__init__(kind, owned, options=options)
+
+    def step(self) -> None:
+        for shared in self._shared:
+            shared.gather()
+        super().step()
+        for shared in self._shared:
+            shared.hand_out()
+
+
+class ModelOptimizer:
+    """Updates all weights of this rank."""
+
+    def __init__(
+        self, parameters: Mapping[str, Parameter], updates: Mapping[float, Sequence[Update]]
+    ) -> None:
+        """`updates`: for each factor of the learning rate."""
+        self._parameters = parameters
+        self._by_scale = updates
+        self._updates = [update for group in updates.values() for update in group]
+        self._withhold: Tensor | None = None
+
+    def step(self) -> None:
+        """Update the weights by their `.grad`, unless the flag of `withhold_by` is 1.
+
+        The host reads the flag, and thus waits for the device, if an optimizer does not read it there.
         """
-        squares, norms = [], []
-        for count, parameters in self._by_holders.items():
-            present = [parameter for parameter in parameters if parameter.grad is not None]
-            present_norms = iter(torch_internals.norms(local_gradients(present)))
-            zero = torch.zeros((), device=parameters[0].device)
-            group_norms = [
-                zero if parameter.grad is None else next(present_norms) for parameter in parameters
-            ]
-            squares.append(torch.linalg.vector_norm(torch.stack(group_norms)).square() / count)
-            norms += group_norms
-        squared = torch.stack(squares).sum()
-        for group in self._groups:
-            dist.all_reduce(squared, group=group)
-        return squared.sqrt(), torch.stack(norms)
+        if self._withhold is not None and bool(self._withhold):
+            return
+        for update in self._updates:
+            update.step()
+
+    def zero_grad(self) -> None:
+        """Free the gradients."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def set_learning_rate(self, rate: float) -> None:
+        for scale, updates in self._by_scale.items():
+            for update in updates:
+                for group in update.optimizer.param_groups:
+                    group["lr"] = rate * scale
+
+    def withhold_by(self, flag: Tensor) -> None:
+        """While the scalar `flag` on the device is 1, `step` changes neither weights nor state."""
+        if not all(update.skips_on_device for update in self._updates):
+            self._withhold = flag
+            return
+        for update in self._updates:
+            hold_updates_by(flag, update.optimizer)
+
+    def state(self) -> dict[str, Tensor]:
+        """Returns the state that this rank keeps, by `NAME OF THE WEIGHT/KEY`."""
+        return {
+            f"{name}/{key}": value
+            for update in self._updates
+            for name, weight in update.weights.items()
+            for key, value in update.optimizer.state.get(weight, {}).items()
+            if isinstance(value, Tensor)
+        }
+
+    def create_state(self, sizes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+        """Create state of these sizes and types, by names as of `state`, for a checkpoint to fill.
+
+        Names of weights whose state other ranks keep are left out.
+        """
+        by_weight: defaultdict[str, list[str]] = defaultdict(list)
+        for name in sizes:
+            by_weight[name.rpartition("/")[0]].append(name)
+        for update in self._updates:
+            (group,) = update.optimizer.param_groups
+            for name, weight in update.weights.items():
+                for full_name in by_weight[name]:
+                    value = _zeros(*sizes[full_name], like=weight, group=group)
+                    update.optimizer.state[weight][full_name.rpartition("/")[2]] = value
 
 
-def clip(parameters: Iterable[Parameter], *, norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients so that their global `norm` is at most `max_norm`. The host does not wait."""
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch_internals.scale(local_gradients(parameters), scale)
+def _zeros(size: torch.Size, dtype: torch.dtype, *, like: Parameter, group: Mapping[str, Any]) -> Tensor:
+    if size == like.shape:
+        return torch.zeros_like(like, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format)
+    on_host = not size and not (group.get("fused") or group.get("capturable"))  # as torch keeps step counts
+    return torch.zeros(size, dtype=dtype, device="cpu" if on_host else like.device)
 
 
-def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
+def build_optimizer(
+    parameters: Mapping[str, Parameter], config: OptimizerConfig, *, split: bool = False
+) -> ModelOptimizer:
+    """Build the optimizers of this rank's weights, by full name.
+
+    `split`: other ranks hold other weights or slices. All ranks must call it together. Raises ConfigError if
+    a class or its arguments can't be used.
+    """
+    groups: dict[str, tuple[Settings, dict[str, Parameter]]] = {}
+    for name, settings in settings_of(parameters, config).items():
+        key = f"{settings} {isinstance(parameters[name], DTensor)}"  # kernels don't take both kinds
+        groups.setdefault(key, (settings, {}))[1][name] = parameters[name]
+    updates: defaultdict[float, list[Update]] = defaultdict(list)
+    for settings, weights in groups.values():
+        update = _update(settings, weights, rate=config.learning_rate, split=split)
+        updates[settings.learning_rate_scale].append(update)
+    return ModelOptimizer(parameters, updates)
+
+
+def _update(settings: Settings, weights: dict[str, Parameter], *, rate: float, split: bool) -> Update:
+    kind = get_class(settings.target)
+    options = _arguments(kind, settings, rate=rate)
+    try:
+        if kind in SKIPS_ON_DEVICE:
+            # The fused kernel reads each weight once; it was the fastest on CPUs too (docs/performance.md).
+            return Update(kind, weights, options={"fused": True, **options})
+        if kind in ELEMENTWISE:
+            return Update(kind, weights, options=options)
+        device = next(iter(weights.values())).device
+        require_usable(kind, options, device=device, ranks=number_of_ranks(), split=split)
+        return WholeUpdate(kind, weights, options=options)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError([f"optimizer: {settings.target} refuses {next(iter(weights))}: {error}"]) from error
+
+
+def number_of_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _arguments(kind: Any, settings: Settings, *, rate: float) -> dict[str, Any]:
+    """The arguments of the class. Raises ConfigError for one that it doesn't take."""
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise ConfigError([Problem("optimizer._target_", settings.target, "is no torch.optim.Optimizer")])
+    arguments = {**settings.options, "lr": rate * settings.learning_rate_scale}
+    parameters = inspect.signature(kind).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if takes_any or settings.weight_decay or "weight_decay" in parameters:  # the class's default may be other
+        arguments["weight_decay"] = settings.weight_decay
+    if takes_any:
+        return arguments
+    if unknown := sorted(arguments.keys() - parameters.keys()):
+        legal = ", ".join(list(parameters)[1:])
+        raise ConfigError(
+            [f"optimizer: {settings.target} takes no {', '.join(unknown)}. Its arguments are {legal}."]
+        )
+    return arguments

@@ -13,7 +13,14 @@ from hpc_parallel.problems import ConfigError
 from hpc_parallel.record import checkpoint_index
 from hpc_parallel.record.checkpoint_index import Checkpoint
 from hpc_parallel.strategies import exchange
-from hpc_parallel.training.checkpoint import State, random_names, random_state, read, set_random_state
+from hpc_parallel.training.checkpoint import (
+    State,
+    random_names,
+    random_state,
+    read,
+    readable,
+    set_random_state,
+)
 
 
 def newest_sound(folder: Path, *, group: dist.ProcessGroup | None) -> tuple[Checkpoint | None, list[str]]:
@@ -65,6 +72,6 @@ def restore(
     all_have_state = torch.tensor(int(has_state))
     dist.all_reduce(all_have_state, op=dist.ReduceOp.MIN, group=group)
     generators = random_state(device) if all_have_state else {}
-    read(checkpoint, state | generators, group=group)
+    read(checkpoint, readable(checkpoint, state) | generators, group=group)
     if generators:
         set_random_state(generators, device=device)

@@ -46,11 +46,14 @@ class Saver:
         group: dist.ProcessGroup,
         saved_step: int = 0,
         on_wait: Callable[[], None] = lambda: None,
+        on_saved: Callable[[int], None] = lambda step: None,
     ) -> None:
         """`about`: further entries of the manifest; `saved_step`: the step of the newest checkpoint.
 
         `on_wait` is called every few seconds while training waits for a save, so that the watchdog does not
         report a hang. If a rank never joins the save, the time-out of collectives ends it.
+
+        `on_saved` is called with the step of a checkpoint that is found to be complete.
         """
         self._folder = folder
         self._state = state
@@ -60,6 +63,7 @@ class Saver:
         self._group = group
         self._saved_step = saved_step
         self._on_wait = on_wait
+        self._on_saved = on_saved
         self._pending: Future[Any] | None = None
         self._pending_step = 0
         self._stager: DefaultStager | None = None
@@ -149,6 +153,7 @@ class Saver:
         self._pending = None
         if error is None:
             self._saved_step = self._pending_step
+            self._on_saved(self._saved_step)
             return None
         if not isinstance(error, dcp.api.CheckpointException):
             raise error

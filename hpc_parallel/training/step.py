@@ -11,17 +11,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.strategies.forward_backward import ForwardBackward
-from hpc_parallel.strategies.mesh import weight_axes
+from hpc_parallel.strategies.mesh import local_gradients, weight_axes
 from hpc_parallel.strategies.parameter_server import ParameterServer
 from hpc_parallel.supervise.error_place import located, mark
 from hpc_parallel.training.checkpoint import statistics
+from hpc_parallel.training.gradient_norm import GradientNorm, clip
 from hpc_parallel.training.nonfinite import Guard
-from hpc_parallel.training.optimizer import GradientNorm, clip
+from hpc_parallel.training.optimizer import ModelOptimizer
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class GradientStep:
         self,
         assembled: Assembled,
         *,
-        optimizer: Optimizer,
+        optimizer: ModelOptimizer,
         clip_norm: float | None,
         on_nonfinite: str,
         on_gradients: Callable[[], None] | None = None,
@@ -79,7 +79,10 @@ class GradientStep:
         names = {id(parameter): name for name, parameter in assembled.named_parameters().items()}
         counted = {names[id(parameter)]: parameter for parameter in self._norm.counted}
         buffers = list(statistics(assembled).values())
-        self._guard = Guard(counted, optimizer=optimizer, policy=on_nonfinite, buffers=buffers)
+        self._loss_scale = assembled.loss_scale
+        self._guard = Guard(
+            counted, optimizer=optimizer, policy=on_nonfinite, buffers=buffers, loss_scale=self._loss_scale
+        )
 
     def run(self, inputs: Tensor, targets: Tensor) -> StepResult:
         loss = self._train(inputs, targets)
@@ -99,6 +102,8 @@ class GradientStep:
     @located("the optimizer")
     def _update(self, loss: Tensor) -> Tensor:
         """Clip and step; returns the gradient's norm before clipping."""
+        if self._loss_scale is not None:
+            self._loss_scale.unscale(local_gradients(self._parameters))
         norm, norms = self._norm()
         self._guard.note(norm=norm, norms=norms, loss=loss)
         if self._on_gradients is not None:
@@ -106,7 +111,7 @@ class GradientStep:
         if self._clip_norm is not None:
             clip(self._parameters, norm=norm, max_norm=self._clip_norm)
         self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
         return norm
 
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -133,13 +138,15 @@ class ServedStep(GradientStep):
         self._server.collect()
         norm = self._update(loss) if self._server.serves else torch.zeros_like(loss)
         self._server.hand_out()
+        if self._loss_scale is not None:
+            self._server.share(self._loss_scale.state().values())
         return StepResult(loss=loss, gradient_norm=norm, skipped=self._guard.skipped)
 
 
 def build_step(
     assembled: Assembled,
     *,
-    optimizer: Optimizer,
+    optimizer: ModelOptimizer,
     clip_norm: float | None,
     on_nonfinite: str = "stop",
     on_gradients: Callable[[], None] | None = None,

@@ -9,16 +9,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.data.sampler import Batches, to_device
 from hpc_parallel.profiling.measurement import Measurement
 from hpc_parallel.supervise.error_place import at_step
 from hpc_parallel.supervise.progress import Progress
+from hpc_parallel.training.callbacks import Callbacks
+from hpc_parallel.training.learning_rate import learning_rate
 from hpc_parallel.training.metrics import Metrics
 from hpc_parallel.training.nonfinite import CHECK_EVERY
-from hpc_parallel.training.optimizer import learning_rate, set_learning_rate
+from hpc_parallel.training.optimizer import ModelOptimizer
 from hpc_parallel.training.saver import Saver
 from hpc_parallel.training.step import Step
 from hpc_parallel.training.validation import mean_loss
@@ -43,6 +44,7 @@ class Observers:
     measurement: Measurement
     writers: Sequence[Writer]  # empty on every rank except rank 0
     progress: Progress  # for a watchdog
+    callbacks: Callbacks  # of the user's; they may end the training
 
 
 class Trainer:
@@ -52,7 +54,7 @@ class Trainer:
         self,
         step: Step,
         *,
-        optimizer: Optimizer,
+        optimizer: ModelOptimizer,
         samples: Samples,
         observers: Observers,
         config: RunConfig,
@@ -71,6 +73,8 @@ class Trainer:
         self._measurement = observers.measurement
         self._writers = observers.writers
         self._progress = observers.progress
+        self._callbacks = observers.callbacks
+        self.ended_early: str | None = None  # why a callback ended the training
         self._training = config.training
         self._schedule = config.optimizer
         self._saver = saver
@@ -82,11 +86,13 @@ class Trainer:
         """Train to the last step.
 
         Returns the signal that stopped the training earlier, after its checkpoint is complete, else None.
+        A callback may end it earlier too (`ended_early`).
         """
         steps = self._training.steps
         steps_before = self.steps_done
         for step in range(steps_before + 1, steps + 1):
             rate = self._train(step, steps_before=steps_before)
+            self._callbacks.step(step)
             validate = self._due(step, self._training.validate_every)
             line_due = validate or self._due(step, self._training.log_every)
             if line_due or step % CHECK_EVERY == 0:
@@ -97,10 +103,13 @@ class Trainer:
                 started = time.perf_counter()
                 self._save(step, blocking=step == steps)
                 self._metrics.leave_out(time.perf_counter() - started)
+            if self.ended_early is not None:
+                self._save_last(step)
+                break
             if step < steps and (signalled := self._stop(step)) is not None:
                 self._save(step, blocking=True)
                 return signalled
-        self._progress.mark("done", steps)
+        self._progress.mark("done", self.steps_done)
         return None
 
     def _train(self, step: int, *, steps_before: int) -> float:
@@ -109,7 +118,7 @@ class Trainer:
         `steps_before`: steps that earlier attempts of this run have done.
         """
         rate = learning_rate(step, steps=self._training.steps, config=self._schedule)
-        set_learning_rate(self._optimizer, rate)
+        self._optimizer.set_learning_rate(rate)
         self._progress.mark("data", step)
         with self._measurement.loading(step - steps_before):
             batch = to_device(self._samples.train.at(step - 1), self._samples.device)
@@ -127,6 +136,14 @@ class Trainer:
             line["validation_loss"] = self.validate(after=step)
         for writer in self._writers:
             writer.write(line)
+        reason = self._callbacks.line(line)
+        if step < self._training.steps:
+            self.ended_early = reason
+
+    def _save_last(self, step: int) -> None:
+        """Save the last step of a training that ends early, as after its planned last step."""
+        if self._training.checkpoint_every is not None:
+            self._save(step, blocking=True)
 
     def _save(self, step: int, *, blocking: bool) -> None:
         self._progress.mark("save", step)

@@ -68,7 +68,8 @@ def generate(
     texts = continue_prompts(session, prompts, on_token=on_token)
     if rank == 0:
         write_text(folder.generated, "".join(json.dumps(text) + "\n" for text in texts))
-    complete(values, folder=folder, lines=lines, writers=writers, measured={"weights": weights})
+    measured = {"weights": weights, "comparison": session.comparison}
+    complete(values, folder=folder, lines=lines, writers=writers, measured=measured)
     if rank == 0:
         print(*results(folder, read_json(folder.summary) or {}), sep="\n", flush=True)
 

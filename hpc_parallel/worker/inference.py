@@ -56,7 +56,13 @@ def infer(
         lines.append({"step": step, **figures, "peak_memory_bytes": int(max(peaks)), "time": now})
         for writer in writers:
             writer.write(lines[-1])
-    complete(values, folder=folder, lines=lines, writers=writers, measured={"weights": weights})
+    complete(
+        values,
+        folder=folder,
+        lines=lines,
+        writers=writers,
+        measured={"weights": weights, "comparison": session.comparison},
+    )
     if rank == 0:
         print(*results(folder, read_json(folder.summary) or {}), sep="\n", flush=True)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hydra.utils import instantiate
 
+from hpc_parallel.config.build import build
 from hpc_parallel.config.layout import (
     DATAPARALLEL,
     BatchPlan,
@@ -23,17 +23,21 @@ from hpc_parallel.config.layout import (
 )
 from hpc_parallel.config.schedules import schedule_of, stages_per_rank
 from hpc_parallel.config.schema import RunConfig, typed
+from hpc_parallel.data.dataset import as_data
 from hpc_parallel.data.sampler import Batches, Data, Samples, validation_steps
 from hpc_parallel.record import attempts
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_yaml
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.strategies import exchange
-from hpc_parallel.strategies.assemble import Assembled, assemble
+from hpc_parallel.strategies.assemble import Assembled, assemble, build_model
 from hpc_parallel.strategies.mesh import build_mesh
+from hpc_parallel.strategies.model_checks import require
+from hpc_parallel.strategies.precision import WEIGHTS
 from hpc_parallel.supervise.error_place import located
 from hpc_parallel.supervise.summary import summarise
 from hpc_parallel.training.writers import Writer
+from hpc_parallel.worker.verify import verify
 
 
 def read_config(path: Path) -> tuple[RunConfig, dict[str, Any]]:
@@ -52,6 +56,7 @@ class Session:
     data: Data
     assembled: Assembled
     device: torch.device
+    comparison: str | None  # what the comparison with one device showed, if there was one
 
     @classmethod
     @located("loading")
@@ -73,16 +78,22 @@ class Session:
             microbatches=strategy.microbatches,
             in_turn=schedule_of(strategy).in_turn,
         )
-        data: Data = instantiate(config.data)
+        data = as_data(build(config.data, key="data"))
         require_equal_data(data.digest)
         ranks = Layout() if strategy.execution == DATAPARALLEL else layout
         mesh = build_mesh(ranks, device_type=device.type, first=servers(strategy))
+        model = build_model(config)
+        require(model, config=config, layout=layout, sample_shape=data.sample_shape)
+        comparison = verify(config, data=data, mesh=mesh, device=device)
         assembled = assemble(
-            config, batch=batch, sample_shape=data.sample_shape, mesh=mesh, device=device, trains=trains
-        )
+            model, config=config, batch=batch, sample_shape=data.sample_shape, mesh=mesh,
+            device=device, trains=trains,
+        )  # fmt: skip
         for part in assembled.parts:
             part.train(trains)
-        return cls(config, layout, batch=batch, data=data, assembled=assembled, device=device)
+        return cls(
+            config, layout, batch=batch, data=data, assembled=assembled, device=device, comparison=comparison
+        )
 
     def batches(self, samples: Samples, *, seed: int | None, batch: BatchPlan | None = None) -> Batches:
         """Returns this rank's part of each global batch of `samples`.
@@ -98,6 +109,7 @@ class Session:
             microbatches=batch.microbatches,
             replica=replica,
             replicas=replicas,
+            floating=WEIGHTS[self.config.training.precision],
         )
 
     @property

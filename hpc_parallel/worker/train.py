@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim import Optimizer
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.profiling.measurement import Measurement
@@ -22,12 +21,15 @@ from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.trust import require_private
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.strategies.device_traffic import figures, ring_all_reduce
+from hpc_parallel.strategies.mesh import weight_axes
 from hpc_parallel.supervise.progress import Progress
-from hpc_parallel.training.checkpoint import State, state_of
+from hpc_parallel.training.callbacks import Callbacks
+from hpc_parallel.training.checkpoint import optimizer_sizes, state_of
 from hpc_parallel.training.load_weights import start_from
+from hpc_parallel.training.loss_plot import draw_losses
 from hpc_parallel.training.metrics import Metrics, Scale, peak_flops
 from hpc_parallel.training.nonfinite import FollowerError, NonFiniteError
-from hpc_parallel.training.optimizer import build_optimizer
+from hpc_parallel.training.optimizer import ModelOptimizer, build_optimizer
 from hpc_parallel.training.restore import newest_sound, restore
 from hpc_parallel.training.saver import Saver
 from hpc_parallel.training.step import Step, build_step
@@ -56,18 +58,22 @@ def train(
     last checkpoint can't be written.
     """
     session = Session.open(config, device=device)
-    optimizer = build_optimizer(session.assembled.named_parameters(), config.optimizer)
-    state = partial(state_of, session.assembled, optimizer)
+    assembled = session.assembled
+    split = bool(weight_axes(assembled.mesh))
+    optimizer = build_optimizer(assembled.named_parameters(), config.optimizer, split=split)
+    state = partial(state_of, assembled, optimizer)
     saving, stopping = (gloo_group(config) for _ in range(2))
-    steps_done = restore_or_start(session, folder, state=state, group=saving, environment=environment)
+    steps_done = restore_or_start(session, folder, optimizer=optimizer, group=saving, environment=environment)
     samples = samples_of(session)
     observers = open_observers(
-        session, folder, values=values, replicas=samples.train.replicas, progress=progress or Progress()
-    )
+        session, folder, values=values, replicas=samples.train.replicas, progress=progress or Progress(),
+        group=stopping,
+    )  # fmt: skip
     saver = Saver(
         folder.checkpoints, state=state, about={"config": values, "data": session.data.digest},
         training=config.training, device=device, group=saving, saved_step=steps_done,
         on_wait=lambda: observers.progress.mark("save", trainer.steps_done),
+        on_saved=observers.callbacks.checkpoint,
     )  # fmt: skip
     stop = Stop(group=stopping, step=steps_done)
     step = step_of(session, optimizer=optimizer, on_gradients=on_gradients)
@@ -77,17 +83,26 @@ def train(
     )  # fmt: skip
     with stop:  # until all is written: a signal must not end a run that is almost done
         signalled = fit(trainer, saver=saver)
+        observers.callbacks.end(trainer.steps_done)
         if signalled is None:
-            finish(session, folder, values=values, observers=observers)
+            finish(session, folder, values=values, observers=observers, ended_early=trainer.ended_early)
         else:
             note_stop(folder, observers.writers, signalled=signalled, step=trainer.steps_done)
-    return session.assembled
+    return assembled
 
 
 def open_observers(
-    session: Session, folder: RunFolder, *, values: dict[str, Any], replicas: int, progress: Progress
+    session: Session,
+    folder: RunFolder,
+    *,
+    values: dict[str, Any],
+    replicas: int,
+    progress: Progress,
+    group: dist.ProcessGroup,
 ) -> Observers:
     config = session.config
+    reads = config.training.callbacks and dist.get_rank() == 0
+    earlier = MetricsReader(folder.metrics).read() if reads else []
     metrics = Metrics(scale_of(session, replicas=replicas), device=session.device)
     return Observers(
         metrics=metrics,
@@ -99,11 +114,17 @@ def open_observers(
         ),
         writers=open_writers(config, folder=folder, values=values) if dist.get_rank() == 0 else [],
         progress=progress,
+        callbacks=Callbacks(
+            config.training.callbacks,
+            folder=folder.path,
+            lines=earlier,
+            group=group,
+        ),
     )
 
 
 def step_of(
-    session: Session, *, optimizer: Optimizer, on_gradients: Callable[[Assembled], None] | None
+    session: Session, *, optimizer: ModelOptimizer, on_gradients: Callable[[Assembled], None] | None
 ) -> Step:
     training = session.config.training
     return build_step(
@@ -130,13 +151,13 @@ def restore_or_start(
     session: Session,
     folder: RunFolder,
     *,
-    state: Callable[[], State],
+    optimizer: ModelOptimizer,
     group: dist.ProcessGroup,
     environment: Mapping[str, str],
 ) -> int:
     """Restore the newest undamaged checkpoint of the run folder; without one, load `config.weights` if given.
 
-    `state`: returns the tensors to fill. Rank 0 records the start. Returns the number of steps done.
+    Rank 0 records the start. Returns the number of steps done.
     """
     config, rank = session.config, dist.get_rank()
     if rank == 0:
@@ -145,7 +166,9 @@ def restore_or_start(
     if checkpoint is not None:
         if not config.launcher.shared_folder:
             require_private(checkpoint.path)  # its index is a pickle
-        restore(checkpoint, state(), digest=session.data.digest, device=session.device, group=group)
+        optimizer.create_state(optimizer_sizes(checkpoint))
+        state = state_of(session.assembled, optimizer)
+        restore(checkpoint, state, digest=session.data.digest, device=session.device, group=group)
     else:
         start_from(config, session.assembled)
     steps_done = checkpoint.step if checkpoint else 0
@@ -166,15 +189,25 @@ def samples_of(session: Session) -> Samples:
     )
 
 
-def finish(session: Session, folder: RunFolder, *, values: dict[str, Any], observers: Observers) -> None:
-    """Write the timeline and the summary after the last step."""
+def finish(
+    session: Session,
+    folder: RunFolder,
+    *,
+    values: dict[str, Any],
+    observers: Observers,
+    ended_early: str | None,
+) -> None:
+    """Write the timeline and the summary after the last step, and draw the losses."""
     measured = observers.measurement.figures() | traffic_of(session)
+    measured |= {"comparison": session.comparison, "ended_early": ended_early}
     chart = observers.measurement.schedule_chart()
     rank = dist.get_rank()
     if rank == 0 and chart is not None:
         write_json(folder.timeline, chart)
     lines = MetricsReader(folder.metrics).read() if rank == 0 else []
     complete(values, folder=folder, lines=lines, writers=observers.writers, measured=measured)
+    if rank == 0:
+        draw_losses(folder, lines)
 
 
 def note_stop(folder: RunFolder, writers: Sequence[Writer], *, signalled: signal.Signals, step: int) -> None:

@@ -59,7 +59,13 @@ LAYOUTS = {
         "strategy=hybrid", "nodes=2", "gpus_per_node=4", "strategy.tensor=2", "strategy.context=2", *SHALLOW,
     ),
 }  # fmt: skip
+ENCODERS = {
+    f"encoder, {name}": ("model._target_=tests.models.Encoder", *words)
+    for name, words in LAYOUTS.items() if "kv_heads" not in str(words)
+}  # fmt: skip
+LAYOUTS |= ENCODERS
 SLOW = [
+    *ENCODERS,
     "replicate 2 x shard 2 x context 2", "pipeline 2 x context 2 x tensor 2", "context over 4, gather",
     "shard 2 x context 2, gather, accumulating 4", "tensor 2 x context 2, whole sequence and logits",
 ]  # fmt: skip
@@ -76,18 +82,21 @@ def test_layout_follows_one_device(workers: Workers, alone: Alone, layout: str, 
     follow_one_device(workers, alone, LAYOUTS[layout], exactness=exactness)
 
 
-def _attention(way: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+def _attention(
+    way: str, shape: tuple[int, ...], dtype: torch.dtype, *, causal: bool
+) -> tuple[list[Tensor], list[Tensor]]:
     """Output, gradients of query, key, value on this rank's slices: by the technique and by one device."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from hpc_parallel.models.attention import CausalAttention
+    from hpc_parallel.models.attention import CausalAttention, FullAttention
     from hpc_parallel.strategies.context import EXCHANGES, SplitAttention
 
     batch, kv_heads, group, half, width = shape
     degree = dist.get_world_size()
     mesh = init_device_mesh("cpu", (degree,), mesh_dim_names=("context",))
-    split = SplitAttention(axis=mesh, exchange=EXCHANGES[way])
+    split = SplitAttention(axis=mesh, exchange=EXCHANGES[way], causal=causal)
+    whole = CausalAttention() if causal else FullAttention()
     mine = split.positions(2 * half, device=torch.device("cpu"))
     numbers = torch.Generator().manual_seed(0)
     length = 2 * half * degree
@@ -96,7 +105,7 @@ def _attention(way: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[li
         torch.randn(shape, dtype=dtype, generator=numbers) for shape in (q_shape, k_shape, k_shape, q_shape)
     )
     found = []
-    for attention, places in ((split, mine), (CausalAttention(), torch.arange(length))):
+    for attention, places in ((split, mine), (whole, torch.arange(length))):
         taken = [tensor[:, :, places].requires_grad_() for tensor in (query, key, value)]
         out = attention(*taken)
         (out * weight[:, :, places]).sum().backward()
@@ -108,23 +117,26 @@ def _attention(way: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[li
 SHAPES = st.tuples(*(st.integers(1, most) for most in (2, 3, 3, 4, 5)))
 
 
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("way", WAYS)
 @settings(max_examples=8, deadline=None)
 @given(degree=st.integers(2, 4), shape=SHAPES, strip=st.sampled_from([1, 30, 2**18]))
 def test_attention_is_one_devices(
-    workers: Workers, way: str, degree: int, shape: tuple[int, ...], strip: int
+    workers: Workers, way: str, causal: bool, degree: int, shape: tuple[int, ...], strip: int
 ) -> None:
-    for split, whole in workers.run(degree, _in_strips, strip, way, shape):
+    for split, whole in workers.run(degree, _in_strips, strip, way, shape, causal):
         for found, wanted in zip(split, whole, strict=True):
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
-def _in_strips(scores: int, way: str, shape: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor]]:
+def _in_strips(
+    scores: int, way: str, shape: tuple[int, ...], causal: bool
+) -> tuple[list[Tensor], list[Tensor]]:
     from hpc_parallel.strategies import partial_attention
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(partial_attention, "STRIP", scores)
-        return _attention(way, shape, torch.float64)
+        return _attention(way, shape, torch.float64, causal=causal)
 
 
 def _cost(*overrides: str) -> tuple[int, int, int]:
@@ -133,7 +145,7 @@ def _cost(*overrides: str) -> tuple[int, int, int]:
 
     from hpc_parallel.config.layout import plan_batch
     from hpc_parallel.config.schema import typed
-    from hpc_parallel.strategies.assemble import assemble
+    from hpc_parallel.strategies.assemble import assemble, build_model
     from hpc_parallel.strategies.mesh import build_mesh
     from tests.composed import prepared
 
@@ -143,7 +155,14 @@ def _cost(*overrides: str) -> tuple[int, int, int]:
     batch = plan_batch(1, layout=layout, microbatch_size=None, microbatches=None)
     mesh = build_mesh(layout, device_type="cpu")
     length = config.data["sequence_length"]
-    assembled = assemble(config, batch=batch, sample_shape=(length,), mesh=mesh, device=torch.device("cpu"))
+    assembled = assemble(
+        build_model(config),
+        config=config,
+        batch=batch,
+        sample_shape=(length,),
+        mesh=mesh,
+        device=torch.device("cpu"),
+    )
     weights = {weight.data_ptr() for weight in assembled.named_parameters().values()}
     kept: dict[int, int] = {}
 
@@ -185,40 +204,3 @@ def test_four_devices_hold_a_quarter_each_and_work_alike(
     assert [found / cost_alone[1] for found in kept] == pytest.approx([1 / 4] * 4, rel=0.01)
     assert max(peaks) / cost_alone[2] < 0.4
     assert max(flops) / min(flops) < (1.001 if way == "ring" else 1.05)  # unequal strips, when gathered
-
-
-def _told(case: str) -> str:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from hpc_parallel.models.attention import CausalAttention
-    from hpc_parallel.models.convnet import ConvNet
-    from hpc_parallel.models.transformer import Transformer
-    from hpc_parallel.problems import ConfigError
-    from hpc_parallel.strategies import context
-
-    class Sliding(CausalAttention):
-        pass
-
-    with torch.device("meta"):
-        model = Transformer(layers=1, dim=8, heads=2, kv_heads=2, ffn_dim=8, vocab_size=8)
-        if case == "no attention":
-            model = ConvNet(channels=[4], classes=2, in_channels=1, kernel_size=3)
-        elif case == "its own":
-            model.blocks["0"].attention.mix = Sliding()
-    axis = init_device_mesh("cpu", (2,), mesh_dim_names=("context",))
-    with pytest.raises(ConfigError) as caught:
-        context.require(model, axis=axis, sample_shape=(10,) if case == "its length" else (8,))
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("case", "told"),
-    [
-        ("no attention", "can't be used: ConvNet has no CausalAttention, which splits the sequence"),
-        ("its own", "can't be used: CausalAttention can be split, but not its subclass Sliding"),
-        ("its length", "does not split samples of shape [10] into two slices a device"),
-    ],
-)
-def test_an_unsplittable_model_is_refused(workers: Workers, case: str, told: str) -> None:
-    wanted = f"strategy.context = 2 {told}. Try strategy.context=1."
-    assert workers.run(2, _told, case) == [wanted] * 2

@@ -15,27 +15,17 @@ from tests.workers import Workers
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS, STRATEGIES = ROOT / "docs/models-and-data.md", ROOT / "docs/add-a-strategy.md"
-IMPORTS = """
-from torch import Tensor, nn
-from torch.nn import functional as F
-
-from hpc_parallel.models.layered import LayeredModel
-
-"""
+FILE = re.compile(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", re.DOTALL)
 
 
 @pytest.fixture
 def example(tmp_path: Path) -> Path:
-    """A user's folder with the model of the guide and its keys."""
-    section = MODELS.read_text().split("## Add a model")[1]
-    code = re.search(r"```python\n(.*?)```", section, re.DOTALL)
-    assert code is not None
-    assert len(code[1].splitlines()) <= 30
-    (tmp_path / "mymodel.py").write_text(IMPORTS + code[1])
-    (tmp_path / "site" / "model").mkdir(parents=True)
-    keys = re.search(r"<!-- file: site/model/mine.yaml -->\n```yaml\n(.*?)```", section, re.DOTALL)
-    assert keys is not None
-    (tmp_path / "site/model/mine.yaml").write_text(keys[1])
+    """A user's folder with the files of the guide, as they stand there."""
+    files = dict(FILE.findall(MODELS.read_text()))
+    assert len(files["mymodel.py"].splitlines()) <= 35
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     return tmp_path
 
 
@@ -49,6 +39,21 @@ def test_a_model_of_the_users_own_trains_as_a_pipeline(example: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [json.loads(line)["loss"] for line in (example / "run/metrics.jsonl").read_text().splitlines()]
     assert losses[2] < losses[0]
+
+
+def test_data_of_the_users_own_follows_one_device(
+    example: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(example)
+    workers.run(2, find_modules_in, str(example))
+    words = (
+        f"hydra.searchpath=[file://{example / 'site'}]", "data=sums", "model.layers=1", "model.dim=64",
+        "training.steps=3", "training.log_every=1",
+    )  # fmt: skip
+    alone = workers.train(*words, "strategy=single")
+    split = workers.train(*words, "strategy=data", "nodes=2")
+    assert alone.losses[-1] < alone.losses[0]
+    assert largest_difference(split.losses, alone.losses) < 1e-5
 
 
 def find_modules_in(folder: str) -> None:

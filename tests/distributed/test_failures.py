@@ -31,6 +31,7 @@ SMALL = (
     "model.dim=32",
     "model.ffn_dim=64",
     "model._target_=tests.models.Harmed",
+    "strategy.verify=never",  # its pass number `at` would come in the comparison
 )
 TWO = ("strategy=data", "gpus_per_node=2")
 PIPELINE = ("strategy=pipeline", "nodes=2", "strategy.microbatches=4")  # blocks 0, 1 | 2, 3

@@ -31,7 +31,7 @@ def _held_bytes(*overrides: str) -> int:
     held = [
         *weights,
         *(weight.grad for weight in weights),
-        *(value for state in optimizer.state.values() for value in state.values()),
+        *optimizer.state().values(),
     ]
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in held]
     storages = {s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in local)}

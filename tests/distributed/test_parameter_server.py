@@ -54,7 +54,7 @@ def _round(run_folder: str) -> dict[str, Any]:
     batches = session.batches(session.data.train, seed=config.seed)
     step = build_step(session.assembled, optimizer=optimizer, clip_norm=0.1, on_gradients=look)
     step.run(*batches.at(0))
-    state = [value for values in optimizer.state.values() for value in values.values()]
+    state = list(optimizer.state().values())
     held = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in
             (("weights", weights.values()), ("state", state))}  # fmt: skip
     return {**held, "gradient": whole}

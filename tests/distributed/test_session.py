@@ -35,7 +35,8 @@ SUMMARY = {
     "final_loss", "samples_per_s", "step_time_s", "latency_s", "peak_memory_bytes",
     "exposed_communication_share", "bubble_share", "step_parts_s", "traffic_bytes",
     "busiest_rank_traffic_bytes", "traffic", "unknown_collectives", "ring_all_reduce", "predicted",
-    "restarts", "lost_steps", "skipped_steps", "started", "ended", "job_ids", "weights",
+    "restarts", "lost_steps", "skipped_steps", "started", "ended", "job_ids", "weights", "comparison",
+    "ended_early",
 }  # fmt: skip
 
 
@@ -54,13 +55,13 @@ def test_the_default_run_learns_text(tmp_path: Path) -> None:
     validation = [line["validation_loss"] for line in lines if "validation_loss" in line]
     assert validation[0] == pytest.approx(math.log(256), rel=0.1)
     assert validation[-1] < 2.1
-    assert str(folder) in done.stdout
+    assert str(folder.relative_to(tmp_path)) in done.stdout
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["outcome"] == "completed"
     assert summary["validation_loss"] == validation[-1]
     assert {path.name for path in folder.iterdir()} == {
         "attempts.jsonl", "checkpoints", "code", "config.yaml", "environment.json", "logs", "metrics.jsonl",
-        "owner.json", "rendezvous", "summary.json",
+        "owner.json", "plots", "rendezvous", "summary.json",
     }  # fmt: skip
 
 
@@ -169,8 +170,9 @@ def fresh_workers(tmp_path: Path) -> Iterator[Workers]:
     pool.close()
 
 
-def test_wandb_runs_offline(fresh_workers: Workers) -> None:
+def test_wandb_runs_offline(fresh_workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real library, without a network: its run file has the figures and no credentials."""
+    monkeypatch.setenv("WANDB_MODE", "offline")  # for the checks of this process
     offline = {"WANDB_MODE": "offline"}
     secret = ["launcher.setup=['export KEY=hunter2']", "+cluster.environment.KEY=hunter2"]
     trained = fresh_workers.train(

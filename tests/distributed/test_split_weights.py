@@ -20,7 +20,7 @@ def _first_weights(*overrides: str) -> Mapping[str, Tensor]:
 
     from hpc_parallel.config.layout import Layout, plan_batch
     from hpc_parallel.config.schema import typed
-    from hpc_parallel.strategies.assemble import assemble
+    from hpc_parallel.strategies.assemble import assemble, build_model
     from hpc_parallel.strategies.mesh import build_mesh
     from tests.composed import prepared
 
@@ -29,7 +29,14 @@ def _first_weights(*overrides: str) -> Mapping[str, Tensor]:
     layout = Layout.resolve(config.strategy, devices=run.processes)
     batch = plan_batch(12, layout=layout, microbatch_size=None, microbatches=None)
     mesh = build_mesh(layout, device_type="cpu")
-    assembled = assemble(config, batch=batch, sample_shape=(32,), mesh=mesh, device=torch.device("cpu"))
+    assembled = assemble(
+        build_model(config),
+        config=config,
+        batch=batch,
+        sample_shape=(32,),
+        mesh=mesh,
+        device=torch.device("cpu"),
+    )
     weights = {name: weight.detach() for name, weight in assembled.named_parameters().items()}
     return {name: w.full_tensor() if isinstance(w, DTensor) else w for name, w in weights.items()}
 
@@ -49,35 +56,6 @@ def test_slices_are_of_one_devices_weights(workers: Workers, layout: tuple[str, 
     for found in workers.run(ranks, _first_weights, *layout, *MODEL):
         assert found.keys() == whole.keys()
         assert all(torch.equal(found[name], weight) for name, weight in whole.items())
-
-
-def _split_without_a_hint() -> list[str]:
-    from types import MappingProxyType
-
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from hpc_parallel.config.schema import StrategyConfig
-    from hpc_parallel.models.transformer import Transformer
-    from hpc_parallel.problems import ConfigError
-    from hpc_parallel.strategies import tensor
-
-    class Forgetful(Transformer):
-        tensor_roles = MappingProxyType({**Transformer.tensor_roles, "head.norm": "whole"})
-
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
-    with torch.device("meta"):
-        model = Forgetful(layers=1, dim=8, heads=2, kv_heads=2, ffn_dim=8, vocab_size=8)
-    with pytest.raises(ConfigError) as caught:
-        tensor.apply(model, axis=mesh["tensor"], options=StrategyConfig(name="tensor"))
-    return list(map(str, caught.value.problems))
-
-
-def test_a_weight_without_a_role_is_refused(workers: Workers) -> None:
-    (told,) = workers.run(2, _split_without_a_hint)[0]
-    assert told == (
-        "strategy.tensor = 2 can't be used: Forgetful.tensor_roles has no role for head.norm.weight. "
-        "Try strategy.tensor=1."
-    )
 
 
 def _gathered_ahead(ahead: int) -> list[tuple[list[int], list[int]]]:

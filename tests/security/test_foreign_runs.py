@@ -90,7 +90,8 @@ def test_a_foreign_folder_can_not_grant_trust_to_itself(
     "recorded",
     ["launcher.setup=[touch /tmp/x]", "launcher.extra.wrap=x", "+launcher.venv=/tmp/x", "launcher=mine",
      "hydra.callbacks.p={_target_:os.system}", "+hydra.job_logging.x=1", "model._target_=os.system",
-     "+data._target_=os.system", "model={_target_:os.system}", "cluster.environment.LD_PRELOAD=/tmp/x.so",
+     "optimizer.schedule=os.system", "+data._target_=os.system", "model={_target_:os.system}",
+     "cluster.environment.LD_PRELOAD=/tmp/x.so",
      "model=../../../tmp/evil", "name=${oc.env:HOME}", "weights=/tmp/x"],
 )  # fmt: skip
 def test_settings_of_others_that_run_code_are_refused_even_if_the_user_trusts_the_folder(

@@ -39,9 +39,10 @@ TRAINING = (
     "training.measure_steps=0",
     "training.global_batch_size=8",
     "training.precision=float64",
+    "launcher.check_imports=false",  # its model imports torch: seconds in each case
 )
 JOB = re.compile(r"^job +(\d+)\n", re.MULTILINE)
-SLOW = ("model._target_=tests.models.Slow", "+model.pause_s=0.06")
+SLOW = ("model._target_=tests.models.Slow", "+model.pause_s=0.06", "strategy.verify=never")
 DATA = ("strategy=data", "nodes=2")
 
 

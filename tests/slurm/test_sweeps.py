@@ -160,7 +160,7 @@ def test_parallelism_limits_an_array(site: CountedSite) -> None:
         tuple(site.record(run.job_id or "")[key] for key in ("StartTime", "EndTime")) for run in sweep.runs
     )
     assert all(end <= start for (_, end), (start, _) in pairwise(times))
-    assert done.stdout.splitlines()[-1] == "3 completed"
+    assert "3 completed" in done.stdout.splitlines()
 
 
 def test_a_shape_that_can_never_start_is_refused_and_the_others_stay(site: CountedSite) -> None:
@@ -174,10 +174,10 @@ def test_a_shape_that_can_never_start_is_refused_and_the_others_stay(site: Count
     ]  # fmt: skip
     for run in sweep.runs[:2]:
         assert site.ended(run.job_id or "")["JobState"] == "COMPLETED"
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("follow", "cancel"))]
+    lines = [line.strip() for line in done.stdout.splitlines() if line.startswith("  python -m")]
     words = [f"python -m hpc_parallel {word}" for word in
              (f"status sweeps/{folder.name} --watch", f"cancel sweeps/{folder.name}")]  # fmt: skip
-    assert [line[14:] for line in lines] == words
+    assert lines[:2] == words
     followed = site.pasted(words[0])
     assert (followed.returncode, followed.stdout.count("not started: nodes=8")) == (0, 2)
 

@@ -84,7 +84,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             if block.mark == "file":
                 (tmp_path / block.value).parent.mkdir(parents=True, exist_ok=True)
                 (tmp_path / block.value).write_text(block.text + "\n")
-    (tmp_path / "mymodel.py").write_text("class MyModel: ...\n")
     np.save(tmp_path / "tokens.npy", np.zeros(100_000, dtype=np.uint16))
     (tmp_path / "tokens.json").write_text('{"vocab_size": 256, "tokenizer": "bytes", "count": 100000}')
     monkeypatch.chdir(tmp_path)

@@ -98,7 +98,20 @@ def test_plain_lines_of_a_completed_run(folder: RunFolder) -> None:
         "step 600/600  loss 2  validation loss 2.05  512 samples/s",
         "completed: step 600 of 600, loss 2, validation loss 5.5 -> 2.05",
         f"results: {folder.path}",
+        f"plots: python -m hpc_parallel report '{folder.path}'",
     ]
+
+
+def test_the_end_names_the_plot_that_was_drawn(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.path.parent)
+    following, shown = follower(folder)
+    add(folder, json.dumps(LINE) + "\n")
+    folder.loss_plot.parent.mkdir()
+    folder.loss_plot.write_bytes(b"")
+    following.finish()
+    report = "python -m hpc_parallel report 'run [1]'"
+    end = f"results: run [1]\nplots: run [1]/plots/loss.png; all: {report}\n"
+    assert shown.getvalue().endswith(end)
 
 
 def test_a_bar_in_a_terminal(folder: RunFolder) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_parallel.commands.find import find_all, find_run
 from hpc_parallel.launch import slurm_launcher
 from hpc_parallel.record import owner
+from hpc_parallel.record.find import find_all, find_run
 from hpc_parallel.record.names import command_on
 from hpc_parallel.record.sweep_folder import Sweep, SweepRun, write_sweep
 from tests.composed import prepared

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import hpc_parallel
-from hpc_parallel.config import node_devices
+from hpc_parallel.config import node_devices, site_limits
 from hpc_parallel.config.node_devices import gpus_by_sinfo, visible_gpus
 from hpc_parallel.run import main
 from tests.composed import prepared
@@ -31,6 +31,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     command(tmp_path, "nvidia-smi", "exit 9")
     command(tmp_path, "sinfo", f"printf '%s' '{SINFO}'")
     node_devices._sinfo.cache_clear()
+    site_limits._sinfo.cache_clear()
     node_devices._kind_now.cache_clear()
     return tmp_path
 

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from hpc_parallel.config.schema import AdamWConfig
 from hpc_parallel.strategies.forward_backward import propagate_nonfinite
+from hpc_parallel.training.gradient_norm import GradientNorm
 from hpc_parallel.training.nonfinite import Guard, NonFiniteError, blame, order
-from hpc_parallel.training.optimizer import GradientNorm
+from hpc_parallel.training.optimizer import build_optimizer
 
 BAD = (3, 4)
 
@@ -29,8 +31,8 @@ def weights() -> list[nn.Parameter]:
 
 def guarded(policy: str, *, steps: int = 6) -> tuple[list[nn.Parameter], Guard, list[float]]:
     ours = weights()
-    optimizer = torch.optim.AdamW(ours, lr=0.1, fused=True)
     names = dict(zip(("stem.weight", "blocks.0.bias"), ours, strict=True))
+    optimizer = build_optimizer(names, AdamWConfig(learning_rate=0.1, betas=[0.9, 0.999], weight_decay=0.0))
     guard = Guard(names, optimizer=optimizer, policy=policy, buffers=[])
     norm = GradientNorm(ours, axes=[])
     counts = []
@@ -47,7 +49,7 @@ def guarded(policy: str, *, steps: int = 6) -> tuple[list[nn.Parameter], Guard, 
 
 def by_hand(steps: range) -> list[nn.Parameter]:
     theirs = weights()
-    optimizer = torch.optim.AdamW(theirs, lr=0.1, foreach=False, fused=False)
+    optimizer = torch.optim.AdamW(theirs, lr=0.1, weight_decay=0.0, foreach=False, fused=False)
     for step in steps:
         for weight, gradient in zip(theirs, gradients(step), strict=True):
             weight.grad = gradient
@@ -77,7 +79,7 @@ def test_nothing_is_learnt_from_the_first_bad_step_on(policy: str) -> None:
 def test_running_statistics_skip_the_step_too() -> None:
     norm = nn.BatchNorm1d(2)
     parameters = dict(norm.named_parameters())
-    optimizer = torch.optim.AdamW(parameters.values(), fused=True)
+    optimizer = build_optimizer(parameters, AdamWConfig())
     guard = Guard(parameters, optimizer=optimizer, policy="skip", buffers=list(norm.buffers()))
     seen = nn.BatchNorm1d(2)
     for value in (1.0, math.nan, 2.0):

@@ -1,17 +1,24 @@
-"""The learning rate by its closed form, decay on matrices only, the norm and clipping against torch's own."""
+"""The learning rate by its closed form, updates by their equations, rules, refusals, norm and clipping."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from hpc_parallel.config.schema import OptimizerConfig
-from hpc_parallel.training.optimizer import GradientNorm, build_optimizer, clip, learning_rate
+from hpc_parallel.config.schema import AdamWConfig, OptimizerConfig
+from hpc_parallel.problems import ConfigError
+from hpc_parallel.training import optimizer as optimizer_module
+from hpc_parallel.training.gradient_norm import GradientNorm, clip
+from hpc_parallel.training.learning_rate import learning_rate
+from hpc_parallel.training.optimizer import ModelOptimizer, build_optimizer
+from tests.composed import prepared
 
-COSINE = OptimizerConfig(learning_rate=2.0, warmup_steps=10, final_share=0.1)
+COSINE = AdamWConfig(learning_rate=2.0, warmup_steps=10, final_share=0.1)
 
 
 @pytest.mark.parametrize(
@@ -30,13 +37,37 @@ def test_warm_up_and_cosine(step: int, share: float) -> None:
 
 
 def test_constant_after_warm_up() -> None:
-    config = OptimizerConfig(learning_rate=0.5, warmup_steps=2, schedule="constant")
+    config = AdamWConfig(learning_rate=0.5, warmup_steps=2, schedule="constant")
     assert [learning_rate(step, steps=9, config=config) for step in (1, 2, 3, 9)] == [0.25, 0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(("step", "share"), [(10, 1.0), (60, 0.55), (85, 0.325), (110, 0.1)])
+def test_linear_decay(step: int, share: float) -> None:
+    config = replace(COSINE, schedule="linear")
+    assert learning_rate(step, steps=110, config=config) == pytest.approx(2.0 * share)
+
+
+@pytest.mark.parametrize(
+    ("step", "share"), [(5, 0.5), (10, 1.0), (75, 1.0), (80, 1.0), (90, 0.55), (95, 0.325), (100, 0.1)]
+)
+def test_warm_up_stable_and_decay(step: int, share: float) -> None:
+    """The last fifth of 100 steps decays, in a straight line from step 80 to step 100."""
+    config = replace(COSINE, schedule="wsd")
+    assert learning_rate(step, steps=100, config=config) == pytest.approx(2.0 * share)
+
+
+def test_a_function_decides_every_step() -> None:
+    config = replace(COSINE, schedule="tests.optimizers.triangle", warmup_steps=None)
+    rates = [learning_rate(step, steps=8, config=config) for step in (1, 2, 4, 7, 8)]
+    assert rates == pytest.approx([0.5, 1.0, 2.0, 0.5, 0.0])
+    endless = replace(config, schedule="tests.optimizers.endless")
+    with pytest.raises(ValueError, match="endless returned inf at step 3 of 8"):
+        learning_rate(3, steps=8, config=endless)
 
 
 def test_adamw_follows_its_equations() -> None:
     """Two steps of Loshchilov and Hutter's algorithm 2, written out; the vector does not decay."""
-    config = OptimizerConfig(learning_rate=0.1, betas=[0.8, 0.9], weight_decay=0.5, eps=1e-8)
+    config = AdamWConfig(learning_rate=0.1, betas=[0.8, 0.9], weight_decay=0.5, eps=1e-8)
     weights = {
         "matrix": nn.Parameter(torch.tensor([[1.0, -2.0]])),
         "vector": nn.Parameter(torch.tensor([3.0])),
@@ -79,3 +110,149 @@ def test_norm_and_clipping_are_torchs(most: float) -> None:
     torch.testing.assert_close(norm, expected)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.grad, other.grad)
+
+
+def small_model() -> dict[str, nn.Parameter]:
+    shapes = {
+        "stem.weight": (6, 4), "blocks.0.a.weight": (3, 4), "blocks.0.a.bias": (3,),
+        "blocks.0.norm.weight": (4,), "blocks.0.filter": (2, 3, 1, 1), "head.weight": (5, 4),
+    }  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
+        for name, shape in shapes.items()
+    }
+
+
+def train(optimizer: ModelOptimizer, weights: dict[str, nn.Parameter], *, steps: int = 3) -> None:
+    for step in range(steps):
+        for weight in weights.values():
+            weight.grad = torch.sin((step + 1) * weight.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(weight.grad is None for weight in weights.values())
+
+
+def by_torch(kind: type[torch.optim.Optimizer], weight: nn.Parameter, **options: object) -> torch.Tensor:
+    """The weight after the steps of `train`, updated alone."""
+    weight = nn.Parameter(weight.detach().clone())
+    optimizer = kind([weight], **options)  # type: ignore[call-arg]
+    for step in range(3):
+        weight.grad = torch.sin((step + 1) * weight.detach())
+        optimizer.step()
+    return weight.detach()
+
+
+CLASSES = ("SGD", "Adam", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "ASGD", "Adafactor")
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_any_class_of_torch_updates_as_by_itself(name: str) -> None:
+    weights = small_model()
+    config = OptimizerConfig(_target_=f"torch.optim.{name}", learning_rate=0.01, weight_decay=0.1)
+    kind = getattr(torch.optim, name)
+    expected = {
+        key: by_torch(kind, weight, lr=0.01, weight_decay=0.1 if weight.ndim > 1 else 0.0)
+        for key, weight in weights.items()
+    }
+    train(build_optimizer(weights, config, split=True), weights)
+    for key, weight in weights.items():
+        torch.testing.assert_close(weight.detach(), expected[key], rtol=1e-12, atol=0)
+
+
+def test_muon_is_for_matrices_of_blocks_only() -> None:
+    config = prepared("optimizer=muon").config.optimizer
+    weights = small_model()
+    options: dict[str, Any] = {"lr": 0.003, "weight_decay": 0.1}
+    adamw = {**options, "betas": (0.9, 0.95)}
+    expected = {
+        name: by_torch(torch.optim.AdamW, weight, **{**adamw, **({} if weight.ndim > 1 else NO_DECAY)})
+        for name, weight in weights.items()
+    }
+    expected["blocks.0.a.weight"] = by_torch(
+        torch.optim.Muon, weights["blocks.0.a.weight"], **options, adjust_lr_fn="match_rms_adamw"
+    )
+    train(build_optimizer(weights, config), weights)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight.detach(), expected[name], rtol=1e-12, atol=0)
+
+
+NO_DECAY = {"weight_decay": 0.0}
+
+
+def test_later_rules_take_precedence() -> None:
+    weights = small_model()
+    config = OptimizerConfig(
+        _target_="torch.optim.SGD", learning_rate=0.1, weight_decay=0.2, options={"momentum": 0.5},
+        groups={
+            "all": {"match": ["*"], "learning_rate_scale": 0.5},
+            "blocks": {"match": ["blocks.*"], "weight_decay": 0.3},
+            "vectors": {"dims": [1], "_target_": "torch.optim.Adam", "options": {"eps": 0.1}},
+            "norms": {"match": ["*norm*"], "learning_rate_scale": 2.0, "options": {"betas": [0.5, 0.6]}},
+        },
+    )  # fmt: skip
+    sgd, adam = torch.optim.SGD, torch.optim.Adam
+    expected = {
+        "stem.weight": by_torch(sgd, weights["stem.weight"], lr=0.05, momentum=0.5, weight_decay=0.2),
+        "blocks.0.a.weight": by_torch(
+            sgd, weights["blocks.0.a.weight"], lr=0.05, momentum=0.5, weight_decay=0.3
+        ),
+        "blocks.0.a.bias": by_torch(adam, weights["blocks.0.a.bias"], lr=0.05, eps=0.1, weight_decay=0.3),
+        "blocks.0.norm.weight": by_torch(
+            adam, weights["blocks.0.norm.weight"], lr=0.2, eps=0.1, betas=(0.5, 0.6), weight_decay=0.3
+        ),
+    }
+    optimizer = build_optimizer(weights, config)
+    optimizer.set_learning_rate(0.1)
+    train(optimizer, weights)
+    for name, weight in expected.items():
+        torch.testing.assert_close(weights[name].detach(), weight, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"_target_": "torch.optim.LBFGS"}, "closure"),
+        ({"_target_": "torch.nn.Linear"}, "is no torch.optim.Optimizer"),
+        ({"options": {"betas": [0.9, 0.99]}}, "torch.optim.SGD takes no betas. Its arguments are lr, mom"),
+        ({"options": {"momentum": -1}}, "torch.optim.SGD refuses stem.weight: Invalid momentum"),
+        ({"_target_": "torch.optim.Rprop", "weight_decay": 0.1}, "Rprop takes no weight_decay"),
+        ({"_target_": "torch.optim.Muon"}, "Muon only supports 2D parameters"),
+        ({"groups": {"b": {"match": ["layers.*"]}}}, "groups.b.match = .* matches no weight of the model"),
+        ({"_target_": "tests.optimizers.Noisy"}, "gives other weights in a second trial"),
+        ({"_target_": "tests.optimizers.Coupled"}, "updates a weight by the gradients of others"),
+        ({"_target_": "tests.optimizers.Counting"}, "keeps step in its groups"),
+        ({"_target_": "tests.optimizers.Forgetful"}, "keeps step outside of tensors"),
+    ],
+)
+def test_what_would_be_wrong_is_refused(
+    overrides: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer_module, "number_of_ranks", lambda: 2)
+    config = OptimizerConfig(**{"_target_": "torch.optim.SGD", **overrides})
+    with pytest.raises(ConfigError, match=message):
+        build_optimizer(small_model(), config, split=True)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "muon", "adafactor", "adamw"])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_withheld_step_changes_neither_weights_nor_state(kind: str, bad: int) -> None:
+    """Even the first one, in which an optimizer creates its state."""
+    skipping, other = small_model(), small_model()
+    config = prepared(f"optimizer={kind}").config.optimizer
+    optimizer, reference = build_optimizer(skipping, config), build_optimizer(other, config)
+    flag = torch.zeros(())
+    optimizer.withhold_by(flag)
+    for step in range(3):
+        flag.fill_(step == bad)
+        for weights in (skipping, other):
+            for weight in weights.values():
+                weight.grad = torch.sin(weight.detach()) * (math.nan if flag else 1.0)
+        optimizer.step()
+        if not flag:
+            reference.step()
+    for name, weight in skipping.items():
+        torch.testing.assert_close(weight, other[name], rtol=0, atol=0)
+    assert optimizer.state().keys() == reference.state().keys()
+    for name, value in optimizer.state().items():
+        torch.testing.assert_close(value, reference.state()[name], rtol=0, atol=0)

@@ -16,7 +16,7 @@ from hpc_parallel.commands.parity import main
 from hpc_parallel.config.checks.all_checks import CHOICES
 from hpc_parallel.config.compose import find_folder
 from hpc_parallel.parity.cases import plan
-from hpc_parallel.parity.compare import compare
+from hpc_parallel.parity.compare import TOLERANCES, compare
 from hpc_parallel.parity.rows import ROWS
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.run_folder import RunFolder
@@ -140,6 +140,9 @@ def test_all_problems_are_printed_at_once() -> None:
     assert len(error.value.problems) == 3
 
 
+EXACT = TOLERANCES["float64"]
+
+
 def folder(path: Path, *, losses: list[float | None], **tensors: dict[str, np.ndarray]) -> RunFolder:
     made = RunFolder(path)
     made.proof.mkdir(parents=True)
@@ -157,7 +160,7 @@ def test_differences_are_relative_and_the_largest_is_named(tmp_path: Path) -> No
         tmp_path / "2", losses=[2.0, 4.1], gradients_0={"a": np.ones(4)},
         gradients_1={"b": np.full((2, 2), 3.0)}, weights_0=ones, weights_3={"a": np.array([1, 1, 1, 2.0])},
     )  # fmt: skip
-    differences = compare(found, wanted)
+    differences = compare(found, wanted, tolerance=EXACT)
     assert differences["losses"].value == pytest.approx(0.025)
     assert differences["losses"].where == "step 2"
     assert (differences["gradients"].value, differences["gradients"].where) == (2.0, "b")
@@ -178,16 +181,40 @@ def test_incomparable_tensors_differ_infinitely(tmp_path: Path, other: dict[str,
     ones = {"a": np.ones(2)}
     wanted = folder(tmp_path / "1", losses=[1.0], gradients_0=ones, weights_0=ones)
     found = folder(tmp_path / "2", losses=[None], gradients_0=other, weights_0=ones)
-    differences = compare(found, wanted)
+    differences = compare(found, wanted, tolerance=EXACT)
     assert differences["gradients"].value == differences["losses"].value == math.inf
     assert differences["weights"].value == 0.0
-    assert compare(wanted, found)["gradients"].value == math.inf
+    assert compare(wanted, found, tolerance=EXACT)["gradients"].value == math.inf
+
+
+def test_noise_in_place_of_a_zero_gradient_is_no_difference(tmp_path: Path) -> None:
+    """Adam divides the noise by its own size, so the weight differs too."""
+    matrix = np.ones((4, 4))
+    wanted, found = (
+        folder(
+            tmp_path / name, losses=[1.0], gradients_0={"key.bias": np.full(4, noise), "matrix": matrix},
+            weights_0={"key.bias": np.full(4, 1e8 * noise), "matrix": matrix},
+        )
+        for name, noise in (("1", 1e-17), ("2", -3e-17))
+    )  # fmt: skip
+    differences = compare(found, wanted, tolerance=EXACT)
+    assert differences["gradients"].value == pytest.approx(8e-17 / 0.04)  # a hundredth of the model's norm, 4
+    assert differences["weights"].value == 0.0
+    wrong = folder(
+        tmp_path / "3", losses=[1.0], gradients_0={"key.bias": np.full(4, 1e-3), "matrix": matrix},
+        weights_0={"key.bias": np.zeros(4), "matrix": matrix},
+    )  # fmt: skip
+    assert compare(wrong, wanted, tolerance=EXACT)["gradients"].value == pytest.approx(2e-3 / 0.04)
 
 
 def test_a_run_that_left_nothing_is_no_proof(tmp_path: Path) -> None:
     ones = {"a": np.ones(2)}
     wanted = folder(tmp_path / "1", losses=[1.0], gradients_0=ones, weights_0=ones)
     with pytest.raises(ValueError, match="left no weights"):
-        compare(folder(tmp_path / "2", losses=[1.0], gradients_0=ones), wanted)
+        compare(folder(tmp_path / "2", losses=[1.0], gradients_0=ones), wanted, tolerance=EXACT)
     with pytest.raises(ValueError, match="logged 2 steps and one device 1"):
-        compare(folder(tmp_path / "3", losses=[1.0, 1.0], gradients_0=ones, weights_0=ones), wanted)
+        compare(
+            folder(tmp_path / "3", losses=[1.0, 1.0], gradients_0=ones, weights_0=ones),
+            wanted,
+            tolerance=EXACT,
+        )

@@ -44,14 +44,15 @@ def test_new_overrides_replace_those_of_the_old_command(started: RunFolder) -> N
     place = str(started.path)
     end = [f"run_dir={place}", f"resume={place}"]
     kept = ["launcher=local", "launcher.snapshot=false"]
-    assert resumed(["resume=run"]) == [*STARTED, *kept, *end]
+    batch = "training.global_batch_size=16"  # chosen for the first layout
+    assert resumed(["resume=run"]) == [*STARTED, *kept, batch, *end]
     assert resumed(["nodes=4", "resume=run"]) == [
         "strategy=pipeline", "strategy.microbatches=8", "launcher.partition=gpu", "name=mine", *kept,
-        "nodes=4", *end,
+        batch, "nodes=4", *end,
     ]  # fmt: skip
     # another strategy takes its options along; another launcher does not take the site's
     assert resumed(["resume=run", "strategy=fsdp", "launcher=slurm"]) == [
-        "nodes=2", "launcher.partition=gpu", "name=mine", "launcher.snapshot=false",
+        "nodes=2", "launcher.partition=gpu", "name=mine", "launcher.snapshot=false", batch,
         "strategy=fsdp", "launcher=slurm", *end,
     ]  # fmt: skip
     assert resumed(["nodes=4", "resume=null"]) == ["nodes=4", "resume=null"]
@@ -69,6 +70,22 @@ def test_auto_is_the_newest_of_that_name(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
+    ("words", "name"),
+    [([], "data"), (["strategy=pipeline"], "pipeline"), (["strategy=fsdp", "name=mine"], "mine"),
+     (["name=${strategy.name}-${nodes}", "nodes=2"], "data-2")],
+)  # fmt: skip
+def test_auto_looks_where_the_same_line_would_write(
+    words: list[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for other in ("single", "data", "pipeline", "mine", "data-2"):
+        (tmp_path / "runs" / other / "20260101-000000-ffff" / "rendezvous").mkdir(parents=True)
+        (tmp_path / "runs" / other / "20260101-000000-ffff" / "config.yaml").touch()
+    assert newest([*words, "resume=auto"]).parent.name == name
+    assert newest([*words, "run_dir=runs/single/x", "resume=auto"]) == tmp_path / "runs/single/x"
+
+
+@pytest.mark.parametrize(
     ("word", "legal"),
     [
         ("model.layers=8", "model.layers=4"),
@@ -76,6 +93,7 @@ def test_auto_is_the_newest_of_that_name(tmp_path: Path, monkeypatch: pytest.Mon
         ("data.sequence_length=64", "data.sequence_length=128"),
         ("seed=1", "seed=0"),
         ("training.global_batch_size=32", "training.global_batch_size=16"),
+        ("optimizer=sgd", "optimizer._target_=torch.optim.AdamW"),
         ("task=infer", "task.name=train"),
         ("training.steps=40", "training.steps=80"),
     ],

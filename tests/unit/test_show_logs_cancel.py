@@ -17,8 +17,8 @@ from rich.console import Console
 
 from hpc_parallel.__main__ import COMMANDS, main
 from hpc_parallel.commands import grid
-from hpc_parallel.commands.find import find_all, find_run
 from hpc_parallel.problems import ConfigError
+from hpc_parallel.record.find import find_all, find_run
 from hpc_parallel.record.recorded import read_run
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
@@ -114,9 +114,18 @@ class TestLogs:
 
     def test_one_rank(self, tmp_path: Path, capsys: Capture) -> None:
         folder = failed(tmp_path / "runs/a/1", "nodes=2")
-        assert ran(capsys, "logs", "1") == (0, "rank 0 on n1\n", "")
+        assert ran(capsys, "logs", "1", "--rank", "0") == (0, "rank 0 on n1\n", "")
         out = "rank 1 on n1\n==> rank 1 err <==\nTraceback\nValueError: [no]\n"
         assert ran(capsys, "logs", str(folder.path), "--rank", "1") == (0, out, "")
+
+    def test_of_a_failed_run_the_rank_that_failed_first(self, tmp_path: Path, capsys: Capture) -> None:
+        folder = failed(tmp_path / "runs/a/1", "nodes=2")
+        out = "rank 1 on n1\n==> rank 1 err <==\nTraceback\nValueError: [no]\n"
+        reason = "rank 1 on n1 failed first: ValueError: [no]; 1 follower"
+        assert ran(capsys, "logs", "1") == (0, out, f"{reason} (other ranks: --rank 0, --rank all)\n")
+        for unknown in (None, "1", -3, True):  # no rank is to blame, or the file is damaged
+            write_json(folder.failure, {"rank": unknown})
+            assert ran(capsys, "logs", "1") == (0, "rank 0 on n1\n", "")
 
     def test_all_ranks(self, tmp_path: Path, capsys: Capture) -> None:
         failed(tmp_path / "runs/a/1", "nodes=2")
@@ -126,9 +135,20 @@ class TestLogs:
         assert code == 0
         assert json.loads(out.splitlines()[-1]) == {"rank": 1, "stream": "err", "text": "ValueError: [no]"}
 
+    def test_torchs_warning_of_a_host_name_is_left_out(self, tmp_path: Path, capsys: Capture) -> None:
+        folder = finished(tmp_path / "runs/a/1")
+        other = "[W1123 10:00:00.1 socket.cpp:9] [c10d] The client socket has failed to connect to n1.\n"
+        noise = "[W1123 10:00:00.1 socket.cpp:204] [c10d] The hostname of the client socket cannot be"
+        noise += " retrieved. err=-3\n"
+        folder.log(0, "err").write_text(f"{noise}[rank0]:{noise}")
+        assert ran(capsys, "logs", "1") == (0, "rank 0 on n1\n", "")  # and no heading without lines
+        folder.log(0, "err").write_text(f"{noise}{other}[rank0]:{noise}")
+        assert ran(capsys, "logs", "1")[1] == f"rank 0 on n1\n==> rank 0 err <==\n{other}"
+
     def test_a_stranger_among_the_logs(self, tmp_path: Path, capsys: Capture) -> None:
         foreign(tmp_path / "runs/a/1")
         assert ran(capsys, "logs", "1", "--rank", "all")[1] == "[0] rank 0 on n1\n[1] rank 1 on n1\n"
+        assert ran(capsys, "logs", "1")[1] == "rank 0 on n1\n"  # its failure.json is no JSON
 
     def test_before_there_are_any(self, tmp_path: Path, capsys: Capture) -> None:
         folder = half_written(tmp_path / "runs/a/1")
@@ -382,6 +402,9 @@ def test_neither_torch_nor_hydra_is_loaded(command: str) -> None:
     ("line", "offered"),
     [
         ("hpc-parallel st", ["status "]),
+        ("hpc-parallel ru", ["run "]),
+        ("hpc-parallel run strategy=pi", ["strategy=pipeline "]),
+        ("hpc-parallel nodes=2 training.pre", ["training.precision="]),
         ("hpc-parallel show pi", ["pipeline/1 "]),
         ("hpc-parallel cancel --y", ["--yes "]),
     ],

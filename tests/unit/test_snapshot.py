@@ -12,6 +12,7 @@ import pytest
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.snapshot import plan_snapshot
+from hpc_parallel.record.sweep_folder import Sweep, write_sweep
 
 
 def git(folder: Path, *words: str) -> None:
@@ -171,6 +172,29 @@ def test_earlier_runs_are_left_out(checkout: Path, tmp_path: Path) -> None:
         plan_snapshot(run.code, working_directory=checkout).take()
     assert (checkout / "runs/mine/2/code/mine/new_one.py").is_file()
     assert not (checkout / "runs/mine/2/code/mine/runs").exists()
+
+
+def test_sweeps_are_left_out(checkout: Path, tmp_path: Path) -> None:
+    """But not a folder of source with a `sweep.json` of another program's."""
+    sweep = checkout / "sweeps" / "1"
+    sweep.mkdir(parents=True)
+    write_sweep(sweep, Sweep(("-m",), "2026-11-22T01:00:00+00:00", None, ()))
+    (sweep / "slurm.out").write_text("")
+    (checkout / "sub" / "sweep.json").write_text('{"command": ["wandb"]}')
+    plan_snapshot(tmp_path / "code", working_directory=checkout).take()
+    assert not (tmp_path / "code/mine/sweeps").exists()
+    assert (tmp_path / "code/mine/sub/deep_one.py").is_file()
+
+
+def test_documentation_is_left_out(checkout: Path, tmp_path: Path) -> None:
+    """A module in docs/ may be an example's model; a package may have a folder docs of its own."""
+    for name in ("docs/guide.md", "docs/images/one.png", "docs/example.py", "sub/docs/table.csv"):
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / name).write_text("")
+    plan_snapshot(tmp_path / "code", working_directory=checkout).take()
+    assert {name for name in copied(tmp_path / "code" / "mine") if "docs" in name} == {
+        "docs/example.py", "sub/docs/table.csv",
+    }  # fmt: skip
 
 
 def test_submodules_are_source_too(checkout: Path, tmp_path: Path) -> None:

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 from hydra import compose
-from omegaconf import OmegaConf
 
 from hpc_parallel.config.compose import composing, find_folder, resolve
-from hpc_parallel.config.schema import RunConfig, typed
+from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.sweep_compose import compose_cells
 from hpc_parallel.record.attempts import history
 from hpc_parallel.record.job_state import job_of
@@ -49,7 +48,7 @@ def cells(*words: str, extra_dir: str | None = None) -> list[tuple[list[str], li
 def hydras(overrides: Sequence[str]) -> RunConfig:
     """The same as Hydra composes it alone."""
     with composing(CONF):
-        return typed(OmegaConf.to_container(compose("config", overrides=list(overrides)), resolve=True))
+        return resolve(compose("config", overrides=list(overrides)))[0]
 
 
 @pytest.mark.parametrize(

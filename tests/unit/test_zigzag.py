@@ -22,7 +22,7 @@ def test_turns_make_the_causal_mask(degree: int, half: int) -> None:
         own = places[rank]
         done[own[:, None], own] += torch.ones(2 * half, 2 * half, dtype=torch.int64).tril()
         for source in set(range(degree)) - {rank}:
-            rows, seen = visible(source, rank=rank, half=half)
+            rows, seen = visible(source, rank=rank, half=half, causal=True)
             queries, keys = own[rows], places[source][seen]
             assert len(queries) * len(keys) == 2 * half * half  # of 4: half of them, on every device
             done[queries[:, None], keys] += 1

@@ -15,13 +15,15 @@ from hpc_parallel.config.checks import (
     huggingface_checks,
     image_checks,
     layout_checks,
+    optimizer_checks,
+    parquet_checks,
     site_checks,
     switch_checks,
     task_checks,
 )
 from hpc_parallel.config.checks.counts import count, is_reference_decoder
 from hpc_parallel.config.checks.lookup import value_at
-from hpc_parallel.config.checks.targets import missing_part
+from hpc_parallel.config.checks.targets import class_tables, missing_part
 from hpc_parallel.config.layout import EXECUTIONS, divisors
 from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.config.schema import TASKS, RunConfig, TransformerConfig
@@ -35,9 +37,8 @@ CHOICES = {
     "strategy.context_attention": ("ring", "gather"),
     "strategy.schedule": tuple(SCHEDULES),
     "strategy.balance": ("flops", "parameters"),
-    "optimizer.name": ("adamw",),
-    "optimizer.schedule": ("cosine", "constant"),
-    "training.precision": ("float32", "bfloat16", "float64"),
+    "strategy.verify": ("auto", "always", "never"),
+    "training.precision": ("float32", "bfloat16", "float16", "float64"),
     "training.on_nonfinite": ("stop", "skip", "rollback"),
     "training.activation_checkpointing": ("none", "full", "selective"),
     "sweep.on_invalid": ("skip", "stop"),
@@ -46,6 +47,7 @@ CHOICES = {
     "task.name": tuple(TASKS),
 }
 
+CALLBACKS, VALIDATION = "hpc_parallel.training.callbacks", "validation_loss"
 MOST = {
     "nodes": 1_000_000,
     "gpus_per_node": 1024,
@@ -61,8 +63,9 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> list[Prob
     if huge := list(_integers(config)):  # the other checks loop up to these numbers: they might never end
         return in_order(huge, overrides)
     checks = (
-        _counts, _choices, _ranges, execution_checks.find_problems, layout_checks.find_problems, _model,
-        _data, huggingface_checks.find_problems, image_checks.find_problems, task_checks.find_problems,
+        _counts, _choices, _ranges, optimizer_checks.find_problems, execution_checks.find_problems,
+        layout_checks.find_problems, _model, _callbacks, _data, parquet_checks.find_problems,
+        huggingface_checks.find_problems, image_checks.find_problems, task_checks.find_problems,
         site_checks.find_problems, switch_checks.find_problems,
     )  # fmt: skip
     return in_order([problem for check in checks for problem in check(config)], overrides)
@@ -110,9 +113,10 @@ def _counts(config: RunConfig) -> Problems:
         "nodes", "gpus_per_node", "training.steps", "training.global_batch_size",
         "training.microbatch_size", "training.log_every", "training.validate_every",
         "training.checkpoint_every", "training.keep_last", "training.keep_every",
-        "training.validation_samples", "strategy.microbatches", "strategy.stages_per_rank",
-        "strategy.prefetch", "launcher.time_minutes", "launcher.cpus_per_device", "launcher.snapshot_mb",
-        "data.sequence_length", "data.max_bytes", "sweep.parallelism", "cluster.gpus_per_node",
+        "training.validation_samples", "training.loss_scale_every", "strategy.microbatches",
+        "strategy.stages_per_rank", "strategy.prefetch", "launcher.time_minutes",
+        "launcher.cpus_per_device", "launcher.snapshot_mb", "data.sequence_length", "data.max_bytes",
+        "data.vocab_size", "sweep.parallelism", "cluster.gpus_per_node",
     ]  # fmt: skip
     if is_reference_decoder(config):
         sizes = ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab_size", "experts")
@@ -120,7 +124,7 @@ def _counts(config: RunConfig) -> Problems:
     for key in keys:
         count = value_at(config, key)
         if isinstance(count, int) and count < 1:
-            legal = {"model.vocab_size": 256, "launcher.snapshot_mb": 64}.get(key, 1)
+            legal = {"model.vocab_size": 256, "data.vocab_size": 256, "launcher.snapshot_mb": 64}.get(key, 1)
             yield Problem(key, count, "must be at least 1", (legal,))
 
 
@@ -138,17 +142,19 @@ def _ranges(config: RunConfig) -> Problems:
     table: list[tuple[str, float, float, bool, Any]] = [
         ("seed", 0, 2**63 - 1, True, 0),
         ("optimizer.learning_rate", 0, math.inf, False, 0.001),
-        ("optimizer.eps", 0, math.inf, False, 1e-8),
         ("optimizer.weight_decay", 0, math.inf, True, 0.1),
         ("optimizer.final_share", 0, 1, True, 0.1),
+        ("optimizer.decay_share", 0, 1, True, 0.2),
         ("optimizer.warmup_steps", 0, steps, True, steps // 20),
         ("training.measure_steps", 0, math.inf, True, 2),
+        ("training.loss_scale", 1, 2.0**64, True, 65536),
         ("training.clip_norm", 0, math.inf, False, 1.0),
         ("strategy.bucket_mb", 0, math.inf, False, 25),
         ("launcher.grace_s", 1, 3600, True, 90),
         ("launcher.max_requeues", 0, math.inf, True, 20),
         ("launcher.max_restarts", 0, math.inf, True, 0),
         ("launcher.memory_gb", 0, math.inf, False, 16),
+        ("cluster.device_memory_gb", 0, math.inf, False, 80),
         ("cluster.port", 1024, 65535, True, 29500),
         ("cluster.start_timeout_s", 0, math.inf, False, 300),
         ("cluster.collective_timeout_s", 0, math.inf, False, 600),
@@ -165,9 +171,6 @@ def _ranges(config: RunConfig) -> Problems:
             rule = "must be above" if most == math.inf and not closed else "must be at least"
             rule = rule if most == math.inf else "must lie between"
             yield Problem(key, value, f"{rule} {bounds}", (legal,))
-    betas = config.optimizer.betas
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        yield Problem("optimizer.betas", betas, "must be two numbers from 0 to below 1", ([0.9, 0.95],))
 
 
 def _model(config: RunConfig) -> Problems:
@@ -202,13 +205,35 @@ def _target(key: str, target: Any) -> Problems:
         yield Problem(key, target, rule, near)
 
 
+def _callbacks(config: RunConfig) -> Problems:
+    """Each callback is a table with a class."""
+    for index, callback in enumerate(config.training.callbacks):
+        key = f"training.callbacks[{index}]"
+        if not isinstance(callback, dict) or not callback.get("_target_"):
+            yield Problem(key, callback, "has no _target_, the class of a callback")
+            continue
+        for name, table in class_tables(key, callback):
+            yield from _target(f"{name}._target_", table["_target_"])
+        if _needs_validation(callback) and config.training.validate_every is None:
+            rule = f"leaves {callback['_target_'].rpartition('.')[2]} without a validation"
+            yield Problem("training.validate_every", None, rule, (100,))
+
+
+def _needs_validation(callback: dict[str, Any]) -> bool:
+    key = callback.get("key", VALIDATION)
+    watched = {f"{CALLBACKS}.KeepBest": VALIDATION, f"{CALLBACKS}.EarlyStopping": key}
+    return watched.get(callback["_target_"]) == VALIDATION
+
+
 def _data(config: RunConfig) -> Problems:
     """The data must exist, and its tokens must fit the model's vocabulary."""
     if not isinstance(config.data, dict) or not config.data.get("_target_"):
         yield "data._target_ is missing: name the class of your data. Try data=text."
         return
-    yield from _target("data._target_", config.data["_target_"])
-    vocab_size: int | None = 256 if config.data["_target_"].endswith("TextData") else None
+    for key, table in class_tables("data", config.data):
+        yield from _target(f"{key}._target_", table["_target_"])
+    stated = config.data.get("vocab_size")
+    vocab_size = 256 if config.data["_target_"].endswith("TextData") else stated
     if (path := config.data.get("path")) is not None:
         if not path or not os.path.exists(os.path.expanduser(path)):
             parent = Path(os.path.expanduser(path)).parent
@@ -221,7 +246,7 @@ def _data(config: RunConfig) -> Problems:
             except (ValueError, OSError) as error:
                 yield f"data.path = {path} can't be used: {error}"
     key, room = count(config, "vocabulary")
-    if vocab_size and room and room < vocab_size:
+    if isinstance(vocab_size, int) and room and room < vocab_size:
         rule = f"is too small for the data, whose tokens run from 0 to {vocab_size - 1}"
         yield Problem(key, room, rule, (vocab_size,))
 

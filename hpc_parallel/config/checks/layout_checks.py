@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from hpc_parallel.config.axes import AXES
-from hpc_parallel.config.checks import axis_checks, pipeline_checks
+from hpc_parallel.config.checks import axis_checks, memory_checks, pipeline_checks
 from hpc_parallel.config.checks.counts import count
 from hpc_parallel.config.checks.suggestions import multiples_near
 from hpc_parallel.config.layout import Layout, divisors, plan_batch, servers
@@ -40,6 +40,7 @@ def find_problems(config: RunConfig) -> Problems:
         return
     yield from _batch(config, layout)
     yield from axis_checks.find_problems(config, layout)
+    yield from memory_checks.find_problems(config, layout)
 
 
 def _degrees_problem(config: RunConfig, strategy: StrategyConfig, devices: int, free: list[str]) -> Problem:

@@ -19,6 +19,7 @@ from hpc_parallel.config.schema import (
 )
 from hpc_parallel.problems import Problem, Problems, nearest
 from hpc_parallel.record.checkpoint_index import complete
+from hpc_parallel.record.find import path_of
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder
 from hpc_parallel.record.safe_read import MIB, DamagedError, open_regular, parse_json
 from hpc_parallel.record.trust import UntrustedError, require_private
@@ -41,6 +42,8 @@ def find_problems(config: RunConfig) -> Problems:
     path = Path(os.path.expanduser(config.weights))
     try:
         if not path.exists():
+            path = path_of(config.weights)
+        if not path.exists():
             names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
             near = tuple(path.parent / name for name in nearest(path.name, names))
             yield Problem("weights", config.weights, "does not exist here", near)
@@ -52,7 +55,7 @@ def find_problems(config: RunConfig) -> Problems:
     except DamagedError as error:
         yield f"weights = {path} can't be used: {error.reason}"
         return
-    except (OSError, ValueError, UntrustedError) as error:
+    except (OSError, ValueError, UntrustedError) as error:  # also several runs of this name
         yield f"weights = {path} can't be used: {getattr(error, 'strerror', None) or error}"
         return
     yield from _shape(config.model, model)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import netrc
 import os
 import shutil
+from collections.abc import Mapping
 from importlib.util import find_spec
+from urllib.parse import urlparse
 
 from hpc_parallel.config.checks.torch_version import too_old
 from hpc_parallel.config.layout import Layout, layout_of
@@ -28,6 +31,21 @@ def find_problems(config: RunConfig) -> Problems:
         if getattr(config.training, switch) and find_spec(package) is None:
             rule = f"needs the package {package}, which is not installed here (pip install {package})"
             yield Problem(f"training.{switch}", True, rule, (False,))
+    if config.training.wandb and not _can_use_wandb(config.cluster.environment):
+        rule = "needs a login, and neither WANDB_API_KEY nor ~/.netrc has one (wandb login)."
+        yield f"training.wandb = true {rule} Try +cluster.environment.WANDB_MODE=offline."
+
+
+def _can_use_wandb(site_variables: Mapping[str, object]) -> bool:
+    """Whether wandb finds a login here, as its own client looks for it, or needs none."""
+    variables = {**{name: str(value) for name, value in site_variables.items()}, **os.environ}
+    if variables.get("WANDB_API_KEY") or variables.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
+        return True
+    host = urlparse(variables.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(variables.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
 
 
 def _selective(config: RunConfig, layout: Layout) -> Problems:

@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Iterator
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from hpc_parallel.problems import nearest
 
 
-def missing_part(target: str) -> tuple[str, tuple[str, ...]] | None:
+def class_tables(key: str, table: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (dotted key, table) for `table` and each table inside it that has a `_target_`."""
+    if not isinstance(table, dict):
+        return
+    if table.get("_target_"):
+        yield key, table
+    for name, value in table.items():
+        yield from class_tables(f"{key}.{name}", value)
+
+
+def missing_part(target: str, *, kind: str = "class") -> tuple[str, tuple[str, ...]] | None:
     """Returns the rule that `package.module.Class` breaks and similar class paths; None if it exists.
+
+    kind: what the path is of, `class` or `function`.
 
     A module that can't be read as source (compiled, or it creates the class at import) counts as correct.
     """
     *modules, name = target.split(".")
     if not modules or not all(part.isidentifier() for part in (*modules, name)):
-        return "is not the path of a class (package.module.Class)", ()
+        return f"is not the path of a {kind} (package.module.{kind.capitalize()})", ()
     dotted = modules[0]
     spec = _top_level(dotted)
     for part in modules[1:]:
@@ -30,14 +44,14 @@ def missing_part(target: str) -> tuple[str, tuple[str, ...]] | None:
         dotted = f"{dotted}.{part}"
         spec = PathFinder.find_spec(dotted, list(spec.submodule_search_locations))
     if spec is None:
-        return f"names no class: there is no module {dotted} here", ()
+        return f"names no {kind}: there is no module {dotted} here", ()
     if not spec.origin or not spec.origin.endswith(".py"):
         return None
     names = _names_in(Path(spec.origin))
     if names is None or name in names:
         return None
-    near = nearest(name, [other for other in names if other[:1].isupper()])
-    return f"names no class: there is no {name} in {dotted}", tuple(f"{dotted}.{other}" for other in near)
+    near = nearest(name, [other for other in names if other[:1].isupper() == (kind == "class")])
+    return f"names no {kind}: there is no {name} in {dotted}", tuple(f"{dotted}.{other}" for other in near)
 
 
 def _top_level(module: str) -> ModuleSpec | None:

@@ -17,6 +17,10 @@ from hpc_parallel.record.sweep_folder import Sweep, is_sweep_folder, read_sweep
 _NAMED = 5  # similar names that an error lists
 
 
+class NoRunError(ConfigError):
+    """Raised for a word that names no run."""
+
+
 @dataclass(frozen=True)
 class Match:
     """What an argument names: a run, or a sweep or a job array with its runs."""
@@ -48,11 +52,25 @@ def find_all(words: Sequence[str]) -> list[Match]:
 
 
 def find_run(word: str) -> RecordedRun:
-    """The run that `word` names. Raises ConfigError if it names none or several."""
-    (match,) = find_all([word])
+    """The run that `word` names. Raises NoRunError if it names none, ConfigError if it names several."""
+    match = _find(word)
     if len(match.runs) != 1:
         raise ConfigError([_several(word, [label(run.path) for run in newest_first(match.runs)])])
     return match.runs[0]
+
+
+def path_of(word: str) -> Path:
+    """The path that `word` is, or the run folder that it names; a path where nothing is if it names none.
+
+    Raises ConfigError if it names several runs.
+    """
+    path = _path(word)
+    if os.path.lexists(path):
+        return path
+    try:
+        return find_run(word).path
+    except NoRunError:
+        return path
 
 
 def unique_runs(matches: Iterable[Match]) -> list[RecordedRun]:
@@ -78,7 +96,7 @@ def _find(word: str) -> Match:
         if matching := [name for name in names if fits(name)]:
             break
     else:
-        raise ConfigError([_unknown(word, labels)])
+        raise NoRunError([_unknown(word, labels)])
     if len(matching) > 1:
         raise ConfigError([_several(word, matching)])
     (name,) = matching

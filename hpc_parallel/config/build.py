@@ -1,0 +1,48 @@
+"""Build the object that a table with `_target_` describes; an error of its class is shown as it is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+
+from hpc_parallel.problems import ConfigError
+from hpc_parallel.user_code import UserCodeError, described
+
+
+def build(table: Mapping[str, Any], *, key: str) -> Any:
+    """Returns the object of `table`; `key` is the table's name in the configuration, for messages.
+
+    Raises UserCodeError if a class can't be imported or built; its text begins with the error of the class. A
+    ConfigError or MemoryError of the class is raised as it is.
+    """
+    try:
+        return instantiate(table)
+    except InstantiationException as error:
+        cause = _without_hydra(error)
+        if isinstance(cause, ConfigError | MemoryError):
+            raise cause from cause.__cause__  # without Hydra's, which has this one for its cause
+        target = _target_of(error) or table["_target_"]
+        raise UserCodeError([f"{described(cause)}, raised by {target} ({key})"]) from cause
+
+
+def _target_of(error: InstantiationException) -> str | None:
+    """The class path that Hydra's message names; it may be one inside the table."""
+    match = re.search(r"target '([^']+)'", str(error))
+    return match and match[1]
+
+
+def _without_hydra(error: BaseException) -> BaseException:
+    """The exception that Hydra wrapped: once for a call, twice for an import."""
+    while error.__cause__ is not None and _is_hydras(error):
+        error = error.__cause__
+    return error
+
+
+def _is_hydras(error: BaseException) -> bool:
+    return isinstance(error, InstantiationException) or (
+        isinstance(error, ImportError) and str(error).startswith("Error loading '")
+    )

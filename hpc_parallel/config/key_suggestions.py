@@ -1,0 +1,168 @@
+"""Suggest the key that an unknown key was meant to be.
+
+A wrong suggestion costs more than none, because it is accepted and trains something else. So a suggestion is
+the name that another program gives to a key, the same key in another group, or a key of the same group with
+a typing error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+_MOST_EDITS = 2
+
+# The name in other programs: the key here. A value after `=` replaces the typed one, which has another
+# meaning; `=` alone stands for the key's current value.
+SYNONYMS = {
+    "lr": "optimizer.learning_rate",
+    "learning_rate_schedule": "optimizer.schedule",
+    "lr_scheduler": "optimizer.schedule",
+    "lr_scheduler_type": "optimizer.schedule",
+    "wd": "optimizer.weight_decay",
+    "warmup": "optimizer.warmup_steps",
+    "num_warmup_steps": "optimizer.warmup_steps",
+    "adam_epsilon": "optimizer.eps",
+    "batch": "training.global_batch_size",
+    "batch_size": "training.global_batch_size",
+    "bs": "training.global_batch_size",
+    "gbs": "training.global_batch_size",
+    "global_batch": "training.global_batch_size",
+    "train_batch_size": "training.global_batch_size",
+    "mbs": "training.microbatch_size",
+    "micro_batch_size": "training.microbatch_size",
+    "microbatch": "training.microbatch_size",
+    "per_device_train_batch_size": "training.microbatch_size",
+    "num_microbatches": "strategy.microbatches",
+    "epochs": "training.steps=",
+    "max_epochs": "training.steps=",
+    "num_epochs": "training.steps=",
+    "num_train_epochs": "training.steps=",
+    "iters": "training.steps",
+    "max_iters": "training.steps",
+    "max_steps": "training.steps",
+    "num_steps": "training.steps",
+    "train_steps": "training.steps",
+    "amp": "training.precision=bfloat16",
+    "bf16": "training.precision=bfloat16",
+    "dtype": "training.precision",
+    "fp16": "training.precision=float16",
+    "fp32": "training.precision=float32",
+    "mixed_precision": "training.precision=bfloat16",
+    "clip": "training.clip_norm",
+    "clip_grad": "training.clip_norm",
+    "grad_clip": "training.clip_norm",
+    "gradient_clip_val": "training.clip_norm",
+    "max_grad_norm": "training.clip_norm",
+    "max_norm": "training.clip_norm",
+    "checkpoint_interval": "training.checkpoint_every",
+    "ckpt": "training.checkpoint_every=",
+    "ckpt_every": "training.checkpoint_every",
+    "save_every": "training.checkpoint_every",
+    "save_interval": "training.checkpoint_every",
+    "save_steps": "training.checkpoint_every",
+    "save_total_limit": "training.keep_last",
+    "eval": "training.validate_every=",
+    "eval_every": "training.validate_every",
+    "eval_interval": "training.validate_every",
+    "eval_steps": "training.validate_every",
+    "val_every": "training.validate_every",
+    "logging_steps": "training.log_every",
+    "log_interval": "training.log_every",
+    "gradient_checkpointing": "training.activation_checkpointing=full",
+    "recompute": "training.activation_checkpointing=full",
+    "torch_compile": "training.compile",
+    "cp": "strategy.context",
+    "ddp": "strategy=data",
+    "dp": "strategy.replicate",
+    "data_parallel_size": "strategy.replicate",
+    "ep": "strategy.expert",
+    "fsdp": "strategy=fsdp",
+    "pp": "strategy.pipeline",
+    "pipeline_parallel_size": "strategy.pipeline",
+    "sp": "strategy.sequence_parallel=true",
+    "tp": "strategy.tensor",
+    "tensor_parallel_size": "strategy.tensor",
+    "zero": "strategy=fsdp",
+    "devices": "gpus_per_node",
+    "gpus": "gpus_per_node",
+    "n_gpus": "gpus_per_node",
+    "ngpus": "gpus_per_node",
+    "nproc_per_node": "gpus_per_node",
+    "num_gpus": "gpus_per_node",
+    "nnodes": "nodes",
+    "num_nodes": "nodes",
+    "account": "launcher.account",
+    "partition": "launcher.partition",
+    "qos": "launcher.qos",
+    "cpus_per_task": "launcher.cpus_per_device",
+    "mem": "launcher.memory_gb=",
+    "memory": "launcher.memory_gb=",
+    "time": "launcher.time_minutes=",
+    "time_limit": "launcher.time_minutes=",
+    "timeout_min": "launcher.time_minutes",
+    "walltime": "launcher.time_minutes=",
+    "block_size": "data.sequence_length",
+    "context_length": "data.sequence_length",
+    "max_length": "data.sequence_length",
+    "max_seq_len": "data.sequence_length",
+    "seq_len": "data.sequence_length",
+    "seq_length": "data.sequence_length",
+    "d_model": "model.dim",
+    "embed_dim": "model.dim",
+    "hidden_dim": "model.dim",
+    "hidden_size": "model.dim",
+    "n_embd": "model.dim",
+    "depth": "model.layers",
+    "n_layer": "model.layers",
+    "n_layers": "model.layers",
+    "num_hidden_layers": "model.layers",
+    "num_layers": "model.layers",
+    "n_head": "model.heads",
+    "n_heads": "model.heads",
+    "num_attention_heads": "model.heads",
+    "num_heads": "model.heads",
+    "num_experts": "model.experts",
+    "top_k": "model.experts_per_token",
+    "out_dir": "run_dir",
+    "output_dir": "run_dir",
+    "resume_from": "resume",
+    "resume_from_checkpoint": "resume",
+    "job_name": "name",
+    "random_seed": "seed",
+}
+# Names of the number of microbatches whose gradients are added up.
+ACCUMULATION = (
+    "accumulate_grad_batches",
+    "grad_accum",
+    "gradient_accumulation",
+    "gradient_accumulation_steps",
+)
+
+
+def suggest(key: str, keys: Iterable[str]) -> str | None:
+    """The key that `key` was meant to be, of the legal `keys` (dotted names).
+
+    Returns `key`, `key=value` if the typed value has another meaning, `key=` for the current value, or None.
+    """
+    legal = set(keys)
+    parent, _, last = key.rpartition(".")
+    synonym = SYNONYMS.get(last.lower().replace("-", "_"))
+    if synonym is not None and synonym.partition("=")[0] in legal:
+        return synonym
+    same_name = [other for other in legal if other.rpartition(".")[2] == last]
+    if len(same_name) == 1:
+        return same_name[0]
+    group = [other for other in legal if other.rpartition(".")[0] == parent]
+    distances = [(edits(last, other.rpartition(".")[2]), other) for other in group]
+    near = [pair for pair in distances if pair[0] <= min(_MOST_EDITS, len(last) // 2)]
+    return min(near)[1] if near else None
+
+
+def edits(a: str, b: str) -> int:
+    """The number of inserted, deleted and replaced characters from `a` to `b` (Levenshtein 1966)."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, start=1):
+        previous, row = row, [i]
+        for j, y in enumerate(b, start=1):
+            row.append(min(previous[j] + 1, row[j - 1] + 1, previous[j - 1] + (x != y)))
+    return row[-1]

@@ -1,0 +1,86 @@
+"""The overrides that may stand on a command line, by their beginnings: groups, keys, and values of both.
+
+A shell asks at each press of the tab key, so nothing is composed: the groups are the folders of `conf/`, the
+keys are those of the schemas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from hpc_parallel.config.checks.all_checks import CHOICES
+from hpc_parallel.config.compose import find_folder
+from hpc_parallel.config.schema import RunConfig, register
+
+
+def override_words(prefix: str, *, extra_dir: str | None = None) -> list[str]:
+    """The overrides that begin with `prefix`: up to the next dot of a key, or with a value.
+
+    extra_dir: the user's folder of configuration files.
+    """
+    folders = [find_folder("conf"), *([Path(extra_dir)] if extra_dir else [])]
+    plus = "+" * prefix.startswith("+")
+    word = prefix.removeprefix("+")
+    key, equals, value = word.partition("=")
+    if equals:  # a sweep has several values between commas
+        before, comma, last = value.rpartition(",")
+        choices = [choice for choice in _values(key, folders) if choice.startswith(last)]
+        words = [f"{key}={before}{comma}{choice}" for choice in choices]
+    else:
+        words = [name for name in _keys(folders) if name.startswith(word)]
+        words = sorted({_up_to_next_dot(name, len(word)) for name in words})
+    return [plus + found for found in words]
+
+
+def _up_to_next_dot(name: str, start: int) -> str:
+    dot = name.find(".", start)
+    return name if dot < 0 else name[: dot + 1]
+
+
+def _values(key: str, folders: Sequence[Path]) -> list[str]:
+    """What the key can be set to; empty if that is a number or any text."""
+    if files := _groups(folders).get(key):
+        return files
+    if key in CHOICES:
+        return list(CHOICES[key])
+    return ["true", "false"] if dict(_schema_keys()).get(key) is bool else []
+
+
+def _keys(folders: Sequence[Path]) -> Iterator[str]:
+    yield from (f"{group}=" for group in _groups(folders))
+    yield from (f"{key}=" for key, _ in _schema_keys())
+
+
+def _groups(folders: Sequence[Path]) -> dict[str, list[str]]:
+    """The groups with the names of their files."""
+    groups: dict[str, set[str]] = {}
+    for folder in folders:
+        for file in folder.glob("*/*.yaml"):
+            groups.setdefault(file.parent.name, set()).add(file.stem)
+    return {group: sorted(names) for group, names in sorted(groups.items())}
+
+
+def _schema_keys() -> Iterator[tuple[str, Any]]:
+    """The keys of all schemas with their types; of `model`, `data` and `task` those of every choice."""
+    yield from _of_schema(RunConfig)
+    register()
+    for group, nodes in ConfigStore.instance().repo.items():
+        if group in ("model", "data", "task"):
+            for node in nodes.values():
+                yield from _of_schema(OmegaConf.get_type(node.node), f"{group}.")
+
+
+def _of_schema(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    hints = get_type_hints(schema)
+    for field in fields(schema):
+        hint = hints[field.name]
+        if is_dataclass(hint):
+            yield from _of_schema(hint, f"{prefix}{field.name}.")
+        elif hint is not Any or prefix:
+            yield f"{prefix}{field.name}", hint

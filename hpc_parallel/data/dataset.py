@@ -1,0 +1,237 @@
+"""Your own samples: any map-style dataset, an object with `__len__` and `__getitem__`.
+
+    class Squares:
+        def __len__(self): return 1000
+        def __getitem__(self, index): return torch.tensor([float(index)]), torch.tensor([float(index**2)])
+
+`__getitem__` returns (input, target), each a tensor, an array or a number. torch's own datasets and those of
+torchvision are such objects.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hpc_parallel.data.sampler import Data, sample_order
+from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.user_code import UserCodeError, described
+
+SPLIT_SEED = 0x5EED  # of the choice of held-out samples, the same for every run
+CHECKED = 4  # samples of each part that are read at the start, twice
+UNSUITED = (torch.uint16, torch.uint32, torch.uint64)  # torch has no embedding and no sums for them
+
+
+class Dataset(Protocol):
+    """A map-style dataset."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Returns the input and the target of one sample."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetSamples:
+    """`count` samples from `first` on, in the order of `dataset` or of a fixed shuffle of it."""
+
+    dataset: Dataset
+    name: str  # "training" or "validation", for messages
+    first: int
+    count: int
+    shuffled: bool
+    vocab_size: int | None = None
+
+    def __len__(self) -> int:
+        return self.count
+
+    def batch(self, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Returns inputs and targets, stacked along the first dim."""
+        return self.random_batch(positions, keys=np.asarray(positions, dtype=np.uint64))
+
+    def random_batch(
+        self, positions: NDArray[np.int64], *, keys: NDArray[np.uint64]
+    ) -> tuple[Tensor, Tensor]:
+        """As `batch`; the random numbers that `__getitem__` draws depend on the sample's key only.
+
+        This holds for the global generators of torch (on the CPU), numpy and Python. They are left as they
+        were found.
+
+        Raises ConfigError with the index of the sample that can't be read or has another shape.
+        """
+        indices = self.indices(positions)
+        with _restored_generators():
+            samples = [
+                self._read(index, key=int(key)) for index, key in zip(indices, keys.tolist(), strict=True)
+            ]
+        for index, sample in zip(indices, samples, strict=True):
+            self._require_like(sample, samples[0], index=index, first=indices[0])
+        inputs, targets = zip(*samples, strict=True)
+        return torch.stack(inputs), torch.stack(targets)
+
+    def indices(self, positions: NDArray[np.int64]) -> list[int]:
+        """Returns the index in `dataset` of each position."""
+        indices = self.first + np.asarray(positions, dtype=np.int64)
+        if self.shuffled:
+            indices = sample_order(indices, seed=SPLIT_SEED, population=len(self.dataset))
+        return [int(index) for index in indices]
+
+    def _read(self, index: int, *, key: int) -> tuple[Tensor, Tensor]:
+        torch.default_generator.manual_seed(key)
+        np.random.seed(key % 2**32)
+        random.seed(key)
+        try:
+            sample = self.dataset[index]
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise UserCodeError([f"{described(error)}, raised by {self._named(index)}"]) from error
+        if not isinstance(sample, tuple | list) or len(sample) != 2:
+            self._refuse(index, f"is a {type(sample).__name__}: __getitem__ must return (input, target)")
+        tensors = [self._tensor(part, index) for part in sample]
+        self._require_tokens(tensors[0], index)
+        return tensors[0], tensors[1]
+
+    def _tensor(self, part: Any, index: int) -> Tensor:
+        try:
+            tensor = torch.tensor(part) if isinstance(part, np.ndarray) else torch.as_tensor(part)
+        except (TypeError, ValueError, RuntimeError):
+            kind = f"{type(part).__module__}.{type(part).__qualname__}"
+            self._refuse(index, f"has a {kind}: return a tensor, an array or a number")
+        return tensor.long() if tensor.dtype in UNSUITED else tensor
+
+    def _require_tokens(self, tokens: Tensor, index: int) -> None:
+        """Embeddings crash on a GPU if a token is beyond them."""
+        if self.vocab_size is None or not tokens.numel():
+            return
+        if tokens.is_floating_point():
+            self._refuse(index, f"has inputs of {tokens.dtype}, but data.vocab_size is for token ids")
+        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
+            worst = int(tokens.min() if tokens.min() < 0 else tokens.max())
+            self._refuse(index, f"has the token {worst}, but data.vocab_size = {self.vocab_size}")
+
+    def _require_like(
+        self, sample: Sequence[Tensor], other: Sequence[Tensor], *, index: int, first: int
+    ) -> None:
+        for part, tensor, like in zip(("input", "target"), sample, other, strict=True):
+            if tensor.shape != like.shape or tensor.dtype != like.dtype:
+                shape, other_shape = (f"{list(one.shape)} ({one.dtype})" for one in (tensor, like))
+                rule = f"has the {part} {shape}, but sample {first} has {other_shape}: all need one shape"
+                self._refuse(index, rule)
+
+    def _refuse(self, index: int, rule: str) -> None:
+        raise ConfigError([f"{self._named(index)} {rule}."])
+
+    def _named(self, index: int) -> str:
+        return f"sample {index} of {type(self.dataset).__name__} ({self.name})"
+
+
+class DatasetData:
+    """`dataset` for training and `validation`; without the second, a share of the first is held out.
+
+    The held-out samples are chosen by a fixed shuffle, so a dataset that is sorted by its labels has all of
+    them in both parts. `sequence_length` and `vocab_size`: for token ids, checked if given.
+
+    Raises ConfigError if an object is no map-style dataset, a sample can't be used, or the samples do not
+    depend on their index alone.
+    """
+
+    def __init__(
+        self,
+        *,
+        dataset: Dataset,
+        validation: Dataset | None = None,
+        validation_share: float = 0.05,
+        sequence_length: int | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        for part in (dataset, validation):
+            if part is not None:
+                _require_map_style(part)
+        count = len(dataset)
+        held_out = 0 if validation is not None else max(1, round(count * validation_share))
+        if count - held_out < 1 or (validation is not None and len(validation) < 1):
+            raise ConfigError([f"{type(dataset).__name__} has {count} samples: too few for two parts."])
+        self.train = DatasetSamples(
+            dataset=dataset, name="training", first=0, count=count - held_out,
+            shuffled=validation is None, vocab_size=vocab_size,
+        )  # fmt: skip
+        self.validation = DatasetSamples(
+            dataset=dataset if validation is None else validation, name="validation",
+            first=count - held_out if validation is None else 0,
+            count=held_out if validation is None else len(validation),
+            shuffled=validation is None, vocab_size=vocab_size,
+        )  # fmt: skip
+        self.sample_shape, self.digest = _look_at(self.train, self.validation)
+        if sequence_length is not None:
+            self.sequence_length = sequence_length
+            if self.sample_shape[:1] != (sequence_length,):
+                rule = f"is not the length of a sample, whose input is {list(self.sample_shape)}"
+                raise ConfigError([Problem("data.sequence_length", sequence_length, rule)])
+
+
+def as_data(built: Any) -> Data:
+    """Returns `built` if it has training and validation samples; a map-style dataset is divided.
+
+    Raises ConfigError if it is neither, and as DatasetData does.
+    """
+    if hasattr(built, "train") and hasattr(built, "validation"):
+        data: Data = built
+        return data
+    return DatasetData(dataset=built)
+
+
+def _require_map_style(dataset: object) -> None:
+    missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
+    if missing:
+        name = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
+        rule = f"{name} has no {' and no '.join(missing)}: samples are read by their index, in any order."
+        raise ConfigError([f"{rule} Add them, or `train` and `validation` (hpc_parallel/data/sampler.py)."])
+
+
+def _look_at(*parts: DatasetSamples) -> tuple[tuple[int, ...], str]:
+    """The shape of an input, and a hash of the lengths and of a few samples of each part.
+
+    Raises ConfigError if a sample differs when it is read again: then layouts would train on other samples.
+    """
+    digest = hashlib.sha256(repr([len(part) for part in parts]).encode())
+    shapes = []
+    for part in parts:
+        positions = np.unique(np.linspace(0, len(part) - 1, CHECKED).astype(np.int64))
+        first, again = part.batch(positions), part.batch(positions)
+        for tensor, other in zip(first, again, strict=True):
+            if tensor.numpy().tobytes() != other.numpy().tobytes():
+                raise ConfigError(
+                    [
+                        f"{type(part.dataset).__name__} ({part.name}) returns other samples when it is read "
+                        "again, so no layout could repeat another. Draw random numbers from the global "
+                        "generators of torch, numpy or Python, which are seeded for each sample."
+                    ]
+                )
+            digest.update(repr((tensor.shape, tensor.dtype)).encode() + tensor.numpy().tobytes())
+        shapes.append(tuple(first[0].shape[1:]))
+    if shapes[0] != shapes[1]:
+        here, there = map(list, shapes)
+        raise ConfigError([f"training samples have the shape {here}, but held-out samples have {there}."])
+    return shapes[0], digest.hexdigest()
+
+
+@contextmanager
+def _restored_generators() -> Iterator[None]:
+    states = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])

@@ -1,0 +1,161 @@
+"""Samples from parquet or Arrow files, through Hugging Face's library datasets (`pip install datasets`).
+
+The library turns parquet files into Arrow files in its cache, once, and maps them into memory. Nothing is
+downloaded and no script is run: only local files are named, and columns are read as plain numbers, without
+the library's decoders, which may open other files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"  # read when the library is imported
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from hpc_parallel.data.dataset import DatasetData
+from hpc_parallel.data.table_files import find_files
+from hpc_parallel.data.tokens import Description, sampled_digest
+from hpc_parallel.data.windows import Windows
+
+if TYPE_CHECKING:
+    from hpc_parallel.data.sampler import Samples
+
+
+class ParquetData:
+    """The rows of a folder of files.
+
+    With a `target`, each row is a sample: the columns `input` and `target`, numbers or lists of numbers of
+    the same length in all rows. Without one, `input` has token ids: all rows in their order are one text,
+    which is cut into windows of `sequence_length` tokens, and the end of it is held out.
+
+    Raises ValueError if the files or their columns can't be used.
+    """
+
+    train: Samples
+    validation: Samples
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        input: str = "input_ids",
+        target: str | None = None,
+        sequence_length: int | None = None,
+        vocab_size: int | None = None,
+        validation_share: float = 0.05,
+    ) -> None:
+        rows = open_rows(find_files(path), columns=[input] if target is None else [input, target])
+        if target is not None:
+            samples = Rows(rows, input=input, target=target)
+            data = DatasetData(
+                dataset=samples, validation_share=validation_share, sequence_length=sequence_length,
+                vocab_size=vocab_size,
+            )  # fmt: skip
+            vars(self).update(vars(data))
+            return
+        if vocab_size is None or sequence_length is None:
+            raise ValueError("data.vocab_size and data.sequence_length are needed to read token ids")
+        tokens = TokenStream.of(rows.data.column(input))
+        cut = round(len(tokens) * (1 - validation_share))
+        self.sequence_length = sequence_length
+        self.sample_shape = (sequence_length,)
+        description = Description(vocab_size=vocab_size, tokenizer="", count=len(tokens))
+        self.digest = sampled_digest(cast("NDArray[Any]", tokens), description=description)
+        parts = (("training", tokens.part(0, cut)), ("validation", tokens.part(cut, len(tokens))))
+        self.train, self.validation = (
+            Windows(cast("NDArray[Any]", part), sequence_length, vocab_size, name) for name, part in parts
+        )
+
+
+def open_rows(files: Sequence[Path], *, columns: Sequence[str]) -> datasets.Dataset:
+    """The rows of the files, mapped into memory, with these columns only."""
+    datasets.disable_progress_bars()
+    names = [str(file) for file in files]
+    if files[0].suffix == ".parquet":
+        rows = datasets.Dataset.from_parquet(names, columns=list(columns))
+    else:
+        rows = datasets.concatenate_datasets([datasets.Dataset.from_file(name) for name in names])
+    return rows.select_columns(list(columns)).with_format("arrow")
+
+
+class Rows:
+    """A map-style dataset of (input, target) arrays."""
+
+    def __init__(self, rows: datasets.Dataset, *, input: str, target: str) -> None:
+        self._rows, self._columns = rows, (input, target)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> tuple[NDArray[Any], ...]:
+        row = self._rows[index]
+        return tuple(as_array(row.column(name).combine_chunks(), name=name) for name in self._columns)
+
+
+def as_array(values: Any, *, name: str) -> NDArray[Any]:
+    """The one value of an Arrow array, a number or nested lists of the same lengths, as a numpy array.
+
+    Raises ValueError if a number is missing or lists have different lengths.
+    """
+    shape = []
+    while not pa.types.is_primitive(values.type):
+        inner = values.flatten()
+        lengths = set(pc.list_value_length(values).to_pylist())
+        if len(lengths) != 1 or None in lengths:
+            raise ValueError(f"the lists in the column {name} have different lengths")
+        shape.append(lengths.pop())
+        values = inner
+    if values.null_count:
+        raise ValueError(f"a number is missing in the column {name}")
+    return np.array(values.to_numpy(zero_copy_only=False)).reshape(shape)
+
+
+class TokenStream:
+    """The tokens `start` to `stop` of consecutive chunks, which are mapped from files, not copied."""
+
+    def __init__(self, chunks: Sequence[NDArray[Any]], *, start: int, stop: int) -> None:
+        self._chunks, self._start, self._stop = chunks, start, stop
+        self._ends = np.cumsum([len(chunk) for chunk in chunks])
+
+    @classmethod
+    def of(cls, column: Any) -> TokenStream:
+        """The tokens of an Arrow column of numbers or lists of numbers.
+
+        Raises ValueError if a token is missing.
+        """
+        chunks = []
+        for chunk in column.chunks:
+            while not pa.types.is_primitive(chunk.type):
+                chunk = chunk.flatten()
+            if chunk.null_count:
+                raise ValueError("a token is missing in the column of data.input")
+            if len(chunk):
+                chunks.append(chunk.to_numpy())
+        return cls(chunks, start=0, stop=sum(map(len, chunks)))
+
+    def part(self, start: int, stop: int) -> TokenStream:
+        """Returns the tokens `start` to `stop` of these."""
+        return TokenStream(self._chunks, start=self._start + start, stop=self._start + stop)
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def __getitem__(self, places: slice | NDArray[np.int64]) -> NDArray[np.int64]:
+        """The tokens at these places, of the same shape."""
+        if isinstance(places, slice):
+            places = np.arange(*places.indices(len(self)), dtype=np.int64)
+        flat = places.ravel() + self._start
+        which = np.searchsorted(self._ends, flat, side="right")
+        tokens = np.empty(len(flat), dtype=np.int64)
+        for number in np.unique(which):
+            chunk, rows = self._chunks[number], which == number
+            tokens[rows] = chunk[flat[rows] - (self._ends[number] - len(chunk))]
+        return tokens.reshape(places.shape)

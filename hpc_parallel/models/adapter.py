@@ -1,0 +1,57 @@
+"""The base of an adapter, which cuts a model of any class into parts and leaves its own file as it is."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from torch import nn
+
+from hpc_parallel.models.layered import LayeredModel
+
+
+class Adapter(LayeredModel):
+    """A `LayeredModel` made of the modules of another model.
+
+    `library_name` gives the original's names of weights, for `export --library-names` and `weights=`. Weights
+    that the original shares between stem and head are tied here too.
+    """
+
+    def __init__(
+        self, original: nn.Module, *, stem: nn.Module, blocks: Iterable[nn.Module], head: nn.Module
+    ) -> None:
+        """`stem`, `blocks` and `head` consist of modules of `original`.
+
+        Raises ValueError if a weight or buffer of `original` is in no part.
+        """
+        super().__init__(stem=stem, blocks=blocks, head=head)
+        originals: dict[int, list[str]] = defaultdict(list)
+        for name, tensor in _tensors(original).items():
+            originals[id(tensor)].append(name)
+        parts = _tensors(self)
+        covered = {id(tensor) for tensor in parts.values()}
+        if lost := [names[0] for tensor, names in originals.items() if tensor not in covered]:
+            raise ValueError(
+                f"{type(self).__name__} has {', '.join(lost[:3])} in no part: stem, blocks or head"
+            )
+        canonical = {id(parameter): name for name, parameter in self.named_parameters()}
+        self.tied = {
+            name: canonical[id(parameter)]
+            for name, parameter in self.named_parameters(remove_duplicate=False)
+            if canonical[id(parameter)] != name
+        }
+        self.original_names = {
+            name: originals[id(tensor)][-1 if name in self.tied else 0] if id(tensor) in originals else name
+            for name, tensor in parts.items()
+        }
+
+    def library_name(self, name: str) -> str:
+        """The name of the parameter or buffer `name` in the original's state dict."""
+        return self.original_names[name]
+
+
+def _tensors(module: nn.Module) -> dict[str, object]:
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }

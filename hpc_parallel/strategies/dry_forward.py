@@ -1,0 +1,92 @@
+"""Runs a language model on meta tensors and shows each operator to a judge; nothing is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpc_parallel.models.attention import Attention
+from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.models.positions import Positions
+from hpc_parallel.torch_internals import DispatchMode, operator_name
+
+LENGTH = 23  # of the sequence that is tried; a dim of this size is most likely its positions
+
+Judge = Callable[[str, str, Sequence[Any], Any], str | None]
+"""(name of the running module, operator, its arguments, its output) -> a clause about the module, or None."""
+
+
+def first_clause(model: LayeredModel, judge: Judge) -> str | None:
+    """Returns the judge's first clause about a forward pass of `model` (on meta), after the module's name.
+
+    The model takes tokens [batch, seq]. What `Attention` and `Positions` do is not judged. Returns None
+    if there is no clause before the model fails: its code may need real numbers.
+    """
+    tried = deepcopy(model).to("meta")  # a table that a constructor computes has values
+    tried.sample_positions = _Counted()
+    for name, module in list(tried.named_modules()):
+        if isinstance(module, Attention):
+            tried.set_submodule(name, _Attention(_Counted()))
+    watch = _Watch(judge, _enter_modules(tried))
+    try:
+        with torch.no_grad(), watch:
+            tried(torch.zeros(1, LENGTH, dtype=torch.int64, device="meta"))
+    except Exception:  # of any kind: it is the user's code
+        return watch.clause
+    return watch.clause
+
+
+class _Counted(Positions):
+    """Positions whose creation is not judged."""
+
+    def __init__(self) -> None:
+        self._indices = torch.empty(LENGTH, dtype=torch.int64, device="meta")
+
+    def __call__(self, length: int, *, device: torch.device) -> Tensor:
+        return self._indices
+
+
+class _Attention(Attention):
+    """Attention that is not judged."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return value.new_empty(*query.shape[:3], value.shape[3])
+
+
+def _enter_modules(model: LayeredModel) -> list[str]:
+    """Returns a list that always holds the names of the running modules, the innermost last."""
+    running: list[str] = []
+
+    def enter(name: str) -> Callable[[nn.Module, Any], None]:
+        return lambda module, inputs: running.append(name)
+
+    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+        running.pop()
+
+    for name, module in model.named_modules():
+        if name:
+            module.register_forward_pre_hook(enter(name))
+            module.register_forward_hook(leave)
+    return running
+
+
+class _Watch(DispatchMode):
+    def __init__(self, judge: Judge, running: Sequence[str]) -> None:
+        super().__init__()
+        self._judge = judge
+        self._running = running
+        self.clause: str | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if self.clause is None:
+            place = self._running[-1] if self._running else "forward"
+            clause = self._judge(place, operator_name(func) or "", args, output)
+            self.clause = f"{place} {clause}" if clause else None
+        return output

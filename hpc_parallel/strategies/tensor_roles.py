@@ -1,0 +1,146 @@
+"""Finds roles of a model (`LayeredModel.tensor_roles`) that are missing or contradict each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor
+
+from hpc_parallel.config.schema import StrategyConfig
+from hpc_parallel.models.layered import Column, LayeredModel
+from hpc_parallel.problems import Problem, Problems
+from hpc_parallel.strategies.dry_forward import first_clause
+
+FULL = ("alike", "classes")  # every device computes these from the full input
+ROLES = ("vocabulary", "whole", "column", "row", "position", "position_table", "heads", "logits", *FULL)
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Match names between dots one by one, so that `blocks.*` does not match the modules inside a block."""
+    names, patterns = name.split("."), pattern.split(".")
+    return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
+
+
+def find_problems(model: LayeredModel, *, degree: int, options: StrategyConfig) -> Problems:
+    """Returns why the layers of the whole `model`, which is not split yet, can't be split over `degree`."""
+    unknown = [repr(role) for role in model.tensor_roles.values() if not _is_role(role)]
+    if unknown:
+        yield _problem(model, degree, f"has the unknown role {', '.join(unknown)}; {', '.join(ROLES)} exist")
+        return
+    roles = roles_of(model)
+    rules = [*_missing(model, roles), *_unpaired(roles), *_parts(model, roles, degree), *_fused(model, roles)]
+    if options.sequence_parallel:
+        rules += [*_full_and_sliced(roles), *_sliced_inputs(roles)]
+    for rule in rules:
+        yield _problem(model, degree, rule)
+
+
+def roles_of(model: LayeredModel) -> dict[str, str | Column]:
+    """Returns the role of each module that has one, by the module's name; the last pattern counts."""
+    return {
+        name: role
+        for name, _ in model.named_modules()
+        for pattern, role in model.tensor_roles.items()
+        if matches(name, pattern)
+    }
+
+
+def _is_role(role: object) -> bool:
+    return role in ROLES or (isinstance(role, Column) and role.parts > 0)
+
+
+def _problem(model: LayeredModel, degree: int, clause: str) -> Problem:
+    return Problem(
+        "strategy.tensor", degree, f"can't be used: {type(model).__name__}.tensor_roles {clause}", (1,)
+    )
+
+
+def _missing(model: LayeredModel, roles: Mapping[str, str | Column]) -> Iterator[str]:
+    """Without a role it is unknown whether a device has a weight's full gradient or a partial sum."""
+    owners = {name for name, role in roles.items() if role != "whole"}
+    left_out = [name for name, _ in model.named_parameters() if not _within(name, owners)]
+    if left_out:
+        yield f"has no role for {', '.join(left_out[:3])}"
+
+
+def _unpaired(roles: Mapping[str, str | Column]) -> Iterator[str]:
+    """Outputs of a column layer are slices, which only a row layer of the same block makes full again."""
+    columns = {_part(name) for name, role in roles.items() if _is_column(role)}
+    rows = {_part(name) for name, role in roles.items() if role == "row"}
+    for part in sorted(columns - rows):
+        yield f"splits columns in {part} without a row layer that follows"
+    for part in sorted(rows - columns):
+        yield f"splits rows in {part} without a column layer before it"
+
+
+def _parts(model: LayeredModel, roles: Mapping[str, str | Column], degree: int) -> Iterator[str]:
+    for name, role in roles.items():
+        if isinstance(role, Column):
+            outputs = getattr(model.get_submodule(name), "out_features", None)
+            unit = role.parts * degree
+            if outputs is None:
+                yield f"has {role} for {name}, which is not a linear layer"
+            elif outputs % unit:
+                yield f"has {role} for {name}, whose {outputs} outputs do not divide by {unit}"
+
+
+def _fused(model: LayeredModel, roles: Mapping[str, str | Column]) -> Iterator[str]:
+    """A model that cuts the outputs of a column layer into projections would mix them up on a device."""
+    columns = {name for name, role in roles.items() if role == "column"}
+    outputs: dict[int, tuple[str, Tensor]] = {}  # the tensors are kept, so that no other one gets their id
+
+    def judge(place: str, operator: str, args: Sequence[Any], output: Any) -> str | None:
+        if operator.startswith("aten::split") and id(args[0]) in outputs:
+            return f"cuts the outputs of {outputs[id(args[0])][0]} into {len(output)}"
+        if place in columns and isinstance(output, Tensor):
+            outputs[id(output)] = place, output
+        return None
+
+    if clause := first_clause(model, judge):
+        yield (
+            f"has the role column for a layer of several projections: {clause}. Give it the role "
+            "Column(parts=...)"
+        )
+
+
+def _full_and_sliced(roles: Mapping[str, str | Column]) -> Iterator[str]:
+    """With sequence parallelism a device has a slice of the sequence, so nothing sees the full input."""
+    full = [name for name, role in roles.items() if role in FULL]
+    sliced = [name for name, role in roles.items() if role not in FULL]
+    if full and sliced:
+        yield (
+            f"has the role {roles[full[0]]} for {full[0]}, which needs the full sequence, beside the role "
+            f"{roles[sliced[0]]} for {sliced[0]}. Give {full[0]} the role position if it treats each "
+            "position separately, or set strategy.sequence_parallel=false"
+        )
+
+
+def _sliced_inputs(roles: Mapping[str, str | Column]) -> Iterator[str]:
+    """With sequence parallelism a column layer needs a module around it that gathers the sequence."""
+    gathering = {name for name, role in roles.items() if role == "whole"}
+    for name, role in roles.items():
+        if _is_column(role) and not _within(name, gathering):
+            yield (
+                f"has the role column for {name} in no module of the role whole, so its input would be a "
+                "slice of the sequence. Give the role whole to the module around it, or set "
+                "strategy.sequence_parallel=false"
+            )
+            return
+
+
+def _is_column(role: str | Column) -> bool:
+    return role == "column" or isinstance(role, Column)
+
+
+def _part(name: str) -> str:
+    """The stem, head or block of a module."""
+    names = name.split(".")
+    return ".".join(names[:2] if names[0] == "blocks" else names[:1])
+
+
+def _within(name: str, modules: set[str]) -> bool:
+    """Whether `name` is one of the modules or is inside one."""
+    names = name.split(".")
+    return any(".".join(names[:end]) in modules for end in range(1, len(names) + 1))

@@ -1,0 +1,169 @@
+"""Callbacks: objects of the user's that hear of a training and may end it early (`training.callbacks`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hpc_parallel.config.build import build
+from hpc_parallel.record.checkpoint_index import complete, keep_best
+from hpc_parallel.record.values import number
+from hpc_parallel.strategies import exchange
+from hpc_parallel.user_code import UserCodeError, described
+
+VALIDATION = "validation_loss"
+
+
+class Callback:
+    """The base of callbacks. They exist on rank 0 only, so no method may call a collective.
+
+    The values are numbers on the host. Slow methods delay the training.
+    """
+
+    def on_start(self, folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+        """The training begins. `folder`: the run folder; `lines`: of earlier starts of the run."""
+
+    def on_step(self, step: int) -> None:
+        """The 1-based `step` was started on the device; its loss is not known yet."""
+
+    def on_line(self, line: Mapping[str, Any]) -> None:
+        """A line of `metrics.jsonl` was written."""
+
+    def on_validation(self, step: int, loss: float | None) -> None:
+        """The model was validated after `step`; None if its loss is not finite."""
+
+    def on_checkpoint(self, step: int) -> None:
+        """The checkpoint of `step` is complete. Training may be some steps further."""
+
+    def on_end(self, step: int) -> None:
+        """The training ended after `step`, its last one, by a signal or early."""
+
+    def stop_reason(self) -> str | None:
+        """Asked after each line: why the training shall end now. None: it goes on."""
+        return None
+
+
+class EarlyStopping(Callback):
+    """Ends a training if `key` of its lines does not get smaller any more."""
+
+    def __init__(self, *, patience: int, key: str = VALIDATION, least_change: float = 0.0) -> None:
+        """`patience`: lines with `key` that may be without an improvement of more than `least_change`.
+
+        Raises ValueError for a patience below 1.
+        """
+        if patience < 1:
+            raise ValueError(f"patience = {patience} must be at least 1")
+        self.patience, self.key, self.least_change = patience, key, least_change
+        self._best: float | None = None
+        self._best_step = self._without = 0
+
+    def on_start(self, folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+        for line in lines:
+            self.on_line(line)
+
+    def on_line(self, line: Mapping[str, Any]) -> None:
+        if self.key not in line:
+            self._require_key(line)
+            return
+        value = number(line[self.key])
+        if value is not None and (self._best is None or value < self._best - self.least_change):
+            self._best, self._best_step, self._without = value, line["step"], 0
+        else:
+            self._without += 1
+
+    def _require_key(self, line: Mapping[str, Any]) -> None:
+        """Only some lines have a validation; any other key is in all lines or in none."""
+        if self.key != VALIDATION:
+            raise ValueError(f"a line of metrics.jsonl has no {self.key}; it has {', '.join(line)}")
+
+    def stop_reason(self) -> str | None:
+        if self._without < self.patience:
+            return None
+        best = "no finite value" if self._best is None else f"{self._best:.6g} at step {self._best_step}"
+        return f"{self.key} did not improve in {self._without} lines; best: {best}"
+
+
+class KeepBest(Callback):
+    """Keeps the checkpoint with the smallest validation loss, whatever `training.keep_last` is.
+
+    Only steps with a validation and a checkpoint count.
+    """
+
+    def __init__(self) -> None:
+        self._losses: dict[int, float] = {}
+        self._best: float | None = None
+        self._checkpoints = Path()
+
+    def on_start(self, folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+        self._checkpoints = folder / "checkpoints"
+        for line in lines:
+            self.on_validation(line["step"], number(line.get("validation_loss")))
+        for checkpoint in reversed(complete(self._checkpoints)):  # the oldest first
+            self.on_checkpoint(checkpoint.step)
+
+    def on_validation(self, step: int, loss: float | None) -> None:
+        if loss is not None:
+            self._losses[step] = loss
+
+    def on_checkpoint(self, step: int) -> None:
+        loss = self._losses.get(step)
+        if loss is not None and (self._best is None or loss < self._best):
+            self._best = loss
+            keep_best(self._checkpoints, step=step, loss=loss)
+
+
+class Callbacks:
+    """The callbacks of a run; on other ranks than rank 0 they only agree about the end."""
+
+    def __init__(
+        self,
+        tables: Sequence[Mapping[str, Any]],
+        *,
+        folder: Path,
+        lines: Sequence[Mapping[str, Any]],
+        group: dist.ProcessGroup,
+    ) -> None:
+        """`tables`: `training.callbacks`; `lines`: of earlier starts; `group`: of all ranks, on the CPU.
+
+        Raises UserCodeError.
+        """
+        self._used = bool(tables)
+        self._group = group
+        self._objects: list[Callback] = []
+        if dist.get_rank() == 0:
+            keys = [f"training.callbacks[{index}]" for index in range(len(tables))]
+            self._objects = [build(table, key=key) for table, key in zip(tables, keys, strict=True)]
+        self._call("on_start", folder, lines)
+
+    def step(self, step: int) -> None:
+        self._call("on_step", step)
+
+    def line(self, line: Mapping[str, Any]) -> str | None:
+        """Hand on a line; returns on all ranks why the training shall end, or None. Collective."""
+        self._call("on_line", line)
+        if "validation_loss" in line:
+            self._call("on_validation", line["step"], line["validation_loss"])
+        if not self._used:
+            return None
+        reasons = filter(None, self._call("stop_reason"))
+        reason: str | None = exchange.broadcast(next(reasons, None), group=self._group)
+        return reason
+
+    def checkpoint(self, step: int) -> None:
+        self._call("on_checkpoint", step)
+
+    def end(self, step: int) -> None:
+        self._call("on_end", step)
+
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        answers = []
+        for callback in self._objects:
+            try:
+                answers.append(getattr(callback, method)(*arguments))
+            except Exception as error:
+                place = f"{type(callback).__name__}.{method}"
+                raise UserCodeError([f"{described(error)}, raised by the callback {place}"]) from error
+        return answers

@@ -1,0 +1,62 @@
+"""The learning rate of each step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from hydra.utils import get_method
+
+from hpc_parallel.config.schema import OptimizerConfig
+
+
+def learning_rate(step: int, *, steps: int, config: OptimizerConfig) -> float:
+    """Returns the rate of the 1-based `step`: a linear warm-up, then what `config.schedule` says.
+
+    A function of the user's decides the entire run: it is called with (step, steps) and returns a factor of
+    `config.learning_rate`. Raises ValueError if that factor is not a finite number of at least 0.
+    """
+    if config.schedule not in _AFTER_WARMUP:
+        return config.learning_rate * _users_factor(step, steps=steps, path=config.schedule)
+    warmup = steps // 20 if config.warmup_steps is None else config.warmup_steps
+    if step <= warmup:
+        return config.learning_rate * step / warmup
+    decayed = _AFTER_WARMUP[config.schedule](step, warmup, steps, config.decay_share)
+    return config.learning_rate * (1 - (1 - config.final_share) * decayed)
+
+
+def _cosine(step: int, warmup: int, steps: int, _: float) -> float:
+    return (1 - math.cos(math.pi * _linear(step, warmup, steps, _))) / 2
+
+
+def _linear(step: int, warmup: int, steps: int, _: float) -> float:
+    return (step - warmup) / max(1, steps - warmup)
+
+
+def _constant(*_: float) -> float:
+    return 0.0
+
+
+def _warmup_stable_decay(step: int, warmup: int, steps: int, decay_share: float) -> float:
+    """Constant, then linear in the last `decay_share` of the steps (Hu et al. 2024, MiniCPM)."""
+    start = max(warmup, steps - round(decay_share * steps))
+    return max(0.0, _linear(step, start, steps, decay_share))
+
+
+_AFTER_WARMUP: dict[str, Callable[[int, int, int, float], float]] = {
+    # (step, warmup, steps, decay_share) -> how much of the decay is done, from 0 to 1
+    "cosine": _cosine,
+    "linear": _linear,
+    "constant": _constant,
+    "wsd": _warmup_stable_decay,
+}
+
+
+def _users_factor(step: int, *, steps: int, path: str) -> float:
+    factor = get_method(path)(step, steps)
+    if not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+        raise ValueError(
+            f"optimizer.schedule={path} returned {factor!r} at step {step} of {steps}, not a finite number "
+            "of at least 0."
+        )
+    return float(factor)

@@ -1,0 +1,62 @@
+"""The name of a proof: a hash of everything that decides whether a layout equals one device."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from hpc_parallel.config.layout import Layout
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.models.layered import LayeredModel
+
+TECHNIQUES = ("strategies", "models", "worker")  # folders of this package
+
+
+def proof_key(config: RunConfig, *, model: LayeredModel, layout: Layout, device: torch.device) -> str:
+    """Hash the model's source and arguments, the techniques' source and options, and torch's version."""
+    content = {
+        "torch": torch.__version__,
+        "device": device.type,
+        "generates": config.task.name == "generate",
+        "model": config.model,
+        "source": sorted({_digest(path) for path in _sources(model)}),
+        "techniques": sorted({_digest(path) for path in _techniques()}),
+        "strategy": asdict(config.strategy),
+        "layout": layout.degrees,
+        "checkpointing": config.training.activation_checkpointing,
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _sources(model: LayeredModel) -> Iterator[Path]:
+    """The files of the model's classes, and all imported modules that no package manager has installed."""
+    kinds = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
+    installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    package = Path(__file__).parents[1]
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        if not path or not path.endswith(".py") or Path(path).is_relative_to(package):
+            continue
+        own = not any(Path(path).is_relative_to(folder) for folder in installed)
+        if own or (name in kinds and name.partition(".")[0] != "torch"):
+            yield Path(path)
+
+
+def _techniques() -> Iterator[Path]:
+    package = Path(__file__).parents[1]
+    for folder in TECHNIQUES:
+        yield from (package / folder).glob("*.py")
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return str(path)

@@ -1,0 +1,124 @@
+"""A small copy of a run for `verify.py`: few blocks, short sequences, few samples, float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hpc_parallel.config.build import build
+from hpc_parallel.config.layout import DATAPARALLEL, Layout, divisors, layout_of, plan_batch, share_of
+from hpc_parallel.config.schedules import schedule_of, stages_per_rank
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.data.sampler import Data, to_device
+from hpc_parallel.models.layered import LayeredModel
+
+FEW_BLOCKS = 4
+MOST_REPLICAS = 8  # with samples of their own; others repeat them
+LEAST_POSITIONS = 16
+
+
+@dataclass(frozen=True)
+class SmallRun:
+    """A small copy of a run.
+
+    config: the run's, with one sample in each microbatch and without compilation.
+    inputs, targets: [microbatches * distinct, ...]; each microbatch has a sample for each of `distinct`
+    replicas.
+    """
+
+    config: RunConfig
+    layout: Layout
+    inputs: Tensor
+    targets: Tensor
+    microbatches: int
+    distinct: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, config: RunConfig, *, data: Data, device: torch.device) -> SmallRun:
+        """Take the first training samples, with sequences as short as the layout allows."""
+        layout = layout_of(config.strategy, devices=config.devices)
+        microbatches = _microbatches(config, layout)
+        distinct = max(count for count in divisors(layout.data) if count <= MOST_REPLICAS)
+        indices = np.arange(microbatches * distinct, dtype=np.int64) % len(data.train)
+        inputs, targets = data.train.batch(indices)
+        if inputs.dim() == 2 and targets.shape[:2] == inputs.shape[:2]:
+            length = _short_length(inputs.shape[1], config=config, layout=layout)
+            inputs, targets = inputs[:, :length], targets[:, :length]
+        return cls(
+            config=_small_config(config, samples=layout.data * microbatches),
+            layout=layout,
+            inputs=inputs.double() if inputs.is_floating_point() else inputs,
+            targets=targets,
+            microbatches=microbatches,
+            distinct=distinct,
+            device=device,
+        )
+
+    def all_samples(self) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of one device."""
+        return to_device((self.inputs, self.targets), self.device)
+
+    def local_samples(self) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of this rank; empty for a rank that takes no samples."""
+        if self.config.strategy.execution == DATAPARALLEL:
+            return self.all_samples()
+        replica, _ = share_of(dist.get_rank(), layout=self.layout, strategy=self.config.strategy)
+        offset = 0 if replica is None else replica % self.distinct
+        rows = [index * self.distinct + offset for index in range(self.microbatches)]
+        rows = [] if replica is None else rows
+        return to_device((self.inputs[rows], self.targets[rows]), self.device)
+
+
+def build_small(config: RunConfig) -> LayeredModel:
+    """Build the model of `config` on meta, with the sizes of `LayeredModel.small` and few blocks.
+
+    The first blocks and the last one stay. All stay if their weights have different shapes, because they may
+    not fit together.
+    """
+    layout = layout_of(config.strategy, devices=config.devices)
+    with torch.device("meta"):
+        model: LayeredModel = build(config.model, key="model")
+        if model.small:
+            model = build({**config.model, **model.small}, key="model")
+    blocks = list(model.blocks.values())
+    count = max(FEW_BLOCKS, layout.pipeline * stages_per_rank(config.strategy))
+    if len(blocks) > count and len({_shapes(block) for block in blocks}) == 1:
+        kept = [*blocks[: count - 1], blocks[-1]]
+        model.blocks = nn.ModuleDict({str(index): block for index, block in enumerate(kept)})
+    return model
+
+
+def _small_config(config: RunConfig, *, samples: int) -> RunConfig:
+    training = replace(
+        config.training, precision="float64", compile=False, microbatch_size=1, global_batch_size=samples
+    )
+    strategy = replace(config.strategy, cuts=None, balance="parameters", microbatches=None)
+    return replace(config, training=training, strategy=strategy)
+
+
+def _microbatches(config: RunConfig, layout: Layout) -> int:
+    """A pipeline's schedule needs all its microbatches; without one, two show the accumulation."""
+    plan = plan_batch(
+        config.training.global_batch_size,
+        layout=layout,
+        microbatch_size=config.training.microbatch_size,
+        microbatches=config.strategy.microbatches,
+        in_turn=schedule_of(config.strategy).in_turn,
+    )
+    return plan.microbatches if layout.pipeline > 1 else min(2, plan.microbatches)
+
+
+def _short_length(length: int, *, config: RunConfig, layout: Layout) -> int:
+    tensor = layout.tensor if config.strategy.sequence_parallel else 1
+    unit = layout.context * math.lcm(2 if layout.context > 1 else 1, tensor)
+    return min(length, unit * math.ceil(LEAST_POSITIONS / unit))
+
+
+def _shapes(block: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((name, tuple(weight.shape)) for name, weight in block.named_parameters())

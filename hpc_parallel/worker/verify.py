@@ -1,0 +1,136 @@
+"""Compares a layout with one device before a model of the user's own trains on it.
+
+A small copy of the model takes one step's forward and backward passes on this layout and on one device. A
+difference stops the run. Equal results are recorded, so that the next run does not repeat the comparison.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from hpc_parallel.config.layout import layout_of
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.data.sampler import Data
+from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.problems import ConfigError
+from hpc_parallel.record.proofs import is_proven, proofs_folder, record_proof
+from hpc_parallel.strategies import exchange
+from hpc_parallel.supervise.error_place import located
+from hpc_parallel.worker.proof_key import proof_key
+from hpc_parallel.worker.small_model import SmallRun, build_small
+from hpc_parallel.worker.small_results import LOGITS, Results, on_layout, on_one_device
+
+OWN_SHARE = 1e-5  # of a gradient's own norm: far above float64's rounding, far below a wrong layout
+MODEL_SHARE = 1e-6  # of the whole gradient's norm: a gradient that is zero in exact arithmetic is noise
+MOST_WEIGHTS = {"cpu": 40_000_000, "cuda": 400_000_000}
+WORST = 1e30  # JSON has no infinity
+PACKAGE = "hpc_parallel."
+TASKS = ("train", "infer", "generate")
+
+
+class DifferenceError(ConfigError):
+    """The layout computes something else than one device."""
+
+
+@located("the comparison with one device")
+def verify(config: RunConfig, *, data: Data, mesh: DeviceMesh, device: torch.device) -> str | None:
+    """Compare the layout of `config` with one device, unless that is known or not asked for.
+
+    All ranks of the default process group call it together, after `model_checks` found no problem. Returns a
+    line about the comparison, which rank 0 prints. Raises DifferenceError on all ranks.
+    """
+    mode, own = config.strategy.verify, not config.model["_target_"].startswith(PACKAGE)
+    changes = config.devices > 1 or config.task.name == "generate"
+    if config.task.name not in TASKS or not changes or not (own or mode == "always"):
+        return None
+    layout = layout_of(config.strategy, devices=config.devices)
+    omitted = f"WARNING: {_name(config)} was not compared with one device on {layout}"
+    if mode == "never":
+        return _say(f"{omitted} (strategy.verify=never).")
+    model = build_small(config)
+    key = proof_key(config, model=model, layout=layout, device=device)
+    folder = proofs_folder(os.environ)
+    if mode == "auto" and exchange.broadcast(is_proven(key, folder=folder)):
+        return _say(f"{_name(config)} equals one device on {layout}: an earlier run compared them")
+    weights = sum(weight.numel() for weight in model.parameters())
+    if weights > MOST_WEIGHTS[device.type]:
+        size = f"{len(model.blocks)} of its blocks have {weights:,} weights"
+        return _say(f"{omitted}: {size}. Define {_name(config)}.small, the arguments of a small model.")
+    start = time.perf_counter()
+    largest = compare(config, model=model, data=data, mesh=mesh, device=device)
+    if dist.get_rank() == 0:
+        record_proof(key, folder=folder, about={"model": config.model["_target_"], "layout": str(layout)})
+    return _say(
+        f"{_name(config)} equals one device on {layout}: they differ by at most {largest:.0e} "
+        f"({time.perf_counter() - start:.1f} s)"
+    )
+
+
+def compare(
+    config: RunConfig, *, model: LayeredModel, data: Data, mesh: DeviceMesh, device: torch.device
+) -> float:
+    """Returns the largest relative difference. Raises DifferenceError on all ranks.
+
+    `model`: from `build_small`. The generators of random numbers keep their state.
+    """
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        run = SmallRun.of(config, data=data, device=device)
+        reference = on_one_device(run, model)
+        result = on_layout(run, build_small(config), mesh=mesh)
+    by_rank: list[dict[str, float]] = exchange.all_gather(dict(_differences(result, reference)))
+    differences: dict[str, float] = {}
+    for rank in by_rank:
+        for name, difference in rank.items():
+            differences[name] = max(difference, differences.get(name, 0.0))
+    if reasons := list(_reasons(result.loss, differences, reference=reference)):
+        raise DifferenceError([
+            f"{_name(config)} does not equal one device on {run.layout}: {'; '.join(reasons)}. Its code or "
+            "its hints do not fit this layout (docs/own-model.md). To start nevertheless, set "
+            "strategy.verify=never."
+        ])  # fmt: skip
+    return OWN_SHARE * max(differences.values(), default=0.0)
+
+
+def _differences(result: Results, reference: Results) -> Iterator[tuple[str, float]]:
+    """Yields the difference of each tensor in units of what is allowed: above 1 it is wrong."""
+    noise = MODEL_SHARE * reference.norm
+    for name, tensor in result.tensors.items():
+        exact = reference.tensors.get(name)
+        distance = float((tensor if exact is None else tensor - exact).norm())
+        allowed = noise + (0.0 if exact is None else OWN_SHARE * float(exact.norm()))
+        if distance == 0:
+            yield name, 0.0
+        else:
+            yield name, min(distance / allowed, WORST) if allowed and math.isfinite(distance) else WORST
+
+
+def _reasons(loss: float, differences: dict[str, float], *, reference: Results) -> Iterator[str]:
+    """Yields clauses about the loss and about the first tensor in the order of the model."""
+    if not abs(loss - reference.loss) <= OWN_SHARE * abs(reference.loss):
+        yield f"the loss is {loss:.6g} instead of {reference.loss:.6g}"
+    missing = [name for name in reference.tensors if name not in differences]
+    wrong = [name for name, difference in differences.items() if difference > 1]
+    names = [name for name in (*reference.tensors, *wrong) if name in missing or name in wrong]
+    if names:
+        tensor = LOGITS if names[0] == LOGITS else f"gradient of {names[0]}"
+        share = OWN_SHARE * differences.get(names[0], 0.0)
+        off = "none" if names[0] in missing else f"off by {share:.1g} of its norm"
+        yield f"{tensor}: {off} ({len({*missing, *wrong})} of {len(reference.tensors)} differ)"
+
+
+def _name(config: RunConfig) -> str:
+    return str(config.model["_target_"]).rpartition(".")[2]
+
+
+def _say(line: str) -> str:
+    """Print on rank 0; returns the line."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+    return line

@@ -1,0 +1,49 @@
+"""Callbacks for tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpc_parallel.training.callbacks import Callback
+
+
+class Recorder(Callback):
+    """Writes what it hears to `heard.jsonl` in the run folder."""
+
+    def on_start(self, folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+        self.path = folder / "heard.jsonl"
+        self.write("start", len(lines))
+
+    def write(self, event: str, value: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps([event, value]) + "\n")
+
+    def on_step(self, step: int) -> None:
+        self.write("step", step)
+
+    def on_line(self, line: Mapping[str, Any]) -> None:
+        self.write("line", line["step"])
+
+    def on_validation(self, step: int, loss: float | None) -> None:
+        self.write("validation", [step, loss])
+
+    def on_checkpoint(self, step: int) -> None:
+        self.write("checkpoint", step)
+
+    def on_end(self, step: int) -> None:
+        self.write("end", step)
+
+
+class Broken(Callback):
+    """Fails at a line."""
+
+    def on_line(self, line: Mapping[str, Any]) -> None:
+        raise KeyError("missing")
+
+
+def destroys_after_4(step: int, steps: int) -> float:
+    """A schedule of the learning rate."""
+    return 1.0 if step <= 4 else 1000.0

@@ -1,0 +1,47 @@
+"""Map-style datasets that tests train on, as users write them: they know nothing of this package."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+
+class Sentences(Dataset[tuple[Tensor, Tensor]]):
+    """Token ids that depend on the index, some of them replaced at random if `noise` is above 0."""
+
+    def __init__(self, count: int, length: int = 32, noise: float = 0.0) -> None:
+        self.count, self.length, self.noise = count, length, noise
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        tokens = (torch.arange(self.length + 1) * (index % 7 + 1) + index) % 256
+        replaced = torch.rand(self.length + 1) < self.noise
+        return torch.where(replaced, random.randrange(256), tokens)[:-1], tokens[1:]
+
+
+class Points:
+    """Arrays and plain numbers; the sample `bad` raises, `odd` has another shape."""
+
+    def __init__(self, count: int, bad: int | None = None, odd: int | None = None) -> None:
+        self.count, self.bad, self.odd = count, bad, odd
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, float]:
+        if index == self.bad:
+            raise ValueError(f"a bad label: {index}")
+        return np.full(4 if index == self.odd else 3, index, dtype=np.float64), index / 2
+
+
+class Unseeded(Points):
+    """Draws from a generator of its own, so a sample is never the same again."""
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, float]:
+        return np.random.default_rng().normal(size=3), 0.0

@@ -1,0 +1,58 @@
+"""Callbacks in a training: what they hear, an early end on all ranks, the best checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpc_parallel.launch.resume import find_problems
+from hpc_parallel.record.run_folder import RunFolder
+from tests.workers import Workers
+
+SMALL = (
+    "training.steps=12", "training.log_every=4", "training.validate_every=4", "training.measure_steps=0",
+    "training.validation_samples=16", "training.global_batch_size=8", "model.layers=2", "model.dim=32",
+    "model.ffn_dim=64", "data.sequence_length=16", "data.max_bytes=100000",
+)  # fmt: skip
+PATIENT = "{_target_:hpc_parallel.training.callbacks.EarlyStopping,patience:2,least_change:100}"
+
+
+def test_they_hear_of_everything_and_end_all_ranks(workers: Workers) -> None:
+    callbacks = f"training.callbacks=[{{_target_:tests.callbacks.Recorder}},{PATIENT}]"
+    trained = workers.train("strategy=pipeline", "nodes=2", *SMALL, callbacks, "training.checkpoint_every=4")
+    heard = [json.loads(line) for line in (trained.folder / "heard.jsonl").read_text().splitlines()]
+    validation = {line["step"]: line["validation_loss"] for line in trained.lines}
+    assert [value for event, value in heard if event == "step"] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [value for event, value in heard if event == "line"] == [1, 4, 8]
+    assert [value for event, value in heard if event == "validation"] == [
+        [s, validation[s]] for s in (1, 4, 8)
+    ]
+    assert [value for event, value in heard if event == "checkpoint"] == [4, 8]
+    assert (heard[0], heard[-1]) == (["start", 0], ["end", 8])
+    summary = json.loads((trained.folder / "summary.json").read_text())
+    assert (summary["outcome"], summary["steps"]) == ("completed", 8)
+    assert summary["ended_early"].startswith("validation_loss did not improve in 2 lines; best: ")
+    folder = RunFolder(trained.folder)
+    problems = [str(problem) for problem in find_problems(folder, folder.read_config())]
+    assert any("ended early: validation_loss did not improve" in problem for problem in problems)
+
+
+def test_the_best_checkpoint_stays(workers: Workers) -> None:
+    """The learning rate destroys the model after step 4, whose checkpoint is the best one."""
+    words = (
+        "training.callbacks=[{_target_:hpc_parallel.training.callbacks.KeepBest}]",
+        "training.checkpoint_every=4", "training.keep_last=1", "optimizer.learning_rate=1e-3",
+        "optimizer.schedule=tests.callbacks.destroys_after_4",
+    )  # fmt: skip
+    trained = workers.train("strategy=single", *SMALL, *words)
+    losses = {line["step"]: line["validation_loss"] for line in trained.lines}
+    assert losses[4] < min(losses[8], losses[12])
+    names = sorted(path.name for path in Path(trained.folder, "checkpoints").glob("step-*"))
+    assert names == ["step-12", "step-4"]
+
+
+def test_an_error_names_the_callback(workers: Workers) -> None:
+    with pytest.raises(AssertionError, match=r"KeyError: 'missing' .*raised by the callback Broken\.on_line"):
+        workers.train("strategy=single", *SMALL, "training.callbacks=[{_target_:tests.callbacks.Broken}]")

@@ -1,0 +1,174 @@
+"""Random models on random layouts either equal one device or are refused before they train."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from hpc_parallel.problems import ConfigError, spell
+from tests.parity import in_full, largest_difference
+from tests.random_models import CHOICES, RIGHT
+from tests.workers import Workers, do_here, train_here
+
+LAYOUTS = (
+    "strategy=context nodes=2",
+    "strategy=context nodes=2 strategy.context_attention=gather",
+    "strategy=tensor nodes=2",
+    "strategy=tensor nodes=2 strategy.sequence_parallel=false",
+    "strategy=tensor nodes=2 strategy.loss_parallel=false",
+    "strategy=fsdp nodes=2",
+    "strategy=data nodes=2",
+    "strategy=pipeline nodes=2 strategy.microbatches=2",
+    "strategy=pipeline nodes=2 strategy.schedule=gpipe strategy.microbatches=4",
+    "strategy=fsdp nodes=2 gpus_per_node=2 strategy.context=2",
+    "strategy=tensor nodes=2 gpus_per_node=2 strategy.context=2",
+    "strategy=fsdp nodes=2 gpus_per_node=2 strategy.tensor=2",
+    "strategy=hybrid nodes=2 gpus_per_node=2 strategy.tensor=1 strategy.context=2 strategy.microbatches=2",
+)
+COMMON = (
+    "model=tiny", "model._target_=tests.random_models.RandomModel", "model.dim=16", "training.steps=2",
+    "training.log_every=1", "training.validate_every=null", "training.checkpoint_every=null",
+    "training.measure_steps=0", "training.global_batch_size=8", "training.precision=float64",
+    "data.sequence_length=32", "data.max_bytes=100000",
+)  # fmt: skip
+SPECS = st.fixed_dictionaries({key: st.sampled_from(values) for key, values in CHOICES.items()})
+EQUAL = "equal"
+
+Try = Callable[[dict[str, Any], str], str]
+
+
+@pytest.fixture
+def attempt(workers: Workers, tmp_path: Path) -> Try:
+    """Trains a model on a layout: EQUAL, or the reason why it was refused. Fails if it trains otherwise."""
+
+    def attempt(spec: dict[str, Any], layout: str) -> str:
+        words = (*COMMON, f"+model.spec={spell(spec)}")
+        run = workers.prepare(*words, *layout.split())
+        reasons = workers.run(run.processes, train_or_refuse, str(run.folder.path), str(tmp_path / "cache"))
+        if any(reasons):
+            assert all(reasons)
+            assert not run.folder.metrics.exists()
+            return max(reasons)
+        reference = workers.train("strategy=single", *words)
+        losses = [line["loss"] for line in workers.lines(run)]
+        assert largest_difference(losses, reference.losses) < 1e-9, "it trained something else"
+        return EQUAL
+
+    return attempt
+
+
+def train_or_refuse(run_folder: str, cache: str) -> str:
+    """Returns an empty text, or why the model does not train on this layout."""
+    from hpc_parallel.worker.verify import DifferenceError
+
+    os.environ["XDG_CACHE_HOME"] = cache
+    try:
+        train_here(run_folder, {})
+    except (ConfigError, DifferenceError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+CASES = {
+    "positions counted otherwise": (
+        {"positions": "cumsum"}, "strategy=context nodes=2",
+        "RandomModel does not equal one device on context 2: the loss is",
+    ),
+    "positions mixed without attention": (
+        {"feed": "shift"}, "strategy=context nodes=2", "RandomModel does not equal one device",
+    ),
+    "fused columns that are viewed": (
+        {"attention": "fused", "roles": "split_view"}, "strategy=tensor nodes=2",
+        "RandomModel does not equal one device on tensor 2",
+    ),
+    "a refusal of its hints": (
+        {"positions": "arange"}, "strategy=context nodes=2", "ConfigError: strategy.context = 2 can't be used"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", ["positions counted otherwise", *in_full((case,) for case in CASES if "counted" not in case)]
+)
+def test_a_wrong_model_is_refused(attempt: Try, case: str) -> None:
+    spec, layout, reason = CASES[case]
+    assert reason in attempt({**RIGHT, **spec}, layout)
+
+
+@pytest.mark.parametrize(
+    ("spec", "layout"),
+    [
+        ({"attention": "fused"}, "strategy=tensor nodes=2"),
+        *in_full(
+            [
+                ({}, "strategy=context nodes=2"),
+                ({"attention": "fused"}, "strategy=fsdp nodes=2 gpus_per_node=2 strategy.tensor=2"),
+                ({}, "strategy=parameter_server nodes=3"),
+                ({}, "strategy=dataparallel gpus_per_node=2"),
+            ]
+        ),
+    ],
+)
+def test_a_right_model_equals_one_device(attempt: Try, spec: dict[str, Any], layout: str) -> None:
+    assert attempt({**RIGHT, **spec}, layout) == EQUAL
+
+
+@pytest.mark.parametrize(
+    ("spec", "layout", "reason"),
+    [
+        ({"positions": "cumsum"}, "strategy=single", "logits of the next token: off by"),
+        *in_full(
+            [
+                ({"positions": "arange"}, "strategy=single", "RandomModel.stem counts positions"),
+                ({"feed": "shift"}, "strategy=pipeline nodes=2", "logits of the next token: off by"),
+                ({}, "strategy=pipeline nodes=2", ""),
+            ]
+        ),
+    ],
+)
+def test_generation_is_compared(
+    workers: Workers, tmp_path: Path, spec: dict[str, Any], layout: str, reason: str
+) -> None:
+    words = (*COMMON, "task=generate", "task.new_tokens=2", f"+model.spec={spell({**RIGHT, **spec})}")
+    run = workers.prepare(*words, *layout.split())
+    reasons = workers.run(run.processes, do_or_refuse, str(run.folder.path), str(tmp_path))
+    assert all(reason in text and bool(reason) == bool(text) for text in reasons)
+
+
+def do_or_refuse(run_folder: str, cache: str) -> str:
+    from hpc_parallel.worker.verify import DifferenceError
+
+    os.environ["XDG_CACHE_HOME"] = cache
+    try:
+        do_here(run_folder)
+    except (ConfigError, DifferenceError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3000)
+def test_no_random_model_trains_wrong(attempt: Try) -> None:
+    """200 models; the counts are printed (`pytest -s`)."""
+    counts: Counter[str] = Counter()
+
+    @seed(13)
+    @settings(
+        max_examples=200, deadline=None, database=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(spec=SPECS, layout=st.sampled_from(LAYOUTS))
+    def search(spec: dict[str, Any], layout: str) -> None:
+        counts[attempt(spec, layout).partition(":")[0]] += 1
+        print(counts.total(), dict(counts), flush=True)
+
+    search()
+    assert counts[EQUAL] > 50
+    assert counts.total() >= 200

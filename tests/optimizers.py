@@ -1,0 +1,76 @@
+"""Optimizers and schedules of a user's own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+
+class Lion(Optimizer):
+    """Chen et al. 2023, algorithm 2; decay multiplies the learning rate."""
+
+    def __init__(
+        self,
+        parameters: list[Parameter],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self.update(weight, weight.grad, group)
+
+    def update(self, weight: Parameter, gradient: Tensor, group: dict) -> None:
+        state = self.state[weight]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(weight)
+        momentum, (beta1, beta2) = state["exp_avg"], group["betas"]
+        direction = momentum.lerp(gradient, 1 - beta1).sign()
+        weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * direction)
+        momentum.lerp_(gradient, 1 - beta2)
+
+
+class Noisy(Lion):
+    """Draws random numbers."""
+
+    def update(self, weight: Parameter, gradient: Tensor, group: dict) -> None:
+        super().update(weight, gradient + torch.randn_like(gradient), group)
+
+
+class Coupled(Lion):
+    """Divides by the norm of all gradients that it sees."""
+
+    def update(self, weight: Parameter, gradient: Tensor, group: dict) -> None:
+        norms = [other.grad.norm() for other in group["params"] if other.grad is not None]
+        weight.sub_(group["lr"] * gradient / torch.stack(norms).norm())
+
+
+class Counting(Lion):
+    """Keeps its step count in the group."""
+
+    def update(self, weight: Parameter, gradient: Tensor, group: dict) -> None:
+        group["step"] = group.get("step", 0) + 1
+        super().update(weight, gradient, group)
+
+
+class Forgetful(Lion):
+    """Keeps its step count as a number."""
+
+    def update(self, weight: Parameter, gradient: Tensor, group: dict) -> None:
+        super().update(weight, gradient, group)
+        self.state[weight]["step"] = self.state[weight].get("step", 0) + 1
+
+
+def triangle(step: int, steps: int) -> float:
+    return 1 - abs(2 * step / steps - 1)
+
+
+def endless(step: int, steps: int) -> float:
+    return float("inf")

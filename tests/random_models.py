@@ -1,0 +1,192 @@
+"""Small language models of every combination of parts that a user's model may have, right or wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hpc_parallel.models.attention import CausalAttention
+from hpc_parallel.models.layered import Column, LayeredModel
+from hpc_parallel.models.transformer import rotate, rotation
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "layers": (2, 3, 4),
+    "positions": ("none", "rotary", "stem", "local_rotary", "arange", "slice", "cumsum"),
+    "attention": ("mix", "mix", "fused", "by_hand", "kernel", "no"),
+    "norm": ("layer", "rms", "no"),
+    "norm_after": (False, True),
+    "feed": ("mlp", "gated", "no", "shift"),
+    "bias": (True, False),
+    "tied": (True, False),
+    "roles": ("right", "right", "right", "none", "alike", "fused_column", "no_whole", "split_view"),
+}
+"""The values of each argument of `RandomModel`; a value that is there twice is more likely."""
+
+
+RIGHT = {
+    "layers": 2, "positions": "stem", "attention": "mix", "norm": "layer", "norm_after": False,
+    "feed": "mlp", "bias": True, "tied": True, "roles": "right",
+}  # fmt: skip
+"""A model that is right on every layout."""
+
+
+class RandomModel(LayeredModel):
+    """Tokens [batch, seq] -> logits [batch, seq, vocab]; `spec` has a value of each of CHOICES."""
+
+    def __init__(self, *, spec: dict[str, Any], vocab_size: int, dim: int, **_: Any) -> None:
+        blocks = [Block(dim, spec) for _ in range(spec["layers"])]
+        stem, head = Stem(vocab_size, dim, spec["positions"]), Head(dim, vocab_size, spec)
+        super().__init__(stem=stem, blocks=blocks, head=head)
+        if spec["tied"]:
+            head.logits.weight = stem.tokens.weight
+            self.tied = {"head.logits.weight": "stem.tokens.weight"}
+        self.tensor_roles = roles_of(spec)
+
+    def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Larger than usual, so that every part matters; biases too."""
+        tensor.normal_(std=0.3, generator=generator)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
+
+
+def roles_of(spec: dict[str, Any]) -> dict[str, str | Column]:
+    if spec["roles"] == "none":
+        return {}
+    roles: dict[str, str | Column] = {"stem.tokens": "vocabulary", "head.logits": "logits"}
+    if spec["positions"] in ("stem", "arange", "cumsum"):
+        roles["stem.table"] = "position_table"
+    if spec["norm"] != "no":
+        roles |= {"blocks.*.norm": "position", "blocks.*.feed_norm": "position", "head.norm": "position"}
+    if spec["attention"] != "no":
+        roles |= {"blocks.*.attention": "whole", "blocks.*.attention.output": "row"}
+        if spec["attention"] == "fused":
+            fused = "column" if spec["roles"] in ("fused_column", "split_view") else Column(parts=3)
+            roles["blocks.*.attention.qkv"] = fused
+        else:
+            roles |= {f"blocks.*.attention.{name}": "column" for name in ("query", "key", "value")}
+    if spec["feed"] != "no":
+        roles |= {"blocks.*.feed": "whole", "blocks.*.feed.up": "column", "blocks.*.feed.down": "row"}
+        if spec["feed"] == "gated":
+            roles["blocks.*.feed.gate"] = "column"
+    if spec["roles"] == "alike" and spec["feed"] != "no":
+        roles = {name: role for name, role in roles.items() if not name.startswith("blocks.*.feed.")}
+        roles["blocks.*.feed"] = "alike"
+    if spec["roles"] == "no_whole":
+        roles = {name: role for name, role in roles.items() if role != "whole"}
+    return roles
+
+
+def norm_of(kind: str, dim: int) -> nn.Module:
+    return {"layer": nn.LayerNorm, "rms": nn.RMSNorm, "no": nn.Identity}[kind](dim)
+
+
+class Stem(nn.Module):
+    def __init__(self, vocab_size: int, dim: int, positions: str) -> None:
+        super().__init__()
+        self.kind = positions
+        self.tokens = nn.Embedding(vocab_size, dim)
+        if positions in ("stem", "arange", "cumsum"):
+            self.table = nn.Embedding(64, dim)
+        if positions == "slice":
+            self.weights = nn.Parameter(torch.empty(64, dim))
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        tokens: Tensor = self.tokens(x)
+        if self.kind == "stem":
+            return tokens + self.table(positions)
+        if self.kind == "arange":
+            return tokens + self.table(torch.arange(x.shape[1], device=x.device))
+        if self.kind == "cumsum":  # counted in a way that only the comparison sees
+            return tokens + self.table(torch.ones_like(x[:1]).cumsum(1)[0] - 1)
+        if self.kind == "slice":
+            return tokens + self.weights[: x.shape[1]]
+        return tokens
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, spec: dict[str, Any]) -> None:
+        super().__init__()
+        self.after = spec["norm_after"]
+        if spec["attention"] != "no":
+            self.attention = Attention(dim, spec)
+        if spec["feed"] != "no":
+            self.feed = Feed(dim, spec)
+        self.norm, self.feed_norm = norm_of(spec["norm"], dim), norm_of(spec["norm"], dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name, norm in (("attention", self.norm), ("feed", self.feed_norm)):
+            layer = getattr(self, name, nn.Identity())
+            x = norm(x + layer(x)) if self.after else x + layer(norm(x))
+        return x
+
+
+class Attention(nn.Module):
+    def __init__(self, dim: int, spec: dict[str, Any], head_dim: int = 4) -> None:
+        super().__init__()
+        self.kind, self.positions, self.head_dim = spec["attention"], spec["positions"], head_dim
+        self.view = spec["roles"] == "split_view"
+        if self.kind == "fused":
+            self.qkv = nn.Linear(dim, 3 * dim, bias=spec["bias"])
+        else:
+            self.query, self.key, self.value = (nn.Linear(dim, dim, bias=spec["bias"]) for _ in range(3))
+        self.output = nn.Linear(dim, dim, bias=False)
+        self.mix = CausalAttention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in self.project(x)
+        )
+        if self.positions in ("rotary", "local_rotary"):
+            length = x.shape[1]
+            local = torch.cumsum(torch.ones(length, dtype=torch.int64, device=x.device), 0) - 1
+            indices = (
+                local if self.positions == "local_rotary" else self.mix.positions(length, device=x.device)
+            )
+            angles = rotation(indices, head_dim=self.head_dim, theta=100.0, like=query)
+            query, key = rotate(query, angles), rotate(key, angles)
+        return self.output(self.attend(query, key, value).transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
+
+    def project(self, x: Tensor) -> Any:
+        if self.kind != "fused":
+            return self.query(x), self.key(x), self.value(x)
+        fused = self.qkv(x)
+        return fused.unflatten(-1, (3, -1)).unbind(-2) if self.view else fused.chunk(3, dim=-1)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.kind == "kernel":
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        if self.kind == "by_hand":
+            scores = query @ key.transpose(-2, -1) / self.head_dim**0.5
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+            return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value
+        return self.mix(query, key, value)  # type: ignore[no-any-return]
+
+
+class Feed(nn.Module):
+    def __init__(self, dim: int, spec: dict[str, Any]) -> None:
+        super().__init__()
+        self.kind = spec["feed"]
+        self.up = nn.Linear(dim, 2 * dim, bias=spec["bias"])
+        if self.kind == "gated":
+            self.gate = nn.Linear(dim, 2 * dim, bias=False)
+        self.down = nn.Linear(2 * dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "shift":  # mixes positions
+            x = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1)
+        hidden = self.up(x)
+        return self.down(F.silu(self.gate(x)) * hidden if self.kind == "gated" else F.gelu(hidden))  # type: ignore[no-any-return]
+
+
+class Head(nn.Module):
+    def __init__(self, dim: int, vocab_size: int, spec: dict[str, Any]) -> None:
+        super().__init__()
+        self.norm = norm_of(spec["norm"], dim)
+        self.logits = nn.Linear(dim, vocab_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits(self.norm(x))  # type: ignore[no-any-return]

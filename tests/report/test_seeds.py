@@ -1,0 +1,36 @@
+"""Runs with different seeds are pooled by mean and standard deviation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpc_parallel.report.gather import gather
+from hpc_parallel.report.page import render
+from hpc_parallel.report.seeds import pools
+from tests.recorded_runs import finished
+
+
+def test_equal_runs_with_different_seeds_are_pooled(tmp_path: Path) -> None:
+    for seed, loss in ((1, 2.0), (2, 2.4), (3, 2.2)):
+        folder = finished(tmp_path / "runs" / f"a{seed}", "strategy=data", "nodes=2", f"seed={seed}")
+        summary = json.loads(folder.summary.read_text())
+        folder.summary.write_text(json.dumps({**summary, "final_loss": loss}))
+    finished(tmp_path / "runs" / "b", "strategy=fsdp", "nodes=2", "seed=1")
+    finished(tmp_path / "runs" / "c", "strategy=data", "nodes=2", "seed=4", "optimizer.learning_rate=0.5")
+    gathered = gather([tmp_path / "runs"])
+    (pool,) = pools(gathered.rows)
+    assert pool.seeds == [1, 2, 3]
+    loss_spread = pool.spreads[0]
+    assert (loss_spread.key, loss_spread.mean) == ("final_loss", pytest.approx(2.2))
+    assert loss_spread.deviation == pytest.approx(0.2)
+    report = render(gathered)
+    assert f"| {pool.label} | 1, 2, 3 | final_loss | 2.200 ± 0.20 |" in report.markdown
+    assert report.html.count("2.200 ± 0.20") == 1
+
+
+def test_without_seeds_there_is_no_section(tmp_path: Path) -> None:
+    finished(tmp_path / "runs" / "a", "strategy=data", "nodes=2", "seed=1")
+    assert "different seeds" not in render(gather([tmp_path / "runs"])).html

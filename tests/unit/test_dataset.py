@@ -1,0 +1,139 @@
+"""A user's map-style dataset: every sample once, random numbers that any layout repeats, errors that help."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpc_parallel.config.build import build
+from hpc_parallel.data.dataset import DatasetData, as_data
+from hpc_parallel.data.sampler import Batches
+from hpc_parallel.problems import ConfigError
+from tests.datasets import Points, Sentences, Unseeded
+
+
+@given(count=st.integers(2, 300), share=st.floats(0.01, 0.49))
+@settings(deadline=None, max_examples=20)
+def test_each_sample_is_in_one_part(count: int, share: float) -> None:
+    data = DatasetData(dataset=Points(count), validation_share=share)
+    parts = [part.indices(np.arange(len(part))) for part in (data.train, data.validation)]
+    assert sorted(parts[0] + parts[1]) == list(range(count))
+    assert len(parts[1]) == max(1, round(count * share))
+
+
+def test_a_sorted_dataset_has_all_labels_in_both_parts() -> None:
+    data = DatasetData(dataset=Points(1000), validation_share=0.1)
+    held_out = data.validation.indices(np.arange(100))
+    assert sorted({index // 100 for index in held_out}) == list(range(10))
+
+
+def test_a_dataset_of_its_own_validates_in_its_own_order() -> None:
+    data = DatasetData(dataset=Points(10), validation=Points(4))
+    inputs, targets = data.validation.batch(np.arange(4))
+    assert inputs.tolist() == [[float(index)] * 3 for index in range(4)]
+    assert targets.tolist() == [0, 0.5, 1, 1.5]
+    assert len(data.train) == 10
+
+
+def test_numbers_with_a_fraction_get_the_dtype_of_the_weights() -> None:
+    data = DatasetData(dataset=Points(20))
+    inputs, targets = Batches(samples=data.train, global_batch_size=4, seed=0, floating=torch.float32).at(0)
+    assert (inputs.dtype, targets.dtype) == (torch.float32, torch.float32)
+    tokens = DatasetData(dataset=Sentences(20)).train
+    inputs, _ = Batches(samples=tokens, global_batch_size=4, seed=0, floating=torch.float32).at(0)
+    assert inputs.dtype == torch.int64
+
+
+def _noisy(step: int, **layout: Any) -> torch.Tensor:
+    samples = DatasetData(dataset=Sentences(50, noise=0.5)).train
+    return Batches(samples=samples, global_batch_size=8, seed=3, **layout).at(step)[0]
+
+
+def test_random_numbers_depend_on_the_seed_and_the_sample_only() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    whole = _noisy(5)
+    torch.rand(7)  # the state of the generators plays no part
+    for replica in range(2):
+        half = _noisy(5, replica=replica, replicas=2, microbatches=2)
+        rows = [row for m in range(2) for row in range(m * 4 + replica * 2, m * 4 + replica * 2 + 2)]
+        assert torch.equal(half, whole[rows])
+
+
+def test_each_epoch_draws_other_numbers() -> None:
+    samples = DatasetData(dataset=Sentences(9, noise=0.5), validation=Sentences(2)).train
+    batches = Batches(samples=samples, global_batch_size=9, seed=3)
+    epochs = []
+    for step in range(2):
+        order = np.argsort(batches.positions(step))
+        epochs.append(batches.at(step)[0][torch.from_numpy(order)])
+    assert (epochs[0] != epochs[1]).float().mean() > 0.3
+
+
+def test_reading_leaves_the_generators_alone() -> None:
+    samples = DatasetData(dataset=Sentences(20, noise=0.5)).train
+    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    wanted = torch.rand(1).item(), np.random.rand(), random.random()
+    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    samples.batch(np.arange(4))
+    assert (torch.rand(1).item(), np.random.rand(), random.random()) == wanted
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dataset": Points(1, bad=0)}, "too few for two parts"),
+        ({"dataset": Points(9, bad=5), "validation": Points(9)},
+         r"^ValueError: a bad label: 5 \(datasets.py:\d+\), raised by sample 5 of Points \(training\)"),
+        ({"dataset": Points(9), "validation": Points(9, odd=8)},
+         r"^sample 8 of Points \(validation\) has the input \[4\] \(torch.float64\), but sample 0 has \[3\]"),
+        ({"dataset": Unseeded(9)}, "returns other samples when it is read again"),
+        ({"dataset": [(1, 2, 3)] * 9}, r"^sample \d of list \(training\) is a tuple: __getitem__ must"),
+        ({"dataset": [("one", 1)] * 9}, "has a builtins.str: return a tensor, an array or a number"),
+        ({"dataset": iter(())}, "has no __len__ and no __getitem__"),
+        ({"dataset": Sentences(9), "sequence_length": 31},
+         r"data.sequence_length = 31 is not the length of a sample, whose input is \[32\]"),
+        ({"dataset": Sentences(9), "vocab_size": 30}, r"has the token \d+, but data.vocab_size = 30"),
+        ({"dataset": Points(9), "vocab_size": 30}, "has inputs of torch.float64, but data.vocab_size is for"),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_used_is_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DatasetData(**arguments)
+
+
+def test_other_data_has_another_digest() -> None:
+    digests = {
+        DatasetData(dataset=Points(count), validation_share=share).digest
+        for count, share in ((20, 0.1), (21, 0.1), (20, 0.2), (20, 0.1))
+    }
+    assert len(digests) == 3
+
+
+def test_a_dataset_needs_no_table_around_it() -> None:
+    assert len(as_data(Points(100)).validation) == 5
+    data = as_data(Points(100))
+    assert as_data(data) is data
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"_target_": "tests.datasets.Points"}, "TypeError: Points.__init__() missing 1 required positional"),
+        ({"_target_": "tests.datasets.Nothing"}, "No module named 'tests.datasets.Nothing'"),
+        ({"_target_": "hpc_parallel.data.dataset.DatasetData",
+          "dataset": {"_target_": "tests.datasets.Points"}},
+         "raised by tests.datasets.Points (data)"),
+    ],
+)  # fmt: skip
+def test_an_error_of_a_class_comes_first(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(table, key="data")
+    assert message in str(caught.value)
+    assert "Error " not in str(caught.value)

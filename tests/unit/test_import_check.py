@@ -1,0 +1,124 @@
+"""A class that can't be imported is refused before a submission, with the user's error and line first."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_parallel.launch import import_check
+from hpc_parallel.launch.import_check import IMPORT, ImportCheck, failure_of
+from hpc_parallel.problems import ConfigError
+from hpc_parallel.run import main as run
+from hpc_parallel.user_code import described
+from tests.composed import prepared
+
+SCRIPT = ("launcher=script", "launcher.snapshot=false")
+BIGRAM = """
+from torch import nn
+from hpc_parallel.models.layered import LayeredModel
+
+class Bigram(LayeredModel):
+    def __init__(self, **shape):
+        super().__init__(stem=nn.Embedding(256, 4), blocks=[nn.Linear(4, 4)], head=nn.Linear(4, 256))
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with modules that other tests must not see as imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "message"),
+    [
+        ("import os\n\nprint(nmae)\n", "one", "NameError: name 'nmae' is not defined (one.py:3), raised by"),
+        ("class M:\n    def f(:\n", "two", "SyntaxError: invalid syntax (two.py:2), raised by"),
+        ("import no_such_module\n", "three",
+         "ModuleNotFoundError: No module named 'no_such_module' (three.py:1), raised by"),
+        ("class N: ...\n", "four", "AttributeError: module 'four' has no attribute 'M', raised by"),
+        ("exit(3)\n", "five", "SystemExit: 3 (five.py:1), raised by"),
+        ("class M:\n    def __init__(self, depth): ...\n", "six",
+         "TypeError: missing a required argument: 'depth', raised by"),
+    ],
+)  # fmt: skip
+def test_the_users_error_comes_first(here: Path, source: str, name: str, message: str) -> None:
+    (here / f"{name}.py").write_text(source)
+    found = failure_of("model", {"_target_": f"{name}.M"})
+    assert found is not None
+    assert found.removesuffix(f" {import_check._SWITCH}") == f"{message} {name}.M (model)."
+
+
+def test_a_value_is_no_class(here: Path) -> None:
+    (here / "seven.py").write_text("M = 3\n")
+    assert failure_of("data", {"_target_": "seven.M"}) == "seven.M (data) is no class or function."
+
+
+def test_a_class_that_can_be_called_has_no_problem(here: Path) -> None:
+    (here / "eight.py").write_text("class M:\n    class Inner:\n        def __init__(self, width): ...\n")
+    assert failure_of("model", {"_target_": "eight.M.Inner", "width": 3, "_convert_": "all"}) is None
+    assert failure_of("data", {"_target_": "builtins.dict", "a": 3}) is None  # has no signature
+
+
+def test_an_error_below_the_users_line_names_the_users_line(here: Path) -> None:
+    (here / "nine.py").write_text("import json\n\njson.loads('{')\n")
+    with pytest.raises(ValueError, match="Expecting") as caught:
+        import nine  # noqa: F401
+    assert described(caught.value).endswith("(nine.py:3)")
+
+
+def test_it_is_refused_before_a_submission(here: Path) -> None:
+    (here / "broken.py").write_text("print('noise')\nclass M(Modul): ...\n")
+    with pytest.raises(ConfigError) as caught:
+        prepared(*SCRIPT, "model._target_=broken.M")
+    assert str(caught.value).startswith(
+        "NameError: name 'Modul' is not defined (broken.py:2), raised by broken.M"
+    )
+    assert prepared("launcher=local", "model._target_=broken.M").notes == []  # fails at once, in the run
+    switched_off = prepared(*SCRIPT, "model._target_=broken.M", "launcher.check_imports=false")
+    assert switched_off.notes == []
+    (note,) = prepared(*SCRIPT, "model._target_=broken.M", "launcher.setup=[true]").notes
+    assert note == "not imported here, because launcher.setup changes the environment: broken.M"
+
+
+def test_this_packages_classes_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*words: Any, **options: Any) -> None:
+        raise AssertionError(words)
+
+    monkeypatch.setattr(subprocess, "run", start)
+    assert prepared(*SCRIPT).import_note is None
+
+
+def test_what_can_not_be_known_is_a_note(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "slow.py").write_text("import time\ntime.sleep(60)\n")
+    (here / "dead.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    monkeypatch.setattr(import_check, "TIMEOUT_S", 0.1)
+    table = '[["model", {"_target_": "%s.M"}]]'
+    assert import_check._tried(sys.executable, str(here), IMPORT, table % "slow", "slow.M") == ImportCheck(
+        note="not imported here within 0.1 s: slow.M"
+    )
+    monkeypatch.setattr(import_check, "TIMEOUT_S", 60.0)
+    found = import_check._tried(sys.executable, str(here), IMPORT, table % "dead", "dead.M")
+    assert found.note == "not imported here (exit code -9, no message): dead.M"
+    found = import_check._tried(str(here / "python"), str(here), IMPORT, table % "dead", "dead.M")
+    assert found.note is not None
+    assert "can't be started" in found.note
+
+
+def test_a_model_that_the_layout_can_not_split_is_refused_before_a_submission(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "small.py").write_text(BIGRAM)
+    line = [*SCRIPT, "model._target_=small.Bigram", "strategy=context", "nodes=2", "dry_run=true"]
+    assert run([*line, "strategy.pipeline=2", "nodes=4"]) == 2
+    message = capsys.readouterr().err
+    assert "strategy.pipeline = 2 stages are more than the model's 1 blocks" in message
+    assert "strategy.context = 2 can't be used: Bigram has no CausalAttention" in message
+    assert run([*SCRIPT, "model._target_=small.Bigram", "dry_run=true"]) == 0

@@ -1,0 +1,147 @@
+"""What a model's hints and code show before it is split: missing and contradicting roles, own positions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hpc_parallel.config.layout import Layout
+from hpc_parallel.models.attention import CausalAttention
+from hpc_parallel.models.convnet import ConvNet
+from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.models.transformer import Transformer
+from hpc_parallel.strategies.local_positions import find_local_positions
+from hpc_parallel.strategies.model_checks import find_problems
+from tests.composed import composed, prepared
+from tests.random_models import RIGHT, RandomModel
+
+CONTEXT, TENSOR = Layout(context=2), Layout(tensor=2)
+
+
+def problems(model: LayeredModel, layout: Layout, *, length: int = 32, **strategy: bool) -> list[str]:
+    config = prepared("strategy=data", "launcher=local").config
+    config = replace(config, strategy=replace(config.strategy, **strategy))
+    return [str(p) for p in find_problems(model, config=config, layout=layout, sample_shape=(length,))]
+
+
+def random_model(**spec: Any) -> RandomModel:
+    with torch.device("meta"):
+        return RandomModel(spec={**RIGHT, **spec}, vocab_size=64, dim=16)
+
+
+WRONG = {
+    "positions counted in the stem": (
+        {"positions": "arange"}, CONTEXT, "RandomModel.stem counts positions from the length of its input"
+    ),
+    "a table cut in the stem": ({"positions": "slice"}, CONTEXT, "stem cuts a table of positions"),
+    "a kernel of its own": (
+        {"attention": "kernel"}, CONTEXT, "RandomModel.blocks.0.attention mixes positions outside"
+    ),
+    "attention by hand": (
+        {"attention": "by_hand"}, CONTEXT, "RandomModel.blocks.0.attention mixes positions outside"
+    ),
+    "alike beside position": (
+        {"roles": "alike"}, TENSOR, "has the role alike for blocks.0.feed, which needs the full sequence"
+    ),
+    "fused columns that are cut": (
+        {"attention": "fused", "roles": "fused_column"}, TENSOR,
+        "blocks.0.attention cuts the outputs of blocks.0.attention.qkv into 3. Give it the role Column(parts",
+    ),
+    "column layers that get slices": ({"roles": "no_whole"}, TENSOR, "in no module of the role whole"),
+    "no roles": ({"roles": "none"}, TENSOR, "has no role for stem.tokens.weight, stem.table.weight"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_model_is_refused_by_name(case: str) -> None:
+    spec, layout, reason = WRONG[case]
+    assert any(reason in problem for problem in problems(random_model(**spec), layout))
+
+
+@pytest.mark.parametrize("spec", [{}, {"attention": "fused"}, {"positions": "rotary", "feed": "gated"}])
+def test_a_right_model_has_no_problem(spec: dict[str, Any]) -> None:
+    model = random_model(**spec)
+    assert problems(model, CONTEXT) == problems(model, TENSOR) == []
+
+
+def test_without_sequence_parallelism_a_full_input_is_allowed() -> None:
+    assert problems(random_model(roles="alike"), TENSOR, sequence_parallel=False) == []
+
+
+@pytest.mark.parametrize("name", ["tiny", "moe_tiny"])
+def test_the_models_of_the_package_count_no_positions(name: str) -> None:
+    from hydra.utils import instantiate
+
+    with torch.device("meta"):
+        assert find_local_positions(instantiate(composed(f"model={name}").model)) is None
+
+
+def test_a_column_without_a_row_and_parts_that_do_not_divide() -> None:
+    from hpc_parallel.models.layered import Column
+
+    model = random_model(attention="fused")
+    roles = dict(model.tensor_roles)
+    del roles["blocks.*.attention.output"], roles["blocks.*.feed.down"]
+    model.tensor_roles = roles | {"blocks.*.attention.qkv": Column(parts=5), "head.logits": "logit"}
+    assert "has the unknown role 'logit'" in problems(model, TENSOR)[0]
+    model.tensor_roles = roles | {"blocks.*.attention.qkv": Column(parts=5)}
+    found = problems(model, TENSOR)
+    assert any("has no role for blocks.0.attention.output.weight" in problem for problem in found)
+    assert any("splits columns in blocks.0 without a row layer" in problem for problem in found)
+    assert any("whose 48 outputs do not divide by 10" in problem for problem in found)
+
+
+def test_dropout_is_refused_on_several_devices() -> None:
+    model = random_model()
+    model.blocks["1"].drop = nn.Dropout(0.1)
+    config = prepared("strategy=data", "nodes=2", "launcher=local").config
+    (found,) = find_problems(model, config=config, layout=Layout(replicate=2), sample_shape=(32,))
+    assert "RandomModel.blocks.1.drop is Dropout(p=0.1" in str(found)
+    assert problems(model, Layout()) == []
+
+
+class Sliding(CausalAttention):
+    """Another attention."""
+
+
+@pytest.mark.parametrize(
+    ("case", "rule"),
+    [
+        ("no attention", "can't be used: ConvNet has no CausalAttention or FullAttention to split"),
+        ("its own", "can't be used: this package's attention can be split, but not its subclass Sliding"),
+        ("its length", "does not split samples of shape [10] into two slices a device"),
+    ],
+)
+def test_a_sequence_that_can_not_be_split(case: str, rule: str) -> None:
+    with torch.device("meta"):
+        model: LayeredModel = Transformer(layers=1, dim=8, heads=2, kv_heads=2, ffn_dim=8, vocab_size=8)
+        if case == "no attention":
+            model = ConvNet(channels=[4], classes=2, in_channels=1, kernel_size=3)
+        elif case == "its own":
+            model.blocks["0"].attention.mix = Sliding()
+    length = 10 if case == "its length" else 8
+    assert problems(model, CONTEXT, length=length) == [
+        f"strategy.context = 2 {rule}. Try strategy.context=1."
+    ]
+
+
+def test_more_stages_than_blocks() -> None:
+    (found,) = problems(random_model(), Layout(pipeline=3))
+    assert "strategy.pipeline = 3 stages are more than the model's 2 blocks" in found
+
+
+def test_a_weight_without_a_role_is_refused() -> None:
+    class Forgetful(Transformer):
+        tensor_roles = MappingProxyType({**Transformer.tensor_roles, "head.norm": "whole"})
+
+    with torch.device("meta"):
+        model = Forgetful(layers=1, dim=8, heads=2, kv_heads=2, ffn_dim=8, vocab_size=8)
+    assert problems(model, TENSOR) == [
+        "strategy.tensor = 2 can't be used: Forgetful.tensor_roles has no role for head.norm.weight. "
+        "Try strategy.tensor=1."
+    ]

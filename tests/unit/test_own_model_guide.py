@@ -1,0 +1,63 @@
+"""The code of docs/own-model.md works as it stands there, with a GPT that this package did not write."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from hpc_parallel.config.layout import Layout
+from hpc_parallel.strategies.model_checks import find_problems
+from tests.composed import prepared
+from tests.models_of_others import gpt
+
+GUIDE = Path(__file__).resolve().parents[2] / "docs/own-model.md"
+ADAPTER, ATTENTION, ROLES = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+(KEYS,) = re.findall(r"nanogpt.yaml -->\n```yaml\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+
+
+@pytest.fixture
+def arguments(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The keys of the guide's file. `import model` imports the GPT."""
+    monkeypatch.setitem(sys.modules, "model", gpt)
+    monkeypatch.setattr(gpt, "CausalSelfAttention", gpt.CausalSelfAttention)  # put back after the test
+    return {key: value for key, value in yaml.safe_load(KEYS).items() if key != "_target_"}
+
+
+def built(code: str, arguments: dict[str, Any], *, device: str) -> Any:
+    names: dict[str, Any] = {}
+    exec(compile(code, "nanogpt.py", "exec"), names)
+    with torch.device(device):
+        return names["NanoGPT"](**arguments)
+
+
+def test_the_adapter_gives_the_originals_loss(arguments: dict[str, Any]) -> None:
+    assert len([line for line in ADAPTER.splitlines() if line.strip()]) <= 25
+    torch.manual_seed(1)
+    model = built(ADAPTER, arguments, device="cpu")
+    original = gpt.GPT(gpt.GPTConfig(**arguments))
+    weights = {model.library_name(name): weight for name, weight in model.state_dict().items()}
+    original.load_state_dict(weights, strict=False)
+    tokens = torch.randint(256, (2, 33))
+    logits = model(tokens[:, :-1])
+    _, mean_loss = original(tokens[:, :-1], tokens[:, 1:].contiguous())
+    torch.testing.assert_close(model.loss(logits, tokens[:, 1:]) / 64, mean_loss)
+
+
+def test_its_attention_and_roles_fit_every_layout(arguments: dict[str, Any]) -> None:
+    code = ATTENTION + "from hpc_parallel.models.layered import Column\n" + ADAPTER
+    code = code.replace("class NanoGPT(Adapter):\n", f"class NanoGPT(Adapter):\n{ROLES}\n")
+    config = prepared("strategy=single", "launcher=local").config
+    generating = replace(config, task=replace(config.task, name="generate"))
+    for layout in (Layout(context=2), Layout(tensor=2), Layout(pipeline=2, context=2, tensor=2)):
+        model = built(code, arguments, device="meta")
+        assert list(find_problems(model, config=generating, layout=layout, sample_shape=(32,))) == []
+    model = built(ADAPTER, arguments, device="meta")  # with the attention of the GPT itself, that of above
+    (problem,) = find_problems(model, config=config, layout=Layout(tensor=2), sample_shape=(32,))
+    assert "has no role for stem.wte.weight" in str(problem)

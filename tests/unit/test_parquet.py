@@ -1,0 +1,153 @@
+"""Parquet and Arrow files: the same samples as from an array, and refusals before the run starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hpc_parallel.data.table_files import find_files, read_columns
+from hpc_parallel.data.windows import Windows
+from hpc_parallel.problems import ConfigError
+from tests.composed import prepared
+
+pytest.importorskip("datasets")
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+RANDOM = np.random.default_rng(0)
+TEXTS = [RANDOM.integers(0, 200, size=size).tolist() for size in (3, 70, 0, 41, 128, 9)]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def write(file: Path, columns: dict[str, Any]) -> Path:
+    """A file of the kind that its name says."""
+    table = pa.table(columns)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.suffix == ".parquet":
+        pq.write_table(table, file, row_group_size=2)
+    else:
+        with pa.ipc.new_stream(str(file), table.schema) as stream:
+            stream.write_table(table, max_chunksize=2)
+    return file
+
+
+def write_texts(folder: Path, ending: str) -> Path:
+    for part in range(2):
+        texts = pa.array(TEXTS[part * 3 : part * 3 + 3], pa.list_(pa.int32()))
+        write(folder / f"{part}{ending}", {"input_ids": texts, "text": ["a"] * 3})
+    return folder
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".arrow"])
+@pytest.mark.usefixtures("cache")
+def test_all_rows_are_one_row_of_tokens(tmp_path: Path, ending: str) -> None:
+    from hpc_parallel.data.parquet import ParquetData
+
+    folder = write_texts(tmp_path / "data", ending)
+    data = ParquetData(path=str(folder), sequence_length=10, vocab_size=200, validation_share=0.2)
+    tokens = np.concatenate([np.array(text, dtype=np.int64) for text in TEXTS])
+    cut = round(len(tokens) * 0.8)
+    for found, part in ((data.train, tokens[:cut]), (data.validation, tokens[cut:])):
+        wanted = Windows(part, 10, 200, "wanted")
+        assert len(found) == len(wanted)
+        order = RANDOM.permutation(len(wanted))
+        for one, other in zip(found.batch(order), wanted.batch(order), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".arrow"])
+@pytest.mark.usefixtures("cache")
+def test_rows_are_samples(tmp_path: Path, ending: str) -> None:
+    from hpc_parallel.data.parquet import ParquetData
+
+    images = RANDOM.normal(size=(20, 2, 3))
+    labels = RANDOM.integers(0, 5, size=20)
+    write(tmp_path / f"data{ending}", {"image": images.tolist(), "label": labels})
+    data = ParquetData(path=str(tmp_path / f"data{ending}"), input="image", target="label")
+    assert data.sample_shape == (2, 3)
+    for part in (data.train, data.validation):
+        positions = np.arange(len(part))
+        places = part.indices(positions)  # type: ignore[attr-defined]
+        inputs, targets = part.batch(positions)
+        assert np.array_equal(inputs.numpy(), images[places])
+        assert np.array_equal(targets.numpy(), labels[places])
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (
+            [[1, 2], [3]],
+            r"training samples have the shape \[2\], but held-out samples have \[1\]|\[1\].*\[2\]",
+        ),
+        ([[1, 2], [3, None]], "ValueError: a number is missing in the column x"),
+        ([[1, 2], None], "ValueError: the lists in the column x have different lengths"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path: Path, column: list[Any], message: str) -> None:
+    from hpc_parallel.data.parquet import ParquetData
+
+    write(tmp_path / "data.arrow", {"x": pa.array(column, pa.list_(pa.int64())), "y": [1, 2]})
+    with pytest.raises(ConfigError, match=message):
+        ParquetData(path=str(tmp_path), input="x", target="y")
+
+
+def told(*words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        prepared("data=parquet", "launcher=local", *words)
+    return str(caught.value)
+
+
+def test_problems_are_told_before_the_run_starts(tmp_path: Path) -> None:
+    folder = write_texts(tmp_path / "data", ".parquet")
+    path = f"data.path={folder}"
+    tokens = (path, "data.sequence_length=8", "data.vocab_size=256")
+    assert prepared("data=parquet", "launcher=local", *tokens).config.data["input"] == "input_ids"
+    assert (
+        "data.vocab_size = 100 is too small: the files have the token 199. Try data.vocab_size=256."
+        in told(*tokens, "data.vocab_size=100")
+    )
+    assert "has no column 'ids', but input_ids, text" in told(*tokens, "data.input=ids")
+    assert "names a column of string, but token ids are integers" in told(*tokens, "data.input=text")
+    assert "names a column of string, but numbers and lists of numbers can be read" in told(
+        *tokens, "data.target=text"
+    )
+    assert "data.vocab_size = null must be given for token ids" in told(path, "data.sequence_length=8")
+    assert "data.sequence_length = null must be given" in told(path, "data.vocab_size=256")
+    assert "model.vocab_size = 256 is too small for the data" in told(*tokens, "data.vocab_size=300")
+    write(folder / "2.parquet", {"input_ids": [1, 2]})
+    assert "names columns of different types: int64, list<" in told(*tokens)
+    (folder / "3.parquet").write_text("no table")
+    assert "3.parquet can't be read: " in told(*tokens)
+    assert "has no .parquet or .arrow file" in told("data.path=/usr/include", *tokens[1:])
+
+
+def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.parquet")
+    with pytest.raises(ValueError, match=r"no(t a)? regular file"):
+        read_columns(tmp_path / "pipe.parquet", ("x",))
+    with pytest.raises(ValueError, match=r"has no \.parquet or \.arrow file"):
+        find_files(str(tmp_path))
+
+
+def test_the_login_node_reads_the_files_without_torch(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.parquet", {"x": [1, 2]})
+    code = (
+        "import sys; from pathlib import Path; from hpc_parallel.data import table_files as t;"
+        f"assert t.read_columns(t.find_files({str(tmp_path)!r})[0], ('x',))['x'].largest == 2;"
+        f"assert Path({str(file)!r}) == t.find_files({str(file)!r})[0]; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

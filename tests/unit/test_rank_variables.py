@@ -1,0 +1,45 @@
+"""`dry_run=true` names the variables that ranks set: those of `environment.json` of a run that ran."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_parallel.launch.rank_variables import OTHER_HOSTS, rank_variables
+from hpc_parallel.run import main
+from tests.composed import prepared
+
+SITE = ("+cluster.environment.NCCL_DEBUG=INFO", "+cluster.environment.NCCL_IB_DISABLE=true")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_on_this_machine() -> None:
+    run = prepared("nodes=2", *SITE)
+    variables = rank_variables(run, local=True, environment={"NCCL_DEBUG": "WARN"})
+    assert "NCCL_DEBUG" not in variables  # the environment's own stays
+    assert variables["NCCL_IB_DISABLE"] == "true"
+    assert variables["GLOO_SOCKET_IFNAME"] == variables["NCCL_SOCKET_IFNAME"] == "lo"
+    assert int(variables["OMP_NUM_THREADS"]) >= 1
+
+
+def test_on_a_cluster_the_interface_is_that_of_the_host() -> None:
+    variables = rank_variables(prepared("nodes=2", *SITE), local=False, environment={})
+    assert variables["GLOO_SOCKET_IFNAME"] == OTHER_HOSTS
+    assert "OMP_NUM_THREADS" not in variables
+    site = {"GLOO_SOCKET_IFNAME": "ib0"}
+    assert "GLOO_SOCKET_IFNAME" not in rank_variables(prepared("nodes=2"), local=False, environment=site)
+
+
+def test_a_dry_run_prints_them_beside_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launcher=script", "nodes=2", "dry_run=true", "launcher.snapshot=false", *SITE]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("#!/bin/bash\n")
+    lines = printed.err.splitlines()
+    assert lines[0] == "each rank sets:"
+    assert f"  GLOO_SOCKET_IFNAME={OTHER_HOSTS}" in lines
+    assert {"  NCCL_DEBUG=INFO", "  NCCL_IB_DISABLE=true"} <= set(lines)
