@@ -96,8 +96,8 @@ class Batches:
         return self._cast(inputs), self._cast(targets)
 
     def positions(self, step: int) -> NDArray[np.int64]:
-        """Returns the indices of the samples of the 0-based `step`, [global_batch_size / replicas]."""
-        indices, population = self._global_indices(step), len(self.samples)
+        """Returns the positions in the data of the samples of `step`, [global_batch_size / replicas]."""
+        indices, population = self.indices(step), len(self.samples)
         if self.seed is None:
             return indices % population
         return sample_order(indices, seed=self.seed, population=population)
@@ -106,15 +106,17 @@ class Batches:
         positions = self.positions(step)
         if self.seed is None or not isinstance(self.samples, RandomSamples):
             return self.samples.batch(positions)
-        indices = self._global_indices(step).astype(np.uint64)
+        indices = self.indices(step).astype(np.uint64)
         keys = _mix(_mix(np.full_like(indices, self.seed)) + indices * np.uint64(GOLDEN))
         return self.samples.random_batch(positions, keys=keys)
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.floating) if self.floating and tensor.is_floating_point() else tensor
 
-    def _global_indices(self, step: int) -> NDArray[np.int64]:
-        assert self.replica is not None
+    def indices(self, step: int) -> NDArray[np.int64]:
+        """Returns the indices in the training of the samples of the 0-based `step`, as `at` has them."""
+        if self.replica is None:
+            return np.empty(0, dtype=np.int64)
         size = self.global_batch_size // (self.replicas * self.microbatches)
         offset = step * self.global_batch_size + self.replica * size
         starts = offset + size * self.replicas * np.arange(self.microbatches, dtype=np.int64)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpc_parallel.models.positions import Positions
+from hpc_parallel.models.sample_indices import SampleIndices
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.supervise.error_place import mark
 
@@ -97,6 +98,7 @@ class LayeredModel(nn.Module):
     def __init__(self, *, stem: nn.Module, blocks: Iterable[nn.Module], head: nn.Module) -> None:
         super().__init__()
         self.sample_positions = Positions()
+        self.sample_indices = SampleIndices()
         self._stem_takes_positions = "positions" in inspect.signature(stem.forward).parameters
         self.stem = stem
         self.blocks = nn.ModuleDict({str(index): block for index, block in enumerate(blocks)})

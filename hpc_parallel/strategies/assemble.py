@@ -23,6 +23,8 @@ from hpc_parallel.strategies import (
     compiling,
     context,
     dataparallel,
+    dropout,
+    dropout_shapes,
     expert,
     pipeline,
     precision,
@@ -97,10 +99,14 @@ def assemble(
     flops = model.forward_flops(sample_shape)
     maps = measure_maps(model, mesh=mesh, sample_shape=sample_shape, options=config.strategy)
     loss = loss_of(model, mesh=mesh, options=config.strategy)
+    shapes = dropout_shapes.whole_shapes(model, sample_shape=sample_shape)
     local_stages = cut(model, mesh=mesh, sample_shape=sample_shape, options=config.strategy)
     parts = list(local_stages.values())
     for part in parts:
         split(part, mesh=mesh, maps=maps, options=config.strategy)
+        part.sample_indices = parts[0].sample_indices
+        own = dropout_part(part, mesh=mesh, options=config.strategy)
+        dropout.apply(part, shapes=shapes, part=own, seed=config.seed, device=device)
         prepare(part, config=config, mesh=mesh, device=device)
     replicas = replicate_parts(parts, config=config, batch=batch, mesh=mesh, device=device, trains=trains)
     loss_scale = scale_of(parts, config=config, device=device)
@@ -205,6 +211,20 @@ def split(part: LayeredModel, *, mesh: DeviceMesh, maps: tile.Maps | None, optio
         tensor.apply(part, axis=axis, options=options)
     if (axis := joint(mesh, *BATCH_AXES, *SAMPLE_AXES)) is not None:
         batch_norm.apply(part, axis=axis)  # over all ranks that share a microbatch
+
+
+def dropout_part(part: LayeredModel, *, mesh: DeviceMesh, options: StrategyConfig) -> dropout.Part:
+    """Which part of each sample this rank has."""
+    tiles, axis = None, axis_of(mesh, "tile")
+    if axis is not None:
+        tiles = tile.grid_of(axis, tile_grid(axis.size(), options.tile_grid))
+    context_axis, tensor_axis = axis_of(mesh, "context"), axis_of(mesh, "tensor")
+    return dropout.Part(
+        positions=part.sample_positions,
+        context=1 if context_axis is None else context_axis.size(),
+        tensor=(0, 1) if tensor_axis is None else (tensor_axis.get_local_rank(), tensor_axis.size()),
+        tiles=tiles,
+    )
 
 
 def prepare(part: LayeredModel, *, config: RunConfig, mesh: DeviceMesh, device: torch.device) -> None:

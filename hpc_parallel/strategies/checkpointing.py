@@ -7,7 +7,6 @@ repeated, and no reduction goes over the network twice. Gathered tensors are gat
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -19,11 +18,11 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
-    noop_context_fn,
 )
 
 from hpc_parallel.config.checks.switch_checks import selective_problem
 from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.models.sample_indices import SampleIndices
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 from hpc_parallel.torch_internals import buffers_of, tree_leaves, written_arguments
@@ -43,32 +42,35 @@ def apply(model: LayeredModel, *, keeps: str, compiled: bool) -> LayeredModel:
     if keeps == "selective" and (problem := selective_problem()):
         raise ConfigError([problem])
     if keeps != "none":
-        checkpointed = partial(checkpointed_forward, keeps == "selective", compiled)
+        checkpointed = partial(checkpointed_forward, keeps == "selective", compiled, model.sample_indices)
         for block in model.blocks.values():
             replace_forward(block, checkpointed, technique="Checkpointed")
     return model
 
 
 def checkpointed_forward(
-    selective: bool, compiled: bool, forward: Forward, block: Module, *inputs: Tensor
+    selective: bool,
+    compiled: bool,
+    samples: SampleIndices,
+    forward: Forward,
+    block: Module,
+    *inputs: Tensor,
 ) -> Tensor:
-    contexts: Callable[[], Contexts] = noop_context_fn
+    options: dict[str, Any] = {}
     if not compiled:
-        contexts = partial(pass_contexts, selective, block)
+        options = {"context_fn": partial(pass_contexts, selective, samples, block)}
     elif selective:  # torch.compile accepts torch's contexts only
-        contexts = partial(create_selective_checkpoint_contexts, keep_expensive)
-    return checkpoint(  # type: ignore[no-any-return]
-        partial(forward, block), *inputs, use_reentrant=False, context_fn=contexts
-    )
+        options = {"context_fn": partial(create_selective_checkpoint_contexts, keep_expensive)}
+    return checkpoint(partial(forward, block), *inputs, use_reentrant=False, **options)  # type: ignore[no-any-return]
 
 
-def pass_contexts(selective: bool, block: Module) -> Contexts:
+def pass_contexts(selective: bool, samples: SampleIndices, block: Module) -> Contexts:
     """The contexts of the forward pass and of its recomputation."""
     forward: AbstractContextManager[Any] = nullcontext()
     recomputation: AbstractContextManager[Any] = nullcontext()
     if selective:
         forward, recomputation = create_selective_checkpoint_contexts(KeepUnwritten())
-    return forward, WithCopiesOfBuffers(block, recomputation)
+    return forward, AsInForward(block, samples, recomputation)
 
 
 def keep_expensive(_: object, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
@@ -108,15 +110,17 @@ def memory_of(tensors: Any) -> list[int]:
     return [t.untyped_storage().data_ptr() for t in tree_leaves(tensors) if type(t) is Tensor]
 
 
-class WithCopiesOfBuffers:
-    """The context `inner` in which writes into the buffers of `block` are discarded.
+class AsInForward:
+    """The context `inner` for the recomputation of a forward pass that runs when this object is made.
 
-    The forward pass has already updated running statistics; the recomputation must not do so again. A
-    zero-bubble schedule enters this context twice, because it makes two backward passes through a block.
+    Its dropouts draw for the samples of that pass. Writes into the buffers of `block` are discarded, because
+    the forward pass has already updated running statistics. A zero-bubble schedule enters this context
+    twice, because it makes two backward passes through a block.
     """
 
-    def __init__(self, block: Module, inner: AbstractContextManager[Any]) -> None:
+    def __init__(self, block: Module, samples: SampleIndices, inner: AbstractContextManager[Any]) -> None:
         self._tables = [buffers_of(module) for module in block.modules()]
+        self._samples, self._microbatch = samples, samples.current()
         self._inner = inner
         self._kept: list[dict[str, Tensor | None]] = []
 
@@ -125,11 +129,13 @@ class WithCopiesOfBuffers:
         for table in self._tables:
             copies = {name: None if buffer is None else buffer.clone() for name, buffer in table.items()}
             table.update(copies)
+        self._microbatch = self._samples.exchange(self._microbatch)
         self._inner.__enter__()  # last: it rejects operations that the forward pass did not have
 
     def __exit__(self, *failure: Any) -> None:
         try:
             self._inner.__exit__(*failure)
         finally:
+            self._microbatch = self._samples.exchange(self._microbatch)
             for table, buffers in zip(self._tables, self._kept, strict=True):
                 table.update(buffers)

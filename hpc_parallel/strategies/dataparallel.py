@@ -30,6 +30,7 @@ Runner = Callable[..., Tensor]
 def apply(model: LayeredModel, *, degree: int, device: torch.device) -> Threads | Gpus:
     """Run `degree` parts of each batch of `model` at once and concatenate their outputs."""
     local = ReplicaLocal()
+    model.sample_indices.of_replica = partial(local.rows, degree)
     for module in model.modules():
         if isinstance(module, BatchNorm):
             replace_forward(module, partial(normalise, local), technique="Global")
@@ -42,6 +43,10 @@ class ReplicaLocal(threading.local):
 
     barrier: ReplicaBarrier | None = None
     index: int = 0
+
+    def rows(self, degree: int, batch: Tensor) -> Tensor:
+        """The part of `batch` [samples, ...] that this thread's replica has, if there are several."""
+        return batch if self.barrier is None else batch.chunk(degree)[self.index]
 
 
 class ReplicaBarrier:

@@ -75,6 +75,7 @@ class Accumulate:
         pieces = self._split(inputs, targets)
         losses = []
         for index, (samples, expected) in enumerate(pieces):
+            self._model.sample_indices.begin_microbatch(index, count=len(pieces))
             last = index == len(pieces) - 1
             with nullcontext() if last else self._without_averaging():
                 loss = propagate_nonfinite(self._loss(self._runner(samples), expected) / terms)

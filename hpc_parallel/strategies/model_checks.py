@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.schedules import stages_per_rank
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import ConfigError, Problems
-from hpc_parallel.strategies import cache, context, expert, stages, tensor_roles
+from hpc_parallel.strategies import cache, context, dropout_shapes, expert, stages, tensor_roles
 
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+PACKAGE = "hpc_parallel."
 TRAINS = ("train", "proof")
+
+
+def is_own(config: RunConfig) -> bool:
+    """Whether the model's class is the user's own."""
+    return not config.model["_target_"].startswith(PACKAGE)
 
 
 def find_problems(
@@ -32,8 +35,9 @@ def find_problems(
         yield from tensor_roles.find_problems(model, degree=layout.tensor, options=config.strategy)
     if config.task.name == "generate":
         yield from cache.find_problems(model)
-    if config.devices > 1 and config.task.name in TRAINS and config.strategy.verify != "never":
-        yield from _dropout(model)
+    verified = is_own(config) and config.strategy.verify != "never"
+    if config.devices > 1 and config.task.name in TRAINS and verified:
+        yield from dropout_shapes.find_problems(model, sample_shape=sample_shape)
 
 
 def require(model: LayeredModel, *, config: RunConfig, layout: Layout, sample_shape: tuple[int, ...]) -> None:
@@ -41,14 +45,3 @@ def require(model: LayeredModel, *, config: RunConfig, layout: Layout, sample_sh
     problems = list(find_problems(model, config=config, layout=layout, sample_shape=sample_shape))
     if problems:
         raise ConfigError(problems)
-
-
-def _dropout(model: LayeredModel) -> Problems:
-    """The random numbers of a layer depend on which samples and layers a device has."""
-    for name, module in model.named_modules():
-        if isinstance(module, DROPOUTS) and module.p > 0:
-            yield (
-                f"{type(model).__name__}.{name} is {module}, which would draw other random numbers than on "
-                "one device. Set its probability to 0, or strategy.verify=never."
-            )
-            return

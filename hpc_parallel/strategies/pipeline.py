@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,11 +72,16 @@ class Stage(PipelineStage):
     """Averages gradients over replicas if no DistributedDataParallel wraps the stage."""
     first_microbatch = 0
     """Number of microbatches of this step in earlier runs of the schedule."""
+    begin_microbatch: Callable[[int], None] = staticmethod(lambda index: None)
+    """Called with the number of the microbatch before its forward pass in training."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
         if self.has_backward and not self.submod.training:
             self.submod.train()
-        with busy(self.stage_index, "forward", self.first_microbatch + fwd_chunk_id):
+        microbatch = self.first_microbatch + fwd_chunk_id
+        if self.submod.training:
+            self.begin_microbatch(microbatch)
+        with busy(self.stage_index, "forward", microbatch):
             return super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> None:
@@ -161,6 +167,8 @@ class Pipeline:
             for runner, index in zip(runners, stages, strict=True)
         ]
         self._averages = [] if replicas is None else [average_of(model, axis=replicas) for model in models]
+        for part, model in zip(self._parts, models, strict=True):
+            part.begin_microbatch = partial(model.sample_indices.begin_microbatch, count=microbatches)
         for part, average in zip(self._parts, self._averages, strict=False):
             part.average = average
         self._model = models[-1]

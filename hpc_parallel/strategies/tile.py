@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hpc_parallel.models.layered import LayeredModel, Loss
 from hpc_parallel.problems import ConfigError
+from hpc_parallel.strategies.dropout_shapes import CHANNELWISE, ELEMENTWISE
 from hpc_parallel.strategies.halo import Box, Exchange, Grid, Size, Span
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 from hpc_parallel.torch_internals import BatchNorm, DispatchMode
@@ -214,7 +215,10 @@ class MapRecorder(DispatchMode):
         self.reported: set[str] = set()
 
     def enter(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        supported = isinstance(module, (*WINDOWS, *RESIZES, BatchNorm)) or name in self.full_maps
+        supported = (
+            isinstance(module, (*WINDOWS, *RESIZES, BatchNorm, *ELEMENTWISE, *CHANNELWISE))
+            or name in self.full_maps
+        )
         if isinstance(module, nn.Upsample):
             supported = module.mode == "nearest" and module.size is None
         if supported and not self._inside_supported():

@@ -66,7 +66,10 @@ def statistics(assembled: Assembled) -> dict[str, Tensor]:
 
 
 def random_state(device: torch.device) -> State:
-    """State of this rank's generators (for dropout). Only the same number of ranks can restore it."""
+    """State of this rank's generators, for a user's random operations; dropout needs none.
+
+    Only the same number of ranks can restore it.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     state = {f"random/{rank}-of-{ranks}/cpu": torch.get_rng_state()}
     if device.type == "cuda":

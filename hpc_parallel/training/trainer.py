@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.data.sampler import Batches, to_device
+from hpc_parallel.models.sample_indices import SampleIndices
 from hpc_parallel.profiling.measurement import Measurement
 from hpc_parallel.supervise.error_place import at_step
 from hpc_parallel.supervise.progress import Progress
@@ -34,6 +35,11 @@ class Samples:
     validation: Batches
     validation_steps: int  # batches in one validation
     device: torch.device
+    sample_indices: SampleIndices  # of the model
+
+    def begin_batch(self, step: int) -> None:
+        """Tell the model which samples the batch of the 0-based `step` has."""
+        self.sample_indices.begin_batch(self.train.indices(step), device=self.device)
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,7 @@ class Trainer:
         self._progress.mark("data", step)
         with self._measurement.loading(step - steps_before):
             batch = to_device(self._samples.train.at(step - 1), self._samples.device)
+            self._samples.begin_batch(step - 1)
         self._progress.mark("step", step)
         with at_step(step), self._measurement.watch(step - steps_before):
             result = self._step.run(*batch)

@@ -66,13 +66,21 @@ class SmallRun:
 
     def local_samples(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets of this rank; empty for a rank that takes no samples."""
-        if self.config.strategy.execution == DATAPARALLEL:
-            return self.all_samples()
-        replica, _ = share_of(dist.get_rank(), layout=self.layout, strategy=self.config.strategy)
-        offset = 0 if replica is None else replica % self.distinct
-        rows = [index * self.distinct + offset for index in range(self.microbatches)]
-        rows = [] if replica is None else rows
+        rows = self.local_rows()
         return to_device((self.inputs[rows], self.targets[rows]), self.device)
+
+    def all_rows(self) -> Tensor:
+        """The indices of all samples."""
+        return torch.arange(len(self.inputs))
+
+    def local_rows(self) -> Tensor:
+        """The indices of this rank's samples."""
+        if self.config.strategy.execution == DATAPARALLEL:
+            return self.all_rows()
+        replica, _ = share_of(dist.get_rank(), layout=self.layout, strategy=self.config.strategy)
+        if replica is None:
+            return torch.empty(0, dtype=torch.int64)
+        return self.distinct * torch.arange(self.microbatches) + replica % self.distinct
 
 
 def build_small(config: RunConfig) -> LayeredModel:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from hpc_parallel.config.layout import BatchPlan, share_of
 from hpc_parallel.models.layered import LayeredModel, materialise
+from hpc_parallel.strategies import dropout, dropout_shapes
 from hpc_parallel.strategies.assemble import Assembled, assemble
 from hpc_parallel.strategies.decode import Decoder
 from hpc_parallel.strategies.forward_backward import Accumulate
@@ -47,6 +48,9 @@ def on_one_device(run: SmallRun, model: LayeredModel) -> Results:
         with torch.no_grad():
             return Results(0.0, {LOGITS: model.eval()(run.local_samples()[0])[:, -CACHED:]})
     model.train()
+    shapes = dropout_shapes.whole_shapes(model, sample_shape=tuple(run.inputs.shape[1:]))
+    dropout.apply(model, shapes=shapes, part=dropout.Part(), seed=run.config.seed, device=run.device)
+    model.sample_indices.begin_batch(run.all_rows(), device=run.device)
     schedule = Accumulate(model, model=model, loss=model.loss, microbatches=run.microbatches)
     loss = schedule.train(*run.all_samples())
     gradients = {
@@ -76,6 +80,7 @@ def on_layout(run: SmallRun, model: LayeredModel, *, mesh: DeviceMesh) -> Result
 
 def _train(run: SmallRun, assembled: Assembled) -> Results:
     _, replicas = share_of(dist.get_rank(), layout=run.layout, strategy=run.config.strategy)
+    assembled.parts[0].sample_indices.begin_batch(run.local_rows(), device=run.device)
     loss = assembled.forward_backward.train(*run.local_samples()).detach().double().clone()
     dist.all_reduce(loss)  # it is zero on ranks that do not compute it
     return Results(float(loss) / replicas, _full_gradients(assembled))

@@ -186,6 +186,7 @@ def samples_of(session: Session) -> Samples:
         validation=session.batches(session.data.validation, seed=None),
         validation_steps=session.validation_steps,
         device=session.device,
+        sample_indices=session.assembled.parts[0].sample_indices,
     )
 
 

@@ -22,6 +22,7 @@ from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.proofs import is_proven, proofs_folder, record_proof
 from hpc_parallel.strategies import exchange
+from hpc_parallel.strategies.model_checks import is_own
 from hpc_parallel.supervise.error_place import located
 from hpc_parallel.worker.proof_key import proof_key
 from hpc_parallel.worker.small_model import SmallRun, build_small
@@ -31,7 +32,6 @@ OWN_SHARE = 1e-5  # of a gradient's own norm: far above float64's rounding, far 
 MODEL_SHARE = 1e-6  # of the whole gradient's norm: a gradient that is zero in exact arithmetic is noise
 MOST_WEIGHTS = {"cpu": 40_000_000, "cuda": 400_000_000}
 WORST = 1e30  # JSON has no infinity
-PACKAGE = "hpc_parallel."
 TASKS = ("train", "infer", "generate")
 
 
@@ -46,7 +46,7 @@ def verify(config: RunConfig, *, data: Data, mesh: DeviceMesh, device: torch.dev
     All ranks of the default process group call it together, after `model_checks` found no problem. Returns a
     line about the comparison, which rank 0 prints. Raises DifferenceError on all ranks.
     """
-    mode, own = config.strategy.verify, not config.model["_target_"].startswith(PACKAGE)
+    mode, own = config.strategy.verify, is_own(config)
     changes = config.devices > 1 or config.task.name == "generate"
     if config.task.name not in TASKS or not changes or not (own or mode == "always"):
         return None

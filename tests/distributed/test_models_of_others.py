@@ -47,7 +47,7 @@ VIT_SIZES = {
 }  # fmt: skip
 CUT = {  # name: (class of the adapter, sizes, data)
     "gpt": ("gpt_adapter.CutGPT", GPT_SIZES, TEXT),
-    "split gpt": ("gpt_split_adapter.SplitGPT", GPT_SIZES, TEXT),
+    "split gpt": ("gpt_split_adapter.SplitGPT", GPT_SIZES | {"dropout": 0.1}, TEXT),
     "resnet": ("resnet_adapter.CutResNet", RESNET_SIZES, LARGE_IMAGES),
     "vit": ("vit_adapter.CutViT", VIT_SIZES, IMAGES),
     "moe": ("moe_adapter.CutMixtral", {"n_layers": 3}, TEXT),

@@ -14,7 +14,7 @@ class Attention(nn.Module):
 
     def __init__(self, original: CausalSelfAttention) -> None:
         super().__init__()
-        self.c_attn, self.c_proj = original.c_attn, original.c_proj
+        self.c_attn, self.c_proj, self.drop = original.c_attn, original.c_proj, original.resid_dropout
         self.head_dim = original.n_embd // original.n_head
         self.mix = CausalAttention()
 
@@ -23,7 +23,7 @@ class Attention(nn.Module):
             part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for part in self.c_attn(x).chunk(3, dim=-1)
         )
-        return self.c_proj(self.mix(*heads).transpose(1, 2).flatten(2))
+        return self.drop(self.c_proj(self.mix(*heads).transpose(1, 2).flatten(2)))
 
 
 class SplitGPT(CutGPT):

@@ -96,12 +96,13 @@ def test_a_column_without_a_row_and_parts_that_do_not_divide() -> None:
     assert any("whose 48 outputs do not divide by 10" in problem for problem in found)
 
 
-def test_dropout_is_refused_on_several_devices() -> None:
+def test_dropout_that_depends_on_the_layout_is_refused_on_several_devices() -> None:
     model = random_model()
-    model.blocks["1"].drop = nn.Dropout(0.1)
-    config = prepared("strategy=data", "nodes=2", "launcher=local").config
+    model.blocks["1"].drop = nn.AlphaDropout(0.1)
+    own = ("~model", "+model={_target_: tests.random_models.RandomModel}")
+    config = prepared("strategy=data", "nodes=2", "launcher=local", *own).config
     (found,) = find_problems(model, config=config, layout=Layout(replicate=2), sample_shape=(32,))
-    assert "RandomModel.blocks.1.drop is Dropout(p=0.1" in str(found)
+    assert "RandomModel.blocks.1.drop is AlphaDropout(p=0.1" in str(found)
     assert problems(model, Layout()) == []
 
 

@@ -1,0 +1,156 @@
+"""Dropout that is the same on every layout (Srivastava et al. 2014), by counter-based random numbers.
+
+Whether an element is dropped depends on (seed, name of the layer, index of its sample in the training,
+coordinates in the sample) and on nothing else: a hash of them takes the place of a generator's state (Salmon
+et al. 2011). A step uses each sample once, so the index of the sample also says the step.
+
+The masks need no communication, the same element gets the same mask when a block runs again for its
+backward pass, and a run goes on with the same masks on any other layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hpc_parallel.models.layered import LayeredModel, tensor_seed
+from hpc_parallel.models.positions import Positions
+from hpc_parallel.models.sample_indices import SampleIndices
+from hpc_parallel.problems import ConfigError
+from hpc_parallel.strategies.dropout_shapes import ELEMENTWISE, WholeShape, dropouts
+from hpc_parallel.strategies.halo import Grid
+from hpc_parallel.strategies.replace_forward import Forward, replace_forward
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of each sample this device has, where the sizes of a layer's input show that it is a part.
+
+    positions: of a sequence, on this rank of a context axis of `context` ranks; tensor: rank and degree of
+    the tensor axis; tiles: of an image.
+    """
+
+    positions: Positions = field(default_factory=Positions)
+    context: int = 1
+    tensor: tuple[int, int] = (0, 1)
+    tiles: Grid | None = None
+
+    def indices(self, x: Tensor, dim: int, shape: WholeShape) -> Tensor | None:
+        """The indices in the whole `dim` of those of `x`; None if they are not known."""
+        size, whole = x.shape[dim], shape.sizes[dim - 1]
+        if size == whole:
+            return torch.arange(size, device=x.device)
+        if dim == shape.sequence_dim:
+            sequence = self.positions(whole // self.context, device=x.device)
+            return sequence if size == len(sequence) else self._slice(sequence, size)
+        if self.tiles is not None:
+            first_map_dim = x.dim() - 2
+            if dim < first_map_dim:
+                return None
+            height, width = shape.sizes[-2:]
+            start, end = self.tiles.boxes((height, width))[self.tiles.rank][dim - first_map_dim]
+            return torch.arange(start, end, device=x.device)
+        return self._slice(torch.arange(whole, device=x.device), size)
+
+    def _slice(self, indices: Tensor, size: int) -> Tensor | None:
+        """The part of this rank of the tensor axis, if the axis divides `indices` into parts of `size`."""
+        rank, degree = self.tensor
+        return indices[rank * size : (rank + 1) * size] if size * degree == len(indices) else None
+
+
+@dataclass(frozen=True)
+class Counter:
+    """What a dropout layer needs besides its input. key: 0-dim int64, of (seed, name of the layer)."""
+
+    key: Tensor
+    shape: WholeShape
+
+
+def apply(
+    model: LayeredModel,
+    *,
+    shapes: Mapping[str, WholeShape],
+    part: Part,
+    seed: int,
+    device: torch.device,
+) -> LayeredModel:
+    """Let every dropout of `model` (or a stage of it) draw by counters.
+
+    shapes: of the inputs in the whole model, by the names of the dropouts; part: what this device has.
+    """
+    forward = partial(drop, model.sample_indices, part)
+    counted = [(name, module) for name, module in dropouts(model) if name in shapes]
+    for name, module in counted:
+        key = torch.tensor(tensor_seed(seed, name) >> 1, device=device)
+        module.counter = Counter(key, shapes[name])
+        replace_forward(module, forward, technique="Counted")
+        model.sample_indices.used = True
+    return model
+
+
+def drop(samples: SampleIndices, part: Part, original: Forward, module: Any, x: Tensor) -> Tensor:
+    """`x` [batch, ...] with elements (or channels of Dropout1d, 2d and 3d) set to zero in training mode."""
+    if not module.training or module.p == 0:
+        return x
+    if isinstance(x, DTensor):
+        local = drop(samples, part, original, module, x.to_local())
+        return DTensor.from_local(
+            local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+        )
+    dims = range(1, x.dim() if isinstance(module, ELEMENTWISE) else 2)
+    coordinates = [_coordinates(x, dim, module=module, part=part) for dim in dims]
+    kept = keeps(module.counter.key, samples.current().to(x.device), coordinates, rate=module.p)
+    kept = kept.reshape(*kept.shape, *[1] * (x.dim() - kept.dim()))
+    scale = 1 / (1 - module.p) if module.p < 1 else 0.0
+    return torch.where(kept, x * scale, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def _coordinates(x: Tensor, dim: int, *, module: Any, part: Part) -> Tensor:
+    shape: WholeShape = module.counter.shape
+    indices = part.indices(x, dim, shape)
+    if indices is None or len(indices) != x.shape[dim]:
+        raise ConfigError([
+            f"{shape.name} gets {list(x.shape)[1:]} of {list(shape.sizes)} of each sample, and this layout "
+            "does not say which. Set its probability to 0."
+        ])  # fmt: skip
+    return indices
+
+
+def keeps(key: Tensor, samples: Tensor, coordinates: Sequence[Tensor], *, rate: float) -> Tensor:
+    """Whether each element stays: bool [sample, *coordinates], true with probability 1 - `rate`.
+
+    All tensors are int64: `key` has no dim, `samples` and each of `coordinates` one.
+    """
+    rows = mix64(mix64(samples) ^ key)
+    for coordinate in coordinates[:-1]:
+        rows = mix64(rows.unsqueeze(-1) ^ mix64(coordinate))
+    columns = mix64(coordinates[-1] ^ mix64(key))
+    threshold = min(round(rate * 2**32), 2**32 - 1) - 2**31
+    return mix32(rows.unsqueeze(-1), columns) >= threshold
+
+
+def mix64(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser (Steele, Lea & Flood 2014) of int64 as 64 bits; arithmetic is modulo 2^64."""
+    x = x + -0x61C8864680B583EB
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def mix32(rows: Tensor, columns: Tensor) -> Tensor:
+    """32 uniform bits, as int32, of each pair of 64-bit hashes; the shapes broadcast.
+
+    lowbias32 (Wellons 2018, "Prospecting for hash functions") of the low halves. The high half of a row
+    enters between its rounds, so that rows of the same low half have different bits.
+    """
+    x = rows.int() ^ columns.int()
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    x = x ^ (rows >> 32).int()
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * -0x7B935975
+    return x ^ ((x >> 16) & 0xFFFF)

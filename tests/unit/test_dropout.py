@@ -1,0 +1,124 @@
+"""The random numbers of dropout: uniform, independent, a function of their counters; what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hpc_parallel.data.sampler import _mix
+from hpc_parallel.strategies.dropout import Part, keeps, mix64
+from hpc_parallel.strategies.dropout_shapes import WholeShape, find_problems, whole_shapes
+from tests.dropout_models import Images, Tokens
+
+SAMPLES, ROWS, COLUMNS = 64, 128, 96
+COUNT = SAMPLES * ROWS * COLUMNS
+DEVIATIONS = 5  # of a standard normal: seen once in two million draws
+RATE = 0.3
+
+
+def kept(key: int, *, samples: Tensor | None = None) -> Tensor:
+    """Centred to mean 0: [sample, row, column]."""
+    samples = torch.arange(SAMPLES) if samples is None else samples
+    coordinates = [torch.arange(ROWS), torch.arange(COLUMNS)]
+    return keeps(torch.tensor(key), samples, coordinates, rate=RATE).double() - (1 - RATE)
+
+
+def deviations(products: Tensor, *, factors: int) -> float:
+    """How far the mean of `products` of that many independent values is from 0, in standard deviations."""
+    deviation = math.sqrt((RATE * (1 - RATE)) ** factors / products.numel())
+    return abs(float(products.mean())) / deviation
+
+
+@pytest.mark.parametrize("key", [0, 1, 2**62])
+def test_elements_are_independent(key: int) -> None:
+    """Of their neighbours along every dim, of four in a square, of another layer's and another step's."""
+    x = kept(key)
+    assert deviations(x, factors=1) < DEVIATIONS
+    for dim in range(3):
+        first, second = (x.narrow(dim, start, x.shape[dim] - 1) for start in (0, 1))
+        assert deviations(first * second, factors=2) < DEVIATIONS
+    square = x[:, 1:, 1:] * x[:, 1:, :-1] * x[:, :-1, 1:] * x[:, :-1, :-1]
+    assert deviations(square, factors=4) < DEVIATIONS
+    assert deviations(x * kept(key + 1), factors=2) < DEVIATIONS
+    assert deviations(x * kept(key, samples=torch.arange(SAMPLES) + SAMPLES), factors=2) < DEVIATIONS
+    per_column = x.mean((0, 1)) / math.sqrt(RATE * (1 - RATE) / (SAMPLES * ROWS))
+    assert per_column.square().mean() == pytest.approx(1, abs=DEVIATIONS * math.sqrt(2 / COLUMNS))
+
+
+def test_a_part_has_the_numbers_of_the_whole() -> None:
+    whole = keeps(torch.tensor(7), torch.arange(9), [torch.arange(8), torch.arange(6)], rate=0.5)
+    part = keeps(torch.tensor(7), torch.arange(2, 5), [torch.arange(3, 8), torch.arange(1, 4)], rate=0.5)
+    assert torch.equal(part, whole[2:5, 3:8, 1:4])
+
+
+@pytest.mark.parametrize(("rate", "share"), [(0.0, 1.0), (1.0, 0.0)])
+def test_extreme_rates(rate: float, share: float) -> None:
+    all_kept = keeps(torch.tensor(3), torch.arange(50), [torch.arange(200)], rate=rate)
+    assert all_kept.double().mean() == share
+
+
+def test_the_hash_is_that_of_the_sample_order() -> None:
+    values = torch.tensor([0, 1, 2**63 - 1, -5])
+    assert mix64(values).tolist() == _mix(values.numpy()).astype("int64").tolist()
+
+
+def test_parts_of_a_tensor_axis() -> None:
+    part = Part(tensor=(1, 2))
+    shape = WholeShape("Model.drop", (8, 12), sequence_dim=1)
+    assert part.indices(torch.empty(2, 4, 12), 1, shape).tolist() == [4, 5, 6, 7]
+    assert part.indices(torch.empty(2, 8, 6), 2, shape).tolist() == [6, 7, 8, 9, 10, 11]
+    assert part.indices(torch.empty(2, 3, 12), 1, shape) is None
+
+
+def test_shapes_of_the_whole_model() -> None:
+    with torch.device("meta"):
+        tokens, images = Tokens(layers=1, width=8, rate=0.1), Images(width=4, rate=0.1)
+    shapes = whole_shapes(tokens, sample_shape=(20,))
+    assert {name: (shape.sizes, shape.sequence_dim) for name, shape in shapes.items()} == {
+        "stem.1": ((20, 8), 1), "blocks.0.feed.hidden": ((20, 32), 1), "blocks.0.feed.out": ((20, 8), 1),
+    }  # fmt: skip
+    shapes = whole_shapes(images, sample_shape=(1, 8, 24))
+    assert {name: (shape.sizes, shape.sequence_dim) for name, shape in shapes.items()} == {
+        "blocks.0.2": ((4, 8, 24), None), "blocks.1.2": ((4, 8, 24), None), "head.drop": ((4,), None),
+    }  # fmt: skip
+
+
+class Odd(nn.Module):
+    """A block that drops in its own way."""
+
+    def __init__(self, forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.drop, self.alpha, self._forward = nn.Dropout(0.5), nn.AlphaDropout(0.0), forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._forward(self, x)
+
+
+@pytest.mark.parametrize(
+    ("forward", "problem"),
+    [
+        (lambda m, x: F.dropout(x, 0.1, m.training), "Tokens.blocks.0 draws random numbers (aten::"),
+        (
+            lambda m, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1),
+            "Tokens.blocks.0 draws random numbers (aten::",
+        ),
+        (lambda m, x: m.drop(m.drop(x)), "Tokens.blocks.0.drop is Dropout(p=0.5, inplace=False), and which"),
+        (lambda m, x: m.drop(x.transpose(0, 1)).transpose(0, 1), "Tokens.blocks.0.drop is Dropout(p=0.5"),
+        (lambda m, x: F.scaled_dot_product_attention(x, x, x), None),
+    ],
+    ids=["functional", "attention", "twice", "samples are not first", "attention without"],
+)
+def test_what_is_refused(forward: Callable[[nn.Module, Tensor], Tensor], problem: str | None) -> None:
+    with torch.device("meta"):
+        model = Tokens(layers=1, width=8, rate=0.0)
+        model.blocks["0"] = Odd(forward)
+        if problem is None:
+            model.blocks["0"].drop = None
+    found = [str(text) for text in find_problems(model, sample_shape=(20,))]
+    assert [text[: len(problem or "")] for text in found] == ([problem] if problem else [])
+    assert all(text.endswith("or strategy.verify=never.") for text in found)
