@@ -204,6 +204,7 @@ def classes(files: Iterable[Path]) -> dict[type, list[str]]:
     stored = {
         "transformer_schema": schema.TransformerConfig, "huggingface_schema": schema.HuggingFaceConfig,
         "convnet_schema": schema.ConvNetConfig, "segmenter_schema": schema.SegmenterConfig,
+        "unet_schema": schema.UNetConfig,
         "text_schema": schema.TextDataConfig, "tokens_schema": schema.TokensDataConfig,
         "digits_schema": schema.DigitsDataConfig, "cells_schema": schema.CellsDataConfig,
         **{f"{name}_schema": config for name, config in schema.TASKS.items()},

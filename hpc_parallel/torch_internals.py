@@ -110,6 +110,11 @@ def buffers_of(module: Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd counts it as a view of another tensor, which can't be detached in place."""
+    return tensor._is_view()
+
+
 def allow_recompiles(count: int) -> None:
     """Blocks of different shapes are versions of one function to torch.compile, which has a limit of them."""
     limits: Any = torch._dynamo.config

@@ -122,6 +122,16 @@ class SegmenterConfig(ConvNetConfig):
 
 
 @dataclass
+class UNetConfig(ConvNetConfig):
+    """A U-Net (`models/unet.py`): one label for each pixel, with skip connections."""
+
+    _target_: str = "hpc_parallel.models.unet.UNet"  # The class of the model.
+    # The channels of each level; each level but the last halves the image.
+    channels: list[int] = field(default_factory=lambda: [16, 32, 64, 128])
+    classes: int = 2  # The number of labels.
+
+
+@dataclass
 class TextDataConfig:
     """Bytes of text files; the source of Python's standard library unless `path` names other files."""
 
@@ -433,6 +443,7 @@ def register() -> None:
     store.store(group="model", name="huggingface_schema", node=HuggingFaceConfig)
     store.store(group="model", name="convnet_schema", node=ConvNetConfig)
     store.store(group="model", name="segmenter_schema", node=SegmenterConfig)
+    store.store(group="model", name="unet_schema", node=UNetConfig)
     store.store(group="data", name="text_schema", node=TextDataConfig)
     store.store(group="data", name="tokens_schema", node=TokensDataConfig)
     store.store(group="data", name="digits_schema", node=DigitsDataConfig)

@@ -13,7 +13,25 @@ from torch.nn import functional as F
 from hpc_parallel.models.layered import LayeredModel, PartFlops
 
 
-class ConvNet(LayeredModel):
+class ImageModel(LayeredModel):
+    """What the reference models of images share: the loss and the initial weights."""
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Cross-entropy in nats, summed over images [batch] or pixels [batch, height, width]."""
+        logits = output if output.dtype == torch.float64 else output.float()
+        return F.cross_entropy(logits, target.long(), reduction="sum")
+
+    def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Matrices and kernels are normal with variance 2 / fan-in (He et al. 2015)."""
+        if name == "stem.middle":
+            tensor.fill_(127.5)
+        elif tensor.dim() > 1:
+            tensor.normal_(std=math.sqrt(2 / tensor[0].numel()), generator=generator)
+        else:
+            super().initialise(name, tensor, generator)
+
+
+class ConvNet(ImageModel):
     """Images uint8 [batch, channel, height, width] -> logits [batch, classes].
 
     Block i halves height and width (rounded down) and has `channels[i]` output channels.
@@ -45,20 +63,6 @@ class ConvNet(LayeredModel):
             head=Classifier(channels[-1], classes=classes) if head is None else head,
         )
         self.in_channels = in_channels
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Cross-entropy in nats, summed over images [batch] or pixels [batch, height, width]."""
-        logits = output if output.dtype == torch.float64 else output.float()
-        return F.cross_entropy(logits, target.long(), reduction="sum")
-
-    def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Matrices and kernels are normal with variance 2 / fan-in (He et al. 2015)."""
-        if name == "stem.middle":
-            tensor.fill_(127.5)
-        elif tensor.dim() > 1:
-            tensor.normal_(std=math.sqrt(2 / tensor[0].numel()), generator=generator)
-        else:
-            super().initialise(name, tensor, generator)
 
     def forward_flops(self, sample_shape: tuple[int, ...]) -> PartFlops:
         """2 FLOPs for each weight and position where it is used.

@@ -61,7 +61,8 @@ class LayeredModel(nn.Module):
     """A stem, a sequence of blocks and a head; a pipeline stage is a LayeredModel with some of these parts.
 
     Blocks are keyed by their index in the whole model ("0", "1", ...), so a parameter has the same full name
-    in a stage as in the whole model. Each part takes one tensor and returns one. With
+    in a stage as in the whole model. Each part takes one tensor and returns one. A part may return several as
+    a tuple, which are the arguments of the next part: a skip connection is handed on until it is used. With
     `training.precision=bfloat16`, tensors between parts may be float32 or bfloat16.
 
     The stem gets tokens [batch, seq] as int64, or images [batch, channel, height, width] as uint8 (0 to 255),
@@ -104,17 +105,20 @@ class LayeredModel(nn.Module):
         self.blocks = nn.ModuleDict({str(index): block for index, block in enumerate(blocks)})
         self.head = head
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Run the present parts in order; a stage without a stem takes the previous stage's output."""
-        part = "stem"
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Run the present parts in order; a stage without a stem takes the previous stage's outputs."""
+        part, state = "stem", inputs
         try:
             if self.stem is not None:
-                x = self.stem(x, **self._stem_options(x))
+                (x,) = inputs
+                state = as_tuple(self.stem(x, **self._stem_options(x)))
             for name, block in self.blocks.items():
                 part = f"block {name}"
-                x = block(x)
+                state = as_tuple(block(*state))
             part = "head"
-            return x if self.head is None else self.head(x)
+            if self.head is not None:
+                state = as_tuple(self.head(*state))
+            return state[0] if len(state) == 1 else state
         except Exception as error:
             mark(error, part)
             raise
@@ -168,6 +172,11 @@ class LayeredModel(nn.Module):
             blocks=tuple(flops(block) for block in self.blocks.values()),
             head=flops(self.head),
         )
+
+
+def as_tuple(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What a part returns, as the arguments of the next part."""
+    return output if isinstance(output, tuple) else (output,)
 
 
 def keep(model: LayeredModel, *, blocks: Iterable[int], stem: bool, head: bool) -> LayeredModel:

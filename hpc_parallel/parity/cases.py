@@ -21,11 +21,12 @@ from hpc_parallel.config.schema import (
     RunConfig,
     SegmenterConfig,
     TransformerConfig,
+    UNetConfig,
 )
 from hpc_parallel.config.trials import COMPOSE_ERRORS, Trials
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.parity.compare import TOLERANCES
-from hpc_parallel.parity.rows import COMMON, NETS, ROWS, TWO, Row
+from hpc_parallel.parity.rows import COMMON, IMAGES, NETS, ROWS, TWO, Row
 from hpc_parallel.problems import ConfigError, Problem, Problems
 from hpc_parallel.record.run_folder import new_run_id
 
@@ -38,6 +39,7 @@ NET_OF = {
     MoeTransformerConfig._target_: "moe",
     ConvNetConfig._target_: "digits",
     SegmenterConfig._target_: "cells",
+    UNetConfig._target_: "unet",
 }
 
 
@@ -185,7 +187,7 @@ def nets_that_read(data: DictConfig) -> tuple[str, ...]:
     if data.get("sequence_length") is not None:
         return "text", "moe"
     kinds = {kind._target_ for kind in (DigitsDataConfig, CellsDataConfig)}
-    return ("digits", "cells") if data.get("_target_") in kinds else tuple(NETS)
+    return IMAGES if data.get("_target_") in kinds else tuple(NETS)
 
 
 def rows_of(

@@ -43,6 +43,10 @@ NETS = {
         "model=segmenter", "model.channels=[8,12,16]", "data=cells", "data.samples=64", "data.height=32",
         "data.width=48",
     ),
+    "unet": (
+        "model=unet", "model.channels=[4,6,8]", "data=cells", "data.samples=64", "data.height=16",
+        "data.width=24",
+    ),
 }  # fmt: skip
 
 
@@ -63,6 +67,7 @@ class Row:
 
 TWO, FOUR, TWO_BY_TWO = ("nodes=2",), ("nodes=4",), ("nodes=2", "gpus_per_node=2")
 LAYERS = ("text", "digits")  # for strategies that accept any kind of layer
+IMAGES = ("digits", "cells", "unet")
 
 ROWS = (
     Row("single", (), ("training.microbatch_size=4",)),
@@ -71,14 +76,14 @@ ROWS = (
     Row("dataparallel", ("gpus_per_node=2",), nets=LAYERS),
     Row("parameter_server", ("nodes=3",), nets=LAYERS),  # two workers
     Row("parameter_server", TWO, ("strategy.dedicated_server=false",)),
-    Row("fsdp", TWO, nets=LAYERS),
+    Row("fsdp", TWO, nets=(*LAYERS, "unet")),
     Row("fsdp", FOUR, ("training.microbatch_size=1",)),
     Row("fsdp", TWO, ("strategy.reshard=false",)),
     Row("hsdp", TWO_BY_TWO, ("training.microbatch_size=1",)),
     Row("tensor", TWO, nets=LAYERS),
     Row("tensor", TWO, ("strategy.sequence_parallel=false", "strategy.loss_parallel=false")),
     Row("tensor", (*TWO_BY_TWO, "strategy.tensor=2", "strategy.replicate=2")),
-    Row("model", TWO, nets=LAYERS),
+    Row("model", TWO, nets=(*LAYERS, "unet")),
     *(
         Row("pipeline", TWO, (f"strategy.schedule={schedule}",))
         for schedule in (
@@ -86,13 +91,13 @@ ROWS = (
         )
     ),
     Row("pipeline", FOUR),
-    Row("pipeline", TWO, ("strategy.microbatches=4",), nets=("digits",)),
+    Row("pipeline", TWO, ("strategy.microbatches=4",), nets=("digits", "unet")),
     Row("pipeline", (*TWO_BY_TWO, "strategy.pipeline=2", "strategy.replicate=2")),
     Row("context", TWO, ("strategy.context_attention=ring",)),
     Row("context", TWO, ("strategy.context_attention=gather",)),
     Row("context", (*TWO_BY_TWO, "strategy.context=2", "strategy.shard=2")),
-    Row("tile", TWO, nets=("digits", "cells")),
-    Row("tile", TWO_BY_TWO, nets=("digits", "cells")),
+    Row("tile", TWO, nets=IMAGES),
+    Row("tile", TWO_BY_TWO, nets=IMAGES),
     Row("tile", (*TWO_BY_TWO, "strategy.tile=2", "strategy.replicate=2"), ("training.microbatch_size=2",),
         nets=("cells",)),
     Row("expert", TWO, ("training.microbatch_size=4",), nets=("moe",)),

@@ -39,6 +39,7 @@ from hpc_parallel.strategies.forward_backward import Accumulate, ForwardBackward
 from hpc_parallel.strategies.loss_scale import LossScale
 from hpc_parallel.strategies.mesh import axis_of, data_mesh, joint, slicing_axis
 from hpc_parallel.strategies.parameter_server import Idle, ParameterServer
+from hpc_parallel.strategies.tile_maps import Maps, measure
 
 
 @dataclass(frozen=True)
@@ -161,11 +162,11 @@ def build_forward_backward(
 
 def measure_maps(
     model: LayeredModel, *, mesh: DeviceMesh, sample_shape: tuple[int, ...], options: StrategyConfig
-) -> tile.Maps | None:
+) -> Maps | None:
     """Returns the sizes of the maps if samples are tiled. Raises ConfigError if they can't be."""
     if (axis := axis_of(mesh, "tile")) is None:
         return None
-    return tile.measure(model, sample_shape=sample_shape, grid=tile_grid(axis.size(), options.tile_grid))
+    return measure(model, sample_shape=sample_shape, grid=tile_grid(axis.size(), options.tile_grid))
 
 
 def loss_of(model: LayeredModel, *, mesh: DeviceMesh, options: StrategyConfig) -> Loss:
@@ -199,7 +200,7 @@ def cut(
     return stages.cut(model, axis=axis, sample_shape=sample_shape, options=options)
 
 
-def split(part: LayeredModel, *, mesh: DeviceMesh, maps: tile.Maps | None, options: StrategyConfig) -> None:
+def split(part: LayeredModel, *, mesh: DeviceMesh, maps: Maps | None, options: StrategyConfig) -> None:
     """Split samples or single layers over devices."""
     if maps is not None and (axis := axis_of(mesh, "tile")) is not None:
         tile.apply(part, axis=axis, grid=tile_grid(axis.size(), options.tile_grid), maps=maps)

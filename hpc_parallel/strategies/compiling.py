@@ -28,9 +28,10 @@ def apply(model: LayeredModel) -> LayeredModel:
     return model
 
 
-def run_compiled(compiled: Any, forward: Forward, block: Module, x: Tensor) -> Tensor:
+def run_compiled(compiled: Any, forward: Forward, block: Module, *inputs: Tensor) -> Tensor:
     """Run the compiled block. An AsyncCollectiveTensor is copied first, which waits for its collective.
 
     Without the copy torch 2.13 sends the gradient past the operation that made it a plain tensor.
     """
-    return compiled(forward)(block, x if type(x) is Tensor else x.clone())  # type: ignore[no-any-return]
+    plain = [x if type(x) is Tensor else x.clone() for x in inputs]
+    return compiled(forward)(block, *plain)  # type: ignore[no-any-return]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
 from itertools import accumulate, pairwise
+from typing import Any
 
+import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 
@@ -14,6 +18,8 @@ from hpc_parallel.config.schedules import schedule_of, stages_of, stages_per_ran
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.layered import LayeredModel, PartCosts, keep
 from hpc_parallel.problems import ConfigError, Problem, Problems
+from hpc_parallel.strategies.replace_forward import replace_forward
+from hpc_parallel.torch_internals import is_view
 
 
 def cut(
@@ -34,9 +40,44 @@ def cut(
         per_rank=per_rank,
         v_shaped=schedule_of(options).v_shaped,
     )
-    return {
+    stages = {
         i: keep(deepcopy(model), blocks=blocks[i], stem=i == 0, head=i == count - 1) for i in local_indices
     }
+    for stage in stages.values():
+        replace_forward(stage, contiguous_ends, technique="Stage")
+    return stages
+
+
+def contiguous_ends(forward: Callable[..., Any], stage: LayeredModel, *inputs: Tensor) -> Any:
+    """The forward pass of a stage whose outputs, and whose inputs' gradients, can be sent.
+
+    torch's pipelines send tensors as they are, and backends send contiguous ones only. A schedule that splits
+    the backward pass detaches outputs in place, which views do not allow: an input that a stage only hands on
+    is copied.
+    """
+    outputs = forward(stage, *(ContiguousGradient.apply(x) if x.requires_grad else x for x in inputs))
+    if isinstance(outputs, tuple):
+        return tuple(map(_sendable, outputs))
+    return _sendable(outputs)
+
+
+def _sendable(output: Tensor) -> Tensor:
+    return output.clone(memory_format=torch.contiguous_format) if is_view(output) else output.contiguous()
+
+
+class ContiguousGradient(torch.autograd.Function):
+    """The same tensor; its gradient is contiguous.
+
+    An input that a stage hands on is also no longer a leaf of autograd, which would have no gradient to give.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
 
 
 def find_problems(

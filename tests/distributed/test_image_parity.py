@@ -27,6 +27,8 @@ NETS = {
                 "data.height=40", "data.width=56"),
     "segmenter": ("model=segmenter", "data=cells", "data.samples=64", "model.channels=[8,12,16]",
                   "data.height=32", "data.width=48"),
+    "unet": ("model=unet", "data=cells", "data.samples=64", "model.channels=[4,6,8]",
+             "data.height=16", "data.width=24"),
 }  # fmt: skip
 # name: (layout, microbatches of one device)
 LAYOUTS = {
@@ -112,8 +114,10 @@ FLOAT64 = [*product(NETS, LAYOUTS, ["float64"]), *product(["convnet"], CLASSIFIE
 
 
 def _is_slow(case: tuple[str, str, str]) -> bool:
-    """Techniques split a segmenter as they do a convnet; only its tiles differ."""
+    """Techniques split a segmenter as they do a convnet; only its tiles differ, and a U-Net's stages."""
     net, layout, _ = case
+    if net == "unet":
+        return layout not in ("tile 2 x 2", "pipeline of 2")
     return layout in SLOW or (net == "segmenter" and layout not in ("tile 1 x 2", "tile 2 x 2"))
 
 
@@ -130,6 +134,7 @@ SWITCHES = [
     ("convnet", "pipeline of 2", SELECTIVE),
     ("convnet", "tensor over 2", FULL),
     ("segmenter", "tile 1 x 2", SELECTIVE),
+    *in_full([("unet", "pipeline of 2", FULL), ("unet", "data over 2", "training.compile=true")]),
 ]
 
 

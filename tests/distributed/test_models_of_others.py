@@ -17,11 +17,12 @@ from hpc_parallel.commands.export import main as export
 from hpc_parallel.models.adapter import Adapter
 from hpc_parallel.models.layered import materialise
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.strategies.tile import measure
+from hpc_parallel.strategies.tile_maps import measure
 from tests import models_of_others
 from tests.models_of_others.gpt import GPT, GPTConfig
 from tests.models_of_others.gpt_adapter import Stem
 from tests.models_of_others.resnet import ResNet
+from tests.models_of_others.unet import UNet
 from tests.models_of_others.vit import SimpleViT
 from tests.models_of_others.vit_adapter import CutViT, Head
 from tests.parity import STEPS, assert_follows, in_full
@@ -45,12 +46,15 @@ VIT_SIZES = {
     "image_size": [16, 24], "patch_size": 4, "channels": 1, "num_classes": 10, "dim": 16, "depth": 3,
     "heads": 4, "mlp_dim": 24,
 }  # fmt: skip
+UNET_SIZES = {"n_channels": 1, "n_classes": 2, "width": 4}
+CELLS = ("data=cells", "data.samples=64", "data.height=16", "data.width=24")
 CUT = {  # name: (class of the adapter, sizes, data)
     "gpt": ("gpt_adapter.CutGPT", GPT_SIZES, TEXT),
     "split gpt": ("gpt_split_adapter.SplitGPT", GPT_SIZES | {"dropout": 0.1}, TEXT),
     "resnet": ("resnet_adapter.CutResNet", RESNET_SIZES, LARGE_IMAGES),
     "vit": ("vit_adapter.CutViT", VIT_SIZES, IMAGES),
     "moe": ("moe_adapter.CutMixtral", {"n_layers": 3}, TEXT),
+    "unet": ("unet_adapter.CutUNet", UNET_SIZES, CELLS),
 }
 LAYOUTS = {  # name: (layout, microbatches of one device)
     "data 2": ("strategy=data nodes=2", 1),
@@ -123,8 +127,9 @@ def test_layout_follows_one_device(workers: Workers, one_device: Alone, model: s
 
 
 @pytest.mark.full
-def test_tiles_of_a_residual_network_follow_one_device(workers: Workers) -> None:
-    words = (*COMMON, *words_of("resnet"))
+@pytest.mark.parametrize(("model", "sizes"), [("resnet", {}), ("unet", {}), ("unet", {"bilinear": True})])
+def test_tiles_of_an_image_model_follow_one_device(workers: Workers, model: str, sizes: dict) -> None:
+    words = (*COMMON, *words_of(model), *(f"+model.{key}={value}" for key, value in sizes.items()))
     assert_follows(
         workers.train(*words, "strategy=tile", "nodes=2", "gpus_per_node=2"),
         workers.train(*words, "strategy=single"),
@@ -148,7 +153,7 @@ def refusal_of(run_folder: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", ["gpt", "resnet", "vit", "moe"])
+@pytest.mark.parametrize("name", ["gpt", "resnet", "vit", "moe", "unet"])
 def test_an_adapter_is_short(name: str) -> None:
     """Without docstrings and blank lines, with imports."""
     source = Path(models_of_others.__file__).with_name(f"{name}_adapter.py").read_text()
@@ -164,10 +169,11 @@ def test_an_adapter_is_short(name: str) -> None:
 ORIGINALS: dict[str, Callable[[], nn.Module]] = {
     "gpt": lambda: GPT(GPTConfig(**GPT_SIZES)),
     "resnet": lambda: ResNet(**RESNET_SIZES),
+    "unet": lambda: UNet(**UNET_SIZES),
 }
 
 
-@pytest.mark.parametrize("model", ["gpt", *in_full([("resnet",)])])
+@pytest.mark.parametrize("model", ["gpt", *in_full([("resnet",), ("unet",)])])
 def test_weights_go_to_the_original_and_come_back(workers: Workers, tmp_path: Path, model: str) -> None:
     """A run of two stages exports the original's names, and starts from the original's file."""
     layout, short = LAYOUTS["pipeline 2"][0].split(), ("training.steps=1", "training.validate_every=1")

@@ -53,7 +53,9 @@ def test_strategies_are_proven_in_float64(tmp_path: Path) -> None:
 def test_images_are_proven_with_their_running_statistics(tmp_path: Path) -> None:
     done, rows = parity("strategy=tile", "nodes=2", here=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [(row["net"], row["word"]) for row in rows] == [("digits", "equal"), ("cells", "equal")]
+    assert [(row["net"], row["word"]) for row in rows] == [
+        ("digits", "equal"), ("cells", "equal"), ("unet", "equal"),
+    ]  # fmt: skip
     import numpy as np
 
     with np.load(tmp_path / "proof/01-tile-digits/proof/weights-0.npz") as held:

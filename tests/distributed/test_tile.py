@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.strategies import batch_norm, halo, tile
+from hpc_parallel.strategies import batch_norm, halo, tile, tile_layers, tile_maps
 from tests.parity import in_full
 from tests.workers import Workers
 
@@ -35,7 +35,11 @@ class Net:
 
     def build(self, dtype: torch.dtype) -> LayeredModel:
         torch.manual_seed(self.seed)
-        kinds = {"conv": nn.Conv2d, "max": nn.MaxPool2d, "mean": nn.AvgPool2d, "norm": nn.BatchNorm2d}
+        kinds = {
+            "conv": nn.Conv2d, "max": nn.MaxPool2d, "mean": nn.AvgPool2d, "norm": nn.BatchNorm2d,
+            "transposed": nn.ConvTranspose2d, "group": nn.GroupNorm, "instance": nn.InstanceNorm2d,
+            "upsample": nn.Upsample, "pad": nn.ConstantPad2d, "squeeze": Squeeze,
+        }  # fmt: skip
         blocks = [kinds[kind](**options) for kind, options in self.layers]
         head = nn.Conv2d(4, 3, 1) if self.pixelwise else nn.Sequential(nn.Flatten(), nn.LazyLinear(3))
         model = Loss(stem=nn.Identity(), blocks=blocks, head=head)
@@ -63,6 +67,66 @@ class Loss(LayeredModel):
         return (output * target).sum()
 
 
+class Squeeze(nn.Module):
+    """Channels weighted by their means over the cells of the image (squeeze and excitation)."""
+
+    def __init__(self, channels: int, cells: tuple[int, int]) -> None:
+        super().__init__()
+        self.pool, self.mix = nn.AdaptiveAvgPool2d(cells), nn.Conv2d(channels, channels, cells)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.mix(self.pool(x)))
+
+
+class Function(nn.Module):
+    """A block that calls functions, each with the last one's output and, from the second on, the input."""
+
+    def __init__(self, *functions: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.functions = functions
+        self.layers = nn.ModuleList(f for f in functions if isinstance(f, nn.Module))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.functions[0](x)
+        for function in self.functions[1:]:
+            out = function(out, x)
+        return out
+
+
+OTHER_KINDS = ("norm", "group", "instance", "squeeze", "upsample", "pad", "transposed")
+
+
+def other_layer(
+    draw: st.DrawFn, kind: str, *, channels: int, size: list[int]
+) -> tuple[dict[str, Any], list[int], int]:
+    """The options of a layer that is no window, the size of its output, and its channels."""
+    if kind == "norm":
+        return {"num_features": channels}, size, channels
+    if kind == "group":
+        return {"num_groups": draw(st.sampled_from([1, channels])), "num_channels": channels}, size, channels
+    if kind == "instance":
+        return {"num_features": channels, "affine": draw(st.booleans())}, size, channels
+    if kind == "squeeze":
+        cells = tuple(draw(st.integers(1, 3)) for _ in range(2))
+        return {"channels": channels, "cells": cells}, size, channels
+    if kind == "pad":
+        left, right, top, bottom = (draw(st.integers(-1, 3)) for _ in range(4))
+        after = [size[0] + top + bottom, size[1] + left + right]
+        return {"padding": (left, right, top, bottom), "value": 0.5}, after, channels
+    if kind == "upsample":
+        factors = [draw(st.sampled_from([1.0, 1.5, 2.0, 2.7])) for _ in range(2)]
+        options = {"scale_factor": tuple(factors), "mode": "bilinear", "align_corners": draw(st.booleans())}
+        return options, [math.floor(n * factor) for n, factor in zip(size, factors, strict=True)], channels
+    kernel, stride, dilation = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    reach = dilation * (kernel - 1)
+    padding, extra = draw(st.integers(0, reach)), draw(st.integers(0, max(stride, dilation) - 1))
+    options = {
+        "kernel_size": kernel, "stride": stride, "dilation": dilation, "padding": padding,
+        "output_padding": extra, "in_channels": channels, "out_channels": 4, "groups": channels // 2,
+    }  # fmt: skip
+    return options, [(n - 1) * stride - 2 * padding + reach + extra + 1 for n in size], 4
+
+
 @st.composite
 def nets(draw: st.DrawFn) -> Net:
     """Networks whose every map has at least 2 x 2 places."""
@@ -70,9 +134,12 @@ def nets(draw: st.DrawFn) -> Net:
     start, channels = tuple(size), 2
     layers: list[tuple[str, dict[str, Any]]] = []
     for _ in range(draw(st.integers(1, 5))):
-        kind = draw(st.sampled_from(["conv", "conv", "max", "mean", "norm"]))
-        if kind == "norm":
-            layers.append((kind, {"num_features": channels}))
+        kind = draw(st.sampled_from(["conv", "conv", "max", "mean", *OTHER_KINDS]))
+        if kind in OTHER_KINDS:
+            options, after, width = other_layer(draw, kind, channels=channels, size=size)
+            if min(after) >= 2 and max(after) <= 60:
+                layers.append((kind, options))
+                size, channels = after, width
             continue
         kernel = draw(st.sampled_from([1, 3, 5, 7] if kind == "conv" else [2, 3]))
         dilation = draw(st.integers(1, 3)) if kind != "mean" else 1
@@ -123,13 +190,15 @@ def test_any_network_in_tiles_is_that_of_one_device(
 
 PLAIN = Net(
     (("conv", {"in_channels": 2, "out_channels": 4, "kernel_size": 3, "padding": 1}),
-     ("norm", {"num_features": 4}), ("max", {"kernel_size": 2})),
+     ("norm", {"num_features": 4}), ("max", {"kernel_size": 2}),
+     ("group", {"num_groups": 2, "num_channels": 4})),
     height=16, width=16, pixelwise=True, seed=0,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "broken", ["halo", "corner", "gradient of a halo", "statistics", "share of the loss"]
+    "broken",
+    ["halo", "corner", "gradient of a halo", "statistics", "share of the loss", "gradient of a sum"],
 )
 def test_the_comparison_detects_each_fault(workers: Workers, broken: str) -> None:
     sound = workers.run(4, compare, PLAIN, (2, 2), torch.float64)
@@ -139,22 +208,27 @@ def test_the_comparison_detects_each_fault(workers: Workers, broken: str) -> Non
 
 
 def test_a_model_that_tiles_do_not_know_is_refused() -> None:
-    """Squeeze-and-excitation averages over the image: a tile's own mean would be silently wrong."""
+    """An average over the image, for example: a tile's own mean would be silently wrong."""
 
-    class Squeeze(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * torch.sigmoid(x.mean(dim=(2, 3), keepdim=True))
-
-    def refused(*blocks: nn.Module, height: int = 16, grid: tuple[int, int] = (2, 2)) -> str:
+    def refused(
+        *blocks: nn.Module, height: int = 16, grid: tuple[int, int] = (2, 2), pixelwise: bool = False
+    ) -> str:
         model = Loss(stem=nn.Identity(), blocks=blocks, head=nn.Conv2d(2, 2, 1)).to("meta")
+        model.pixelwise = pixelwise
         with pytest.raises(ConfigError) as error:
-            tile.measure(model, sample_shape=(2, height, 16), grid=grid)
+            tile_maps.measure(model, sample_shape=(2, height, 16), grid=grid)
         return str(error.value)
 
-    assert "model.blocks.1 calls mean" in refused(nn.ReLU(inplace=True), Squeeze())
-    assert "model.blocks.0 calls" in refused(nn.Dropout(0.5))
-    assert "calls native_group_norm" in refused(nn.GroupNorm(1, 2))
-    assert "calls upsample_bilinear2d" in refused(nn.Upsample(scale_factor=2, mode="bilinear"))
+    assert "model.blocks.1 calls mean" in refused(
+        nn.ReLU(inplace=True), Function(lambda x: x * x.mean((2, 3), keepdim=True))
+    )
+    assert "calls upsample_bicubic2d" in refused(nn.Upsample(scale_factor=2, mode="bicubic"))
+    assert "calls constant_pad_nd" in refused(Function(lambda x: nn.functional.pad(x, (1, 1))))
+    assert "model.blocks.0 calls" in refused(Function(lambda x: nn.functional.dropout(x, 0.5)))
+    assert "model.blocks.0 calls" in refused(nn.InstanceNorm2d(2, track_running_stats=True))
+    assert "calls mul" in refused(Function(nn.AdaptiveAvgPool2d((16, 16)), lambda pooled, x: pooled * x))
+    assert "normalises a pooled map" in refused(nn.AdaptiveAvgPool2d(2), nn.BatchNorm2d(2))
+    assert "no output for each pixel" in refused(nn.AdaptiveAvgPool2d(2), pixelwise=True)
     pools = [nn.MaxPool2d(2) for _ in range(3)]
     assert "map at model.head has only 1 x 2 positions" in refused(*pools, height=8)
     again = nn.MaxPool2d(2)
@@ -162,7 +236,7 @@ def test_a_model_that_tiles_do_not_know_is_refused() -> None:
     assert "don't divide" in refused(nn.MaxPool2d(2, padding=1), nn.PixelShuffle(1))
     model = Loss(stem=nn.Identity(), blocks=[nn.Conv2d(2, 2, 3, padding_mode="reflect")], head=nn.Identity())
     with pytest.raises(ConfigError, match="padding_mode=reflect"):
-        tile.windows_of(model.blocks["0"])
+        tile_layers.windows_of(model.blocks["0"])
 
 
 def compare(
@@ -182,6 +256,7 @@ def damage(broken: str | None) -> Iterator[None]:
         "gradient of a halo": (halo.Fetch, "backward", staticmethod(without_halo)),
         "statistics": (batch_norm, "apply", lambda model, axis: model),
         "share of the loss": (tile.Grid, "tiles", 1),
+        "gradient of a sum": (tile_layers.SumOverTiles, "backward", staticmethod(lambda _, x: (x, None))),
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         if broken is not None:
@@ -221,7 +296,9 @@ def measured(net: Net, grid: tuple[int, int], dtype: torch.dtype) -> dict[str, f
     expected = alone(whole)
     alone.loss(expected, weights).backward()
 
-    maps = tile.measure(net.build(torch.float32).to("meta"), sample_shape=tuple(images.shape[1:]), grid=grid)
+    maps = tile_maps.measure(
+        net.build(torch.float32).to("meta"), sample_shape=tuple(images.shape[1:]), grid=grid
+    )
     tile.apply(tiled, axis=mesh["tile"], grid=grid, maps=maps)
     batch_norm.apply(tiled, axis=mesh["tile"])
     part = images.clone().requires_grad_()

@@ -18,7 +18,7 @@ from tests.composed import prepared
 from tests.models_of_others import gpt
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs/own-model.md"
-ADAPTER, ATTENTION, ROLES = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+ADAPTER, ATTENTION, SKIPS, ROLES = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
 (KEYS,) = re.findall(r"nanogpt.yaml -->\n```yaml\n(.*?)```", GUIDE.read_text(), re.DOTALL)
 
 
@@ -61,3 +61,12 @@ def test_its_attention_and_roles_fit_every_layout(arguments: dict[str, Any]) -> 
     model = built(ADAPTER, arguments, device="meta")  # with the attention of the GPT itself, that of above
     (problem,) = find_problems(model, config=config, layout=Layout(tensor=2), sample_shape=(32,))
     assert "has no role for stem.wte.weight" in str(problem)
+
+
+def test_the_parts_of_a_u_net_hand_on_their_skip_connections() -> None:
+    names: dict[str, Any] = {}
+    exec(SKIPS, names)
+    down = names["Part"](lambda x: x / 2, goes_down=True)
+    up = names["Part"](lambda x, skip: 10 * x + skip, goes_down=False)
+    x = up(*up(*down(*down(torch.tensor(8.0)))))
+    assert [value.item() for value in x] == [10 * (10 * 2.0 + 4.0) + 8.0]

@@ -63,7 +63,7 @@ def test_cfg_shows_one_package(capsys: pytest.CaptureFixture[str]) -> None:
             ["--help"],
             [
                 "strategy   context data* dataparallel expert fsdp hsdp hybrid model parameter_server",
-                "model      124m 1b 20m 70b 8b convnet huggingface moe_tiny segmenter tiny*",
+                "model      124m 1b 20m 70b 8b convnet huggingface moe_tiny segmenter tiny* unet",
                 "nodes=2",
             ],
         ),

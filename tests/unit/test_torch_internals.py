@@ -134,6 +134,12 @@ def test_a_batch_norm_refuses_other_dims() -> None:
         torch_internals.require_dims(nn.BatchNorm2d(2), torch.ones(2, 2))
 
 
+def test_views_are_known() -> None:
+    x = torch.ones(4)
+    assert torch_internals.is_view(x.view(2, 2))
+    assert not torch_internals.is_view(x.clone())
+
+
 def test_the_limit_of_recompiles_only_rises() -> None:
     before = torch._dynamo.config.recompile_limit
     torch_internals.allow_recompiles(before + 1)

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from hpc_parallel.config.schema import HuggingFaceConfig, MoeTransformerConfig, RunConfig, TransformerConfig
+from hpc_parallel.config.schema import (
+    ConvNetConfig,
+    HuggingFaceConfig,
+    MoeTransformerConfig,
+    RunConfig,
+    SegmenterConfig,
+    TransformerConfig,
+    UNetConfig,
+)
 
 _DECODER = {
     "blocks": "layers",
@@ -22,6 +30,12 @@ KEYS = {
         "vocabulary": "config.vocab_size",
     },
 }
+# (key, blocks for each number of channels, fewer): a U-Net comes down through the levels and up again.
+BLOCKS_OF_CHANNELS = {
+    ConvNetConfig._target_: ("the length of model.channels", 1, 0),
+    SegmenterConfig._target_: ("the length of model.channels", 1, 0),
+    UNetConfig._target_: ("2 x the length of model.channels - 1", 2, 1),
+}
 # For a user's class, which may have them.
 DEFAULT_KEYS = {"blocks": "layers", "vocabulary": "vocab_size", "experts": "experts"}
 
@@ -29,8 +43,10 @@ DEFAULT_KEYS = {"blocks": "layers", "vocabulary": "vocab_size", "experts": "expe
 def count(config: RunConfig, what: str) -> tuple[str, int | None]:
     """Returns the key for the number of `what` (a name in KEYS), and the number or None."""
     model = config.model if isinstance(config.model, dict) else {}
-    if what == "blocks" and isinstance(model.get("channels"), list):
-        return "the length of model.channels", len(model["channels"])
+    target = model.get("_target_")
+    if what == "blocks" and target in BLOCKS_OF_CHANNELS and isinstance(model.get("channels"), list):
+        key, times, fewer = BLOCKS_OF_CHANNELS[target]
+        return key, times * len(model["channels"]) - fewer
     key = KEYS.get(str(model.get("_target_")), DEFAULT_KEYS).get(what, what)
     value: object = model
     for part in key.split("."):

@@ -17,6 +17,7 @@ from hpc_parallel.config.schema import (
     TextDataConfig,
     TokensDataConfig,
     TransformerConfig,
+    UNetConfig,
 )
 from hpc_parallel.problems import Problem, Problems
 
@@ -28,8 +29,12 @@ FITTING = {
     HuggingFaceConfig._target_: TOKENS,
     ConvNetConfig._target_: {"digits": DigitsDataConfig._target_},
     SegmenterConfig._target_: {"cells": CellsDataConfig._target_},
+    UNetConfig._target_: {"cells": CellsDataConfig._target_},
 }
-SCHEMAS: tuple[type[Any], ...] = (ConvNetConfig, SegmenterConfig, DigitsDataConfig, CellsDataConfig)
+SCHEMAS: tuple[type[Any], ...] = (
+    ConvNetConfig, SegmenterConfig, UNetConfig, DigitsDataConfig, CellsDataConfig,
+)  # fmt: skip
+NETWORKS = (ConvNetConfig._target_, SegmenterConfig._target_, UNetConfig._target_)
 CLASSES = {DigitsDataConfig._target_: 10, CellsDataConfig._target_: 2}
 
 
@@ -43,8 +48,15 @@ def find_problems(config: RunConfig) -> Problems:
 
 
 def is_convnet(model: Any) -> bool:
+    """Whether the model is one of our models of images."""
     target = model.get("_target_") if isinstance(model, dict) else None
-    return target in (ConvNetConfig._target_, SegmenterConfig._target_)
+    return target in NETWORKS
+
+
+def halvings(model: dict[str, Any]) -> int:
+    """How often a model of ours halves an image."""
+    levels = len(model["channels"])
+    return levels - 1 if model["_target_"] == UNetConfig._target_ else levels
 
 
 def reads(model: Any) -> str | None:

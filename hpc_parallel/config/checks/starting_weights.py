@@ -16,6 +16,7 @@ from hpc_parallel.config.schema import (
     RunConfig,
     SegmenterConfig,
     TransformerConfig,
+    UNetConfig,
 )
 from hpc_parallel.problems import Problem, Problems, nearest
 from hpc_parallel.record.checkpoint_index import complete
@@ -32,6 +33,7 @@ SHAPE = {  # the keys of a model that its weights fit
     TransformerConfig._target_: ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab_size", "tied_head"),
     ConvNetConfig._target_: IMAGE_SHAPE,
     SegmenterConfig._target_: IMAGE_SHAPE,
+    UNetConfig._target_: IMAGE_SHAPE,
 }
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from hpc_parallel.config.axes import SAMPLE_AXES
 from hpc_parallel.config.checks.counts import count
+from hpc_parallel.config.checks.image_checks import is_convnet
 from hpc_parallel.config.layout import SPMD, Layout, layout_of
 from hpc_parallel.config.schema import (
-    ConvNetConfig,
     GenerateConfig,
     InferConfig,
     RunConfig,
-    SegmenterConfig,
 )
 from hpc_parallel.data.codec import encode, reads_bytes
 from hpc_parallel.problems import Problem, Problems
@@ -43,8 +42,8 @@ def _infer(task: InferConfig, layout: Layout) -> Problems:
 
 def _generate(config: RunConfig, layout: Layout) -> Problems:
     target = config.model.get("_target_") if isinstance(config.model, dict) else None
-    if target in (ConvNetConfig._target_, SegmenterConfig._target_):
-        kind = target.rpartition(".")[2]
+    if is_convnet(config.model):
+        kind = str(target).rpartition(".")[2]
         rule = f"needs the key-value cache of CausalAttention, and a {kind} has none"
         yield Problem("task", "generate", rule, ("infer",))
     if config.strategy.execution != SPMD:

@@ -8,7 +8,7 @@ from hpc_parallel.config.checks.counts import count
 from hpc_parallel.config.checks.image_checks import is_convnet
 from hpc_parallel.config.checks.suggestions import along_with_less_of, degrees_near
 from hpc_parallel.config.layout import Layout
-from hpc_parallel.config.schema import RunConfig, SegmenterConfig
+from hpc_parallel.config.schema import ConvNetConfig, RunConfig
 from hpc_parallel.problems import Problem, Problems
 
 
@@ -48,8 +48,8 @@ def _classifier(config: RunConfig, layout: Layout) -> Problems:
     degree, model = layout.tensor, config.model
     if not is_convnet(model):
         return
-    if model["_target_"] == SegmenterConfig._target_:
-        rule = "splits linear layers, and a Segmenter has none"
+    if model["_target_"] != ConvNetConfig._target_:
+        rule = f"splits linear layers, and a {model['_target_'].rpartition('.')[2]} has none"
         yield Problem("strategy.tensor", degree, rule, (1,), along_with_less_of("tensor", config.strategy))
     elif model["classes"] % degree:
         rule = f"does not divide by strategy.tensor = {degree}: each device has the same number of logits"

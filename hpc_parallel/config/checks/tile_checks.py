@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hpc_parallel.config.checks.image_checks import is_convnet, sizes_are_positive
+from hpc_parallel.config.checks.image_checks import halvings, is_convnet, sizes_are_positive
 from hpc_parallel.config.checks.suggestions import multiples_near
 from hpc_parallel.config.layout import Layout, divisors, tile_grid
-from hpc_parallel.config.schema import RunConfig, SegmenterConfig
+from hpc_parallel.config.schema import ConvNetConfig, RunConfig
 from hpc_parallel.problems import Problem, Problems
 
 
@@ -24,12 +24,12 @@ def find_problems(config: RunConfig, layout: Layout) -> Problems:
 
 
 def _maps(model: dict[str, Any], data: dict[str, Any], *, grid: tuple[int, int]) -> Problems:
-    blocks = len(model["channels"])
+    count = halvings(model)
     for side, parts in zip(("height", "width"), grid, strict=True):
-        size, unit = data[side], parts * 2**blocks
-        if model["_target_"] == SegmenterConfig._target_ and size % unit:
-            rule = f"does not divide by {parts} tiles x 2^{blocks} for the halvings of {blocks} blocks"
+        size, unit = data[side], parts * 2**count
+        if model["_target_"] != ConvNetConfig._target_ and size % unit:
+            rule = f"does not divide by {parts} tiles x 2^{count} for the halvings of {count} blocks"
             yield Problem(f"data.{side}", size, rule, multiples_near(size, unit))
         elif size < unit:
-            rule = f"is too small for {parts} tiles and {blocks} blocks, which each halve it"
+            rule = f"is too small for {parts} tiles and {count} blocks, which each halve it"
             yield Problem(f"data.{side}", size, rule, (unit,))
