@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -20,6 +20,10 @@ class ImageModel(LayeredModel):
         """Cross-entropy in nats, summed over images [batch] or pixels [batch, height, width]."""
         logits = output if output.dtype == torch.float64 else output.float()
         return F.cross_entropy(logits, target.long(), reduction="sum")
+
+    def metrics(self, output: Tensor, target: Tensor) -> Mapping[str, Tensor]:
+        """The share of images or pixels with the right label."""
+        return {"accuracy": (output.argmax(1) == target).sum()}
 
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Matrices and kernels are normal with variance 2 / fan-in (He et al. 2015)."""

@@ -136,6 +136,13 @@ class LayeredModel(nn.Module):
         """The number of terms that `loss` sums, from the shape only: no device is synchronised."""
         return target.numel()
 
+    def metrics(self, output: Tensor, target: Tensor) -> Mapping[str, Tensor]:
+        """Returns other figures of a validation, by name: the SUM over the same terms as `loss`, as a number.
+
+        Example: `{"accuracy": (output.argmax(-1) == target).sum()}`. Called without gradients.
+        """
+        return {}
+
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill one parameter or buffer in place; `name` is its full (canonical) name.
 

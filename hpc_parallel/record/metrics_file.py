@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from hpc_parallel.problems import printable
 from hpc_parallel.record.safe_read import LINES_BYTES, MAX_LINES, MIB, open_regular, parse_line, read_tail
 from hpc_parallel.record.values import integer, number
 
@@ -76,6 +77,9 @@ def describe(metrics: dict[str, Any], *, steps: int) -> str:
         parts.append("loss is not finite" if loss is None else f"loss {loss:.4g}")
     if (validation_loss := number(metrics.get("validation_loss"))) is not None:
         parts.append(f"validation loss {validation_loss:.4g}")
+    for key, value in metrics.items():
+        if key.startswith("validation_") and key != "validation_loss" and number(value) is not None:
+            parts.append(f"{printable(key.removeprefix('validation_'))} {value:.4g}")
     if (latency_s := number(metrics.get("latency_s"))) is not None and "batch_size" in metrics:
         parts.append(f"batch size {metrics['batch_size']}  latency {milliseconds(latency_s)}")
     if (rate := number(metrics.get("samples_per_s"))) is not None:

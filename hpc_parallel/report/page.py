@@ -16,6 +16,7 @@ from hpc_parallel.problems import alternatives, printable
 from hpc_parallel.report import latency, markdown
 from hpc_parallel.report.claims import Runs, judged
 from hpc_parallel.report.gather import PARTS, Gathered
+from hpc_parallel.report.own_metrics import own_metrics
 from hpc_parallel.report.plots import Plot, draw
 from hpc_parallel.report.seeds import pools
 from hpc_parallel.report.spreadsheet import to_csv
@@ -84,6 +85,7 @@ def render(gathered: Gathered) -> Report:
         "parts_unit": unit_of("seconds", (sum((row.parts or {}).values()) for row in parts)),
         "predictions": predicted,
         "pools": pools(rows),
+        "own_metrics": own_metrics(rows),
         "claims": judged(Runs(rows, series)),
         "definitions": DEFINITIONS,
         "plots": plots,

@@ -38,6 +38,7 @@ from hpc_parallel.strategies.device_traffic import DeviceTraffic
 from hpc_parallel.strategies.forward_backward import Accumulate, ForwardBackward, SequenceParts, TensorGroup
 from hpc_parallel.strategies.loss_scale import LossScale
 from hpc_parallel.strategies.mesh import axis_of, data_mesh, joint, slicing_axis
+from hpc_parallel.strategies.own_metrics import MetricsOf, WithMetrics
 from hpc_parallel.strategies.parameter_server import Idle, ParameterServer
 from hpc_parallel.strategies.tile_maps import Maps, measure
 
@@ -51,6 +52,7 @@ class Assembled:
     build_schedule: Callable[[int], ForwardBackward]  # for another number of microbatches, of any size
     mesh: DeviceMesh
     forward_flops: float  # of the whole model, a sample
+    evaluation: WithMetrics  # the loss function; knows the names of the model's metrics after an evaluation
     server: ParameterServer | None = None  # where it alone has the optimizer
     loss_scale: LossScale | None = None  # of float16
     traffic: Sequence[DeviceTraffic] | None = None  # of the devices of one process, where it drives several
@@ -100,6 +102,7 @@ def assemble(
     flops = model.forward_flops(sample_shape)
     maps = measure_maps(model, mesh=mesh, sample_shape=sample_shape, options=config.strategy)
     loss = loss_of(model, mesh=mesh, options=config.strategy)
+    metrics = metrics_of(model, mesh=mesh, options=config.strategy)
     shapes = dropout_shapes.whole_shapes(model, sample_shape=sample_shape)
     local_stages = cut(model, mesh=mesh, sample_shape=sample_shape, options=config.strategy)
     parts = list(local_stages.values())
@@ -112,9 +115,10 @@ def assemble(
     replicas = replicate_parts(parts, config=config, batch=batch, mesh=mesh, device=device, trains=trains)
     loss_scale = scale_of(parts, config=config, device=device)
     loss = loss if loss_scale is None else loss_scale.apply(loss)
+    evaluation = WithMetrics(loss, metrics, model=type(model).__name__)
 
     build_schedule = partial(
-        build_forward_backward, stages=local_stages, replicas=replicas, loss=loss, mesh=mesh,
+        build_forward_backward, stages=local_stages, replicas=replicas, loss=evaluation, mesh=mesh,
         options=config.strategy, device=device,
     )  # fmt: skip
     return Assembled(
@@ -125,6 +129,7 @@ def assemble(
         forward_flops=flops.total,
         server=replicas.server,
         loss_scale=loss_scale,
+        evaluation=evaluation,
         traffic=replicas.traffic,
     )
 
@@ -178,6 +183,17 @@ def loss_of(model: LayeredModel, *, mesh: DeviceMesh, options: StrategyConfig) -
     if (axis := axis_of(mesh, "tensor")) is not None and options.loss_parallel:
         loss = tensor.loss_of_slices(loss, axis=axis)
     return loss
+
+
+def metrics_of(model: LayeredModel, *, mesh: DeviceMesh, options: StrategyConfig) -> MetricsOf:
+    """The model's metrics as this rank computes them, as `loss_of` says."""
+    metrics: MetricsOf = model.metrics
+    if (axis := axis_of(mesh, "tile")) is not None:
+        grid = tile_grid(axis.size(), options.tile_grid)
+        metrics = tile.metrics_of_tile(metrics, axis=axis, grid=grid, pixelwise=model.pixelwise)
+    if (axis := axis_of(mesh, "tensor")) is not None and options.loss_parallel:
+        metrics = tensor.metrics_of_slices(metrics, axis=axis)
+    return metrics
 
 
 def scale_of(parts: Sequence[LayeredModel], *, config: RunConfig, device: torch.device) -> LossScale | None:

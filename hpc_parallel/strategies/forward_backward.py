@@ -34,7 +34,10 @@ class ForwardBackward(Protocol):
         """Add the gradients of the replica's mean loss to `.grad`; the loss, or zero where a peer has it."""
 
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns the replica's mean loss without gradients, zero where a peer has it."""
+        """Returns the replica's mean loss and metrics [1 + metrics] without gradients.
+
+        Where a peer has them, they are zero, or one zero without a dim.
+        """
 
 
 def propagate_nonfinite(loss: Tensor) -> Tensor:
@@ -86,12 +89,12 @@ class Accumulate:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean loss of this replica's batch, forward only."""
+        """Mean loss and metrics of this replica's batch, forward only."""
         terms = self._model.loss_terms(targets)
         losses = [
             self._loss(self._forward(samples), expected) for samples, expected in self._split(inputs, targets)
         ]
-        return torch.stack(losses).sum() / terms
+        return torch.stack(losses).sum(0) / terms
 
     def _split(self, inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
         return list(zip(inputs.chunk(self._microbatches), targets.chunk(self._microbatches), strict=True))

@@ -226,4 +226,4 @@ class Pipeline:
             else:
                 execute(*stage_inputs)
             all_losses.extend(loss.detach() for loss in losses)
-        return torch.stack(all_losses).sum() if all_losses else torch.zeros((), device=self._device)
+        return torch.stack(all_losses).sum(0) if all_losses else torch.zeros((), device=self._device)

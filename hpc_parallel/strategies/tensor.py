@@ -6,6 +6,7 @@ With `loss_parallel`, the loss is computed from logits that stay split by vocabu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.nn import functional as F
 
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.layered import Column, LayeredModel, Loss
+from hpc_parallel.strategies.own_metrics import MetricsOf
 from hpc_parallel.strategies.replace_forward import Forward, OriginalForward, replace_forward
 from hpc_parallel.strategies.tensor_roles import roles_of
 from hpc_parallel.torch_internals import LayerStyle
@@ -165,3 +167,12 @@ def loss_of_slices(loss: Loss, *, axis: DeviceMesh) -> Loss:
         return value.full_tensor() if isinstance(value, DTensor) else value
 
     return split_loss
+
+
+def metrics_of_slices(metrics: MetricsOf, *, axis: DeviceMesh) -> MetricsOf:
+    """Returns `metrics` for logits that stay split over `axis` by their last dim: they are gathered."""
+
+    def gathered_metrics(output: Tensor, target: Tensor) -> Mapping[str, Tensor]:
+        return metrics(DTensor.from_local(output, axis, [Shard(-1)], run_check=False).full_tensor(), target)
+
+    return gathered_metrics

@@ -8,6 +8,7 @@ whole image (`batch_norm.py`). A head that needs the whole image gets it on ever
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hpc_parallel.models.layered import LayeredModel, Loss
 from hpc_parallel.strategies.halo import Box, Grid
+from hpc_parallel.strategies.own_metrics import MetricsOf
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 from hpc_parallel.strategies.tile_layers import fetch_before, tile_layer
 from hpc_parallel.strategies.tile_maps import Maps
@@ -43,6 +45,20 @@ def grid_of(axis: DeviceMesh, grid: tuple[int, int]) -> Grid:
     """The tiles of `axis` in a `grid` of rows and columns."""
     rows, columns = grid
     return Grid(rows=rows, columns=columns, rank=axis.get_local_rank(), group=axis.get_group())
+
+
+def metrics_of_tile(
+    metrics: MetricsOf, *, axis: DeviceMesh, grid: tuple[int, int], pixelwise: bool
+) -> MetricsOf:
+    """Returns metrics that are this tile's share of `metrics`."""
+    tiles = grid_of(axis, grid)
+
+    def share_of_metrics(output: Tensor, target: Tensor) -> Mapping[str, Tensor]:
+        if pixelwise:
+            return metrics(output, tiles.crop(target))
+        return {name: value / tiles.tiles for name, value in metrics(output, target).items()}
+
+    return share_of_metrics
 
 
 def crop_before(tiles: Grid, forward: Forward, stem: nn.Module, image: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ MEASURED = (
     "comparison",
     "ended_early",
 )
+VALIDATION = "validation_"
 Lines = Sequence[Mapping[str, Any]]
 
 
@@ -100,7 +101,7 @@ def _trained(lines: Lines) -> dict[str, Any]:
         "samples": last.get("samples", 0),
         "final_loss": last.get("loss"),
         "skipped_steps": last.get("skipped_steps", 0),
-        "validation_loss": _last(lines, "validation_loss"),
+        **_validated(lines),
         "samples_per_s": _typical(lines, "samples_per_s"),
         "step_time_s": _typical(lines, "step_time_s"),
         **({"tokens_per_s": _typical(lines, "tokens_per_s")} if "tokens_per_s" in last else {}),
@@ -113,7 +114,7 @@ def _inferred(lines: Lines) -> dict[str, Any]:
     rows = [{key: line[key] for key in columns if key in line} for line in lines if "batch_size" in line]
     return {
         "samples": _last(lines, "samples") or 0,
-        "validation_loss": _last(lines, "validation_loss"),
+        **_validated(lines),
         "samples_per_s": max((row["samples_per_s"] for row in rows), default=None),
         "latency_s": rows[0]["latency_s"] if rows else None,
         "latency_p99_s": rows[0]["latency_p99_s"] if rows else None,
@@ -133,6 +134,12 @@ def _generated(lines: Lines) -> dict[str, Any]:
 
 # Figures of the tasks that do not train.
 FIGURES: dict[str, Callable[[Lines], dict[str, Any]]] = {"infer": _inferred, "generate": _generated}
+
+
+def _validated(lines: Lines) -> dict[str, Any]:
+    """The last value of each figure of a validation: of the loss, and of the model's own metrics."""
+    found = dict.fromkeys(key for line in lines for key in line if key.startswith(VALIDATION))
+    return {key: _last(lines, key) for key in ("validation_loss", *found)}
 
 
 def _typical(lines: Lines, key: str) -> float | None:

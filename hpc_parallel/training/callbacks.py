@@ -47,16 +47,21 @@ class Callback:
 
 
 class EarlyStopping(Callback):
-    """Ends a training if `key` of its lines does not get smaller any more."""
+    """Ends a training if `key` of its lines does not improve any more."""
 
-    def __init__(self, *, patience: int, key: str = VALIDATION, least_change: float = 0.0) -> None:
+    def __init__(
+        self, *, patience: int, key: str = VALIDATION, least_change: float = 0.0, largest: bool = False
+    ) -> None:
         """`patience`: lines with `key` that may be without an improvement of more than `least_change`.
+
+        `largest`: the largest value is the best, as of an accuracy; else the smallest.
 
         Raises ValueError for a patience below 1.
         """
         if patience < 1:
             raise ValueError(f"patience = {patience} must be at least 1")
         self.patience, self.key, self.least_change = patience, key, least_change
+        self._sign = -1 if largest else 1
         self._best: float | None = None
         self._best_step = self._without = 0
 
@@ -69,14 +74,17 @@ class EarlyStopping(Callback):
             self._require_key(line)
             return
         value = number(line[self.key])
-        if value is not None and (self._best is None or value < self._best - self.least_change):
+        if value is not None and (self._best is None or self._improves(value, self._best)):
             self._best, self._best_step, self._without = value, line["step"], 0
         else:
             self._without += 1
 
+    def _improves(self, value: float, best: float) -> bool:
+        return self._sign * value < self._sign * best - self.least_change
+
     def _require_key(self, line: Mapping[str, Any]) -> None:
         """Only some lines have a validation; any other key is in all lines or in none."""
-        if self.key != VALIDATION:
+        if not self.key.startswith("validation_") or VALIDATION in line:
             raise ValueError(f"a line of metrics.jsonl has no {self.key}; it has {', '.join(line)}")
 
     def stop_reason(self) -> str | None:

@@ -14,6 +14,7 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.data.sampler import Batches, to_device
 from hpc_parallel.models.sample_indices import SampleIndices
 from hpc_parallel.profiling.measurement import Measurement
+from hpc_parallel.strategies.own_metrics import WithMetrics
 from hpc_parallel.supervise.error_place import at_step
 from hpc_parallel.supervise.progress import Progress
 from hpc_parallel.training.callbacks import Callbacks
@@ -23,7 +24,7 @@ from hpc_parallel.training.nonfinite import CHECK_EVERY
 from hpc_parallel.training.optimizer import ModelOptimizer
 from hpc_parallel.training.saver import Saver
 from hpc_parallel.training.step import Step
-from hpc_parallel.training.validation import mean_loss
+from hpc_parallel.training.validation import validate
 from hpc_parallel.training.writers import Writer
 
 
@@ -36,6 +37,7 @@ class Samples:
     validation_steps: int  # batches in one validation
     device: torch.device
     sample_indices: SampleIndices  # of the model
+    evaluation: WithMetrics  # the loss function
 
     def begin_batch(self, step: int) -> None:
         """Tell the model which samples the batch of the 0-based `step` has."""
@@ -140,7 +142,7 @@ class Trainer:
         self._progress.mark("log", step)
         line = self._metrics.line(step=step, learning_rate=rate)
         if validate:
-            line["validation_loss"] = self.validate(after=step)
+            line |= self.validate(after=step)
         for writer in self._writers:
             writer.write(line)
         reason = self._callbacks.line(line)
@@ -157,8 +159,8 @@ class Trainer:
         self._step.raise_if_nonfinite(step)  # a checkpoint must hold finite weights only
         self._saver.save(step, blocking=blocking)
 
-    def validate(self, *, after: int) -> float | None:
-        """Returns the mean loss over the held-out samples after step `after`; None if it is not finite."""
+    def validate(self, *, after: int) -> dict[str, float | None]:
+        """Returns the mean loss and metrics over the held-out samples after step `after`, by their keys."""
 
         def evaluate(inputs: Tensor, targets: Tensor) -> Tensor:
             self._progress.mark("validate", after)  # a long validation is not a hang
@@ -166,9 +168,12 @@ class Trainer:
 
         started = time.perf_counter()
         samples = self._samples
-        loss = mean_loss(evaluate, samples.validation, steps=samples.validation_steps, device=samples.device)
+        means = validate(
+            evaluate, samples.validation, steps=samples.validation_steps, device=samples.device,
+            evaluation=samples.evaluation,
+        )  # fmt: skip
         self._metrics.leave_out(time.perf_counter() - started)
-        return loss
+        return means
 
     def _due(self, step: int, every: int | None) -> bool:
         """The first and the last step are always due, so the metrics show where a run starts and ends."""

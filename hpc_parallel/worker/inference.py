@@ -23,7 +23,7 @@ from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.strategies.exchange import all_gather_numbers
 from hpc_parallel.training.load_weights import start_from
 from hpc_parallel.training.metrics import peak_memory_bytes
-from hpc_parallel.training.validation import mean_loss
+from hpc_parallel.training.validation import validate as validated
 from hpc_parallel.training.writers import open_writers
 from hpc_parallel.worker.session import Session, complete
 
@@ -79,10 +79,14 @@ def validate(session: Session) -> dict[str, Any]:
     batches = session.batches(session.data.validation, seed=None)
     steps = session.validation_steps
     started = time.perf_counter()
-    loss = mean_loss(session.assembled.forward_backward.evaluate, batches, steps=steps, device=session.device)
+    assembled = session.assembled
+    means = validated(
+        assembled.forward_backward.evaluate, batches, steps=steps, device=session.device,
+        evaluation=assembled.evaluation,
+    )  # fmt: skip
     (times,) = all_gather_numbers([time.perf_counter() - started], device=session.device)
     samples = steps * session.config.training.global_batch_size
-    return {"samples": samples, "validation_loss": loss, "samples_per_s": samples / max(times)}
+    return {"samples": samples, **means, "samples_per_s": samples / max(times)}
 
 
 def time_batch(session: Session, *, batch_size: int) -> dict[str, Any]:

@@ -187,6 +187,7 @@ def samples_of(session: Session) -> Samples:
         validation_steps=session.validation_steps,
         device=session.device,
         sample_indices=session.assembled.parts[0].sample_indices,
+        evaluation=session.assembled.evaluation,
     )
 
 

@@ -86,7 +86,7 @@ def test_the_loss_is_the_untrained_model_s(workers: Workers, layout: str) -> Non
 
 def _losses(run_folder: str) -> tuple[float, dict[int, float]]:
     from hpc_parallel.config.tasks import batch_sizes
-    from hpc_parallel.training.validation import mean_loss
+    from hpc_parallel.training.validation import validate
     from hpc_parallel.worker import inference
     from hpc_parallel.worker.session import Session
 
@@ -97,7 +97,10 @@ def _losses(run_folder: str) -> tuple[float, dict[int, float]]:
         plan = inference.plan_of(session, batch_size=size)
         batches = session.batches(session.data.validation, seed=None, batch=plan)
         schedule = session.assembled.build_schedule(plan.microbatches)
-        loss = mean_loss(schedule.evaluate, batches, steps=1, device=session.device)
+        loss = validate(
+            schedule.evaluate, batches, steps=1, device=session.device,
+            evaluation=session.assembled.evaluation,
+        )["validation_loss"]  # fmt: skip
         assert loss is not None
         found[size] = loss
     return inference.validate(session)["validation_loss"], found

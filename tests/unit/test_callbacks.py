@@ -37,6 +37,15 @@ def test_early_stopping_waits_for_two_lines(losses: list[float | None], stops_at
     assert stopped == stops_at
 
 
+def test_an_accuracy_improves_if_it_grows() -> None:
+    callback = EarlyStopping(patience=2, key="validation_accuracy", largest=True)
+    for step, accuracy in enumerate([0.5, 0.7, 0.6, 0.65], start=1):
+        assert callback.stop_reason() is None
+        callback.on_line({"step": step, "validation_loss": 1.0, "validation_accuracy": accuracy})
+        callback.on_line({"step": step, "loss": 1.0})
+    assert callback.stop_reason() == "validation_accuracy did not improve in 2 lines; best: 0.7 at step 2"
+
+
 def test_a_stop_that_could_never_come_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="patience = 0 must be at least 1"):
         EarlyStopping(patience=0)

@@ -222,7 +222,7 @@ def _callbacks(config: RunConfig) -> Problems:
 def _needs_validation(callback: dict[str, Any]) -> bool:
     key = callback.get("key", VALIDATION)
     watched = {f"{CALLBACKS}.KeepBest": VALIDATION, f"{CALLBACKS}.EarlyStopping": key}
-    return watched.get(callback["_target_"]) == VALIDATION
+    return str(watched.get(callback["_target_"])).startswith("validation_")
 
 
 def _data(config: RunConfig) -> Problems:

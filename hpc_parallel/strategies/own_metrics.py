@@ -1,0 +1,68 @@
+"""Metrics of a model's own (`LayeredModel.metrics`), computed in evaluation beside the loss.
+
+They are sums over the terms of the loss, so schedules add up and average both in the same way: in evaluation
+the loss function returns a vector, the loss and then the metrics.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from hpc_parallel.models.layered import Loss
+from hpc_parallel.user_code import UserCodeError
+
+MetricsOf = Callable[[Tensor, Tensor], Mapping[str, Tensor]]
+"""(head's output, targets) -> sums over the terms of the loss, by name, as `LayeredModel.metrics`."""
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+RESERVED = ("loss",)
+ROUNDING = 0.01  # of a sum, far above that of bfloat16
+
+
+class WithMetrics:
+    """A loss function that returns [1 + metrics] where gradients are off. `names`: of the metrics it gave."""
+
+    def __init__(self, loss: Loss, metrics: MetricsOf, *, model: str) -> None:
+        """`model`: the name of the class, for messages."""
+        self._loss, self._metrics, self._model = loss, metrics, model
+        self.names: tuple[str, ...] = ()
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = self._loss(output, target)
+        if torch.is_grad_enabled():
+            return loss
+        values = self._metrics(output, target)
+        if tuple(values) != self.names:
+            for name, value in values.items():
+                self._require(name, value)
+            self._require_sums(values, output, target)
+            self.names = tuple(values)
+        return torch.stack([loss, *(value.to(loss.dtype) for value in values.values())])
+
+    def _require(self, name: object, value: object) -> None:
+        """Raises UserCodeError if it is no metric."""
+        text = str(name)
+        if not _NAME.fullmatch(text) or text in RESERVED:
+            rule = "a name has small letters, digits and underscores, and is not loss"
+            raise UserCodeError([f"{self._model}.metrics returned {text!r}: {rule}"])
+        shape = list(value.shape) if isinstance(value, Tensor) else None
+        if shape != []:
+            what = type(value).__name__ if shape is None else f"a tensor of shape {shape}"
+            rule = "it must be one number in a tensor, a sum over the terms of the loss"
+            raise UserCodeError([f"{self._model}.metrics returned {what} for {text}: {rule}"])
+
+    def _require_sums(self, values: Mapping[str, Tensor], output: Tensor, target: Tensor) -> None:
+        """Raises UserCodeError if the values of the samples' halves don't add up to those of all of them."""
+        if len(output) < 2 or len(output) != len(target):
+            return
+        halves = [self._metrics(*half) for half in zip(output.chunk(2), target.chunk(2), strict=True)]
+        for name, value in values.items():
+            parts = torch.stack([half[name] for half in halves]).double()
+            if bool((parts.sum() - value).abs() > ROUNDING * parts.abs().sum()):
+                raise UserCodeError([
+                    f"{self._model}.metrics returned {name}, which is not the sum of its values for both "
+                    "halves of the samples: return a sum, not a mean"
+                ])  # fmt: skip
