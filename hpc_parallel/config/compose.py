@@ -16,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hpc_parallel.config.default_batch import LEAST, default_batch_size
+from hpc_parallel.config.default_batch import default_batch_size, usual_batch_size
 from hpc_parallel.config.key_suggestions import suggest
 from hpc_parallel.config.node_devices import AUTO, devices_of_a_node
 from hpc_parallel.config.schema import RunConfig, filled, typed
@@ -97,13 +97,13 @@ def _with_devices(config: DictConfig) -> DictConfig:
 
 def _with_batch(config: DictConfig) -> DictConfig:
     """The configuration with a number for `training.global_batch_size`."""
-    if OmegaConf.select(config, "training.global_batch_size", default=LEAST) is not None:
+    if OmegaConf.select(config, "training.global_batch_size", default=0) is not None:
         return config
     try:
         values = OmegaConf.to_container(config, resolve=True)
         size = default_batch_size(cast(dict[str, Any], values))
     except (OmegaConfBaseException, KeyError):  # `resolve` reports it with all other keys
-        size = LEAST
+        size = usual_batch_size(OmegaConf.select(config, "model"))
     return with_batch_size(config, size)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import OmegaConf, open_dict, read_write
 
 from hpc_parallel.config.compose import UnresolvedError, with_batch_size
-from hpc_parallel.config.default_batch import LEAST
+from hpc_parallel.config.default_batch import usual_batch_size
 from hpc_parallel.config.schema import SweepConfig
 from hpc_parallel.config.sweep_compose import Cell, Cells
 from hpc_parallel.launch.prepare import PreparedRun, prepare
@@ -134,8 +134,9 @@ class _Planner:
 
     def add(self, cell: Cell) -> None:
         overrides, swept = run_overrides(cell.overrides), tuple(run_overrides(cell.swept))
-        if OmegaConf.select(cell.config, "training.global_batch_size", default=LEAST) is None:
-            cell = replace(cell, config=with_batch_size(cell.config, LEAST))  # the same for all runs
+        if OmegaConf.select(cell.config, "training.global_batch_size", default=0) is None:
+            size = usual_batch_size(OmegaConf.select(cell.config, "model"))  # the same for all layouts
+            cell = replace(cell, config=with_batch_size(cell.config, size))
         try:
             run = prepare(cell.config, overrides=overrides, config_dir=self.config_dir, plan=self._plan)
         except UnresolvedError:

@@ -19,6 +19,8 @@ from tests.composed import prepared
         ("strategy=pipeline nodes=3 model.layers=6", 18),
         ("strategy=pipeline nodes=3 model.layers=6 strategy.schedule=gpipe", 16),
         ("strategy=pipeline nodes=2 strategy.microbatches=5", 20),
+        ("model=convnet data=digits strategy=data nodes=3", 66),
+        ("model=unet data=cells strategy=tile nodes=2", 8),
         ("strategy=data nodes=4 training.global_batch_size=8", 8),
     ],
 )
