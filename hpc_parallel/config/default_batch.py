@@ -25,7 +25,7 @@ def usual_batch_size(model: Any) -> int:
 def default_batch_size(values: Mapping[str, Any]) -> int:
     """Returns the smallest number from the model's usual one on that the layout can split.
 
-    `values`: a resolved configuration. If its layout is wrong, which the checks report, returns the usual number.
+    `values`: a resolved configuration. Returns the usual number if the layout is wrong, which checks report.
     """
     least = usual_batch_size(values.get("model"))
     strategy = SimpleNamespace(**values["strategy"])

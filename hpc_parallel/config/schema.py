@@ -241,8 +241,8 @@ class TrainingConfig:
     """How long, with which batch, in which precision, and how often results are logged and saved."""
 
     steps: int = 100  # The number of optimizer steps.
-    # Samples in one optimizer step, whatever the layout is. null: 16 (convnet 64, segmenter and unet 8), or the
-    # next number that the layout can split. A sweep takes the first number, so that its runs can be compared.
+    # Samples in one optimizer step, whatever the layout is. null: 16 (convnet 64, segmenter and unet 8), or
+    # the next number that the layout can split. A sweep takes the first number, so its runs can be compared.
     global_batch_size: int = 16
     microbatch_size: int | None = None  # Samples in one forward pass; null: as many as the layout allows.
     # The type of the computation; bfloat16 and float16 are autocast over float32 weights.

@@ -54,6 +54,7 @@ class Assembled:
     forward_flops: float  # of the whole model, a sample
     evaluation: WithMetrics  # the loss function; knows the names of the model's metrics after an evaluation
     server: ParameterServer | None = None  # where it alone has the optimizer
+    compiled: bool = False  # whether torch.compile compiles the blocks
     loss_scale: LossScale | None = None  # of float16
     traffic: Sequence[DeviceTraffic] | None = None  # of the devices of one process, where it drives several
 
@@ -130,6 +131,7 @@ def assemble(
         server=replicas.server,
         loss_scale=loss_scale,
         evaluation=evaluation,
+        compiled=config.training.compile,
         traffic=replicas.traffic,
     )
 

@@ -9,7 +9,7 @@ optimizer ignores the flag: then the host reads it before each update.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +20,7 @@ from torch.nn import Parameter
 
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.loss_scale import LossScale
+from hpc_parallel.training.nonfinite_trace import Finding, first_clause
 from hpc_parallel.training.optimizer import ModelOptimizer
 
 CHECK_EVERY = 100  # steps between two checks on the host, if no line is logged in between
@@ -28,13 +29,14 @@ CHECK_EVERY = 100  # steps between two checks on the host, if no line is logged 
 class NonFiniteError(RuntimeError):
     """Raised on the rank to blame for a step whose loss or gradient is not finite.
 
-    The weights are those before the step. `details` has the `step` and the first affected `parameter` in the
-    order of the model. A checkpoint of a later step has the same weights, so a rollback takes an earlier one.
+    The weights are those before the step. `details` has the `step`, the first affected `parameter` in the
+    order of the model, and the `layer` whose output or gradient was the first that is not finite. A
+    checkpoint of a later step has the same weights, so a rollback takes an earlier one.
     """
 
-    def __init__(self, message: str, *, step: int, parameter: str | None) -> None:
+    def __init__(self, message: str, *, step: int, parameter: str | None, layer: str | None) -> None:
         super().__init__(message)
-        self.details: dict[str, Any] = {"step": step, "parameter": parameter}
+        self.details: dict[str, Any] = {"step": step, "parameter": parameter, "layer": layer}
 
 
 class FollowerError(RuntimeError):
@@ -106,8 +108,10 @@ class Guard:
         overflows = torch.zeros_like(bad) if self._loss_scale is None else self._loss_scale.update(bad)
         return bad if self._skips else overflows
 
-    def raise_if_nonfinite(self, step: int) -> None:
+    def raise_if_nonfinite(self, step: int, *, trace: Callable[[int], Finding]) -> None:
         """Read from the device whether a step up to the 1-based `step` was withheld.
+
+        `trace`: what `nonfinite_trace.trace` shows in a replay of that step, on this rank.
 
         All ranks must call it together. Raises NonFiniteError on the rank to blame and FollowerError on the
         others.
@@ -118,9 +122,9 @@ class Guard:
         if dist.is_initialized():
             dist.all_reduce(count, op=dist.ReduceOp.MAX)  # only a parameter server has the gradient
         if withheld := int(count.item()):
-            self._raise(step - withheld + 1)
+            self._raise(step - withheld + 1, trace=trace)
 
-    def _raise(self, step: int) -> NoReturn:
+    def _raise(self, step: int, *, trace: Callable[[int], Finding]) -> NoReturn:
         names = list(self._parameters)
         bad = {names[index] for index in (~self._norms.isfinite()).nonzero().flatten().tolist()}
         broken = {name for name, weight in self._parameters.items() if not _is_finite(weight)}
@@ -129,10 +133,15 @@ class Guard:
             "gradient": min(bad, key=order, default=None),
             "weight": min(broken, key=order, default=None),
         }  # fmt: skip
-        by_rank = exchange.all_gather(local) if dist.is_initialized() else [local]
+        by_rank = _all_gather(local)
         rank, message, parameter = blame(by_rank, step=step)
+        layer = None
+        whole = all(values["weight"] is None for values in by_rank)
+        if whole and (first := first_clause(_all_gather(trace(step)), order=order)) is not None:
+            rank, clause, layer = first
+            message = f"{message}; {clause}"
         if rank == (dist.get_rank() if dist.is_initialized() else 0):
-            raise NonFiniteError(message, step=step, parameter=parameter)
+            raise NonFiniteError(message, step=step, parameter=parameter, layer=layer)
         raise FollowerError(f"ended with rank {rank}: {message}")
 
 
@@ -168,6 +177,10 @@ def order(name: str) -> tuple[int, int, str]:
     if part == "blocks" and number.isdigit():
         return 1, int(number), rest
     return {"stem": 0, "head": 2}.get(part, 1), 0, rest
+
+
+def _all_gather(value: Any) -> list[Any]:
+    return exchange.all_gather(value) if dist.is_initialized() else [value]
 
 
 def _is_finite(weight: Tensor) -> bool:

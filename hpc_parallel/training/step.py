@@ -21,7 +21,11 @@ from hpc_parallel.supervise.error_place import located, mark
 from hpc_parallel.training.checkpoint import statistics
 from hpc_parallel.training.gradient_norm import GradientNorm, clip
 from hpc_parallel.training.nonfinite import Guard
+from hpc_parallel.training.nonfinite_trace import Finding, trace
 from hpc_parallel.training.optimizer import ModelOptimizer
+
+BatchOf = Callable[[int], tuple[Tensor, Tensor]]
+"""A 1-based step -> inputs and targets of this replica, on the device."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,10 @@ class Step(Protocol):
     def run(self, inputs: Tensor, targets: Tensor) -> StepResult:
         """Train on this replica's batch `[batch, ...]` and update the weights."""
 
-    def raise_if_nonfinite(self, step: int) -> None:
+    def raise_if_nonfinite(self, step: int, *, batch_of: BatchOf) -> None:
         """Check on the host for losses or gradients that were not finite up to the 1-based `step`.
+
+        `batch_of`: the batch of a step, to run the first such step again.
 
         All ranks must call it together. Raises what `training.nonfinite.Guard.raise_if_nonfinite` raises.
         """
@@ -67,6 +73,7 @@ class GradientStep:
         """
         self._forward_backward: ForwardBackward = assembled.forward_backward
         self._parts = assembled.parts
+        self._compiled = assembled.compiled
         self._parameters: list[Parameter] = [p for part in assembled.parts for p in part.parameters()]
         self._optimizer = optimizer
         self._clip_norm = clip_norm
@@ -88,8 +95,12 @@ class GradientStep:
         loss = self._train(inputs, targets)
         return StepResult(loss=loss, gradient_norm=self._update(loss), skipped=self._guard.skipped)
 
-    def raise_if_nonfinite(self, step: int) -> None:
-        self._guard.raise_if_nonfinite(step)
+    def raise_if_nonfinite(self, step: int, *, batch_of: BatchOf) -> None:
+        def trace_step(bad_step: int) -> Finding:
+            replay = partial(self._forward_backward.train, *batch_of(bad_step))
+            return trace(self._parts, compiled=self._compiled, replay=replay)
+
+        self._guard.raise_if_nonfinite(step, trace=trace_step)
 
     def _train(self, inputs: Tensor, targets: Tensor) -> Tensor:
         self._guard.remember_buffers()

@@ -39,9 +39,11 @@ class Samples:
     sample_indices: SampleIndices  # of the model
     evaluation: WithMetrics  # the loss function
 
-    def begin_batch(self, step: int) -> None:
-        """Tell the model which samples the batch of the 0-based `step` has."""
-        self.sample_indices.begin_batch(self.train.indices(step), device=self.device)
+    def batch_of(self, step: int) -> tuple[Tensor, Tensor]:
+        """The batch of the 1-based `step`; the model is told which samples it has."""
+        batch = to_device(self.train.at(step - 1), self.device)
+        self.sample_indices.begin_batch(self.train.indices(step - 1), device=self.device)
+        return batch
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Trainer:
             validate = self._due(step, self._training.validate_every)
             line_due = validate or self._due(step, self._training.log_every)
             if line_due or step % CHECK_EVERY == 0:
-                self._step.raise_if_nonfinite(step)
+                self._step.raise_if_nonfinite(step, batch_of=self._samples.batch_of)
             if line_due:
                 self._log(step, rate=rate, validate=validate)
             if self._saver.due(step):
@@ -129,8 +131,7 @@ class Trainer:
         self._optimizer.set_learning_rate(rate)
         self._progress.mark("data", step)
         with self._measurement.loading(step - steps_before):
-            batch = to_device(self._samples.train.at(step - 1), self._samples.device)
-            self._samples.begin_batch(step - 1)
+            batch = self._samples.batch_of(step)
         self._progress.mark("step", step)
         with at_step(step), self._measurement.watch(step - steps_before):
             result = self._step.run(*batch)
@@ -156,7 +157,8 @@ class Trainer:
 
     def _save(self, step: int, *, blocking: bool) -> None:
         self._progress.mark("save", step)
-        self._step.raise_if_nonfinite(step)  # a checkpoint must hold finite weights only
+        # A checkpoint must hold finite weights only.
+        self._step.raise_if_nonfinite(step, batch_of=self._samples.batch_of)
         self._saver.save(step, blocking=blocking)
 
     def validate(self, *, after: int) -> dict[str, float | None]:

@@ -14,8 +14,8 @@ import pytest
 from hpc_parallel.record.safe_read import read_json
 from tests.composed import prepared
 from tests.distributed.test_local_launcher import HOST, AgentServer, agent_server, session
-from tests.parity import largest_difference, weight_difference
-from tests.workers import Workers
+from tests.parity import in_full, largest_difference, weight_difference
+from tests.workers import Workers, train_here
 
 SMALL = (
     "device=cpu",
@@ -124,6 +124,46 @@ def test_a_loss_that_is_not_finite_stops_all_before_it_is_learnt_from(failing: F
         "nonfinite", 3, "stem.weight",
     )  # fmt: skip
     assert found["followers"] == [{"rank": 0, "host": HOST, "kind": "stopped"}]
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "rank"),
+    [
+        (("strategy=pipeline", "nodes=2", "strategy.microbatches=2", "strategy.cuts=[2]"), "output", 1),
+        (("strategy=fsdp", "nodes=2", "training.activation_checkpointing=full"), "gradient", 0),
+        *in_full([
+            (("strategy=single",), "output", 0),
+            (("strategy=pipeline", "nodes=2", "strategy.microbatches=2", "strategy.cuts=[2]"), "gradient", 1),
+            (("strategy=parameter_server", "nodes=3"), "output", 1),
+            (("strategy=single", "training.compile=true"), "output", 0),
+        ]),
+    ],
+)  # fmt: skip
+def test_the_layer_that_was_not_finite_first_is_named(
+    workers: Workers, layout: tuple[str, ...], kind: str, rank: int
+) -> None:
+    model = ("~model", f"+model={{_target_: tests.nonfinite_models.Harmed, kind: {kind}}}")
+    words = ("strategy.verify=never", "training.log_every=3", "training.measure_steps=0")
+    small = [word for word in SMALL if not word.startswith("model.")]
+    run = workers.prepare(*small, *model, *layout, *words)
+    errors = workers.run(run.processes, error_of, str(run.folder.path))
+    # In the backward pass the harm is seen at the output of the layer before it.
+    layer = {"output": "blocks.2.norm.1", "gradient": "blocks.2.norm.0"}[kind]
+    layer = "blocks.2" if "training.compile=true" in layout else layer
+    subject = {"output": "the output", "gradient": "the gradient of the output"}[kind]
+    name, message, found = errors[rank]
+    assert (name, found) == ("NonFiniteError", layer)
+    clause = rf"{subject} of {layer} was the first that is not finite \((nan|-?inf)\)"
+    assert re.fullmatch(rf".* step 1.*; {clause}", message)
+    assert {kind for index, (kind, _, _) in enumerate(errors) if index != rank} <= {"FollowerError"}
+
+
+def error_of(run_folder: str) -> tuple[str, str, str | None]:
+    try:
+        train_here(run_folder, {})
+    except RuntimeError as error:
+        return type(error).__name__, str(error), getattr(error, "details", {}).get("layer")
+    return "none", "", None
 
 
 def test_problems_that_only_the_job_finds(failing: Failing) -> None:

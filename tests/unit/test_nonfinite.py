@@ -62,7 +62,7 @@ def test_a_skipped_step_is_as_if_it_had_not_been() -> None:
     ours, guard, counts = guarded("skip")
     assert counts == [0, 0, 1, 2, 2, 2]
     torch.testing.assert_close(ours, by_hand(range(1, 7)))
-    guard.raise_if_nonfinite(6)
+    guard.raise_if_nonfinite(6, trace=lambda step: {})
 
 
 @pytest.mark.parametrize("policy", ["stop", "rollback"])
@@ -72,8 +72,8 @@ def test_nothing_is_learnt_from_the_first_bad_step_on(policy: str) -> None:
     with pytest.raises(
         NonFiniteError, match=r"the gradient of blocks\.0\.bias is not finite at step 3"
     ) as raised:
-        guard.raise_if_nonfinite(6)
-    assert raised.value.details == {"step": 3, "parameter": "blocks.0.bias"}
+        guard.raise_if_nonfinite(6, trace=lambda step: {})
+    assert raised.value.details == {"step": 3, "parameter": "blocks.0.bias", "layer": None}
 
 
 def test_running_statistics_skip_the_step_too() -> None:
