@@ -154,6 +154,10 @@ class Callbacks:
         self._call("on_line", line)
         if "validation_loss" in line:
             self._call("on_validation", line["step"], line["validation_loss"])
+        return self.reason()
+
+    def reason(self) -> str | None:
+        """Returns on all ranks why the training shall end, or None. Collective."""
         if not self._used:
             return None
         reasons = filter(None, self._call("stop_reason"))

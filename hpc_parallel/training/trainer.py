@@ -100,6 +100,10 @@ class Trainer:
         """
         steps = self._training.steps
         steps_before = self.steps_done
+        if steps_before:  # the last start may have died between its early end and its summary
+            self.ended_early = self._callbacks.reason()
+        if self.ended_early is not None:
+            return None
         for step in range(steps_before + 1, steps + 1):
             rate = self._train(step, steps_before=steps_before)
             self._callbacks.step(step)

@@ -67,7 +67,7 @@ def train(
     samples = samples_of(session)
     observers = open_observers(
         session, folder, values=values, replicas=samples.train.replicas, progress=progress or Progress(),
-        group=stopping,
+        group=stopping, steps_done=steps_done,
     )  # fmt: skip
     saver = Saver(
         folder.checkpoints, state=state, about={"config": values, "data": session.data.digest},
@@ -99,10 +99,12 @@ def open_observers(
     replicas: int,
     progress: Progress,
     group: dist.ProcessGroup,
+    steps_done: int,
 ) -> Observers:
     config = session.config
     reads = config.training.callbacks and dist.get_rank() == 0
-    earlier = MetricsReader(folder.metrics).read() if reads else []
+    lines = MetricsReader(folder.metrics).read() if reads else []
+    earlier = [line for line in lines if line["step"] <= steps_done]  # later steps are trained again
     metrics = Metrics(scale_of(session, replicas=replicas), device=session.device)
     return Observers(
         metrics=metrics,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hpc_parallel.launch.resume import find_problems
 from hpc_parallel.record.run_folder import RunFolder
-from tests.workers import Workers
+from tests.workers import Workers, train_here
 
 SMALL = (
     "training.steps=12", "training.log_every=4", "training.validate_every=4", "training.measure_steps=0",
@@ -35,6 +36,11 @@ def test_they_hear_of_everything_and_end_all_ranks(workers: Workers) -> None:
     assert (summary["outcome"], summary["steps"]) == ("completed", 8)
     assert summary["ended_early"].startswith("validation_loss did not improve in 2 lines; best: ")
     folder = RunFolder(trained.folder)
+    workers.run(
+        2, train_here, str(folder.path), {}
+    )  # as after a death before the summary: nothing is trained
+    assert workers.lines(SimpleNamespace(folder=folder)) == trained.lines
+    assert json.loads(folder.summary.read_text())["ended_early"] == summary["ended_early"]
     problems = [str(problem) for problem in find_problems(folder, folder.read_config())]
     assert any("ended early: validation_loss did not improve" in problem for problem in problems)
 
