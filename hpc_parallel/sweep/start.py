@@ -137,7 +137,10 @@ def preview(plan: SweepPlan, *, kind: str, launcher: Launcher) -> int:
     if kind != "local":
         hours = math.fsum(run.config.devices * run.config.launcher.time_minutes / 60 for run in runs)
         line += f", at most {hours:g} device-hours by their time limits"
-    print(f"# {line}")
+    print(f"# {line}", flush=True)
+    from hpc_parallel.launch.rank_variables import describe
+
+    complain([f"run 0, {plan.runs[0].label}:", *describe(runs[0])])  # beside the scripts, which stdout has
     return DONE
 
 

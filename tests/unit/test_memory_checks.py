@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import hydra
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from hpc_parallel.config.checks.memory_checks import least_bytes, parameters
 from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.layout import Layout
+from hpc_parallel.config.site_limits import local_warnings
 from hpc_parallel.problems import ConfigError
 from tests.composed import composed, prepared
 
@@ -52,3 +55,22 @@ def test_what_can_not_fit_is_refused() -> None:
         prepared(*words, "strategy=data", "cluster.device_memory_gb=16")
     prepared(*words, "strategy=data", "cluster.device_memory_gb=19")
     prepared(*words, "strategy=fsdp", "cluster.device_memory_gb=16")
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "needed_gb"),
+    [
+        ("strategy=data nodes=2", {}, 2 * 16 * B1 / 2**30),
+        ("strategy=fsdp nodes=2", {}, 16 * B1 / 2**30),
+        ("strategy=data nodes=2 device=cuda", {}, None),
+    ],
+)
+def test_a_run_that_this_machine_can_not_hold_is_announced(
+    words: str, environment: dict[str, str], needed_gb: float | None
+) -> None:
+    config, _ = resolve(composed("model=1b", *words.split()))
+    warnings = local_warnings(config, memory_bytes=16 * 2**30, environment=environment)
+    assert [float(re.search(r"at least ([0-9.]+) GB", line)[1]) for line in warnings] == (
+        [] if needed_gb is None else [pytest.approx(needed_gb, abs=0.05)]
+    )
+    assert local_warnings(config, memory_bytes=2**40, environment=environment) == []
