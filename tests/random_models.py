@@ -21,14 +21,16 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "feed": ("mlp", "gated", "no", "shift"),
     "bias": (True, False),
     "tied": (True, False),
+    "dropout": ("no", "no", "hidden", "heads", "scores", "functional"),
     "roles": ("right", "right", "right", "none", "alike", "fused_column", "no_whole", "split_view"),
 }
 """The values of each argument of `RandomModel`; a value that is there twice is more likely."""
 
 
+RATE = 0.2
 RIGHT = {
     "layers": 2, "positions": "stem", "attention": "mix", "norm": "layer", "norm_after": False,
-    "feed": "mlp", "bias": True, "tied": True, "roles": "right",
+    "feed": "mlp", "bias": True, "tied": True, "dropout": "hidden", "roles": "right",
 }  # fmt: skip
 """A model that is right on every layout."""
 
@@ -135,6 +137,8 @@ class Attention(nn.Module):
             self.query, self.key, self.value = (nn.Linear(dim, dim, bias=spec["bias"]) for _ in range(3))
         self.output = nn.Linear(dim, dim, bias=False)
         self.mix = CausalAttention()
+        self.drop = nn.Dropout(RATE if spec["dropout"] == "heads" else 0.0)
+        self.drop_scores = nn.Dropout(RATE if spec["dropout"] == "scores" else 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (
@@ -148,6 +152,7 @@ class Attention(nn.Module):
             )
             angles = rotation(indices, head_dim=self.head_dim, theta=100.0, like=query)
             query, key = rotate(query, angles), rotate(key, angles)
+        query = self.drop(query)
         return self.output(self.attend(query, key, value).transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
 
     def project(self, x: Tensor) -> Any:
@@ -162,7 +167,7 @@ class Attention(nn.Module):
         if self.kind == "by_hand":
             scores = query @ key.transpose(-2, -1) / self.head_dim**0.5
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-            return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value
+            return self.drop_scores(scores.masked_fill(~mask, -torch.inf).softmax(-1)) @ value
         return self.mix(query, key, value)  # type: ignore[no-any-return]
 
 
@@ -174,12 +179,17 @@ class Feed(nn.Module):
         if self.kind == "gated":
             self.gate = nn.Linear(dim, 2 * dim, bias=False)
         self.down = nn.Linear(2 * dim, dim, bias=False)
+        self.drop = nn.Dropout(RATE if spec["dropout"] == "hidden" else 0.0)
+        self.functional = spec["dropout"] == "functional"
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.functional:
+            x = F.dropout(x, RATE, self.training)
         if self.kind == "shift":  # mixes positions
             x = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1)
         hidden = self.up(x)
-        return self.down(F.silu(self.gate(x)) * hidden if self.kind == "gated" else F.gelu(hidden))  # type: ignore[no-any-return]
+        hidden = F.silu(self.gate(x)) * hidden if self.kind == "gated" else F.gelu(hidden)
+        return self.down(self.drop(hidden))  # type: ignore[no-any-return]
 
 
 class Head(nn.Module):
