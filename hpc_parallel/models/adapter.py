@@ -22,7 +22,7 @@ class Adapter(LayeredModel):
     ) -> None:
         """`stem`, `blocks` and `head` consist of modules of `original`.
 
-        Raises ValueError if a weight or buffer of `original` is in no part.
+        Raises ValueError if a weight or buffer of the state dict of `original` is in no part.
         """
         super().__init__(stem=stem, blocks=blocks, head=head)
         originals: dict[int, list[str]] = defaultdict(list)
@@ -30,7 +30,8 @@ class Adapter(LayeredModel):
             originals[id(tensor)].append(name)
         parts = _tensors(self)
         covered = {id(tensor) for tensor in parts.values()}
-        if lost := [names[0] for tensor, names in originals.items() if tensor not in covered]:
+        kept = original.state_dict().keys()
+        if lost := [n[0] for tensor, n in originals.items() if tensor not in covered and n[0] in kept]:
             raise ValueError(
                 f"{type(self).__name__} has {', '.join(lost[:3])} in no part: stem, blocks or head"
             )

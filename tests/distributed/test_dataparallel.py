@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from hpc_parallel.models.sample_indices import SampleIndices
 from hpc_parallel.strategies import precision
 from hpc_parallel.strategies.dataparallel import ReplicaLocal, Threads, apply
 from tests.parity import COMMON, Alone, largest_difference
@@ -49,6 +50,7 @@ class Net(nn.Module):
 
     def __init__(self, *, fails_on: float | None = None) -> None:
         super().__init__()
+        self.sample_indices = SampleIndices()
         self.norm = nn.BatchNorm1d(3)
         self.fails_on = fails_on
 

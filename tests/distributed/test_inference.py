@@ -26,7 +26,7 @@ COMMON = (
 )
 TEXT = ("data.max_bytes=300000", "data.sequence_length=32", "model.dim=64", "model.ffn_dim=160")
 IMAGES = ("model=segmenter", "data=cells", "data.height=16", "data.width=32", "data.samples=400",
-          "model.channels=[4,8]")  # fmt: skip
+          "model.channels=[4,8]", "training.global_batch_size=16")  # fmt: skip
 LAYOUTS = {
     "single, four microbatches": (*TEXT, "strategy=single", "training.microbatch_size=4"),
     "data over 2": (*TEXT, "strategy=data", "nodes=2"),

@@ -305,7 +305,7 @@ def test_a_label_names_the_settings_that_differ_between_runs(tmp_path: Path, new
     """And of a model of another class that alone, not each of its keys."""
     for count in (4, 8):
         ended(new(), "strategy=pipeline", "nodes=2", f"strategy.microbatches={count}")
-    for words in ((), (), ("model=convnet", "data=digits")):
+    for words in ((), (), ("model=convnet", "data=digits", "training.global_batch_size=16")):
         ended(new(), "strategy=single", *words)
     assert [row.label for row in rows(tmp_path)] == [
         "pipeline 2 x 1, microbatches=4", "pipeline 2 x 1, microbatches=8", "single 1 x 1 (002)",
