@@ -41,6 +41,7 @@ from hpc_parallel.strategies.mesh import axis_of, data_mesh, joint, slicing_axis
 from hpc_parallel.strategies.own_metrics import MetricsOf, WithMetrics
 from hpc_parallel.strategies.parameter_server import Idle, ParameterServer
 from hpc_parallel.strategies.tile_maps import Maps, measure
+from hpc_parallel.user_code import UserCodeError
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,17 @@ class Assembled:
 
 def build_model(config: RunConfig) -> LayeredModel:
     """The whole model of `config`, on meta. Raises ConfigError with the error of its class."""
-    with torch.device("meta"):
-        model: LayeredModel = build(config.model, key="model")
+    try:
+        with torch.device("meta"):
+            model: LayeredModel = build(config.model, key="model")
+    except UserCodeError as error:
+        if "meta tensor" not in str(error):
+            raise
+        advice = (
+            "A model is built without memory (on meta). Build what needs numbers under "
+            '`with torch.device("cpu"):`'
+        )
+        raise UserCodeError([f"{error}. {advice}."]) from error
     return model
 
 

@@ -15,6 +15,8 @@ from hpc_parallel.models.attention import CausalAttention
 from hpc_parallel.models.convnet import ConvNet
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.transformer import Transformer
+from hpc_parallel.problems import ConfigError
+from hpc_parallel.strategies.assemble import build_model
 from hpc_parallel.strategies.local_positions import find_local_positions
 from hpc_parallel.strategies.model_checks import find_problems
 from tests.composed import composed, prepared
@@ -104,6 +106,14 @@ def test_dropout_that_depends_on_the_layout_is_refused_on_several_devices() -> N
     (found,) = find_problems(model, config=config, layout=Layout(replicate=2), sample_shape=(32,))
     assert "RandomModel.blocks.1.drop is AlphaDropout(p=0.1" in str(found)
     assert problems(model, Layout()) == []
+
+
+def test_a_constructor_that_needs_numbers_is_told_what_to_do() -> None:
+    own = ("~model", "+model={_target_: tests.models.NeedsNumbers}")
+    config = prepared("launcher=local", *own).config
+    told = r"on meta tensors \(models.py:\d+\), raised by .* under `with torch.device\(.cpu.\):`"
+    with pytest.raises(ConfigError, match=told):
+        build_model(config)
 
 
 class Sliding(CausalAttention):
