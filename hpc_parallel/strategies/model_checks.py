@@ -33,6 +33,7 @@ def find_problems(
         yield from expert.find_problems(model, degree=layout.expert)
     if layout.tensor > 1:
         yield from tensor_roles.find_problems(model, degree=layout.tensor, options=config.strategy)
+        yield from tensor_roles.find_fused_dropouts(model, degree=layout.tensor, sample_shape=sample_shape)
     if config.task.name == "generate":
         yield from cache.find_problems(model)
     verified = is_own(config) and config.strategy.verify != "never"

@@ -11,6 +11,7 @@ from torch import Tensor
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.layered import Column, LayeredModel
 from hpc_parallel.problems import Problem, Problems
+from hpc_parallel.strategies.dropout_shapes import whole_shapes
 from hpc_parallel.strategies.dry_forward import first_clause
 
 FULL = ("alike", "classes")  # every device computes these from the full input
@@ -35,6 +36,24 @@ def find_problems(model: LayeredModel, *, degree: int, options: StrategyConfig) 
         rules += [*_full_and_sliced(roles), *_sliced_inputs(roles)]
     for rule in rules:
         yield _problem(model, degree, rule)
+
+
+def find_fused_dropouts(model: LayeredModel, *, degree: int, sample_shape: tuple[int, ...]) -> Problems:
+    """Returns why a dropout can't know its columns: a device has some of each projection of a fused layer."""
+    fused = [
+        (name, model.get_submodule(name))
+        for name, role in roles_of(model).items()
+        if isinstance(role, Column) and role.parts > 1
+    ]
+    if not fused:
+        return
+    for dropout, shape in whole_shapes(model, sample_shape=sample_shape).items():
+        for name, layer in fused:
+            if _part(dropout) == _part(name) and getattr(layer, "out_features", None) == shape.sizes[-1]:
+                clause = f"splits the columns of {name}, and {dropout} drops all its projections together"
+                yield _problem(
+                    model, degree, f"{clause}. Give each projection a dropout, or set its rate to 0"
+                )
 
 
 def roles_of(model: LayeredModel) -> dict[str, str | Column]:

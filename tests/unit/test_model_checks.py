@@ -13,13 +13,15 @@ from torch import nn
 from hpc_parallel.config.layout import Layout
 from hpc_parallel.models.attention import CausalAttention
 from hpc_parallel.models.convnet import ConvNet
-from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.models.layered import Column, LayeredModel
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies.assemble import build_model
 from hpc_parallel.strategies.local_positions import find_local_positions
 from hpc_parallel.strategies.model_checks import find_problems
+from hpc_parallel.strategies.tensor_roles import find_fused_dropouts
 from tests.composed import composed, prepared
+from tests.dropout_models import Tokens
 from tests.random_models import RIGHT, RandomModel
 
 CONTEXT, TENSOR = Layout(context=2), Layout(tensor=2)
@@ -84,8 +86,6 @@ def test_the_models_of_the_package_count_no_positions(name: str) -> None:
 
 
 def test_a_column_without_a_row_and_parts_that_do_not_divide() -> None:
-    from hpc_parallel.models.layered import Column
-
     model = random_model(attention="fused")
     roles = dict(model.tensor_roles)
     del roles["blocks.*.attention.output"], roles["blocks.*.feed.down"]
@@ -106,6 +106,17 @@ def test_dropout_that_depends_on_the_layout_is_refused_on_several_devices() -> N
     (found,) = find_problems(model, config=config, layout=Layout(replicate=2), sample_shape=(32,))
     assert "RandomModel.blocks.1.drop is AlphaDropout(p=0.1" in str(found)
     assert problems(model, Layout()) == []
+
+
+def test_a_dropout_of_fused_projections_is_refused() -> None:
+    """A device's columns are some of each projection, so they are not next to each other."""
+    with torch.device("meta"):
+        model = Tokens(layers=1, width=8, rate=0.1)
+    model.tensor_roles = dict(model.tensor_roles) | {"blocks.*.feed.up": Column(parts=2)}
+    (found,) = map(str, find_fused_dropouts(model, degree=2, sample_shape=(20,)))
+    assert "splits the columns of blocks.0.feed.up, and blocks.0.feed.hidden drops all its" in found
+    model.tensor_roles = dict(model.tensor_roles) | {"blocks.*.feed.up": "column"}
+    assert list(find_fused_dropouts(model, degree=2, sample_shape=(20,))) == []
 
 
 def test_a_constructor_that_needs_numbers_is_told_what_to_do() -> None:
