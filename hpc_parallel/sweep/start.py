@@ -140,7 +140,7 @@ def preview(plan: SweepPlan, *, kind: str, launcher: Launcher) -> int:
     print(f"# {line}", flush=True)
     from hpc_parallel.launch.rank_variables import describe
 
-    complain([f"run 0, {plan.runs[0].label}:", *describe(runs[0])])  # beside the scripts, which stdout has
+    complain([*describe(runs[0]), f"  (run 0: {plan.runs[0].label})"])  # beside the scripts, which stdout has
     return DONE
 
 
