@@ -359,8 +359,22 @@ class GenerateConfig(TaskConfig):
     show: int = 4  # The number of texts that are printed; `generated.jsonl` has all of them.
 
 
+@dataclass
+class CollectivesConfig(TaskConfig):
+    """Check and time collectives between all ranks, inside nodes, across nodes and over each axis."""
+
+    name: str = "collectives"  # The name of the task.
+    operations: list[str] | None = None  # The collectives; null: all.
+    dtypes: list[str] = field(default_factory=lambda: ["float32", "bfloat16"])  # The types of numbers.
+    min_bytes: int = 8  # The smallest size, counted as nccl-tests counts it.
+    max_bytes: int = 2**30  # The largest size.
+    factor: int = 4  # Each size is so many times the one before.
+    seconds: float = 0.5  # The time for one collective of one size; at least eight rounds are run.
+
+
 TASKS: dict[str, type[TaskConfig]] = {
-    "train": TaskConfig, "infer": InferConfig, "generate": GenerateConfig, "proof": TaskConfig
+    "train": TaskConfig, "infer": InferConfig, "generate": GenerateConfig, "proof": TaskConfig,
+    "collectives": CollectivesConfig,
 }  # fmt: skip
 
 

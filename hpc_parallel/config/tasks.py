@@ -6,15 +6,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpc_parallel.config.layout import layout_of
-from hpc_parallel.config.schema import GenerateConfig, InferConfig, RunConfig
+from hpc_parallel.config.schema import CollectivesConfig, GenerateConfig, InferConfig, RunConfig
 from hpc_parallel.data.codec import encode, reads_bytes
 from hpc_parallel.problems import Problem, Problems, nearest
 
+COLLECTIVES = (
+    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "send_recv", "barrier",
+)  # fmt: skip
+COLLECTIVE_DTYPES = ("float32", "bfloat16")
 # Numbers of `summary.json` that `sweep.objective` may name; the measured steps of a training give _WATCHED.
 _WATCHED = ("exposed_communication_share", "bubble_share", "traffic_bytes", "busiest_rank_traffic_bytes")
 _TRAINED = ("final_loss", "validation_loss", "samples_per_s", "step_time_s", "peak_memory_bytes", *_WATCHED)
 FIGURES = {
     "infer": ("latency_s", "latency_p99_s", "samples_per_s", "validation_loss", "peak_memory_bytes"),
+    "collectives": (),
     "generate": ("tokens_per_s", "step_time_s", "prompt_time_s", "peak_memory_bytes"),
 }
 
@@ -51,7 +56,7 @@ def total_steps(config: RunConfig) -> int:
     if isinstance(config.task, GenerateConfig):
         lengths = prompt_lengths(config) if config.task.prompts else [config.task.prompt_length]
         return max(lengths) - min(lengths) + config.task.new_tokens
-    return config.training.steps
+    return 0 if isinstance(config.task, CollectivesConfig) else config.training.steps
 
 
 def batch_sizes(config: RunConfig) -> list[int]:

@@ -1,4 +1,4 @@
-"""Format the results of tasks that do not train: a table of batch sizes, or generated texts."""
+"""Format the results of tasks that do not train: batch sizes, collectives, or generated texts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpc_parallel.record.collectives_table import show_collectives, valid_rows
 from hpc_parallel.record.metrics_file import milliseconds, per_second
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import MIB, parse_line, read_head
+from hpc_parallel.record.safe_read import MIB, parse_line, read_head, read_json
 from hpc_parallel.record.values import integer, number, table, text
 
 SHOWN_BYTES = 16 * MIB  # of generated.jsonl
@@ -20,6 +21,8 @@ def results(folder: RunFolder, summary: Mapping[str, Any]) -> list[str]:
     lines: list[str] = []
     if rows := _rows(summary.get("batch_sizes")):
         lines = show_table(rows)
+    elif measured := valid_rows(read_json(folder.collectives)):
+        return show_collectives(measured)
     elif generated := _first_lines(folder.generated):
         lines = texts(generated, show=integer(table(folder.read_config().get("task")).get("show")) or 0)
     if lines and (weights := text(summary.get("weights"))):

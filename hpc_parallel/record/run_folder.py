@@ -91,6 +91,16 @@ class RunFolder:
         return self.path / "generated.jsonl"
 
     @property
+    def collectives(self) -> Path:
+        """What `task=collectives` measured; `collectives.csv` has the same rows."""
+        return self.path / "collectives.json"
+
+    @property
+    def machine(self) -> Path:
+        """The machine profile of `task=collectives`."""
+        return self.path / "machine.yaml"
+
+    @property
     def rendezvous(self) -> Path:
         """Where rank 0 publishes its address, one file per attempt."""
         return self.path / "rendezvous"

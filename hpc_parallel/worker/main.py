@@ -29,6 +29,7 @@ from hpc_parallel.strategies import exchange
 from hpc_parallel.supervise import fabric, failure, flight_recorder
 from hpc_parallel.supervise.world import World
 from hpc_parallel.worker import stop
+from hpc_parallel.worker.collectives import measure_collectives
 from hpc_parallel.worker.environment import describe
 from hpc_parallel.worker.generation import generate
 from hpc_parallel.worker.inference import infer
@@ -42,7 +43,8 @@ from hpc_parallel.worker.watchdog import watch
 
 # Keys are the names in conf/task/.
 TASKS: dict[str, Callable[..., object]] = {
-    "train": train, "infer": infer, "generate": generate, "proof": prove
+    "train": train, "infer": infer, "generate": generate, "proof": prove,
+    "collectives": measure_collectives,
 }  # fmt: skip
 
 

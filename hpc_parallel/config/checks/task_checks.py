@@ -7,12 +7,14 @@ from hpc_parallel.config.checks.counts import count
 from hpc_parallel.config.checks.image_checks import is_convnet
 from hpc_parallel.config.layout import SPMD, Layout, layout_of
 from hpc_parallel.config.schema import (
+    CollectivesConfig,
     GenerateConfig,
     InferConfig,
     RunConfig,
 )
+from hpc_parallel.config.tasks import COLLECTIVE_DTYPES, COLLECTIVES
 from hpc_parallel.data.codec import encode, reads_bytes
-from hpc_parallel.problems import Problem, Problems
+from hpc_parallel.problems import Problem, Problems, nearest
 
 
 def find_problems(config: RunConfig) -> Problems:
@@ -25,6 +27,8 @@ def find_problems(config: RunConfig) -> Problems:
     elif isinstance(config.task, GenerateConfig):
         yield from _generate(config, layout)
         yield from _prompts(config, config.task)
+    elif isinstance(config.task, CollectivesConfig):
+        yield from _collectives(config.task)
 
 
 def _infer(task: InferConfig, layout: Layout) -> Problems:
@@ -38,6 +42,27 @@ def _infer(task: InferConfig, layout: Layout) -> Problems:
         rule = f"needs multiples of {layout.data}: each replica has the same number of samples"
         rule = rule if layout.data > 1 else "needs numbers above 0"
         yield Problem("task.batch_sizes", sizes, rule, (legal, None))
+
+
+def _collectives(task: CollectivesConfig) -> Problems:
+    for key, chosen, names in (
+        ("operations", task.operations, COLLECTIVES), ("dtypes", task.dtypes, COLLECTIVE_DTYPES),
+    ):  # fmt: skip
+        unknown = [name for name in chosen or () if name not in names]
+        if unknown or chosen == []:
+            legal = nearest(unknown[0], names) if unknown else []
+            yield Problem(
+                f"task.{key}", chosen, f"must name some of {', '.join(names)}", ([*legal[:1]] or [names[0]],)
+            )
+    if task.min_bytes < 1:
+        yield Problem("task.min_bytes", task.min_bytes, "must be at least 1", (CollectivesConfig.min_bytes,))
+    elif task.max_bytes < task.min_bytes:
+        rule = f"is below task.min_bytes = {task.min_bytes}"
+        yield Problem("task.max_bytes", task.max_bytes, rule, (task.min_bytes,))
+    if task.factor < 2:
+        yield Problem("task.factor", task.factor, "must be at least 2", (CollectivesConfig.factor,))
+    if not task.seconds > 0:
+        yield Problem("task.seconds", task.seconds, "must be above 0", (CollectivesConfig.seconds,))
 
 
 def _generate(config: RunConfig, layout: Layout) -> Problems:

@@ -1,0 +1,241 @@
+"""`task=collectives`: check and time the collectives of torch, inside nodes, across nodes and over each axis.
+
+Bandwidths are defined as in NVIDIA's nccl-tests (PERFORMANCE.md): the algorithm bandwidth is size / time, and
+the bus bandwidth is that times a factor of the operation and the number of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+
+from hpc_parallel.config.layout import SPMD, layout_of
+from hpc_parallel.config.schema import CollectivesConfig, RunConfig
+from hpc_parallel.profiling.collectives import (
+    OPERATIONS,
+    Case,
+    Group,
+    Operation,
+    Patterns,
+    elements,
+    group_of,
+    same_ranks,
+    sizes,
+)
+from hpc_parallel.profiling.machine_profile import machine_profile
+from hpc_parallel.record import attempts
+from hpc_parallel.record.collectives_table import as_csv
+from hpc_parallel.record.results import results
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.safe_write import write_json, write_text
+from hpc_parallel.strategies.exchange import all_gather, all_gather_numbers
+from hpc_parallel.strategies.mesh import axis_of, build_mesh
+from hpc_parallel.supervise.world import World
+from hpc_parallel.worker.session import complete
+
+WARM_UP = 3  # rounds: the first allocate buffers and connect ranks
+BATCHES = 5  # of rounds: their spread shows how steady a time is
+MOST_ROUNDS = 2000  # in a batch
+BUFFERS = 4  # arrays of the largest size that a check holds at the same time
+PROFILE_HEAD = (
+    "# Measured by task=collectives: time = latency_s + bytes on the bus / bandwidth_bytes_per_s.\n"
+)
+SUM_ELEMENTS = 2**20  # of the all-reduce that comes first
+
+
+class WrongResultError(RuntimeError):
+    """A collective gave other values than it must."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one round: the median of all batches and their (largest - smallest) / median."""
+
+    time_s: float
+    spread: float
+    rounds: int
+
+
+def measure_collectives(
+    config: RunConfig,
+    *,
+    values: dict[str, Any],
+    folder: RunFolder,
+    device: torch.device,
+    environment: Mapping[str, str],
+) -> None:
+    """Measure as `config.task` says, on all ranks of the default process group.
+
+    Rank 0 writes `collectives.json`, `collectives.csv`, `machine.yaml` and `summary.json`.
+
+    Raises WrongResultError on all ranks.
+    """
+    task = config.task
+    assert isinstance(task, CollectivesConfig)
+    rank = dist.get_rank()
+    if rank == 0:
+        attempts.begin(folder, step=0, environment=environment)
+    groups = named_groups(config, device=device)
+    most_bytes = largest_size(task, device=device, per_node=World.discover(environment).local_world_size)
+    bench = Bench(device=device, seconds=task.seconds)
+    first = bench.measure("all_reduce", group=("world", groups["world"]), dtype=torch.float32,
+                          size_bytes=4 * SUM_ELEMENTS)  # fmt: skip
+    say(first_line(first))
+    rows = list(measurements(task, bench=bench, groups=groups, most_bytes=most_bytes))
+    if rank == 0:
+        content = {"device": device.type, "backend": dist.get_backend(), "sum": first, "rows": rows}
+        write_json(folder.collectives, content)
+        write_text(folder.collectives.with_suffix(".csv"), as_csv(rows))
+        profile = machine_profile(rows, site=config.cluster.name, device=device.type)
+        write_text(folder.machine, PROFILE_HEAD + OmegaConf.to_yaml(profile))
+    complete(values, folder=folder, lines=[], writers=[])
+    if rank == 0:
+        print(*results(folder, read_json(folder.summary) or {}), sep="\n", flush=True)
+
+
+def named_groups(config: RunConfig, *, device: torch.device) -> dict[str, Group]:
+    """All ranks, those inside a node, one of each node, and those of each axis; no set of ranks twice.
+
+    All ranks create the groups in the same order, and each rank is in one group of each name.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    groups = {"world": group_of(world)}
+    per_node = dist.get_world_size() // config.nodes
+    if per_node * config.nodes == dist.get_world_size() and config.nodes > 1 and per_node > 1:
+        ranks = torch.arange(dist.get_world_size()).reshape(config.nodes, per_node)
+        hosts = dist.DeviceMesh(device.type, ranks, mesh_dim_names=("across nodes", "inside a node"))
+        for name in ("inside a node", "across nodes"):
+            groups[name] = group_of(hosts[name].get_group())
+    if config.strategy.execution == SPMD:
+        layout = layout_of(config.strategy, devices=config.devices)
+        mesh = build_mesh(layout, device_type=device.type)
+        for name in layout.degrees:
+            if (axis := axis_of(mesh, name)) is not None:
+                group = group_of(axis.get_group())
+                if not any(all_gather(same_ranks([other], group)) == [True] * dist.get_world_size()
+                           for other in groups.values()):  # fmt: skip
+                    groups[f"axis {name}"] = group
+    return groups
+
+
+def largest_size(task: CollectivesConfig, *, device: torch.device, per_node: int) -> int:
+    """The largest size in bytes for which every rank has the memory; at most `task.max_bytes`."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // per_node
+    (by_rank,) = all_gather_numbers([float(free)], device=device)
+    fits = int(min(by_rank)) // BUFFERS
+    if fits < task.max_bytes:
+        say(f"WARNING: sizes above {fits:,} bytes are left out: a rank has {int(min(by_rank)):,} bytes free")
+    return max(min(task.max_bytes, fits), task.min_bytes)
+
+
+def measurements(
+    task: CollectivesConfig, *, bench: Bench, groups: Mapping[str, Group], most_bytes: int
+) -> Iterator[dict[str, Any]]:
+    """Yields a row for each group, operation, type and size."""
+    for name, group in groups.items():
+        for kind in task.operations or OPERATIONS:
+            operation = OPERATIONS[kind]
+            if group.ranks < operation.least_ranks:
+                continue
+            for dtype in task.dtypes if operation.has_size else ["float32"]:
+                for size_bytes in swept(task, operation=operation, most_bytes=most_bytes):
+                    yield bench.measure(
+                        kind, group=(name, group), dtype=getattr(torch, dtype), size_bytes=size_bytes
+                    )
+
+
+def swept(task: CollectivesConfig, *, operation: Operation, most_bytes: int) -> list[int]:
+    return sizes(task.min_bytes, most_bytes, factor=task.factor) if operation.has_size else [0]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Checks and times one collective after another. seconds: the time for each."""
+
+    device: torch.device
+    seconds: float
+
+    def measure(
+        self, kind: str, *, group: tuple[str, Group], dtype: torch.dtype, size_bytes: int
+    ) -> dict[str, Any]:
+        """Returns the row of one collective; all groups of the name work at the same time.
+
+        Raises WrongResultError on all ranks if a result before or after the timed rounds is wrong.
+        """
+        name, members = group
+        operation = OPERATIONS[kind]
+        patterns = Patterns(members, dtype=dtype, device=self.device)
+        count = elements(size_bytes, operation=operation, group=members, dtype=dtype)
+        case = operation.prepare(members, patterns, count)
+        what = f"{kind} of {case.size_bytes:,} bytes of {str(dtype).removeprefix('torch.')}, {name}"
+        self.require_right(case, what)
+        times = self.time(case.run)
+        self.require_right(case, what)
+        rate = case.size_bytes / times.time_s
+        return {
+            "group": name,
+            "ranks": members.ranks,
+            "operation": kind,
+            "dtype": str(dtype).removeprefix("torch."),
+            "size_bytes": case.size_bytes,
+            "time_s": times.time_s,
+            "spread": times.spread,
+            "rounds": times.rounds,
+            "algbw_bytes_per_s": rate,
+            "busbw_bytes_per_s": rate * operation.bus_factor(members.ranks),
+        }
+
+    def require_right(self, case: Case, what: str) -> None:
+        by_rank = all_gather(case.is_right())
+        if wrong := [str(rank) for rank, right in enumerate(by_rank) if not right]:
+            raise WrongResultError(f"{what}: rank {', '.join(wrong)} got wrong values")
+
+    def time(self, run: Callable[[], object]) -> Times:
+        """The slowest rank's time counts, as for a training that waits for all."""
+        self._elapsed_s(run, rounds=WARM_UP)
+        estimate_s = self._elapsed_s(run, rounds=1)
+        rounds = max(1, min(MOST_ROUNDS, int(self.seconds / BATCHES / estimate_s)))
+        times = [self._elapsed_s(run, rounds=rounds) / rounds for _ in range(BATCHES)]
+        middle = median(times)
+        return Times(middle, (max(times) - min(times)) / middle, rounds * BATCHES)
+
+    def _elapsed_s(self, run: Callable[[], object], *, rounds: int) -> float:
+        """Seconds from a common start to the end of `rounds` on the slowest rank; the same on all ranks."""
+        dist.barrier()
+        self._synchronize()
+        started = time.perf_counter()
+        for _ in range(rounds):
+            run()
+        self._synchronize()
+        (by_rank,) = all_gather_numbers([time.perf_counter() - started], device=self.device)
+        return max(by_rank)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def first_line(row: Mapping[str, Any]) -> str:
+    """What the all-reduce of 2^20 numbers showed."""
+    return (
+        f"2^20 float32 summed over {row['ranks']} ranks in {row['time_s'] * 1e3:.3f} ms, all values right on "
+        "all ranks"
+    )
+
+
+def say(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(line, flush=True)
