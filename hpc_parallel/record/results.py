@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.record.collectives_table import show_collectives, valid_rows
+from hpc_parallel.record.collectives_table import is_row, short_table, valid_rows
 from hpc_parallel.record.metrics_file import milliseconds, per_second
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import MIB, parse_line, read_head, read_json
@@ -21,8 +21,8 @@ def results(folder: RunFolder, summary: Mapping[str, Any]) -> list[str]:
     lines: list[str] = []
     if rows := _rows(summary.get("batch_sizes")):
         lines = show_table(rows)
-    elif measured := valid_rows(read_json(folder.collectives)):
-        return show_collectives(measured)
+    elif measured := read_json(folder.collectives):
+        return collectives(measured, folder)
     elif generated := _first_lines(folder.generated):
         lines = texts(generated, show=integer(table(folder.read_config().get("task")).get("show")) or 0)
     if lines and (weights := text(summary.get("weights"))):
@@ -30,6 +30,19 @@ def results(folder: RunFolder, summary: Mapping[str, Any]) -> list[str]:
         lines.append(initial if weights == INITIAL else f"the weights are those of {weights}")
     notes = (text(summary.get("comparison")), text(summary.get("ended_early")))
     return [*lines, *(note for note in notes if note)]
+
+
+def collectives(content: Mapping[str, Any], folder: RunFolder) -> list[str]:
+    """The all-reduce of 2^20 numbers, a short table, and where the full one is."""
+    first = table(content.get("sum"))
+    lines = [first_line(first)] if is_row(first) else []
+    return [*lines, *short_table(valid_rows(content)), f"all sizes: {folder.collectives_table}"]
+
+
+def first_line(row: Mapping[str, Any]) -> str:
+    """What the all-reduce of 2^20 numbers showed."""
+    time_ms = row["time_s"] * 1e3
+    return f"2^20 float32 summed over {row['ranks']} ranks in {time_ms:.3f} ms; every rank has the right sum"
 
 
 def _first_lines(path: Path) -> list[dict[str, Any]]:

@@ -96,6 +96,11 @@ class RunFolder:
         return self.path / "collectives.json"
 
     @property
+    def collectives_table(self) -> Path:
+        """The same as a table of nccl-tests."""
+        return self.path / "collectives.txt"
+
+    @property
     def machine(self) -> Path:
         """The machine profile of `task=collectives`."""
         return self.path / "machine.yaml"

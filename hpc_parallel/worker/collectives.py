@@ -32,8 +32,8 @@ from hpc_parallel.profiling.collectives import (
 )
 from hpc_parallel.profiling.machine_profile import machine_profile
 from hpc_parallel.record import attempts
-from hpc_parallel.record.collectives_table import as_csv
-from hpc_parallel.record.results import results
+from hpc_parallel.record.collectives_table import as_csv, full_table
+from hpc_parallel.record.results import first_line, results
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_json, write_text
@@ -94,6 +94,7 @@ def measure_collectives(
     if rank == 0:
         content = {"device": device.type, "backend": dist.get_backend(), "sum": first, "rows": rows}
         write_json(folder.collectives, content)
+        write_text(folder.collectives_table, full_table(rows))
         write_text(folder.collectives.with_suffix(".csv"), as_csv(rows))
         profile = machine_profile(rows, site=config.cluster.name, device=device.type)
         write_text(folder.machine, PROFILE_HEAD + OmegaConf.to_yaml(profile))
@@ -226,14 +227,6 @@ class Bench:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def first_line(row: Mapping[str, Any]) -> str:
-    """What the all-reduce of 2^20 numbers showed."""
-    return (
-        f"2^20 float32 summed over {row['ranks']} ranks in {row['time_s'] * 1e3:.3f} ms, all values right on "
-        "all ranks"
-    )
 
 
 def say(line: str) -> None:
