@@ -6,10 +6,11 @@ the bus bandwidth is that times a factor of the operation and the number of rank
 
 from __future__ import annotations
 
-import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -39,7 +40,6 @@ from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.strategies.exchange import all_gather, all_gather_numbers
 from hpc_parallel.strategies.mesh import axis_of, build_mesh
-from hpc_parallel.supervise.world import World
 from hpc_parallel.worker.session import complete
 
 WARM_UP = 3  # rounds: the first allocate buffers and connect ranks
@@ -85,7 +85,7 @@ def measure_collectives(
     if rank == 0:
         attempts.begin(folder, step=0, environment=environment)
     groups = named_groups(config, device=device)
-    most_bytes = largest_size(task, device=device, per_node=World.discover(environment).local_world_size)
+    most_bytes = largest_size(task, device=device)
     bench = Bench(device=device, seconds=task.seconds)
     first = bench.measure("all_reduce", group=("world", groups["world"]), dtype=torch.float32,
                           size_bytes=4 * SUM_ELEMENTS)  # fmt: skip
@@ -129,17 +129,22 @@ def named_groups(config: RunConfig, *, device: torch.device) -> dict[str, Group]
     return groups
 
 
-def largest_size(task: CollectivesConfig, *, device: torch.device, per_node: int) -> int:
+def largest_size(task: CollectivesConfig, *, device: torch.device) -> int:
     """The largest size in bytes for which every rank has the memory; at most `task.max_bytes`."""
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // per_node
-    (by_rank,) = all_gather_numbers([float(free)], device=device)
+    (by_rank,) = all_gather_numbers([free_bytes(device)], device=device)
     fits = int(min(by_rank)) // BUFFERS
     if fits < task.max_bytes:
         say(f"WARNING: sizes above {fits:,} bytes are left out: a rank has {int(min(by_rank)):,} bytes free")
     return max(min(task.max_bytes, fits), task.min_bytes)
+
+
+def free_bytes(device: torch.device) -> float:
+    """Free memory of the device; on a CPU, this rank's share of what the machine can still give."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    machines = all_gather(Path("/proc/sys/kernel/random/boot_id").read_text())
+    available = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
+    return int(available[1]) * 1024 / machines.count(machines[dist.get_rank()]) if available else 0.0
 
 
 def measurements(

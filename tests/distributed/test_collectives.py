@@ -1,0 +1,82 @@
+"""`task=collectives` on real ranks: each collective is proven, timed and counted as nccl-tests counts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hpc_parallel.worker.collectives import Bench, group_of
+from tests.workers import Workers
+
+FACTORS = {  # of nccl-tests (PERFORMANCE.md), by the number of ranks
+    "all_reduce": {4: 1.5, 2: 1.0},
+    "all_gather": {4: 0.75, 2: 0.5},
+    "reduce_scatter": {4: 0.75, 2: 0.5},
+    "broadcast": {4: 1.0, 2: 1.0},
+    "reduce": {4: 1.0, 2: 1.0},
+    "all_to_all": {4: 0.75, 2: 0.5},
+    "send_recv": {4: 1.0, 2: 1.0},
+    "barrier": {4: 0.0, 2: 0.0},
+}
+
+
+def test_all_are_measured_in_every_group(workers: Workers) -> None:
+    folder = workers.do(
+        "task=collectives", "strategy=fsdp", "nodes=2", "gpus_per_node=2", "strategy.replicate=2",
+        "strategy.shard=2", "task.max_bytes=4096", "task.factor=512", "task.seconds=0.001",
+    )  # fmt: skip
+    content = json.loads((folder / "collectives.json").read_text())
+    first = content["sum"]
+    assert (first["size_bytes"], first["ranks"], first["dtype"]) == (4 * 2**20, 4, "float32")
+    rows = content["rows"]
+    # The axes of the mesh have the ranks of a node and of all nodes, so they are not measured twice.
+    groups = {row["group"]: row["ranks"] for row in rows}
+    assert groups == {"world": 4, "inside a node": 2, "across nodes": 2}
+    assert len(rows) == 3 * (7 * 2 * 2 + 1)
+    for row in rows:
+        assert row["busbw_bytes_per_s"] == pytest.approx(
+            row["size_bytes"] / row["time_s"] * FACTORS[row["operation"]][row["ranks"]]
+        )
+        assert row["operation"] == "barrier" or row["size_bytes"] in (4096, 8, 16)
+    assert (folder / "machine.yaml").exists()
+
+
+def test_axes_that_are_no_nodes_have_groups_of_their_own(workers: Workers) -> None:
+    folder = workers.do(
+        "task=collectives", "nodes=1", "gpus_per_node=4", "strategy=hybrid", "strategy.pipeline=2",
+        "strategy.tensor=2", "task.operations=[all_reduce]", "task.dtypes=[float32]", "task.max_bytes=8",
+        "task.seconds=0.001",
+    )  # fmt: skip
+    rows = json.loads((folder / "collectives.json").read_text())["rows"]
+    assert {row["group"]: row["ranks"] for row in rows} == {"world": 4, "axis pipeline": 2, "axis tensor": 2}
+
+
+def measured_with(broken: str, replacement: Callable[..., None]) -> str:
+    """The error of a rank whose torch does `replacement` in place of one collective."""
+    original = getattr(dist, broken)
+    if dist.get_rank() == 1:
+        setattr(dist, broken, replacement)
+    try:
+        bench = Bench(device=torch.device("cpu"), seconds=0.001)
+        world = dist.group.WORLD
+        assert world is not None
+        bench.measure(broken, group=("world", group_of(world)), dtype=torch.float32, size_bytes=64)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        setattr(dist, broken, original)
+    return "no error"
+
+
+def reduced_wrongly(array: torch.Tensor, *, group: dist.ProcessGroup) -> None:
+    dist.distributed_c10d.all_reduce(array, group=group)
+    array[3] += 1
+
+
+def test_a_wrong_value_on_one_rank_stops_all(workers: Workers) -> None:
+    messages = workers.run(2, measured_with, "all_reduce", reduced_wrongly)
+    assert messages == ["all_reduce of 64 bytes of float32, world: rank 1 got wrong values"] * 2
