@@ -38,7 +38,7 @@ def objective_problems(config: RunConfig) -> Problems:
     for name in wanted or [""]:
         if name not in figures:
             near = nearest(name, figures) or figures[:1]
-            rule = f"is not a figure of task={task}, which has {', '.join(figures)}"
+            rule = f"is not a figure of task={task}, which has {', '.join(figures) or 'none'}"
             yield Problem("sweep.objective", name, rule, tuple(near))
     if figures is not _TRAINED:
         return

@@ -70,7 +70,7 @@ ODD_YAML = (
     "- " * 5000, "? " * 5000, "2026-11-22", "!!set {a, b}", "!!binary aGk=", "!!timestamp 2026-11-22",
 )  # fmt: skip
 _ODD_MARK = "@@odd@@"
-_ALLOWED = ("sacct", "squeue", "scontrol", "sinfo", "sbatch", "git")  # that reading commands may start
+_ALLOWED = ("sacct", "squeue", "scontrol", "sinfo", "sbatch", "git", "nvidia-smi")  # that commands may start
 _CONTROL = re.compile(r"[^\n\t\x20-\x7e\x80-\U0010ffff]|[\x80-\x9f]")
 
 

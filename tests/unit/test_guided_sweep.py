@@ -203,7 +203,14 @@ def test_problems_travel_between_processes() -> None:
     assert pickle.loads(pickle.dumps(ConfigError(problems))).problems == problems
 
 
-@pytest.mark.parametrize("task", ["train", *FIGURES])
+def test_collectives_have_no_figure_for_a_sweeper() -> None:
+    (refusal,) = objective_problems(prepared("task=collectives", "sweep.objective=latency_s").config)
+    assert refusal == Problem(
+        "sweep.objective", "latency_s", "is not a figure of task=collectives, which has none", ()
+    )
+
+
+@pytest.mark.parametrize("task", ["train", *(task for task, figures in FIGURES.items() if figures)])
 def test_the_figures_are_those_of_the_summary(task: str) -> None:
     names = ("loss", "validation_loss", "samples_per_s", "step_time_s", "peak_memory_bytes", "batch_size",
              "latency_s", "latency_p99_s", "tokens_per_s")  # fmt: skip
