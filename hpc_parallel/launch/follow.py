@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -74,7 +75,7 @@ class Follower:
             self._say(line)
         self._say(self._outcome(summary))
         self._say(f"results: {from_here(self._folder.path)}")
-        if self._last:
+        if self._last or self._drawn():
             self._say(f"plots: {self._plots()}")
         if failure is not None:
             self._say(text(failure.get("line")) or "")
@@ -84,7 +85,7 @@ class Follower:
 
     def _outcome(self, summary: dict[str, Any]) -> str:
         step = self._last.get("step", 0)
-        parts = [f"{summary['outcome']}: step {step} of {self._steps}"]
+        parts = [str(summary["outcome"]) + (f": step {step} of {self._steps}" if self._steps else "")]
         if (loss := number(self._last.get("loss"))) is not None:
             parts.append(f"loss {loss:.4g}")
         if self._validation:
@@ -93,10 +94,14 @@ class Follower:
         return ", ".join(parts)
 
     def _plots(self) -> str:
-        """The picture that the run has drawn, and the command that shows all."""
+        """The plots that the run has drawn, and the command that shows all."""
         report = shlex.join(["python", "-m", "hpc_parallel", "report", from_here(self._folder.path)])
-        drawn = self._folder.loss_plot
-        return f"{from_here(drawn)}; all: {report}" if drawn.is_file() else report
+        drawn = self._drawn()
+        shown = f"{from_here(drawn[0] if len(drawn) == 1 else self._folder.plots)}; all: " if drawn else ""
+        return shown + report
+
+    def _drawn(self) -> list[Path]:
+        return sorted(self._folder.plots.glob("*.png"))
 
     def _error_lines(self, failure: dict[str, Any]) -> list[str]:
         """The end of the traceback (or of the job's log), else the end of the failing rank's `.err` log.

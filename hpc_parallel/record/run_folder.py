@@ -81,9 +81,9 @@ class RunFolder:
         return self.path / "failure.json"
 
     @property
-    def loss_plot(self) -> Path:
-        """The losses as a picture, drawn after the training."""
-        return self.path / "plots" / "loss.png"
+    def plots(self) -> Path:
+        """The plots of the run, drawn at its end."""
+        return self.path / "plots"
 
     @property
     def generated(self) -> Path:

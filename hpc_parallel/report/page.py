@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hpc_parallel.problems import alternatives, printable
-from hpc_parallel.report import latency, markdown
+from hpc_parallel.report import collectives, latency, markdown
 from hpc_parallel.report.claims import Runs, judged
 from hpc_parallel.report.gather import PARTS, Gathered
 from hpc_parallel.report.own_metrics import own_metrics
@@ -47,6 +47,9 @@ DEFINITIONS = (
     "'not measured': the run folder has no such figure. Nothing is estimated.",
     "On CPUs all devices of a machine share its cores. Speeds are comparable only if each has its own cores.",
 )
+COLLECTIVE_COLUMNS = (
+    "ranks", "operation", "type", "least time, us", "largest bus bandwidth, GB/s", "at size"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,8 @@ def render(gathered: Gathered) -> Report:
         "predictions": predicted,
         "pools": pools(rows),
         "own_metrics": own_metrics(rows),
+        "collectives": collectives.curves(rows),
+        "collective_columns": COLLECTIVE_COLUMNS,
         "claims": judged(Runs(rows, series)),
         "definitions": DEFINITIONS,
         "plots": plots,

@@ -1,7 +1,7 @@
-"""Draw `plots/loss.png` of one run: `python -m hpc_parallel.report.run_plot RUN_FOLDER`.
+"""Draw the plots of one run into its `plots/`: `python -m hpc_parallel.report.run_plot RUN_FOLDER`.
 
-Rank 0 starts this module as a process of its own after the last step (training/loss_plot.py). Without
-matplotlib it draws nothing.
+Rank 0 starts this module as a process of its own at the end (record/run_plots.py). Without matplotlib it
+draws nothing.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from hpc_parallel.report.gather import gather
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Draw the losses of the run folder that is the only argument."""
+    """Draw the run folder that is the only argument."""
     (path,) = arguments
     if find_spec("matplotlib") is not None:
         draw(RunFolder(Path(path)))
 
 
 def draw(folder: RunFolder) -> None:
-    """Write the plot of the run's losses; nothing if it logged fewer than two."""
+    """Write the plot of the run's losses, if it logged two, and those of the collectives that it measured."""
+    from hpc_parallel.report import collectives
     from hpc_parallel.report.plots import loss_plots
 
-    for plot in loss_plots(gather([folder.path]).rows):
-        folder.loss_plot.parent.mkdir(mode=0o700, exist_ok=True)
-        write_bytes(folder.loss_plot, plot.png)
+    rows = gather([folder.path]).rows
+    for plot in (*loss_plots(rows), *collectives.plots(rows)):
+        folder.plots.mkdir(mode=0o700, exist_ok=True)
+        write_bytes(folder.plots / f"{plot.name}.png", plot.png)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.strategies.exchange import all_gather, all_gather_numbers
 from hpc_parallel.strategies.mesh import axis_of, build_mesh
+from hpc_parallel.worker.run_plots import draw_plots
 from hpc_parallel.worker.session import complete
 
 WARM_UP = 3  # rounds: the first allocate buffers and connect ranks
@@ -81,6 +82,7 @@ def measure_collectives(
     """
     task = config.task
     assert isinstance(task, CollectivesConfig)
+    began = time.monotonic()
     rank = dist.get_rank()
     if rank == 0:
         attempts.begin(folder, step=0, environment=environment)
@@ -101,6 +103,7 @@ def measure_collectives(
     complete(values, folder=folder, lines=[], writers=[])
     if rank == 0:
         print(*results(folder, read_json(folder.summary) or {}), sep="\n", flush=True)
+        draw_plots(folder, lasted_s=time.monotonic() - began)
 
 
 def named_groups(config: RunConfig, *, device: torch.device) -> dict[str, Group]:
@@ -211,14 +214,14 @@ class Bench:
 
     def time(self, run: Callable[[], object]) -> Times:
         """The slowest rank's time counts, as for a training that waits for all."""
-        self._elapsed_s(run, rounds=WARM_UP)
-        estimate_s = self._elapsed_s(run, rounds=1)
+        self.elapsed_s(run, rounds=WARM_UP)
+        estimate_s = self.elapsed_s(run, rounds=1)
         rounds = max(1, min(MOST_ROUNDS, int(self.seconds / BATCHES / estimate_s)))
-        times = [self._elapsed_s(run, rounds=rounds) / rounds for _ in range(BATCHES)]
+        times = [self.elapsed_s(run, rounds=rounds) / rounds for _ in range(BATCHES)]
         middle = median(times)
         return Times(middle, (max(times) - min(times)) / middle, rounds * BATCHES)
 
-    def _elapsed_s(self, run: Callable[[], object], *, rounds: int) -> float:
+    def elapsed_s(self, run: Callable[[], object], *, rounds: int) -> float:
         """Seconds from a common start to the end of `rounds` on the slowest rank; the same on all ranks."""
         dist.barrier()
         self._synchronize()

@@ -26,7 +26,6 @@ from hpc_parallel.supervise.progress import Progress
 from hpc_parallel.training.callbacks import Callbacks
 from hpc_parallel.training.checkpoint import optimizer_sizes, state_of
 from hpc_parallel.training.load_weights import start_from
-from hpc_parallel.training.loss_plot import draw_losses
 from hpc_parallel.training.metrics import Metrics, Scale, peak_flops
 from hpc_parallel.training.nonfinite import FollowerError, NonFiniteError
 from hpc_parallel.training.optimizer import ModelOptimizer, build_optimizer
@@ -35,6 +34,7 @@ from hpc_parallel.training.saver import Saver
 from hpc_parallel.training.step import Step, build_step
 from hpc_parallel.training.trainer import Observers, Samples, Trainer
 from hpc_parallel.training.writers import Writer, open_writers
+from hpc_parallel.worker.run_plots import draw_plots, span_s
 from hpc_parallel.worker.session import Session, complete
 from hpc_parallel.worker.stop import Stop
 
@@ -211,7 +211,7 @@ def finish(
     lines = MetricsReader(folder.metrics).read() if rank == 0 else []
     complete(values, folder=folder, lines=lines, writers=observers.writers, measured=measured)
     if rank == 0:
-        draw_losses(folder, lines)
+        draw_plots(folder, lasted_s=span_s(lines))
 
 
 def note_stop(folder: RunFolder, writers: Sequence[Writer], *, signalled: signal.Signals, step: int) -> None:

@@ -106,8 +106,8 @@ def test_the_end_names_the_plot_that_was_drawn(folder: RunFolder, monkeypatch: p
     monkeypatch.chdir(folder.path.parent)
     following, shown = follower(folder)
     add(folder, json.dumps(LINE) + "\n")
-    folder.loss_plot.parent.mkdir()
-    folder.loss_plot.write_bytes(b"")
+    folder.plots.mkdir()
+    (folder.plots / "loss.png").write_bytes(b"")
     following.finish()
     report = "python -m hpc_parallel report 'run [1]'"
     end = f"results: run [1]\nplots: run [1]/plots/loss.png; all: {report}\n"

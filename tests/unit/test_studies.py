@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STUDIES = sorted((ROOT / "jobs").glob("*.yaml"))
 NAMES = {
     "compare_strategies", "strong_scaling", "weak_scaling", "microbatches", "pipeline_schedules",
-    "batch_latency", "communication", "thread_bottleneck", "server_traffic", "tiles",
+    "batch_latency", "communication", "thread_bottleneck", "server_traffic", "tiles", "collectives",
 }  # fmt: skip
 
 

@@ -1,0 +1,32 @@
+"""`task=collectives` of one rank over NCCL on an NVIDIA GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from hpc_parallel.config.tasks import COLLECTIVES
+from tests.gpu.test_strategies import DEVICE, ROOT, pytestmark  # noqa: F401
+
+ALONE = set(COLLECTIVES) - {"send_recv"}  # which takes two
+
+
+def test_one_rank_over_nccl(tmp_path: Path) -> None:
+    words = ("task=collectives", "strategy=data", "nodes=1", "gpus_per_node=1", "launcher=local",
+             f"device={DEVICE}", "task.max_bytes=1048576", "task.factor=64", "task.seconds=0.02")  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "hpc_parallel.run", *words, "run_dir=alone"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    measured = json.loads((tmp_path / "alone" / "collectives.json").read_text())
+    rows = measured["rows"]
+    assert measured["backend"] == ("nccl" if DEVICE == "cuda" else "gloo")
+    assert {row["operation"] for row in rows} == ALONE
+    rates = {row["operation"]: row["busbw_bytes_per_s"] for row in rows if row["size_bytes"] == 2**20}
+    assert rates["all_reduce"] == rates["all_gather"] == 0  # nothing crosses a bus
+    assert rates["broadcast"] > 0
