@@ -62,6 +62,7 @@ SECTIONS: tuple[tuple[str, type], ...] = (
     ("strategy", schema.StrategyConfig),
     ("launcher", schema.LauncherConfig),
     ("cluster", schema.ClusterConfig),
+    ("fabric", schema.FabricConfig),
     ("sweep", schema.SweepConfig),
 )
 GROUPS = ("model", "data", "task")  # the keys depend on the file that is chosen

@@ -19,6 +19,7 @@ from hpc_parallel.problems import printable, spell
 from hpc_parallel.record.checkpoint_index import complete, skipped
 from hpc_parallel.record.find import find_run
 from hpc_parallel.record.metrics_file import milliseconds, per_second, size
+from hpc_parallel.record.network import topology_lines, transport_lines
 from hpc_parallel.record.recorded import RecordedRun
 from hpc_parallel.record.results import results
 from hpc_parallel.record.safe_read import DamagedError
@@ -144,6 +145,11 @@ def _parts(run: RecordedRun, row: Row, changed: Mapping[str, Change]) -> Iterabl
     if hosts := grid.hosts(run):
         yield f"\n{_devices(run)} = {grid.layout(run)}"
         yield grid.draw(hosts)
+    if network := transport_lines(run.environment or {}):
+        yield "\nnetwork"
+        yield _table(network)
+    if connections := topology_lines(run.environment or {}):
+        yield from ["\nconnections", *connections]
     values = figures(run)
     # Figures that are zero (a bubble without a pipeline, restarts) are left out.
     lines = [(title, to_text(values[key])) for title, key, to_text in FIGURES if values.get(key)]

@@ -329,6 +329,14 @@ class ClusterConfig:
     hang_timeout_s: float | None = 300.0
     # Environment variables of every rank (`NCCL_*`, `GLOO_*`, `OMP_*`), unless they are set already.
     environment: dict[str, Any] = field(default_factory=dict)
+    fabric: str = "auto"  # What connects the nodes; `auto`: the fastest kind of device that a host has.
+
+
+@dataclass
+class FabricConfig:
+    """What is proven about the network before the task begins."""
+
+    require: bool = False  # Stop the run if data between nodes goes through sockets; false: warn.
 
 
 @dataclass
@@ -415,6 +423,7 @@ class RunConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    fabric: FabricConfig = field(default_factory=FabricConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from hpc_parallel.config.node_devices import launcher_kind
 from hpc_parallel.launch.prepare import PreparedRun
-from hpc_parallel.supervise import fabric, flight_recorder
+from hpc_parallel.supervise import fabric, flight_recorder, nccl_log
 from hpc_parallel.supervise.local_agent import rank_environments, share_cores
 from hpc_parallel.supervise.world import World
 
@@ -31,6 +31,8 @@ def rank_variables(
         fabric.set_sockets(variables, world=World.discover(start[0]), hosts=())
     else:
         variables.setdefault("GLOO_SOCKET_IFNAME", OTHER_HOSTS)
+    if not local and run.config.cluster.gpus and run.config.device != "cpu":
+        nccl_log.keep_log(run.folder, rank="<rank>", environment=variables)
     return {name: value for name, value in sorted(variables.items()) if name not in environment}
 
 

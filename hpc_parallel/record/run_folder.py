@@ -133,6 +133,10 @@ class RunFolder:
         """The log of a rank. stream: out or err."""
         return self.logs / f"rank-{rank}.{stream}"
 
+    def nccl_log(self, rank: int | str) -> Path:
+        """NCCL's messages about its start; see `supervise/nccl_log.py`."""
+        return self.logs / f"rank-{rank}.nccl"
+
     def create(self) -> None:
         """Create the folder and its sub-folders for this user alone (mode 0700).
 

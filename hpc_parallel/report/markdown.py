@@ -23,3 +23,8 @@ def text(value: Any) -> Markup:
 def code(value: Any) -> Markup:
     """A code span; backticks become apostrophes because they would end it."""
     return Markup(f"`{' '.join(str(value).replace('`', chr(39)).split())}`")
+
+
+def block(value: Any) -> Markup:
+    """The lines of a fenced block; backticks become apostrophes because they would end it."""
+    return Markup(str(value).replace("`", chr(39)))

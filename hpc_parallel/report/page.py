@@ -16,6 +16,7 @@ from hpc_parallel.problems import alternatives, printable
 from hpc_parallel.report import collectives, latency, markdown
 from hpc_parallel.report.claims import Runs, judged
 from hpc_parallel.report.gather import PARTS, Gathered
+from hpc_parallel.report.networks import networks
 from hpc_parallel.report.own_metrics import own_metrics
 from hpc_parallel.report.plots import Plot, draw
 from hpc_parallel.report.seeds import pools
@@ -89,6 +90,7 @@ def render(gathered: Gathered) -> Report:
         "predictions": predicted,
         "pools": pools(rows),
         "own_metrics": own_metrics(rows),
+        "networks": networks(rows),
         "collectives": collectives.curves(rows),
         "collective_columns": COLLECTIVE_COLUMNS,
         "claims": judged(Runs(rows, series)),
@@ -111,6 +113,7 @@ def _fill(name: str, values: dict[str, Any], **settings: Any) -> str:
         "raw": lambda value: "" if value is None else repr(value),
         "digits": lambda value: UNMEASURED if value is None else digits(value, 3),
         "code": markdown.code,
+        "block": markdown.block,
     }
     text = templates.get_template(name).render(values).strip() + "\n"
     return _NO_TEXT.sub(lambda match: printable(match[0]), text)

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,9 +26,11 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.strategies import exchange
-from hpc_parallel.supervise import fabric, failure, flight_recorder
+from hpc_parallel.supervise import fabric, fabric_kind, failure, flight_recorder, nccl_log
+from hpc_parallel.supervise.fabric_kind import FabricDevices
+from hpc_parallel.supervise.topology import alike, nvml_module, topology
 from hpc_parallel.supervise.world import World
-from hpc_parallel.worker import stop
+from hpc_parallel.worker import stop, transport
 from hpc_parallel.worker.collectives import measure_collectives
 from hpc_parallel.worker.environment import describe
 from hpc_parallel.worker.generation import generate
@@ -123,11 +125,14 @@ def join(
     """Join the other ranks in the default process group; rank 0 completes `environment.json`."""
     store = meet(folder, world=world, cluster=config.cluster, device=str(device))
     require_signatures(store.derived_secret("objects"))
-    suffix = config.cluster.master_suffix
-    fabric.set_sockets(os.environ, world=world, hosts=hosts(store), suffix=suffix)
     shared = fabric.shares_device(str(device), world=world, visible=torch.cuda.device_count())
+    backend = fabric.backend(str(device), shared=shared)
+    devices = fabric_kind.fabric_devices()
+    reasons = prepare_network(
+        folder, config=config, world=world, hosts=hosts(store), devices=devices, nccl="nccl" in backend
+    )
     dist.init_process_group(
-        fabric.backend(str(device), shared=shared),
+        backend,
         store=dist.PrefixStore("group", store),
         rank=world.rank,
         world_size=world.world_size,
@@ -139,15 +144,48 @@ def join(
         f"rank {world.rank} of {world.world_size} on {world.host} ({rank_info['address']}), {device}",
         flush=True,
     )
-    ranks = exchange.all_gather(rank_info)
+    own = topology(nvml=nvml_module() if device.type == "cuda" else None) if world.local_rank == 0 else None
+    ranks = exchange.all_gather({**rank_info, "topology": own})
+    shapes = {rank["host"]: shape for rank in ranks if (shape := rank.pop("topology")) is not None}
     if world.rank == 0:
         if world.launcher == "slurm" and (job := job_of(os.environ)) is not None:
             hold_by_job(folder, job)
         folder.begin_anew()
+    found = transport.find_transport(
+        folder, config=config, world=world, hosts=[rank["host"] for rank in ranks], devices=devices
+    )
+    problem = transport.problem_of(found, require=config.fabric.require)
+    if world.rank == 0:
         submitted = _submitted(folder)
         variables = fabric.recorded(os.environ, also=variables)
         description = describe(ranks=ranks, variables=variables, environment=os.environ, device=device)
-        write_json(folder.environment, submitted | description)
+        network = {
+            "fabric_reasons": reasons,
+            "transport": found.as_record(problem),
+            "topology": alike(shapes),
+        }
+        write_json(folder.environment, submitted | description | network)
+    if problem is not None:
+        transport.report(problem, require=config.fabric.require)
+
+
+def prepare_network(
+    folder: RunFolder,
+    *,
+    config: RunConfig,
+    world: World,
+    hosts: Sequence[str],
+    devices: FabricDevices,
+    nccl: bool,
+) -> dict[str, str]:
+    """Set the unset variables of the network; returns the reason for each that the fabric needs."""
+    if nccl:
+        nccl_log.keep_log(folder, rank=world.rank, environment=os.environ)
+    reasons = fabric_kind.set_fabric(
+        config.cluster.fabric, devices, os.environ, nccl=nccl, one_machine=world.one_machine
+    )
+    fabric.set_sockets(os.environ, world=world, hosts=hosts, suffix=config.cluster.master_suffix)
+    return reasons
 
 
 def _submitted(folder: RunFolder) -> dict[str, Any]:

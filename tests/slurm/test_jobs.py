@@ -159,9 +159,23 @@ def test_a_job_completes_and_equals_the_local_curve(
     environment = read(folder, "environment.json")
     assert {(rank["host"], rank["address"]) for rank in environment["ranks"]} <= addresses
     assert environment["fabric"]["GLOO_SOCKET_IFNAME"] == "fabric0"
+    transport = environment["transport"]
+    assert (transport["backend"], transport["expected"], transport["problem"]) == ("gloo", "tcp", None)
+    assert len(transport["devices"]) == hosts
     assert environment["slurm"]["SLURM_JOB_ID"] == job_id
     alone = workers.train("strategy=single", *small).losses
     assert losses(folder) == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.full
+def test_a_required_fabric_that_is_not_there_stops_the_job(site: Site) -> None:
+    words = ("strategy=data", "nodes=2", "cluster.fabric=infiniband", "fabric.require=true", "run_dir=strict")
+    done = site.run(*words, *SMALL, "launcher.wait=true")
+    assert done.returncode == 1
+    last = (done.stdout + done.stderr).splitlines()[-1]
+    assert "gloo sends between nodes through sockets, and the fabric should be infiniband" in last, last
+    assert "(no active device on n" in last
+    assert not (site.home / "strict" / "metrics.jsonl").exists()
 
 
 def test_a_proof_goes_through_slurm(site: Site) -> None:

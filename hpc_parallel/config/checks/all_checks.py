@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hpc_parallel.config import fabric_kinds
 from hpc_parallel.config.checks import (
     execution_checks,
     huggingface_checks,
@@ -44,6 +45,7 @@ CHOICES = {
     "sweep.on_invalid": ("skip", "stop"),
     "launcher.kind": ("auto", "local", "slurm", "script"),
     "cluster.gpu_flag": ("gpus-per-node", "gres"),
+    "cluster.fabric": fabric_kinds.KINDS,
     "task.name": tuple(TASKS),
 }
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hpc_parallel.config import fabric_kinds
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.record.run_folder import is_run_folder, unreadable
@@ -156,6 +157,9 @@ def _cluster(config: RunConfig) -> Problems:
             yield f"{key}.{variable} is not the name of a variable. Try +{key}.{suggestion}={value}."
     if not re.fullmatch(r"[A-Za-z0-9.-]*", config.cluster.master_suffix):
         yield Problem("cluster.master_suffix", config.cluster.master_suffix, "can't end a host name", ("i",))
+    if config.fabric.require and config.cluster.fabric == fabric_kinds.TCP:
+        rule = "can't be with fabric.require=true, which stops a run whose data goes through sockets"
+        yield Problem("cluster.fabric", fabric_kinds.TCP, rule, (fabric_kinds.AUTO,))
     yield from _hang_timeout(config)
 
 

@@ -1,0 +1,127 @@
+"""What carries the data of NCCL, as its log says (NCCL_DEBUG=INFO; versions 2.18 to 2.30)."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpc_parallel.record.run_folder import RunFolder
+
+DEBUG, SUBSYSTEMS = "NCCL_DEBUG", "INIT,NET"
+INSIDE, ACROSS = "inside a node", "across nodes"
+P2P, SHARED, SOCKETS, INFINIBAND, LIBFABRIC = "P2P", "SHM", "NET/Socket", "NET/IB", "NET/OFI"
+DIRECT = "GPUDirect RDMA"
+
+_VERSION = re.compile(r"NCCL version (?P<version>\d+\.\d+\.\d+)")
+_NETWORK = re.compile(r"NCCL INFO Using network (?P<name>.+)")
+# Before 2.19, the transport SHM names no connection: `Channel 00 : 0[0] -> 1[1] via SHM/direct/direct`.
+_CHANNEL = re.compile(
+    r"NCCL INFO Channel \d+(?:/\d+)? : (?P<source>\d+)\[[0-9a-f]+\] -> (?P<target>\d+)\[[0-9a-f]+\]"
+    r"(?P<receive> \[receive\])?(?: \[send\])? via (?P<carrier>\S.*)"
+)
+_CHANNELS = re.compile(
+    r"NCCL INFO (?P<rings>\d+) coll channels,(?: \d+ collnet channels,)? (?P<nvls>\d+) nvls"
+)
+_NVLS = re.compile(r"NCCL INFO NVLS multicast support is (?P<no>not )?available")
+
+
+def keep_log(folder: RunFolder, *, rank: int | str, environment: MutableMapping[str, str]) -> None:
+    """Have NCCL write its start to a file of the rank, unless the user or the site has chosen a log."""
+    if DEBUG not in environment:
+        environment[DEBUG] = "INFO"
+        environment.setdefault("NCCL_DEBUG_SUBSYS", SUBSYSTEMS)
+        environment.setdefault("NCCL_DEBUG_FILE", str(folder.nccl_log(rank)))
+
+
+@dataclass
+class Transport:
+    """What one rank uses, or all ranks after `merged`.
+
+    network: as NCCL names it; pairs: `INSIDE` or `ACROSS` -> carrier -> the channels that it carries.
+    """
+
+    version: str | None = None
+    network: str | None = None
+    channels: int = 0
+    nvls_channels: int = 0
+    nvls_available: bool = False
+    rings: bool = False
+    trees: bool = False
+    pairs: dict[str, Counter[str]] = field(default_factory=dict)
+
+    @property
+    def across(self) -> list[str]:
+        """The carriers between nodes."""
+        return sorted(self.pairs.get(ACROSS, ()))
+
+    def as_record(self) -> dict[str, Any]:
+        """For `environment.json`."""
+        return {**vars(self), "pairs": {name: dict(carriers) for name, carriers in self.pairs.items()}}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Transport:
+        """The inverse of `as_record`."""
+        pairs = {name: Counter(carriers) for name, carriers in record["pairs"].items()}
+        return cls(**{**record, "pairs": pairs})
+
+
+def parse(log: str, *, hosts: Sequence[str]) -> Transport:
+    """Read the log of one rank, written until the first collective of all ranks has ended.
+
+    Other communicators number their ranks differently, so the log must not go on beyond.
+
+    hosts: of all ranks, by rank.
+    """
+    result = Transport()
+    for line in log.splitlines():
+        if found := _VERSION.search(line):
+            result.version = found["version"]
+        elif found := _NETWORK.search(line):
+            result.network = found["name"].strip()
+        elif found := _CHANNEL.search(line):
+            _count(result, found, hosts=hosts)
+        elif found := _CHANNELS.search(line):
+            result.channels, result.nvls_channels = int(found["rings"]), int(found["nvls"])
+        elif found := _NVLS.search(line):
+            result.nvls_available = found["no"] is None
+        result.rings |= "NCCL INFO Connected all rings" in line
+        result.trees |= "NCCL INFO Connected all trees" in line
+    return result
+
+
+def _count(result: Transport, found: re.Match[str], *, hosts: Sequence[str]) -> None:
+    source, target = int(found["source"]), int(found["target"])
+    if max(source, target) < len(hosts) and not found["receive"]:  # both ends name a channel of a network
+        pair = INSIDE if hosts[source] == hosts[target] else ACROSS
+        result.pairs.setdefault(pair, Counter())[carrier(found["carrier"])] += 1
+
+
+def carrier(text: str) -> str:
+    """The transport in few words: `NET/IB, GPUDirect RDMA` for `NET/IB/0(1)/GDRDMA/Shared`."""
+    kind, _, rest = text.strip().partition("/")
+    if kind in (P2P, SHARED):
+        way = rest.partition("/")[0]
+        return f"{kind} ({way})" if kind == P2P else kind
+    name = rest.partition("/")[0]
+    plugin = {"AWS Libfabric": "OFI", "Libfabric": "OFI"}.get(name, "IB" if name.startswith("IB") else name)
+    return f"{kind}/{plugin}" + (f", {DIRECT}" if "/GDRDMA" in rest else "")
+
+
+def merged(parts: Sequence[Transport]) -> Transport:
+    """Of all ranks: the union of the carriers, and the least number of channels."""
+    total = Transport(
+        version=next((part.version for part in parts if part.version), None),
+        network=next((part.network for part in parts if part.network), None),
+        channels=min(part.channels for part in parts),
+        nvls_channels=min(part.nvls_channels for part in parts),
+        nvls_available=all(part.nvls_available for part in parts),
+        rings=all(part.rings for part in parts),
+        trees=all(part.trees for part in parts),
+    )
+    for part in parts:
+        for pair, carriers in part.pairs.items():
+            total.pairs.setdefault(pair, Counter()).update(carriers)
+    return total

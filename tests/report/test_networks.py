@@ -1,0 +1,47 @@
+"""The network of each run in a report: what carried its data, and how its hosts are connected inside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hpc_parallel.__main__ import main
+from hpc_parallel.record.safe_write import write_json
+from tests.report.measured_runs import ended
+
+PARTS = [{"name": name, "model": "", "numa": 0} for name in ("GPU0", "GPU1")]
+
+
+def transport(**more: Any) -> dict[str, Any]:
+    pairs = {"inside a node": {"P2P (CUMEM)": 24}, "across nodes": {"NET/IB, GPUDirect RDMA": 16}}
+    return {
+        "version": "2.27.7",
+        "network": "IB",
+        "nvls_channels": 16,
+        "pairs": pairs,
+        "problem": None,
+        **more,
+    }
+
+
+def test_it_is_drawn_once_for_runs_on_hosts_that_are_alike(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    shape = {"hosts": ["n1", "n2"], "parts": PARTS, "links": [["X", "NV18"], ["NV18", "X"]]}
+    for name, problem in (("a", None), ("b", "<b>sockets```")):
+        folder = ended(root / name, "strategy=data", "nodes=2", f"seed={ord(name)}")
+        write_json(folder.environment, {"transport": transport(problem=problem), "topology": [shape]})
+    assert main(["report", str(root)]) == 0
+    text = (root / "report" / "report.md").read_text()
+    assert text.count("| across nodes | NET/IB, GPUDirect RDMA (16 channels) |") == 2
+    assert text.count("| transport | NCCL 2.27.7, IB, NVLS on 16 channels |") == 2
+    assert text.count("GPU0  X     NV18  0") == 1
+    page = (root / "report" / "index.html").read_text()
+    assert page.count('<pre class="scroll"') == 1
+    assert "<b>" not in page
+    assert text.count("```") == 2
+
+
+def test_runs_without_a_record_have_no_section(tmp_path: Path) -> None:
+    ended(tmp_path / "runs" / "a", "strategy=data", "nodes=2")
+    assert main(["report", str(tmp_path / "runs")]) == 0
+    assert "## Network" not in (tmp_path / "runs" / "report" / "report.md").read_text()

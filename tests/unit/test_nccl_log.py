@@ -1,0 +1,93 @@
+"""The start of NCCL as its log says it, in the formats of versions 2.18 to 2.30.
+
+The lines are filled in by hand into the formats of NCCL's source (src/init.cc, src/transport/*.cc), which
+was compared for each of 2.18.6, 2.19.4, 2.20.5, 2.21.5, 2.22.3, 2.23.4, 2.24.3, 2.25.1, 2.26.6, 2.27.7,
+2.28.9, 2.29.7 and 2.30.7.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from hpc_parallel.supervise.nccl_log import ACROSS, INSIDE, Transport, carrier, merged, parse
+
+HOSTS = ["a", "a", "b", "b"]
+VERSIONS = ("2.18.6", "2.19.4", "2.20.5", "2.21.5", "2.22.3", "2.23.4", "2.24.3", "2.25.1", "2.26.6",
+            "2.27.7", "2.28.9", "2.29.7", "2.30.7")  # fmt: skip
+
+
+def log(version: str, *, network: str = "IB", via: str = "NET/IB/0/GDRDMA", nvls: bool = True) -> str:
+    """The log of rank 1 of four ranks on two hosts."""
+    number = tuple(map(int, version.split(".")))
+    says = "a:101:202 [1] NCCL INFO "
+    rings = "Connected all rings" + ", use ring PXN 0 GDR 1" * (number >= (2, 23))
+    collnet = "" if number < (2, 19) else " 0 collnet channels,"
+    nvls_line = f"NVLS multicast support is {'' if nvls else 'not '}available on dev 1"
+    memory = "IPC" if number < (2, 19) else "CUMEM"
+    shared = "SHM/direct" if number >= (2, 30) else "SHM/direct/direct"
+    if number >= (2, 24):
+        nvls_line += " (NVLS_NCHANNELS 16)" if nvls else ""
+    lines = [
+        f"NCCL version {version}+cuda12.4",
+        "NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB ib0:10.0.0.1<0>",
+        f"Using network {network}",
+        nvls_line,
+        "Channel 00/02 :    0   1   2   3",
+        "Trees [0] 0/-1/-1->1->2 [1] 0/-1/-1->1->2",
+        f"Channel 00/0 : 1[1] -> 2[0] [send] via {via}",
+        f"Channel 01/0 : 1[1] -> 2[0] [send] via {via}",
+        f"Channel 00/0 : 3[1] -> 1[1] [receive] via {via}",
+        f"Channel 00/0 : 1[1] -> 0[0] via P2P/{memory}/read",
+        f"Channel 01 : 1[1] -> 0[0] via {shared}",
+        rings,
+        "Connected all trees",
+        f"2 coll channels,{collnet} {16 * nvls} nvls channels, 4 p2p channels, 2 p2p channels per peer",
+        "comm 0x55 rank 1 nranks 4 cudaDev 1 nvmlDev 1 busId 1a000 commId 0x77 - Init COMPLETE",
+    ]
+    return "".join(f"{says}{line}\n" for line in lines)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_each_version_is_read(version: str) -> None:
+    memory = "IPC" if version.startswith("2.18") else "CUMEM"
+    inside = Counter({f"P2P ({memory})": 1, "SHM": 1})
+    assert parse(log(version), hosts=HOSTS) == Transport(
+        version=version, network="IB", channels=2, nvls_channels=16, nvls_available=True, rings=True,
+        trees=True, pairs={ACROSS: Counter({"NET/IB, GPUDirect RDMA": 2}), INSIDE: inside},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("NET/IB/0", "NET/IB"),
+        ("NET/IB/3(5)/GDRDMA/Shared", "NET/IB, GPUDirect RDMA"),
+        ("NET/IBext_v8/2/GDRDMA(PCI)", "NET/IB, GPUDirect RDMA"),
+        ("NET/AWS Libfabric/1(2)/GDRDMA/Shared", "NET/OFI, GPUDirect RDMA"),
+        ("NET/Libfabric/0", "NET/OFI"),
+        ("NET/OFI/0", "NET/OFI"),
+        ("NET/Socket/0", "NET/Socket"),
+        ("P2P/direct pointer/read", "P2P (direct pointer)"),
+        ("P2P/indirect/3[3]", "P2P (indirect)"),
+        ("P2P/CUMEM/CE/read", "P2P (CUMEM)"),
+        ("SHM/CE/direct", "SHM"),
+    ],
+)
+def test_carriers(text: str, expected: str) -> None:
+    assert carrier(text) == expected
+
+
+def test_ranks_are_merged() -> None:
+    one = parse(log("2.21.5"), hosts=HOSTS)
+    other = parse(log("2.21.5", via="NET/Socket/0", network="Socket", nvls=False), hosts=HOSTS)
+    total = merged([one, Transport.from_record(other.as_record())])
+    assert total.across == ["NET/IB, GPUDirect RDMA", "NET/Socket"]
+    assert total.pairs[INSIDE] == Counter({"P2P (CUMEM)": 2, "SHM": 2})
+    assert (total.channels, total.nvls_channels, total.nvls_available) == (2, 0, False)
+
+
+def test_what_is_not_there_is_not_known() -> None:
+    assert parse("", hosts=HOSTS) == Transport()
+    assert parse("a:1:2 [0] NCCL INFO Channel 00/0 : 7[0] -> 9[1] via NET/IB/0\n", hosts=HOSTS).pairs == {}

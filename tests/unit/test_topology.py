@@ -1,0 +1,135 @@
+"""How GPUs and network cards are connected: against the words of `nvidia-smi topo -m` for known machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from hpc_parallel.record.network import topology_lines, transport_lines
+from hpc_parallel.supervise.topology import alike, topology
+
+# Two host bridges. GPU0, GPU1 and mlx5_0 below one switch; eth0 at a root port of its own; GPU2 far away.
+PLACES = {
+    "0000:1a:00.0": ("pci0000:17/0000:17:01.0/0000:18:00.0/0000:19:00.0", 0),
+    "0000:1b:00.0": ("pci0000:17/0000:17:01.0/0000:18:00.0/0000:19:01.0", 0),
+    "0000:1c:00.0": ("pci0000:17/0000:17:01.0/0000:18:00.0/0000:19:02.0", 0),
+    "0000:22:00.0": ("pci0000:17/0000:17:02.0", 0),
+    "0000:31:00.0": ("pci0000:30/0000:30:01.0", 0),
+    "0000:98:00.0": ("pci0000:97/0000:97:01.0", 1),
+}
+
+
+class Error(Exception):
+    """What NVML raises."""
+
+
+class Nvml:
+    """pynvml on a machine with three GPUs; `links` of GPU -> bus addresses of the other ends."""
+
+    NVMLError = Error
+    NVML_NVLINK_MAX_LINKS, NVML_FEATURE_ENABLED, NVML_NVLINK_DEVICE_TYPE_SWITCH = 18, 1, 2
+
+    def __init__(self, links: dict[int, list[str]], *, switch: bool = False) -> None:
+        self.links, self.switch = links, switch
+        self.buses = ["00000000:1A:00.0", "00000000:1B:00.0", "00000000:98:00.0"]
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        pass
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return len(self.buses)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        return index
+
+    def nvmlDeviceGetName(self, handle: int) -> bytes:  # noqa: N802
+        return b"NVIDIA A100"
+
+    def nvmlDeviceGetPciInfo(self, handle: int) -> Any:  # noqa: N802
+        return SimpleNamespace(busId=self.buses[handle])
+
+    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:  # noqa: N802
+        if link >= len(self.links.get(handle, [])):
+            raise Error
+        return 1
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: int, link: int) -> int:  # noqa: N802
+        return 2 if self.switch else 0
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: int, link: int) -> Any:  # noqa: N802
+        return SimpleNamespace(busId=self.links[handle][link])
+
+
+def tree(root: Path) -> Path:
+    for bus, (place, numa) in PLACES.items():
+        folder = root / "devices" / place / bus
+        folder.mkdir(parents=True)
+        (folder / "numa_node").write_text(f"{numa}\n")
+        link = root / "bus" / "pci" / "devices" / bus
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(folder)
+    for name, bus in (("infiniband/mlx5_0", "0000:1c:00.0"), ("net/ib0", "0000:1c:00.0"),
+                      ("net/eth0", "0000:22:00.0"), ("net/eth1", "0000:31:00.0")):  # fmt: skip
+        folder = root / "class" / name
+        folder.mkdir(parents=True)
+        (folder / "device").symlink_to(root / "bus" / "pci" / "devices" / bus)
+    (root / "class" / "net" / "lo").mkdir()
+    return root
+
+
+def words(shape: dict[str, Any], one: str) -> dict[str, str]:
+    names = [part["name"] for part in shape["parts"]]
+    return dict(zip(names, shape["links"][names.index(one)], strict=True))
+
+
+def test_connections_have_the_words_of_nvidia_smi(tmp_path: Path) -> None:
+    shape = topology(
+        nvml=Nvml({0: ["00000000:98:00.0"] * 4, 2: ["00000000:1A:00.0"] * 4}), sysfs=tree(tmp_path)
+    )
+    assert words(shape, "GPU0") == {
+        "GPU0": "X", "GPU1": "PIX", "GPU2": "NV4", "mlx5_0": "PIX", "eth0": "PHB", "eth1": "NODE",
+    }  # fmt: skip
+    assert words(shape, "GPU2") == {
+        "GPU0": "NV4", "GPU1": "SYS", "GPU2": "X", "mlx5_0": "SYS", "eth0": "SYS", "eth1": "SYS",
+    }  # fmt: skip
+    assert [part["numa"] for part in shape["parts"]] == [0, 0, 1, 0, 0, 0]
+
+
+def test_gpus_below_a_switch_of_nvlinks_reach_each_other(tmp_path: Path) -> None:
+    nvml = Nvml({gpu: ["00000000:05:00.0"] * 18 for gpu in range(3)}, switch=True)
+    shape = topology(nvml=nvml, sysfs=tree(tmp_path))
+    assert [row[:3] for row in shape["links"][:3]] == [
+        ["X", "NV18", "NV18"], ["NV18", "X", "NV18"], ["NV18", "NV18", "X"],
+    ]  # fmt: skip
+
+
+def test_hosts_that_are_alike_are_drawn_once(tmp_path: Path) -> None:
+    shape = topology(sysfs=tree(tmp_path))
+    other = topology(sysfs=tmp_path / "missing")
+    assert [part["name"] for part in shape["parts"]] == ["mlx5_0", "eth0", "eth1"]
+    assert other == {"parts": [], "links": []}
+    shapes = alike({"n1": shape, "n2": dict(shape), "n3": other})
+    assert [each["hosts"] for each in shapes] == [["n1", "n2"], ["n3"]]
+    assert topology_lines({"topology": shapes}) == [
+        "n1, n2",
+        "        mlx5_0  eth0  eth1  NUMA  model",
+        "mlx5_0  X       PHB   NODE  0",
+        "eth0    PHB     X     NODE  0",
+        "eth1    NODE    NODE  X     0",
+    ]
+
+
+def test_the_files_of_others_are_checked() -> None:
+    part = {"name": "\x1b[2J", "model": 5, "numa": "x"}
+    for topology_ in (5, [5], [{"hosts": 5}], [{"parts": [part, part], "links": [["X"], 5]}]):
+        assert topology_lines({"topology": topology_}) == []
+    lines = topology_lines(
+        {"topology": [{"hosts": ["n\x1b"], "parts": [part] * 2, "links": [["\x1b", 3]] * 2}]}
+    )
+    assert lines
+    assert "\x1b" not in "".join(lines)
+    record = {"pairs": {"across nodes": {"NET/\x1bIB": 3, "x": "y"}}, "problem": "a\x1bb", "network": 7}
+    lines = [line for pair in transport_lines({"transport": record}) for line in pair]
+    assert "\x1b" not in "".join(lines)
+    assert transport_lines({"transport": {"pairs": 4}}) == transport_lines({}) == []
