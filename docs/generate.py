@@ -63,6 +63,7 @@ SECTIONS: tuple[tuple[str, type], ...] = (
     ("launcher", schema.LauncherConfig),
     ("cluster", schema.ClusterConfig),
     ("fabric", schema.FabricConfig),
+    ("preflight", schema.PreflightConfig),
     ("sweep", schema.SweepConfig),
 )
 GROUPS = ("model", "data", "task")  # the keys depend on the file that is chosen

@@ -20,6 +20,7 @@ from hpc_parallel.record.checkpoint_index import complete, skipped
 from hpc_parallel.record.find import find_run
 from hpc_parallel.record.metrics_file import milliseconds, per_second, size
 from hpc_parallel.record.network import topology_lines, transport_lines
+from hpc_parallel.record.preflight import finding_lines
 from hpc_parallel.record.recorded import RecordedRun
 from hpc_parallel.record.results import results
 from hpc_parallel.record.safe_read import DamagedError
@@ -148,6 +149,9 @@ def _parts(run: RecordedRun, row: Row, changed: Mapping[str, Change]) -> Iterabl
     if network := transport_lines(run.environment or {}):
         yield "\nnetwork"
         yield _table(network)
+    if accused := finding_lines(run.folder):
+        yield "\nhosts that the checks at the start accused"
+        yield _table(accused)
     if connections := topology_lines(run.environment or {}):
         yield from ["\nconnections", *connections]
     values = figures(run)

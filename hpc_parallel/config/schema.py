@@ -340,6 +340,14 @@ class FabricConfig:
 
 
 @dataclass
+class PreflightConfig:
+    """What a start does about hosts that differ from the others or are not healthy."""
+
+    # `off`: no checks; `report`: name the hosts; `stop`: end the run; `exclude`: start again without them.
+    act: str = "report"
+
+
+@dataclass
 class TaskConfig:
     """What the job does."""
 
@@ -424,6 +432,7 @@ class RunConfig:
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     fabric: FabricConfig = field(default_factory=FabricConfig)
+    preflight: PreflightConfig = field(default_factory=PreflightConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
 

@@ -106,6 +106,11 @@ class RunFolder:
         return self.path / "machine.yaml"
 
     @property
+    def preflight(self) -> Path:
+        """What the hosts said of themselves at the start, and which of them were accused."""
+        return self.path / "preflight.json"
+
+    @property
     def rendezvous(self) -> Path:
         """Where rank 0 publishes its address, one file per attempt."""
         return self.path / "rendezvous"

@@ -37,6 +37,7 @@ TIME_LIMIT = "time_limit"  # of Slurm
 START = "start"  # the ranks could not connect to each other
 OUT_OF_MEMORY = "out_of_memory"
 HANG = "hang"  # no progress for cluster.hang_timeout_s (supervise/hang_report.py finds the rank behind)
+PREFLIGHT = "preflight"  # a host that is not healthy or differs from the others, found at the start
 ERROR = "error"  # in the user's code or ours
 
 # Messages of gloo, NCCL and torch's store when the other side of a connection is gone or silent.
@@ -61,7 +62,8 @@ _LOG_END_BYTES = 64 * 1024
 _BY_NAME = {
     "StartError": START, "ForgedError": START, "ConfigError": CONFIGURATION,
     "DifferenceError": CONFIGURATION, "UserCodeError": ERROR, "NonFiniteError": NONFINITE,
-    "FollowerError": STOPPED, "MemoryError": OUT_OF_MEMORY, "OutOfMemoryError": OUT_OF_MEMORY,
+    "PreflightError": PREFLIGHT, "FollowerError": STOPPED, "MemoryError": OUT_OF_MEMORY,
+    "OutOfMemoryError": OUT_OF_MEMORY,
 }  # fmt: skip
 # A restart, perhaps on other nodes, may avoid these; an error in the code or a full disk would recur.
 RECOVERABLE = frozenset({KILLED, LOST_PEER, COLLECTIVE_TIMEOUT, NODE_LOST, START, HANG})
@@ -93,6 +95,8 @@ def can_restart(cause: Mapping[str, Any], *, on_nonfinite: str) -> bool:
     """
     if cause["kind"] == NONFINITE:
         return on_nonfinite == "rollback"
+    if cause["kind"] == PREFLIGHT:
+        return bool(cause["details"].get("exclude"))
     # A job that failed before any rank started, in its set-up lines for example, fails again.
     without_rank = cause["rank"] is None and cause["kind"] in (START, KILLED)
     return cause["kind"] in RECOVERABLE and not without_rank
@@ -110,7 +114,7 @@ def record_exception(
     else:
         text = " ".join(str(source).split())[:_MESSAGE_CHARACTERS]
         # These need no class name before the text.
-        is_ours = kind in (NONFINITE, STOPPED) or isinstance(source, ConfigError)
+        is_ours = kind in (NONFINITE, STOPPED, PREFLIGHT) or isinstance(source, ConfigError)
         name = type(source).__name__
         message = text if is_ours and text else f"{name}: {text}" if text else name
         details |= getattr(source, "details", {})

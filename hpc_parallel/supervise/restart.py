@@ -18,6 +18,7 @@ from hpc_parallel.supervise import failure
 
 TIME_LIMIT, PREEMPTED, CANCELLED = "time_limit", "preempted", "cancelled"
 TWICE = 2  # failures of a host after which the next start excludes it
+MOST_EXCLUDED = 8  # hosts that preflight checks may exclude one after another
 
 
 def why_stopped(signal_name: str, *, environment: Mapping[str, str]) -> str:
@@ -50,20 +51,22 @@ def allowed(folder: RunFolder, *, how: str, recoverable: bool, launcher: Mapping
     if how == failure.NONFINITE:  # only once, because the same samples may cause the same failure
         first_time = sum(end["how"] == how for end in attempts.recent_ends(folder)) == 1
         return recoverable and first_time
+    if how == failure.PREFLIGHT:  # each time without one more host
+        return recoverable and ends[failure.PREFLIGHT] <= MOST_EXCLUDED
     return recoverable and ends["failure"] <= int(launcher["max_restarts"])
 
 
 def _kind(end: Mapping[str, Any]) -> str:
     how = str(end["how"])
-    return how if how in (TIME_LIMIT, PREEMPTED, CANCELLED, "completed") else "failure"
+    return how if how in (TIME_LIMIT, PREEMPTED, CANCELLED, failure.PREFLIGHT, "completed") else "failure"
 
 
 def hosts_to_exclude(folder: RunFolder) -> list[str]:
-    """Hosts on which the run failed first more than once."""
-    failed = Counter(
-        end["host"] for end in attempts.recent_ends(folder) if end["host"] and _kind(end) == "failure"
-    )
-    return sorted(host for host, count in failed.items() if count >= TWICE)
+    """Hosts on which the run failed first more than once, and those that its preflight checks accused."""
+    ends = [(end["host"], _kind(end)) for end in attempts.recent_ends(folder) if end["host"]]
+    failed = Counter(host for host, kind in ends if kind == "failure")
+    accused = {host for host, kind in ends if kind == failure.PREFLIGHT}
+    return sorted(accused | {host for host, count in failed.items() if count >= TWICE})
 
 
 def requeue_or_resubmit(

@@ -30,7 +30,7 @@ from hpc_parallel.supervise import fabric, fabric_kind, failure, flight_recorder
 from hpc_parallel.supervise.fabric_kind import FabricDevices
 from hpc_parallel.supervise.topology import alike, nvml_module, topology
 from hpc_parallel.supervise.world import World
-from hpc_parallel.worker import stop, transport
+from hpc_parallel.worker import preflight, stop, transport
 from hpc_parallel.worker.collectives import measure_collectives
 from hpc_parallel.worker.environment import describe
 from hpc_parallel.worker.generation import generate
@@ -64,6 +64,7 @@ def main(run_folder: str) -> int:
         flight_recorder.set_variables(folder, os.environ)
         device = prepare_device(config, world)
         join(folder, config=config, world=world, device=device, variables=variables)
+        preflight.check(folder, config=config, world=world, device=device)
         task = TASKS[config.task.name]
         with watch(folder, world=world, timeout_s=config.cluster.hang_timeout_s) as progress:
             if task is train:  # the other tasks report no progress, so they are not watched

@@ -2,8 +2,8 @@
 
 python tests/benchmarks/collectives.py
 
-The two take turns with equally many rounds. A figure is the ratio of their medians over all turns: 1.02
-means that the task shows a time that is 2 % above that of the bare loop.
+The two take turns with equally many rounds. A figure is the ratio of their fastest turns: 1.02 means that the
+task shows a time that is 2 % above that of the bare loop.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.workers import Workers
 
-TURNS = 41
+TURNS = 101
 ROUNDS = {8: 200, 2**16: 100, 2**20: 40, 2**24: 5}  # by size in bytes
 
 
@@ -50,7 +49,7 @@ def ratios() -> dict[int, tuple[float, float]]:
             taken_s = bench.elapsed_s(case.run, rounds=rounds) / rounds
             if turn:  # the first connects the ranks
                 task_s.append(taken_s)
-        found[size] = (median(bare_s[1:]), median(task_s) / median(bare_s[1:]))
+        found[size] = (min(bare_s[1:]), min(task_s) / min(bare_s[1:]))
     return found
 
 

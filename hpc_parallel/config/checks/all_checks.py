@@ -46,6 +46,7 @@ CHOICES = {
     "launcher.kind": ("auto", "local", "slurm", "script"),
     "cluster.gpu_flag": ("gpus-per-node", "gres"),
     "cluster.fabric": fabric_kinds.KINDS,
+    "preflight.act": ("off", "report", "stop", "exclude"),
     "task.name": tuple(TASKS),
 }
 

@@ -1,0 +1,140 @@
+"""The checks at a start on a real Slurm: a host with a fault is found by name, and a clean one is not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from cluster import Cluster
+from test_jobs import SMALL, Site, read
+
+from hpc_parallel.record import attempts
+from hpc_parallel.record.run_folder import RunFolder
+
+pytestmark = pytest.mark.slurm
+
+HOSTS, BAD = 4, "n3"
+WORDS = ("strategy=data", f"nodes={HOSTS}", *SMALL, "training.steps=2", "launcher.wait=true")
+PACKAGE = "xxhash"
+
+
+@pytest.fixture
+def site(cluster: Cluster, tmp_path: Path) -> Site:
+    return Site(cluster, tmp_path)
+
+
+def findings(site: Site, *words: str, code: int = 0) -> list[dict[str, Any]]:
+    """What the checks of a run on all four hosts have found."""
+    done = site.run(*WORDS, *words, "run_dir=run", timeout_s=200)
+    assert done.returncode == code, done.stdout + done.stderr
+    checked = read(site.home / "run", "preflight.json")
+    assert len(checked["hosts"]) == HOSTS
+    assert checked["took_s"] < 5
+    found: list[dict[str, Any]] = checked["findings"]
+    return found
+
+
+def inside(cluster: Cluster, *command: str) -> None:
+    """Run a command among the mounts of the bad host, which its slurmd and its jobs see."""
+    slurmd = next(pid for pid in cluster.pids(BAD) if psutil.Process(pid).name() == "slurmd")
+    subprocess.run(["nsenter", f"--mount=/proc/{slurmd}/ns/mnt", *command], check=True)
+
+
+@contextmanager
+def mounted(cluster: Cluster, target: Path, *options: str) -> Iterator[None]:
+    """Something else in the place of `target` on the bad host alone."""
+    inside(cluster, "mount", *options, str(target))
+    try:
+        yield
+    finally:
+        inside(cluster, "umount", "--lazy", str(target))
+
+
+def test_a_full_disk_and_another_package_are_found_by_name(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = site.home / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    package = importlib.metadata.distribution(PACKAGE)
+    metadata = Path(str(package.locate_file(""))) / f"{PACKAGE}-{package.version}.dist-info" / "METADATA"
+    older = site.home / "METADATA"
+    older.write_text(metadata.read_text().replace(f"Version: {package.version}", "Version: 0.1"))
+    with (
+        mounted(site.cluster, scratch, "-t", "tmpfs", "-o", "size=64k", "tmpfs"),
+        mounted(site.cluster, metadata, "--bind", str(older)),
+    ):
+        found = findings(site, "preflight.act=stop", code=1)
+    assert {finding["host"] for finding in found} == {BAD}
+    assert [finding["what"] for finding in found] == [
+        f"other packages: {PACKAGE} 0.1",
+        f"temporary folder {scratch}: No space left on device",
+    ]
+    failed = read(site.home / "run", "failure.json")
+    assert (failed["kind"], failed["host"]) == ("preflight", BAD)
+    assert f"Try launcher.exclude={BAD}, or preflight.act=report" in failed["line"]
+
+
+@pytest.mark.full
+def test_an_accused_host_is_left_out_of_the_next_start(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = site.home / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    words = (*WORDS, "nodes=3", "preflight.act=exclude", "run_dir=run")
+    with mounted(site.cluster, scratch, "-t", "tmpfs", "-o", "size=64k", "tmpfs"):
+        done = site.run(*words, timeout_s=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ends = attempts.recent_ends(RunFolder(site.home / "run"))
+    assert [(end["how"], end["host"]) for end in ends] == [("preflight", BAD)]
+    hosts = {rank["host"] for rank in read(site.home / "run", "environment.json")["ranks"]}
+    assert hosts == {"n1", "n2", "n4"}
+
+
+@pytest.mark.full
+@pytest.mark.timing
+def test_a_host_with_busy_cpus_is_found_by_name(site: Site) -> None:
+    """Its rank runs half of the time, as beside another process on the same core."""
+    ended = threading.Event()
+
+    def hold_back() -> None:
+        while not ended.is_set():
+            pids = [pid for pid in site.cluster.pids(BAD) if "worker.main" in command_of(pid)]
+            for number in (signal.SIGSTOP, signal.SIGCONT):
+                for pid in pids:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, number)
+                time.sleep(0.03)
+
+    thread = threading.Thread(target=hold_back)
+    thread.start()
+    try:
+        found = findings(site)
+    finally:
+        ended.set()
+        thread.join()
+    assert {finding["host"] for finding in found} == {BAD}
+    assert "a matrix product takes" in found[0]["what"]
+
+
+def command_of(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    return ""
+
+
+@pytest.mark.full
+@pytest.mark.timing
+def test_nobody_is_accused_in_clean_runs(site: Site) -> None:
+    for _ in range(20):
+        assert findings(site) == []
+        (site.home / "run").rename(site.home / f"run-{time.monotonic_ns()}")
