@@ -30,6 +30,7 @@ import xxhash
 import yaml
 
 from hpc_parallel.__main__ import main
+from hpc_parallel.record.collectives_table import COLUMNS
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, SweepRun, write_sweep
@@ -46,6 +47,7 @@ CHECKPOINT = f"{RUN}/checkpoints/step-8"
 FILES = (
     f"{RUN}/config.yaml", f"{RUN}/environment.json", f"{RUN}/summary.json", f"{RUN}/failure.json",
     f"{RUN}/owner.json", f"{RUN}/attempts.jsonl", f"{RUN}/metrics.jsonl", f"{RUN}/stopped.json",
+    f"{RUN}/preflight.json", f"{RUN}/collectives.json",
     f"{RUN}/timeline.json", f"{RUN}/generated.jsonl", f"{RUN}/logs/rank-0.out", f"{RUN}/logs/rank-1.err",
     f"{RUN}/logs", f"{RUN}/rendezvous", f"{RUN}/checkpoints", CHECKPOINT, f"{CHECKPOINT}/manifest.json",
     f"{CHECKPOINT}/complete", f"{CHECKPOINT}/part", f"{RUN}/checkpoints/step-9", f"{SWEEP}/sweep.json",
@@ -144,6 +146,10 @@ def make_template(root: Path, *, canary: Path) -> None:
     chunks = [[0.0, 0.1, 0, "F", 0], [0.1, 0.2, 0, "B", 0]]
     ranks = [{"rank": rank, "length_s": 0.2, "chunks": chunks} for rank in range(2)]
     write_json(run.timeline, {"step": 3, "ranks": ranks})
+    finding = {"host": "n1", "what": "other packages: a 1", "harmful": True}
+    write_json(run.preflight, {"took_s": 0.7, "hosts": {}, "findings": [finding]})
+    values = ("world", 2, "all_reduce", "float32", 8, 1e-4, 0.1, 100, 8e4, 8e4)
+    write_json(run.collectives, {"rows": [dict(zip(COLUMNS, values, strict=True))]})
     run.generated.write_text(json.dumps({"prompt": "a", "text": "b"}) + "\n")
     for step in (4, 8):
         _checkpoint(run, step, canary=canary)
@@ -159,6 +165,9 @@ def _environment(words: Sequence[str], root: Path) -> dict[str, Any]:
     return {
         "overrides": list(words), "ranks": ranks, "config_dir": None, "working_directory": str(root),
         "import_path": None, "packages": {"torch": "2.11"}, "checkouts": {}, "cuda": None,
+        "transport": {"version": "2.27.7", "pairs": {"across nodes": {"NET/IB": 2}}, "problem": "sockets"},
+        "topology": [{"hosts": ["n1"], "parts": [{"name": name, "model": "", "numa": 0} for name in "ab"],
+                      "links": [["X", "PIX"], ["PIX", "X"]]}],
     }  # fmt: skip
 
 
