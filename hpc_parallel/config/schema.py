@@ -388,9 +388,19 @@ class CollectivesConfig(TaskConfig):
     seconds: float = 0.5  # The time for one collective of one size; at least eight rounds are run.
 
 
+@dataclass
+class PreflightTaskConfig(TaskConfig):
+    """Measure devices, storage, and each link between hosts, and name what is slow."""
+
+    name: str = "preflight"  # The name of the task.
+    message_bytes: int = 2**24  # What two hosts send to each other, and what a node sums.
+    read_bytes: int = 2**27  # The size of the file that each process reads.
+    storage: str | None = None  # The folder of these files; null: the run folder.
+
+
 TASKS: dict[str, type[TaskConfig]] = {
     "train": TaskConfig, "infer": InferConfig, "generate": GenerateConfig, "proof": TaskConfig,
-    "collectives": CollectivesConfig,
+    "collectives": CollectivesConfig, "preflight": PreflightTaskConfig,
 }  # fmt: skip
 
 

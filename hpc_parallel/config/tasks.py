@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpc_parallel.config.layout import layout_of
-from hpc_parallel.config.schema import CollectivesConfig, GenerateConfig, InferConfig, RunConfig
+from hpc_parallel.config.schema import (
+    CollectivesConfig,
+    GenerateConfig,
+    InferConfig,
+    PreflightTaskConfig,
+    RunConfig,
+)
 from hpc_parallel.data.codec import encode, reads_bytes
 from hpc_parallel.problems import Problem, Problems, nearest
 
@@ -20,6 +26,7 @@ _TRAINED = ("final_loss", "validation_loss", "samples_per_s", "step_time_s", "pe
 FIGURES = {
     "infer": ("latency_s", "latency_p99_s", "samples_per_s", "validation_loss", "peak_memory_bytes"),
     "collectives": (),
+    "preflight": (),
     "generate": ("tokens_per_s", "step_time_s", "prompt_time_s", "peak_memory_bytes"),
 }
 
@@ -56,7 +63,8 @@ def total_steps(config: RunConfig) -> int:
     if isinstance(config.task, GenerateConfig):
         lengths = prompt_lengths(config) if config.task.prompts else [config.task.prompt_length]
         return max(lengths) - min(lengths) + config.task.new_tokens
-    return 0 if isinstance(config.task, CollectivesConfig) else config.training.steps
+    measures = isinstance(config.task, CollectivesConfig | PreflightTaskConfig)
+    return 0 if measures else config.training.steps
 
 
 def batch_sizes(config: RunConfig) -> list[int]:

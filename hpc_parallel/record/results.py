@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_parallel.record.collectives_table import is_row, short_table, valid_rows
+from hpc_parallel.record.machine_check_table import machine_lines
 from hpc_parallel.record.metrics_file import milliseconds, per_second
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import MIB, parse_line, read_head, read_json
@@ -23,6 +24,8 @@ def results(folder: RunFolder, summary: Mapping[str, Any]) -> list[str]:
         lines = show_table(rows)
     elif measured := read_json(folder.collectives):
         return collectives(measured, folder)
+    elif checked := read_json(folder.machine_check):
+        return machine_lines(checked)
     elif generated := _first_lines(folder.generated):
         lines = texts(generated, show=integer(table(folder.read_config().get("task")).get("show")) or 0)
     if lines and (weights := text(summary.get("weights"))):

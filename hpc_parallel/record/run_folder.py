@@ -111,6 +111,11 @@ class RunFolder:
         return self.path / "preflight.json"
 
     @property
+    def machine_check(self) -> Path:
+        """What `task=preflight` measured."""
+        return self.path / "machine_check.json"
+
+    @property
     def rendezvous(self) -> Path:
         """Where rank 0 publishes its address, one file per attempt."""
         return self.path / "rendezvous"

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from hpc_parallel.report import bubble, collectives, latency
+from hpc_parallel.report import bubble, collectives, latency, links
 from hpc_parallel.report.drawing import (
     BLUE,
     COLOURS,
@@ -64,6 +64,7 @@ def draw(rows: Sequence[Row], *, series: Sequence[Series], predictions: Sequence
         *_timeline_plots(rows),
         *_prediction_plots(predictions),
         *collectives.plots(rows),
+        *links.plots(rows),
     ]
 
 

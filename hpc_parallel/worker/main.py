@@ -35,6 +35,7 @@ from hpc_parallel.worker.collectives import measure_collectives
 from hpc_parallel.worker.environment import describe
 from hpc_parallel.worker.generation import generate
 from hpc_parallel.worker.inference import infer
+from hpc_parallel.worker.machine_check import check_machine
 from hpc_parallel.worker.parity_record import prove
 from hpc_parallel.worker.rank_logs import redirect
 from hpc_parallel.worker.rendezvous import hosts, meet
@@ -46,7 +47,7 @@ from hpc_parallel.worker.watchdog import watch
 # Keys are the names in conf/task/.
 TASKS: dict[str, Callable[..., object]] = {
     "train": train, "infer": infer, "generate": generate, "proof": prove,
-    "collectives": measure_collectives,
+    "collectives": measure_collectives, "preflight": check_machine,
 }  # fmt: skip
 
 

@@ -139,9 +139,12 @@ class Cluster:
     def mend(self, host: str) -> None:
         self.run("ip", "link", "set", "fabric0", "up", host=host)
 
-    def shape(self, rate: str) -> None:
-        """Limit every host's link to this rate (`1gbit`) in both directions; `unshape` removes the limit."""
-        for host in self.hosts:
+    def shape(self, rate: str, *hosts: str) -> None:
+        """Limit the links of these hosts (none: of all) to this rate (`1gbit`) in both directions.
+
+        `unshape` removes the limits of all hosts, which must all have one.
+        """
+        for host in hosts or self.hosts:
             self._queue(host, "replace", "tbf", "rate", rate, "burst", "1m", "latency", "50ms")
 
     def unshape(self) -> None:

@@ -138,3 +138,37 @@ def test_nobody_is_accused_in_clean_runs(site: Site) -> None:
     for _ in range(20):
         assert findings(site) == []
         (site.home / "run").rename(site.home / f"run-{time.monotonic_ns()}")
+
+
+MEASURED = ("task=preflight", "strategy=data", f"nodes={HOSTS}", "task.message_bytes=4000000",
+            "task.read_bytes=8388608", "launcher.wait=true", "run_dir=links")  # fmt: skip
+
+
+def measured_links(site: Site) -> tuple[dict[str, Any], str]:
+    """What task=preflight wrote on four hosts, and what the command said."""
+    done = site.run(*MEASURED, timeout_s=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read(site.home / "links", "machine_check.json"), done.stdout
+
+
+@pytest.mark.full
+@pytest.mark.timing
+def test_a_slow_link_is_found_by_name(site: Site) -> None:
+    """All links have 1 Gbit/s; that of one host has a tenth."""
+    site.cluster.shape("1gbit")
+    site.cluster.shape("100mbit", BAD)
+    try:
+        checked, said = measured_links(site)
+    finally:
+        site.cluster.unshape()
+    assert [finding["host"] for finding in checked["findings"]] == [BAD]
+    rates = {tuple(link["hosts"]): link["bytes_per_s"] for link in checked["links"]}
+    assert len(rates) == HOSTS * (HOSTS - 1) // 2
+    slow = [rate for hosts, rate in rates.items() if BAD in hosts]
+    assert 0.5 * 12.5e6 < min(slow) <= max(slow) < 1.1 * 12.5e6 + 1e6  # 1 MB passes in a burst
+    assert all(rate > 0.5 * 125e6 for hosts, rate in rates.items() if BAD not in hosts)
+    assert f"--exclude={BAD}" in said.splitlines()
+    (site.home / "links").rename(site.home / "slow")
+    clean, said = measured_links(site)
+    assert clean["findings"] == []
+    assert "no host stands out" in said.splitlines()

@@ -10,6 +10,7 @@ from hpc_parallel.config.schema import (
     CollectivesConfig,
     GenerateConfig,
     InferConfig,
+    PreflightTaskConfig,
     RunConfig,
 )
 from hpc_parallel.config.tasks import COLLECTIVE_DTYPES, COLLECTIVES
@@ -29,6 +30,8 @@ def find_problems(config: RunConfig) -> Problems:
         yield from _prompts(config, config.task)
     elif isinstance(config.task, CollectivesConfig):
         yield from _collectives(config.task)
+    elif isinstance(config.task, PreflightTaskConfig):
+        yield from _preflight(config.task)
 
 
 def _infer(task: InferConfig, layout: Layout) -> Problems:
@@ -63,6 +66,15 @@ def _collectives(task: CollectivesConfig) -> Problems:
         yield Problem("task.factor", task.factor, "must be at least 2", (CollectivesConfig.factor,))
     if not task.seconds > 0:
         yield Problem("task.seconds", task.seconds, "must be above 0", (CollectivesConfig.seconds,))
+
+
+def _preflight(task: PreflightTaskConfig) -> Problems:
+    for key, chosen, least, usual in (
+        ("message_bytes", task.message_bytes, 4, PreflightTaskConfig.message_bytes),
+        ("read_bytes", task.read_bytes, 2**22, PreflightTaskConfig.read_bytes),
+    ):
+        if chosen < least:
+            yield Problem(f"task.{key}", chosen, f"must be at least {least}", (usual,))
 
 
 def _generate(config: RunConfig, layout: Layout) -> Problems:

@@ -1,0 +1,48 @@
+"""Links between hosts, measured pair by pair: the order of the pairs, and which of them are too slow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+SLOW = 2.0  # times slower than the median link
+
+Pair = tuple[int, int]
+Rates = Mapping[Pair, float]  # (lower host, higher host) -> bytes per second in each direction
+
+
+def rounds(hosts: int) -> list[list[Pair]]:
+    """Every pair once; the pairs of a round have no host in common (the circle method)."""
+    seats: list[int | None] = [*range(hosts), *([None] * (hosts % 2))]
+    result = []
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        facing = zip(seats[:half], reversed(seats[half:]), strict=True)
+        result.append([(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return result if hosts > 1 else []
+
+
+def slow_hosts(rates: Rates) -> dict[int, float]:
+    """Host -> median rate of its links, for hosts whose links are slow as a whole; none for two hosts."""
+    hosts = sorted({host for pair in rates for host in pair})
+    if len(hosts) < 3:
+        return {}
+    own = {host: median(rate for pair, rate in rates.items() if host in pair) for host in hosts}
+    usual = _usual(rates, hosts)
+    return {host: rate for host, rate in own.items() if rate * SLOW < usual}
+
+
+def slow_pairs(rates: Rates) -> dict[Pair, float]:
+    """The slow links between hosts that are not slow as a whole."""
+    hosts = slow_hosts(rates)
+    rest = {pair: rate for pair, rate in rates.items() if not hosts.keys() & set(pair)}
+    if not rest:
+        return {}
+    usual = _usual(rest, sorted({host for pair in rest for host in pair}))
+    return {pair: rate for pair, rate in rest.items() if rate * SLOW < usual}
+
+
+def _usual(rates: Rates, hosts: Sequence[int]) -> float:
+    """The median of each host's fastest link: of three hosts with a slow one, two links of three are slow."""
+    return median(max(rate for pair, rate in rates.items() if host in pair) for host in hosts)
