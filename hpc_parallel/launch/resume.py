@@ -18,7 +18,7 @@ from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.sweep_compose import compose_run
 from hpc_parallel.problems import ConfigError, Problem, Problems, nearest, quoted
 from hpc_parallel.record.checkpoint_index import complete
-from hpc_parallel.record.find import path_of
+from hpc_parallel.record.find import near_runs, path_of
 from hpc_parallel.record.recorded_start import grants_trust, key_of, read_start
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
 from hpc_parallel.record.safe_read import DamagedError, read_json
@@ -116,7 +116,7 @@ def newest(words: Sequence[str], *, warn: Callable[[str], None] = warn_on_stderr
 
 
 def require_run(folder: RunFolder) -> None:
-    """Raises ConfigError if the folder is not a run; the error suggests a run with a similar name."""
+    """Raises ConfigError if the folder is not a run; the error suggests one that is near."""
     if is_run_folder(folder.path):
         return
     if (reason := unreadable(folder.path)) is not None:
@@ -124,7 +124,8 @@ def require_run(folder: RunFolder) -> None:
     children = sorted(path for path in folder.path.glob("*") if is_run_folder(path))
     siblings = [path.name for path in folder.path.parent.glob("*") if is_run_folder(path)]
     similar = [folder.path.parent / name for name in nearest(folder.path.name, siblings)]
-    suggestions = tuple(children[-1:] or similar)  # the newest child, because run ids sort by time
+    # The newest child, because run ids sort by time.
+    suggestions = tuple(children[-1:] or similar or near_runs(folder.path.name))
     raise ConfigError([Problem("resume", folder.path, "is not a run folder", suggestions or (None,))])
 
 

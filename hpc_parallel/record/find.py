@@ -179,13 +179,21 @@ def _unknown(word: str, known: Mapping[str, RecordedRun]) -> str:
         rule = "is no path, run id, job id or part of a name of a run"
     if not known:
         return f"{spell(word)} {rule}, and {RUNS.absolute()} holds none."
+    return f"{spell(word)} {rule} in {RUNS.absolute()}. Try {alternatives(_near(word, known))}."
+
+
+def near_runs(word: str) -> list[str]:
+    """The names of up to three runs that are like `word`, else of the newest."""
+    return _near(word, {label(run.path): run for run in newest_first(find_runs(RUNS))})
+
+
+def _near(word: str, known: Mapping[str, RecordedRun]) -> list[str]:
     names = [
         *known,
         *(run.run_id for run in known.values()),
         *(job for run in known.values() for job in run.job_ids),
     ]
-    near = nearest(word, names, most=3) or list(known)[:3]
-    return f"{spell(word)} {rule} in {RUNS.absolute()}. Try {alternatives(near)}."
+    return nearest(word, names, most=3) or list(known)[:3]
 
 
 def _started(path: Path) -> float:

@@ -21,6 +21,7 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.run import main
 from tests.composed import prepared
+from tests.recorded_runs import finished
 from tests.unit.test_checkpoint_index import write
 
 STARTED = ["strategy=pipeline", "strategy.microbatches=8", "nodes=2", "launcher.partition=gpu", "name=mine"]
@@ -188,3 +189,12 @@ def test_of_two_that_start_at_once_one_must_refuse(started: RunFolder) -> None:
         claimant.join()
     assert sorted(got) == [False] * 7 + [True]
     assert owner.living_owner(started) is None  # all are gone
+
+
+def test_a_name_like_no_other_is_answered_with_the_newest_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    finished(tmp_path / "runs" / "data" / "20261122-01-aa", "training.steps=30")
+    assert main(["resume=unlike"]) == 2
+    assert "unlike is not a run folder. Try resume=data/20261122-01-aa." in capsys.readouterr().err
