@@ -55,6 +55,12 @@ def test_nobody_is_accused_in_healthy_clusters(count: int) -> None:
     assert told(hosts(count)) == []
 
 
+def test_the_products_of_a_single_host_are_not_timed() -> None:
+    cluster = hosts(1)
+    cluster["n1"]["matrix_s"] = []
+    assert told(cluster) == []
+
+
 @pytest.mark.parametrize(
     ("path", "value", "what"),
     [
