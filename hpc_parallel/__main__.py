@@ -32,6 +32,8 @@ COMMANDS = {
     "report": Command("hpc_parallel.commands.report", "compare runs on a page with tables and plots"),
     "parity": Command("hpc_parallel.commands.parity", "prove that strategies equal one device"),
     "export": Command("hpc_parallel.commands.export", "write a checkpoint's weights to one safetensors file"),
+    "init-cluster": Command("hpc_parallel.commands.init_cluster", "write a first profile of this cluster"),
+    "check": Command("hpc_parallel.commands.check", "check the site and a configuration without a job"),
     "tokenize": Command("hpc_parallel.commands.tokenize", "convert texts to tokens for training"),
 }
 
@@ -73,7 +75,7 @@ def usage() -> str:
 
 def _is_name(word: str) -> bool:
     """Whether it is not an override (`nodes=2`, `~key`) or a flag of Hydra."""
-    return word.isidentifier()
+    return word.replace("-", "_").isidentifier()
 
 
 if __name__ == "__main__":

@@ -80,12 +80,10 @@ def _with_devices(config: DictConfig) -> DictConfig:
     """The configuration with a number for `gpus_per_node=auto`. Raises UnresolvedError."""
     if OmegaConf.is_interpolation(config, "gpus_per_node") or config.get("gpus_per_node") != AUTO:
         return config
-    known = {}
     try:
-        for key in ("device", "launcher", "cluster"):
-            node = config[key]
-            known[key] = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_dict(node) else node
-        devices = devices_of_a_node(known)
+        launcher = {key: config.launcher[key] for key in ("kind", "partition")}  # others may need the devices
+        cluster = OmegaConf.to_container(config.cluster, resolve=True)
+        devices = devices_of_a_node({"device": config.device, "launcher": launcher, "cluster": cluster})
     except OmegaConfBaseException:  # `resolve` reports it with all other keys
         devices = 1
     except ConfigError as error:

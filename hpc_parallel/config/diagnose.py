@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 from yaml import YAMLError
 
 from hpc_parallel.config.checks.all_checks import CHOICES, find_problems, in_order
-from hpc_parallel.config.checks.site_checks import minutes_of
+from hpc_parallel.config.clock import minutes_of
 from hpc_parallel.config.compose import REQUIRED, composing, flat, missing_keys, resolve, unknown_keys
 from hpc_parallel.config.file_problems import refused_key, unreadable_file
 from hpc_parallel.config.key_suggestions import ACCUMULATION, suggest

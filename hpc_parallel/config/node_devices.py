@@ -24,16 +24,20 @@ def devices_of_a_node(values: Mapping[str, Any], *, environment: Mapping[str, st
     """What `auto` stands for.
 
     A run of this machine uses the GPUs that are visible here, or one CPU process if there are none. A run on
-    Slurm uses what the cluster profile says (`cluster.gpus_per_node`), else what sinfo says of the partition.
+    Slurm uses what the cluster profile says (`cluster.partitions`, `cluster.gpus_per_node`), else what sinfo
+    says of the partition.
 
-    values: the keys `device`, `launcher` (`kind`, `partition`) and `cluster` (`name`, `gpus`, `gpu_type`,
-    `gpus_per_node`) of the configuration.
+    values: the keys `device`, `launcher` (`kind`, `partition`) and `cluster` (`name`, `partitions`, `gpus`,
+    `gpu_type`, `gpus_per_node`) of the configuration.
 
     Raises ConfigError if nobody knows.
     """
     launcher, cluster = values["launcher"], values["cluster"]
     if launcher_kind(launcher["kind"], environment=environment) == "local":
         return 1 if values["device"] == "cpu" else max(1, visible_gpus(environment))
+    limits = cluster["partitions"].get(launcher["partition"])
+    if isinstance(limits, dict) and isinstance(limits.get("gpus_per_node"), int):
+        return int(limits["gpus_per_node"])
     if cluster["gpus_per_node"] is not None:
         return int(cluster["gpus_per_node"])
     if not cluster["gpus"]:

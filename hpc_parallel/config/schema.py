@@ -314,6 +314,10 @@ class ClusterConfig:
     partition: str | None = None  # sbatch `--partition`, if `launcher.partition` is not set.
     account: str | None = None  # sbatch `--account`, if `launcher.account` is not set.
     qos: str | None = None  # sbatch `--qos`, if `launcher.qos` is not set.
+    constraint: str | None = None  # sbatch `--constraint`, if `launcher.constraint` is not set.
+    # Limits of partitions by name: `nodes`, `time_minutes`, `memory_gb` (of a node), `gpus_per_node`.
+    # A partition that is not listed: ask `sinfo`.
+    partitions: dict[str, Any] = field(default_factory=dict)
     gpus: bool = True  # The job asks for GPUs; false: a cluster of CPUs.
     gpu_flag: str = "gpus-per-node"  # The flag of sbatch that asks for GPUs.
     gpu_type: str | None = None  # The type of GPU, such as `a100` in `--gres=gpu:a100:4`.
@@ -321,6 +325,19 @@ class ClusterConfig:
     gpus_per_node: int | None = None
     # Memory of one device in GB: a model that can't fit by its weights alone is refused; null: not checked.
     device_memory_gb: float | None = None
+    cpus_per_device: int = 1  # CPU cores for each device, if `launcher.cpus_per_device` is not set.
+    # Memory for each device in GB, if `launcher.memory_gb` is not set; null: the partition's default.
+    memory_gb_per_device: float | None = None
+    modules: list[str] = field(default_factory=list)  # Names for `module load`, before `launcher.modules`.
+    setup: list[str] = field(default_factory=list)  # Shell commands of every job, before `launcher.setup`.
+    # Flags of sbatch for every job, without dashes; `launcher.extra` replaces them.
+    extra: dict[str, Any] = field(default_factory=dict)
+    # Flags of srun for every job, without dashes: `cpu-bind: cores`, `mpi: none`.
+    srun: dict[str, Any] = field(default_factory=dict)
+    # A folder of each node for temporary files (`TMPDIR`); `$VARIABLES` are those of the job.
+    scratch: str | None = None
+    max_array_size: int | None = None  # The most runs in a job array; null: ask `scontrol`.
+    resubmit: bool = False  # The site does not requeue jobs, so a run continues in a new one.
     master_suffix: str = ""  # Appended to the host name of rank 0 (some sites name the fast network so).
     port: int | None = None  # The port of rank 0 on a closed network; null: any free port.
     start_timeout_s: float = 300.0  # Seconds within which all ranks must start.
@@ -467,7 +484,13 @@ class ComposedConfig(RunConfig):
     training: TrainingConfig = field(default_factory=ComposedTraining)
     launcher: LauncherConfig = field(
         default_factory=lambda: LauncherConfig(
-            partition="${cluster.partition}", account="${cluster.account}", qos="${cluster.qos}"
+            partition="${cluster.partition}",
+            account="${cluster.account}",
+            qos="${cluster.qos}",
+            constraint="${cluster.constraint}",
+            cpus_per_device="${cluster.cpus_per_device}",  # type: ignore[arg-type]
+            memory_gb="${product:${cluster.memory_gb_per_device},${gpus_per_node}}",  # type: ignore[arg-type]
+            resubmit="${cluster.resubmit}",  # type: ignore[arg-type]
         )
     )
 
@@ -475,9 +498,9 @@ class ComposedConfig(RunConfig):
 def register() -> None:
     """Store the schemas by the names in the defaults lists of `conf/`, and add a resolver for products.
 
-    Example: `${product:16,${nodes},${gpus_per_node}}`.
+    Example: `${product:16,${nodes},${gpus_per_node}}`. A product with a null is null.
     """
-    OmegaConf.register_new_resolver("product", lambda *factors: math.prod(factors), replace=True)
+    OmegaConf.register_new_resolver("product", _product, replace=True)
     store = ConfigStore.instance()
     store.store(name="run_schema", node=ComposedConfig)
     store.store(group="model", name="transformer_schema", node=TransformerConfig)
@@ -495,6 +518,10 @@ def register() -> None:
     store.store(group="data", name="parquet_schema", node=ParquetDataConfig)
     for name, schema in TASKS.items():
         store.store(group="task", name=f"{name}_schema", node=schema)
+
+
+def _product(*factors: Any) -> Any:
+    return None if None in factors else math.prod(factors)
 
 
 def typed(config: Any) -> RunConfig:

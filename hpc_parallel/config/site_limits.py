@@ -1,43 +1,72 @@
-"""Warn of more nodes or memory than the partition or this machine has, before the run starts.
+"""Warn of more nodes, memory or time than the partition or this machine has, before the run starts.
 
 Slurm decides: `sbatch` refuses such a job, or queues one that never starts, as the site has set it. sinfo may
-not show this user all nodes, so this is a warning and no refusal.
+not show this user all nodes, and a profile may be old, so this is a warning and no refusal.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 
 from hpc_parallel.config.checks.memory_checks import GIB, least_bytes
+from hpc_parallel.config.clock import minutes_of
 from hpc_parallel.config.layout import layout_of, processes_per_node
 from hpc_parallel.config.node_devices import ask, launcher_kind, period, visible_gpus
 from hpc_parallel.config.schema import RunConfig
 
-_KIND_OF_NODE = re.compile(r"^([^|\n]+)\|(\d+)\|(\d+)", re.MULTILINE)  # a plus may follow
+_KIND_OF_NODE = re.compile(r"^([^|\n]+)\|(\d+)\|(\d+)\+?\|?(.*)", re.MULTILINE)
 _PATIENCE_S = 3.0  # with a controller that does not answer: the submission does not wait for it
 _UNSET_MB = 1  # what Slurm shows of nodes whose memory the site has not configured
 
 
+@dataclass(frozen=True)
+class Limits:
+    """The most nodes, memory of a node, and minutes of a job in a partition; None: unknown, or no limit."""
+
+    nodes: int | None = None
+    memory_mb: float | None = None
+    time_minutes: int | None = None
+
+
 def site_warnings(config: RunConfig) -> list[str]:
-    """One line for each resource of which no node, or no partition, has as much; empty if sinfo is silent."""
+    """One line for each resource of which the partition does not have as much; empty if nobody knows."""
     launcher = config.launcher
     if launcher_kind(launcher.kind) == "local":
         return local_warnings(config, memory_bytes=physical_memory_bytes(), environment=os.environ)
-    nodes, memory_mb = limits(_sinfo(period()), partition=launcher.partition)
+    most = limits_of(config)
     where = f"partition {launcher.partition}" if launcher.partition else "the default partition"
     warnings = []
-    if 0 < nodes < config.nodes:
-        plural = "s" * (nodes > 1)
-        warnings.append(f"nodes={config.nodes}: {where} has {nodes} node{plural}. Try nodes={nodes}.")
-    if launcher.memory_gb is not None and _UNSET_MB < memory_mb < 1024 * launcher.memory_gb:
-        most_gb = memory_mb // 1024 or memory_mb / 1024
+    if most.nodes is not None and most.nodes < config.nodes:
+        plural = "s" * (most.nodes > 1)
+        warnings.append(
+            f"nodes={config.nodes}: {where} has {most.nodes} node{plural}. Try nodes={most.nodes}."
+        )
+    if (launcher.memory_gb or 0) * 1024 > (most.memory_mb or math.inf):
+        assert most.memory_mb is not None
+        most_gb = most.memory_mb // 1024 or most.memory_mb / 1024
         key = f"launcher.memory_gb={launcher.memory_gb:g}"
-        largest = f"the largest node of {where} has {memory_mb / 1024:.1f} GB"
+        largest = f"the largest node of {where} has {most.memory_mb / 1024:.1f} GB"
         warnings.append(f"{key}: {largest}. Try launcher.memory_gb={most_gb:.3g}.")
+    if most.time_minutes is not None and most.time_minutes < launcher.time_minutes:
+        key = f"launcher.time_minutes={launcher.time_minutes}"
+        legal = f"Try launcher.time_minutes={most.time_minutes}."
+        warnings.append(f"{key}: {where} allows {most.time_minutes} minutes. {legal}")
     return [f"warning     {line}" for line in warnings]
+
+
+def limits_of(config: RunConfig) -> Limits:
+    """The limits of the run's partition: those of the cluster profile, else those that sinfo lists."""
+    partition = config.launcher.partition
+    written = config.cluster.partitions.get(partition or "")
+    if written is None:
+        return limits(_sinfo(period()), partition=partition)
+    memory_gb = written.get("memory_gb")
+    return Limits(written.get("nodes"), memory_gb and 1024 * memory_gb, written.get("time_minutes"))
 
 
 def local_warnings(config: RunConfig, *, memory_bytes: int, environment: Mapping[str, str]) -> list[str]:
@@ -62,21 +91,26 @@ def physical_memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def limits(listing: str, *, partition: str | None) -> tuple[int, int]:
-    """The nodes of the largest of the partitions (None: the default one), and the memory in MB of a node.
+def limits(listing: str, *, partition: str | None) -> Limits:
+    """The limits of a partition (None: the default one), or the largest of several.
 
-    listing: lines `partition|nodes|memory` of sinfo, one for each kind of node. Returns zeros for a partition
-    that is not listed.
+    listing: lines `partition|nodes|memory|time` of sinfo, one for each kind of node.
     """
     nodes: dict[str, int] = {}
     memory_mb = 0
-    for name, count, memory in _KIND_OF_NODE.findall(listing):
+    minutes: list[int | None] = []
+    for name, count, memory, time in _KIND_OF_NODE.findall(listing):
         if name.rstrip("*") in partition.split(",") if partition else name.endswith("*"):
             nodes[name] = nodes.get(name, 0) + int(count)
             memory_mb = max(memory_mb, int(memory))
-    return max(nodes.values(), default=0), memory_mb
+            minutes.append(minutes_of(time))
+    return Limits(
+        nodes=max(nodes.values(), default=None),
+        memory_mb=memory_mb if memory_mb > _UNSET_MB else None,
+        time_minutes=None if None in minutes else max(filter(None, minutes), default=None),
+    )
 
 
 @lru_cache(maxsize=1)
 def _sinfo(minute: int) -> str:
-    return ask("sinfo", "-h", "-o", "%P|%D|%m", patience_s=_PATIENCE_S) or ""
+    return ask("sinfo", "-h", "-o", "%P|%D|%m|%l", patience_s=_PATIENCE_S) or ""

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -54,11 +55,15 @@ def sbatch_flags(run: PreparedRun) -> Flags:
     for key in ("partition", "account", "qos", "constraint", "exclude", "wckey"):
         if (value := getattr(launcher, key)) is not None:
             flags[key] = value
-    if launcher.extra.get("no-requeue"):
+    extra = config.cluster.extra | launcher.extra
+    if extra.get("no-requeue"):
         del flags["requeue"]
-    return flags | {
-        flag: value for flag, value in launcher.extra.items() if value is not None and value is not False
-    }
+    return flags | _set_flags(extra)
+
+
+def _set_flags(flags: Mapping[str, Any]) -> Flags:
+    """Without the flags that are switched off by null or false."""
+    return {flag: value for flag, value in flags.items() if value is not None and value is not False}
 
 
 def gpu_flags(run: PreparedRun) -> Flags:
@@ -78,12 +83,14 @@ def srun_arguments(run: PreparedRun) -> list[str]:
 
     The CPUs are repeated because srun no longer takes them from sbatch (Slurm 22.05).
     """
-    return [
-        f"--cpus-per-task={run.cpus_per_process}",
-        "--distribution=block",
-        "--kill-on-bad-exit=1",
-        "--wait=60",
-    ]
+    flags: Flags = {
+        "cpus-per-task": run.cpus_per_process,
+        "distribution": "block",
+        "kill-on-bad-exit": 1,
+        "wait": 60,
+    }
+    flags |= _set_flags(run.config.cluster.srun)
+    return [f"--{flag}" if value is True else f"--{flag}={value}" for flag, value in flags.items()]
 
 
 def environment_block(run: PreparedRun, *, log_suffix: str) -> str:
@@ -140,7 +147,7 @@ def _import_path(run: PreparedRun, *, folder: ShellWord) -> ShellWord | str:
 
 
 def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
-    launcher = run.config.launcher
+    launcher, cluster = run.config.launcher, run.config.cluster
     return {
         "job": JOB,
         "python": job_python(run.config.launcher),
@@ -148,9 +155,9 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
         "log_folder": str(run.folder.slurm),
         "log_suffix": log_suffix,
         "import_path": "" if run.snapshot is None else os.pathsep.join(map(str, run.snapshot.import_path)),
-        "modules": launcher.modules,
+        "modules": [*cluster.modules, *launcher.modules],
         "venv": launcher.venv and str(Path(os.path.expanduser(launcher.venv)).absolute()),
-        "setup": launcher.setup,
+        "setup": [*cluster.setup, *launcher.setup],
     }
 
 

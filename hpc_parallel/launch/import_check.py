@@ -51,16 +51,12 @@ def check_imports(config: RunConfig) -> ImportCheck:
         for key, table in class_tables(group, values)
         if not str(table["_target_"]).startswith(OWN)
     ]
-    launcher = config.launcher
     if not tables or not _may_import(config):
         return ImportCheck()
     paths = ", ".join(str(table["_target_"]) for _, table in tables)
-    if launcher.setup or launcher.modules:
-        which = "setup" if launcher.setup else "modules"
-        return ImportCheck(
-            note=f"not imported here, because launcher.{which} changes the environment: {paths}"
-        )
-    return _tried(job_python(launcher), os.getcwd(), IMPORT, json.dumps(tables), paths)
+    if key := _environment_key(config):
+        return ImportCheck(note=f"not imported here, because {key} changes the environment: {paths}")
+    return _tried(job_python(config.launcher), os.getcwd(), IMPORT, json.dumps(tables), paths)
 
 
 def check_model(config: RunConfig, values: Mapping[str, Any]) -> ImportCheck:
@@ -68,10 +64,20 @@ def check_model(config: RunConfig, values: Mapping[str, Any]) -> ImportCheck:
 
     `values`: the same configuration as plain values. Its classes can be imported.
     """
-    launcher, path = config.launcher, str(config.model["_target_"])
-    if path.startswith(OWN) or not _may_import(config) or launcher.setup or launcher.modules:
+    path = str(config.model["_target_"])
+    if path.startswith(OWN) or not _may_import(config) or _environment_key(config):
         return ImportCheck()
-    return _tried(job_python(launcher), os.getcwd(), MODEL, json.dumps(values), path)
+    return _tried(job_python(config.launcher), os.getcwd(), MODEL, json.dumps(values), path)
+
+
+def _environment_key(config: RunConfig) -> str | None:
+    """The key of commands that run in the job before Python starts; None without any."""
+    launcher, cluster = config.launcher, config.cluster
+    commands = {
+        "launcher.setup": launcher.setup, "launcher.modules": launcher.modules,
+        "cluster.setup": cluster.setup, "cluster.modules": cluster.modules,
+    }  # fmt: skip
+    return next((key for key, lines in commands.items() if lines), None)
 
 
 def _may_import(config: RunConfig) -> bool:

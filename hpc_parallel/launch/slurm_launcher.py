@@ -99,7 +99,8 @@ def submit(run: PreparedRun) -> str:
     run.folder.slurm.mkdir(mode=0o700, exist_ok=run.resumes)
     submitter = executor(run)
     try:
-        objection = test_only_error(submitter.script)
+        accepted, message = test_only(submitter.script)
+        objection = None if accepted else message
         with redirect_stderr(io.StringIO()):  # submitit prints a refusal, which the exception below repeats
             job = submitter.submit(job_entry.rank, str(run.folder.path))
     except FileNotFoundError as error:
@@ -118,10 +119,10 @@ def submit(run: PreparedRun) -> str:
     return str(job.job_id)
 
 
-def test_only_error(script: str) -> str | None:
-    """The error of `sbatch --test-only`; None if the script could start now or later."""
+def test_only(script: str) -> tuple[bool, str]:
+    """Whether Slurm would start the script now or later, and what `sbatch --test-only` prints."""
     process = subprocess.run(["sbatch", "--test-only"], input=script, capture_output=True, text=True)
-    return process.stderr.strip() if process.returncode != 0 else None
+    return process.returncode == 0, process.stderr.strip()
 
 
 def permanent_reason(job_id: str) -> str | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import tempfile
 from collections.abc import Iterable, Mapping, MutableMapping
+from string import Template
 from typing import Any
 
 import psutil
@@ -29,6 +31,22 @@ def site_variables(settings: Mapping[str, Any], environment: MutableMapping[str,
     for name, value in settings.items():
         environment.setdefault(name, str(value).lower() if isinstance(value, bool) else str(value))
     return recorded(environment, also=settings)
+
+
+def use_scratch(folder: str | None, environment: MutableMapping[str, str], *, host: str) -> None:
+    """Make a folder of this host the one for temporary files, such as compiled kernels, inside a job.
+
+    folder: `cluster.scratch`, with variables of the job such as `$SLURM_TMPDIR`.
+
+    Raises DeviceError if the folder does not exist or can't be written.
+    """
+    if folder is None or "SLURM_JOB_ID" not in environment:
+        return
+    path = Template(folder).safe_substitute(environment)
+    if not os.access(path, os.W_OK | os.X_OK) or not os.path.isdir(path):
+        raise DeviceError(f"cluster.scratch={folder}: {host} has no folder {path} that this user can write")
+    environment["TMPDIR"] = path
+    tempfile.tempdir = None  # of an earlier answer
 
 
 def recorded(environment: Mapping[str, str], *, also: Iterable[str] = ()) -> dict[str, str]:

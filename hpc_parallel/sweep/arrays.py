@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_parallel.config.schema import ClusterConfig
 from hpc_parallel.launch.batch_script import render, render_array
 from hpc_parallel.launch.launcher import SiteRefusedError
 from hpc_parallel.launch.slurm_launcher import PERMANENT_REASONS, refusal_message
@@ -49,7 +50,7 @@ def shapes(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
 def arrays(plan: SweepPlan) -> list[Array]:
     """The arrays to submit. A group larger than Slurm's limit is split into several arrays."""
     groups = shapes(plan.runs)
-    limit = max_tasks() if any(len(group) > 1 for group in groups) else 1
+    limit = max_tasks(plan.runs[0].run.config.cluster) if any(len(group) > 1 for group in groups) else 1
     first = len(list((plan.folder / "arrays").glob("*")))  # the arrays of earlier starts come before
     chunks = [group[at : at + limit] for group in groups for at in range(0, len(group), limit)]
     return [_array(chunk, plan, number) for number, chunk in enumerate(chunks, start=first)]
@@ -68,8 +69,10 @@ def _array(chunk: Sequence[PlannedRun], plan: SweepPlan, number: int) -> Array:
     return Array(chunk, tasks, script)
 
 
-def max_tasks() -> int:
+def max_tasks(cluster: ClusterConfig) -> int:
     """The largest number of tasks in an array on this site; 1 if the site does not allow arrays."""
+    if cluster.max_array_size is not None:
+        return cluster.max_array_size
     try:
         config = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

@@ -62,6 +62,7 @@ def main(run_folder: str) -> int:
         config, values = read_config(folder.config)
         require_devices(config, world)
         variables = fabric.site_variables(config.cluster.environment, os.environ)
+        fabric.use_scratch(config.cluster.scratch, os.environ, host=world.host)
         flight_recorder.set_variables(folder, os.environ)
         device = prepare_device(config, world)
         join(folder, config=config, world=world, device=device, variables=variables)

@@ -70,6 +70,32 @@ def test_flags_are_exactly_these(overrides: list[str], expected: dict[str, objec
     assert sbatch_flags(run) == BASE | expected
 
 
+def test_a_profile_speaks_for_every_job_and_the_command_line_replaces_it() -> None:
+    profile = (
+        "launcher=script", "nodes=2", "gpus_per_node=4", "training.global_batch_size=16",
+        "cluster.constraint=fast", "cluster.cpus_per_device=8", "cluster.memory_gb_per_device=60",
+        "+cluster.extra={exclusive: true, comment: site}", "+cluster.srun={cpu-bind: cores, mpi: none}",
+        "cluster.modules=[gcc]", "cluster.setup=['export A=1']",
+    )  # fmt: skip
+    run = prepared(*profile, "launcher.modules=[cuda]", "launcher.setup=['export B=1']")
+    assert sbatch_flags(run) == BASE | {
+        "gpus-per-node": "4", "constraint": "fast", "cpus-per-task": 8, "mem": "245760M", "exclusive": True,
+        "comment": "site",
+    }  # fmt: skip
+    assert srun_arguments(run)[-2:] == ["--cpu-bind=cores", "--mpi=none"]
+    lines = [line for line in render(run).splitlines() if line.startswith("eval ")]
+    words = [shlex.split(line)[1] for line in lines]
+    assert words == ["module load gcc", "module load cuda", "export A=1", "export B=1"]
+    own = prepared(
+        *profile, "launcher.constraint=null", "launcher.cpus_per_device=2", "launcher.memory_gb=5",
+        "+launcher.extra.exclusive=false", "+launcher.extra.comment=mine", "cluster.srun.mpi=null",
+    )  # fmt: skip
+    assert sbatch_flags(own) == BASE | {
+        "gpus-per-node": "4", "cpus-per-task": 2, "mem": "5120M", "comment": "mine",
+    }  # fmt: skip
+    assert srun_arguments(own)[-1] == "--cpu-bind=cores"
+
+
 def test_one_process_gets_all_of_a_node() -> None:
     """nn.DataParallel: one task that sees every GPU and has the cores of all."""
     run = prepared("strategy=dataparallel", "gpus_per_node=4", "launcher.cpus_per_device=3")

@@ -107,8 +107,8 @@ def test_a_command_is_accepted(
     expected = int(block.value) if block.mark == "exits with" else 0
     if words[:3] == ["python", "-m", "hpc_parallel.run"]:
         code = composes(words[3:])
-    elif words[:3] == ["python", "-m", "hpc_parallel"] and words[3] in ("run", "parity"):
-        code = composes(words[4:]) if words[3] == "run" else command([*words[3:], "dry_run=true"])
+    elif words[:3] == ["python", "-m", "hpc_parallel"] and words[3] in ("run", "check", "parity"):
+        code = command([*words[3:], "dry_run=true"]) if words[3] == "parity" else composes(words[4:])
     elif words[:3] == ["python", "-m", "hpc_parallel"]:
         assert words[3] in COMMANDS
         parse_only(monkeypatch)

@@ -1,6 +1,8 @@
 import os
 import socket
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -178,3 +180,16 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fabric.cpu_threads(world(launcher="torchrun"), {"SLURM_CPUS_PER_TASK": "5"}) == 4
     assert fabric.cpu_threads(world(), {}) == 4
     assert fabric.cpu_threads(world(local_world_size=16), {}) == 1
+
+
+def test_scratch_is_the_folder_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/somewhere")
+    job = {"SLURM_JOB_ID": "7", "LOCAL": str(tmp_path)}
+    fabric.use_scratch("$LOCAL", job, host="n1")
+    assert job["TMPDIR"] == str(tmp_path)
+    assert tempfile.tempdir is None
+    here = {"LOCAL": str(tmp_path)}
+    fabric.use_scratch("$LOCAL", here, host="n1")  # no job: this machine's own
+    assert "TMPDIR" not in here
+    with pytest.raises(fabric.DeviceError, match=r"scratch=\$NO/x: n1 has no folder \$NO/x "):
+        fabric.use_scratch("$NO/x", job, host="n1")

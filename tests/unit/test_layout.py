@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_parallel.config.axes import AXES
-from hpc_parallel.config.checks.site_checks import minutes_of
+from hpc_parallel.config.clock import minutes_of
 from hpc_parallel.config.layout import Layout, divisors, plan_batch
 
 DEGREES = st.lists(st.integers(1, 3), min_size=len(AXES), max_size=len(AXES))

@@ -9,11 +9,17 @@ from pathlib import Path
 import pytest
 
 from hpc_parallel.config import site_limits
-from hpc_parallel.config.site_limits import limits
+from hpc_parallel.config.site_limits import Limits, limits
 from hpc_parallel.run import main
 
-# As sinfo -o "%P|%D|%m": one line for each kind of node, a star at the default partition.
-SINFO = "main*|3|256000\nmain*|1|512000+\nbig|16|1024000\nunset|2|1\nan error\n"
+# As sinfo -o "%P|%D|%m|%l": one line for each kind of node, a star at the default partition.
+SINFO = """main*|3|256000|1-00:00:00
+main*|1|512000+|1-00:00:00
+big|16|1024000|infinite
+short|2|256000|30:00
+unset|2|1|2:00:00
+an error
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -40,10 +46,11 @@ def warnings(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 @pytest.mark.parametrize(
     ("partition", "expected"),
-    [(None, (4, 512000)), ("main", (4, 512000)), ("big", (16, 1024000)), ("big,main", (16, 1024000)),
-     ("hidden", (0, 0))],
+    [(None, Limits(4, 512000, 1440)), ("main", Limits(4, 512000, 1440)), ("big", Limits(16, 1024000)),
+     ("big,main", Limits(16, 1024000)), ("short", Limits(2, 256000, 30)),
+     ("main,short", Limits(4, 512000, 1440)), ("unset", Limits(2, None, 120)), ("hidden", Limits())],
 )  # fmt: skip
-def test_limits_of_a_partition(partition: str | None, expected: tuple[int, int]) -> None:
+def test_limits_of_a_partition(partition: str | None, expected: Limits) -> None:
     assert limits(SINFO, partition=partition) == expected
 
 
@@ -58,6 +65,16 @@ def test_limits_of_a_partition(partition: str | None, expected: tuple[int, int])
          "warning     launcher.memory_gb=501: the largest node of the default partition has 500.0 GB. "
          "Try launcher.memory_gb=500.\n"),
         (("launcher.memory_gb=64", "launcher.partition=unset"), ""),
+        (("launcher.time_minutes=60", "launcher.partition=short"),
+         "warning     launcher.time_minutes=60: partition short allows 30 minutes. "
+         "Try launcher.time_minutes=30.\n"),
+        (("launcher.time_minutes=9000", "launcher.partition=big"), ""),
+        # A profile of the site is asked before sinfo.
+        (("nodes=3", "launcher.partition=big", "+cluster.partitions={big: {nodes: 2, memory_gb: 8}}",
+          "launcher.memory_gb=9", "launcher.time_minutes=9000"),
+         "warning     nodes=3: partition big has 2 nodes. Try nodes=2.\n"
+         "warning     launcher.memory_gb=9: the largest node of partition big has 8.0 GB. "
+         "Try launcher.memory_gb=8.\n"),
     ],
 )  # fmt: skip
 def test_warnings(words: tuple[str, ...], warning: str, capsys: pytest.CaptureFixture[str]) -> None:

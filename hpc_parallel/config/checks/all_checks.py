@@ -12,6 +12,7 @@ from typing import Any
 
 from hpc_parallel.config import fabric_kinds
 from hpc_parallel.config.checks import (
+    cluster_checks,
     execution_checks,
     huggingface_checks,
     image_checks,
@@ -69,7 +70,7 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> list[Prob
         _counts, _choices, _ranges, optimizer_checks.find_problems, execution_checks.find_problems,
         layout_checks.find_problems, _model, _callbacks, _data, parquet_checks.find_problems,
         huggingface_checks.find_problems, image_checks.find_problems, task_checks.find_problems,
-        site_checks.find_problems, switch_checks.find_problems,
+        cluster_checks.find_problems, site_checks.find_problems, switch_checks.find_problems,
     )  # fmt: skip
     return in_order([problem for check in checks for problem in check(config)], overrides)
 
@@ -120,6 +121,7 @@ def _counts(config: RunConfig) -> Problems:
         "strategy.stages_per_rank", "strategy.prefetch", "launcher.time_minutes",
         "launcher.cpus_per_device", "launcher.snapshot_mb", "data.sequence_length", "data.max_bytes",
         "data.vocab_size", "sweep.parallelism", "cluster.gpus_per_node",
+        "cluster.cpus_per_device", "cluster.max_array_size",
     ]  # fmt: skip
     if is_reference_decoder(config):
         sizes = ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab_size", "experts")
@@ -158,6 +160,7 @@ def _ranges(config: RunConfig) -> Problems:
         ("launcher.max_restarts", 0, math.inf, True, 0),
         ("launcher.memory_gb", 0, math.inf, False, 16),
         ("cluster.device_memory_gb", 0, math.inf, False, 80),
+        ("cluster.memory_gb_per_device", 0, math.inf, False, 16),
         ("cluster.port", 1024, 65535, True, 29500),
         ("cluster.start_timeout_s", 0, math.inf, False, 300),
         ("cluster.collective_timeout_s", 0, math.inf, False, 600),

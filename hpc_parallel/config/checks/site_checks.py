@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.config import fabric_kinds
+from hpc_parallel.config.clock import minutes_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.record.run_folder import is_run_folder, unreadable
@@ -31,7 +30,6 @@ LAUNCHER_FLAGS = {
 def find_problems(config: RunConfig) -> Problems:
     yield from _names(config)
     yield from _launcher(config)
-    yield from _cluster(config)
 
 
 def _names(config: RunConfig) -> Problems:
@@ -88,24 +86,26 @@ def _launcher(config: RunConfig) -> Problems:
             others = [other for other in launcher.snapshot_exclude if other.strip("/*")]
             yield Problem("launcher.snapshot_exclude", launcher.snapshot_exclude, rule, (others,))
             break
-    for flag, value in launcher.extra.items():
-        yield from _extra_flag(str(flag), value)
+    for key, flags in (("launcher.extra", launcher.extra), ("cluster.extra", config.cluster.extra)):
+        for flag, value in flags.items():
+            yield from _extra_flag(key, str(flag), value)
     if launcher.venv is not None and not os.path.exists(os.path.expanduser(f"{launcher.venv}/bin/activate")):
         current = Path(sys.prefix)
         legal = (current if (current / "bin" / "activate").exists() else None,)
         rule = "is not a virtual environment (it has no bin/activate)"
         yield Problem("launcher.venv", launcher.venv, rule, legal)
-    for index, module in enumerate(launcher.modules):
-        if not module.strip() or not module.isprintable():
-            key = f"launcher.modules[{index}]"
-            yield Problem(key, module, "must be the name of a module, such as cuda/12.4")
+    for key, modules in (("cluster", config.cluster.modules), ("launcher", launcher.modules)):
+        for index, module in enumerate(modules):
+            if not module.strip() or not module.isprintable():
+                rule = "must be the name of a module, such as cuda/12.4"
+                yield Problem(f"{key}.modules[{index}]", module, rule)
 
 
-def _extra_flag(flag: str, value: Any) -> Problems:
-    key = f"launcher.extra.{flag}"
+def _extra_flag(extra: str, flag: str, value: Any) -> Problems:
+    key = f"{extra}.{flag}"
     if not re.fullmatch(r"[a-z][a-z0-9-]*", flag):
         suggestion = re.sub(r"[^a-z0-9-]", "-", flag.lower()).lstrip("-0123456789")
-        yield f"{key} is not a flag of sbatch. Try +launcher.extra.{suggestion or 'FLAG'}={value}."
+        yield f"{key} is not a flag of sbatch. Try +{extra}.{suggestion or 'FLAG'}={value}."
     elif flag in LAUNCHER_FLAGS:
         config_key = LAUNCHER_FLAGS[flag]
         config_value = None if config_key is None else _config_value(flag, str(value))
@@ -131,47 +131,3 @@ def _config_value(flag: str, value: str) -> str | int | None:
         return value
     count = re.search(r"(?:^|:)([1-9]\d*)$", value)
     return count and count[1]
-
-
-def minutes_of(clock: str) -> int | None:
-    """Convert sbatch's time formats (`90:00`, `1:30:00`, `2-12`, `1-06:30:00`) to minutes, rounded up."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", clock)
-    if match is None:
-        return None
-    days, first, second, third = (int(part or 0) for part in match.groups())
-    if match[1] is not None:  # days-hours[:minutes[:seconds]]
-        return days * 1440 + first * 60 + second + (third > 0)
-    if match[4] is not None:  # hours:minutes:seconds
-        return first * 60 + second + (third > 0)
-    return first + (second > 0)  # minutes[:seconds]
-
-
-def _cluster(config: RunConfig) -> Problems:
-    gpu_type = config.cluster.gpu_type
-    if gpu_type is not None and not re.fullmatch(r"[\w.-]+", gpu_type, re.ASCII):
-        yield Problem("cluster.gpu_type", gpu_type, "can't be the name of a GPU type", (None,))
-    for variable, value in config.cluster.environment.items():
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
-            suggestion = re.sub(r"^(?=\d)|[^A-Za-z0-9_]", "_", variable)
-            key = "cluster.environment"
-            yield f"{key}.{variable} is not the name of a variable. Try +{key}.{suggestion}={value}."
-    if not re.fullmatch(r"[A-Za-z0-9.-]*", config.cluster.master_suffix):
-        yield Problem("cluster.master_suffix", config.cluster.master_suffix, "can't end a host name", ("i",))
-    if config.fabric.require and config.cluster.fabric == fabric_kinds.TCP:
-        rule = "can't be with fabric.require=true, which stops a run whose data goes through sockets"
-        yield Problem("cluster.fabric", fabric_kinds.TCP, rule, (fabric_kinds.AUTO,))
-    yield from _hang_timeout(config)
-
-
-def _hang_timeout(config: RunConfig) -> Problems:
-    """Ranks that wait must find a hang, and tell of it, before their collective gives up."""
-    limit_s, collective_s = config.cluster.hang_timeout_s, config.cluster.collective_timeout_s
-    # A tenth for all to look, a fifth and 5 s for all to write (supervise/hang_report.py), some room.
-    most_s = (collective_s - 10) / 1.3
-    if limit_s is not None and math.isfinite(collective_s) and limit_s > most_s:
-        rule = (
-            "leaves the ranks no time to tell where they hang, before "
-            f"cluster.collective_timeout_s = {collective_s:g} ends them"
-        )
-        legal = math.floor(most_s) if most_s >= 1 else None
-        yield Problem("cluster.hang_timeout_s", limit_s, rule, (legal,))

@@ -1,0 +1,121 @@
+"""`python -m hpc_parallel init-cluster [NAME]`: write a first profile of this cluster.
+
+It asks Slurm for its partitions, nodes and settings, and writes FOLDER/cluster/NAME.yaml. With --from it
+reads what `scontrol show config|partition|node` or `sinfo --json` printed on another machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import os
+import re
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+
+from hpc_parallel.config.compose import find_folder
+from hpc_parallel.config.node_devices import ask
+from hpc_parallel.exit_codes import DONE, REFUSED
+from hpc_parallel.problems import ConfigError
+from hpc_parallel.record.safe_read import DamagedError, read_bytes
+from hpc_parallel.record.safe_write import write_text
+from hpc_parallel.shell import complain
+from hpc_parallel.site.profile import Shell, plain_name, write_profile
+from hpc_parallel.site.slurm_records import SlurmRecords, read_records
+from hpc_parallel.supervise.fabric_kind import fabric_devices
+
+COMMANDS = (("show", "config"), ("--oneliner", "show", "partition"), ("--oneliner", "show", "node"))
+_RECORDS_BYTES = 256 << 20  # 10,000 nodes print some 20 MB
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the profile; returns the exit code."""
+    given = parser().parse_args(list(arguments))
+    records = _from_files(given.source) if given.source else _from_slurm()
+    if records is None:
+        complain([
+            "Slurm does not answer here. Try it on a login node, or save there the output of "
+            "`scontrol show config; scontrol show partition; scontrol show node` in files, and give them "
+            "with --from FILE."
+        ])  # fmt: skip
+        return REFUSED
+    shipped = sorted(path.stem for path in (find_folder("conf") / "cluster").glob("*.yaml"))
+    name = given.name or plain_name(records.cluster, taken=shipped)
+    path = _free_path(name, folder=given.folder, shipped=shipped)
+    shell = Shell() if given.source else _shell(os.environ)
+    try:
+        text = write_profile(records, name=name, shell=shell, today=date.today())
+    except ValueError as error:
+        raise ConfigError([f"There is nothing to write a profile of: {error}."]) from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, text, mode=0o644)  # a profile is for colleagues too
+    print(text, end="")
+    print(f"\nwritten     {path}")
+    print(f"check it    python -m hpc_parallel check --config-dir {given.folder} cluster={name}")
+    return DONE
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m hpc_parallel init-cluster", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    made.add_argument("name", metavar="NAME", nargs="?", help="name of the profile (default: ClusterName)")
+    made.add_argument("--folder", type=Path, default=Path("site"), help="where profiles are (default: site)")
+    made.add_argument(
+        "--from", dest="source", metavar="FILE", nargs="+", type=Path,
+        help="saved outputs of scontrol or sinfo instead of this machine's Slurm",
+    )  # fmt: skip
+    return made
+
+
+def _from_slurm() -> SlurmRecords | None:
+    """None if Slurm does not answer."""
+    texts = [ask("scontrol", *words) for words in COMMANDS]
+    return None if None in texts else read_records(text for text in texts if text)
+
+
+def _from_files(paths: Sequence[Path]) -> SlurmRecords:
+    """Raises ConfigError that names each file that can't be used."""
+    texts: list[str] = []
+    problems: list[str] = []
+    for path in paths:
+        try:
+            text = read_bytes(path, limit_bytes=_RECORDS_BYTES, follow=True).decode(errors="replace")
+            read_records([text])
+            texts.append(text)
+        except OSError as error:
+            problems.append(f"{path} can't be read: {error.strerror or error}.")
+        except DamagedError as error:
+            problems.append(f"{error}.")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            problems.append(f"{path} can't be used: {error}. Try the output of scontrol show node.")
+    if problems:
+        raise ConfigError(problems)
+    return read_records(texts)
+
+
+def _free_path(name: str, *, folder: Path, shipped: Sequence[str]) -> Path:
+    """Where the profile goes. Raises ConfigError if something is there already."""
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        legal = re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-") or "mysite"
+        raise ConfigError([f"{name} can't name a profile: use letters, digits, _ and -. Try {legal}."])
+    if name in shipped:
+        raise ConfigError([f"cluster={name} comes with hpc_parallel. Try another name, such as my{name}."])
+    path = folder / "cluster" / f"{name}.yaml"
+    if os.path.lexists(path):
+        raise ConfigError([f"{path} exists already. Try another name, such as {name}2, or another --folder."])
+    return path
+
+
+def _shell(environment: Mapping[str, str]) -> Shell:
+    user = getpass.getuser()
+    accounts = ask("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account")
+    modules = environment.get("LOADEDMODULES", "").split(":")
+    devices = fabric_devices()
+    return Shell(
+        accounts=list(dict.fromkeys((accounts or "").split())),
+        modules=[module for module in modules if module],
+        fabric=f"{devices.kind} ({devices.describe(devices.kind)})" if devices.kind != "tcp" else "",
+    )

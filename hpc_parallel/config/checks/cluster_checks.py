@@ -1,0 +1,72 @@
+"""Check what a cluster profile says of its site."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from hpc_parallel.config import fabric_kinds
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.problems import Problem, Problems
+
+PARTITION_LIMITS = ("nodes", "time_minutes", "memory_gb", "gpus_per_node")
+
+
+def find_problems(config: RunConfig) -> Problems:
+    gpu_type = config.cluster.gpu_type
+    if gpu_type is not None and not re.fullmatch(r"[\w.-]+", gpu_type, re.ASCII):
+        yield Problem("cluster.gpu_type", gpu_type, "can't be the name of a GPU type", (None,))
+    for variable, value in config.cluster.environment.items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
+            suggestion = re.sub(r"^(?=\d)|[^A-Za-z0-9_]", "_", variable)
+            key = "cluster.environment"
+            yield f"{key}.{variable} is not the name of a variable. Try +{key}.{suggestion}={value}."
+    for flag, value in config.cluster.srun.items():
+        yield from _srun_flag(flag, value)
+    for name, limits in config.cluster.partitions.items():
+        yield from _partition(name, limits)
+    scratch = config.cluster.scratch
+    if scratch is not None and not (scratch.isprintable() and scratch.strip()):
+        yield Problem("cluster.scratch", scratch, "must be the path of a folder of each node", (None,))
+    if not re.fullmatch(r"[A-Za-z0-9.-]*", config.cluster.master_suffix):
+        yield Problem("cluster.master_suffix", config.cluster.master_suffix, "can't end a host name", ("i",))
+    if config.fabric.require and config.cluster.fabric == fabric_kinds.TCP:
+        rule = "can't be with fabric.require=true, which stops a run whose data goes through sockets"
+        yield Problem("cluster.fabric", fabric_kinds.TCP, rule, (fabric_kinds.AUTO,))
+    yield from _hang_timeout(config)
+
+
+def _srun_flag(flag: str, value: Any) -> Problems:
+    key = f"cluster.srun.{flag}"
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", flag):
+        yield f"{key} is not a flag of srun. Try +cluster.srun.cpu-bind=cores."
+    elif isinstance(value, dict | list) or not str(value).isprintable():
+        yield Problem(key, value, "must be one printable value, or true for a flag without one")
+
+
+def _partition(name: str, limits: Any) -> Problems:
+    """Limits of a partition, which are positive numbers."""
+    key = f"cluster.partitions.{name}"
+    if not isinstance(limits, dict):
+        yield Problem(key, limits, f"must be a table with any of {', '.join(PARTITION_LIMITS)}")
+        return
+    for limit, value in limits.items():
+        if limit not in PARTITION_LIMITS:
+            yield f"{key}.{limit} is no limit of a partition. The limits are {', '.join(PARTITION_LIMITS)}."
+        elif value is not None and (type(value) not in (int, float) or value <= 0):
+            yield Problem(f"{key}.{limit}", value, "must be a positive number, or null for no limit", (None,))
+
+
+def _hang_timeout(config: RunConfig) -> Problems:
+    """Ranks that wait must find a hang, and tell of it, before their collective gives up."""
+    limit_s, collective_s = config.cluster.hang_timeout_s, config.cluster.collective_timeout_s
+    # A tenth for all to look, a fifth and 5 s for all to write (supervise/hang_report.py), some room.
+    most_s = (collective_s - 10) / 1.3
+    if limit_s is not None and math.isfinite(collective_s) and limit_s > most_s:
+        rule = (
+            "leaves the ranks no time to tell where they hang, before "
+            f"cluster.collective_timeout_s = {collective_s:g} ends them"
+        )
+        legal = math.floor(most_s) if most_s >= 1 else None
+        yield Problem("cluster.hang_timeout_s", limit_s, rule, (legal,))

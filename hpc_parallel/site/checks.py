@@ -1,0 +1,185 @@
+"""What a login node can check without a job: versions, Slurm, the fabric and the disk."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distributions, requires, version
+from pathlib import Path
+
+import psutil
+from packaging.requirements import Requirement
+
+from hpc_parallel.config.fabric_kinds import AUTO, RDMA
+from hpc_parallel.config.node_devices import ask, launcher_kind
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.site_limits import site_warnings
+from hpc_parallel.launch.batch_script import render
+from hpc_parallel.launch.import_check import job_python
+from hpc_parallel.launch.prepare import PreparedRun
+from hpc_parallel.launch.slurm_launcher import refusal_message, test_only
+from hpc_parallel.problems import ConfigError
+from hpc_parallel.record.job_state import controller_answers
+from hpc_parallel.record.trust import require_trusted
+from hpc_parallel.supervise.fabric_kind import fabric_devices
+from hpc_parallel.supervise.host_facts import disk
+
+PACKAGE = "hpc-parallel"
+OK, WARNING, ERROR = "ok", "warning", "error"
+_LEAST_FREE_BYTES = 2**30
+_OF_ONE_HOST = {"tmpfs", "ramfs", "overlay"}  # file systems that other hosts never see
+_PATIENCE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Line:
+    """The result of one check. refused: Slurm refuses the job, so it is no matter of the configuration."""
+
+    state: str
+    subject: str
+    text: str
+    refused: bool = False
+
+
+def site_lines(run: PreparedRun) -> Iterator[Line]:
+    """All checks of a configuration that is legal, in the order of their causes."""
+    yield Line(OK, "configuration", str(run))
+    if run.import_note is not None:
+        yield Line(WARNING, "classes", run.import_note)
+    yield from python_lines(run.config)
+    yield from torch_lines(run.config)
+    yield from slurm_lines(run)
+    yield fabric_line(run.config)
+    yield from folder_lines(run)
+
+
+def python_lines(config: RunConfig) -> Iterator[Line]:
+    """The interpreter of the job, and packages whose versions do not fit this package."""
+    yield Line(OK, "python", f"{sys.version.split()[0]}, {job_python(config.launcher)}")
+    try:
+        needed = [Requirement(text) for text in requires(PACKAGE) or ()]
+    except PackageNotFoundError:
+        text = "hpc_parallel is not installed, so its requirements are unknown. Try pip install -e ."
+        yield Line(WARNING, "packages", text)
+        return
+    wrong = [unmet for requirement in needed if (unmet := _unmet(requirement)) is not None]
+    if wrong:
+        yield Line(ERROR, "packages", f"{'; '.join(wrong)}. Try pip install -e . again.")
+    else:
+        count = sum(1 for _ in distributions())
+        text = f"{PACKAGE} {version(PACKAGE)}; {count} installed; all that it requires fit"
+        yield Line(OK, "packages", text)
+
+
+def _unmet(requirement: Requirement) -> str | None:
+    if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        return None
+    try:
+        installed = version(requirement.name)
+    except PackageNotFoundError:
+        return f"{requirement.name} is missing"
+    if requirement.specifier.contains(installed, prereleases=True):
+        return None
+    return f"{requirement.name} {installed} is not {requirement.specifier}"
+
+
+def torch_lines(config: RunConfig) -> Iterator[Line]:
+    """torch's version and what it was built for, by its packages: importing it takes seconds."""
+    installed = version("torch")
+    build = installed.partition("+")[2]
+    nccl = [
+        f"NCCL {package.version}" for package in distributions()
+        if (package.name or "").startswith("nvidia-nccl-cu")
+    ]  # fmt: skip
+    if nccl or build.startswith(("cu", "rocm")):
+        yield Line(OK, "torch", ", ".join([installed, *nccl]))
+    elif config.cluster.gpus and config.device != "cpu" and launcher_kind(config.launcher.kind) != "local":
+        text = f"{installed} looks like a build without CUDA or ROCm, and the job asks for GPUs"
+        yield Line(WARNING, "torch", f"{text}. Try a build with GPUs, or cluster=cpu.")
+    else:
+        yield Line(OK, "torch", f"{installed} (gloo)")
+
+
+def slurm_lines(run: PreparedRun) -> Iterator[Line]:
+    """Slurm's version, whether its controller answers, and what it says of this very batch script."""
+    warnings = [Line(WARNING, "limits", text.partition(" ")[2].strip()) for text in site_warnings(run.config)]
+    if shutil.which("sbatch") is None:
+        kind = run.config.launcher.kind
+        state = OK if kind in ("auto", "local") else ERROR
+        yield Line(state, "slurm", "there is no sbatch on this machine: launcher=local runs here")
+        yield from warnings
+        return
+    release = (ask("sbatch", "--version", patience_s=_PATIENCE_S) or "").strip() or "slurm"
+    if not controller_answers(within_s=_PATIENCE_S):
+        state = WARNING if run.config.launcher.kind in ("auto", "local") else ERROR
+        text = f"{release}: the controller does not answer. Try again, or launcher=local."
+        yield Line(state, "slurm", text)
+        return
+    yield Line(OK, "slurm", f"{release}; the controller answers; {_accounting()}")
+    yield from warnings
+    if run.config.launcher.kind == "local":
+        return
+    accepted, message = test_only(render(run))
+    if accepted:
+        yield Line(OK, "job", f"Slurm would take it: {_start_time(message)}")
+    else:
+        yield Line(ERROR, "job", refusal_message(message), refused=True)
+
+
+def _accounting() -> str:
+    recorded = ask("sacct", "-n", "-X", "-S", "now", patience_s=_PATIENCE_S)
+    return "accounting is off, so status asks the queue" if recorded is None else "accounting is on"
+
+
+def _start_time(message: str) -> str:
+    found = re.search(r"start at (\S+)(?: using (\d+) processors)?(?: on nodes (\S+))?", message)
+    if found is None:
+        return message.removeprefix("sbatch: ")
+    return f"it would start at {found[1]}" + (f" on {found[3]}" if found[3] else "")
+
+
+def fabric_line(config: RunConfig) -> Line:
+    """The fabric's devices of this login node, compared with what the profile expects."""
+    devices, expected = fabric_devices(), config.cluster.fabric
+    here = f"this host has {devices.kind} ({devices.describe(devices.kind)})"
+    if expected in (AUTO, devices.kind):
+        return Line(OK, "fabric", f"{here}; each host of a job is asked again")
+    if expected in RDMA and devices.kind not in RDMA:
+        text = f"cluster.fabric={expected}, and {here}"
+        return Line(WARNING, "fabric", f"{text}. Compute nodes may differ: task=preflight shows theirs.")
+    return Line(WARNING, "fabric", f"cluster.fabric={expected}, and {here}. Try cluster.fabric=auto.")
+
+
+def folder_lines(run: PreparedRun) -> Iterator[Line]:
+    """Where the run folder goes: trusted, writable, with space, and seen by other hosts."""
+    config = run.config
+    parent = next(path for path in run.folder.path.parents if path.is_dir())
+    try:
+        require_trusted(parent, key="run_dir", shared_folder=config.launcher.shared_folder)
+    except ConfigError as error:
+        yield Line(ERROR, "run folder", "; ".join(map(str, error.problems)))
+    facts = disk(parent)
+    if "error" in facts:
+        yield Line(ERROR, "run folder", f"{parent}: {facts['error']}. Try run_dir=FOLDER.")
+        return
+    rate = f"{facts['write_bytes_per_s'] / 1e6:.0f} MB/s"
+    text = f"{parent}: {facts['free_bytes'] / 1e9:.1f} GB free, writes {rate}"
+    if facts["free_bytes"] < _LEAST_FREE_BYTES:
+        yield Line(WARNING, "run folder", f"{text}. Try run_dir=FOLDER on another disk.")
+        return
+    kind = file_system(parent)
+    if kind in _OF_ONE_HOST and launcher_kind(config.launcher.kind) != "local":
+        where = f"{kind} exists on this host only: a job needs a shared disk"
+        yield Line(WARNING, "run folder", f"{text}. {where}.")
+        return
+    yield Line(OK, "run folder", f"{text} ({kind})")
+
+
+def file_system(folder: Path) -> str:
+    """The type of the file system that holds a folder, such as lustre or nfs4."""
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if folder.is_relative_to(mount.mountpoint)]
+    nearest = max(mounts, key=lambda mount: len(mount.mountpoint), default=None)
+    return nearest.fstype if nearest else "unknown file system"

@@ -1,0 +1,159 @@
+"""A first cluster profile, from what Slurm says of its nodes and partitions."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+
+from hpc_parallel.site.slurm_records import Node, Partition, SlurmRecords
+
+_WIDTH = 44  # of a line before its comment
+# Words that YAML does not read as text.
+_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none"}
+_OWN_SHARE = 0.95  # of a node's memory; Slurm and the system keep some for themselves
+
+
+@dataclass(frozen=True)
+class Shell:
+    """What the login shell adds: the user's accounts, loaded modules, and the fabric's devices here."""
+
+    accounts: Sequence[str] = ()
+    modules: Sequence[str] = ()
+    fabric: str = ""
+
+
+def write_profile(records: SlurmRecords, *, name: str, shell: Shell, today: date) -> str:
+    """The profile as YAML with comments.
+
+    Raises ValueError if no partition that is up has a node.
+    """
+    chosen = choose(records)
+    nodes = records.nodes_of(chosen.name)
+    return "\n".join([
+        f"# Slurm {records.version or 'of an unknown version'} on {today}, by init-cluster. Check each line.",
+        *_identity(name, chosen, shell),
+        *_partitions(records),
+        *_gpus(chosen, nodes, records),
+        *_habits(records, shell),
+        "",
+    ])  # fmt: skip
+
+
+def choose(records: SlurmRecords) -> Partition:
+    """The partition for jobs that name none: with GPUs if there are any, else the default one."""
+    usable = [each for each in records.partitions.values() if each.up and records.nodes_of(each.name)]
+    if not usable:
+        raise ValueError("no partition that is up has a node; it needs nodes and partitions")
+
+    def order(partition: Partition) -> tuple[bool, bool, int]:
+        has_gpus = any(node.gpus for node in records.nodes_of(partition.name))
+        return has_gpus, partition.default, partition.nodes
+
+    return max(usable, key=order)
+
+
+def _identity(name: str, chosen: Partition, shell: Shell) -> Iterator[str]:
+    yield f"name: {_text(name)}"
+    yield _line(f"partition: {_text(chosen.name)}", "launcher.partition=... takes another one")
+    accounts = shell.accounts
+    if len(accounts) > 1:
+        yield _line(f"account: {_text(accounts[0])}", f"yours are {', '.join(accounts)}")
+    elif accounts:
+        yield f"account: {_text(accounts[0])}"
+    else:
+        yield _line("account: null", "the project that pays, if the site wants one")
+
+
+def _partitions(records: SlurmRecords) -> Iterator[str]:
+    yield _line("partitions:", "limits, to warn before a job is submitted")
+    for partition in records.partitions.values():
+        nodes = records.nodes_of(partition.name)
+        if not partition.up or not nodes:
+            continue
+        count = min(partition.nodes or len(nodes), partition.max_nodes or partition.nodes or len(nodes))
+        limits = {
+            "nodes": count,
+            "time_minutes": partition.time_minutes,
+            "memory_gb": max((node.memory_mb or 0 for node in nodes), default=0) // 1024 or None,
+            "gpus_per_node": _only(sum(node.gpus.values()) for node in nodes),
+        }
+        texts = [f"{key}: {value}" for key, value in limits.items() if value]
+        yield f"  {_text(partition.name)}: {{{', '.join(texts)}}}"
+
+
+def _gpus(chosen: Partition, nodes: Sequence[Node], records: SlurmRecords) -> Iterator[str]:
+    types = sum((Counter(node.gpus) for node in nodes), Counter())
+    if not types:
+        yield _line("gpus: false", "no node of these partitions has a GPU: each device is a process on CPUs")
+        yield _line("cpus_per_device: 1", "CPU cores for each process")
+        return
+    if "cons_tres" not in records.settings.get("SelectType", "cons_tres"):
+        yield _line("gpu_flag: gres", "this Slurm does not know --gpus-per-node")
+    kind = types.most_common(1)[0][0]
+    if len(types) > 1:
+        kinds = f"{', '.join(sorted(types))} are in {chosen.name}; a job takes one"
+        yield _line(f"gpu_type: {_text(kind)}", kinds)
+    elif kind:
+        yield _line("gpu_type: null", f"{kind}, the only type in {chosen.name}")
+    devices = _only(node.gpus[kind] for node in nodes if kind in node.gpus)
+    comment = "gpus_per_node=auto takes all" if devices else "nodes differ: choose gpus_per_node for each run"
+    yield _line(f"gpus_per_node: {devices or 'null'}", comment)
+    yield from _shares([(node, sum(node.gpus.values())) for node in nodes if node.gpus])
+    yield _line("device_memory_gb: null", "memory of one GPU: refuses models that can't fit")
+
+
+def _shares(nodes: Sequence[tuple[Node, int]]) -> Iterator[str]:
+    """The cores and the memory of one GPU, on the nodes (with their GPUs) where that is least."""
+    cpus = min(node.cpus // count for node, count in nodes)
+    yield _line(f"cpus_per_device: {max(1, cpus)}", "a node's cores, shared by its GPUs")
+    memory_mb = min((node.memory_mb or 0) / count for node, count in nodes)
+    if gigabytes := int(_OWN_SHARE * memory_mb / 1024):
+        yield _line(f"memory_gb_per_device: {gigabytes}", "a node's memory, shared by its GPUs")
+
+
+def _habits(records: SlurmRecords, shell: Shell) -> Iterator[str]:
+    modules = f"[{', '.join(map(_text, shell.modules))}]"
+    yield _line(f"modules: {modules}", "loaded in the shell that wrote this file" if shell.modules else "")
+    here = f"here: {shell.fabric}" if shell.fabric else "each host is asked what it has"
+    yield _line("fabric: auto", here)
+    yield _line('master_suffix: ""', "i at JSC: the fast network's names end so")
+    settings = records.settings
+    if "MaxArraySize" in settings:
+        yield f"max_array_size: {settings['MaxArraySize']}"
+    if "JobRequeue" in settings:
+        off = settings["JobRequeue"] == "0"
+        yield _line(f"resubmit: {str(off).lower()}", f"JobRequeue={settings['JobRequeue']}")
+    plugins = settings.get("TaskPlugin", "")
+    if "affinity" in plugins:
+        yield _line("srun: {cpu-bind: cores}", f"TaskPlugin={plugins}")
+    storage = settings.get("AccountingStorageType")
+    if storage is not None:
+        state = "off" if storage in ("accounting_storage/none", "(null)", "") else "on"
+        yield f"# Accounting is {state}: status finds this out by itself."
+    yield _line("# scratch: $SLURM_TMPDIR", "a fast folder of each node, if jobs get one")
+
+
+def _line(text: str, comment: str) -> str:
+    return f"{text:<{_WIDTH}} # {comment}" if comment else text
+
+
+def _text(value: str) -> str:
+    """The value as YAML reads it back: in quotes if it could be a number, a boolean or more than a word."""
+    plain = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_./-]*", value) and value.lower() not in _WORDS
+    return value if plain else json.dumps(value)
+
+
+def _only(values: Iterable[int]) -> int | None:
+    """The value, if all are equal and not zero."""
+    different = set(values)
+    return different.pop() or None if len(different) == 1 else None
+
+
+def plain_name(cluster: str | None, *, taken: Mapping[str, object] | Sequence[str]) -> str:
+    """A file name for a cluster; never that of a profile that comes with this package."""
+    name = re.sub(r"[^a-z0-9_-]", "_", (cluster or "").lower())
+    return f"{name or 'my'}site" if not name or name in taken else name

@@ -1,0 +1,194 @@
+"""Nodes, partitions and settings of a cluster, from what Slurm's commands print, as text or as JSON.
+
+Text: `scontrol show config|partition|node`, whose keys are the same in Slurm 20.11 to 25.11. JSON:
+`scontrol show partition|node --json` and `sinfo --json`; its keys changed with Slurm 23.02.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpc_parallel.config.clock import minutes_of
+
+_RECORD = re.compile(r"^(?=(?:NodeName|PartitionName)=)", re.MULTILINE)
+_FIELD = re.compile(r"(?:^|\s)([A-Za-z][\w/]*)=(\S*)")
+_SETTING = re.compile(r"^(\w+)\s+= ?(.*)$", re.MULTILINE)
+_GPUS = re.compile(r"(?:^|,)gpu(?::(?P<type>[^:,(=]+))?[:=](?P<count>\d+)(?=[,(]|$)")
+_UNSET = 0xFFFFFFF0  # Slurm's NO_VAL and INFINITE lie above
+_UNSET_MB = 1  # the memory of nodes for which the site has configured none
+
+
+@dataclass(frozen=True)
+class Node:
+    """gpus: type -> count; the type is empty if the site does not name it. memory_mb: None if unknown."""
+
+    name: str
+    cpus: int
+    memory_mb: int | None
+    gpus: Mapping[str, int]
+    partitions: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """time_minutes, max_nodes: the most of one job; None: no limit. nodes: how many it has."""
+
+    name: str
+    nodes: int
+    time_minutes: int | None = None
+    max_nodes: int | None = None
+    default: bool = False
+    up: bool = True
+
+
+@dataclass
+class SlurmRecords:
+    """All that was printed. settings: the lines of `scontrol show config`."""
+
+    settings: dict[str, str] = field(default_factory=dict)
+    partitions: dict[str, Partition] = field(default_factory=dict)
+    nodes: dict[str, Node] = field(default_factory=dict)
+    version: str | None = None
+    cluster: str | None = None
+
+    def nodes_of(self, partition: str) -> list[Node]:
+        return [node for node in self.nodes.values() if partition in node.partitions]
+
+
+def read_records(texts: Iterable[str]) -> SlurmRecords:
+    """Join what several commands printed. Raises ValueError if a text is none of their outputs."""
+    records = SlurmRecords()
+    for text in texts:
+        if text.lstrip().startswith("{"):
+            _add_document(records, json.loads(text))
+        else:
+            _add_text(records, text)
+    if not records.partitions:  # `sinfo --json` of Slurm before 23.02 lists nodes only
+        counts = Counter(name for node in records.nodes.values() for name in node.partitions)
+        records.partitions = {name: Partition(name, count) for name, count in counts.items()}
+    return records
+
+
+def _add_text(records: SlurmRecords, text: str) -> None:
+    parts = _RECORD.split(text)
+    found = 0
+    for part in parts:
+        fields: dict[str, str] = {}
+        for name, value in _FIELD.findall(part):
+            fields.setdefault(name, value)  # a node's Reason and Comment, which are last, are free text
+        if "NodeName" in fields and "CPUTot" in fields:
+            node = _text_node(fields)
+            records.nodes[node.name] = node
+            found += 1
+        elif "PartitionName" in fields:
+            partition = _text_partition(fields)
+            records.partitions[partition.name] = partition
+            found += 1
+    if not found:
+        settings = dict(_SETTING.findall(text))
+        if "SLURM_VERSION" not in settings:
+            raise ValueError("it is not the output of scontrol or sinfo")
+        records.settings |= {name: value.strip() for name, value in settings.items()}
+        records.version = records.settings["SLURM_VERSION"]
+        records.cluster = records.settings.get("ClusterName", records.cluster)
+
+
+def _text_node(fields: Mapping[str, str]) -> Node:
+    return Node(
+        fields["NodeName"], int(fields["CPUTot"]), _memory(int(fields.get("RealMemory", 0))),
+        gpus_of(fields.get("Gres", "")), tuple(filter(None, fields.get("Partitions", "").split(","))),
+    )  # fmt: skip
+
+
+def _text_partition(fields: Mapping[str, str]) -> Partition:
+    most = fields.get("MaxNodes", "")
+    return Partition(
+        fields["PartitionName"],
+        nodes=int(fields.get("TotalNodes", 0)),
+        time_minutes=minutes_of(fields.get("MaxTime", "")),
+        max_nodes=int(most) if most.isdecimal() else None,
+        default=fields.get("Default") == "YES",
+        up=fields.get("State", "UP") == "UP",
+    )
+
+
+def _add_document(records: SlurmRecords, document: Mapping[str, Any]) -> None:
+    if not document.keys() & {"nodes", "partitions", "sinfo"}:
+        raise ValueError("its JSON has neither nodes nor partitions")
+    meta = document.get("meta", {})
+    slurm = meta.get("slurm", meta.get("Slurm", {}))  # the key's case changed with 23.11
+    records.version = slurm.get("release", records.version)
+    records.cluster = slurm.get("cluster", records.cluster)
+    for entry in document.get("nodes", []):
+        node = _json_node(entry)
+        records.nodes[node.name] = node
+    for entry in document.get("partitions", []):
+        partition = _json_partition(entry)
+        records.partitions[partition.name] = partition
+    for row in document.get("sinfo", []):
+        _add_row(records, row)
+
+
+def _json_node(entry: Mapping[str, Any]) -> Node:
+    partitions = entry.get("partitions") or []
+    return Node(
+        entry["name"], int(entry["cpus"]), _memory(_number(entry.get("real_memory"))),
+        gpus_of(entry.get("gres") or ""),
+        tuple(partitions.split(",") if isinstance(partitions, str) else partitions),
+    )  # fmt: skip
+
+
+def _json_partition(entry: Mapping[str, Any]) -> Partition:
+    if "maximums" in entry:  # Slurm 23.02 and newer
+        most, nodes = entry["maximums"], entry.get("nodes", {})
+        time, max_nodes, count = most.get("time"), most.get("nodes"), nodes.get("total")
+        states = entry.get("partition", {}).get("state", ["UP"])
+    else:
+        time, max_nodes = entry.get("max_time_limit"), entry.get("maximum_nodes_per_job")
+        count, states = entry.get("total_nodes"), [entry.get("state", "UP")]
+    flags = [str(flag).lower() for flag in entry.get("flags") or ()]
+    return Partition(
+        entry["name"],
+        nodes=_number(count) or 0,
+        time_minutes=_number(time),
+        max_nodes=_number(max_nodes),
+        default="default" in flags,
+        up="UP" in states,
+    )
+
+
+def _add_row(records: SlurmRecords, row: Mapping[str, Any]) -> None:
+    """Nodes of one partition that are alike, as `sinfo --json` of Slurm 23.02 and newer lists them."""
+    partition = _json_partition(row["partition"])
+    records.partitions[partition.name] = partition
+    gpus = gpus_of((row.get("gres") or {}).get("total") or "")
+    for name in row["nodes"]["nodes"]:
+        earlier = records.nodes.get(name)
+        partitions = (*(earlier.partitions if earlier else ()), partition.name)
+        cpus, memory = _number(row["cpus"]["maximum"]) or 0, _memory(_number(row["memory"]["maximum"]))
+        records.nodes[name] = Node(name, cpus, memory, gpus, partitions)
+
+
+def gpus_of(gres: str) -> dict[str, int]:
+    """GPU type -> count of a node, from `gpu:a100:4(S:0-1),gpu:1g.10gb:2`."""
+    gpus: dict[str, int] = {}
+    for match in _GPUS.finditer(re.sub(r"\([^)]*\)", "", gres)):
+        name = match["type"] or ""
+        gpus[name] = gpus.get(name, 0) + int(match["count"])
+    return gpus
+
+
+def _number(value: Any) -> int | None:
+    """A number of Slurm's JSON; None if it is unset or infinite."""
+    if isinstance(value, dict):
+        return None if value.get("infinite") or not value.get("set") else _number(value.get("number"))
+    return value if isinstance(value, int) and 0 <= value < _UNSET else None
+
+
+def _memory(megabytes: int | None) -> int | None:
+    return megabytes if megabytes is not None and megabytes > _UNSET_MB else None

@@ -1,0 +1,109 @@
+"""`check`: what a login node can say without a job, with the exit code of the worst line."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from importlib.metadata import requires, version
+from pathlib import Path
+
+import psutil
+import pytest
+from packaging.requirements import Requirement
+
+from hpc_parallel.__main__ import main
+from hpc_parallel.config import launcher_kind
+from hpc_parallel.site import checks
+from hpc_parallel.supervise.fabric_kind import FabricDevices, Port
+from tests.composed import prepared
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setattr(launcher_kind.shutil, "which", lambda name: None)
+    return tmp_path
+
+
+def states(output: str) -> dict[str, str]:
+    """Subject -> state."""
+    words = [line.split() for line in output.splitlines() if not line.startswith(" ")]
+    return {subject: state for state, subject, *_ in words if state in ("ok", "warning", "error")}
+
+
+def test_a_healthy_machine_without_slurm(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "strategy=pipeline", "nodes=2"]) == 0
+    output = capsys.readouterr().out
+    subjects = ("configuration", "python", "packages", "torch", "slurm", "fabric", "run")
+    assert states(output) == dict.fromkeys(subjects, "ok")
+    assert version("torch") in output
+    assert list(Path().iterdir()) == []
+
+
+def test_a_wrong_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "nodes=2", "training.global_batch_size=3", "launcher=local"]) == 2
+    assert "Try training.global_batch_size=2 or" in capsys.readouterr().err
+
+
+def test_slurm_is_wanted_and_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "launcher=slurm", "launcher.snapshot=false"]) == 1
+    output = capsys.readouterr().out
+    assert states(output)["slurm"] == "error"
+    assert "there is no sbatch on this machine" in output
+
+
+def test_packages_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = [Requirement(text) for text in requires("hpc-parallel") or ()]
+    assert len(needed) > 5
+    monkeypatch.setattr(checks, "requires", lambda name: ["numpy<1", "no-such-package", "torch>=2"])
+    packages = list(checks.python_lines(prepared().config))[-1]
+    assert packages.state == "error"
+    assert packages.text == (
+        f"numpy {version('numpy')} is not <1; no-such-package is missing. Try pip install -e . again."
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "state"),
+    [(("cluster=generic",), "warning"), (("cluster=cpu",), "ok"), (("device=cpu",), "ok")],
+)
+def test_a_torch_without_gpus(words: tuple[str, ...], state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "version", lambda name: "2.13.0+cpu")
+    monkeypatch.setattr(checks, "distributions", list)
+    (line,) = checks.torch_lines(prepared("launcher=script", *words).config)
+    assert line.state == state
+
+
+INFINIBAND = FabricDevices([Port("mlx5_0", "1", "InfiniBand", Path("/sys"))], [], [])
+NOTHING = FabricDevices([], [], [])
+
+
+@pytest.mark.parametrize(
+    ("expected", "devices", "state"),
+    [
+        ("auto", NOTHING, "ok"), ("auto", INFINIBAND, "ok"), ("infiniband", INFINIBAND, "ok"),
+        ("infiniband", NOTHING, "warning"), ("roce", INFINIBAND, "warning"), ("tcp", INFINIBAND, "warning"),
+    ],
+)  # fmt: skip
+def test_the_fabric_that_a_profile_expects(
+    expected: str, devices: FabricDevices, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "fabric_devices", lambda: devices)
+    assert checks.fabric_line(prepared(f"cluster.fabric={expected}").config).state == state
+
+
+def test_the_file_system_of_a_folder(here: Path) -> None:
+    types = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
+    assert checks.file_system(Path("/proc/self")) == types["/proc"]
+    parents = [str(path) for path in (here, *here.parents) if str(path) in types]
+    assert checks.file_system(here) == types[parents[0]]
+
+
+def test_a_folder_that_others_may_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # pytest's own lie below one that is closed
+        os.chmod(folder, 0o777)
+        monkeypatch.chdir(folder)
+        trust, space = checks.folder_lines(prepared("launcher=script", "run_dir=deep/run"))
+    assert (trust.state, trust.subject, space.subject) == ("error", "run folder", "run folder")
+    assert "others could replace it" in trust.text

@@ -1,0 +1,178 @@
+"""A first profile, from what Slurm 20.11 to 25.05 print, as text and as JSON.
+
+The outputs of 22.05 are of a real start, shortened. Those of other versions were written here in the form
+that sites have published; only the keys that are read, and some beside them, are in them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hpc_parallel.__main__ import main
+from hpc_parallel.config.command_line import CommandLine
+from hpc_parallel.config.schema import register
+from hpc_parallel.launch.checked_run import checked_run
+from hpc_parallel.site.slurm_records import gpus_of, read_records
+
+register()
+OUTPUTS = Path(__file__).parent / "slurm_outputs"
+OLD_PARTITIONS = {
+    "batch": {"nodes": 2, "time_minutes": 14 * 1440, "memory_gb": 371},
+    "gpu": {"nodes": 1, "time_minutes": 3 * 1440, "memory_gb": 371, "gpus_per_node": 4},
+}
+EXPECTED: dict[str, dict[str, Any]] = {
+    "20.11": {
+        "name": "old_cluster", "partition": "gpu", "partitions": OLD_PARTITIONS, "gpu_flag": "gres",
+        "gpu_type": None, "gpus_per_node": 4, "cpus_per_device": 10, "memory_gb_per_device": 88,
+        "max_array_size": 10001, "resubmit": True, "srun": {"cpu-bind": "cores"},
+    },
+    "22.05": {
+        "name": "mysite", "partition": "main", "gpus_per_node": 4, "cpus_per_device": 2,
+        "memory_gb_per_device": 3,
+        "partitions": {
+            key: {"nodes": 2, "memory_gb": 15, "gpus_per_node": 4} for key in ("main", "urgent")
+        },
+    },
+    "23.11": {
+        "name": "beta", "partition": "gpu", "gpus_per_node": 4, "gpu_type": None, "cpus_per_device": 24,
+        "memory_gb_per_device": 231,
+        "partitions": {
+            "normal": {"nodes": 2, "time_minutes": 2880},
+            "gpu": {"nodes": 1, "time_minutes": 1440, "memory_gb": 976, "gpus_per_node": 4},
+        },
+    },
+    "24.05": {
+        "name": "alpha", "partition": "a100", "gpu_type": "a100", "gpus_per_node": None,
+        "cpus_per_device": 16, "memory_gb_per_device": 119, "max_array_size": 1001, "resubmit": False,
+        "partitions": {"a100": {"nodes": 2, "time_minutes": 1440, "memory_gb": 1006, "gpus_per_node": 8}},
+        "srun": {"cpu-bind": "cores"},
+    },
+    "25.05": {
+        "name": "gamma", "partition": "normal", "gpus_per_node": 4, "gpu_type": None, "cpus_per_device": 72,
+        "memory_gb_per_device": 197,
+        "partitions": {
+            "normal": {"nodes": 2, "memory_gb": 830, "gpus_per_node": 4},
+            "debug": {"nodes": 1, "time_minutes": 30, "memory_gb": 830, "gpus_per_node": 4},
+        },
+    },
+}  # fmt: skip
+ALWAYS = {
+    "account": None, "device_memory_gb": None, "modules": [], "fabric": "auto", "master_suffix": "",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("version", EXPECTED)
+def test_the_profile_of_each_version(version: str) -> None:
+    files = [str(path) for path in sorted((OUTPUTS / version).iterdir())]
+    expected = EXPECTED[version]
+    assert main(["init-cluster", "--from", *files]) == 0
+    (path,) = Path("site", "cluster").iterdir()
+    assert path.stem == expected["name"]
+    text = path.read_text()
+    assert yaml.safe_load(text) == ALWAYS | expected
+    assert text.startswith(f"# Slurm {version}.")
+
+
+@pytest.mark.parametrize("version", sorted(EXPECTED.keys() - {"24.05"}))  # its nodes differ
+def test_a_run_takes_the_profile(version: str) -> None:
+    files = [str(path) for path in sorted((OUTPUTS / version).iterdir())]
+    main(["init-cluster", "mine", "--from", *files])
+    words = ["--config-dir=site", "cluster=mine", "gpus_per_node=auto", "launcher=script"]
+    run = checked_run(CommandLine.parse(words))
+    expected = EXPECTED[version]
+    assert run.config.gpus_per_node == expected["gpus_per_node"]
+    assert run.config.launcher.cpus_per_device == expected["cpus_per_device"]
+    assert run.config.launcher.memory_gb == expected["gpus_per_node"] * expected["memory_gb_per_device"]
+
+
+def test_a_site_without_gpus() -> None:
+    Path("node.txt").write_text("NodeName=c1 CPUTot=40 Gres=(null) RealMemory=1 Partitions=batch\n")
+    Path("partition.txt").write_text(
+        "PartitionName=batch Default=YES MaxTime=UNLIMITED TotalNodes=1 State=UP\n"
+    )
+    assert main(["init-cluster", "--from", "node.txt", "partition.txt"]) == 0
+    profile = yaml.safe_load(Path("site/cluster/mysite.yaml").read_text())
+    assert (profile["gpus"], profile["partitions"]) == (False, {"batch": {"nodes": 1}})
+    assert "gpus_per_node" not in profile
+
+
+@pytest.mark.parametrize("name", ["no", "1e5", "0123", "a: b", "x # y"])
+def test_names_that_yaml_would_read_as_something_else(name: str) -> None:
+    word = name.replace(" ", "_").replace(":", "_").replace("#", "_")
+    Path("all.txt").write_text(
+        f"NodeName=c1 CPUTot=4 Gres=gpu:{word}:2 RealMemory=1 Partitions={word}\n"
+        f"PartitionName={word} MaxTime=UNLIMITED TotalNodes=1 State=UP\n"
+    )
+    assert main(["init-cluster", "mine", "--from", "all.txt"]) == 0
+    profile = yaml.safe_load(Path("site/cluster/mine.yaml").read_text())
+    assert (profile["partition"], list(profile["partitions"])) == (word, [word])
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [
+        ("(null)", {}), ("", {}), ("gpu:4", {"": 4}), ("gpu:a100:4(S:0-1),nvme:1", {"a100": 4}),
+        ("gpu:h100:2(S:0-1),gpu:h100:2(S:2-3)", {"h100": 4}), ("craynetwork:4,gpu:1", {"": 1}),
+        ("gpu:3g.40gb:2,gpu:1g.10gb:1", {"3g.40gb": 2, "1g.10gb": 1}), ("gpumem:80", {}),
+        ("gpu:tesla_v100-sxm2-32gb:8(S:0,1)", {"tesla_v100-sxm2-32gb": 8}),
+    ],
+)  # fmt: skip
+def test_gpus_of_a_node(gres: str, gpus: dict[str, int]) -> None:
+    assert gpus_of(gres) == gpus
+
+
+def test_unset_and_infinite_numbers_of_the_old_json() -> None:
+    partition = {"name": "p", "max_time_limit": -1, "maximum_nodes_per_job": 4294967295, "total_nodes": 3,
+                 "flags": ["default"], "state": "UP"}  # fmt: skip
+    records = read_records([json.dumps({"partitions": [partition]})])
+    found = records.partitions["p"]
+    assert (found.time_minutes, found.max_nodes, found.nodes, found.default) == (None, None, 3, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["x/y"], "x/y can't name a profile: use letters, digits, _ and -. Try x-y.\n"),
+        (["generic"], "cluster=generic comes with hpc_parallel. Try another name, such as mygeneric.\n"),
+        (["there"], "site/cluster/there.yaml exists already. Try another name, such as there2, or another "
+                    "--folder.\n"),
+    ],
+)  # fmt: skip
+def test_names_that_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("site/cluster").mkdir(parents=True)
+    Path("site/cluster/there.yaml").write_text("mine")
+    files = [str(path) for path in sorted((OUTPUTS / "23.11").iterdir())]
+    assert main(["init-cluster", *arguments, "--from", *files]) == 2
+    assert capsys.readouterr().err == message
+    assert [path.name for path in Path("site/cluster").iterdir()] == ["there.yaml"]
+    assert Path("site/cluster/there.yaml").read_text() == "mine"
+
+
+def test_files_that_are_no_outputs(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.txt").write_text("hello\n")
+    Path("b.json").write_text('{"nodes": [{"name": 3}]}')
+    Path("c.json").write_text('{"jobs": []}')
+    os.mkfifo("pipe")
+    assert main(["init-cluster", "--from", "a.txt", "b.json", "c.json", "pipe", "missing"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[0].rstrip(":") for line in lines] == ["a.txt", "b.json", "c.json", "pipe", "missing"]
+    assert not Path("site").exists()
+
+
+def test_a_machine_without_slurm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main(["init-cluster"]) == 3
+    assert capsys.readouterr().err.startswith("Slurm does not answer here.")
