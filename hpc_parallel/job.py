@@ -32,6 +32,13 @@ def conclude(arguments: Sequence[str]) -> None:
     conclude.main(arguments)
 
 
+def send_signal(arguments: Sequence[str]) -> None:
+    """Send a signal to the ranks of a run on this host."""
+    from hpc_parallel.supervise import signal_ranks
+
+    signal_ranks.main(arguments)
+
+
 def worker_main() -> Callable[[str], int]:
     """Import everything that a rank needs, including torch, and return the function that a rank runs.
 
@@ -51,8 +58,10 @@ def main(arguments: Sequence[str]) -> None:
         agent(rest)
     elif part == "conclude":
         conclude(rest)
+    elif part == "signal":
+        send_signal(rest)
     else:
-        sys.exit(f"hpc_parallel.job has no part {part}: rank, agent or conclude")
+        sys.exit(f"hpc_parallel.job has no part {part}: rank, agent, conclude or signal")
 
 
 if __name__ == "__main__":

@@ -297,6 +297,9 @@ class LauncherConfig:
     venv: str | None = None  # A virtual environment that the job activates.
     # Shell commands that run before the job; the job stops at the first command that fails.
     setup: list[str] = field(default_factory=list)
+    container: str | None = None  # The image in which the ranks run; `cluster.container` says how.
+    # Folders that the container sees beside the run folder: `/data` or `/data:/mnt`.
+    container_mounts: list[str] = field(default_factory=list)
     check_imports: bool = True  # Before a submission, import classes that are not this package's.
     grace_s: int = 90  # Seconds before the time limit at which the run saves its state and ends.
     max_requeues: int = 20  # How often the job may start again after a time limit.
@@ -334,6 +337,12 @@ class ClusterConfig:
     extra: dict[str, Any] = field(default_factory=dict)
     # Flags of srun for every job, without dashes: `cpu-bind: cores`, `mpi: none`.
     srun: dict[str, Any] = field(default_factory=dict)
+    # What starts the ranks of a job: `srun`, `torchrun` (one launcher for each node) or `mpirun`.
+    start: str = "srun"
+    mpirun: list[str] = field(default_factory=list)  # Arguments of mpirun, one word each.
+    container: str | None = None  # What runs `launcher.container`: `apptainer` or `pyxis`.
+    # Arguments of `apptainer exec`; null: `--nv` on a cluster with GPUs.
+    container_arguments: list[str] | None = None
     # A folder of each node for temporary files (`TMPDIR`); `$VARIABLES` are those of the job.
     scratch: str | None = None
     max_array_size: int | None = None  # The most runs in a job array; null: ask `scontrol`.

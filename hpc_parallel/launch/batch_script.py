@@ -37,6 +37,7 @@ RUN = ShellWord('"$hpc_parallel_run"')  # the run folder of an array task
 def sbatch_flags(run: PreparedRun) -> Flags:
     """The resources and the queue of a run, as long sbatch flags; True means a flag without a value."""
     config, launcher = run.config, run.config.launcher
+    receiver = "B:" if config.cluster.start == "mpirun" else ""  # its script; else each process of the step
     flags: Flags = {
         "job-name": config.name,
         "nodes": config.nodes,
@@ -44,7 +45,7 @@ def sbatch_flags(run: PreparedRun) -> Flags:
         "cpus-per-task": run.cpus_per_process,
         "time": launcher.time_minutes,
         # A short job keeps half of its time, because Slurm may send this signal up to a minute early.
-        "signal": f"USR2@{min(launcher.grace_s, 30 * launcher.time_minutes)}",
+        "signal": f"{receiver}USR2@{min(launcher.grace_s, 30 * launcher.time_minutes)}",
         "requeue": True,  # some sites disable it by default
         **gpu_flags(run),
     }
@@ -78,13 +79,22 @@ def gpu_flags(run: PreparedRun) -> Flags:
     return {"gres": f"gpu:{amount}"} if cluster.gpu_flag == "gres" else {"gpus-per-node": amount}
 
 
+def needs_own_script(run: PreparedRun) -> bool:
+    """Whether submitit's script can't start this run: it knows srun on the hosts' own system only."""
+    return run.config.cluster.start != "srun" or run.config.launcher.container is not None
+
+
 def srun_arguments(run: PreparedRun) -> list[str]:
     """Flags of srun: tasks in the order of the ranks; the first task that fails ends the others.
 
-    The CPUs are repeated because srun no longer takes them from sbatch (Slurm 22.05).
+    The CPUs are repeated because srun no longer takes them from sbatch (Slurm 22.05). torchrun is one task
+    for each node, with the CPUs of all its ranks.
     """
+    ranks = run.processes_per_node if run.config.cluster.start == "torchrun" else 1
+    tasks: Flags = {"ntasks": run.config.nodes, "ntasks-per-node": 1} if ranks > 1 else {}
     flags: Flags = {
-        "cpus-per-task": run.cpus_per_process,
+        **tasks,
+        "cpus-per-task": run.cpus_per_process * ranks,
         "distribution": "block",
         "kill-on-bad-exit": 1,
         "wait": 60,
@@ -122,7 +132,7 @@ def render_array(
     array_values = {
         "job": ARRAY_TASK,
         "run_folder": RUN,
-        "log_folder": ShellWord(f"{RUN}/{run.folder.slurm.name}"),
+        "log": ShellWord(f'"$hpc_parallel_run/{run.folder.slurm.name}/{ARRAY_TASK}.out"'),
         "import_path": _import_path(run, folder=RUN),
     }
     flags = sbatch_flags(run) | array_flags
@@ -131,7 +141,7 @@ def render_array(
 
 def _render(run: PreparedRun, flags: Flags, **values: object) -> str:
     context = {"flags": flags, "srun_arguments": srun_arguments(run), **values}
-    return _templates().get_template("srun.sh.j2").render(context)
+    return _templates().get_template("job.sh.j2").render(context)
 
 
 def _import_path(run: PreparedRun, *, folder: ShellWord) -> ShellWord | str:
@@ -152,12 +162,33 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
         "job": JOB,
         "python": job_python(run.config.launcher),
         "run_folder": str(run.folder.path),
-        "log_folder": str(run.folder.slurm),
-        "log_suffix": log_suffix,
+        "log": ShellWord(f'{shlex.quote(str(run.folder.slurm))}/"{JOB}"{log_suffix}'),
         "import_path": "" if run.snapshot is None else os.pathsep.join(map(str, run.snapshot.import_path)),
         "modules": [*cluster.modules, *launcher.modules],
         "venv": launcher.venv and str(Path(os.path.expanduser(launcher.venv)).absolute()),
         "setup": [*cluster.setup, *launcher.setup],
+        **_start_values(run),
+    }
+
+
+def _start_values(run: PreparedRun) -> Mapping[str, object]:
+    """How the ranks are started, and in which container."""
+    launcher, cluster = run.config.launcher, run.config.cluster
+    arguments = cluster.container_arguments
+    return {
+        "start": cluster.start,
+        "mpirun_arguments": cluster.mpirun,
+        "nodes": run.config.nodes,
+        "processes_per_node": run.processes_per_node,
+        "processes": run.processes,
+        "cpus_per_process": run.cpus_per_process,
+        "master_suffix": cluster.master_suffix,
+        "port": cluster.port,
+        "runtime": cluster.container if launcher.container is not None else None,
+        "image": launcher.container,
+        "mounts": launcher.container_mounts,
+        "container_arguments": (["--nv"] if cluster.gpus else []) if arguments is None else arguments,
+        "rank_python": job_python(launcher) if launcher.container is None or launcher.venv else "python3",
     }
 
 

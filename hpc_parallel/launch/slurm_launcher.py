@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import time
 from contextlib import redirect_stderr
+from pathlib import Path
 from typing import Any
 
 from submitit.core.utils import FailedJobError, FailedSubmissionError
@@ -17,6 +18,7 @@ from hpc_parallel import job as job_entry
 from hpc_parallel.exit_codes import DONE
 from hpc_parallel.launch.batch_script import (
     environment_block,
+    needs_own_script,
     render,
     sbatch_flags,
     srun_arguments,
@@ -52,7 +54,7 @@ class SlurmLauncher:
     """Submits the job, and follows it if `launcher.wait` is true."""
 
     def preview(self, run: PreparedRun) -> str:
-        return executor(run).script
+        return render(run) if needs_own_script(run) else executor(run).script
 
     def start(self, run: PreparedRun) -> None:
         self._submit(run)
@@ -97,26 +99,54 @@ def executor(run: PreparedRun) -> Executor:
 def submit(run: PreparedRun) -> str:
     """Submit the run; returns the job id. Raises SiteRefusedError with Slurm's message."""
     run.folder.slurm.mkdir(mode=0o700, exist_ok=run.resumes)
-    submitter = executor(run)
+    submitter = None if needs_own_script(run) else executor(run)
+    script = submitter.script if submitter is not None else render(run)
     try:
-        accepted, message = test_only(submitter.script)
-        objection = None if accepted else message
+        accepted, message = test_only(script)
+    except FileNotFoundError as error:
+        raise _no_sbatch() from error
+    job_id, script = _submit_script(run, script) if submitter is None else _submit_payload(run, submitter)
+    try:
+        if not accepted and (reason := permanent_reason(job_id)):
+            raise SiteRefusedError(refusal_message(f"{message} ({reason})"))
+        owner.hand_to_job(run.folder, job_id)
+        write_text(run.folder.resubmission, render(run))
+        write_text(run.folder.batch_script, script)
+    except BaseException:  # a full disk, Ctrl-C
+        subprocess.run(["scancel", job_id], check=False)
+        raise
+    return job_id
+
+
+def _submit_payload(run: PreparedRun, submitter: Executor) -> tuple[str, str]:
+    """Submit through submitit; returns the job id and the script that Slurm got."""
+    try:
         with redirect_stderr(io.StringIO()):  # submitit prints a refusal, which the exception below repeats
             job = submitter.submit(job_entry.rank, str(run.folder.path))
-    except FileNotFoundError as error:
-        raise SiteRefusedError("there is no sbatch on this machine; launcher=local runs here") from error
     except (FailedJobError, FailedSubmissionError) as error:
         raise SiteRefusedError(refusal_message(str(error))) from error
+    return str(job.job_id), job.paths.submission_file.read_text(encoding="utf-8")
+
+
+def _submit_script(run: PreparedRun, script: str) -> tuple[str, str]:
+    """As `_submit_payload`, for a script of our own templates."""
+    write_text(run.folder.batch_script, script)
+    return sbatch(run.folder.batch_script), script
+
+
+def sbatch(script: Path) -> str:
+    """Submit a batch script and return its job id. Raises SiteRefusedError with Slurm's message."""
     try:
-        if objection and (reason := permanent_reason(job.job_id)):
-            raise SiteRefusedError(refusal_message(f"{objection} ({reason})"))
-        owner.hand_to_job(run.folder, str(job.job_id))
-        write_text(run.folder.resubmission, render(run))
-        write_text(run.folder.batch_script, job.paths.submission_file.read_text(encoding="utf-8"))
-    except BaseException:  # a full disk, Ctrl-C
-        subprocess.run(["scancel", job.job_id], check=False)
-        raise
-    return str(job.job_id)
+        process = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise _no_sbatch() from error
+    if process.returncode != 0:
+        raise SiteRefusedError(refusal_message(process.stderr))
+    return process.stdout.strip().partition(";")[0]
+
+
+def _no_sbatch() -> SiteRefusedError:
+    return SiteRefusedError("there is no sbatch on this machine; launcher=local runs here")
 
 
 def test_only(script: str) -> tuple[bool, str]:

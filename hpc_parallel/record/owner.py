@@ -113,9 +113,14 @@ def release(folder: RunFolder) -> None:
 
 
 def hold_by_job(folder: RunFolder, job_id: str) -> None:
-    """Make the job of this process the owner. Raises OwnedError if another job is active there."""
+    """Make the job of this process the owner. Raises OwnedError if another job is active there.
+
+    A process that started the run inside an allocation of its own (`launcher=local`) stays its owner.
+    """
     with locked(folder.path):
         before = read_owner(folder) or {}
+        if "pid" in before and living_owner(folder) is not None:
+            return
         if before.get("job_id") not in (None, job_id) and (other := living_owner(folder)) is not None:
             raise OwnedError(f"the run is going on already, as {other}")
         hand_to_job(folder, job_id)

@@ -154,13 +154,14 @@ def choose_device(setting: str, *, world: World, visible: int, available: bool, 
             f"device=cuda, but torch finds no GPU on {host}. Try device=cpu, or ask for GPUs: gpus_per_node "
             "and a cluster profile with cluster.gpus=true."
         )
-    if visible == devices == 1 and world.launcher == "slurm":
+    of_a_job = not may_simulate(world)
+    if visible == devices == 1 and of_a_job:
         return "cuda:0"
     if visible >= world.local_world_size * devices:
         return f"cuda:{world.local_rank * devices}"
-    if world.launcher != "slurm" and setting == "auto":
+    if not of_a_job and setting == "auto":
         return "cpu"
-    if world.launcher != "slurm" and devices == 1:
+    if not of_a_job and devices == 1:
         return f"cuda:{world.local_rank % visible}"
     demand = f" for {devices} devices each" if devices > 1 else ""
     raise DeviceError(
@@ -169,9 +170,14 @@ def choose_device(setting: str, *, world: World, visible: int, available: bool, 
     )
 
 
+def may_simulate(world: World) -> bool:
+    """Whether this may be a simulated cluster: the local launcher starts its ranks with torch's agent."""
+    return world.launcher in ("torchrun", "alone")
+
+
 def shares_device(device: str, *, world: World, visible: int) -> bool:
     """Whether ranks of this host share a GPU after `choose_device`; the same result on all ranks."""
-    return device.startswith("cuda") and world.launcher != "slurm" and visible < world.local_world_size
+    return device.startswith("cuda") and may_simulate(world) and visible < world.local_world_size
 
 
 def backend(device: str, *, shared: bool) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from hpc_parallel.config.schema import ClusterConfig
 from hpc_parallel.launch.batch_script import render, render_array
 from hpc_parallel.launch.launcher import SiteRefusedError
-from hpc_parallel.launch.slurm_launcher import PERMANENT_REASONS, refusal_message
+from hpc_parallel.launch.slurm_launcher import PERMANENT_REASONS, refusal_message, sbatch
 from hpc_parallel.record import owner
 from hpc_parallel.record.job_state import JobState, job_states
 from hpc_parallel.record.run_folder import RunFolder
@@ -94,7 +94,7 @@ def submit(plan: SweepPlan) -> tuple[dict[Path, str], list[str]]:
     try:
         for array in to_submit:
             try:
-                job_id = _sbatch(array)
+                job_id = sbatch(array.tasks / "batch_script.sh")
             except SiteRefusedError as refusal:
                 refusals.append(f"{_describe(array)}: {refusal}")
                 take_back(planned.run for planned in array.runs)
@@ -128,18 +128,6 @@ def _write_scripts(array: Array) -> None:
         write_text(folder.batch_script, array.script)
         write_text(folder.resubmission, render(planned.run))
         (array.tasks / str(index)).symlink_to(folder.path)
-
-
-def _sbatch(array: Array) -> str:
-    """Submit the array and return its job id. Raises SiteRefusedError with Slurm's message."""
-    script = str(array.tasks / "batch_script.sh")
-    try:
-        process = subprocess.run(["sbatch", "--parsable", script], capture_output=True, text=True)
-    except FileNotFoundError as error:
-        raise SiteRefusedError("there is no sbatch on this machine; launcher=local runs here") from error
-    if process.returncode != 0:
-        raise SiteRefusedError(refusal_message(process.stderr))
-    return process.stdout.strip().partition(";")[0]
 
 
 def _never_starting(submitted: Sequence[Array], jobs: dict[Path, str]) -> Iterator[tuple[Array, str]]:

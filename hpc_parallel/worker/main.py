@@ -151,7 +151,7 @@ def join(
     ranks = exchange.all_gather({**rank_info, "topology": own})
     shapes = {rank["host"]: shape for rank in ranks if (shape := rank.pop("topology")) is not None}
     if world.rank == 0:
-        if world.launcher == "slurm" and (job := job_of(os.environ)) is not None:
+        if (job := job_of(os.environ)) is not None:
             hold_by_job(folder, job)
         folder.begin_anew()
     found = transport.find_transport(

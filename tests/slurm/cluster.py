@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -41,6 +41,7 @@ MAX_HOSTS = 250
 GPUS_PER_HOST = 4
 
 PACKAGE_OF = {"slurmctld": "slurm-wlm", "munged": "munge", "ip": "iproute2"}
+TOOL_PACKAGE_OF = {"shellcheck": "shellcheck", "mpirun.openmpi": "openmpi-bin", "mpirun.mpich": "mpich"}
 ACCOUNTING_PACKAGE_OF = {"slurmdbd": "slurmdbd", "mariadbd": "mariadb-server"}
 
 
@@ -317,8 +318,8 @@ def unavailable_reason(*, accounting: bool = False) -> str | None:
 
 
 def install(*, accounting: bool) -> None:
-    """Install what is missing, as root on Debian or Ubuntu."""
-    missing = _missing_packages(accounting)
+    """Install what is missing, and the tools of some tests, as root on Debian or Ubuntu."""
+    missing = [*_missing_packages(accounting), *_without_program(TOOL_PACKAGE_OF)]
     if missing and (os.geteuid() != 0 or not shutil.which("apt-get")):
         raise ClusterError(f"Only root on Debian or Ubuntu can install {', '.join(missing)} this way.")
     if missing:
@@ -366,8 +367,13 @@ def _lock() -> Iterator[None]:
 
 
 def _missing_packages(accounting: bool) -> list[str]:
-    needed = PACKAGE_OF | (ACCOUNTING_PACKAGE_OF if accounting else {})
-    return [package for program, package in needed.items() if not shutil.which(program, path=SYSTEM["PATH"])]
+    return _without_program(PACKAGE_OF | (ACCOUNTING_PACKAGE_OF if accounting else {}))
+
+
+def _without_program(package_of: Mapping[str, str]) -> list[str]:
+    return [
+        package for program, package in package_of.items() if not shutil.which(program, path=SYSTEM["PATH"])
+    ]
 
 
 def _write_private(file: Path, content: bytes) -> None:

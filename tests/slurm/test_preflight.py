@@ -103,17 +103,17 @@ def test_an_accused_host_is_left_out_of_the_next_start(site: Site, monkeypatch: 
 @pytest.mark.full
 @pytest.mark.timing
 def test_a_host_with_busy_cpus_is_found_by_name(site: Site) -> None:
-    """Its rank runs half of the time, as beside another process on the same core."""
+    """Its rank runs a third of the time, as beside two other processes on the same core."""
     ended = threading.Event()
 
     def hold_back() -> None:
         while not ended.is_set():
             pids = [pid for pid in site.cluster.pids(BAD) if "worker.main" in command_of(pid)]
-            for number in (signal.SIGSTOP, signal.SIGCONT):
+            for number, pause_s in ((signal.SIGSTOP, 0.06), (signal.SIGCONT, 0.03)):
                 for pid in pids:
                     with suppress(ProcessLookupError):
                         os.kill(pid, number)
-                time.sleep(0.03)
+                time.sleep(pause_s)
 
     thread = threading.Thread(target=hold_back)
     thread.start()

@@ -233,7 +233,7 @@ def test_srun_starts_one_worker_a_device(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("lost", ["run_folder", "python", "log_folder", "modules", "setup"])
+@pytest.mark.parametrize("lost", ["run_folder", "python", "log", "modules", "setup", "start"])
 def test_a_template_without_a_value_is_an_error(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = batch_script._values
 

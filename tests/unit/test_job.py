@@ -43,5 +43,5 @@ def test_submitit_finds_the_function_of_a_job_in_its_queue() -> None:
 def test_an_unknown_part_is_refused() -> None:
     done = python("hpc_parallel.job", "rnak", "runs/x")
     assert (done.returncode, done.stderr) == (
-        1, "hpc_parallel.job has no part rnak: rank, agent or conclude\n"
+        1, "hpc_parallel.job has no part rnak: rank, agent, conclude or signal\n"
     )  # fmt: skip

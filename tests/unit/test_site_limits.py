@@ -81,6 +81,12 @@ def test_warnings(words: tuple[str, ...], warning: str, capsys: pytest.CaptureFi
     assert warnings(capsys, "launcher=script", *words) == warning
 
 
+def test_a_run_here_does_not_use_the_container(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("launcher=local", "launcher.container=a.sif", "cluster.container=apptainer")
+    expected = "warning     launcher.container is for jobs: this run uses the Python of this machine.\n"
+    assert warnings(capsys, *words) == expected
+
+
 def test_a_run_here_asks_nobody(capsys: pytest.CaptureFixture[str]) -> None:
     assert warnings(capsys, "launcher=local", "nodes=9") == ""
 

@@ -47,6 +47,7 @@ CHOICES = {
     "launcher.kind": ("auto", "local", "slurm", "script"),
     "cluster.gpu_flag": ("gpus-per-node", "gres"),
     "cluster.fabric": fabric_kinds.KINDS,
+    "cluster.start": ("srun", "torchrun", "mpirun"),
     "preflight.act": ("off", "report", "stop", "exclude"),
     "task.name": tuple(TASKS),
 }

@@ -8,8 +8,9 @@ from typing import Any
 
 from hpc_parallel.config import fabric_kinds
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.problems import Problem, Problems
+from hpc_parallel.problems import Problem, Problems, nearest
 
+RUNTIMES = ("apptainer", "pyxis")
 PARTITION_LIMITS = ("nodes", "time_minutes", "memory_gb", "gpus_per_node")
 
 
@@ -34,6 +35,8 @@ def find_problems(config: RunConfig) -> Problems:
     if config.fabric.require and config.cluster.fabric == fabric_kinds.TCP:
         rule = "can't be with fabric.require=true, which stops a run whose data goes through sockets"
         yield Problem("cluster.fabric", fabric_kinds.TCP, rule, (fabric_kinds.AUTO,))
+    yield from _container(config)
+    yield from _start(config)
     yield from _hang_timeout(config)
 
 
@@ -56,6 +59,35 @@ def _partition(name: str, limits: Any) -> Problems:
             yield f"{key}.{limit} is no limit of a partition. The limits are {', '.join(PARTITION_LIMITS)}."
         elif value is not None and (type(value) not in (int, float) or value <= 0):
             yield Problem(f"{key}.{limit}", value, "must be a positive number, or null for no limit", (None,))
+
+
+def _container(config: RunConfig) -> Problems:
+    cluster, launcher = config.cluster, config.launcher
+    texts = {"container": launcher.container} if launcher.container is not None else {}
+    texts |= {f"container_mounts[{at}]": mount for at, mount in enumerate(launcher.container_mounts)}
+    for key, value in texts.items():
+        if not value.strip() or not value.isprintable() or "," in value:
+            yield Problem(f"launcher.{key}", value, "must be one printable line without a comma")
+    if cluster.container not in (None, *RUNTIMES):
+        close = tuple(nearest(cluster.container, RUNTIMES)) or RUNTIMES
+        yield Problem("cluster.container", cluster.container, f"is not one of {', '.join(RUNTIMES)}", close)
+    if launcher.container is None:
+        if launcher.container_mounts:
+            rule = "needs an image: launcher.container=IMAGE"
+            yield Problem("launcher.container_mounts", launcher.container_mounts, rule, ([],))
+    elif cluster.container is None:
+        rule = "does not say what runs launcher.container"
+        yield Problem("cluster.container", None, rule, RUNTIMES)
+    elif cluster.container == "pyxis" and cluster.start == "mpirun":
+        rule = "can't be with cluster.start=mpirun: pyxis is a plugin of srun"
+        yield Problem("cluster.container", "pyxis", rule, ("apptainer",))
+
+
+def _start(config: RunConfig) -> Problems:
+    binding = str(config.cluster.srun.get("cpu-bind", ""))
+    if config.cluster.start == "torchrun" and re.search("mask_|map_", binding):
+        rule = "is for one task a device, and cluster.start=torchrun starts one a node"
+        yield Problem("cluster.srun.cpu-bind", binding, rule, ("cores",))
 
 
 def _hang_timeout(config: RunConfig) -> Problems:

@@ -1,0 +1,106 @@
+"""torchrun and mpirun start the same world as srun: losses of one device, signals, causes of failures."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster import Cluster
+from test_jobs import SMALL, Site, losses, read
+
+from hpc_parallel.record.checkpoint_index import complete
+from hpc_parallel.record.run_folder import RunFolder
+from tests.workers import Workers
+
+pytestmark = pytest.mark.slurm
+
+ROOT = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
+PROGRAM = {"openmpi": "mpirun.openmpi", "mpich": "mpirun.mpich"}
+
+
+@pytest.fixture
+def site(cluster: Cluster, tmp_path: Path) -> Site:
+    return Site(cluster, tmp_path)
+
+
+def words_of(start: str, site: Site) -> list[str]:
+    """The overrides that start a job this way; `mpirun` becomes the MPI that the test is about."""
+    if start == "pmi2":
+        return ["+cluster.srun.mpi=pmi2"]
+    if start == "torchrun":
+        return ["cluster.start=torchrun"]
+    if shutil.which(PROGRAM[start], path="/usr/bin:/bin") is None:
+        pytest.skip(f"{PROGRAM[start]} is not installed: python tests/slurm/cluster.py install")
+    wrapper = site.home / "bin" / "mpirun"
+    wrapper.parent.mkdir()
+    wrapper.write_text(f'#!/bin/sh\nexec {PROGRAM[start]} "$@"\n')
+    wrapper.chmod(0o755)
+    return ["cluster.start=mpirun", f"launcher.setup=['{ROOT}','export PATH={wrapper.parent}:$PATH']"]
+
+
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    "start",
+    ["torchrun", "openmpi", pytest.param("mpich", marks=FULL), pytest.param("pmi2", marks=FULL)],
+)
+def test_each_start_reaches_the_same_world(start: str, site: Site, workers: Workers) -> None:
+    words = ("strategy=hybrid", "nodes=2", "gpus_per_node=2", *SMALL, "run_dir=run", "launcher.wait=true")
+    done = site.run(*words, *words_of(start, site))
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = site.home / "run"
+    alone = workers.train("strategy=single", *SMALL, "training.global_batch_size=16").losses
+    assert losses(folder) == pytest.approx(alone, rel=1e-5)
+    ranks = read(folder, "environment.json")["ranks"]
+    hosts = [rank["host"] for rank in ranks]
+    assert len(ranks) == 4
+    assert sorted(hosts) == ["n1", "n1", "n2", "n2"]
+    assert hosts[0] == hosts[1]  # a node's ranks are neighbours
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("start", ["torchrun", "openmpi", "mpich"])
+def test_signals_and_deaths(start: str, site: Site) -> None:
+    """The signal before a time limit saves and requeues; a killed rank is named."""
+    words = ("strategy=data", "nodes=2", "gpus_per_node=1", *SMALL, "training.steps=100000", "run_dir=run")
+    assert site.run(*words, *words_of(start, site)).returncode == 0
+    folder = RunFolder(site.home / "run")
+    job = str(read(folder.path, "owner.json")["job_id"])
+    until(lambda: folder.metrics.exists() and folder.metrics.stat().st_size > 0)
+    batch = ["--batch"] if start != "torchrun" else []  # Slurm's own choice, by #SBATCH --signal
+    site.cluster.run("scancel", "--signal=USR2", *batch, job)
+    until(lambda: site.record(job)["Restarts"] == "1" and site.record(job)["JobState"] == "RUNNING")
+    saved = [checkpoint.step for checkpoint in complete(folder.checkpoints)]
+    assert saved
+    until(lambda: folder.metrics.exists() and max(steps(folder), default=0) > saved[-1] + 2)
+    victim = next(
+        pid for host in ("n2",) for pid in site.cluster.pids(host)
+        if "hpc_parallel.worker.main" in " ".join(command_line(pid))
+    )  # fmt: skip
+    psutil.Process(victim).kill()
+    assert site.ended(job)["JobState"] == "FAILED"
+    failure = read(folder.path, "failure.json")
+    assert (failure["kind"], failure["host"], failure["signal"]) == ("killed", "n2", "SIGKILL")
+
+
+def steps(folder: RunFolder) -> list[int]:
+    return [int(line.split(",")[0].split(":")[1]) for line in folder.metrics.read_text().splitlines()]
+
+
+def command_line(pid: int) -> list[str]:
+    try:
+        return psutil.Process(pid).cmdline()
+    except psutil.Error:
+        return []
+
+
+def until(condition: object, within_s: float = 90) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.3)
