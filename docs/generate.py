@@ -64,6 +64,7 @@ SECTIONS: tuple[tuple[str, type], ...] = (
     ("cluster", schema.ClusterConfig),
     ("fabric", schema.FabricConfig),
     ("preflight", schema.PreflightConfig),
+    ("profile", schema.ProfileConfig),
     ("sweep", schema.SweepConfig),
 )
 GROUPS = ("model", "data", "task")  # the keys depend on the file that is chosen

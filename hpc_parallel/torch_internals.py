@@ -15,6 +15,7 @@ import inspect
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,6 +66,16 @@ def flatten(mesh: DeviceMesh) -> DeviceMesh:
 def profiler_is_on() -> bool:
     """A range for the profiler costs microseconds for each microbatch, so it is left out without one."""
     return torch.autograd._profiler_enabled()
+
+
+def record_memory(on: bool) -> None:
+    """Record allocations of GPU memory with their stacks (torch.cuda.memory), or stop it."""
+    torch.cuda.memory._record_memory_history(enabled="all" if on else None)
+
+
+def write_memory(path: Path) -> None:
+    """Write the recorded allocations in the form that pytorch.org/memory_viz reads."""
+    torch.cuda.memory._dump_snapshot(str(path))
 
 
 def profiler_events(profiled: profile) -> Iterable[Any]:

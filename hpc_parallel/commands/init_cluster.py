@@ -21,7 +21,7 @@ from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.safe_read import DamagedError, read_bytes
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.shell import complain
-from hpc_parallel.site.profile import Shell, plain_name, write_profile
+from hpc_parallel.site.profile import Login, plain_name, write_profile
 from hpc_parallel.site.slurm_records import SlurmRecords, read_records
 from hpc_parallel.supervise.fabric_kind import fabric_devices
 
@@ -43,9 +43,9 @@ def main(arguments: Sequence[str]) -> int:
     shipped = sorted(path.stem for path in (find_folder("conf") / "cluster").glob("*.yaml"))
     name = given.name or plain_name(records.cluster, taken=shipped)
     path = _free_path(name, folder=given.folder, shipped=shipped)
-    shell = Shell() if given.source else _shell(os.environ)
+    login = Login() if given.source else _login(os.environ)
     try:
-        text = write_profile(records, name=name, shell=shell, today=date.today())
+        text = write_profile(records, name=name, login=login, today=date.today())
     except ValueError as error:
         raise ConfigError([f"There is nothing to write a profile of: {error}."]) from error
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,12 +109,12 @@ def _free_path(name: str, *, folder: Path, shipped: Sequence[str]) -> Path:
     return path
 
 
-def _shell(environment: Mapping[str, str]) -> Shell:
+def _login(environment: Mapping[str, str]) -> Login:
     user = getpass.getuser()
     accounts = ask("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account")
     modules = environment.get("LOADEDMODULES", "").split(":")
     devices = fabric_devices()
-    return Shell(
+    return Login(
         accounts=list(dict.fromkeys((accounts or "").split())),
         modules=[module for module in modules if module],
         fabric=f"{devices.kind} ({devices.describe(devices.kind)})" if devices.kind != "tcp" else "",

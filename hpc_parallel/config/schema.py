@@ -366,6 +366,19 @@ class FabricConfig:
 
 
 @dataclass
+class ProfileConfig:
+    """Which steps of which ranks a profiler records."""
+
+    # `torch`: a trace for Perfetto and a summary; `nsys`, `ncu`: NVIDIA's profilers around ranks of a job.
+    kind: str = "none"
+    first_step: int = 10  # The first recorded step, counted from the start or the restart.
+    steps: int = 3  # The number of recorded steps.
+    ranks: list[int] = field(default_factory=lambda: [0])  # The ranks that are recorded.
+    memory: bool = False  # With `torch`: also the allocations of GPU memory, for pytorch.org/memory_viz.
+    arguments: list[str] = field(default_factory=list)  # More arguments of nsys or ncu.
+
+
+@dataclass
 class PreflightConfig:
     """What a start does about hosts that differ from the others or are not healthy."""
 
@@ -470,6 +483,7 @@ class RunConfig:
     fabric: FabricConfig = field(default_factory=FabricConfig)
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
     @property

@@ -10,10 +10,17 @@ from hpc_parallel.record.collectives_table import is_row, short_table, valid_row
 from hpc_parallel.record.machine_check_table import machine_lines
 from hpc_parallel.record.metrics_file import milliseconds, per_second
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import MIB, parse_line, read_head, read_json
+from hpc_parallel.record.safe_read import MIB, list_folder, parse_line, read_head, read_json
 from hpc_parallel.record.values import integer, number, table, text
 
 SHOWN_BYTES = 16 * MIB  # of generated.jsonl
+OPENERS = {
+    ".json.gz": "open it at ui.perfetto.dev",
+    ".txt": "summary",
+    ".pickle": "open it at pytorch.org/memory_viz",
+    ".nsys-rep": "open it in Nsight Systems",
+    ".ncu-rep": "open it in Nsight Compute",
+}
 INITIAL = "initial"  # weights that were not read from a file
 
 
@@ -32,7 +39,18 @@ def results(folder: RunFolder, summary: Mapping[str, Any]) -> list[str]:
         initial = "the weights are the initial ones: nothing was trained or restored"
         lines.append(initial if weights == INITIAL else f"the weights are those of {weights}")
     notes = (text(summary.get("comparison")), text(summary.get("ended_early")))
-    return [*lines, *(note for note in notes if note)]
+    return [*lines, *(note for note in notes if note), *profiles(folder)]
+
+
+def profiles(folder: RunFolder) -> list[str]:
+    """Where the profiles of the recorded ranks are, and what opens them."""
+    names = sorted(entry.name for entry in list_folder(folder.profile))
+    return [
+        f"profile: {folder.profile / name} ({opener})"
+        for name in names
+        for ending, opener in OPENERS.items()
+        if name.endswith(ending) and not name.startswith(".")
+    ]
 
 
 def collectives(content: Mapping[str, Any], folder: RunFolder) -> list[str]:

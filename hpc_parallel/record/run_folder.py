@@ -86,6 +86,11 @@ class RunFolder:
         return self.path / "plots"
 
     @property
+    def profile(self) -> Path:
+        """Traces of the recorded ranks (`profile=torch|nsys|ncu`)."""
+        return self.path / "profile"
+
+    @property
     def generated(self) -> Path:
         """The texts of `task=generate`, one object per prompt."""
         return self.path / "generated.jsonl"

@@ -18,7 +18,7 @@ _OWN_SHARE = 0.95  # of a node's memory; Slurm and the system keep some for them
 
 
 @dataclass(frozen=True)
-class Shell:
+class Login:
     """What the login shell adds: the user's accounts, loaded modules, and the fabric's devices here."""
 
     accounts: Sequence[str] = ()
@@ -26,7 +26,7 @@ class Shell:
     fabric: str = ""
 
 
-def write_profile(records: SlurmRecords, *, name: str, shell: Shell, today: date) -> str:
+def write_profile(records: SlurmRecords, *, name: str, login: Login, today: date) -> str:
     """The profile as YAML with comments.
 
     Raises ValueError if no partition that is up has a node.
@@ -35,10 +35,10 @@ def write_profile(records: SlurmRecords, *, name: str, shell: Shell, today: date
     nodes = records.nodes_of(chosen.name)
     return "\n".join([
         f"# Slurm {records.version or 'of an unknown version'} on {today}, by init-cluster. Check each line.",
-        *_identity(name, chosen, shell),
+        *_identity(name, chosen, login),
         *_partitions(records),
         *_gpus(chosen, nodes, records),
-        *_habits(records, shell),
+        *_habits(records, login),
         "",
     ])  # fmt: skip
 
@@ -56,10 +56,10 @@ def choose(records: SlurmRecords) -> Partition:
     return max(usable, key=order)
 
 
-def _identity(name: str, chosen: Partition, shell: Shell) -> Iterator[str]:
+def _identity(name: str, chosen: Partition, login: Login) -> Iterator[str]:
     yield f"name: {_text(name)}"
     yield _line(f"partition: {_text(chosen.name)}", "launcher.partition=... takes another one")
-    accounts = shell.accounts
+    accounts = login.accounts
     if len(accounts) > 1:
         yield _line(f"account: {_text(accounts[0])}", f"yours are {', '.join(accounts)}")
     elif accounts:
@@ -115,10 +115,10 @@ def _shares(nodes: Sequence[tuple[Node, int]]) -> Iterator[str]:
         yield _line(f"memory_gb_per_device: {gigabytes}", "a node's memory, shared by its GPUs")
 
 
-def _habits(records: SlurmRecords, shell: Shell) -> Iterator[str]:
-    modules = f"[{', '.join(map(_text, shell.modules))}]"
-    yield _line(f"modules: {modules}", "loaded in the shell that wrote this file" if shell.modules else "")
-    here = f"here: {shell.fabric}" if shell.fabric else "each host is asked what it has"
+def _habits(records: SlurmRecords, login: Login) -> Iterator[str]:
+    modules = f"[{', '.join(map(_text, login.modules))}]"
+    yield _line(f"modules: {modules}", "loaded in the shell that wrote this file" if login.modules else "")
+    here = f"here: {login.fabric}" if login.fabric else "each host is asked what it has"
     yield _line("fabric: auto", here)
     yield _line('master_suffix: ""', "i at JSC: the fast network's names end so")
     settings = records.settings

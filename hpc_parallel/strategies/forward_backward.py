@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.auxiliary_loss import auxiliary_losses
 from hpc_parallel.models.layered import LayeredModel, Loss
+from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.ring import slices_of
 
 
@@ -81,8 +82,10 @@ class Accumulate:
             self._model.sample_indices.begin_microbatch(index, count=len(pieces))
             last = index == len(pieces) - 1
             with nullcontext() if last else self._without_averaging():
-                loss = propagate_nonfinite(self._loss(self._runner(samples), expected) / terms)
-                loss.backward()
+                with marked("forward"):
+                    loss = propagate_nonfinite(self._loss(self._runner(samples), expected) / terms)
+                with marked("backward"):
+                    loss.backward()
             losses.append(loss.detach())
         self._first = False
         return torch.stack(losses).sum()

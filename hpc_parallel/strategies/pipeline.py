@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,6 @@ from torch.distributed.pipelining import (
 )
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import record_function
 
 from hpc_parallel import torch_internals
 from hpc_parallel.config.checks.pipeline_checks import version_problem
@@ -32,6 +31,7 @@ from hpc_parallel.models.auxiliary_loss import auxiliary_losses
 from hpc_parallel.models.layered import LayeredModel, Loss
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies.forward_backward import propagate_nonfinite
+from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.replicate import Average, average_of
 from hpc_parallel.strategies.tied_ends import TiedEnds
 
@@ -54,9 +54,7 @@ def busy(stage: int, kind: str, microbatch: int | None = None) -> AbstractContex
     `kind` is forward, loss, backward (of inputs and weights, or of inputs only), weights (their gradients, if
     the schedule delays them), or average (over replicas).
     """
-    if not torch_internals.profiler_is_on():
-        return nullcontext()
-    return record_function(f"{BUSY} {stage} {kind}" + ("" if microbatch is None else f" {microbatch}"))
+    return marked(f"{BUSY} {stage} {kind}" + ("" if microbatch is None else f" {microbatch}"))
 
 
 class Stage(PipelineStage):

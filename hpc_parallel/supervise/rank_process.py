@@ -18,6 +18,7 @@ from types import FrameType
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.supervise import failure
 from hpc_parallel.supervise.fabric import site_variables
+from hpc_parallel.supervise.nvidia_profiler import ProfilerError, profiler_words
 from hpc_parallel.supervise.supervisor import supervised
 from hpc_parallel.supervise.world import World
 
@@ -41,7 +42,12 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER) -> None:
     site_variables(config["cluster"]["environment"], os.environ)  # before torch loads OpenMP
     for number in _IGNORED:
         signal.signal(number, _ignore)  # not SIG_IGN, which the worker would inherit
-    child = subprocess.Popen([*worker, run_folder], preexec_fn=partial(_prepare, os.getpid()))
+    try:
+        profiler = profiler_words(config, folder=folder, rank=world.rank, host=world.host)
+    except ProfilerError as error:
+        failure.record_exception(folder, world=world, error=error)
+        sys.exit(str(error))
+    child = subprocess.Popen([*profiler, *worker, run_folder], preexec_fn=partial(_prepare, os.getpid()))
     with supervised(
         folder, world=world, process=child.pid, timeout_s=config["cluster"].get("hang_timeout_s")
     ):

@@ -17,6 +17,7 @@ from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.strategies.forward_backward import ForwardBackward
 from hpc_parallel.strategies.mesh import local_gradients, weight_axes
 from hpc_parallel.strategies.parameter_server import ParameterServer
+from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.supervise.error_place import located, mark
 from hpc_parallel.training.checkpoint import statistics
 from hpc_parallel.training.gradient_norm import GradientNorm, clip
@@ -121,7 +122,8 @@ class GradientStep:
             self._on_gradients()
         if self._clip_norm is not None:
             clip(self._parameters, norm=norm, max_norm=self._clip_norm)
-        self._optimizer.step()
+        with marked("optimizer"):
+            self._optimizer.step()
         self._optimizer.zero_grad()
         return norm
 

@@ -14,7 +14,9 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.data.sampler import Batches, to_device
 from hpc_parallel.models.sample_indices import SampleIndices
 from hpc_parallel.profiling.measurement import Measurement
+from hpc_parallel.profiling.recording import Recording
 from hpc_parallel.strategies.own_metrics import WithMetrics
+from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.supervise.error_place import at_step
 from hpc_parallel.supervise.progress import Progress
 from hpc_parallel.training.callbacks import Callbacks
@@ -52,6 +54,7 @@ class Observers:
 
     metrics: Metrics
     measurement: Measurement
+    recording: Recording
     writers: Sequence[Writer]  # empty on every rank except rank 0
     progress: Progress  # for a watchdog
     callbacks: Callbacks  # of the user's; they may end the training
@@ -81,6 +84,7 @@ class Trainer:
         self._samples = samples
         self._metrics = observers.metrics
         self._measurement = observers.measurement
+        self._recording = observers.recording
         self._writers = observers.writers
         self._progress = observers.progress
         self._callbacks = observers.callbacks
@@ -134,11 +138,13 @@ class Trainer:
         rate = learning_rate(step, steps=self._training.steps, config=self._schedule)
         self._optimizer.set_learning_rate(rate)
         self._progress.mark("data", step)
-        with self._measurement.loading(step - steps_before):
+        self._recording.begin(step - steps_before)
+        with self._measurement.loading(step - steps_before), marked("data"):
             batch = self._samples.batch_of(step)
         self._progress.mark("step", step)
-        with at_step(step), self._measurement.watch(step - steps_before):
+        with at_step(step), self._measurement.watch(step - steps_before), marked(f"step {step}"):
             result = self._step.run(*batch)
+        self._recording.end(step - steps_before)
         self._metrics.note(result)
         self.steps_done = step
         return rate

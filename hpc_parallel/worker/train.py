@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.profiling.measurement import Measurement
+from hpc_parallel.profiling.recording import Recording
 from hpc_parallel.record import attempts
 from hpc_parallel.record.checkpoint_index import clear, set_aside_after
 from hpc_parallel.record.metrics_file import MetricsReader
@@ -83,6 +84,7 @@ def train(
     )  # fmt: skip
     with stop:  # until all is written: a signal must not end a run that is almost done
         signalled = fit(trainer, saver=saver)
+        observers.recording.close()
         observers.callbacks.end(trainer.steps_done)
         if signalled is None:
             finish(session, folder, values=values, observers=observers, ended_early=trainer.ended_early)
@@ -111,6 +113,13 @@ def open_observers(
         measurement=Measurement(
             steps=config.training.measure_steps,
             mesh=session.assembled.mesh,
+            device=session.device,
+            leave_out=partial(metrics.leave_out, steps=1),
+        ),
+        recording=Recording(
+            config.profile,
+            folder=folder.profile,
+            rank=dist.get_rank(),
             device=session.device,
             leave_out=partial(metrics.leave_out, steps=1),
         ),

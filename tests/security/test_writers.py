@@ -24,7 +24,7 @@ WRITERS = {
     "copy", "copy2", "copyfile", "copytree", "copyfileobj", "move", "save", "savez", "savez_compressed",
     "savetxt", "savefig", "save_file", "to_csv", "to_json", "to_file", "dump", "ZipFile", "make_archive",
     "FileHandler", "SummaryWriter", "link", "symlink", "symlink_to", "hardlink_to", "mkfifo", "memmap",
-    "open_memmap", "from_file", "dump_traceback_later",
+    "open_memmap", "export_chrome_trace", "_dump_snapshot", "from_file", "dump_traceback_later",
 }  # fmt: skip
 OWN = {"write_text", "write_bytes"}  # names that safe_write has too: as functions, not as methods
 ALLOWED = {
@@ -44,6 +44,8 @@ ALLOWED = {
     ("training/saver.py", "save"): "torch's streams, into a checkpoint folder of the run's own 0700 folder",
     ("supervise/host_facts.py", "TemporaryFile"): "has no name, and is gone when it is closed",
     ("worker/machine_check.py", "TemporaryFile"): "has no name, and is gone when it is closed",
+    ("profiling/recording.py", "export_chrome_trace"): "torch's, into the run's own 0700 folder",
+    ("torch_internals.py", "_dump_snapshot"): "torch's, into the run's own 0700 folder",
     ("training/trainer.py", "save"): "asks the saver",
     ("torch_internals.py", "dump"): "in memory",
     ("worker/signed_objects.py", "dump"): "in memory",

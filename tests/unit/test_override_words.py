@@ -35,7 +35,7 @@ def test_words(prefix: str, offered: list[str]) -> None:
 def test_the_folder_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "cluster").mkdir()
     (tmp_path / "cluster" / "mysite.yaml").write_text("")
-    assert override_words("cluster=m", extra_dir=str(tmp_path)) == ["cluster=mysite"]
+    assert override_words("cluster=my", extra_dir=str(tmp_path)) == ["cluster=mysite"]
     assert override_words("cluster=g", extra_dir=str(tmp_path)) == ["cluster=generic", "cluster=gres"]
 
 

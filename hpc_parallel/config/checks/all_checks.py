@@ -19,6 +19,7 @@ from hpc_parallel.config.checks import (
     layout_checks,
     optimizer_checks,
     parquet_checks,
+    profile_checks,
     site_checks,
     switch_checks,
     task_checks,
@@ -49,6 +50,7 @@ CHOICES = {
     "cluster.fabric": fabric_kinds.KINDS,
     "cluster.start": ("srun", "torchrun", "mpirun"),
     "preflight.act": ("off", "report", "stop", "exclude"),
+    "profile.kind": ("none", "torch", "nsys", "ncu"),
     "task.name": tuple(TASKS),
 }
 
@@ -72,6 +74,7 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> list[Prob
         layout_checks.find_problems, _model, _callbacks, _data, parquet_checks.find_problems,
         huggingface_checks.find_problems, image_checks.find_problems, task_checks.find_problems,
         cluster_checks.find_problems, site_checks.find_problems, switch_checks.find_problems,
+        profile_checks.find_problems,
     )  # fmt: skip
     return in_order([problem for check in checks for problem in check(config)], overrides)
 
@@ -122,7 +125,7 @@ def _counts(config: RunConfig) -> Problems:
         "strategy.stages_per_rank", "strategy.prefetch", "launcher.time_minutes",
         "launcher.cpus_per_device", "launcher.snapshot_mb", "data.sequence_length", "data.max_bytes",
         "data.vocab_size", "sweep.parallelism", "cluster.gpus_per_node",
-        "cluster.cpus_per_device", "cluster.max_array_size",
+        "cluster.cpus_per_device", "cluster.max_array_size", "profile.first_step", "profile.steps",
     ]  # fmt: skip
     if is_reference_decoder(config):
         sizes = ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab_size", "experts")

@@ -1,0 +1,110 @@
+"""Records a window of steps for a profiler, on the ranks that were chosen; nothing on any other."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from hpc_parallel.config.schema import ProfileConfig
+from hpc_parallel.profiling.recorded_summary import describe
+from hpc_parallel.profiling.timeline import STEP, events_of, marked_waits
+from hpc_parallel.record.safe_write import write_text
+from hpc_parallel.torch_internals import record_memory, write_memory
+
+
+class Recording:
+    """The window of this rank. `begin` and `end` stand around each step, with the fetch of its batch."""
+
+    def __init__(
+        self, config: ProfileConfig, *, folder: Path, rank: int, device: torch.device,
+        leave_out: Callable[[float], None],
+    ) -> None:  # fmt: skip
+        """folder: where the files go; `leave_out` is called with the seconds of each recorded step."""
+        self._config, self._folder, self._rank, self._device = config, folder, rank, device
+        self._leave_out = leave_out
+        window = range(config.first_step, config.first_step + config.steps)
+        self._window = window if config.kind != "none" and rank in config.ranks else range(0)
+        self._all = window if config.kind != "none" else range(0)  # other ranks wait for the recorded ones
+        self._trace: _Trace | None = None
+        self._recorded = 0
+        self._began_s = 0.0
+
+    def begin(self, step: int) -> None:
+        """Before the 1-based `step`, counted from the start of this process."""
+        if step not in self._all:
+            return
+        self._began_s = time.perf_counter()
+        if step == self._window.start and self._window:
+            if self._config.kind == "torch":
+                self._trace = _Trace(self._device, memory=self._config.memory)
+            else:
+                torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())
+
+    def end(self, step: int) -> None:
+        """After the step."""
+        if step not in self._all:
+            return
+        self._recorded += step in self._window
+        if step == self._window[-1] if self._window else False:
+            self.close()
+        self._leave_out(time.perf_counter() - self._began_s)
+
+    def close(self) -> None:
+        """Write what was recorded, also if the training ends inside the window."""
+        if self._trace is not None:
+            trace, self._trace = self._trace, None
+            trace.write(self._folder, rank=self._rank, first=self._window.start, steps=self._recorded)
+        elif self._recorded and self._config.kind in ("nsys", "ncu"):
+            torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStop())
+        self._recorded = 0
+
+
+class _Trace:
+    """torch's profiler, on from the construction until `write`."""
+
+    def __init__(self, device: torch.device, *, memory: bool) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise Kineto writes to the rank's log
+        self._on_gpu = device.type == "cuda"
+        self._memory = memory and self._on_gpu
+        if memory and not self._on_gpu:
+            print("WARNING: profile.memory records GPU memory, and this rank has no GPU", file=sys.stderr)
+        if self._memory:
+            record_memory(True)
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
+        self._waits = marked_waits()
+        self._profile = profile(activities=activities, record_shapes=True)
+        self._mark: Any = record_function(STEP)
+        for context in (self._waits, self._profile, self._mark):
+            context.__enter__()
+
+    def write(self, folder: Path, *, rank: int, first: int, steps: int) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        for context in (self._mark, self._profile, self._waits):
+            context.__exit__(None, None, None)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if self._memory:
+            _write_beside(folder / f"rank-{rank}-memory.pickle", write_memory)
+            record_memory(False)
+        export = self._profile.export_chrome_trace
+        _write_beside(folder / f"rank-{rank}.json.gz", lambda path: export(str(path)))
+        head = f"rank {rank}, steps {first} to {first + steps - 1} since the start"
+        text = describe(events_of(self._profile), steps=steps, on_gpu=self._on_gpu)
+        key = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
+        table = self._profile.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=50)
+        write_text(folder / f"rank-{rank}.txt", f"{head}\n{text}\n\n{table}\n")
+
+
+def _write_beside(path: Path, write: Callable[[Path], object]) -> None:
+    """Let torch write a file under another name, and give it its own when it is complete."""
+    half_written = path.with_name(f".{path.name}")
+    write(half_written)
+    half_written.chmod(0o600)
+    half_written.rename(path)
