@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import time
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -23,6 +25,18 @@ class Sentences(Dataset[tuple[Tensor, Tensor]]):
         tokens = (torch.arange(self.length + 1) * (index % 7 + 1) + index) % 256
         replaced = torch.rand(self.length + 1) < self.noise
         return torch.where(replaced, random.randrange(256), tokens)[:-1], tokens[1:]
+
+
+class SlowOnOneRank(Sentences):
+    """Makes one rank wait for each of its samples, as a slow disk does."""
+
+    def __init__(self, rank: int, pause_s: float) -> None:
+        super().__init__(count=64, length=16)
+        self.pause_s = pause_s if dist.get_rank() == rank else 0.0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        time.sleep(self.pause_s)
+        return super().__getitem__(index)
 
 
 class Points:

@@ -10,6 +10,7 @@ from functools import partial
 from hpc_parallel.record.metrics_file import per_second
 from hpc_parallel.record.names import label
 from hpc_parallel.record.recorded import RecordedRun
+from hpc_parallel.record.slow_ranks import slow_lines
 from hpc_parallel.record.values import integer, number, table, text
 from hpc_parallel.supervise.run_state import DAMAGED, RUNNING, State, despite_damage, states
 
@@ -73,7 +74,7 @@ def row_of(run: RecordedRun, state: State) -> Row:
         nodes=run.nodes,
         gpus_per_node=run.gpus_per_node,
         state=state.name,
-        reason=state.reason,
+        reason=state.reason or _slow(run, state),
         ended=state.ended,
         step=step,
         steps=steps,
@@ -85,6 +86,12 @@ def row_of(run: RecordedRun, state: State) -> Row:
         failure=failure_line(run) if state.name == "failed" else None,
         damaged=run.noticed,
     )
+
+
+def _slow(run: RecordedRun, state: State) -> str:
+    """The slowest rank of a run that is going on; empty if none is slow."""
+    lines = slow_lines(run.folder) if state.name == RUNNING else []
+    return lines[0].partition(":")[0] if lines else ""
 
 
 def total_steps(run: RecordedRun, state: State) -> int | None:

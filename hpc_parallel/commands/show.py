@@ -24,6 +24,7 @@ from hpc_parallel.record.preflight import finding_lines
 from hpc_parallel.record.recorded import RecordedRun
 from hpc_parallel.record.results import results
 from hpc_parallel.record.safe_read import DamagedError
+from hpc_parallel.record.slow_ranks import slow_lines
 from hpc_parallel.record.values import number, text
 from hpc_parallel.shell import run_command
 from hpc_parallel.terminal import cell, console, print_json
@@ -152,6 +153,8 @@ def _parts(run: RecordedRun, row: Row, changed: Mapping[str, Change]) -> Iterabl
     if accused := finding_lines(run.folder):
         yield "\nhosts that the checks at the start accused"
         yield _table(accused)
+    if slow := slow_lines(run.folder):
+        yield from ["\nslow ranks", *slow]
     if connections := topology_lines(run.environment or {}):
         yield from ["\nconnections", *connections]
     values = figures(run)

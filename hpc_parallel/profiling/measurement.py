@@ -48,6 +48,11 @@ class Measurement:
         self._timelines: list[Timeline] = []
         self._loading_s: list[float] = []
 
+    @property
+    def steps(self) -> range:
+        """The steps that are counted or timed."""
+        return range(self._counted, self._timed.stop) if self._timed else range(0)
+
     def watch(self, step: int) -> AbstractContextManager[None]:
         """Returns the context in which to run the 1-based `step`."""
         if step == self._counted:
@@ -80,14 +85,8 @@ class Measurement:
 
     @contextmanager
     def _time(self) -> Iterator[None]:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise Kineto writes to the rank's log
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
-        with marked_waits(), profile(activities=activities) as profiled:
-            dist.barrier()
-            with record_function(STEP):
-                yield
-                self._synchronise()
-        self._timelines.append(Timeline.read(events_of(profiled), on_gpu=self._on_gpu))
+        with timed_step(self._device, into=self._timelines):
+            yield
 
     @property
     def _on_gpu(self) -> bool:
@@ -167,6 +166,21 @@ class Measurement:
         ends_of_pipeline = [[values[rank] for rank in self._pipeline] for values in ends_by_rank]
         begins, finishes = ends_of_pipeline[::2], ends_of_pipeline[1::2]
         return [(int(min(begin)), int(max(finish))) for begin, finish in zip(begins, finishes, strict=True)]
+
+
+@contextmanager
+def timed_step(device: torch.device, *, into: list[Timeline]) -> Iterator[None]:
+    """Profile the step that runs inside and add its timeline; all ranks call it together."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise Kineto writes to the rank's log
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with marked_waits(), profile(activities=activities) as profiled:
+        dist.barrier()
+        with record_function(STEP):
+            yield
+            if on_gpu:
+                torch.cuda.synchronize(device)
+    into.append(Timeline.read(events_of(profiled), on_gpu=on_gpu))
 
 
 def _unknown(unknown: list[str]) -> dict[str, Any]:

@@ -91,6 +91,11 @@ class RunFolder:
         return self.path / "profile"
 
     @property
+    def rank_times(self) -> Path:
+        """The parts of some steps on every rank, and which ranks were slow."""
+        return self.path / "rank_times.json"
+
+    @property
     def generated(self) -> Path:
         """The texts of `task=generate`, one object per prompt."""
         return self.path / "generated.jsonl"

@@ -1,4 +1,4 @@
-"""What carried the data of each run, and how its hosts are connected inside."""
+"""What carried the data of each run, which ranks were slow, and how its hosts are connected inside."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpc_parallel.record.network import topology_lines, transport_lines
+from hpc_parallel.record.slow_ranks import slow_lines
 from hpc_parallel.report.gather import Row
 
 MOST_TOPOLOGIES = 6
@@ -22,7 +23,10 @@ class Networks:
 def networks(rows: Sequence[Row]) -> Networks | None:
     """None if no run has recorded anything."""
     environments = [row.run.environment or {} for row in rows]
-    lines = [transport_lines(environment) for environment in environments]
+    lines = [
+        [*transport_lines(environment), *(("slow rank", line) for line in slow_lines(row.run.folder))]
+        for row, environment in zip(rows, environments, strict=True)
+    ]
     drawings = ["\n".join(topology_lines(environment)) for environment in environments]
     transports = [(row, found) for row, found in zip(rows, lines, strict=True) if found]
     topologies = list(dict.fromkeys(filter(None, drawings)))[:MOST_TOPOLOGIES]

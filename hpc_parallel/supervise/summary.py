@@ -25,6 +25,7 @@ MEASURED = (
     "ring_all_reduce",
     "comparison",
     "ended_early",
+    "slow_ranks",
 )
 VALIDATION = "validation_"
 Lines = Sequence[Mapping[str, Any]]
@@ -57,6 +58,7 @@ def summarise(
       several devices, that moves most.
     - `unknown_collectives`: collectives whose bytes are not known; traffic is then null.
     - `ended_early`: why a callback ended the training before its last step.
+    - `slow_ranks`: ranks whose own time was longer than that of their peers, with the cause.
     - `comparison`: a line about the comparison with one device (`strategy.verify`).
     - `ring_all_reduce`: both figures if one ring all-reduce averaged the same gradients.
     """

@@ -14,6 +14,7 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.data.sampler import Batches, to_device
 from hpc_parallel.models.sample_indices import SampleIndices
 from hpc_parallel.profiling.measurement import Measurement
+from hpc_parallel.profiling.rank_times import RankTimes
 from hpc_parallel.profiling.recording import Recording
 from hpc_parallel.strategies.own_metrics import WithMetrics
 from hpc_parallel.strategies.ranges import marked
@@ -54,6 +55,7 @@ class Observers:
 
     metrics: Metrics
     measurement: Measurement
+    rank_times: RankTimes
     recording: Recording
     writers: Sequence[Writer]  # empty on every rank except rank 0
     progress: Progress  # for a watchdog
@@ -84,6 +86,7 @@ class Trainer:
         self._samples = samples
         self._metrics = observers.metrics
         self._measurement = observers.measurement
+        self._rank_times = observers.rank_times
         self._recording = observers.recording
         self._writers = observers.writers
         self._progress = observers.progress
@@ -138,13 +141,15 @@ class Trainer:
         rate = learning_rate(step, steps=self._training.steps, config=self._schedule)
         self._optimizer.set_learning_rate(rate)
         self._progress.mark("data", step)
-        self._recording.begin(step - steps_before)
-        with self._measurement.loading(step - steps_before), marked("data"):
+        number = step - steps_before
+        self._recording.begin(number)
+        with self._measurement.loading(number), self._rank_times.loading(number), marked("data"):
             batch = self._samples.batch_of(step)
         self._progress.mark("step", step)
-        with at_step(step), self._measurement.watch(step - steps_before), marked(f"step {step}"):
+        watched = self._measurement.watch(number), self._rank_times.watch(number)
+        with at_step(step), watched[0], watched[1], marked(f"step {step}"):
             result = self._step.run(*batch)
-        self._recording.end(step - steps_before)
+        self._recording.end(number)
         self._metrics.note(result)
         self.steps_done = step
         return rate

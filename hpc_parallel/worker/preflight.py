@@ -136,10 +136,15 @@ def describe_device(device: torch.device) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
     return {
         "name": properties.name,
-        "uuid": f"GPU-{properties.uuid}",
+        "uuid": gpu_uuid(device),
         "total_bytes": total,
         "used_bytes": total - free - torch.cuda.memory_reserved(device),
     }
+
+
+def gpu_uuid(device: torch.device) -> str | None:
+    """The name by which NVML knows a GPU; None for a CPU."""
+    return None if device.type == "cpu" else f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def _versions(device: torch.device) -> dict[str, str | None]:

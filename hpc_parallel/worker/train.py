@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -11,8 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hpc_parallel.config.layout import servers
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.profiling.measurement import Measurement
+from hpc_parallel.profiling.rank_times import RankTimes
 from hpc_parallel.profiling.recording import Recording
 from hpc_parallel.record import attempts
 from hpc_parallel.record.checkpoint_index import clear, set_aside_after
@@ -22,8 +25,10 @@ from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.trust import require_private
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.strategies.device_traffic import figures, ring_all_reduce
-from hpc_parallel.strategies.mesh import weight_axes
+from hpc_parallel.strategies.mesh import axis_of, weight_axes
+from hpc_parallel.supervise.device_state import device_state
 from hpc_parallel.supervise.progress import Progress
+from hpc_parallel.supervise.topology import nvml_module
 from hpc_parallel.training.callbacks import Callbacks
 from hpc_parallel.training.checkpoint import optimizer_sizes, state_of
 from hpc_parallel.training.load_weights import start_from
@@ -35,6 +40,7 @@ from hpc_parallel.training.saver import Saver
 from hpc_parallel.training.step import Step, build_step
 from hpc_parallel.training.trainer import Observers, Samples, Trainer
 from hpc_parallel.training.writers import Writer, open_writers
+from hpc_parallel.worker.preflight import gpu_uuid
 from hpc_parallel.worker.run_plots import draw_plots, span_s
 from hpc_parallel.worker.session import Session, complete
 from hpc_parallel.worker.stop import Stop
@@ -108,14 +114,16 @@ def open_observers(
     lines = MetricsReader(folder.metrics).read() if reads else []
     earlier = [line for line in lines if line["step"] <= steps_done]  # later steps are trained again
     metrics = Metrics(scale_of(session, replicas=replicas), device=session.device)
+    measurement = Measurement(
+        steps=config.training.measure_steps,
+        mesh=session.assembled.mesh,
+        device=session.device,
+        leave_out=partial(metrics.leave_out, steps=1),
+    )
     return Observers(
         metrics=metrics,
-        measurement=Measurement(
-            steps=config.training.measure_steps,
-            mesh=session.assembled.mesh,
-            device=session.device,
-            leave_out=partial(metrics.leave_out, steps=1),
-        ),
+        measurement=measurement,
+        rank_times=rank_times_of(session, folder, measurement=measurement, metrics=metrics),
         recording=Recording(
             config.profile,
             folder=folder.profile,
@@ -131,6 +139,27 @@ def open_observers(
             lines=earlier,
             group=group,
         ),
+    )
+
+
+def rank_times_of(
+    session: Session, folder: RunFolder, *, measurement: Measurement, metrics: Metrics
+) -> RankTimes:
+    config, device = session.config, session.device
+    stages = axis_of(session.assembled.mesh, "pipeline")
+    is_server = bool(servers(config.strategy)) and dist.get_rank() == 0
+    nvml = nvml_module() if device.type == "cuda" else None
+    profile = config.profile
+    window = range(profile.first_step, profile.first_step + profile.steps)
+    return RankTimes(
+        on=config.training.measure_steps > 0,
+        host=socket.gethostname(),
+        role=-1 if is_server else stages.get_local_rank() if stages is not None else 0,
+        device=device,
+        taken=[measurement.steps, window if profile.kind != "none" else range(0)],
+        leave_out=partial(metrics.leave_out, steps=1),
+        device_state=partial(device_state, nvml, gpu_uuid(device)),
+        write=partial(write_json, folder.rank_times),
     )
 
 
@@ -213,6 +242,7 @@ def finish(
     """Write the timeline and the summary after the last step, and draw the losses."""
     measured = observers.measurement.figures() | traffic_of(session)
     measured |= {"comparison": session.comparison, "ended_early": ended_early}
+    measured["slow_ranks"] = [slow.as_record() for slow in observers.rank_times.slow()]
     chart = observers.measurement.schedule_chart()
     rank = dist.get_rank()
     if rank == 0 and chart is not None:

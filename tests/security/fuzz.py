@@ -47,7 +47,7 @@ CHECKPOINT = f"{RUN}/checkpoints/step-8"
 FILES = (
     f"{RUN}/config.yaml", f"{RUN}/environment.json", f"{RUN}/summary.json", f"{RUN}/failure.json",
     f"{RUN}/owner.json", f"{RUN}/attempts.jsonl", f"{RUN}/metrics.jsonl", f"{RUN}/stopped.json",
-    f"{RUN}/preflight.json", f"{RUN}/collectives.json", f"{RUN}/machine_check.json",
+    f"{RUN}/preflight.json", f"{RUN}/collectives.json", f"{RUN}/machine_check.json", f"{RUN}/rank_times.json",
     f"{RUN}/timeline.json", f"{RUN}/generated.jsonl", f"{RUN}/logs/rank-0.out", f"{RUN}/logs/rank-1.err",
     f"{RUN}/logs", f"{RUN}/rendezvous", f"{RUN}/checkpoints", CHECKPOINT, f"{CHECKPOINT}/manifest.json",
     f"{CHECKPOINT}/complete", f"{CHECKPOINT}/part", f"{RUN}/checkpoints/step-9", f"{SWEEP}/sweep.json",
@@ -148,6 +148,7 @@ def make_template(root: Path, *, canary: Path) -> None:
     write_json(run.timeline, {"step": 3, "ranks": ranks})
     finding = {"host": "n1", "what": "other packages: a 1", "harmful": True}
     write_json(run.preflight, {"took_s": 0.7, "hosts": {}, "findings": [finding]})
+    write_json(run.rank_times, {"samples": [], "slow": [{"rank": 1, "line": "rank 1 on n1 is slow: data"}]})
     values = ("world", 2, "all_reduce", "float32", 8, 1e-4, 0.1, 100, 8e4, 8e4)
     write_json(run.collectives, {"rows": [dict(zip(COLUMNS, values, strict=True))]})
     checked = {"hosts": ["n1", "n2"], "links": [{"hosts": ["n1", "n2"], "bytes_per_s": 1e9}]}

@@ -154,8 +154,8 @@ def test_a_rank_in_the_profiler(exists: bool, tmp_path: Path, monkeypatch: pytes
          "profile.kind = nsys is not installed on this machine, and nothing that the job runs first may find "
          "it. Try profile.kind=nsys launcher.modules=[MODULE]."),
         (["profile=ncu", "nodes=2", "launcher.modules=[cuda]"],
-         "profile.kind = ncu repeats each kernel, for which 2 ranks would wait for ever: it is for one device. "
-         "Try profile.kind=nsys."),
+         "profile.kind = ncu repeats each kernel, for which 2 ranks would wait for ever: it is for one "
+         "device. Try profile.kind=nsys."),
     ],
 )  # fmt: skip
 def test_what_can_not_be_recorded(

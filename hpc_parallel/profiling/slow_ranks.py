@@ -1,0 +1,80 @@
+"""Which rank is slower than the others, and by what: judged from the times of the same steps on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median_low
+from typing import Any
+
+SLOW = 1.1  # times the median
+SAMPLES = 3  # in a row: fewer may be noise
+LEAST_S = 1e-3  # shorter differences are not worth a word
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """Seconds of one step on one rank: own work, waiting for other ranks, and fetching the batch."""
+
+    rank: int
+    host: str
+    role: int
+    busy_s: float
+    wait_s: float
+    data_s: float
+
+    def as_record(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def own_s(self) -> float:
+        return self.busy_s + self.data_s
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """cause: `compute` or `data`; factor: own time as a multiple of the median of the same role."""
+
+    rank: int
+    host: str
+    cause: str
+    factor: float
+    own_s: float
+    median_s: float
+
+    def as_record(self) -> dict[str, Any]:
+        return asdict(self) | {"line": str(self)}
+
+    def __str__(self) -> str:
+        times = f"{self.own_s * 1e3:.1f} ms, and {self.median_s * 1e3:.1f} elsewhere"
+        who = f"rank {self.rank} on {self.host} is slow"
+        return f"{who}: {self.cause} takes {self.factor:.2f} x ({times})"
+
+
+def slow_ranks(samples: Sequence[Sequence[RankTime]]) -> list[SlowRank]:
+    """The ranks that were slow in each of the last SAMPLES timed steps; the slowest first.
+
+    Ranks that wait are not slow: only a rank's own time counts. A role with one rank has no comparison.
+    """
+    if len(samples) < SAMPLES:
+        return []
+    found = [{slow.rank: slow for slow in _slow(times)} for times in samples[-SAMPLES:]]
+    ranks = set.intersection(*(set(slow) for slow in found))
+    return sorted((found[-1][rank] for rank in ranks), key=lambda slow: -slow.factor)
+
+
+def _slow(times: Sequence[RankTime]) -> list[SlowRank]:
+    found = []
+    for role in sorted({time.role for time in times}):
+        peers = [time for time in times if time.role == role]
+        usual_s = median_low(time.own_s for time in peers)
+        usual_data_s = median_low(time.data_s for time in peers)
+        for time in peers:
+            extra_s = time.own_s - usual_s
+            if time.own_s <= SLOW * usual_s or extra_s < LEAST_S:
+                continue
+            cause = "data" if time.data_s - usual_data_s > extra_s / 2 else "compute"
+            own_s, median_s = (time.data_s, usual_data_s) if cause == "data" else (time.own_s, usual_s)
+            factor = own_s / median_s if median_s else float("inf")
+            found.append(SlowRank(time.rank, time.host, cause, factor, own_s, median_s))
+    return found

@@ -1,0 +1,91 @@
+"""Which rank is named as slow, and by what; what a GPU tells of itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpc_parallel.profiling.slow_ranks import RankTime, slow_ranks
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.slow_ranks import slow_lines
+from hpc_parallel.supervise.device_state import device_state
+
+
+def step(*own: float, data: dict[int, float] | None = None, roles: tuple[int, ...] = ()) -> list[RankTime]:
+    """A timed step: the busy milliseconds of each rank; data: rank -> milliseconds more for its batch."""
+    slowest = max(own)
+    return [
+        RankTime(
+            rank, f"n{rank // 2}", roles[rank] if roles else 0, busy / 1e3, (slowest - busy) / 1e3,
+            (1 + (data or {}).get(rank, 0)) / 1e3,
+        )
+        for rank, busy in enumerate(own)
+    ]  # fmt: skip
+
+
+HEALTHY = step(100, 101, 99, 104)
+SLOW = step(100, 101, 150, 99)
+
+
+@pytest.mark.parametrize(
+    ("samples", "named"),
+    [
+        ([HEALTHY] * 3, []),
+        ([SLOW] * 3, [(2, "n1", "compute")]),
+        ([SLOW] * 2, []),  # not for long enough
+        ([SLOW, HEALTHY, SLOW, SLOW], []),
+        ([HEALTHY, SLOW, SLOW, SLOW], [(2, "n1", "compute")]),
+        ([SLOW, SLOW, step(150, 100, 100, 100)], []),  # not always the same one
+        ([step(100, 100, 100, 100, data={3: 30})] * 3, [(3, "n1", "data")]),
+        ([step(100, 100, 130, 200)] * 3, [(3, "n1", "compute"), (2, "n1", "compute")]),
+        ([step(100, 130)] * 3, [(1, "n0", "compute")]),  # of two, the quicker one is the measure
+        ([step(100, 200, roles=(0, 1))] * 3, []),  # another stage has other work
+        ([step(100, 100, 100, 200, 200, 260, roles=(0, 0, 0, 1, 1, 1))] * 3, [(5, "n2", "compute")]),
+        ([step(1.0, 1.5)] * 3, []),  # half a millisecond
+        ([step(100)] * 3, []),
+        ([], []),
+    ],
+)
+def test_who_is_slow(samples: list[list[RankTime]], named: list[tuple[int, str, str]]) -> None:
+    assert [(slow.rank, slow.host, slow.cause) for slow in slow_ranks(samples)] == named
+
+
+def test_the_line(tmp_path: Path) -> None:
+    (slow,) = slow_ranks([SLOW] * 3)
+    line = "rank 2 on n1 is slow: compute takes 1.50 x (151.0 ms, and 101.0 elsewhere)"
+    assert str(slow) == line
+    folder = RunFolder(tmp_path)
+    assert slow_lines(folder) == []
+    record = {"samples": [], "slow": [slow.as_record(), {"line": "a\x1bb"}, 3]}
+    folder.rank_times.write_text(json.dumps(record))
+    assert slow_lines(folder) == [line, "a\\x1bb"]
+    folder.rank_times.write_text("{")
+    assert slow_lines(folder) == []
+
+
+class NVMLError(Exception):
+    pass
+
+
+def broken(*_: Any) -> Any:
+    raise NVMLError
+
+
+def test_the_state_of_a_gpu() -> None:
+    nvml = SimpleNamespace(
+        NVMLError=NVMLError, NVML_TEMPERATURE_GPU=0, nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=97, memory=40),
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=5 * 2**30),
+        nvmlDeviceGetPowerUsage=broken,
+        nvmlDeviceGetTemperature=lambda handle, sensor: 61,
+    )  # fmt: skip
+    expected = {"utilisation": 0.97, "memory_bytes": 5 * 2**30, "temperature_c": 61}
+    assert device_state(nvml, "GPU-1") == expected
+    assert device_state(nvml, None) == device_state(None, "GPU-1") == {}
+    nvml.nvmlInit = broken
+    assert device_state(nvml, "GPU-1") == {}
