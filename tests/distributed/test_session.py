@@ -36,8 +36,8 @@ SUMMARY = {
     "final_loss", "samples_per_s", "step_time_s", "latency_s", "peak_memory_bytes",
     "exposed_communication_share", "bubble_share", "step_parts_s", "traffic_bytes",
     "busiest_rank_traffic_bytes", "traffic", "unknown_collectives", "ring_all_reduce", "predicted",
-    "restarts", "lost_steps", "skipped_steps", "started", "ended", "job_ids", "weights", "comparison", "slow_ranks",
-    "ended_early",
+    "restarts", "lost_steps", "skipped_steps", "started", "ended", "job_ids", "weights", "comparison",
+    "ended_early", "slow_ranks",
 }  # fmt: skip
 
 
