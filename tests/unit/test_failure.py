@@ -33,6 +33,7 @@ from hpc_parallel.supervise.world import World
 SUMMARY_KEYS = {
     "weights",
     "comparison",
+    "slow_ranks",
     "ended_early",
     "outcome", "strategy", "layout", "nodes", "gpus_per_node", "world_size", "steps", "samples",
     "final_loss", "validation_loss", "samples_per_s", "step_time_s", "latency_s", "peak_memory_bytes",
