@@ -62,7 +62,7 @@ def test_the_default_run_learns_text(tmp_path: Path) -> None:
     assert summary["validation_loss"] == validation[-1]
     assert {path.name for path in folder.iterdir()} == {
         "attempts.jsonl", "checkpoints", "code", "config.yaml", "environment.json", "logs", "metrics.jsonl",
-        "owner.json", "plots", "preflight.json", "rendezvous", "summary.json",
+        "owner.json", "plots", "preflight.json", "rank_times.json", "rendezvous", "summary.json",
     }  # fmt: skip
 
 
