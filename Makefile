@@ -4,12 +4,15 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 TRAINS := $(VENV)/.trains
 WRITES := $(VENV)/.writes
+PEERS := $(VENV)/peers
 STAMP := $(VENV)/.installed
 TESTS := $(RUN) -m pytest
+# The many processes of the tests read compiled modules, as those of a user do.
+unexport PYTHONDONTWRITEBYTECODE
 # Two processes for two cores: the ranks of a training are processes too.
 BESIDE := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: train test test-full fuzz chaos lint docs benchmarks cluster cluster-down clean
+.PHONY: train test test-full fuzz chaos lint docs benchmarks bench gpu cluster cluster-down clean
 
 train: $(TRAINS)  ## the reference transformer over two simulated nodes
 	$(RUN) -m hpc_parallel.run strategy=pipeline nodes=2 launcher=local
@@ -45,10 +48,17 @@ lint: $(STAMP)
 
 docs: $(WRITES)  ## the pages of docs/ as a site in site/, the generated ones written anew
 	$(RUN) docs/generate.py
+	$(RUN) docs/diagrams.py
 	$(RUN) -m mkdocs build --strict
 
 benchmarks: $(STAMP)  ## figures for docs/performance.md; needs an otherwise idle machine
 	for script in tests/benchmarks/*.py; do $(RUN) $$script || exit 1; done
+
+bench: $(PEERS)  ## ours beside its peers, as ratios, and bench.json; needs an otherwise idle machine
+	$(RUN) -m tests.benchmarks.peers
+
+gpu:  ## on a machine with an NVIDIA GPU: what only one shows, in 8 minutes, offline; gpu.json and gpu.md
+	$(if $(wildcard $(RUN)),$(RUN),$(PYTHON)) -m tests.gpu.report
 
 cluster: $(STAMP)  ## the four-host Slurm of the tests, to try things by hand
 	$(RUN) tests/slurm/cluster.py install
@@ -68,6 +78,11 @@ $(TRAINS): pyproject.toml constraints.txt
 # And what the tests need: transformers, wandb, optuna and others.
 $(STAMP): $(TRAINS)
 	$(RUN) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]"
+	touch $@
+
+# The peers of `make bench`, beside the packages of the tests and never among them.
+$(PEERS): $(STAMP) tests/benchmarks/peers/requirements.txt
+	$(RUN) -m pip install --quiet --no-deps --upgrade --target $(PEERS) -r tests/benchmarks/peers/requirements.txt
 	touch $@
 
 # And what the pages of docs/ need.

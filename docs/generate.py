@@ -3,7 +3,7 @@
     python docs/generate.py            # writes docs/configuration.md
     python docs/generate.py --check    # exits with 1 and names what is stale
 
-`configuration.md` is written from the comments of `hpc_parallel/config/schema.py` and the files of `conf/`
+`configuration.md` is written from the comments of `hpc_parallel/config/*schema.py` and the files of `conf/`
 and `jobs/`. `run-folder.md` is written by hand; its tables must name the files and keys of the source.
 """
 
@@ -35,7 +35,7 @@ from hpc_parallel.supervise.summary import FIGURES, summarise  # noqa: E402
 
 CONFIGURATION, RUN_FOLDER = DOCS / "configuration.md", DOCS / "run-folder.md"
 INTRODUCTION = """\
-<!-- Written by docs/generate.py from hpc_parallel/config/schema.py, conf/ and jobs/: edit those. -->
+<!-- Written by docs/generate.py from hpc_parallel/config/*schema.py, conf/ and jobs/: edit those. -->
 
 # Configuration
 
@@ -62,6 +62,7 @@ SECTIONS: tuple[tuple[str, type], ...] = (
     ("strategy", schema.StrategyConfig),
     ("launcher", schema.LauncherConfig),
     ("cluster", schema.ClusterConfig),
+    ("machine", schema.MachineConfig),
     ("fabric", schema.FabricConfig),
     ("preflight", schema.PreflightConfig),
     ("profile", schema.ProfileConfig),
@@ -115,7 +116,7 @@ def keys(prefix: str, config: type, chosen: Mapping[str, Any]) -> Iterator[Key]:
         if not prefix and (item.name in GROUPS or is_dataclass(default_of(item))):
             continue  # a section of its own
         if item.name not in meanings:
-            raise ValueError(f"schema.py: {config.__name__}.{item.name} has no comment that says what it is")
+            raise ValueError(f"{config.__name__}.{item.name} has no comment that says what it is")
         value = chosen.get(item.name, default_of(item))
         default = "" if value is schema.MISSING or value is REQUIRED else f"`{shown(value)}`"
         name = f"{prefix}.{item.name}" if prefix else item.name

@@ -27,9 +27,9 @@ def agent(arguments: Sequence[str]) -> None:
 
 def conclude(arguments: Sequence[str]) -> None:
     """Find and record the cause after a job has failed."""
-    from hpc_parallel.supervise import conclude
+    from hpc_parallel.supervise import conclude_run
 
-    conclude.main(arguments)
+    conclude_run.main(arguments)
 
 
 def send_signal(arguments: Sequence[str]) -> None:

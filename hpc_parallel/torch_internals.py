@@ -15,6 +15,7 @@ import inspect
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.distributed.checkpoint.staging import DefaultStager
+from torch.distributed.checkpoint import DefaultSavePlanner, SavePlanner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.profiler import profile
@@ -35,8 +38,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.serialization import config as serialization
 
-__all__ = ["BatchNorm", "DispatchMode", "tree_leaves"]
+__all__ = ["BatchNorm", "Convolution", "DispatchMode", "tree_leaves"]
 
+Convolution = _ConvNd
+"""The common class of convolutions."""
 BatchNorm = _BatchNorm
 """The common class of BatchNorm1d, 2d and 3d."""
 DispatchMode = TorchDispatchMode
@@ -121,6 +126,11 @@ def buffers_of(module: Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def parameters_of(module: Module) -> dict[str, Tensor | None]:
+    """The module's own table of parameters, to put casts in it and take them out again."""
+    return module._parameters  # type: ignore[return-value]
+
+
 def is_view(tensor: Tensor) -> bool:
     """Whether autograd counts it as a view of another tensor, which can't be detached in place."""
     return tensor._is_view()
@@ -130,6 +140,13 @@ def allow_recompiles(count: int) -> None:
     """Blocks of different shapes are versions of one function to torch.compile, which has a limit of them."""
     limits: Any = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, count)
+
+
+def set_memory_budget(share: float) -> None:
+    """The share of activations that compiled code keeps. The partitioner's setting has no public name."""
+    from torch._functorch import config  # imported by the compiler only
+
+    config.activation_memory_budget = share
 
 
 def require_dims(norm: BatchNorm, x: Tensor) -> None:
@@ -158,9 +175,34 @@ def without_checksums() -> AbstractContextManager[None]:
     return serialization.patch("save.compute_crc32", False)  # type: ignore[attr-defined,no-any-return]
 
 
-def stagers_last() -> bool:
-    """Whether a stager can copy a second checkpoint. torch 2.11 and 2.12.0 close it after the first one."""
-    return "close" not in DefaultStager._stage.__code__.co_names
+def planner_with_memory(key: str) -> DefaultSavePlanner:
+    """A planner that compares plans with the last ones of `key`: equal ones are not sent or made again.
+
+    torch keeps them for the whole process under the name of the class, which would mix two runs.
+    """
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    planner._cached_plans_key = key
+    return planner
+
+
+def forget_plans(key: str) -> None:
+    """The next save of `key` is planned anew."""
+    for plans in (
+        SavePlanner._cached_save_plan,
+        SavePlanner._cached_final_save_plan,
+        SavePlanner._cached_all_plans,
+        SavePlanner._cached_global_plan,
+        SavePlanner._cached_metadata,
+    ):
+        plans.pop(key, None)
+
+
+def with_local(tensor: DTensor, local: Tensor) -> DTensor:
+    """`tensor` with other local values, which may be on another device than its mesh.
+
+    `DTensor.from_local` would copy them to the device of the mesh.
+    """
+    return DTensor(local, tensor._spec, requires_grad=False)
 
 
 def leave_out_of_replicas(model: Module, names: Sequence[str]) -> None:
@@ -199,6 +241,96 @@ def _honours_found_inf(optimizer: Optimizer, *, device: torch.device) -> bool:
     except (AssertionError, RuntimeError, TypeError):
         return False
     return bool((weight == 1).all())
+
+
+def flash_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Flash attention on a GPU with its `lse`, which no public function returns."""
+    output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)
+    return output, lse
+
+
+def flash_backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    output: Tensor,
+    lse: Tensor,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Its backward pass with an `lse` and outputs of the caller. Without dropout no random state is read."""
+    unused = torch.empty(2, dtype=torch.uint64, device=query.device)
+    lengths = (query.shape[-2], key.shape[-2])
+    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad_output, query, key, value, output, lse, None, None, *lengths, 0.0, causal, unused, unused
+    )
+    return gradients
+
+
+def efficient_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """The memory-efficient kernel of a GPU, which also computes in float32. Rows of its `lse` are padded."""
+    attend = torch.ops.aten._scaled_dot_product_efficient_attention
+    output, lse, *_ = attend(query, key, value, None, True, 0.0, causal)
+    return output, lse
+
+
+def efficient_backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    output: Tensor,
+    lse: Tensor,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    unused = torch.zeros((), dtype=torch.int64, device=query.device)
+    needed = [True, True, True, False]  # a gradient of the bias, which there is not, is not
+    backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+    gradients = backward(
+        grad_output, query, key, value, None, output, lse, unused, unused, 0.0, needed, causal
+    )
+    return tuple(gradients[:3])
+
+
+def cpu_flash_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Flash attention on a CPU, float64 too, with its `lse`."""
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return attend(query, key, value, 0.0, causal)  # type: ignore[no-any-return]
+
+
+def cpu_flash_backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    output: Tensor,
+    lse: Tensor,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return backward(grad_output, query, key, value, output, lse, 0.0, causal)  # type: ignore[no-any-return]
+
+
+def set_default_timeout(timeout: timedelta) -> None:
+    """The time-out of every group that is made later without one.
+
+    `DeviceMesh` makes its groups so, and the time-out of `init_process_group` is not theirs: they would wait
+    for half an hour (10 minutes with NCCL).
+    """
+    settings: Any = dist.distributed_c10d
+    settings.default_pg_timeout = settings.default_pg_nccl_timeout = timeout
+
+
+def set_timeout(timeout: timedelta) -> None:
+    """The time-out of every group that this rank has.
+
+    `split_group` hands the options of NCCL to gloo too, whose part then keeps half an hour.
+    """
+    for group in dist.distributed_c10d._world.pg_map:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def process_groups() -> dict[str, list[int]]:

@@ -39,6 +39,21 @@ class SlowOnOneRank(Sentences):
         return super().__getitem__(index)
 
 
+class SlowStorage:
+    """Token ids that depend on the index; each takes `pause_s` to read, as from a slow disk."""
+
+    def __init__(self, count: int, pause_s: float, length: int = 64) -> None:
+        self.count, self.pause_s, self.length = count, pause_s, length
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        time.sleep(self.pause_s)
+        tokens = (torch.arange(self.length + 1) * (index % 7 + 1) + index) % 256
+        return tokens[:-1], tokens[1:]
+
+
 class Points:
     """Arrays and plain numbers; the sample `bad` raises, `odd` has another shape."""
 

@@ -18,12 +18,14 @@ NEVER_S = 600
 
 
 class HangingData(TextData):
-    """`how`: sleep, or hold (Python's lock, so that no thread of the rank can run)."""
+    """`split`: of the samples; `how`: sleep, or hold (Python's lock, so that no thread can run)."""
 
-    def __init__(self, *, rank: int, step: int, how: str = "sleep", **options: Any) -> None:
+    def __init__(
+        self, *, rank: int, step: int, how: str = "sleep", split: str = "train", **options: Any
+    ) -> None:
         super().__init__(**options)
         if dist.get_rank() == rank:
-            self.train = Hanging(self.train, calls=step, how=how)  # type: ignore[assignment]
+            setattr(self, split, Hanging(getattr(self, split), calls=step, how=how))
 
 
 class Hanging:

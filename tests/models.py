@@ -56,6 +56,15 @@ class Slow(Transformer):
         self.head.register_forward_hook(pause)
 
 
+class SlowOnOneRank(Transformer):
+    """A decoder whose head takes `pause_s` seconds on one rank, as on a throttled device."""
+
+    def __init__(self, *, slow_rank: int, pause_s: float, **shape: Any) -> None:
+        super().__init__(**shape)
+        if self.head is not None and dist.is_initialized() and dist.get_rank() == slow_rank:
+            self.head.register_forward_hook(lambda *_: time.sleep(pause_s))
+
+
 class Harmed(Transformer):
     """A decoder to whose block 2 `harm` comes in its training forward pass number `at`, on rank `victim`."""
 
@@ -73,6 +82,9 @@ class Harmed(Transformer):
 
         def count(block: nn.Module, inputs: Any, output: Tensor) -> Tensor:
             self._passes += block.training and torch.is_grad_enabled()
+            if self._passes == at and harm == "flip" and dist.get_rank() == victim:
+                block.get_parameter("attention.query.weight").data[0, 0].mul_(1.001)
+                return output
             hit = self._passes == at and block.training and dist.get_rank() == victim
             return harms[harm](output) if hit else output
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 MOST_RANKS = 8
 PATIENCE_S = 300
+MOST_JOBS = 10  # of a process: each leaves threads of gloo, which wake up a hundred times a second
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Trained:
 
 
 class Workers:
-    """Ranks that live as long as the tests and join a new process group for every job."""
+    """Ranks that join a new process group for every job; new processes replace them now and then."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -49,6 +50,7 @@ class Workers:
         self._context.set_forkserver_preload(["hpc_parallel.worker.train", "tests.workers"])
         self._ranks: list[tuple[Connection, Any]] = []
         self._jobs = 0
+        self._jobs_of_ranks = 0
 
     def train(
         self,
@@ -90,6 +92,9 @@ class Workers:
 
     def run(self, count: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
         """`job(*arguments)` on `count` ranks inside a fresh gloo process group; their results by rank."""
+        if self._jobs_of_ranks >= MOST_JOBS:
+            self.close()
+        self._jobs_of_ranks += 1
         while len(self._ranks) < count:
             here, there = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(there,), daemon=True)
@@ -115,6 +120,7 @@ class Workers:
             process.kill()
             process.join()
         self._ranks = []
+        self._jobs_of_ranks = 0
 
     def _next_folder(self) -> Path:
         self._jobs += 1

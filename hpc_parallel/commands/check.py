@@ -14,18 +14,21 @@ from rich.text import Text
 
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.schema import register
-from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
+from hpc_parallel.exit_codes import DONE, FAILED, REFUSED, WRONG
 from hpc_parallel.launch.checked_run import checked_run
 from hpc_parallel.problems import ConfigError, printable
+from hpc_parallel.record.recorded_start import key_of
 from hpc_parallel.shell import refuse
-from hpc_parallel.site.checks import ERROR, OK, WARNING, Line, site_lines
+from hpc_parallel.site.checks import other_lines, site_lines
+from hpc_parallel.site.line import ERROR, OK, WARNING, Line
 from hpc_parallel.terminal import cell, console
 
+_SITE_KEYS = ("cluster", "launcher", "device", "run_dir")
 _STYLES = {OK: "green", WARNING: "yellow", ERROR: "bold red"}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the results; returns the exit code."""
+    """Print the results; returns the exit code. A wrong configuration does not hide what else is wrong."""
     if set(arguments) & {"-h", "--help"}:
         print(__doc__)
         return DONE
@@ -34,14 +37,32 @@ def main(arguments: Sequence[str]) -> int:
         line = CommandLine.parse(list(arguments))
         if line.sweeps:
             raise ConfigError(["check takes one configuration. Try it without -m."])
-        lines = list(site_lines(checked_run(line)))
     except ConfigError as error:
         return refuse(error.problems)
+    try:
+        lines = list(site_lines(checked_run(line)))
+    except ConfigError as error:
+        lines = [Line(ERROR, "configuration", str(problem)) for problem in error.problems]
+        console().print(_table([*lines, *_lines_of_the_site(line)]))
+        return WRONG
     console().print(_table(lines))
     errors = [line for line in lines if line.state == ERROR]
     if any(line.refused for line in errors):
         return REFUSED
     return FAILED if errors else DONE
+
+
+def _lines_of_the_site(line: CommandLine) -> list[Line]:
+    """The other checks of a wrong configuration, with the words about the site if these are legal."""
+    flags = [word for word in line.words if word not in line.overrides]
+    words = [word for word in line.overrides if key_of(word).partition(".")[0] in _SITE_KEYS]
+    for kept in (words, [word for word in words if key_of(word) in ("cluster", "launcher")], []):
+        try:
+            run = checked_run(CommandLine.parse([*flags, *kept]))
+        except ConfigError:
+            continue
+        return list(other_lines(run, submits=False))
+    return []
 
 
 def _table(lines: Sequence[Line]) -> Table:

@@ -67,13 +67,13 @@ def parser(commands: Iterable[str]) -> argparse.ArgumentParser:
     inner = made.add_subparsers()
     for name in commands:
         if name in WITH_PARSER:
-            own = import_module(f"hpc_parallel.commands.{name}").parser()
+            parent = import_module(f"hpc_parallel.commands.{name}").parser()
         else:
-            own = argparse.ArgumentParser()
+            parent = argparse.ArgumentParser()
             if name in WITH_RUN:
-                own.add_argument("run")
-        inner.add_parser(name, parents=[own], add_help=False)
-        for action in own._actions:
+                parent.add_argument("run")
+        inner.add_parser(name, parents=[parent], add_help=False)
+        for action in parent._actions:
             if action.dest in ("run", "runs"):
                 action.completer = names
     return made

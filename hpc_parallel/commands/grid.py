@@ -138,14 +138,14 @@ def _outermost_first(word: str) -> int:
     return words.index(word)
 
 
-def draw(found: Sequence[Host]) -> RenderableType:
+def draw(hosts: Sequence[Host]) -> RenderableType:
     """Draw one row for each host and one cell for each device; at most HOSTS rows."""
     from rich import box
     from rich.console import Group
     from rich.table import Table
 
     drawn = Table(box=box.ROUNDED, show_lines=True, show_header=False)
-    for host in found[:HOSTS]:
+    for host in hosts[:HOSTS]:
         cells = [cell(f"node {host.node}\n{printable(host.name or '')}".strip(), "bold")]
         for device in host.devices[:DEVICES]:
             holds = [f"{word} {what}".strip() for word, what in device.holds.items()]
@@ -154,5 +154,5 @@ def draw(found: Sequence[Host]) -> RenderableType:
         if len(host.devices) > DEVICES:
             cells.append(cell(f"and {len(host.devices) - DEVICES} more"))
         drawn.add_row(*cells)
-    more = len(found) - HOSTS
+    more = len(hosts) - HOSTS
     return Group(drawn, f"and {more} more hosts") if more > 0 else drawn

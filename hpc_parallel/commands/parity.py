@@ -101,9 +101,9 @@ def judge(case: Case, tolerance: Tolerance, alone: dict[str, str | None]) -> Ver
     except ValueError as error:
         return Verdict("failed", [str(error)])
     missed = [
-        f"{name}: {found.where} is off by {found} > {getattr(tolerance, name):g}"
-        for name, found in differences.items()
-        if not found.value <= getattr(tolerance, name)
+        f"{name}: {difference.where} is off by {difference} > {getattr(tolerance, name):g}"
+        for name, difference in differences.items()
+        if not difference.value <= getattr(tolerance, name)
     ]
     return Verdict("MISS" if missed else "equal", missed, differences)
 

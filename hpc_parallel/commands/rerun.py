@@ -61,10 +61,10 @@ def read_origin(folder: RunFolder) -> RecordedStart:
         raise ConfigError([f"{folder.path} is not a run folder (no config.yaml and rendezvous in it)."])
     start = read_start(folder, key="rerun")  # the source of the run is about to be executed
     values = start.values
-    if not isinstance(where := values.get("working_directory"), str) or not _is_origin(values):
+    if not isinstance(directory := values.get("working_directory"), str) or not _is_origin(values):
         raise ConfigError([f"{folder.environment} does not say how the run was started. Start a new run."])
-    if not os.path.isdir(where):
-        raise ConfigError([f"{where}, where the run was started and its paths count from, is gone."])
+    if not os.path.isdir(directory):
+        raise ConfigError([f"{directory}, where the run was started and its paths count from, is gone."])
     return start
 
 
@@ -73,7 +73,9 @@ def _is_origin(values: Mapping[str, Any]) -> bool:
     places, checkouts = values.get("import_path"), values.get("checkouts", {})
     texts = places is None or (isinstance(places, list) and all(isinstance(place, str) for place in places))
     return (
-        texts and isinstance(checkouts, dict) and all(isinstance(each, dict) for each in checkouts.values())
+        texts
+        and isinstance(checkouts, dict)
+        and all(isinstance(checkout, dict) for checkout in checkouts.values())
     )
 
 
@@ -105,11 +107,12 @@ def source(folder: RunFolder, start: RecordedStart) -> dict[str, str]:
 def differences(start: RecordedStart) -> list[str]:
     """A warning if the installed packages differ from the job's: losses may then differ in the last bits."""
     packages = start.values.get("packages")
-    then: Mapping[str, str] = packages if isinstance(packages, dict) else {}
-    now = installed_packages()
-    changed = [f"{name} {then.get(name, 'none')} -> {now.get(name, 'none')}"
-               for name in sorted(then.keys() | now.keys()) if then.get(name) != now.get(name)]  # fmt: skip
-    if not then or not changed:
+    recorded: Mapping[str, str] = packages if isinstance(packages, dict) else {}
+    installed = installed_packages()
+    changed = [f"{name} {recorded.get(name, 'none')} -> {installed.get(name, 'none')}"
+               for name in sorted(recorded.keys() | installed.keys())
+               if recorded.get(name) != installed.get(name)]  # fmt: skip
+    if not recorded or not changed:
         return []
     shown = ", ".join(changed[:_SHOWN]) + (f" and {len(changed) - _SHOWN} more" if changed[_SHOWN:] else "")
     return [f"packages are not the run's: {shown}"]

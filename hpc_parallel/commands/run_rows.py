@@ -10,7 +10,7 @@ from functools import partial
 from hpc_parallel.record.metrics_file import per_second
 from hpc_parallel.record.names import label
 from hpc_parallel.record.recorded import RecordedRun
-from hpc_parallel.record.slow_ranks import slow_lines
+from hpc_parallel.record.recorded_slow_ranks import slow_lines
 from hpc_parallel.record.values import integer, number, table, text
 from hpc_parallel.supervise.run_state import DAMAGED, RUNNING, State, despite_damage, states
 
@@ -89,9 +89,9 @@ def row_of(run: RecordedRun, state: State) -> Row:
 
 
 def _slow(run: RecordedRun, state: State) -> str:
-    """The slowest rank of a run that is going on; empty if none is slow."""
+    """The slowest rank of a run that is going on, and the cause; empty if none is slow."""
     lines = slow_lines(run.folder) if state.name == RUNNING else []
-    return lines[0].partition(":")[0] if lines else ""
+    return lines[0].partition(" takes ")[0] if lines else ""
 
 
 def total_steps(run: RecordedRun, state: State) -> int | None:
@@ -100,10 +100,10 @@ def total_steps(run: RecordedRun, state: State) -> int | None:
         return integer(table(run.head.get("training")).get("steps"))
     if state.ended or run.config is None:
         return integer((run.last_metrics or {}).get("step")) if state.name == "completed" else None
-    from hpc_parallel.config import schema, tasks  # this import takes 0.2 s
+    from hpc_parallel.config import tasks, typed_config  # this import takes 0.2 s
 
     try:
-        return tasks.total_steps(schema.typed(run.config))
+        return tasks.total_steps(typed_config.typed(run.config))
     except Exception:  # OmegaConf raises many classes of errors, for example for keys of an older version
         return None
 

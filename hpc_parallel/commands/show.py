@@ -12,19 +12,20 @@ from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from hpc_parallel.commands import grid
+from hpc_parallel.commands import grid, roles
 from hpc_parallel.commands.run_rows import Row, duration, rows_of
 from hpc_parallel.exit_codes import DONE
 from hpc_parallel.problems import printable, spell
 from hpc_parallel.record.checkpoint_index import complete, skipped
+from hpc_parallel.record.device_states import device_lines
 from hpc_parallel.record.find import find_run
 from hpc_parallel.record.metrics_file import milliseconds, per_second, size
 from hpc_parallel.record.network import topology_lines, transport_lines
-from hpc_parallel.record.preflight import finding_lines
 from hpc_parallel.record.recorded import RecordedRun
+from hpc_parallel.record.recorded_preflight import difference_lines, finding_lines
+from hpc_parallel.record.recorded_slow_ranks import accused_lines
 from hpc_parallel.record.results import results
 from hpc_parallel.record.safe_read import DamagedError
-from hpc_parallel.record.slow_ranks import slow_lines
 from hpc_parallel.record.values import number, text
 from hpc_parallel.shell import run_command
 from hpc_parallel.terminal import cell, console, print_json
@@ -128,6 +129,7 @@ def _object(run: RecordedRun, row: Row, changed: Mapping[str, Change]) -> dict[s
         "changed": {key: asdict(change) for key, change in changed.items()},
         "layout": degrees and degrees.degrees,
         "hosts": [asdict(host) for host in grid.hosts(run)],
+        **roles.as_values(run),
         "figures": figures(run),
         "checkpoints": _checkpoints(run),
         "summary": run.summary,
@@ -147,14 +149,20 @@ def _parts(run: RecordedRun, row: Row, changed: Mapping[str, Change]) -> Iterabl
     if hosts := grid.hosts(run):
         yield f"\n{_devices(run)} = {grid.layout(run)}"
         yield grid.draw(hosts)
+        yield from _roles(run)
     if network := transport_lines(run.environment or {}):
         yield "\nnetwork"
         yield _table(network)
     if accused := finding_lines(run.folder):
         yield "\nhosts that the checks at the start accused"
         yield _table(accused)
-    if slow := slow_lines(run.folder):
+    if versions := difference_lines(run.folder):
+        yield from ["\nversions that differ between the hosts", *versions]
+    if slow := accused_lines(run.folder):
         yield from ["\nslow ranks", *slow]
+    if devices := device_lines(run.folder):
+        yield "\ndevices"
+        yield _table(devices)
     if connections := topology_lines(run.environment or {}):
         yield from ["\nconnections", *connections]
     values = figures(run)
@@ -170,16 +178,33 @@ def _parts(run: RecordedRun, row: Row, changed: Mapping[str, Change]) -> Iterabl
         yield f"\n{printable(line)}"
 
 
+def _roles(run: RecordedRun) -> Iterable[RenderableType]:
+    """Who holds what, and who sends what to whom."""
+    setup, reason = roles.setup_of(run)
+    if reason is not None:
+        yield f"\nwho sends what to whom: not known, because {reason}"
+    if setup is None:
+        return
+    yield "\nwho holds what: of weights, gradients and optimizer state; of the samples of a step"
+    yield _table(roles.holding_rows(setup))
+    if exchanges := roles.exchange_rows(setup):
+        yield "\nwho sends what to whom in a step"
+        yield _table(exchanges)
+
+
 def _head(run: RecordedRun, row: Row) -> list[tuple[str, str]]:
     state = row.state + (f" ({row.reason})" if row.reason else "")
     step = f"{row.step or 0} of {'?' if row.steps is None else row.steps}"
-    left = "" if row.time_left_s is None else f", about {duration(row.time_left_s)} left"
-    lines = [("run", row.run), ("state", state), ("step", step + left), ("folder", row.path)]
+    time_left = "" if row.time_left_s is None else f", about {duration(row.time_left_s)} left"
+    lines = [("run", row.run), ("state", state), ("step", step + time_left), ("folder", row.path)]
     lines += [("jobs", ", ".join(run.job_ids))] * bool(run.job_ids)
     lines += _times(run)
     command = (run.environment or {}).get("overrides")
     if isinstance(command, list):
         lines.append(("command", " ".join(["run", *map(str, command)])))
+    shares = (run.summary or {}).get("shares")
+    if isinstance(shares, list) and all(number(share) is not None for share in shares):
+        lines.append(("shares", spell(shares)))
     if steps := _checkpoints(run):
         lines.append(("checkpoints", ", ".join(map(str, steps))))
     if names := skipped(run.folder.checkpoints):
@@ -219,12 +244,15 @@ def _default_text(change: Change) -> str:
     return f"default {spell(change.default)}" if change.has_default else ""
 
 
-def _table(lines: Iterable[tuple[str, str]]) -> RenderableType:
+def _table(lines: Iterable[tuple[str, ...]]) -> RenderableType:
+    """Columns that have a text in some line; the last one folds."""
     from rich.table import Table
 
+    columns = [column for column in zip(*lines, strict=True) if any(column)]
     table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
+    for _ in columns[:-1]:
+        table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for left, right in lines:
-        table.add_row(cell(printable(left)), cell(printable(right)))
+    for values in zip(*columns, strict=True):
+        table.add_row(*(cell(printable(value)) for value in values))
     return table

@@ -160,7 +160,7 @@ def _of_sweep(rows: Sequence[Row], sweep: Sweep) -> list[str]:
     return [
         *(f"not started: {sweep.distinct_overrides(run.overrides)}" for run in gone),
         *(
-            f"left out: {sweep.distinct_overrides(left.overrides)}: {' '.join(left.problems)}"
-            for left in sweep.skipped
+            f"left out: {sweep.distinct_overrides(combination.overrides)}: {' '.join(combination.problems)}"
+            for combination in sweep.skipped
         ),
     ]

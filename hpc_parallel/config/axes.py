@@ -1,7 +1,8 @@
 """What every axis of the device mesh declares about itself. The rest of the program asks here.
 
 An axis splits the model, the batch, or single samples over its ranks. To add an axis, add an entry here, its
-degree in `Layout` and `StrategyConfig`, and, if numbers must fit, a check in `checks/axis_checks.py`.
+degree in `Layout` and `StrategyConfig`, what its ranks hold and send in `holdings.py` and `exchanges.py`,
+and, if numbers must fit, a check in `checks/axis_checks.py`.
 """
 
 from __future__ import annotations
@@ -82,6 +83,10 @@ DECLARED = (  # outermost first
             Conflict(
                 "training.compile", True, "torch can't compile the transfer of keys and values", (False,),
                 when={"strategy.context_attention": "ring"},
+            ),
+            Conflict(
+                "training.compile", True, _NOT_PROVEN, (False,),
+                when={"strategy.context_attention": "all_to_all"},
             ),
         ),
     ),

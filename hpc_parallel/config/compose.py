@@ -17,9 +17,11 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hpc_parallel.config.default_batch import default_batch_size, usual_batch_size
+from hpc_parallel.config.gpu_defaults import OF_CPUS, default_precision, default_share
 from hpc_parallel.config.key_suggestions import suggest
-from hpc_parallel.config.node_devices import AUTO, devices_of_a_node
-from hpc_parallel.config.schema import RunConfig, filled, typed
+from hpc_parallel.config.node_devices import AUTO, NodeShare, devices_of_a_node
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.typed_config import filled, typed
 from hpc_parallel.problems import ConfigError, Problem
 
 # Keys without a default, with an example.
@@ -57,7 +59,7 @@ def resolve(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
 
     Raises UnresolvedError with every key that is missing or unknown to the schemas.
     """
-    config = _with_batch(_with_devices(config))
+    config = _with_batch(_with_gpu_defaults(_with_devices(config)))
     if (run := _resolve_valid(config)) is not None:
         return run, asdict(run)
     problems: list[Problem | str] = [
@@ -90,6 +92,30 @@ def _with_devices(config: DictConfig) -> DictConfig:
         raise UnresolvedError(error.problems) from error
     config = copy.deepcopy(config)
     config.gpus_per_node = devices
+    return config
+
+
+def _with_gpu_defaults(config: DictConfig) -> DictConfig:
+    """The configuration with a precision, and with each device's share of a node's cores and memory."""
+    shares = ("cpus_per_device", "memory_gb_per_device")
+    try:
+        values = {
+            "device": config.device,
+            "launcher": {key: config.launcher[key] for key in ("kind", "partition")},
+            "cluster": {key: config.cluster[key] for key in ("gpus", "gpu_type")},
+            "flags": [*config.cluster.extra, *config.launcher.extra],
+        }
+        precision = config.training.precision or default_precision(values)
+        share = default_share(values) if config.cluster.cpus_per_device is None else NodeShare()
+    except OmegaConfBaseException:  # `resolve` reports it with all other keys
+        precision, share = OF_CPUS, NodeShare()
+    config = copy.deepcopy(config)
+    config.training.precision = precision
+    if config.training.compile == AUTO:
+        config.training.compile = config.training.speed == "max"
+    for key, value in zip(shares, (share.cpus, share.memory_gb), strict=True):
+        if OmegaConf.select(config, f"cluster.{key}") is None:
+            OmegaConf.update(config, f"cluster.{key}", value)
     return config
 
 

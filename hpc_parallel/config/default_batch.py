@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from hpc_parallel.config.layout import Strategy, layout_of
+from hpc_parallel.config.model_data_schema import ConvNetConfig, SegmenterConfig, UNetConfig
 from hpc_parallel.config.schedules import schedule_of, stages_per_rank
-from hpc_parallel.config.schema import ConvNetConfig, SegmenterConfig, StrategyConfig, UNetConfig
+from hpc_parallel.config.schema import StrategyConfig
 
 USUAL = 16
 # Digits are small images. Of images of any size, few fit a device.

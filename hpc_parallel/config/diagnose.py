@@ -23,7 +23,7 @@ from hpc_parallel.config.checks.all_checks import CHOICES, find_problems, in_ord
 from hpc_parallel.config.clock import minutes_of
 from hpc_parallel.config.compose import REQUIRED, composing, flat, missing_keys, resolve, unknown_keys
 from hpc_parallel.config.file_problems import refused_key, unreadable_file
-from hpc_parallel.config.key_suggestions import ACCUMULATION, suggest
+from hpc_parallel.config.key_suggestions import ACCUMULATION, VALUES, similar, suggest
 from hpc_parallel.config.layout import layout_of
 from hpc_parallel.config.node_devices import AUTO
 from hpc_parallel.config.trials import COMPOSE_ERRORS, Trials
@@ -48,7 +48,7 @@ def diagnose(
     with composing(config_dir, extra_dir=extra_dir):
         trials = Trials(config_name)
         problems, accepted = try_each(overrides, trials=trials, sweep=sweep)
-        return in_order(problems + _rest(trials, accepted), overrides)
+        return in_order(problems + _remaining_problems(trials, accepted), overrides)
 
 
 def try_each(
@@ -91,7 +91,7 @@ def _refusal(overrides: list[str], trials: Trials) -> Exception | None:
     return None
 
 
-def _rest(trials: Trials, accepted: list[str]) -> list[Problem | str]:
+def _remaining_problems(trials: Trials, accepted: list[str]) -> list[Problem | str]:
     """The problems that the other checks find. A missing value is replaced by an example meanwhile."""
     try:
         return find_problems(resolve(trials.compose(accepted))[0])
@@ -157,6 +157,8 @@ def _explain(override: str, *, error: Exception, trials: Trials, accepted: Seque
     if (refused := refused_key(error)) is not None:
         return _refused_in_file(*refused, plain=plain)
     if choices:
+        if key == "cluster" and not similar(value, choices):
+            return _unknown_site(value, choices=choices)
         return _not_a_choice(key, value, choices=choices, default=trials.defaults().get(key))
     if "Could not override" in str(error) or "not in" in text:
         return _unknown(override, key=key, value=value, plain=plain)
@@ -165,8 +167,18 @@ def _explain(override: str, *, error: Exception, trials: Trials, accepted: Seque
     return f"{override}: {text.splitlines()[0].rstrip('.')}."
 
 
+def _unknown_site(value: str, *, choices: Sequence[str]) -> str:
+    """No profile has nearly this name, so that it is probably the user's own site."""
+    name = re.sub(r"[^\w-]+", "_", value, flags=re.ASCII) or "mysite"
+    return (
+        f"cluster = {spell(value)} is not one of {', '.join(choices)}. Try python -m hpc_parallel "
+        f"init-cluster {name}, which writes a profile of this site, then --config-dir site cluster={name}."
+    )
+
+
 def _not_a_choice(key: str, value: str, *, choices: Sequence[str], default: str | None) -> Problem:
-    close = nearest(value, choices, most=2) or [default or choices[0]]
+    synonym = VALUES.get(key, {}).get(value.lower())
+    close = [synonym] if synonym else nearest(value, choices, most=2) or [default or choices[0]]
     rule = f"is not one of {', '.join(choices)}"
     if kind := PLUGINS.get(key):
         rule += f", the installed {kind}s (the package of another is often hydra-{value}-{kind})"
@@ -262,4 +274,6 @@ def _near(plain: DictConfig, *, key: str, value: str) -> tuple[Any, ...]:
         return (list(default) or ([value] if is_plain else []),)
     if OmegaConf.is_dict(default):
         return (dict(default),)
+    if isinstance(default, bool):
+        return (True, False)
     return (default,) if default is not None or "None" in _type_in_schema(plain, key) else ()

@@ -46,4 +46,4 @@ def borrowed_hydra() -> Iterator[None]:
 
 def _copied(groups: dict[str, Any]) -> dict[str, Any]:
     """The same nodes in tables of their own."""
-    return {name: _copied(each) if isinstance(each, dict) else each for name, each in groups.items()}
+    return {name: _copied(node) if isinstance(node, dict) else node for name, node in groups.items()}

@@ -138,6 +138,13 @@ SYNONYMS = {
     "resume_from_checkpoint": "resume",
     "job_name": "name",
     "random_seed": "seed",
+    "preflight.action": "preflight.act",
+    "profile.window": "profile.steps",
+}
+# A value's name in other programs: the value here.
+VALUES = {
+    "profile": {"nsight": "nsys", "nsight-systems": "nsys", "nsight-compute": "ncu", "pytorch": "torch"},
+    "cluster.container": {"enroot": "pyxis", "singularity": "apptainer"},
 }
 # Names of the number of microbatches whose gradients are added up.
 ACCUMULATION = (
@@ -155,7 +162,7 @@ def suggest(key: str, keys: Iterable[str]) -> str | None:
     """
     legal = set(keys)
     parent, _, last = key.rpartition(".")
-    synonym = SYNONYMS.get(last.lower().replace("-", "_"))
+    synonym = SYNONYMS.get(key) or SYNONYMS.get(last.lower().replace("-", "_"))
     if synonym is not None and synonym.partition("=")[0] in legal:
         return synonym
     same_name = [other for other in legal if other.rpartition(".")[2] == last]
@@ -165,6 +172,12 @@ def suggest(key: str, keys: Iterable[str]) -> str | None:
     distances = [(edits(last, other.rpartition(".")[2]), other) for other in group]
     near = [pair for pair in distances if pair[0] <= min(_MOST_EDITS, len(last) // 2)]
     return min(near)[1] if near else None
+
+
+def similar(value: str, choices: Iterable[str]) -> list[str]:
+    """The choices that begin with `value`, or have a typing error or two."""
+    near = min(_MOST_EDITS, len(value) // 2)
+    return [choice for choice in choices if choice.startswith(value) or edits(value, choice) <= near]
 
 
 def edits(a: str, b: str) -> int:

@@ -1,4 +1,4 @@
-"""Give each axis its degree for a number of devices, and split the batch over devices and microbatches."""
+"""Give each axis its degree for a number of devices."""
 
 from __future__ import annotations
 
@@ -136,60 +136,12 @@ def layout_of(strategy: Strategy, *, devices: int) -> Layout:
     return Layout.resolve(strategy, devices=devices - servers(strategy))
 
 
-@dataclass(frozen=True)
-class BatchPlan:
-    """The split of the global batch: `data` parts of `microbatches` of `microbatch_size` samples."""
-
-    data: int
-    microbatches: int
-    microbatch_size: int
-
-    @property
-    def samples_per_replica(self) -> int:
-        """The samples of one part of the global batch."""
-        return self.microbatches * self.microbatch_size
-
-
 def share_of(rank: int, *, layout: Layout, strategy: Execution) -> tuple[int | None, int]:
     """The part of the global batch that a rank takes (None if it takes none), and the number of parts."""
     if strategy.execution == DATAPARALLEL:
         return 0, 1  # the process splits the batch over its devices
     position = rank - servers(strategy)
     return (None if position < 0 else layout.replica(position)), layout.data
-
-
-def plan_batch(
-    global_batch_size: int,
-    *,
-    layout: Layout,
-    microbatch_size: int | None,
-    microbatches: int | None,
-    in_turn: bool = False,
-) -> BatchPlan:
-    """Split the global batch without remainder.
-
-    If neither is given, there is one microbatch, or in a pipeline up to four for each stage, because the
-    idle share of a pipeline of P stages and M microbatches is (P-1)/(M+P-1) (Huang et al. 2019, GPipe). If
-    the microbatches run one after the other (`in_turn`), the idle share is (P-1)/P for any number, so there
-    is one.
-
-    Raises ValueError if the split leaves a remainder or the two numbers contradict each other.
-    """
-    samples, remainder = divmod(global_batch_size, layout.data)
-    if remainder:
-        raise ValueError(f"{global_batch_size} samples over {layout.data} replicas")
-    if microbatches is None:
-        if microbatch_size is not None:
-            microbatches = max(1, samples // microbatch_size)
-        elif layout.pipeline > 1 and not in_turn:
-            most = min(samples, 4 * layout.pipeline)
-            microbatches = max(count for count in divisors(samples) if count <= most)
-        else:
-            microbatches = 1
-    size = microbatch_size or max(1, samples // microbatches)
-    if microbatches * size != samples:
-        raise ValueError(f"{samples} samples in {microbatches} microbatches of {size}")
-    return BatchPlan(data=layout.data, microbatches=microbatches, microbatch_size=size)
 
 
 def tile_grid(tiles: int, chosen: Sequence[int] | None = None) -> tuple[int, int]:

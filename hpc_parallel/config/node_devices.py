@@ -6,12 +6,14 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from hpc_parallel.config.launcher_kind import choose_automatically
+from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import ConfigError, Problem
 
 AUTO = "auto"
@@ -59,6 +61,12 @@ def launcher_kind(kind: str, *, environment: Mapping[str, str] = os.environ) -> 
     return _kind_now(tuple(sorted(environment.items())), period()) if kind == AUTO else kind
 
 
+def runs_on_cpus(config: RunConfig) -> bool:
+    """Whether it is certain that no device will be a GPU."""
+    is_job = launcher_kind(config.launcher.kind) != "local"
+    return config.device == "cpu" or (is_job and not config.cluster.gpus)
+
+
 def visible_gpus(environment: Mapping[str, str]) -> int:
     """The NVIDIA GPUs that CUDA would show to a process of this machine, without loading CUDA."""
     listed = environment.get("CUDA_VISIBLE_DEVICES")
@@ -70,18 +78,67 @@ def visible_gpus(environment: Mapping[str, str]) -> int:
     return sum(1 for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal())
 
 
+def sees_gpus(environment: Mapping[str, str]) -> bool:
+    """Whether this machine shows NVIDIA GPUs, without asking another program."""
+    if environment.get("CUDA_VISIBLE_DEVICES") is not None:
+        return visible_gpus(environment) > 0
+    return any(path.name.removeprefix("nvidia").isdecimal() for path in Path("/dev").glob("nvidia*"))
+
+
+@dataclass(frozen=True)
+class NodeShare:
+    """What one device of a node may use. memory_gb: None where the partition's default is left."""
+
+    cpus: int = 1
+    memory_gb: float | None = None
+
+
+def share_of_a_device(*, partition: str | None, gpu_type: str | None) -> NodeShare:
+    """By sinfo: the smallest share that a GPU of the partition's nodes has."""
+    return share_by_sinfo(_sinfo(period()), partition=partition, gpu_type=gpu_type)
+
+
+def share_by_sinfo(listing: str, *, partition: str | None, gpu_type: str | None) -> NodeShare:
+    """The smallest share of CPUs and memory of a GPU, of lines `partition|gres|cpus|megabytes` of sinfo.
+
+    A tenth of the memory stays with the system: a job that asks for all of it may never start. Where nodes
+    differ, sinfo writes the smallest number and a plus.
+    """
+    shares = []
+    for fields in _lines_of(listing, partition=partition):
+        count = _gpu_count(fields[1], gpu_type=gpu_type)
+        numbers = [field.rstrip("+") for field in fields[2:4]]
+        if count and len(numbers) == 2 and all(number.isdecimal() for number in numbers):
+            cpus, megabytes = map(int, numbers)
+            shares.append((cpus // count, megabytes * 9 // 10 // count // 1024))
+    if not shares:
+        return NodeShare()
+    cpus, memory_gb = (min(column) for column in zip(*shares, strict=True))
+    return NodeShare(max(1, cpus), float(memory_gb) if memory_gb else None)
+
+
 def gpus_by_sinfo(listing: str, *, partition: str | None, gpu_type: str | None) -> list[int]:
     """The different counts of GPUs that the nodes of a partition (None: the default one) have, rising.
 
-    listing: lines `partition|gres` of sinfo, where a star marks the default partition.
+    listing: lines `partition|gres|...` of sinfo, where a star marks the default partition.
     """
-    counts = set()
+    lines = _lines_of(listing, partition=partition)
+    return sorted({_gpu_count(fields[1], gpu_type=gpu_type) for fields in lines} - {0})
+
+
+def _lines_of(listing: str, *, partition: str | None) -> Iterator[list[str]]:
+    """The fields of the lines of a partition (None: the default one)."""
     for line in listing.splitlines():
-        name, _, gres = line.partition("|")
-        if name.rstrip("*") in partition.split(",") if partition else name.endswith("*"):
-            matches = [match for match in _GPUS.finditer(gres) if gpu_type in (None, match["type"])]
-            counts.add(sum(int(match["count"]) for match in matches))
-    return sorted(counts - {0})
+        fields = line.split("|")
+        name = fields[0]
+        wanted = name.rstrip("*") in partition.split(",") if partition else name.endswith("*")
+        if wanted and len(fields) > 1:
+            yield fields
+
+
+def _gpu_count(gres: str, *, gpu_type: str | None) -> int:
+    matches = [match for match in _GPUS.finditer(gres) if gpu_type in (None, match["type"])]
+    return sum(int(match["count"]) for match in matches)
 
 
 @lru_cache(maxsize=1)
@@ -91,7 +148,7 @@ def _kind_now(environment: tuple[tuple[str, str], ...], period: int) -> str:
 
 @lru_cache(maxsize=1)
 def _sinfo(period: int) -> str:
-    return ask("sinfo", "-h", "-o", "%P|%G") or ""
+    return ask("sinfo", "-h", "-o", "%P|%G|%c|%m") or ""
 
 
 def period() -> int:

@@ -35,7 +35,7 @@ def override_words(prefix: str, *, extra_dir: str | None = None) -> list[str]:
     else:
         words = [name for name in _keys(folders) if name.startswith(word)]
         words = sorted({_up_to_next_dot(name, len(word)) for name in words})
-    return [plus + found for found in words]
+    return [plus + completion for completion in words]
 
 
 def _up_to_next_dot(name: str, start: int) -> str:

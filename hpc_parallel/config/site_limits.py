@@ -1,4 +1,4 @@
-"""Warn of more nodes, memory or time than the partition or this machine has, before the run starts.
+"""Warn of more nodes, GPUs, memory or time than the partition or this machine has, before the run starts.
 
 Slurm decides: `sbatch` refuses such a job, or queues one that never starts, as the site has set it. sinfo may
 not show this user all nodes, and a profile may be old, so this is a warning and no refusal.
@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from hpc_parallel.config.checks.memory_checks import GIB, least_bytes
 from hpc_parallel.config.clock import minutes_of
 from hpc_parallel.config.layout import layout_of, processes_per_node
+from hpc_parallel.config.model_bytes import GIB, least_bytes
 from hpc_parallel.config.node_devices import ask, launcher_kind, period, visible_gpus
 from hpc_parallel.config.schema import RunConfig
 
@@ -26,11 +26,12 @@ _UNSET_MB = 1  # what Slurm shows of nodes whose memory the site has not configu
 
 @dataclass(frozen=True)
 class Limits:
-    """The most nodes, memory of a node, and minutes of a job in a partition; None: unknown, or no limit."""
+    """The most nodes, memory and GPUs of a node, and minutes of a job; None: unknown, or no limit."""
 
     nodes: int | None = None
     memory_mb: float | None = None
     time_minutes: int | None = None
+    gpus_per_node: int | None = None
 
 
 def site_warnings(config: RunConfig) -> list[str]:
@@ -50,10 +51,15 @@ def site_warnings(config: RunConfig) -> list[str]:
         )
     if (launcher.memory_gb or 0) * 1024 > (most.memory_mb or math.inf):
         assert most.memory_mb is not None
-        most_gb = most.memory_mb // 1024 or most.memory_mb / 1024
+        most_gb = most.memory_mb // 1024 or math.floor(most.memory_mb / 1024 * 1000) / 1000
         key = f"launcher.memory_gb={launcher.memory_gb:g}"
         largest = f"the largest node of {where} has {most.memory_mb / 1024:.1f} GB"
-        warnings.append(f"{key}: {largest}. Try launcher.memory_gb={most_gb:.3g}.")
+        warnings.append(f"{key}: {largest}. Try launcher.memory_gb={most_gb:g}.")
+    if most.gpus_per_node is not None and most.gpus_per_node < config.gpus_per_node:
+        key = f"gpus_per_node={config.gpus_per_node}"
+        warnings.append(
+            f"{key}: nodes of {where} have {most.gpus_per_node}. Try gpus_per_node={most.gpus_per_node}."
+        )
     if most.time_minutes is not None and most.time_minutes < launcher.time_minutes:
         key = f"launcher.time_minutes={launcher.time_minutes}"
         legal = f"Try launcher.time_minutes={most.time_minutes}."
@@ -68,13 +74,18 @@ def limits_of(config: RunConfig) -> Limits:
     if written is None:
         return limits(_sinfo(period()), partition=partition)
     memory_gb = written.get("memory_gb")
-    return Limits(written.get("nodes"), memory_gb and 1024 * memory_gb, written.get("time_minutes"))
+    return Limits(
+        nodes=written.get("nodes"),
+        memory_mb=memory_gb and 1024 * memory_gb,
+        time_minutes=written.get("time_minutes"),
+        gpus_per_node=written.get("gpus_per_node") if config.cluster.gpus else None,
+    )
 
 
 def local_warnings(config: RunConfig, *, memory_bytes: int, environment: Mapping[str, str]) -> list[str]:
     """A line if the weights and what goes with them exceed the memory of this machine, without a GPU.
 
-    Only our decoders are counted (`memory_checks.py`).
+    Only our decoders are counted (`model_bytes.py`).
     """
     if config.device == "cuda" or (config.device == "auto" and visible_gpus(environment)):
         return []

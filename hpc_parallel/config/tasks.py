@@ -41,18 +41,18 @@ def objective_problems(config: RunConfig) -> Problems:
     """Find objectives of the sweep that the run will not have."""
     task, training = config.task.name, config.training
     figures = FIGURES.get(task, _TRAINED)
-    wanted = objectives(config.sweep.objective)
-    for name in wanted or [""]:
+    requested = objectives(config.sweep.objective)
+    for name in requested or [""]:
         if name not in figures:
             near = nearest(name, figures) or figures[:1]
             rule = f"is not a figure of task={task}, which has {', '.join(figures) or 'none'}"
             yield Problem("sweep.objective", name, rule, tuple(near))
     if figures is not _TRAINED:
         return
-    if "validation_loss" in wanted and training.validate_every is None:
+    if "validation_loss" in requested and training.validate_every is None:
         rule = "leaves no validation_loss for sweep.objective"
         yield Problem("training.validate_every", None, rule, (100,))
-    if training.measure_steps == 0 and (watched := [name for name in wanted if name in _WATCHED]):
+    if training.measure_steps == 0 and (watched := [name for name in requested if name in _WATCHED]):
         yield Problem("training.measure_steps", 0, f"leaves no {watched[0]} for sweep.objective", (2,))
 
 

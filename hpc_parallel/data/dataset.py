@@ -14,7 +14,7 @@ import hashlib
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hpc_parallel.data.generators import generator_states
 from hpc_parallel.data.sampler import Data, sample_order
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.user_code import UserCodeError, described
@@ -51,6 +52,7 @@ class DatasetSamples:
     count: int
     shuffled: bool
     vocab_size: int | None = None
+    draws: bool = True  # whether samples drew random numbers at the start; True if not known
 
     def __len__(self) -> int:
         return self.count
@@ -70,10 +72,29 @@ class DatasetSamples:
         Raises ConfigError with the index of the sample that can't be read or has another shape.
         """
         indices = self.indices(positions)
+        samples = []
         with _restored_generators():
-            samples = [
-                self._read(index, key=int(key)) for index, key in zip(indices, keys.tolist(), strict=True)
-            ]
+            for index, key in zip(indices, keys.tolist(), strict=True):
+                _seed(int(key))
+                samples.append(self._read(index))
+        return self._stacked(indices, samples)
+
+    def unseeded_batch(self, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """As `batch`, for samples that draw no random numbers: it leaves the global generators alone."""
+        indices = self.indices(positions)
+        return self._stacked(indices, [self._read(index) for index in indices])
+
+    def draws_at(self, positions: NDArray[np.int64]) -> bool:
+        """Whether any of these samples draws from a global generator."""
+        with _restored_generators():
+            for index in self.indices(positions):
+                before = generator_states()
+                self._read(index)
+                if generator_states() != before:
+                    return True
+        return False
+
+    def _stacked(self, indices: list[int], samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         for index, sample in zip(indices, samples, strict=True):
             self._require_like(sample, samples[0], index=index, first=indices[0])
         inputs, targets = zip(*samples, strict=True)
@@ -86,10 +107,7 @@ class DatasetSamples:
             indices = sample_order(indices, seed=SPLIT_SEED, population=len(self.dataset))
         return [int(index) for index in indices]
 
-    def _read(self, index: int, *, key: int) -> tuple[Tensor, Tensor]:
-        torch.default_generator.manual_seed(key)
-        np.random.seed(key % 2**32)
-        random.seed(key)
+    def _read(self, index: int) -> tuple[Tensor, Tensor]:
         try:
             sample = self.dataset[index]
         except MemoryError:
@@ -173,6 +191,7 @@ class DatasetData:
             shuffled=validation is None, vocab_size=vocab_size,
         )  # fmt: skip
         self.sample_shape, self.digest = _look_at(self.train, self.validation)
+        self.train = replace(self.train, draws=self.train.draws_at(_checked(self.train)))
         if sequence_length is not None:
             self.sequence_length = sequence_length
             if self.sample_shape[:1] != (sequence_length,):
@@ -199,6 +218,10 @@ def _require_map_style(dataset: object) -> None:
         raise ConfigError([f"{rule} Add them, or `train` and `validation` (hpc_parallel/data/sampler.py)."])
 
 
+def _checked(part: DatasetSamples) -> NDArray[np.int64]:
+    return np.unique(np.linspace(0, len(part) - 1, CHECKED).astype(np.int64))
+
+
 def _look_at(*parts: DatasetSamples) -> tuple[tuple[int, ...], str]:
     """The shape of an input, and a hash of the lengths and of a few samples of each part.
 
@@ -207,9 +230,9 @@ def _look_at(*parts: DatasetSamples) -> tuple[tuple[int, ...], str]:
     digest = hashlib.sha256(repr([len(part) for part in parts]).encode())
     shapes = []
     for part in parts:
-        positions = np.unique(np.linspace(0, len(part) - 1, CHECKED).astype(np.int64))
-        first, again = part.batch(positions), part.batch(positions)
-        for tensor, other in zip(first, again, strict=True):
+        positions = _checked(part)
+        batch, repeated = part.batch(positions), part.batch(positions)
+        for tensor, other in zip(batch, repeated, strict=True):
             if tensor.numpy().tobytes() != other.numpy().tobytes():
                 raise ConfigError(
                     [
@@ -219,19 +242,25 @@ def _look_at(*parts: DatasetSamples) -> tuple[tuple[int, ...], str]:
                     ]
                 )
             digest.update(repr((tensor.shape, tensor.dtype)).encode() + tensor.numpy().tobytes())
-        shapes.append(tuple(first[0].shape[1:]))
+        shapes.append(tuple(batch[0].shape[1:]))
     if shapes[0] != shapes[1]:
-        here, there = map(list, shapes)
-        raise ConfigError([f"training samples have the shape {here}, but held-out samples have {there}."])
+        training_shape, held_out_shape = map(list, shapes)
+        raise ConfigError(
+            [f"training samples have the shape {training_shape}, but held-out samples have {held_out_shape}."]
+        )
     return shapes[0], digest.hexdigest()
+
+
+def _seed(key: int) -> None:
+    torch.default_generator.manual_seed(key)
+    np.random.seed(key % 2**32)
+    random.seed(key)
 
 
 @contextmanager
 def _restored_generators() -> Iterator[None]:
-    states = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+    states = generator_states()
     try:
         yield
     finally:
-        torch.default_generator.set_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
+        states.restore()

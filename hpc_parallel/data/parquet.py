@@ -153,9 +153,9 @@ class TokenStream:
         if isinstance(places, slice):
             places = np.arange(*places.indices(len(self)), dtype=np.int64)
         flat = places.ravel() + self._start
-        which = np.searchsorted(self._ends, flat, side="right")
+        chunk_indices = np.searchsorted(self._ends, flat, side="right")
         tokens = np.empty(len(flat), dtype=np.int64)
-        for number in np.unique(which):
-            chunk, rows = self._chunks[number], which == number
+        for number in np.unique(chunk_indices):
+            chunk, rows = self._chunks[number], chunk_indices == number
             tokens[rows] = chunk[flat[rows] - (self._ends[number] - len(chunk))]
         return tokens.reshape(places.shape)

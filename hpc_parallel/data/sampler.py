@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -37,6 +37,24 @@ class RandomSamples(Protocol):
         self, positions: NDArray[np.int64], *, keys: NDArray[np.uint64]
     ) -> tuple[Tensor, Tensor]:
         """Returns inputs and targets; each sample's random numbers depend on its key only."""
+        ...
+
+
+@runtime_checkable
+class QuietSamples(Protocol):
+    """Random samples that may turn out to draw nothing."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether samples drew random numbers when they were checked at the start."""
+        ...
+
+    def unseeded_batch(self, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """As `batch`, without seeding the global generators."""
+        ...
+
+    def draws_at(self, positions: NDArray[np.int64]) -> bool:
+        """Whether any of these samples draws from a global generator."""
         ...
 
 
@@ -70,7 +88,8 @@ class Batches:
 
     A global batch of B samples is M consecutive microbatches. Replica r of R has the r-th part of each, so in
     their m-th microbatches all replicas together have the samples of one device's m-th microbatch. Operations
-    over a microbatch (BatchNorm) therefore give the same result on any number of replicas. Without a seed,
+    over a microbatch (BatchNorm) therefore give the same result on any number of replicas. The parts have
+    equal numbers of samples, or `sizes`, one number for each replica. Without a seed,
     samples keep their order. A rank that is not a replica (None) gets empty batches. Numbers with a fraction
     get the dtype `floating`, that of the weights, if it is given.
     """
@@ -81,34 +100,56 @@ class Batches:
     replica: int | None = 0
     replicas: int = 1
     microbatches: int = 1
+    sizes: Sequence[int] | None = None
     floating: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.global_batch_size % (self.replicas * self.microbatches):
             parts = f"{self.replicas} replicas x {self.microbatches} microbatches"
             raise ValueError(f"{self.global_batch_size} samples don't divide over {parts}")
+        if self.sizes is not None and self._sizes_problem(self.sizes):
+            raise ValueError(f"the parts {self.sizes} are not a microbatch of {self.replicas} replicas")
 
-    def at(self, step: int) -> tuple[Tensor, Tensor]:
-        """Returns inputs and targets [global_batch_size / replicas, ...] of the 0-based `step`."""
+    def _sizes_problem(self, sizes: Sequence[int]) -> bool:
+        wrong_sum = sum(sizes) * self.microbatches != self.global_batch_size
+        return wrong_sum or len(sizes) != self.replicas or min(sizes) < 1
+
+    @property
+    def draws(self) -> bool:
+        """Whether reading seeds the global generators, so that no other thread may use them meanwhile."""
+        return self.is_random and getattr(self.samples, "draws", True)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether samples may draw random numbers when they are read."""
+        return self.seed is not None and isinstance(self.samples, RandomSamples)
+
+    def at(self, step: int, *, seeded: bool = True) -> tuple[Tensor, Tensor]:
+        """Returns inputs and targets [this replica's samples, ...] of the 0-based `step`.
+
+        seeded: False leaves the global generators alone, for samples that do not draw (`draws`).
+        """
         if self.replica is None:
             return torch.empty(0), torch.empty(0)
-        inputs, targets = self._read(step)
+        inputs, targets = self._read(step, seeded=seeded)
         return self._cast(inputs), self._cast(targets)
 
     def positions(self, step: int) -> NDArray[np.int64]:
-        """Returns the positions in the data of the samples of `step`, [global_batch_size / replicas]."""
+        """Returns the positions in the data of the samples of `step`, [this replica's samples]."""
         indices, population = self.indices(step), len(self.samples)
         if self.seed is None:
             return indices % population
         return sample_order(indices, seed=self.seed, population=population)
 
-    def _read(self, step: int) -> tuple[Tensor, Tensor]:
+    def _read(self, step: int, *, seeded: bool) -> tuple[Tensor, Tensor]:
         positions = self.positions(step)
-        if self.seed is None or not isinstance(self.samples, RandomSamples):
+        if not self.is_random:
             return self.samples.batch(positions)
+        if not seeded and isinstance(self.samples, QuietSamples):
+            return self.samples.unseeded_batch(positions)
         indices = self.indices(step).astype(np.uint64)
         keys = _mix(_mix(np.full_like(indices, self.seed)) + indices * np.uint64(GOLDEN))
-        return self.samples.random_batch(positions, keys=keys)
+        return cast(RandomSamples, self.samples).random_batch(positions, keys=keys)
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.floating) if self.floating and tensor.is_floating_point() else tensor
@@ -117,18 +158,31 @@ class Batches:
         """Returns the indices in the training of the samples of the 0-based `step`, as `at` has them."""
         if self.replica is None:
             return np.empty(0, dtype=np.int64)
-        size = self.global_batch_size // (self.replicas * self.microbatches)
-        offset = step * self.global_batch_size + self.replica * size
-        starts = offset + size * self.replicas * np.arange(self.microbatches, dtype=np.int64)
+        microbatch = self.global_batch_size // self.microbatches
+        size = microbatch // self.replicas
+        before = self.replica * size
+        if self.sizes is not None:
+            size, before = self.sizes[self.replica], sum(self.sizes[: self.replica])
+        offset = step * self.global_batch_size + before
+        starts = offset + microbatch * np.arange(self.microbatches, dtype=np.int64)
         return (starts[:, None] + np.arange(size)).ravel()
 
 
 def to_device(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
     """Copy inputs and targets to `device` without blocking the host."""
-    inputs, targets = batch
-    if device.type == "cuda":  # only copies from pinned memory do not block
-        inputs, targets = inputs.pin_memory(), targets.pin_memory()
+    inputs, targets = pinned(batch, device)
     return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+
+
+def pinned(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns the batch in memory from which copies to a GPU do not block; on a CPU, as it is.
+
+    What is pinned already is not copied.
+    """
+    if device.type != "cuda":
+        return batch
+    torch.cuda.set_device(device)  # in a new thread it is the first GPU, where pinning would open a context
+    return batch[0].pin_memory(), batch[1].pin_memory()
 
 
 def validation_steps(samples: Samples, *, count: int, global_batch_size: int) -> int:

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -29,6 +30,27 @@ ARRAY_TASK = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"  # the form that sacct
 
 class ShellWord(str):
     """Text for the shell to expand. It is already quoted."""
+
+
+def expandable(path: str) -> ShellWord:
+    """A path whose `$VARIABLES` the job's shell expands. It stops at one that is not set, and names it."""
+    words, end = [], 0
+    for match in Template.pattern.finditer(path):
+        if name := match["named"] or match["braced"]:
+            words += [
+                _literal(path[end : match.start()]),
+                f'"${{{name}:?in cluster.scratch is not set in this job}}"',
+            ]
+        elif match["escaped"]:
+            words.append(_literal(path[end : match.start()] + "$"))
+        else:
+            continue
+        end = match.end()
+    return ShellWord("".join([*words, _literal(path[end:])]))
+
+
+def _literal(text: str) -> str:
+    return shlex.quote(text) if text else ""
 
 
 RUN = ShellWord('"$hpc_parallel_run"')  # the run folder of an array task
@@ -68,12 +90,12 @@ def _set_flags(flags: Mapping[str, Any]) -> Flags:
 
 
 def gpu_flags(run: PreparedRun) -> Flags:
-    """`--gpus-per-node` or `--gres`, as the cluster profile says; empty on a cluster without GPUs.
+    """`--gpus-per-node` or `--gres`, as the cluster profile says; empty where no flag asks for GPUs.
 
     `--gpus-per-task` is never used: it hides the GPUs of a node from each other (CUDA IPC, NCCL P2P).
     """
     cluster, count = run.config.cluster, run.config.gpus_per_node
-    if not cluster.gpus:
+    if not cluster.gpus or cluster.gpu_flag == "none":
         return {}
     amount = f"{cluster.gpu_type}:{count}" if cluster.gpu_type else str(count)
     return {"gres": f"gpu:{amount}"} if cluster.gpu_flag == "gres" else {"gpus-per-node": amount}
@@ -95,7 +117,7 @@ def srun_arguments(run: PreparedRun) -> list[str]:
     flags: Flags = {
         **tasks,
         "cpus-per-task": run.cpus_per_process * ranks,
-        "distribution": "block",
+        "distribution": "block:block",  # CPUs too: rank 0 beside the first GPUs, not sockets in turn
         "kill-on-bad-exit": 1,
         "wait": 60,
     }
@@ -187,6 +209,7 @@ def _start_values(run: PreparedRun) -> Mapping[str, object]:
         "runtime": cluster.container if launcher.container is not None else None,
         "image": launcher.container,
         "mounts": launcher.container_mounts,
+        "scratch": cluster.scratch and expandable(cluster.scratch),
         "container_arguments": (["--nv"] if cluster.gpus else []) if arguments is None else arguments,
         "rank_python": job_python(launcher) if launcher.container is None or launcher.venv else "python3",
     }

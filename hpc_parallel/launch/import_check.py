@@ -22,7 +22,8 @@ from typing import Any
 
 from hpc_parallel.config.checks.targets import class_tables
 from hpc_parallel.config.launcher_kind import choose_automatically
-from hpc_parallel.config.schema import LauncherConfig, RunConfig
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.site_schema import LauncherConfig
 from hpc_parallel.user_code import described
 
 OWN = "hpc_parallel."

@@ -13,11 +13,11 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig
 
+from hpc_parallel.config.batch_plan import BatchPlan, batch_of
 from hpc_parallel.config.checks import starting_weights
 from hpc_parallel.config.checks.all_checks import find_problems, in_order
 from hpc_parallel.config.compose import resolve
-from hpc_parallel.config.layout import BatchPlan, Layout, layout_of, plan_batch, processes_per_node, servers
-from hpc_parallel.config.schedules import schedule_of
+from hpc_parallel.config.layout import Layout, layout_of, processes_per_node, servers
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.site_limits import site_warnings
 from hpc_parallel.config.tasks import total_steps
@@ -98,14 +98,12 @@ class PreparedRun:
 
     def __str__(self) -> str:
         nodes, devices = self.config.nodes, self.config.gpus_per_node
-        batch = f"{self.batch.data} x {self.batch.microbatches} x {self.batch.microbatch_size}"
         start = f"; continues after step {self._checkpoint_step}" if self.resumes else ""
         server = "a server and " if servers(self.config.strategy) else ""
         return (
             f"{self.config.strategy.name}: {nodes} node{'s' * (nodes > 1)} x {devices} "
             f"device{'s' * (devices > 1)} = {server}{self.layout}; "
-            f"batch {self.config.training.global_batch_size} = {batch} (replicas x microbatches x samples)"
-            f"{start}"
+            f"batch {self.config.training.global_batch_size} = {self.batch}{start}"
         )
 
     @property
@@ -238,13 +236,7 @@ def prepare(
         raise ConfigError(imports.problems)
     path = Path(os.path.expanduser(config.run_dir)) if config.run_dir else RUNS / config.name / new_run_id()
     layout = layout_of(config.strategy, devices=config.devices)
-    batch = plan_batch(
-        config.training.global_batch_size,
-        layout=layout,
-        microbatch_size=config.training.microbatch_size,
-        microbatches=config.strategy.microbatches,
-        in_turn=schedule_of(config.strategy).in_turn,
-    )
+    batch = batch_of(config, layout)
     folder = RunFolder(path.absolute())
     if config.weights is not None:
         values["weights"] = str(path_of(config.weights))

@@ -53,17 +53,17 @@ def recompose(config: RunConfig) -> PreparedRun:
     """
     origin: Origin = vars(config).get(_ORIGIN, Origin())
     flags = ["--config-dir", str(origin.config_dir)] if origin.config_dir else []
-    wanted = _plain(config)
+    target = _plain(config)
     overrides = origin.overrides
     for _ in range(_MAX_ROUNDS):
         line = CommandLine.parse([*flags, *overrides])
         with reporting_all_problems(line):
             cell = compose_run(line.overrides, **line.places)
             composed = resolve(cell.config)[1]
-            if composed == wanted:
+            if composed == target:
                 return prepare(cell.config, overrides=cell.overrides, config_dir=line.extra_dir)
-        overrides = _with_changes(overrides, composed, wanted)
-    raise ConfigError(_inexpressible(composed, wanted))
+        overrides = _with_changes(overrides, composed, target)
+    raise ConfigError(_inexpressible(composed, target))
 
 
 def _plain(value: Any) -> Any:
@@ -84,12 +84,12 @@ def _plain(value: Any) -> Any:
 
 
 def _with_changes(
-    overrides: Sequence[str], composed: Mapping[str, Any], wanted: Mapping[str, Any]
+    overrides: Sequence[str], composed: Mapping[str, Any], target: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """The overrides, plus one for each value of `wanted` that `composed` lacks or has differently."""
-    values = _changed(composed, wanted)
+    """The overrides, plus one for each value of `target` that `composed` lacks or has differently."""
+    values = _changed(composed, target)
     if not values:  # removed keys or empty tables, which no override can express
-        raise ConfigError(_inexpressible(composed, wanted))
+        raise ConfigError(_inexpressible(composed, target))
     kept = [override for override in overrides if override.startswith("~") or key_of(override) not in values]
     added_keys = {key_of(override) for override in overrides if override.startswith("+")}
     added_keys |= values.keys() - flatten(composed).keys()
@@ -97,10 +97,10 @@ def _with_changes(
     return (*kept, *new)
 
 
-def _changed(composed: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of `wanted` that `composed` lacks or has differently, by dotted keys."""
+def _changed(composed: Mapping[str, Any], target: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of `target` that `composed` lacks or has differently, by dotted keys."""
     values: dict[str, Any] = {}
-    for key, value in wanted.items():
+    for key, value in target.items():
         before = composed.get(key)
         if isinstance(before, dict) and isinstance(value, dict):
             values |= _changed(before, value, f"{prefix}{key}.")
@@ -109,12 +109,12 @@ def _changed(composed: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str
     return values
 
 
-def _inexpressible(composed: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Problem | str]:
+def _inexpressible(composed: Mapping[str, Any], target: Mapping[str, Any]) -> list[Problem | str]:
     rule = "was set in Python, but no override can set it. Try compose() with overrides that do"
     problems: list[Problem | str] = [
-        Problem(key, value, rule) for key, value in _changed(composed, wanted).items()
+        Problem(key, value, rule) for key, value in _changed(composed, target).items()
     ]
-    removed = flatten(_changed(wanted, composed)).keys() - flatten(wanted).keys()
+    removed = flatten(_changed(target, composed)).keys() - flatten(target).keys()
     problems += [
         f"{key} was removed in Python, but an override sets it. Try compose() without that override."
         for key in sorted(removed)

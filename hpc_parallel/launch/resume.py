@@ -142,22 +142,22 @@ def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Problems:
     except (UntrustedError, DamagedError) as error:
         yield f"resume = {folder.path} can't continue: {error}"
         return
-    now = flatten(values)
+    settings = flatten(values)
     for fixed, reason in FIXED.items():
-        for key in sorted(before.keys() | now.keys()):
+        for key in sorted(before.keys() | settings.keys()):
             added = key == fixed and key not in before  # by a newer version than the run's
-            fits = added or before.get(key) == now.get(key)
+            fits = added or before.get(key) == settings.get(key)
             if (key == fixed or key.startswith(f"{fixed}.")) and not fits:
                 rule = f"differs from the run to resume: {reason}"
-                yield Problem(key, now.get(key), rule, (before.get(key),))
+                yield Problem(key, settings.get(key), rule, (before.get(key),))
     if ended := _ended_early(folder, callbacks=values["training"].get("callbacks")):
         yield f"resume = {folder.path} ended early: {ended}. To train on, try training.callbacks=[]."
     steps = [checkpoint.step for checkpoint in complete(folder.checkpoints)]  # newest first
     if not steps:
         yield f"resume = {folder.path} has no checkpoint, so it can't continue. Try the same line without it."
-    elif steps[0] >= now["training.steps"]:
+    elif steps[0] >= settings["training.steps"]:
         rule = f"are already done: the newest checkpoint is of step {steps[0]}"
-        yield Problem("training.steps", now["training.steps"], rule, (2 * steps[0],))
+        yield Problem("training.steps", settings["training.steps"], rule, (2 * steps[0],))
 
 
 def _ended_early(folder: RunFolder, *, callbacks: Any) -> str | None:

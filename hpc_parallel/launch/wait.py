@@ -14,7 +14,7 @@ from hpc_parallel.record.job_state import JobState, job_state
 from hpc_parallel.record.names import command_on
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_tail
-from hpc_parallel.supervise.conclude import conclude
+from hpc_parallel.supervise.conclude_run import conclude
 
 PERIOD_S = 0.3  # between two reads of the run folder
 ASK_EVERY_S = 2.0  # between two queries to Slurm, whose controller serves many users

@@ -7,10 +7,12 @@ technique needs to know the model's class.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hpc_parallel.models.positions import Positions
+from hpc_parallel.models.product_dtype import product_dtype
 
 
 class Attention(nn.Module):
@@ -30,8 +32,25 @@ class Attention(nn.Module):
 
         All are [batch, head, seq, head_dim]; `key` and `value` may have fewer heads than `query`.
         """
-        grouped = query.shape[1] != key.shape[1]  # only if needed: not every kernel supports it
-        return F.scaled_dot_product_attention(query, key, value, is_causal=self.causal, enable_gqa=grouped)
+        return attend(query, key, value, causal=self.causal)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
+    """torch's attention, with keys and values expanded to the heads of `query` where no fused kernel groups.
+
+    In float32 on a GPU only the memory-efficient kernel is left, which has no groups; torch would compute
+    all scores instead.
+    """
+    grouped = query.shape[1] != key.shape[1]  # only if needed: not every kernel supports it
+    if grouped and not has_groups(query.device.type, product_dtype(query)):
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+        grouped = False
+    return F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=grouped)
+
+
+def has_groups(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether torch's fused attention lets query heads share a key-value head."""
+    return device_type != "cuda" or dtype != torch.float32
 
 
 class CausalAttention(Attention):

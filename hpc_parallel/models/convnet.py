@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hpc_parallel.models.drawing import by_rows
 from hpc_parallel.models.layered import LayeredModel, PartFlops
 
 
@@ -25,6 +26,7 @@ class ImageModel(LayeredModel):
         """The share of images or pixels with the right label."""
         return {"accuracy": (output.argmax(1) == target).sum()}
 
+    @by_rows
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Matrices and kernels are normal with variance 2 / fan-in (He et al. 2015)."""
         if name == "stem.middle":

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hpc_parallel.models.product_dtype import product_dtype
+
 
 class Experts(nn.Module):
     """SwiGLU layers, one for each expert: down(silu(gate(x)) * up(x)). Weights are [expert, out, in]."""
@@ -34,9 +36,8 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     ends: the index after the last row of each group, [group], int32. torch has one kernel for all groups, but
     not for float64; then the host reads `ends`.
     """
-    if torch.is_autocast_enabled(rows.device.type):
-        dtype = torch.get_autocast_dtype(rows.device.type)
-        rows, weights = rows.to(dtype), weights.to(dtype)
+    dtype = product_dtype(rows)
+    rows, weights = rows.to(dtype), weights.to(dtype)
     if rows.dtype != torch.float64:
         return F.grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()

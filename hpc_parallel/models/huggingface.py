@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from transformers.modeling_utils import AttentionInterface
 
 from hpc_parallel.config.checks.huggingface_checks import FAMILIES, FIXED, read_source, roles_in
 from hpc_parallel.models.attention import CausalAttention
-from hpc_parallel.models.language import LanguageModel
+from hpc_parallel.models.drawing import by_rows
+from hpc_parallel.models.language import LanguageHead, LanguageModel
+from hpc_parallel.models.positions import PositionTables
 from hpc_parallel.problems import ConfigError
 
 INTERFACE = "hpc_parallel"
@@ -41,8 +44,10 @@ class HuggingFaceModel(LanguageModel):
         use_exact_norms(library_model)
         base = library_model.base_model
         layers = getattr(base, family.layers)
+        tables: PositionTables[Any] = PositionTables()
         for layer in layers:
-            compute_own_positions(getattr(layer, family.attention), rotary=rotation(base, settings))
+            attention = getattr(layer, family.attention)
+            compute_own_positions(attention, rotary=rotation(base, settings), tables=tables)
         stem = getattr(base, family.embedding)
         if family.positions is not None:
             stem = PositionedEmbedding(stem, getattr(base, family.positions))
@@ -67,6 +72,7 @@ class HuggingFaceModel(LanguageModel):
         if settings.tie_word_embeddings:
             self.tied = {"head.logits.weight": f"{tokens}.weight"}
 
+    @by_rows
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Initialise as the library does: normal with std `initializer_range`, norms one, biases zero.
 
@@ -115,16 +121,15 @@ class PositionedEmbedding(nn.Module):
         return self.tokens(x) + self.positions(positions)  # type: ignore[no-any-return]
 
 
-class Head(nn.Module):
+class Head(LanguageHead):
     """The last norm and the projection to logits."""
+
+    projection = "logits"
 
     def __init__(self, norm: nn.Module, logits: nn.Module) -> None:
         super().__init__()
         self.norm = norm
         self.logits = logits
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.logits(self.norm(x))  # type: ignore[no-any-return]
 
 
 class OwnPositions(nn.Module):
@@ -136,6 +141,7 @@ class OwnPositions(nn.Module):
 
     mix: CausalAttention
     rotary: nn.Module | None
+    tables: PositionTables[Any]
 
     def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
         return super().__call__(hidden_states)
@@ -143,9 +149,16 @@ class OwnPositions(nn.Module):
     def forward(self, x: Tensor) -> Any:
         embeddings = {}
         if self.rotary is not None:
-            indices = self.mix.positions(x.shape[1], device=x.device)
-            embeddings = {"position_embeddings": self.rotary(x, indices[None])}
+            key = self.mix.positions.key(x.shape[1])
+            key = None if key is None else (key, x.dtype)
+            embeddings = {
+                "position_embeddings": self.tables(key, partial(self._rotation, x), device=x.device)
+            }
         return super().forward(x, attention_mask=None, **embeddings)
+
+    def _rotation(self, x: Tensor) -> Any:
+        assert self.rotary is not None
+        return self.rotary(x, self.mix.positions(x.shape[1], device=x.device)[None])
 
 
 def use_exact_norms(model: nn.Module) -> None:
@@ -160,7 +173,9 @@ def use_exact_norms(model: nn.Module) -> None:
                 setattr(module, name, exact)
 
 
-def compute_own_positions(attention: nn.Module, *, rotary: nn.Module | None) -> None:
+def compute_own_positions(
+    attention: nn.Module, *, rotary: nn.Module | None, tables: PositionTables[Any]
+) -> None:
     """Add `OwnPositions` to the class of `attention`, in place.
 
     Its parameters keep their names, because no module wraps it. fully_shard changes classes the same way.
@@ -169,6 +184,7 @@ def compute_own_positions(attention: nn.Module, *, rotary: nn.Module | None) -> 
     attention.__class__ = type(kind.__name__, (OwnPositions, kind), {})
     attention.mix = CausalAttention()
     attention.rotary = rotary  # type: ignore[assignment]
+    attention.tables = tables  # type: ignore[assignment]
 
 
 def rotation(base: nn.Module, settings: PreTrainedConfig) -> nn.Module | None:

@@ -1,16 +1,30 @@
-"""The base of all causal language models: the loss of a token and the FLOPs of attention."""
+"""The base of all causal language models: the head, the loss of a token and the FLOPs of attention."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hpc_parallel.models.layered import LayeredModel, PartFlops
 
 
+class LanguageHead(nn.Module):
+    """The last norm and the projection to logits, which is the submodule of the name `projection`."""
+
+    projection: str
+    norm: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.get_submodule(self.projection)(self.norm(x))  # type: ignore[no-any-return]
+
+
 class LanguageModel(LayeredModel):
-    """Tokens [batch, seq] -> logits [batch, seq, vocab]; between blocks [batch, seq, dim]."""
+    """Tokens [batch, seq] -> logits [batch, seq, vocab]; between blocks [batch, seq, dim].
+
+    If the head is a `LanguageHead` and `loss` is not overridden, training computes logits and loss in chunks
+    of tokens (strategies/chunked_loss.py).
+    """
 
     attention_width: int
     """Width of all query heads together."""

@@ -6,7 +6,6 @@ default that you can override.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from hpc_parallel.models.drawing import Drawing, by_rows, draw
 from hpc_parallel.models.positions import Positions
 from hpc_parallel.models.sample_indices import SampleIndices
 from hpc_parallel.problems import ConfigError
@@ -143,16 +142,19 @@ class LayeredModel(nn.Module):
         """
         return {}
 
+    @by_rows
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill one parameter or buffer in place; `name` is its full (canonical) name.
 
-        Draw random numbers from `generator` only, which depends on (seed, name). What a constructor writes
+        Draw random numbers from `generator` only, which depends on (seed, name). It and `tensor` are on the
+        CPU, also for a model on GPUs. An override marked `@by_rows` (models/drawing.py) is faster for a large
+        model, because it may fill a tensor in parts. What a constructor writes
         into a weight is lost, because a model is built on meta. Override this for buffers other than running
         statistics, such as a table or a mask, or create them on the device "cpu".
 
         Raises ConfigError for such a buffer.
         """
-        if not name.endswith(STATISTICS) and name in dict(self.named_buffers()):
+        if not name.endswith(STATISTICS) and _is_buffer(self, name):
             raise _without_values(self, name)
         if name.endswith(("bias", "running_mean")) or not tensor.is_floating_point():
             tensor.zero_()
@@ -214,24 +216,28 @@ def materialise(
 ) -> LayeredModel:
     """Allocate and fill every parameter and meta buffer of `model` in place, and return it.
 
-    Each tensor has its own generator, seeded by (seed, canonical name), so a stage gets the same bits as the
-    whole model. Values are drawn in float32 and then cast, so runs of different precision start from the
-    same numbers. Shared parameters stay shared (`nn.Module.to_empty` would make them two, because a meta
-    tensor can't change its storage). This rank keeps only its slice of a distributed weight, so at most one
-    weight is whole at a time.
+    Each tensor has its own generator on the CPU, seeded by (seed, canonical name), so a stage gets the same
+    bits as the whole model, and a GPU those of a CPU. Values are drawn in float32 and then cast, so runs of
+    different precision start from the same numbers. Shared parameters stay shared (`nn.Module.to_empty` would
+    make them two, because a meta tensor can't change its storage). This rank keeps only its slice of a
+    distributed weight.
 
     Raises ConfigError if a tensor that is neither a parameter nor a buffer has no values.
     """
     created: dict[int, Tensor] = {}
+
+    def drawing(name: str) -> Drawing:
+        return Drawing(model.initialise, model.tied.get(name, name), seed)
+
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if id(parameter) not in created:
-            values = _filled(model, name, parameter, seed=seed, device=device, dtype=dtype)
+            values = draw(drawing(name), like=parameter, device=device, dtype=dtype)
             created[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
         _assign(model, name, created[id(parameter)])
     for name, buffer in list(model.named_buffers(remove_duplicate=False)):
         if id(buffer) not in created:
             if buffer.is_meta:
-                created[id(buffer)] = _filled(model, name, buffer, seed=seed, device=device, dtype=dtype)
+                created[id(buffer)] = draw(drawing(name), like=buffer, device=device, dtype=dtype)
             else:
                 created[id(buffer)] = buffer.to(device, dtype if buffer.is_floating_point() else buffer.dtype)
         _assign(model, name, created[id(buffer)])
@@ -250,40 +256,12 @@ def _without_values(model: LayeredModel, name: str) -> ConfigError:
     ])  # fmt: skip
 
 
-def tensor_seed(seed: int, name: str) -> int:
-    """64 bits that depend on (seed, name) only; Python's `hash` differs between processes."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "big")
-
-
-def _filled(
-    model: LayeredModel, name: str, like: Tensor, *, seed: int, device: torch.device | str, dtype: torch.dtype
-) -> Tensor:
-    canonical = model.tied.get(name, name)
-    # 63 bits: CUDA and CPU generators both accept them.
-    generator = torch.Generator(device=device).manual_seed(tensor_seed(seed, canonical) >> 1)
-    floating = like.is_floating_point()
-    values = torch.empty(like.shape, dtype=torch.float32 if floating else like.dtype, device=device)
-    model.initialise(canonical, values, generator)
-    values = values.to(dtype) if floating else values
-    return own_slice(values, like=like) if isinstance(like, DTensor) else values
-
-
-def own_slice(full: Tensor, *, like: DTensor) -> DTensor:
-    """Returns this rank's slice of `full`, placed as `like`, without communication.
-
-    Inner mesh axes cut first: if two axes cut one dim, fully_shard slices the part of tensor parallelism.
-    """
-    mesh, part = like.device_mesh, full
-    for axis in reversed(range(mesh.ndim)):
-        placement = like.placements[axis]
-        if not placement.is_replicate():
-            dim: int = placement.dim  # type: ignore[attr-defined]  # of Shard and of a private class of torch
-            chunks = part.chunk(mesh.size(axis), dim=dim)
-            rank = mesh.get_local_rank(axis)
-            part = chunks[rank] if rank < len(chunks) else part.narrow(dim, 0, 0)
-    return DTensor.from_local(
-        part.clone(), mesh, like.placements, run_check=False, shape=full.shape, stride=full.stride()
-    )
+def _is_buffer(model: nn.Module, name: str) -> bool:
+    try:
+        model.get_buffer(name)
+    except AttributeError:
+        return False
+    return True
 
 
 def _assign(model: nn.Module, name: str, tensor: Any) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hpc_parallel.models.auxiliary_loss import AuxiliaryLoss
+from hpc_parallel.models.drawing import by_rows
 from hpc_parallel.models.experts import Experts
 from hpc_parallel.models.layered import PartFlops
 from hpc_parallel.models.transformer import Transformer
@@ -39,6 +40,7 @@ class MoeTransformer(Transformer):
                 Experts(experts, dim=dim, hidden=ffn_dim), per_token=experts_per_token, balance=balance
             )
 
+    @by_rows
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """As in Transformer; the experts' `down` is a projection into the residual stream."""
         if name.endswith(".experts.down"):

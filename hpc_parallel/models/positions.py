@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
 import torch
 from torch import Tensor
+
+Tables = TypeVar("Tables")
 
 
 class Positions:
@@ -12,3 +17,26 @@ class Positions:
     def __call__(self, length: int, *, device: torch.device) -> Tensor:
         """Returns the indices in the sample of this device's `length` positions: [length], int64."""
         return torch.arange(length, device=device)
+
+    def key(self, length: int) -> Hashable | None:
+        """Equal keys have equal indices; None if that is unknown."""
+        return length if type(self) is Positions else None
+
+
+class PositionTables(Generic[Tables]):
+    """Tables of the positions, such as their angles, computed once for all blocks and recomputations."""
+
+    def __init__(self) -> None:
+        self._by_device: dict[str, tuple[Hashable, Tables]] = {}  # nn.DataParallel has several
+
+    def __call__(
+        self, key: Hashable | None, compute: Callable[[], Tables], *, device: torch.device
+    ) -> Tables:
+        """The tables of the last call with this `key`, or new ones. Without a key, they are always new."""
+        if key is None:
+            return compute()
+        kept = self._by_device.get(str(device))
+        if kept is None or kept[0] != key:
+            kept = key, compute()
+            self._by_device[str(device)] = kept
+        return kept[1]

@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hpc_parallel.models.attention import CausalAttention
-from hpc_parallel.models.language import LanguageModel
+from hpc_parallel.models.drawing import by_rows
+from hpc_parallel.models.language import LanguageHead, LanguageModel
+from hpc_parallel.models.positions import PositionTables
+
+RotaryTables = PositionTables[tuple[Tensor, Tensor]]
+"""cos and sin, as `rotation` returns them."""
 
 
 class Transformer(LanguageModel):
@@ -61,12 +66,15 @@ class Transformer(LanguageModel):
                 f"and model.kv_heads = {kv_heads} must divide it"
             )
         embedding = nn.Embedding(vocab_size, dim)
+        tables: RotaryTables = PositionTables()
         head = Head(dim, vocab_size=vocab_size, norm_eps=norm_eps)
         super().__init__(
             stem=embedding,
             blocks=(
                 Block(
-                    attention=Attention(dim, heads=heads, kv_heads=kv_heads, rope_theta=rope_theta),
+                    attention=Attention(
+                        dim, heads=heads, kv_heads=kv_heads, rope_theta=rope_theta, tables=tables
+                    ),
                     feed_forward=FeedForward(dim, hidden=ffn_dim),
                     norms=(nn.RMSNorm(dim, eps=norm_eps), nn.RMSNorm(dim, eps=norm_eps)),
                 )
@@ -80,6 +88,7 @@ class Transformer(LanguageModel):
             head.output.weight = embedding.weight
             self.tied = {"head.output.weight": "stem.weight"}
 
+    @by_rows
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Normal with std 0.02, scaled by 1/sqrt(2 layers) for projections into the residual stream (GPT-2).
 
@@ -94,7 +103,7 @@ class Transformer(LanguageModel):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)); [batch, seq, dim].
 
-    Under autocast the matrix products return bfloat16, and the residual stream stays float32.
+    With bfloat16, the embedding and the matrix products return it, and so the residual stream has it.
     """
 
     def __init__(
@@ -113,8 +122,12 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Causal attention with rotary positions; `heads / kv_heads` query heads share a key-value head."""
 
-    def __init__(self, dim: int, *, heads: int, kv_heads: int, rope_theta: float) -> None:
+    def __init__(
+        self, dim: int, *, heads: int, kv_heads: int, rope_theta: float, tables: RotaryTables | None = None
+    ) -> None:
+        """`tables`: shared by the blocks of a model."""
         super().__init__()
+        self._tables: RotaryTables = PositionTables() if tables is None else tables
         self.head_dim = dim // heads
         self.rope_theta = rope_theta
         self.query = nn.Linear(dim, heads * self.head_dim, bias=False)
@@ -129,10 +142,19 @@ class Attention(nn.Module):
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [batch, head, seq, head_dim]
             for projection in (self.query, self.key, self.value)
         )
-        positions = self.mix.positions(x.shape[1], device=x.device)
-        cos_sin = rotation(positions, head_dim=self.head_dim, theta=self.rope_theta, like=x)
+        cos_sin = self._rotation(x)
         mixed = self.mix(rotate(query, cos_sin), rotate(key, cos_sin), value)
         return self.output(mixed.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
+
+    def _rotation(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        length, key = x.shape[1], self.mix.positions.key(x.shape[1])
+
+        def compute() -> tuple[Tensor, Tensor]:
+            positions = self.mix.positions(length, device=x.device)
+            return rotation(positions, head_dim=self.head_dim, theta=self.rope_theta, like=x)
+
+        precise = x.dtype == torch.float64
+        return self._tables(None if key is None else (key, precise), compute, device=x.device)
 
 
 class FeedForward(nn.Module):
@@ -148,23 +170,22 @@ class FeedForward(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
-class Head(nn.Module):
+class Head(LanguageHead):
     """The last norm and the projection to logits."""
+
+    projection = "output"
 
     def __init__(self, dim: int, *, vocab_size: int, norm_eps: float) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(dim, eps=norm_eps)
         self.output = nn.Linear(dim, vocab_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.output(self.norm(x))  # type: ignore[no-any-return]
-
 
 def rotation(positions: Tensor, *, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin [seq, head_dim / 2] of position x theta^(-2i / head_dim), for the `positions` [seq].
 
-    They are computed in every call: a buffer would need care in meta construction, casts and cuts. Angles are
-    computed in float64, because a float32 angle of position 100,000 has an error of 0.004.
+    They are no buffer, which would need care in meta construction, casts and cuts. Angles are computed in
+    float64, because a float32 angle of position 100,000 has an error of 0.004.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
     angles = positions.double()[:, None] * torch.pow(theta, -exponents)

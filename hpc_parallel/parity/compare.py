@@ -102,15 +102,15 @@ def read(folder: RunFolder, kind: str) -> Tensors:
 
 def _losses(run: RunFolder, reference: RunFolder) -> Difference:
     """|a - b| / |b| for each step; a loss that is not finite (null in the file) differs from every loss."""
-    losses, wanted = (
+    losses, reference_losses = (
         {line["step"]: line["loss"] for line in MetricsReader(folder.metrics).read()}
         for folder in (run, reference)
     )
-    if losses.keys() != wanted.keys() or not losses:
-        raise ValueError(f"the run logged {len(losses)} steps and one device {len(wanted)}")
+    if losses.keys() != reference_losses.keys() or not losses:
+        raise ValueError(f"the run logged {len(losses)} steps and one device {len(reference_losses)}")
     return _largest(
         (f"step {step}", math.inf if a is None or b is None else _relative(abs(a - b), abs(b)))
-        for (step, a), b in zip(losses.items(), wanted.values(), strict=True)
+        for (step, a), b in zip(losses.items(), reference_losses.values(), strict=True)
     )
 
 

@@ -14,6 +14,7 @@ COMMON = (
     "device=cpu",  # any layout can run there, and one device draws the same random numbers as many
     "launcher=local",
     "launcher.snapshot=false",  # the runs start now
+    "training.precision=float32",  # also on a GPU
     "training.steps=6",
     "training.log_every=1",
     "training.checkpoint_every=null",
@@ -95,6 +96,7 @@ ROWS = (
     Row("pipeline", (*TWO_BY_TWO, "strategy.pipeline=2", "strategy.replicate=2")),
     Row("context", TWO, ("strategy.context_attention=ring",)),
     Row("context", TWO, ("strategy.context_attention=gather",)),
+    Row("context", TWO, ("strategy.context_attention=all_to_all",)),
     Row("context", (*TWO_BY_TWO, "strategy.context=2", "strategy.shard=2")),
     Row("tile", TWO, nets=IMAGES),
     Row("tile", TWO_BY_TWO, nets=IMAGES),

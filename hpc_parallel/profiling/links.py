@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import median
 
 SLOW = 2.0  # times slower than the median link
@@ -28,9 +28,9 @@ def slow_hosts(rates: Rates) -> dict[int, float]:
     hosts = sorted({host for pair in rates for host in pair})
     if len(hosts) < 3:
         return {}
-    own = {host: median(rate for pair, rate in rates.items() if host in pair) for host in hosts}
-    usual = _usual(rates, hosts)
-    return {host: rate for host, rate in own.items() if rate * SLOW < usual}
+    host_rates = {host: median(rate for pair, rate in rates.items() if host in pair) for host in hosts}
+    usual = usual_rate(rates)
+    return {host: rate for host, rate in host_rates.items() if rate * SLOW < usual}
 
 
 def slow_pairs(rates: Rates) -> dict[Pair, float]:
@@ -39,10 +39,11 @@ def slow_pairs(rates: Rates) -> dict[Pair, float]:
     rest = {pair: rate for pair, rate in rates.items() if not hosts.keys() & set(pair)}
     if not rest:
         return {}
-    usual = _usual(rest, sorted({host for pair in rest for host in pair}))
+    usual = usual_rate(rest)
     return {pair: rate for pair, rate in rest.items() if rate * SLOW < usual}
 
 
-def _usual(rates: Rates, hosts: Sequence[int]) -> float:
+def usual_rate(rates: Rates) -> float:
     """The median of each host's fastest link: of three hosts with a slow one, two links of three are slow."""
+    hosts = {host for pair in rates for host in pair}
     return median(max(rate for pair, rate in rates.items() if host in pair) for host in hosts)

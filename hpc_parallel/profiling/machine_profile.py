@@ -1,7 +1,6 @@
 """The machine profile of `task=collectives`: latency and bandwidth of each collective, fitted to its times.
 
-time = latency + bytes on the bus / bandwidth (the alpha-beta model; Hockney 1994), where the bytes on the bus
-are the size times the bus factor of nccl-tests.
+The model is that of `planning/collective_times.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-FITTED_DTYPE = "float32"
+from hpc_parallel.planning.collective_times import FITTED_DTYPE
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,10 @@ def fit_link(points: Sequence[tuple[float, float]]) -> Link | None:
     return Link(latency_s, 1 / slope if slope > 0 else None, sum(errors) / len(errors))
 
 
-def machine_profile(rows: Sequence[Mapping[str, Any]], *, site: str, device: str) -> dict[str, Any]:
-    """The content of `machine.yaml`: group -> operation -> ranks, latency, bandwidth, error of the fit."""
+def machine_profile(
+    rows: Sequence[Mapping[str, Any]], *, site: str, device_type: str, measured: str
+) -> dict[str, Any]:
+    """The content of `machine.yaml`: group -> ranks, other names, and the fit of each operation."""
     points: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     ranks: dict[str, int] = {}
     for row in rows:
@@ -57,6 +58,9 @@ def machine_profile(rows: Sequence[Mapping[str, Any]], *, site: str, device: str
             points[row["group"], row["operation"]].append((on_bus, row["time_s"]))
             ranks[row["group"]] = row["ranks"]
     groups: dict[str, dict[str, Any]] = {name: {"ranks": count} for name, count in ranks.items()}
+    for row in rows:
+        if row.get("also") and row["group"] in groups:
+            groups[row["group"]]["also"] = list(row["also"])  # the same ranks are an axis too
     for (group, operation), times in points.items():
         if (link := fit_link(times)) is not None:
             groups[group][operation] = {
@@ -64,4 +68,4 @@ def machine_profile(rows: Sequence[Mapping[str, Any]], *, site: str, device: str
                 "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s,
                 "fit_error": link.error,
             }
-    return {"site": site, "device": device, "collectives": groups}
+    return {"site": site, "device_type": device_type, "measured": measured, "collectives": groups}

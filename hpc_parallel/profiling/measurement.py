@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from statistics import fmean, median
 from typing import Any
 
@@ -22,6 +23,7 @@ from hpc_parallel.profiling.timeline import STEP, Interval, Timeline, events_of,
 from hpc_parallel.profiling.traffic import NAMES, Traffic
 from hpc_parallel.record.values import finite
 from hpc_parallel.strategies import exchange
+from hpc_parallel.strategies.action_times import Action, ActionTimes, recorded_actions
 from hpc_parallel.strategies.mesh import axis_of
 
 CHUNK_COLUMNS = ("start_s", "end_s", "stage", "kind", "microbatch")  # of `timeline.json`
@@ -47,6 +49,7 @@ class Measurement:
         self._traffic: Traffic | None = None
         self._timelines: list[Timeline] = []
         self._loading_s: list[float] = []
+        self.last_step_s = 0.0  # of the last measured step
 
     @property
     def steps(self) -> range:
@@ -75,7 +78,8 @@ class Measurement:
         started = time.perf_counter()
         with context:
             yield
-        self._leave_out(time.perf_counter() - started)
+        self.last_step_s = time.perf_counter() - started
+        self._leave_out(self.last_step_s)
 
     @contextmanager
     def _count(self) -> Iterator[None]:
@@ -174,13 +178,22 @@ def timed_step(device: torch.device, *, into: list[Timeline]) -> Iterator[None]:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise Kineto writes to the rank's log
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    actions: list[Action] = []
     with marked_waits(), profile(activities=activities) as profiled:
         dist.barrier()
-        with record_function(STEP):
+        with record_function(STEP), device_actions(device) as times:
             yield
-            if on_gpu:
+            if times is not None:
                 torch.cuda.synchronize(device)
-    into.append(Timeline.read(events_of(profiled), on_gpu=on_gpu))
+                actions = times.read()
+    into.append(Timeline.read(events_of(profiled), on_gpu=on_gpu, actions=actions))
+
+
+def device_actions(device: torch.device) -> AbstractContextManager[ActionTimes | None]:
+    """The context in which a GPU records when actions run; on a CPU the profiler does it."""
+    if device.type != "cuda":
+        return nullcontext()
+    return recorded_actions(partial(torch.Event, device, enable_timing=True))
 
 
 def _unknown(unknown: list[str]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Times the parts of one step on every rank now and then, and names a rank that stays slower than the others.
 
 A timed step takes longer than others. The next one comes when this extra time is less than half a per cent of
-the steps in between.
+the steps in between; the first one, when it is less than that of the steps before it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hpc_parallel.profiling.accusations import Accusations
+from hpc_parallel.profiling.link_rates import link_rates
+from hpc_parallel.profiling.links import Pair
 from hpc_parallel.profiling.measurement import timed_step
+from hpc_parallel.profiling.slow_network import MESSAGE_BYTES, SlowNetwork
 from hpc_parallel.profiling.slow_ranks import SAMPLES, RankTime, SlowRank, slow_ranks
 from hpc_parallel.profiling.timeline import Timeline, length
 from hpc_parallel.strategies import exchange
 
-FIRST_STEP = 20  # since the start
+FIRST_STEP = 20  # since the start, at the earliest
 LEAST_STEPS = 20  # from one timed step to the next
 COST = 0.005  # of the time of all steps
 KEPT = 100  # timed steps in the record
+MOST_RECORDS = 8_000  # of a rank and a step in it: `read_json` takes files up to 8 MiB
 
 
 class RankTimes:
@@ -37,27 +42,35 @@ class RankTimes:
         host: str,
         role: int,
         device: torch.device,
-        taken: Sequence[range],
+        profiled: Sequence[range],
+        expected_s: Callable[[], float],
         leave_out: Callable[[float], None],
         device_state: Callable[[], dict[str, Any]],
+        accusations: Accusations,
         write: Callable[[dict[str, Any]], None],
     ) -> None:
         """on: whether any step is timed; role: ranks with the same role have the same work (a stage).
 
-        taken: steps that another profiler watches. `leave_out` is called with the seconds of each timed step;
-        `write`, on rank 0, with the record.
+        profiled: steps of another profiler; expected_s: the seconds of a timed step, before the first.
+        `leave_out` is called with the seconds of each timed step; `write`, on rank 0, with the record.
         """
-        self._host, self._role, self._device, self._taken = host, role, device, taken
+        self._host, self._role, self._device, self._profiled = host, role, device, profiled
         self._leave_out, self._device_state, self._write = leave_out, device_state, write
-        self._next = self._free(FIRST_STEP) if on else 0
+        self._accusations = accusations
+        self._expected_s = expected_s
+        self._first, self._next = FIRST_STEP if on else 0, 0
         self._before_s = self._data_s = self._began_s = 0.0
         self._usual_s = math.inf  # the shortest step since the last timed one
         self._samples: list[dict[str, Any]] = []
         self._times: list[list[RankTime]] = []
+        self._network = SlowNetwork(self._link_rates)
+        self._slow: list[SlowRank] = []
         self._named: set[tuple[int, str]] = set()
 
     def loading(self, step: int) -> AbstractContextManager[None]:
         """The context in which to fetch the batch of the 1-based `step` since the start."""
+        if step == self._first:
+            self._next = self._paid(0, took_s=self._expected_s(), earliest=step)
         return self._load() if step == self._next else nullcontext()
 
     def watch(self, step: int) -> AbstractContextManager[None]:
@@ -72,7 +85,10 @@ class RankTimes:
 
     def slow(self) -> list[SlowRank]:
         """The ranks that were slow when they were last timed; the same on all ranks."""
-        return slow_ranks(self._times)
+        return self._slow
+
+    def _link_rates(self, first_ranks: Sequence[int], rounds: Sequence[Sequence[Pair]]) -> dict[Pair, float]:
+        return link_rates(first_ranks, rounds=rounds, device=self._device, size_bytes=MESSAGE_BYTES)
 
     @contextmanager
     def _load(self) -> Iterator[None]:
@@ -88,32 +104,42 @@ class RankTimes:
         self._add(step, timelines[0])
         took_s = time.perf_counter() - self._began_s
         self._leave_out(took_s)
-        extra = exchange.all_gather_numbers([took_s / self._usual_s - 1], device=torch.device("cpu"))[0]
-        self._next = self._free(step + max(LEAST_STEPS, math.ceil(max(extra) / COST)))
+        self._next = self._paid(step, took_s=took_s, earliest=step + LEAST_STEPS)
         self._before_s, self._usual_s = 0.0, math.inf
+
+    def _paid(self, last: int, *, took_s: float, earliest: int) -> int:
+        """The next step to time, so that the steps after the `last` one pay for it; the same on all ranks."""
+        extra = exchange.all_gather_numbers([took_s / self._usual_s - 1], device=torch.device("cpu"))[0]
+        return self._free(max(earliest, last + math.ceil(max(extra) / COST)))
 
     def _free(self, step: int) -> int:
         """The step, or the first one after it that no other profiler watches."""
-        while taken := next((steps for steps in self._taken if step in steps), None):
-            step = taken.stop
+        while profiled := next((steps for steps in self._profiled if step in steps), None):
+            step = profiled.stop
         return step
 
     def _add(self, step: int, timeline: Timeline) -> None:
         wait_s = length(timeline.waiting) / 1e9
         busy_s = timeline.length / 1e9 - wait_s
-        own = RankTime(dist.get_rank(), self._host, self._role, busy_s, wait_s, self._data_s)
-        ranks = exchange.all_gather({"times": own.as_record(), "device": self._device_state()})
+        times = RankTime(dist.get_rank(), self._host, self._role, busy_s, wait_s, self._data_s)
+        ranks = exchange.all_gather({"times": times.as_record(), "device": self._device_state()})
         self._times = [*self._times, [RankTime(**rank["times"]) for rank in ranks]][-SAMPLES:]
+        self._slow = [*slow_ranks(self._times), *self._network.find_slow(self._times[-1])]
         record = {"step": step, "ranks": [rank["times"] | rank["device"] for rank in ranks]}
-        self._samples = [*self._samples, record][-KEPT:]
+        kept = max(1, min(KEPT, MOST_RECORDS // len(ranks)))
+        self._samples = [*self._samples, record][-kept:]
         if dist.get_rank() == 0:
-            slow = self.slow()
-            self._warn(slow)
-            self._write({"samples": self._samples, "slow": [each.as_record() for each in slow]})
+            self._warn(self._slow)
+            self._accusations.add(self._slow, step=step)
+            slow, accused = (
+                [slow_rank.as_record() for slow_rank in self._slow],
+                self._accusations.as_records(),
+            )
+            self._write({"samples": self._samples, "slow": slow, "accused": accused})
 
     def _warn(self, slow: Sequence[SlowRank]) -> None:
         """Name each rank and cause once."""
-        for each in slow:
-            if (each.rank, each.cause) not in self._named:
-                self._named.add((each.rank, each.cause))
-                print(f"WARNING: {each}", file=sys.stderr, flush=True)
+        for slow_rank in slow:
+            if (slow_rank.rank, slow_rank.cause) not in self._named:
+                self._named.add((slow_rank.rank, slow_rank.cause))
+                print(f"WARNING: {slow_rank}", file=sys.stderr, flush=True)

@@ -31,22 +31,22 @@ def parts(events: Sequence[Event], *, on_gpu: bool) -> dict[str, int]:
     waiting = timeline.waiting
     copies = without(without(inside(moves), waiting), data)
     compute = without(without(without(timeline.computing, waiting), data), copies)
-    found = {
+    by_use = {
         "compute": length(compute),
         "copies": length(copies),
         "exposed communication": length(without(waiting, data)),
         "data": length(data),
     }
-    return {**found, "idle": timeline.length - sum(found.values())}
+    return {**by_use, "idle": timeline.length - sum(by_use.values())}
 
 
 def describe(events: Sequence[Event], *, steps: int, on_gpu: bool) -> str:
     """A table for people: milliseconds of one step, the share, and what it means."""
-    found = parts(events, on_gpu=on_gpu)
-    total = sum(found.values())
+    by_use = parts(events, on_gpu=on_gpu)
+    total = sum(by_use.values())
     rows = [
         f"{name:<22} {nanoseconds / steps / 1e6:9.2f} ms  {nanoseconds / total:6.1%}  {MEANINGS[name]}"
-        for name, nanoseconds in found.items()
+        for name, nanoseconds in by_use.items()
     ]
-    whole = f"{'one step':<22} {total / steps / 1e6:9.2f} ms          slower than without the profiler"
-    return "\n".join([*rows, whole])
+    total_row = f"{'one step':<22} {total / steps / 1e6:9.2f} ms          slower than without the profiler"
+    return "\n".join([*rows, total_row])

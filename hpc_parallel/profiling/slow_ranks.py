@@ -7,9 +7,12 @@ from dataclasses import asdict, dataclass
 from statistics import median_low
 from typing import Any
 
+from hpc_parallel.record.values import finite
+
 SLOW = 1.1  # times the median
 SAMPLES = 3  # in a row: fewer may be noise
 LEAST_S = 1e-3  # shorter differences are not worth a word
+COMPUTE, DATA, NETWORK = "compute", "data", "network"  # causes
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,11 @@ class RankTime:
 
 @dataclass(frozen=True)
 class SlowRank:
-    """cause: `compute` or `data`; factor: own time as a multiple of the median of the same role."""
+    """factor: own time as a multiple of the median of the same role.
+
+    If the cause is NETWORK, rank is the first of its host, and the times are those of 1 MiB over its links
+    and over others.
+    """
 
     rank: int
     host: str
@@ -43,12 +50,13 @@ class SlowRank:
     median_s: float
 
     def as_record(self) -> dict[str, Any]:
-        return asdict(self) | {"line": str(self)}
+        return asdict(self) | {"factor": finite(self.factor), "line": str(self)}
 
     def __str__(self) -> str:
-        times = f"{self.own_s * 1e3:.1f} ms, and {self.median_s * 1e3:.1f} elsewhere"
-        who = f"rank {self.rank} on {self.host} is slow"
-        return f"{who}: {self.cause} takes {self.factor:.2f} x ({times})"
+        what = " for 1 MiB" * (self.cause == NETWORK)
+        times = f"{self.own_s * 1e3:.1f} ms{what}, and {self.median_s * 1e3:.1f} elsewhere"
+        subject = f"rank {self.rank} on {self.host} is slow"
+        return f"{subject}: {self.cause} takes {self.factor:.2f} x ({times})"
 
 
 def slow_ranks(samples: Sequence[Sequence[RankTime]]) -> list[SlowRank]:
@@ -58,13 +66,13 @@ def slow_ranks(samples: Sequence[Sequence[RankTime]]) -> list[SlowRank]:
     """
     if len(samples) < SAMPLES:
         return []
-    found = [{slow.rank: slow for slow in _slow(times)} for times in samples[-SAMPLES:]]
-    ranks = set.intersection(*(set(slow) for slow in found))
-    return sorted((found[-1][rank] for rank in ranks), key=lambda slow: -slow.factor)
+    by_step = [{slow.rank: slow for slow in _slow(times)} for times in samples[-SAMPLES:]]
+    ranks = set.intersection(*(set(slow) for slow in by_step))
+    return sorted((by_step[-1][rank] for rank in ranks), key=lambda slow: -slow.factor)
 
 
 def _slow(times: Sequence[RankTime]) -> list[SlowRank]:
-    found = []
+    slow = []
     for role in sorted({time.role for time in times}):
         peers = [time for time in times if time.role == role]
         usual_s = median_low(time.own_s for time in peers)
@@ -73,8 +81,8 @@ def _slow(times: Sequence[RankTime]) -> list[SlowRank]:
             extra_s = time.own_s - usual_s
             if time.own_s <= SLOW * usual_s or extra_s < LEAST_S:
                 continue
-            cause = "data" if time.data_s - usual_data_s > extra_s / 2 else "compute"
-            own_s, median_s = (time.data_s, usual_data_s) if cause == "data" else (time.own_s, usual_s)
+            cause = DATA if time.data_s - usual_data_s > extra_s / 2 else COMPUTE
+            own_s, median_s = (time.data_s, usual_data_s) if cause == DATA else (time.own_s, usual_s)
             factor = own_s / median_s if median_s else float("inf")
-            found.append(SlowRank(time.rank, time.host, cause, factor, own_s, median_s))
-    return found
+            slow.append(SlowRank(time.rank, time.host, cause, factor, own_s, median_s))
+    return slow

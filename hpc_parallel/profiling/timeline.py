@@ -19,6 +19,7 @@ from torch.autograd import DeviceType
 from torch.distributed import Work
 from torch.profiler import profile, record_function
 
+from hpc_parallel.strategies.action_times import Action
 from hpc_parallel.strategies.pipeline import BUSY
 from hpc_parallel.torch_internals import profiler_events
 
@@ -107,11 +108,14 @@ class Timeline:
     chunks: list[Chunk]  # of `stages`, sorted by start; one may lie within another
 
     @classmethod
-    def read(cls, events: Sequence[Event], *, on_gpu: bool) -> Timeline:
+    def read(cls, events: Sequence[Event], *, on_gpu: bool, actions: Sequence[Action] = ()) -> Timeline:
         """Read one step from `events`.
 
         On a CPU, waiting time is what the host's wait calls take. On a GPU, NCCL kernels count too.
         gloo's own ranges are not usable: under load they begin and end late, during the computation.
+
+        actions: of a pipeline on a GPU, since the step began. The profiler's ranges on a GPU are not
+        usable: they miss the kernels of a backward pass (strategies/action_times.py).
         """
         (step,) = [event for event in events if event.name == STEP and not event.on_device]
         host = (event for event in events if event.thread == step.thread and not event.on_device)
@@ -119,7 +123,10 @@ class Timeline:
         kernels = [event for event in events if event.on_device and not event.is_mark]
         communicating = [event for event in kernels if event.name.startswith("nccl")]
         computing = [event for event in kernels if not event.name.startswith("nccl")]
-        stages = [event for event in events if event.name.startswith(BUSY) and event.on_device == on_gpu]
+        if on_gpu:
+            stages = [Event(name, step.start + start, step.start + end) for name, start, end in actions]
+        else:
+            stages = [event for event in events if event.name.startswith(BUSY) and not event.on_device]
         operators = [
             event
             for event in events

@@ -18,7 +18,7 @@ from hpc_parallel.record.metrics_file import MetricsReader
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import open_regular, read_lines
 from hpc_parallel.record.safe_write import append_line, write_bytes
-from hpc_parallel.record.values import integer, job_id, text
+from hpc_parallel.record.values import integer, job_id, text, texts
 
 
 def begin(
@@ -48,13 +48,19 @@ def begin(
     )
 
 
-def end(folder: RunFolder, *, how: str, host: str | None = None) -> None:
+def end(folder: RunFolder, *, how: str, host: str | None = None, exclude: Sequence[str] = ()) -> None:
     """Record how and on which host the newest start ended early.
 
     how: `time_limit`, `preempted`, `cancelled`, or the kind of the failure. A start that completed has no
-    such record: the summary describes it.
+    such record: the summary describes it. exclude: hosts that the next start leaves out.
     """
-    _append(folder, {"ended": datetime.now(UTC).isoformat(), "how": how, "host": host})
+    line = {"ended": datetime.now(UTC).isoformat(), "how": how, "host": host}
+    _append(folder, line | ({"exclude": list(exclude)} if exclude else {}))
+
+
+def accused_hosts(end: Mapping[str, Any]) -> list[str]:
+    """The hosts that the start after this end leaves out."""
+    return texts(end.get("exclude"))
 
 
 def resumed_by_hand(folder: RunFolder) -> None:

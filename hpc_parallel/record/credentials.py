@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from fnmatch import fnmatch
-from pathlib import PurePath
+from fnmatch import translate
 from typing import Any
 
 PUBLIC = ("model", "data", "training", "strategy")  # sections that may leave the run folder
@@ -35,6 +34,8 @@ HARMLESS = (
     "*.py", "*.pyi", "*.ipynb", "*.c", "*.h", "*.cc", "*.cpp", "*.cu", "*.cuh", "*.rs", "*.go", "*.java",
     "*.js", "*.ts", "*.md", "*.rst", "*.html", "*.example", "*.sample", "*.template",
 )  # fmt: skip
+# One expression for all patterns: each name of a checkout is compared at every start.
+_FILES, _HARMLESS = (re.compile("|".join(map(translate, patterns))) for patterns in (FILES, HARMLESS))
 # Matches keys with underscores. `pad_token` and `eos_token_id` are settings of a model and must not match.
 _KEY = re.compile(
     r"(?:^|_)(?:secret|password|passwd|passphrase|api_?key|access_key|private_key|credentials?)(?:$|_)"
@@ -50,10 +51,9 @@ _VALUE = re.compile(
 
 def is_credential_file(name: str) -> bool:
     """Whether the name of a file suggests that it holds credentials."""
-    path = PurePath(name.lower().replace("-", "_"))
-    is_secret = any(part in FOLDERS for part in path.parts[:-1])
-    is_secret = is_secret or any(fnmatch(path.name, pattern) for pattern in FILES)
-    return is_secret and not any(fnmatch(path.name, pattern) for pattern in HARMLESS)
+    *folders, name = name.lower().replace("-", "_").split("/")
+    is_secret = any(folder in FOLDERS for folder in folders) or _FILES.match(name) is not None
+    return is_secret and _HARMLESS.match(name) is None
 
 
 def public_part(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -86,10 +86,12 @@ def _find(word: str) -> Match:
         raise ConfigError([refusal])
     if word and is_sweep_folder(path) and (damage := _damage(path)):
         raise ConfigError([f"{damage}."])
-    known = newest_first(find_runs(RUNS))
-    if is_job_id(word) and (runs := [run for run in known if any(_of(job, word) for job in run.job_ids)]):
+    recorded_runs = newest_first(find_runs(RUNS))
+    if is_job_id(word) and (
+        runs := [run for run in recorded_runs if any(_of(job, word) for job in run.job_ids)]
+    ):
         return _run(runs[0]) if len(runs) == 1 else Match(f"job {word}", None, tuple(runs))
-    labels = {label(run.path): run for run in known}
+    labels = {label(run.path): run for run in recorded_runs}
     sweeps = {label(sweep): sweep for sweep in _sweeps(word)}
     names = [*labels, *sweeps]
     for fits in _fitting(word):
@@ -170,16 +172,16 @@ def _several(word: str, names: Sequence[str]) -> str:
     )
 
 
-def _unknown(word: str, known: Mapping[str, RecordedRun]) -> str:
+def _unknown(word: str, runs: Mapping[str, RecordedRun]) -> str:
     if is_job_id(word):
         rule = "is the job id of no run"
     elif os.path.exists(path := _path(word)):
         rule = "holds no run" if os.path.isdir(path) else "is no run folder"
     else:
         rule = "is no path, run id, job id or part of a name of a run"
-    if not known:
+    if not runs:
         return f"{spell(word)} {rule}, and {RUNS.absolute()} holds none."
-    return f"{spell(word)} {rule} in {RUNS.absolute()}. Try {alternatives(_near(word, known))}."
+    return f"{spell(word)} {rule} in {RUNS.absolute()}. Try {alternatives(_near(word, runs))}."
 
 
 def near_runs(word: str) -> list[str]:
@@ -187,13 +189,13 @@ def near_runs(word: str) -> list[str]:
     return _near(word, {label(run.path): run for run in newest_first(find_runs(RUNS))})
 
 
-def _near(word: str, known: Mapping[str, RecordedRun]) -> list[str]:
+def _near(word: str, runs: Mapping[str, RecordedRun]) -> list[str]:
     names = [
-        *known,
-        *(run.run_id for run in known.values()),
-        *(job for run in known.values() for job in run.job_ids),
+        *runs,
+        *(run.run_id for run in runs.values()),
+        *(job for run in runs.values() for job in run.job_ids),
     ]
-    return nearest(word, names, most=3) or list(known)[:3]
+    return nearest(word, names, most=3) or list(runs)[:3]
 
 
 def _started(path: Path) -> float:

@@ -11,31 +11,45 @@ from typing import Any
 from hpc_parallel.problems import printable
 from hpc_parallel.record.values import integer, table, text
 
+PAIRS = ("inside a node", "across nodes")
 MOST_HOSTS, MOST_PARTS, MOST_SHAPES = 6, 64, 8
 
 
 def transport_lines(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What carries the data, as titles and texts; empty for runs of one device or of an older version."""
-    found = table(environment.get("transport"))
+    transport = table(environment.get("transport"))
     lines = []
-    pairs = table(found.get("pairs"))
-    for pair in ("inside a node", "across nodes"):
+    pairs = table(transport.get("pairs"))
+    for pair in PAIRS:
         carriers = table(pairs.get(pair))
         counted = [f"{name} ({count} channels)" for name, count in carriers.items() if integer(count)]
         if counted:
             lines.append((pair, ", ".join(map(printable, counted))))
     if lines:
-        version, network = text(found.get("version")), text(found.get("network"))
-        nvls = integer(found.get("nvls_channels"))
-        parts = [
-            f"NCCL {version}" if version else "",
-            network or "",
-            f"NVLS on {nvls} channels" if nvls else "",
-        ]
+        version, network = text(transport.get("version")), text(transport.get("network"))
+        parts = [f"NCCL {version}" if version else "", network or "", "connected so far"]
         lines.insert(0, ("transport", ", ".join(printable(part) for part in parts if part)))
-    if problem := text(found.get("problem")):
+        lines += _built(transport)
+    if problem := text(transport.get("problem")):
         lines.append(("network", printable(problem)))
     return lines
+
+
+def _built(transport: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields what NCCL has built, a line for each part that the record has."""
+    direct = table(transport.get("gpudirect"))
+    if states := [f"{state} {pair}" for pair in PAIRS if (state := text(direct.get(pair)))]:
+        yield "GPUDirect RDMA", printable(", ".join(states))
+    if channels := integer(transport.get("channels")):
+        yield "channels", str(channels)
+    for part in ("rings", "trees"):
+        if isinstance(connected := transport.get(part), bool):
+            yield part, "connected" if connected else "not connected so far"
+    available = transport.get("nvls_available")
+    if channels := integer(transport.get("nvls_channels")):
+        yield "NVLS", f"{channels} channels"
+    elif isinstance(available, bool):
+        yield "NVLS", "available, not used" if available else "not available"
 
 
 def topology_lines(environment: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.record.collectives_table import is_row, short_table, valid_rows
+from hpc_parallel.record.collectives_table import is_row, short_table, valid_rows, warning_lines
 from hpc_parallel.record.machine_check_table import machine_lines
 from hpc_parallel.record.metrics_file import milliseconds, per_second
 from hpc_parallel.record.run_folder import RunFolder
@@ -57,7 +57,8 @@ def collectives(content: Mapping[str, Any], folder: RunFolder) -> list[str]:
     """The all-reduce of 2^20 numbers, a short table, and where the full one is."""
     first = table(content.get("sum"))
     lines = [first_line(first)] if is_row(first) else []
-    return [*lines, *short_table(valid_rows(content)), f"all sizes: {folder.collectives_table}"]
+    lines += [*short_table(valid_rows(content)), *warning_lines(content)]
+    return [*lines, f"all sizes: {folder.collectives_table}"]
 
 
 def first_line(row: Mapping[str, Any]) -> str:

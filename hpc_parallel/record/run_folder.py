@@ -81,6 +81,11 @@ class RunFolder:
         return self.path / "failure.json"
 
     @property
+    def compiled(self) -> Path:
+        """What torch.compile made, for all ranks and later starts (`training.compile`)."""
+        return self.path / "compiled"
+
+    @property
     def plots(self) -> Path:
         """The plots of the run, drawn at its end."""
         return self.path / "plots"

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from functools import cache
+from os.path import dirname, isdir, isfile, islink, join
 from pathlib import Path
 
 from hpc_parallel.problems import ConfigError, Problem, printable
@@ -63,12 +65,12 @@ class Snapshot:
                 else:
                     shutil.copy2(root / name, target)
 
-    def take_as(self, taken: Snapshot) -> None:
-        """Make the same copies as hard links to those of `taken`, if the file system supports hard links."""
+    def take_as(self, original: Snapshot) -> None:
+        """Make the same copies as hard links to those of `original` if the file system has hard links."""
         for root, copy in self.copies.items():
             for folder in sorted({os.path.dirname(name) for name in self.files[root]}):
                 (copy / folder).mkdir(mode=0o700, parents=True, exist_ok=True)
-            before, after = str(taken.copies[root]), str(copy)
+            before, after = str(original.copies[root]), str(copy)
             for name in self.files[root]:
                 try:
                     os.link(f"{before}/{name}", f"{after}/{name}", follow_symlinks=False)
@@ -162,12 +164,16 @@ def source_files(root: Path) -> list[str]:
     tracked = _git(root, "ls-files", "--cached", "--recurse-submodules", "-z") or ""
     new = _git(root, "ls-files", "--others", "--exclude-standard", "-z") or ""
     names = [name for name in dict.fromkeys((tracked + new).split("\0")) if name]
-    folders = {folder for name in names for folder in Path(name).parents}
-    runs = {folder for folder in folders if is_run_folder(root / folder) or _is_sweep(root / folder)}
+
+    @cache
+    def is_of_a_run(folder: str) -> bool:
+        path = root / folder
+        return is_run_folder(path) or _is_sweep(path) or (folder != "" and is_of_a_run(dirname(folder)))
+
     return [
         name
         for name in names
-        if _is_source(root / name) and runs.isdisjoint(Path(name).parents) and not _is_documentation(name)
+        if _is_source(join(root, name)) and not is_of_a_run(dirname(name)) and not _is_documentation(name)
     ]
 
 
@@ -182,7 +188,7 @@ def _is_sweep(folder: Path) -> bool:
 
 def _is_documentation(name: str) -> bool:
     """Whether it is in the checkout's folder for documentation, and can't be imported."""
-    return Path(name).parts[0] in DOCUMENTATION and not name.endswith(".py")
+    return name.split("/")[0] in DOCUMENTATION and not name.endswith(".py")
 
 
 def _editable_import_path() -> Iterator[Path]:
@@ -194,9 +200,9 @@ def _editable_import_path() -> Iterator[Path]:
             yield path.absolute()
 
 
-def _is_source(path: Path) -> bool:
+def _is_source(path: str) -> bool:
     """Whether it is a file or a link to a folder: git also lists submodules that are not checked out."""
-    return path.is_file() or (path.is_symlink() and path.is_dir())
+    return isfile(path) or (islink(path) and isdir(path))
 
 
 def _link_target(link: Path, *, root: Path) -> str:
@@ -211,7 +217,7 @@ def _link_target(link: Path, *, root: Path) -> str:
 
 
 def _all_files(root: Path) -> list[str]:
-    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if _is_source(path))
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if _is_source(str(path)))
 
 
 def _without(names: Sequence[str], exclude: Sequence[str]) -> list[str]:
@@ -230,11 +236,15 @@ def _require_source(files: Mapping[Path, Sequence[str]], *, most_mb: int, exclud
     if exclude and (empty := [root for root, names in files.items() if not names]):
         rule = f"leaves nothing of {empty[0]}, which the run imports from"
         raise ConfigError([Problem("launcher.snapshot_exclude", list(exclude), rule, ([],))])
-    sizes = {root / name: (root / name).lstat().st_size for root, names in files.items() for name in names}
+    sizes = {
+        join(root, name): os.lstat(join(root, name)).st_size
+        for root, names in files.items()
+        for name in names
+    }
     total = sum(sizes.values())
     if total > most_mb * MIB:
         path, size = max(sizes.items(), key=lambda item: item[1])
-        largest = next(path.relative_to(root) for root in files if path.is_relative_to(root))
+        largest = next(Path(path).relative_to(root) for root in files if Path(path).is_relative_to(root))
         rule = (
             f"(MiB) is less than what git knows in {' and '.join(map(str, files))}: {total / MIB:.1f} MiB, "
             f"of which {largest} has {size / MIB:.1f}. Let git ignore files that are not source, or exclude "

@@ -27,6 +27,11 @@ def text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
+def texts(value: Any) -> list[str]:
+    """The texts of a list; empty for any other value."""
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+
+
 def table(value: Any) -> dict[str, Any]:
     """A table with texts as keys; empty for any other value."""
     return value if isinstance(value, dict) and all(isinstance(key, str) for key in value) else {}

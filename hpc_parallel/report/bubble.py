@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from hpc_parallel.config.layout import Layout, plan_batch
+from hpc_parallel.config.batch_plan import plan_batch
+from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.report.drawing import Note, annotate, canvas, ink, short, spread, style
-from hpc_parallel.report.gather import RUN_KEYS, SPEEDLESS, Row, identity, number
+from hpc_parallel.report.figures import number
+from hpc_parallel.report.gather import RUN_KEYS, SPEEDLESS, Row, identity
 from hpc_parallel.report.tables import unit_of
 
 CLOSED_FORM = ("gpipe", "1f1b", "naive")

@@ -149,18 +149,18 @@ def annotate(figure: Figure, axes: Axes, notes: Sequence[Note]) -> None:
     figure.draw_without_rendering()  # the layout determines the distances of markers
     scale = 72 / figure.dpi
     markers = [tuple(scale * axes.transData.transform((note.x, note.y))) for note in notes]
-    taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in markers]
+    occupied = [(x - 4, y - 4, x + 4, y + 4) for x, y in markers]
     for note, (x, y) in zip(notes[:MAX_NOTES], markers, strict=False):
         width = 0.65 * NOTE_SIZE * len(note.text)
         for right, up in NOTE_OFFSETS:
             left = x + right if right > 0 else x + right - width
             box = (left, y + up, left + width, y + up + NOTE_SIZE)
-            if not any(_overlap(box, other) for other in taken):
+            if not any(_overlap(box, other) for other in occupied):
                 axes.annotate(
                     note.text, (note.x, note.y), xytext=(right, up), textcoords="offset points",
                     ha="left" if right > 0 else "right", fontsize=NOTE_SIZE,
                 )  # fmt: skip
-                taken.append(box)
+                occupied.append(box)
                 break
 
 

@@ -20,10 +20,12 @@ from hpc_parallel.problems import printable, spell
 from hpc_parallel.record import attempts
 from hpc_parallel.record.credentials import without_secret_values
 from hpc_parallel.record.recorded import RecordedRun, find_runs
-from hpc_parallel.record.recorded import number as finite
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.sweep_folder import MANIFEST, Sweep, read_sweep
-from hpc_parallel.record.values import flatten
+from hpc_parallel.record.values import flatten, table
+from hpc_parallel.report.figures import is_count, number
+from hpc_parallel.report.rank_state import fullest
+from hpc_parallel.report.spread import Spread, throughput_spread
 from hpc_parallel.supervise.run_state import states
 from hpc_parallel.supervise.summary import summarise
 
@@ -43,8 +45,6 @@ SPEEDLESS = (
 RUN_KEYS = ("name", "run_dir", "resume", "dry_run", "launcher", "sweep", "nodes", "gpus_per_node", "jobs")
 CLASS = "._target_"
 STRATEGY = ("name", "execution", *AXES)
-MAX_COUNT = 2**31  # of devices, samples of a batch, degrees of an axis
-LARGEST, SMALLEST = 1e18, 1e-18  # of a figure, so that ratios and sums are finite
 MAX_STARTS, MAX_RANKS, MAX_CHUNKS = 1000, 256, 10_000
 MAX_OVERLAP = 4  # chunks of a rank at the same time: its compute and its transfers
 SWEEPS = ("", "*/", "*/*/")  # where sweep folders are in a folder of runs
@@ -60,9 +60,11 @@ class Row:
     label: str
     layout: Mapping[str, int]  # axis -> degree
     devices: int | None
-    # FIGURES, `device_hours` and `exposed_communication_s` (of a step); None if not measured.
+    # FIGURES, `device_hours`, `exposed_communication_s` (of a step) and `state_bytes` (of the fullest rank);
+    # None if not measured.
     figures: Mapping[str, float | None]
     parts: Mapping[str, float] | None  # PARTS of a profiled step, seconds
+    spread: Spread  # of the throughput
     differs: Sequence[str] = ()  # options in which it differs from most runs of its strategy
 
     @property
@@ -88,6 +90,13 @@ class Row:
     @property
     def processes(self) -> int:
         return int(number((self.run.summary or {}).get("world_size")) or self.devices or 1)
+
+    @property
+    def hosts(self) -> int:
+        """The number of different hosts of its ranks; 0 if unknown."""
+        ranks = (self.run.environment or {}).get("ranks")
+        names = [table(rank).get("host") for rank in ranks] if isinstance(ranks, list) else []
+        return len({name for name in names if isinstance(name, str)})
 
     @property
     def on_cpu(self) -> bool:
@@ -157,17 +166,6 @@ class Gathered:
     rows: Sequence[Row]
     left_out: Sequence[tuple[str, str]] = field(default_factory=list)  # overrides that did not run, and why
     commands: Sequence[tuple[str, str]] = field(default_factory=list)  # folder name and command of each sweep
-
-
-def number(value: Any) -> float | None:
-    """A figure that can be shown and used in calculations; None for any other value."""
-    figure = finite(value)
-    return figure if figure is not None and (figure == 0 or SMALLEST <= abs(figure) <= LARGEST) else None
-
-
-def is_count(value: Any) -> bool:
-    """Whether it is a positive integer of a plausible size."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_COUNT
 
 
 def identity(config: Mapping[Any, Any]) -> str:
@@ -240,10 +238,12 @@ def _row(run: RecordedRun, *, state: str, ended: bool, label: str, differs: Sequ
     devices = _devices(run)
     figures["device_hours"] = device_hours(run, devices=devices)
     share, step_s = figures["exposed_communication_share"], figures["step_time_s"]
+    figures["state_bytes"] = fullest(summary)
     figures["exposed_communication_s"] = None if share is None or step_s is None else share * step_s
     return Row(
         run, state=state, ended=ended, label=label, layout=layout, devices=devices, figures=figures,
         parts=None if not parts or None in parts.values() else parts,
+        spread=throughput_spread(run.metrics),
         differs=differs,
     )  # fmt: skip
 
@@ -256,8 +256,8 @@ def _figure(key: str, value: Any) -> float | None:
 
 def _is_layout(layout: Any) -> bool:
     """An axis that did not exist when the run was recorded may be missing."""
-    known = isinstance(layout, dict) and bool(layout) and set(layout) <= set(AXES)
-    return known and all(map(is_count, layout.values()))
+    has_axes = isinstance(layout, dict) and bool(layout) and set(layout) <= set(AXES)
+    return has_axes and all(map(is_count, layout.values()))
 
 
 def _devices(run: RecordedRun) -> int | None:

@@ -9,7 +9,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from hpc_parallel.report.drawing import Note, annotate, canvas, short, spread, style
-from hpc_parallel.report.gather import Row, number
+from hpc_parallel.report.figures import number
+from hpc_parallel.report.gather import Row
 from hpc_parallel.report.spreadsheet import to_csv
 from hpc_parallel.report.tables import unit_of
 

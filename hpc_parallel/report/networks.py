@@ -1,12 +1,13 @@
-"""What carried the data of each run, which ranks were slow, and how its hosts are connected inside."""
+"""What carried the data of each run, how its devices fared, which were slow, and how hosts are connected."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hpc_parallel.record.device_states import device_lines
 from hpc_parallel.record.network import topology_lines, transport_lines
-from hpc_parallel.record.slow_ranks import slow_lines
+from hpc_parallel.record.recorded_slow_ranks import accused_lines
 from hpc_parallel.report.gather import Row
 
 MOST_TOPOLOGIES = 6
@@ -24,10 +25,14 @@ def networks(rows: Sequence[Row]) -> Networks | None:
     """None if no run has recorded anything."""
     environments = [row.run.environment or {} for row in rows]
     lines = [
-        [*transport_lines(environment), *(("slow rank", line) for line in slow_lines(row.run.folder))]
+        [
+            *transport_lines(environment),
+            *((f"devices: {title}", line) for title, line in device_lines(row.run.folder)),
+            *(("slow rank", line) for line in accused_lines(row.run.folder)),
+        ]
         for row, environment in zip(rows, environments, strict=True)
     ]
     drawings = ["\n".join(topology_lines(environment)) for environment in environments]
-    transports = [(row, found) for row, found in zip(rows, lines, strict=True) if found]
+    transports = [(row, row_lines) for row, row_lines in zip(rows, lines, strict=True) if row_lines]
     topologies = list(dict.fromkeys(filter(None, drawings)))[:MOST_TOPOLOGIES]
     return Networks(transports, topologies) if transports or topologies else None

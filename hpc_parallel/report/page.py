@@ -13,16 +13,16 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hpc_parallel.problems import alternatives, printable
-from hpc_parallel.report import collectives, latency, markdown
+from hpc_parallel.report import collective_curves, latency, markdown
 from hpc_parallel.report.claims import Runs, judged
 from hpc_parallel.report.gather import PARTS, Gathered
+from hpc_parallel.report.machines import machines
+from hpc_parallel.report.model_metrics import own_metrics
 from hpc_parallel.report.networks import networks
-from hpc_parallel.report.own_metrics import own_metrics
 from hpc_parallel.report.plots import Plot, draw
 from hpc_parallel.report.seeds import pools
 from hpc_parallel.report.spreadsheet import to_csv
 from hpc_parallel.report.tables import (
-    COLUMNS,
     UNMEASURED,
     Comparison,
     Series,
@@ -33,13 +33,17 @@ from hpc_parallel.report.tables import (
     scaling,
     unit_of,
 )
+from hpc_parallel.report.verdict import scope, verdicts
 
 # Control characters, characters that change the text direction, and lone surrogates, which no file can hold.
 _NO_TEXT = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 DEFINITIONS = (
-    "Throughput: samples per second, median after the warm-up. Latency: time of one sample (task=infer). "
-    "Step time: time of one optimizer step, median after the warm-up.",
-    "Memory per device: the maximum that any rank held; on a CPU this includes interpreter and libraries.",
+    "Throughput: samples per second, median after the warm-up, beside the range of the middle half. "
+    "Latency: time of one sample (task=infer). Step time: time of one optimizer step, median after the "
+    "warm-up.",
+    "Memory per device: the maximum that any rank held; on a CPU this includes interpreter and libraries. "
+    "State per device: weights, gradients and optimizer state of the rank that held most of them, without "
+    "activations.",
     "Bubble: the share of a pipeline's schedule in which a rank's stages have no work. Exposed "
     "communication: the share of a step in which a device waits for others and computes nothing, without "
     "the bubble. Both are means over the ranks in profiled steps. '-': there is no other device to wait for.",
@@ -76,7 +80,9 @@ def render(gathered: Gathered) -> Report:
         "summary": _summary(gathered),
         "best_note": _best_note(comparison),
         "comparison": comparison,
-        "columns": COLUMNS,
+        "columns": comparison.columns,
+        "verdicts": verdicts(rows),
+        "verdict_scope": scope(rows),
         "states": sorted({row.state for row in rows}),
         "troubles": [row for row in rows if not row.completed or row.notes],
         "left_out": gathered.left_out,
@@ -91,7 +97,8 @@ def render(gathered: Gathered) -> Report:
         "pools": pools(rows),
         "own_metrics": own_metrics(rows),
         "networks": networks(rows),
-        "collectives": collectives.curves(rows),
+        "machines": machines(rows),
+        "collectives": collective_curves.curves(rows),
         "collective_columns": COLLECTIVE_COLUMNS,
         "claims": judged(Runs(rows, series)),
         "definitions": DEFINITIONS,
@@ -140,7 +147,11 @@ def _summary(gathered: Gathered) -> str:
 
 
 def _best_note(comparison: Comparison) -> str:
-    text = "The best figure of the completed runs is marked in each column, unless all are equal."
+    text = (
+        "The best figure of the completed runs is marked in each column, unless all are equal. "
+        "Speeds whose ranges overlap can't be told apart and share the mark. "
+        "A column without a figure is left out."
+    )
     if comparison.workloads > 1:
         text += (
             f" There are {comparison.workloads} kinds of work (model, data, task, global batch), and each "

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from hpc_parallel.report import bubble, collectives, latency, links
+from hpc_parallel.report import bubble, collective_curves, latency, link_heat_maps
 from hpc_parallel.report.drawing import (
     BLUE,
     COLOURS,
@@ -34,7 +34,8 @@ from hpc_parallel.report.drawing import (
     short,
     style,
 )
-from hpc_parallel.report.gather import PARTS, Row, number, timeline
+from hpc_parallel.report.figures import number
+from hpc_parallel.report.gather import PARTS, Row, timeline
 from hpc_parallel.report.tables import STRONG, WEAK, Prediction, Series, Unit, digits, unit_of
 
 MAX_BARS, MAX_TIMELINES, MAX_POINTS = 40, 12, 300
@@ -63,8 +64,8 @@ def draw(rows: Sequence[Row], *, series: Sequence[Series], predictions: Sequence
         *loss_plots(rows),
         *_timeline_plots(rows),
         *_prediction_plots(predictions),
-        *collectives.plots(rows),
-        *links.plots(rows),
+        *collective_curves.plots(rows),
+        *link_heat_maps.plots(rows),
     ]
 
 

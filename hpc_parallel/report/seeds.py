@@ -15,7 +15,7 @@ _IGNORED = {*RUN_KEYS, "seed"} - {"nodes", "gpus_per_node"}
 
 
 @dataclass(frozen=True)
-class Spread:
+class PooledFigure:
     """A figure of several runs."""
 
     key: str
@@ -40,7 +40,7 @@ class Pool:
 
     label: str
     seeds: Sequence[int]
-    spreads: Sequence[Spread]  # of KEYS that all runs have
+    figures: Sequence[PooledFigure]  # of KEYS that all runs have
 
 
 def pools(rows: Sequence[Row]) -> list[Pool]:
@@ -54,15 +54,15 @@ def pools(rows: Sequence[Row]) -> list[Pool]:
 
 
 def _pool(rows: Sequence[Row]) -> Pool:
-    spreads = []
+    figures = []
     for key in KEYS:
         values = [value for row in rows if (value := row.figures[key]) is not None]
         if len(values) == len(rows):
-            spreads.append(Spread(key, values))
+            figures.append(PooledFigure(key, values))
     first = rows[0]
     options = [option for option in first.differs if not option.startswith("seed=")]
     label = ", ".join([first.strategy, first.layout_text, *options])
-    return Pool(label, sorted(_seed(row) for row in rows), spreads)
+    return Pool(label, sorted(_seed(row) for row in rows), figures)
 
 
 def _seed(row: Row) -> int:

@@ -11,7 +11,8 @@ from statistics import median
 from typing import Any
 
 from hpc_parallel.config.axes import AXES
-from hpc_parallel.report.gather import FIGURES, PARTS, RUN_KEYS, SPEEDLESS, Row, identity, number
+from hpc_parallel.report.figures import number
+from hpc_parallel.report.gather import FIGURES, PARTS, RUN_KEYS, SPEEDLESS, Row, identity
 
 UNMEASURED = "not measured"
 STRONG, WEAK = "strong", "weak"
@@ -31,6 +32,7 @@ class Column:
     best: Callable[[Sequence[float]], float]  # max or min
     competes: Callable[[Row], bool] = lambda row: True  # whether the figure is meaningful for a run
     same_samples: bool = False  # comparable only after the same number of samples
+    timed: bool = False  # equal if the ranges of throughput overlap
 
 
 def _parallel(row: Row) -> bool:
@@ -48,10 +50,11 @@ def _pipelined(row: Row) -> bool:
 
 
 COLUMNS = (
-    Column("samples_per_s", "throughput", "rate", max),
+    Column("samples_per_s", "throughput", "rate", max, timed=True),
     Column("latency_s", "latency", "seconds", min),
-    Column("step_time_s", "step time", "seconds", min),
+    Column("step_time_s", "step time", "seconds", min, timed=True),
     Column("peak_memory_bytes", "memory per device", "bytes", min),
+    Column("state_bytes", "state per device", "bytes", min),
     Column("bubble_share", "bubble", "share", min, _pipelined),
     Column("exposed_communication_share", "exposed communication", "share", min, _parallel),
     Column("traffic_bytes", "traffic per step", "bytes", min, _sends),
@@ -105,6 +108,7 @@ class Cell:
 
     value: float | None
     text: str
+    spread: str = ""  # the range of a throughput
     best: bool = False
 
 
@@ -113,43 +117,67 @@ class Comparison:
     """The comparison table: `cells[row][column]` in `units[column]`."""
 
     rows: Sequence[Row]
+    columns: Sequence[Column]  # those with a figure of at least one run
     units: Sequence[Unit]
     cells: Sequence[Sequence[Cell]]
     workloads: int  # kinds of work in the table; the best is marked within each
 
     def titles(self) -> list[str]:
         """The titles of the columns with their units."""
-        pairs = zip(COLUMNS, self.units, strict=True)
+        pairs = zip(self.columns, self.units, strict=True)
         return [f"{column.title}, {unit.name}" if unit.name else column.title for column, unit in pairs]
 
 
 def compare(rows: Sequence[Row]) -> Comparison:
     """Compare all rows; mark in each column the best of the completed runs of the same work."""
-    units, columns = [], []
-    for column in COLUMNS:
-        values = [row.figures[column.key] for row in rows]
-        unit = unit_of(column.kind, values)
-        best = best_of(column, rows, unit)
-        units.append(unit)
-        columns.append(
-            [
-                Cell(value, _shown(column, row, unit), best=index in best)
-                for index, (row, value) in enumerate(zip(rows, values, strict=True))
-            ]
-        )
-    return Comparison(rows, units, list(zip(*columns, strict=True)), len({row.work for row in rows}))
+    columns = [column for column in COLUMNS if any(_has_figure(column, row) for row in rows)]
+    units = [unit_of(column.kind, [row.figures[column.key] for row in rows]) for column in columns]
+    best = [best_of(column, rows, unit) for column, unit in zip(columns, units, strict=True)]
+    cells = [
+        [
+            Cell(
+                row.figures[column.key],
+                _shown(column, row, unit),
+                spread_text(row, column.key),
+                best=index in marked,
+            )
+            for column, unit, marked in zip(columns, units, best, strict=True)
+        ]
+        for index, row in enumerate(rows)
+    ]
+    return Comparison(rows, columns, units, cells, len({row.work for row in rows}))
+
+
+def column_of(key: str) -> Column:
+    """The column of this figure."""
+    return next(column for column in COLUMNS if column.key == key)
+
+
+def _has_figure(column: Column, row: Row) -> bool:
+    """Whether it is measured, and not the zero of a run for which it has no meaning."""
+    value = row.figures[column.key]
+    return value is not None and (value != 0 or column.competes(row))
 
 
 def _shown(column: Column, row: Row, unit: Unit) -> str:
     value = row.figures[column.key]
-    return "-" if value == 0 and not column.competes(row) else unit.show(value)
+    return "-" if value is not None and not _has_figure(column, row) else unit.show(value)
+
+
+def spread_text(row: Row, key: str) -> str:
+    """The range of the middle half of the speeds of a run; empty if unknown, or for another figure."""
+    if key != "samples_per_s" or row.spread.limits is None:
+        return ""
+    low, high = row.spread.limits
+    unit = unit_of("rate", ())
+    return f"{unit.show(low)} to {unit.show(high)}"
 
 
 def best_of(column: Column, rows: Sequence[Row], unit: Unit) -> set[int]:
     """Indices of the best rows of each kind of work.
 
-    A figure that only one run has is never the best. Runs that are equal in the digits shown are tied; if
-    all runs are tied, none is the best.
+    A figure that only one run has is never the best. Runs that are equal in the digits shown are tied, and
+    speeds also if their ranges overlap. If all runs are equal in the digits shown, none is the best.
     """
     groups: dict[Any, dict[int, str]] = defaultdict(dict)
     for index, row in enumerate(rows):
@@ -160,8 +188,14 @@ def best_of(column: Column, rows: Sequence[Row], unit: Unit) -> set[int]:
     best_rows: set[int] = set()
     for shown in groups.values():
         best = column.best([float(text) for text in shown.values()])
-        tied = {index for index, text in shown.items() if float(text) == best}
-        best_rows |= tied if len(tied) < len(shown) else set()
+        first = {index for index, text in shown.items() if float(text) == best}
+        if len(first) == len(shown):
+            continue
+        best_rows |= first
+        if column.timed:
+            best_rows |= {
+                index for index in shown if any(rows[index].spread.overlaps(rows[at].spread) for at in first)
+            }
     return best_rows
 
 
@@ -239,7 +273,8 @@ def records(rows: Sequence[Row], series: Sequence[Series]) -> list[dict[str, Any
             "layout": row.layout_text,
             "nodes": row.run.nodes,
             "gpus_per_node": row.run.gpus_per_node,
-            **{key: row.figures[key] for key in (*FIGURES, "device_hours")},
+            **{key: row.figures[key] for key in (*FIGURES, "device_hours", "state_bytes")},
+            **row.spread.as_record(),
             **{f"{part}_s": (row.parts or {}).get(part) for part in PARTS},
             **{f"{kind}_efficiency": efficiency.get((kind, row.run.path)) for kind in (STRONG, WEAK)},
         }

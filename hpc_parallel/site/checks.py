@@ -6,7 +6,6 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distributions, requires, version
 from pathlib import Path
 
@@ -24,24 +23,15 @@ from hpc_parallel.launch.slurm_launcher import refusal_message, test_only
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.job_state import controller_answers
 from hpc_parallel.record.trust import require_trusted
+from hpc_parallel.site.line import ERROR, OK, WARNING, Line
+from hpc_parallel.site.shell_checks import environment_line, module_lines, scratch_lines
 from hpc_parallel.supervise.fabric_kind import fabric_devices
 from hpc_parallel.supervise.host_facts import disk
 
 PACKAGE = "hpc-parallel"
-OK, WARNING, ERROR = "ok", "warning", "error"
 _LEAST_FREE_BYTES = 2**30
 _OF_ONE_HOST = {"tmpfs", "ramfs", "overlay"}  # file systems that other hosts never see
 _PATIENCE_S = 5.0
-
-
-@dataclass(frozen=True)
-class Line:
-    """The result of one check. refused: Slurm refuses the job, so it is no matter of the configuration."""
-
-    state: str
-    subject: str
-    text: str
-    refused: bool = False
 
 
 def site_lines(run: PreparedRun) -> Iterator[Line]:
@@ -49,10 +39,18 @@ def site_lines(run: PreparedRun) -> Iterator[Line]:
     yield Line(OK, "configuration", str(run))
     if run.import_note is not None:
         yield Line(WARNING, "classes", run.import_note)
+    yield from other_lines(run, submits=True)
+
+
+def other_lines(run: PreparedRun, *, submits: bool) -> Iterator[Line]:
+    """The checks of the site. submits: whether Slurm is asked about the script of this run."""
     yield from python_lines(run.config)
     yield from torch_lines(run.config)
-    yield from slurm_lines(run)
+    yield environment_line(run.config)
+    yield from module_lines(run.config)
+    yield from slurm_lines(run, submits=submits)
     yield fabric_line(run.config)
+    yield from scratch_lines(run.config)
     yield from folder_lines(run)
 
 
@@ -103,7 +101,7 @@ def torch_lines(config: RunConfig) -> Iterator[Line]:
         yield Line(OK, "torch", f"{installed} (gloo)")
 
 
-def slurm_lines(run: PreparedRun) -> Iterator[Line]:
+def slurm_lines(run: PreparedRun, *, submits: bool = True) -> Iterator[Line]:
     """Slurm's version, whether its controller answers, and what it says of this very batch script."""
     warnings = [Line(WARNING, "limits", text.partition(" ")[2].strip()) for text in site_warnings(run.config)]
     if shutil.which("sbatch") is None:
@@ -120,7 +118,7 @@ def slurm_lines(run: PreparedRun) -> Iterator[Line]:
         return
     yield Line(OK, "slurm", f"{release}; the controller answers; {_accounting()}")
     yield from warnings
-    if run.config.launcher.kind == "local":
+    if run.config.launcher.kind == "local" or not submits:
         return
     accepted, message = test_only(render(run))
     if accepted:
@@ -135,22 +133,22 @@ def _accounting() -> str:
 
 
 def _start_time(message: str) -> str:
-    found = re.search(r"start at (\S+)(?: using (\d+) processors)?(?: on nodes (\S+))?", message)
-    if found is None:
+    match = re.search(r"start at (\S+)(?: using (\d+) processors)?(?: on nodes (\S+))?", message)
+    if match is None:
         return message.removeprefix("sbatch: ")
-    return f"it would start at {found[1]}" + (f" on {found[3]}" if found[3] else "")
+    return f"it would start at {match[1]}" + (f" on {match[3]}" if match[3] else "")
 
 
 def fabric_line(config: RunConfig) -> Line:
     """The fabric's devices of this login node, compared with what the profile expects."""
     devices, expected = fabric_devices(), config.cluster.fabric
-    here = f"this host has {devices.kind} ({devices.describe(devices.kind)})"
+    host_devices = f"this host has {devices.kind} ({devices.describe(devices.kind)})"
     if expected in (AUTO, devices.kind):
-        return Line(OK, "fabric", f"{here}; each host of a job is asked again")
+        return Line(OK, "fabric", f"{host_devices}; each host of a job is asked again")
     if expected in RDMA and devices.kind not in RDMA:
-        text = f"cluster.fabric={expected}, and {here}"
+        text = f"cluster.fabric={expected}, and {host_devices}"
         return Line(WARNING, "fabric", f"{text}. Compute nodes may differ: task=preflight shows theirs.")
-    return Line(WARNING, "fabric", f"cluster.fabric={expected}, and {here}. Try cluster.fabric=auto.")
+    return Line(WARNING, "fabric", f"cluster.fabric={expected}, and {host_devices}. Try cluster.fabric=auto.")
 
 
 def folder_lines(run: PreparedRun) -> Iterator[Line]:
@@ -173,7 +171,7 @@ def folder_lines(run: PreparedRun) -> Iterator[Line]:
     kind = file_system(parent)
     if kind in _OF_ONE_HOST and launcher_kind(config.launcher.kind) != "local":
         where = f"{kind} exists on this host only: a job needs a shared disk"
-        yield Line(WARNING, "run folder", f"{text}. {where}.")
+        yield Line(WARNING, "run folder", f"{text}. {where}. Try run_dir=FOLDER on one.")
         return
     yield Line(OK, "run folder", f"{text} ({kind})")
 

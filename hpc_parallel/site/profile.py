@@ -45,7 +45,11 @@ def write_profile(records: SlurmRecords, *, name: str, login: Login, today: date
 
 def choose(records: SlurmRecords) -> Partition:
     """The partition for jobs that name none: with GPUs if there are any, else the default one."""
-    usable = [each for each in records.partitions.values() if each.up and records.nodes_of(each.name)]
+    usable = [
+        partition
+        for partition in records.partitions.values()
+        if partition.up and records.nodes_of(partition.name)
+    ]
     if not usable:
         raise ValueError("no partition that is up has a node; it needs nodes and partitions")
 
@@ -79,7 +83,7 @@ def _partitions(records: SlurmRecords) -> Iterator[str]:
             "nodes": count,
             "time_minutes": partition.time_minutes,
             "memory_gb": max((node.memory_mb or 0 for node in nodes), default=0) // 1024 or None,
-            "gpus_per_node": _only(sum(node.gpus.values()) for node in nodes),
+            "gpus_per_node": _only(_counts(nodes)),
         }
         texts = [f"{key}: {value}" for key, value in limits.items() if value]
         yield f"  {_text(partition.name)}: {{{', '.join(texts)}}}"
@@ -91,19 +95,36 @@ def _gpus(chosen: Partition, nodes: Sequence[Node], records: SlurmRecords) -> It
         yield _line("gpus: false", "no node of these partitions has a GPU: each device is a process on CPUs")
         yield _line("cpus_per_device: 1", "CPU cores for each process")
         return
-    if "cons_tres" not in records.settings.get("SelectType", "cons_tres"):
+    if "cons_tres" in records.settings.get("SelectType", "cons_tres"):
+        yield _line("gpu_flag: gpus-per-node", "gres: for --gres=gpu:N; none: whole nodes without a flag")
+    else:
         yield _line("gpu_flag: gres", "this Slurm does not know --gpus-per-node")
-    kind = types.most_common(1)[0][0]
+    kind = _usual_type(nodes)
     if len(types) > 1:
-        kinds = f"{', '.join(sorted(types))} are in {chosen.name}; a job takes one"
+        kinds = f"a job takes one type; partition {chosen.name} has {', '.join(sorted(types))}"
         yield _line(f"gpu_type: {_text(kind)}", kinds)
     elif kind:
         yield _line("gpu_type: null", f"{kind}, the only type in {chosen.name}")
-    devices = _only(node.gpus[kind] for node in nodes if kind in node.gpus)
-    comment = "gpus_per_node=auto takes all" if devices else "nodes differ: choose gpus_per_node for each run"
-    yield _line(f"gpus_per_node: {devices or 'null'}", comment)
+    counts = _counts(nodes)
+    devices = _only(counts)
+    different = f"nodes have {' or '.join(map(str, counts))}: choose gpus_per_node for each run"
+    yield _line(
+        f"gpus_per_node: {devices or 'null'}", "gpus_per_node=auto takes all" if devices else different
+    )
     yield from _shares([(node, sum(node.gpus.values())) for node in nodes if node.gpus])
     yield _line("device_memory_gb: null", "memory of one GPU: refuses models that can't fit")
+
+
+def _usual_type(nodes: Sequence[Node]) -> str:
+    """The type of which these nodes have most GPUs; empty if sites name none, or without GPUs."""
+    types = sum((Counter(node.gpus) for node in nodes), Counter())
+    return types.most_common(1)[0][0] if types else ""
+
+
+def _counts(nodes: Sequence[Node]) -> list[int]:
+    """The different counts of that type on nodes that have it, rising: a job takes one type."""
+    kind = _usual_type(nodes)
+    return sorted({node.gpus[kind] for node in nodes if kind in node.gpus})
 
 
 def _shares(nodes: Sequence[tuple[Node, int]]) -> Iterator[str]:
@@ -112,15 +133,15 @@ def _shares(nodes: Sequence[tuple[Node, int]]) -> Iterator[str]:
     yield _line(f"cpus_per_device: {max(1, cpus)}", "a node's cores, shared by its GPUs")
     memory_mb = min((node.memory_mb or 0) / count for node, count in nodes)
     if gigabytes := int(_OWN_SHARE * memory_mb / 1024):
-        yield _line(f"memory_gb_per_device: {gigabytes}", "a node's memory, shared by its GPUs")
+        yield _line(f"memory_gb_per_device: {gigabytes}", "95 % of a node's memory, shared by its GPUs")
 
 
 def _habits(records: SlurmRecords, login: Login) -> Iterator[str]:
     modules = f"[{', '.join(map(_text, login.modules))}]"
     yield _line(f"modules: {modules}", "loaded in the shell that wrote this file" if login.modules else "")
-    here = f"here: {login.fabric}" if login.fabric else "each host is asked what it has"
-    yield _line("fabric: auto", here)
-    yield _line('master_suffix: ""', "i at JSC: the fast network's names end so")
+    fabric_note = f"here: {login.fabric}" if login.fabric else "each host is asked what it has"
+    yield _line("fabric: auto", fabric_note)
+    yield _line('master_suffix: ""', "what the fast network adds to host names, such as i or -ib")
     settings = records.settings
     if "MaxArraySize" in settings:
         yield f"max_array_size: {settings['MaxArraySize']}"

@@ -25,7 +25,11 @@ _UNSET_MB = 1  # the memory of nodes for which the site has configured none
 
 @dataclass(frozen=True)
 class Node:
-    """gpus: type -> count; the type is empty if the site does not name it. memory_mb: None if unknown."""
+    """What jobs can get of a node.
+
+    cpus: without those that the site keeps for the system; gpus: type -> count, where the type is empty if
+    the site does not name it; memory_mb: None if unknown.
+    """
 
     name: str
     cpus: int
@@ -76,7 +80,7 @@ def read_records(texts: Iterable[str]) -> SlurmRecords:
 
 def _add_text(records: SlurmRecords, text: str) -> None:
     parts = _RECORD.split(text)
-    found = 0
+    count = 0
     for part in parts:
         fields: dict[str, str] = {}
         for name, value in _FIELD.findall(part):
@@ -84,12 +88,12 @@ def _add_text(records: SlurmRecords, text: str) -> None:
         if "NodeName" in fields and "CPUTot" in fields:
             node = _text_node(fields)
             records.nodes[node.name] = node
-            found += 1
+            count += 1
         elif "PartitionName" in fields:
             partition = _text_partition(fields)
             records.partitions[partition.name] = partition
-            found += 1
-    if not found:
+            count += 1
+    if not count:
         settings = dict(_SETTING.findall(text))
         if "SLURM_VERSION" not in settings:
             raise ValueError("it is not the output of scontrol or sinfo")
@@ -100,7 +104,8 @@ def _add_text(records: SlurmRecords, text: str) -> None:
 
 def _text_node(fields: Mapping[str, str]) -> Node:
     return Node(
-        fields["NodeName"], int(fields["CPUTot"]), _memory(int(fields.get("RealMemory", 0))),
+        fields["NodeName"], int(fields.get("CPUEfctv", fields["CPUTot"])),
+        _memory(int(fields.get("RealMemory", 0))),
         gpus_of(fields.get("Gres", "")), tuple(filter(None, fields.get("Partitions", "").split(","))),
     )  # fmt: skip
 
@@ -137,7 +142,8 @@ def _add_document(records: SlurmRecords, document: Mapping[str, Any]) -> None:
 def _json_node(entry: Mapping[str, Any]) -> Node:
     partitions = entry.get("partitions") or []
     return Node(
-        entry["name"], int(entry["cpus"]), _memory(_number(entry.get("real_memory"))),
+        entry["name"], _number(entry.get("effective_cpus")) or int(entry["cpus"]),
+        _memory(_number(entry.get("real_memory"))),
         gpus_of(entry.get("gres") or ""),
         tuple(partitions.split(",") if isinstance(partitions, str) else partitions),
     )  # fmt: skip

@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
 
 from hpc_parallel.config.axes import AVERAGED_AXES, BATCH_AXES, SAMPLE_AXES
+from hpc_parallel.config.batch_plan import BatchPlan
 from hpc_parallel.config.build import build
-from hpc_parallel.config.layout import DATAPARALLEL, PARAMETER_SERVER, BatchPlan, tile_grid
+from hpc_parallel.config.layout import DATAPARALLEL, PARAMETER_SERVER, tile_grid
 from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
 from hpc_parallel.models.auxiliary_loss import auxiliary_losses
@@ -20,6 +21,7 @@ from hpc_parallel.models.layered import LayeredModel, Loss, materialise
 from hpc_parallel.strategies import (
     batch_norm,
     checkpointing,
+    chunked_loss,
     compiling,
     context,
     dataparallel,
@@ -33,9 +35,11 @@ from hpc_parallel.strategies import (
     stages,
     tensor,
     tile,
+    working_weights,
 )  # fmt: skip
 from hpc_parallel.strategies.device_traffic import DeviceTraffic
 from hpc_parallel.strategies.forward_backward import Accumulate, ForwardBackward, SequenceParts, TensorGroup
+from hpc_parallel.strategies.groups import Groups
 from hpc_parallel.strategies.loss_scale import LossScale
 from hpc_parallel.strategies.mesh import axis_of, data_mesh, joint, slicing_axis
 from hpc_parallel.strategies.own_metrics import MetricsOf, WithMetrics
@@ -96,8 +100,9 @@ def assemble(
     config: RunConfig,
     batch: BatchPlan,
     sample_shape: tuple[int, ...],
-    mesh: DeviceMesh,
+    groups: Groups,
     device: torch.device,
+    weight: float = 1.0,
     trains: bool = True,
 ) -> Assembled:
     """Apply the techniques to the whole `model`, which is on meta; `model_checks` must have found no problem.
@@ -106,31 +111,44 @@ def assemble(
     precision, materialise, replicate.
     Weights are materialised before replication, which needs real ones, and after everything that decides
     which of them this rank needs. Each is drawn from (seed, its name), so no rank sends weights to another.
-    Inference (not `trains`) needs no replication, which averages gradients.
+    Inference (not `trains`) needs no replication, which averages gradients. `weight`: the factor of this
+    rank's mean loss (`BatchPlan.weight`).
 
     Raises ConfigError if the model can't be split as the strategy asks.
     """
+    mesh = groups.mesh
     flops = model.forward_flops(sample_shape)
     maps = measure_maps(model, mesh=mesh, sample_shape=sample_shape, options=config.strategy)
-    loss = loss_of(model, mesh=mesh, options=config.strategy)
-    metrics = metrics_of(model, mesh=mesh, options=config.strategy)
+    chunked = chunked_loss.applies(model, config=config, mesh=mesh)
     shapes = dropout_shapes.whole_shapes(model, sample_shape=sample_shape)
     local_stages = cut(model, mesh=mesh, sample_shape=sample_shape, options=config.strategy)
     parts = list(local_stages.values())
     for part in parts:
-        split(part, mesh=mesh, maps=maps, options=config.strategy)
+        projection = chunked_loss.apply(part) if chunked else None
+        split(part, mesh=mesh, maps=maps, options=config.strategy, chunked=projection)
         part.sample_indices = parts[0].sample_indices
-        own = dropout_part(part, mesh=mesh, options=config.strategy)
-        dropout.apply(part, shapes=shapes, part=own, seed=config.seed, device=device)
+        local_part = dropout_part(part, mesh=mesh, options=config.strategy)
+        dropout.apply(part, shapes=shapes, part=local_part, seed=config.seed, device=device)
         prepare(part, config=config, mesh=mesh, device=device)
+        if not trains and working_weights.applies(config) and slicing_axis(mesh) is None:
+            working_weights.cast_for_good(part)
     replicas = replicate_parts(parts, config=config, batch=batch, mesh=mesh, device=device, trains=trains)
     loss_scale = scale_of(parts, config=config, device=device)
+    loss = loss_of(model, mesh=mesh, options=config.strategy)
+    metrics = metrics_of(model, mesh=mesh, options=config.strategy)
+    if chunked:
+        dtype = precision.HALF.get(config.training.precision)
+        loss = chunked_loss.loss_of(parts[-1], dtype=dtype, mesh=mesh)
+        metrics = chunked_loss.metrics_of(parts[-1], metrics, dtype=dtype)
+    elif config.training.compile and axis_of(mesh, "tensor") is None:  # DTensor's loss is not compiled
+        loss = compiling.compile_loss(loss)
     loss = loss if loss_scale is None else loss_scale.apply(loss)
     evaluation = WithMetrics(loss, metrics, model=type(model).__name__)
 
     build_schedule = partial(
-        build_forward_backward, stages=local_stages, replicas=replicas, loss=evaluation, mesh=mesh,
-        options=config.strategy, device=device,
+        build_forward_backward, stages=local_stages, replicas=replicas, loss=evaluation, weight=weight,
+        groups=groups, options=config.strategy, device=device,
+        casts=trains and working_weights.applies(config),
     )  # fmt: skip
     return Assembled(
         parts=parts,
@@ -152,22 +170,32 @@ def build_forward_backward(
     stages: Mapping[int, LayeredModel],
     replicas: Replicas,
     loss: Loss,
-    mesh: DeviceMesh,
+    weight: float,
+    groups: Groups,
     options: StrategyConfig,
     device: torch.device,
+    casts: bool,
 ) -> ForwardBackward:
-    """How a batch passes this rank's `stages`, and what the ranks that share its samples do around it."""
+    """How a batch passes this rank's `stages`, and what the ranks that share its samples do around it.
+
+    `casts`: whether a step casts weights, which fully_shard does itself.
+    """
+    mesh = groups.mesh
     if mesh.get_coordinate() is None:
         return Idle(device=device)
     parts = list(stages.values())
     schedule: ForwardBackward
     if axis_of(mesh, "pipeline") is None:
-        schedule = Accumulate(replicas.runners[0], model=parts[0], loss=loss, microbatches=microbatches)
+        schedule = Accumulate(
+            replicas.runners[0], model=parts[0], loss=loss, microbatches=microbatches, weight=weight
+        )
     else:
         schedule = pipeline.Pipeline(
-            replicas.runners, stages=stages, loss=loss, mesh=mesh, replicas=replicas.unaveraged,
+            replicas.runners, stages=stages, loss=loss, groups=groups, replicas=replicas.unaveraged,
             schedule=options.schedule, microbatches=microbatches, device=device,
         )  # fmt: skip
+    if casts and slicing_axis(mesh) is None:
+        schedule = working_weights.CastOnce(schedule, parts=parts)
     if axis_of(mesh, "expert") is not None and (axis := axis_of(mesh, "replicate")) is not None:
         schedule = expert.ExpertReplicas(schedule, parts=parts, replicas=axis)
     if (axis := axis_of(mesh, "context")) is not None:
@@ -228,8 +256,15 @@ def cut(
     return stages.cut(model, axis=axis, sample_shape=sample_shape, options=options)
 
 
-def split(part: LayeredModel, *, mesh: DeviceMesh, maps: Maps | None, options: StrategyConfig) -> None:
-    """Split samples or single layers over devices."""
+def split(
+    part: LayeredModel,
+    *,
+    mesh: DeviceMesh,
+    maps: Maps | None,
+    options: StrategyConfig,
+    chunked: str | None,
+) -> None:
+    """Split samples or single layers over devices. `chunked`: the projection that the loss computes."""
     if maps is not None and (axis := axis_of(mesh, "tile")) is not None:
         tile.apply(part, axis=axis, grid=tile_grid(axis.size(), options.tile_grid), maps=maps)
     if (axis := axis_of(mesh, "expert")) is not None:
@@ -237,7 +272,7 @@ def split(part: LayeredModel, *, mesh: DeviceMesh, maps: Maps | None, options: S
     if (axis := axis_of(mesh, "context")) is not None:
         context.apply(part, axis=axis, options=options)
     if (axis := axis_of(mesh, "tensor")) is not None:
-        tensor.apply(part, axis=axis, options=options)
+        tensor.apply(part, axis=axis, options=options, chunked=chunked)
     if (axis := joint(mesh, *BATCH_AXES, *SAMPLE_AXES)) is not None:
         batch_norm.apply(part, axis=axis)  # over all ranks that share a microbatch
 
@@ -261,12 +296,15 @@ def prepare(part: LayeredModel, *, config: RunConfig, mesh: DeviceMesh, device: 
     training = config.training
     checkpointing.apply(part, keeps=training.activation_checkpointing, compiled=training.compile)
     if training.compile:
-        compiling.apply(part)
+        compiling.apply(part, memory_budget=training.memory_budget)
     slices = slicing_axis(mesh) is not None
     if not slices or training.precision == "float16":  # norms and the like need more range than float16 has
         precision.apply(part, precision=training.precision, device_type=device.type)
     if slices:
-        shard.apply(part, mesh=data_mesh(mesh), options=config.strategy, precision=training.precision)
+        shard.apply(
+            part, mesh=data_mesh(mesh), options=config.strategy, precision=training.precision,
+            staged=axis_of(mesh, "pipeline") is not None,
+        )  # fmt: skip
     materialise(part, seed=config.seed, device=device, dtype=precision.WEIGHTS[training.precision])
 
 
@@ -297,8 +335,8 @@ def replicate_parts(
     if strategy.execution == PARAMETER_SERVER:
         server = ParameterServer(parts[0].parameters(), options=strategy, device=device)
         return Replicas(parts, server=server)
-    axis = joint(mesh, *AVERAGED_AXES)
-    if axis is None or not trains or slicing_axis(mesh) is not None:
+    axis = joint(mesh, *AVERAGED_AXES) if trains and slicing_axis(mesh) is None else None
+    if axis is None:
         return Replicas(parts)
     if axis_of(mesh, "pipeline") is not None and schedule_of(strategy).splits_backward:
         return Replicas(parts, unaveraged=axis)

@@ -17,6 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.strategies.mesh import name_of
+from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 from hpc_parallel.torch_internals import BatchNorm, require_dims
 
@@ -25,16 +27,16 @@ def apply(model: LayeredModel, *, axis: DeviceMesh) -> LayeredModel:
     """Let every BatchNorm of `model` take its statistics over `axis`, which may join several axes."""
     for module in model.modules():
         if isinstance(module, BatchNorm):
-            replace_forward(module, partial(forward, axis.get_group()), technique="Global")
+            replace_forward(module, partial(forward, axis.get_group(), name_of(axis)), technique="Global")
     return model
 
 
-def forward(group: dist.ProcessGroup, original: Forward, norm: BatchNorm, x: Tensor) -> Tensor:
+def forward(group: dist.ProcessGroup, axis: str, original: Forward, norm: BatchNorm, x: Tensor) -> Tensor:
     """Normalise `x` [batch, channel, ...], this rank's part of the microbatch."""
     require_dims(norm, x)
     if not norm.training and norm.running_mean is not None:
         return original(norm, x)
-    out, mean, variance, count = Normalise.apply(x, norm.weight, norm.bias, norm.eps, group)
+    out, mean, variance, count = Normalise.apply(x, norm.weight, norm.bias, norm.eps, group, axis)
     track(norm, mean=mean, variance=variance, count=count)
     return out  # type: ignore[no-any-return]
 
@@ -67,23 +69,24 @@ class Normalise(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         group: dist.ProcessGroup,
+        axis: str,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         upcast = x.to(torch.promote_types(x.dtype, torch.float32))
         dims = [dim for dim in range(x.dim()) if dim != 1]
         shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
         local_count = upcast.new_tensor([x.numel() // x.shape[1]], dtype=torch.float64)
         totals = torch.cat([upcast.sum(dims).double(), local_count])  # a float32 can't count all pixels
-        dist.all_reduce(totals, group=group)
+        sum_over(totals, group=group, axis=axis)
         mean, count = (totals[:-1] / totals[-1]).to(upcast.dtype), totals[-1]
         centred = upcast - mean.view(shape)
         squares = centred.square().sum(dims).double()
-        dist.all_reduce(squares, group=group)
+        sum_over(squares, group=group, axis=axis)
         variance = squares / count
         scale = torch.rsqrt(variance + eps).to(upcast.dtype)
         normed = centred * scale.view(shape)
         out = normed if weight is None or bias is None else normed * weight.view(shape) + bias.view(shape)
         ctx.save_for_backward(x, weight, mean, scale, count)
-        ctx.group = group
+        ctx.group, ctx.axis = group, axis
         ctx.mark_non_differentiable(mean, variance, count)
         return out.to(x.dtype), mean, variance, count
 
@@ -97,9 +100,14 @@ class Normalise(torch.autograd.Function):
         normed = (x.to(mean.dtype) - mean.view(shape)) * scale.view(shape)
         sums = torch.stack([upcast.sum(dims), (upcast * normed).sum(dims)])  # gradients of bias and weight
         totals = sums.to(torch.float64, copy=True)
-        dist.all_reduce(totals, group=ctx.group)
+        sum_over(totals, group=ctx.group, axis=ctx.axis)
         offset, slope = (totals / count).to(mean.dtype).unbind()
         factor = scale if weight is None else scale * weight
         inner = upcast - offset.view(shape) - normed * slope.view(shape)
         grad_bias, grad_weight = (None, None) if weight is None else sums.to(weight.dtype).unbind()
-        return (inner * factor.view(shape)).to(x.dtype), grad_weight, grad_bias, None, None
+        return (inner * factor.view(shape)).to(x.dtype), grad_weight, grad_bias, None, None, None
+
+
+def sum_over(values: Tensor, *, group: dist.ProcessGroup, axis: str) -> None:
+    with marked(f"all_reduce {axis}"):
+        dist.all_reduce(values, group=group)

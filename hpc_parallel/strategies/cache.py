@@ -5,14 +5,14 @@ Works for every model that mixes positions only in `CausalAttention` and gets po
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn import functional as F
 
-from hpc_parallel.models.attention import Attention, CausalAttention
+from hpc_parallel.models.attention import Attention, CausalAttention, attend
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.positions import Positions
 from hpc_parallel.problems import Problem, Problems
@@ -68,6 +68,9 @@ class Past(Positions):
     def __call__(self, length: int, *, device: torch.device) -> Tensor:
         return torch.arange(self.length, self.length + length, device=device)
 
+    def key(self, length: int) -> Hashable:
+        return self.length, length
+
     def grow(self, positions: int) -> None:
         self.length += positions
 
@@ -93,6 +96,4 @@ class CachedAttention(CausalAttention):
         self.keys[:, :, start:end], self.values[:, :, start:end] = key, value
         if start == 0:
             return super().forward(query, key, value)
-        grouped = query.shape[1] != key.shape[1]
-        past = self.keys[:, :, :end], self.values[:, :, :end]
-        return F.scaled_dot_product_attention(query, *past, enable_gqa=grouped)
+        return attend(query, self.keys[:, :, :end], self.values[:, :, :end], causal=False)

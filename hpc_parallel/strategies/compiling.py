@@ -9,23 +9,31 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.models.layered import LayeredModel, Loss
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
-from hpc_parallel.torch_internals import allow_recompiles
+from hpc_parallel.torch_internals import allow_recompiles, set_memory_budget
 
 SHAPES = 64  # that the inputs of a block may have: microbatches in training, each batch size in inference
 
 
-def apply(model: LayeredModel) -> LayeredModel:
+def apply(model: LayeredModel, *, memory_budget: float | None = None) -> LayeredModel:
     """Compile the full forward pass of every block of `model`, but not what wraps a block.
 
     So hooks on the block itself (fully_shard's) are never compiled, and parameters keep their names.
+    memory_budget: `training.memory_budget`.
     """
+    set_memory_budget(1.0 if memory_budget is None else memory_budget)
     allow_recompiles(SHAPES * len(model.blocks))
     run = partial(run_compiled, cache(partial(torch.compile, fullgraph=True, dynamic=False)))
     for block in model.blocks.values():
         replace_forward(block, run, technique="Compiled")
     return model
+
+
+def compile_loss(loss: Loss) -> Loss:
+    """The loss in one piece, without a copy of the logits for each of its operations."""
+    compiled: Loss = torch.compile(loss, dynamic=False)
+    return compiled
 
 
 def run_compiled(compiled: Any, forward: Forward, block: Module, *inputs: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""Context parallelism: every sequence is split over devices, which communicate in attention only (`ring.py`).
+"""Context parallelism: every sequence is split over devices, which communicate in attention only.
+
+`ring.py` and `all_to_all_attention.py` have the ways to do so.
 
 All other layers treat each position separately. Every device has all weights, or fully_shard slices them over
 this axis as over `shard`. Each device computes gradients of its own positions; all have equally many loss
@@ -6,6 +8,8 @@ terms, so gradients are averaged over devices as over replicas.
 """
 
 from __future__ import annotations
+
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -15,11 +19,15 @@ from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.attention import Attention, CausalAttention, FullAttention
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.positions import Positions
+from hpc_parallel.models.product_dtype import product_dtype
 from hpc_parallel.problems import Problem, Problems
+from hpc_parallel.strategies.all_to_all_attention import HeadsAttention
 from hpc_parallel.strategies.local_positions import find_local_positions
 from hpc_parallel.strategies.ring import Exchange, Gather, Ring, SequenceAttention, slices_of
 
-EXCHANGES: dict[str, Exchange] = {"ring": Ring(), "gather": Gather()}  # by strategy.context_attention
+# By strategy.context_attention, which may also be:
+EXCHANGES: dict[str, Exchange] = {"ring": Ring(), "gather": Gather()}
+ALL_TO_ALL = "all_to_all"
 
 
 def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> LayeredModel:
@@ -27,9 +35,15 @@ def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> 
     model.sample_positions = SlicedPositions(axis)
     for name, module in list(model.named_modules()):
         if isinstance(module, Attention):
-            exchange = EXCHANGES[options.context_attention]
-            model.set_submodule(name, SplitAttention(axis=axis, exchange=exchange, causal=module.causal))
+            model.set_submodule(name, split_attention(module, axis=axis, kind=options.context_attention))
     return model
+
+
+def split_attention(whole: Attention, *, axis: DeviceMesh, kind: str) -> Attention:
+    """What takes the place of `whole`; `kind`: strategy.context_attention."""
+    if kind == ALL_TO_ALL:
+        return HeadsAttention(SlicedPositions(axis), axis=axis, causal=whole.causal)
+    return SplitAttention(axis=axis, exchange=EXCHANGES[kind], causal=whole.causal)
 
 
 def find_problems(model: LayeredModel, *, degree: int, sample_shape: tuple[int, ...]) -> Problems:
@@ -63,6 +77,9 @@ class SlicedPositions(Positions):
         slices = slices_of(self._rank, degree=self._degree, length=length * self._degree)
         return torch.cat([torch.arange(part.start, part.stop, device=device) for part in slices])
 
+    def key(self, length: int) -> Hashable:
+        return self._rank, self._degree, length
+
 
 class SplitAttention(Attention):
     """Attention over the whole sequence; this device has two slices of it."""
@@ -74,7 +91,9 @@ class SplitAttention(Attention):
         self._exchange = exchange
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        with torch.autocast(query.device.type, enabled=False):  # sums stay in float32
+        dtype = product_dtype(query)  # torch applies autocast to its own attention
+        query, key, value = (x.to(dtype) for x in (query, key, value))
+        with torch.autocast(query.device.type, enabled=False):  # parts are merged in float32
             group = self._axis.get_group()
             out: Tensor = SequenceAttention.apply(query, key, value, group, self._exchange, self.causal)
             return out

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from hpc_parallel.strategies import cache, exchange
 from hpc_parallel.strategies.assemble import Assembled
-from hpc_parallel.strategies.mesh import axis_of, joint
+from hpc_parallel.strategies.mesh import axis_of, joint, name_of
+from hpc_parallel.strategies.ranges import marked
 
 
 class Decoder:
@@ -45,7 +46,8 @@ class Decoder:
             self._send(x.contiguous())
         chosen = choose(x[:, -1]) if self._is_chooser else tokens.new_empty(len(tokens))
         if self._replica is not None:
-            dist.broadcast(chosen, group=self._replica.get_group(), group_src=self._chooser)
+            with marked(f"broadcast {name_of(self._replica)}"):
+                dist.broadcast(chosen, group=self._replica.get_group(), group_src=self._chooser)
         return chosen
 
     def _send(self, x: Tensor) -> None:
@@ -55,7 +57,8 @@ class Decoder:
             kind = list(x.shape[2:]), str(x.dtype).removeprefix("torch.")
             exchange.send(kind, target=target, group=group, device=self._device)
             self._sent_kind = True
-        dist.send(x, group=group, group_dst=target)
+        with marked("send pipeline"):
+            dist.send(x, group=group, group_dst=target)
 
     def _receive(self, shape: torch.Size) -> Tensor:
         """The previous stage's output [batch, seq, ...] for tokens of `shape` [batch, seq]."""
@@ -65,7 +68,8 @@ class Decoder:
             self._input_kind = tuple(size), getattr(torch, name)
         size, dtype = self._input_kind
         x = torch.empty(*shape, *size, dtype=dtype, device=self._device)
-        dist.recv(x, group=group, group_src=source)
+        with marked("recv pipeline"):
+            dist.recv(x, group=group, group_src=source)
         return x
 
     def _neighbour(self, step: int) -> tuple[dist.ProcessGroup, int]:

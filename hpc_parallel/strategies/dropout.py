@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hpc_parallel.models.layered import LayeredModel, tensor_seed
+from hpc_parallel.models.drawing import tensor_seed
+from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.positions import Positions
 from hpc_parallel.models.sample_indices import SampleIndices
 from hpc_parallel.problems import ConfigError
@@ -43,11 +44,11 @@ class Part:
 
     def indices(self, x: Tensor, dim: int, shape: WholeShape) -> Tensor | None:
         """The indices in the whole `dim` of those of `x`; None if they are not known."""
-        size, whole = x.shape[dim], shape.sizes[dim - 1]
-        if size == whole:
+        size, full_size = x.shape[dim], shape.sizes[dim - 1]
+        if size == full_size:
             return torch.arange(size, device=x.device)
         if dim == shape.sequence_dim:
-            sequence = self.positions(whole // self.context, device=x.device)
+            sequence = self.positions(full_size // self.context, device=x.device)
             return sequence if size == len(sequence) else self._slice(sequence, size)
         if self.tiles is not None:
             first_map_dim = x.dim() - 2
@@ -56,7 +57,7 @@ class Part:
             height, width = shape.sizes[-2:]
             start, end = self.tiles.boxes((height, width))[self.tiles.rank][dim - first_map_dim]
             return torch.arange(start, end, device=x.device)
-        return self._slice(torch.arange(whole, device=x.device), size)
+        return self._slice(torch.arange(full_size, device=x.device), size)
 
     def _slice(self, indices: Tensor, size: int) -> Tensor | None:
         """The part of this rank of the tensor axis, if the axis divides `indices` into parts of `size`."""

@@ -61,15 +61,15 @@ def whole_shapes(model: LayeredModel, *, sample_shape: tuple[int, ...]) -> dict[
     names = [name for name, _ in dropouts(model)]
     if not names:
         return {}
-    whole = dry_pass(model, sample_shape=sample_shape)
-    half = whole
-    if whole is not None and len(sample_shape) == 1 and sample_shape[0] > 1:
+    full = dry_pass(model, sample_shape=sample_shape)
+    half = full
+    if full is not None and len(sample_shape) == 1 and sample_shape[0] > 1:
         half = dry_pass(model, sample_shape=(sample_shape[0] // 2,))
-    if whole is None or half is None:
+    if full is None or half is None:
         return {}
     label = type(model).__name__
     shapes = {
-        name: _shape(f"{label}.{name}", whole.inputs.get(name, []), half.inputs.get(name, []))
+        name: _shape(f"{label}.{name}", full.inputs.get(name, []), half.inputs.get(name, []))
         for name in names
     }
     return {name: shape for name, shape in shapes.items() if shape is not None}
@@ -136,11 +136,11 @@ def _shape(name: str, inputs: list[tuple[int, ...]], halves: list[tuple[int, ...
     """`inputs`, `halves`: the input shapes with whole and with half sequences; None if they do not fit."""
     if len(inputs) != 1 or len(halves) != 1 or len(inputs[0]) < 2 or len(inputs[0]) != len(halves[0]):
         return None
-    (whole,), (half,) = inputs, halves
-    changed = [dim for dim, (a, b) in enumerate(zip(whole, half, strict=True)) if a != b]
-    if whole[0] != BATCH or len(changed) > 1:
+    (full,), (half,) = inputs, halves
+    changed = [dim for dim, (a, b) in enumerate(zip(full, half, strict=True)) if a != b]
+    if full[0] != BATCH or len(changed) > 1:
         return None
-    return WholeShape(name, whole[1:], changed[0] if changed else None)
+    return WholeShape(name, full[1:], changed[0] if changed else None)
 
 
 class _RandomOperations(DispatchMode):

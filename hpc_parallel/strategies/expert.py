@@ -24,6 +24,7 @@ from hpc_parallel.models.experts import Experts
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.strategies.forward_backward import ForwardBackward
+from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.replace_forward import Forward, OriginalForward, replace_forward
 from hpc_parallel.strategies.replicate import Average
 
@@ -61,7 +62,8 @@ def _with_tokens_of_all(
     """Send `rows` [row, dim], sorted by expert, to the devices of their experts, and the outputs back."""
     group, degree = axis.get_group(), axis.size()
     received_counts = torch.empty_like(counts)  # [device * expert of this device]
-    dist.all_to_all_single(received_counts, counts.contiguous(), group=group)
+    with marked("all_to_all expert"):
+        dist.all_to_all_single(received_counts, counts.contiguous(), group=group)
     by_device = received_counts.view(degree, -1)
     sent, received = torch.stack([counts.view(degree, -1).sum(1), by_device.sum(1)]).tolist()
     arrived = Exchange.apply(rows, group, sent, received)
@@ -89,7 +91,8 @@ class Exchange(torch.autograd.Function):
     ) -> Tensor:
         ctx.group, ctx.sent, ctx.received = group, sent, received
         arrived = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+        with marked("all_to_all expert"):
+            dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
         return arrived
 
     @staticmethod

@@ -55,8 +55,13 @@ class Accumulate:
 
     copies: Sequence[Parameter] = ()
 
-    def __init__(self, runner: Module, *, model: LayeredModel, loss: Loss, microbatches: int) -> None:
-        """`runner` is the `model`, wrapped by what else applies to it (DistributedDataParallel)."""
+    def __init__(
+        self, runner: Module, *, model: LayeredModel, loss: Loss, microbatches: int, weight: float = 1.0
+    ) -> None:
+        """`runner` is the `model`, wrapped by what else applies to it (DistributedDataParallel).
+
+        `weight`: the factor of this replica's mean loss (`BatchPlan.weight`).
+        """
         self._runner = runner
         self._model = model
         self._loss = loss
@@ -64,6 +69,7 @@ class Accumulate:
         # DistributedDataParallel would prepare for a backward pass; others evaluate as they train.
         self._forward = model if isinstance(runner, DistributedDataParallel) else runner
         self._microbatches = microbatches
+        self._weight = weight
         self._without_averaging: Callable[[], AbstractContextManager[None]] = nullcontext
         if isinstance(runner, DistributedDataParallel):
             self._without_averaging = self._first_step_in_sync if runner.static_graph else runner.no_sync
@@ -73,7 +79,7 @@ class Accumulate:
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean loss of this replica's batch `[batch, ...]`; its gradients are added to the weights'."""
-        terms = self._model.loss_terms(targets)
+        terms = self._model.loss_terms(targets) / self._weight
         for auxiliary in self._auxiliary_losses:
             auxiliary.loss_terms = terms
         pieces = self._split(inputs, targets)
@@ -93,7 +99,7 @@ class Accumulate:
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean loss and metrics of this replica's batch, forward only."""
-        terms = self._model.loss_terms(targets)
+        terms = self._model.loss_terms(targets) / self._weight
         losses = [
             self._loss(self._forward(samples), expected) for samples, expected in self._split(inputs, targets)
         ]

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hpc_parallel.strategies.ranges import marked
+
 Span = tuple[int, int]  # first row or column, and one past the last
 Box = tuple[Span, Span]  # rows, columns of the whole map; padding lies beyond its border
 Size = tuple[int, int]  # height, width
@@ -112,7 +114,9 @@ class Exchange:
         received_counts = [leading.numel() * area(piece) for piece in expected]
         sent_counts[self.rank] = received_counts[self.rank] = 0
         received = x.new_empty(sum(received_counts))
-        dist.all_to_all_single(received, torch.cat(outgoing), received_counts, sent_counts, group=self.group)
+        message = torch.cat(outgoing)
+        with marked("all_to_all tile"):
+            dist.all_to_all_single(received, message, received_counts, sent_counts, group=self.group)
         shapes = [(*leading, *(part.stop - part.start for part in piece)) for piece in expected]
         shapes[self.rank] = (0,)
         return [part.view(shape) for part, shape in zip(received.split(received_counts), shapes, strict=True)]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import Parameter
 
 from hpc_parallel import torch_internals
 from hpc_parallel.config.axes import SAMPLE_AXES
 from hpc_parallel.config.layout import Layout
+from hpc_parallel.strategies.ranges import marked
 
 
 def build_mesh(layout: Layout, *, device_type: str, first: int = 0) -> DeviceMesh:
@@ -28,6 +31,12 @@ def build_mesh(layout: Layout, *, device_type: str, first: int = 0) -> DeviceMes
     } or {"replicate": 1}
     ranks = torch.arange(first, first + layout.devices).reshape(tuple(used.values()))
     return DeviceMesh(device_type, ranks, mesh_dim_names=tuple(used))
+
+
+def build_host_mesh(nodes: int, *, device_type: str) -> DeviceMesh:
+    """Build a mesh of all ranks with the axes `across nodes` and `inside a node`."""
+    ranks = torch.arange(dist.get_world_size()).reshape(nodes, -1)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=("across nodes", "inside a node"))
 
 
 def slicing_axis(mesh: DeviceMesh) -> DeviceMesh | None:
@@ -61,6 +70,12 @@ def joint(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
     return mesh[used[0]] if len(used) == 1 else torch_internals.flatten(mesh[used])
 
 
+def name_of(axis: DeviceMesh) -> str:
+    """The name of a one-dimensional mesh; of several axes made one, their names joined."""
+    assert axis.mesh_dim_names is not None
+    return axis.mesh_dim_names[0]
+
+
 def axis_of(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
     """The one-dimensional mesh of `name` with this rank; None for degree 1 or a rank outside the mesh."""
     assert mesh.mesh_dim_names is not None
@@ -72,8 +87,11 @@ def local_gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
     """This rank's slices of the gradients, as plain tensors that share their memory.
 
     A distributed gradient is first redistributed to its weight's placements: autograd leaves the gradient
-    of a norm's weight as partial sums over the tensor axis, and only fully_shard would add them up.
+    of a norm's weight as partial sums over the tensor axis, and only fully_shard would add them up. All of
+    these are added up at once, because each is small.
     """
+    parameters = list(parameters)
+    _sum_replicated(parameters)
     gradients: list[Tensor] = []
     for parameter in parameters:
         gradient = parameter.grad
@@ -86,6 +104,26 @@ def local_gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
     return gradients
 
 
+@torch.no_grad()
+def _sum_replicated(parameters: Iterable[Parameter]) -> None:
+    """Add up the gradients that are partial sums of whole weights on one axis, in one flat buffer a type."""
+    groups: defaultdict[tuple[DeviceMesh, torch.dtype], list[Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+            whole = parameter.placements == (Replicate(),)
+            if whole and gradient.placements == (Partial(),):
+                groups[gradient.device_mesh, gradient.dtype].append(parameter)
+    for (axis, _), owners in groups.items():
+        partial = [owner.grad.to_local() for owner in owners]  # type: ignore[union-attr]
+        flat = torch.cat([gradient.reshape(-1) for gradient in partial])
+        with marked(f"all_reduce {name_of(axis)}"):
+            dist.all_reduce(flat, group=axis.get_group())
+        sums = flat.split([gradient.numel() for gradient in partial])
+        for owner, gradient, total in zip(owners, partial, sums, strict=True):
+            owner.grad = DTensor.from_local(total.view_as(gradient), axis, [Replicate()], run_check=False)
+
+
 def holders(parameter: Parameter, *, axes: Iterable[DeviceMesh]) -> int:
     """Number of ranks of the `axes` that have the same slice of `parameter` as this rank."""
     placements = parameter.placements if isinstance(parameter, DTensor) else ()
@@ -95,6 +133,5 @@ def holders(parameter: Parameter, *, axes: Iterable[DeviceMesh]) -> int:
     }
     count = 1
     for axis in axes:
-        assert axis.mesh_dim_names is not None
-        count *= 1 if axis.mesh_dim_names[0] in {*split, "pipeline"} else axis.size()
+        count *= 1 if name_of(axis) in {*split, "pipeline"} else axis.size()
     return count

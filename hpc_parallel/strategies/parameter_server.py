@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from hpc_parallel import torch_internals
 from hpc_parallel.config.schema import StrategyConfig
+from hpc_parallel.strategies.ranges import marked
 
 SERVER = 0
 
@@ -78,12 +79,15 @@ class ParameterServer:
             parameter.grad = piece
 
     def _send(self, message: Tensor, *, target: int) -> None:
-        dist.send(message.to(self._message_device), dst=target)
+        message = message.to(self._message_device)
+        with marked("send parameter server"):
+            dist.send(message, dst=target)
 
     def _receive(self, like: Sequence[Tensor], *, source: int) -> Tensor:
         count = sum(parameter.numel() for parameter in like)
         message = torch.empty(count, dtype=like[0].dtype, device=self._message_device)
-        dist.recv(message, src=source)
+        with marked("recv parameter server"):
+            dist.recv(message, src=source)
         return message.to(like[0].device)
 
 

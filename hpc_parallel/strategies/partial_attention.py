@@ -1,8 +1,7 @@
-"""Attention to some of the keys: partial results that merge exactly, and their part of the gradients.
+"""Attention to some of the keys in strips, and their part of the gradients, by torch's public operations.
 
-The softmax of a row is the sum of its parts, weighted by their shares of the row's sum of exponentials, so
-each part also returns the logarithm of that sum, `lse` (Milakov and Gimelshein 2018; FlashAttention, Dao et
-al. 2022). Only a strip of the scores exists at a time. None is kept: the backward pass computes them again.
+`attention_kernels.py` uses it where no fused kernel can serve. Only a strip of the scores exists at a time.
+None is kept: the backward pass computes them again.
 
 Queries are [batch, kv_head, group, seq, head_dim]: each key-value head serves a group of query heads. Keys
 and values are [batch, kv_head, seq, head_dim]. The dtype of the inputs, float32 or float64, is that of all
@@ -31,14 +30,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[
         weights = scores.sub_(lse[..., rows, :]).exp_()
         outputs[..., rows, :] = over_groups(weights, value[..., :end, :])
     return outputs, lse
-
-
-def merge(outputs: Tensor, lse: Tensor, *, part: tuple[Tensor, Tensor]) -> None:
-    """Add, in place, the result of the same queries over other keys."""
-    part_outputs, part_lse = part
-    total = torch.logaddexp(lse, part_lse)
-    outputs.mul_((lse - total).exp_()).add_(part_outputs.mul_((part_lse - total).exp_()))
-    lse.copy_(total)
 
 
 def attend_backward(

@@ -30,8 +30,9 @@ from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.models.auxiliary_loss import auxiliary_losses
 from hpc_parallel.models.layered import LayeredModel, Loss
 from hpc_parallel.problems import ConfigError
+from hpc_parallel.strategies.action_times import action
 from hpc_parallel.strategies.forward_backward import propagate_nonfinite
-from hpc_parallel.strategies.ranges import marked
+from hpc_parallel.strategies.groups import Groups
 from hpc_parallel.strategies.replicate import Average, average_of
 from hpc_parallel.strategies.tied_ends import TiedEnds
 
@@ -49,12 +50,12 @@ KINDS = {
 
 
 def busy(stage: int, kind: str, microbatch: int | None = None) -> AbstractContextManager[object]:
-    """Mark a stage's work for the profiler (profiling/timeline.py), if one is on.
+    """Mark a stage's work for the profiler, and for the timeline of a measured step, if one is on.
 
     `kind` is forward, loss, backward (of inputs and weights, or of inputs only), weights (their gradients, if
     the schedule delays them), or average (over replicas).
     """
-    return marked(f"{BUSY} {stage} {kind}" + ("" if microbatch is None else f" {microbatch}"))
+    return action(f"{BUSY} {stage} {kind}" + ("" if microbatch is None else f" {microbatch}"))
 
 
 class Stage(PipelineStage):
@@ -118,7 +119,7 @@ def match_strides(module: Module) -> None:
     On CPUs the fused AdamW of torch 2.13 assumes that both have the same strides.
     """
     for weight in module.parameters():
-        if weight.grad is not None and weight.grad.stride() != weight.stride():
+        if weight.is_leaf and weight.grad is not None and weight.grad.stride() != weight.stride():
             weight.grad = torch.empty_like(weight).copy_(weight.grad)
 
 
@@ -142,7 +143,7 @@ class Pipeline:
         *,
         stages: Mapping[int, LayeredModel],
         loss: Loss,
-        mesh: DeviceMesh,
+        groups: Groups,
         replicas: DeviceMesh | None,
         schedule: str,
         microbatches: int,
@@ -158,7 +159,7 @@ class Pipeline:
         if problem := version_problem(schedule):
             raise ConfigError([problem])
         delay_averaging(runners)
-        axis = mesh["pipeline"]
+        axis = groups.mesh["pipeline"]
         models, count = list(stages.values()), axis.size() * len(stages)
         self._parts = [
             Stage(runner, index, count, device, group=axis.get_group())
@@ -176,7 +177,7 @@ class Pipeline:
         self._first = min(stages) == 0
         self._last = max(stages) == count - 1
         self._device = device
-        self._tied = TiedEnds(models, mesh=mesh, v_shaped=SCHEDULES[schedule].v_shaped)
+        self._tied = TiedEnds(models, group=groups.ends, v_shaped=SCHEDULES[schedule].v_shaped)
         self.copies: Sequence[Parameter] = self._tied.copies
         self._passes = microbatches if SCHEDULES[schedule].in_turn else 1
         self._per_pass = microbatches // self._passes

@@ -14,7 +14,12 @@ _NOTHING = nullcontext()
 
 
 def marked(name: str) -> AbstractContextManager[object]:
-    """A range around a piece of work. Without a profiler it costs one call, and on a GPU two of NVTX."""
+    """A range around a piece of work. Without a profiler it costs one call, and on a GPU two of NVTX.
+
+    The range of a collective is named by it and its axis: `all_reduce replicate`.
+    """
+    if torch.compiler.is_compiling():  # the compiler can't trace the question whether a profiler is on
+        return _NOTHING
     if profiler_is_on():
         return record_function(name)
     return torch.cuda.nvtx.range(name) if _has_nvtx() else _NOTHING

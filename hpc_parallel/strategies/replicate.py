@@ -17,11 +17,15 @@ from torch.nn.parallel import DistributedDataParallel
 from hpc_parallel import torch_internals
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.layered import LayeredModel
-from hpc_parallel.strategies.mesh import local_gradients
+from hpc_parallel.strategies.mesh import local_gradients, name_of
+from hpc_parallel.strategies.ranges import marked
 
 # Running statistics cover all ranks' samples, so they need no sync; torch 2.13 renamed its option.
-_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+_OPTIONS = inspect.signature(DistributedDataParallel).parameters
+_RENAMED = "forward_sync_buffers" in _OPTIONS
 NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
+# Gradients are None before each step, so torch copies each into its bucket; this copies a bucket at once.
+BATCHED_COPY: dict[str, Any] = {"batched_grad_copy": True} if "batched_grad_copy" in _OPTIONS else {}
 
 
 def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> DistributedDataParallel:
@@ -38,11 +42,13 @@ def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> 
         static_graph=options.static_graph,
         gradient_as_bucket_view=True,
         **NO_BUFFER_SYNC,
+        **BATCHED_COPY,
         init_sync=False,
     )
     if options.gradient_compression == "bfloat16":
         # A lambda, because torch rejects string annotations (`from __future__ import annotations`).
-        replica.register_comm_hook(axis.get_group(), lambda group, bucket: compress(group, bucket))
+        name = name_of(axis)
+        replica.register_comm_hook(axis.get_group(), lambda group, bucket: compress(group, bucket, axis=name))
     return replica
 
 
@@ -50,14 +56,15 @@ def distributed_weights(model: LayeredModel) -> list[str]:
     return [name for name, weight in model.named_parameters() if isinstance(weight, DTensor)]
 
 
-def compress(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def compress(group: dist.ProcessGroup, bucket: dist.GradBucket, *, axis: str) -> torch.futures.Future[Tensor]:
     """Average a bucket in bfloat16, which halves the bytes of float32.
 
     The same as torch's bf16_compress_hook, which torch allows over NCCL only.
     """
     gradients = bucket.buffer()
     message = gradients.to(torch.bfloat16).div_(group.size())
-    work = dist.all_reduce(message, group=group, async_op=True)
+    with marked(f"all_reduce {axis}"):
+        work = dist.all_reduce(message, group=group, async_op=True)
     averaged: torch.futures.Future[Tensor] = work.get_future().then(
         lambda done: gradients.copy_(done.value()[0])
     )
@@ -78,7 +85,7 @@ class Average:
 
     def __init__(self, parameters: Iterable[Parameter], *, axis: DeviceMesh) -> None:
         self._parameters = list(parameters)
-        self._group = axis.get_group()
+        self._group, self._axis = axis.get_group(), name_of(axis)
         self._started: tuple[dist.Work, Tensor, list[Tensor]] | None = None
 
     @torch.no_grad()
@@ -87,7 +94,8 @@ class Average:
         gradients = local_gradients(self._parameters)
         if gradients:
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            work = dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
+            with marked(f"all_reduce {self._axis}"):
+                work = dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
             assert work is not None
             self._started = work, flat, gradients
 

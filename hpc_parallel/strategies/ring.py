@@ -5,7 +5,8 @@ the last ones. The zig-zag (Llama 3, Dubey et al. 2024, section 3.3.2) gives dev
 2P-1-r of 2P: an early one, which sees few keys, and a late one, which sees many. For the keys of any other
 device, exactly half of the products are behind the causal mask, in entire slices. They are skipped, and all
 devices compute the same amount. Without the mask (`causal` is false), each device computes all products of
-its queries. `Gather` collects all keys and values on every device in one collective.
+its queries. `Gather` collects all keys and values on every device in one collective. Both compute by a fused
+kernel where there is one (`attention_kernels.py`), and add up parts in float32 or better.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hpc_parallel.strategies.partial_attention import attend, attend_backward, merge
+from hpc_parallel.strategies.attention_kernels import accumulated, kernel_for, merge
+from hpc_parallel.strategies.ranges import marked
 
 _RENAMED = hasattr(dist, "all_gather_single")  # in torch 2.13
 all_gather = dist.all_gather_single if _RENAMED else dist.all_gather_into_tensor
@@ -45,15 +47,15 @@ def visible(source: int, *, rank: int, half: int, causal: bool) -> tuple[slice, 
 class Exchange(Protocol):
     """How a device sees the keys and values of the others.
 
-    `query` and `grad_output` [batch, kv_head, group, seq, head_dim], `lse` and `delta` [..., seq, 1] have the
-    dtype of the computation. `kv` [2, batch, kv_head, seq, head_dim] has the dtype of the model.
+    `query`, `output` and `grad_output` are [batch, head, seq, head_dim], `lse` is [batch, head, seq]. `kv` is
+    [2, batch, kv_head, seq, head_dim]: the keys and values of this device's two slices.
     """
 
     @staticmethod
     def forward(
         query: Tensor, kv: Tensor, group: dist.ProcessGroup, *, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """Returns the outputs, like `query`, and `lse`."""
+        """Returns the outputs in the dtype of `lse`, and `lse`."""
 
     @staticmethod
     def backward(
@@ -61,12 +63,12 @@ class Exchange(Protocol):
         query: Tensor,
         kv: Tensor,
         *,
+        output: Tensor,
         lse: Tensor,
-        delta: Tensor,
         group: dist.ProcessGroup,
         causal: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the gradients of `query` and of `kv`."""
+        """Returns the gradients of `query` and of `kv`, in the dtype of `lse`."""
 
 
 class SequenceAttention(torch.autograd.Function):
@@ -83,8 +85,8 @@ class SequenceAttention(torch.autograd.Function):
         causal: bool,
     ) -> Tensor:
         """[batch, head, seq, head_dim] each, this device's two slices; like `query`."""
-        outputs, lse = exchange.forward(upcast(query, key), torch.stack((key, value)), group, causal=causal)
-        result = outputs.flatten(1, 2).to(query.dtype)
+        output, lse = exchange.forward(query, torch.stack((key, value)), group, causal=causal)
+        result = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, result, lse)
         ctx.group, ctx.exchange, ctx.causal = group, exchange, causal
         return result
@@ -93,17 +95,16 @@ class SequenceAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, result, lse = ctx.saved_tensors
-        grad_output = upcast(gradient, key)
         grad_query, grad_kv = ctx.exchange.backward(
-            grad_output,
-            upcast(query, key),
+            gradient.contiguous(),
+            query,
             torch.stack((key, value)),
+            output=result,
             lse=lse,
-            delta=(grad_output * upcast(result, key)).sum(-1, keepdim=True),
             group=ctx.group,
             causal=ctx.causal,
         )
-        gradients = (grad_query.flatten(1, 2), *grad_kv)
+        gradients = (grad_query, *grad_kv)
         inputs = (query, key, value)
         return *(grad.to(like.dtype) for grad, like in zip(gradients, inputs, strict=True)), None, None, None
 
@@ -116,17 +117,16 @@ class Ring:
         query: Tensor, kv: Tensor, group: dist.ProcessGroup, *, causal: bool
     ) -> tuple[Tensor, Tensor]:
         rank, degree, half = group.rank(), group.size(), kv.shape[-2] // 2
-        next_kv = Passing(kv, group)
-        outputs, lse = attend(query, *kv.to(query.dtype), causal=causal)
+        kernel, next_kv = kernel_for(query), Passing(kv, group)
+        output, lse = accumulated(kernel.forward(query, kv, causal=causal))
         for turn in range(1, degree):
             kv = next_kv.arrived()
             if turn < degree - 1:
                 next_kv = Passing(kv, group)
             rows, columns = visible((rank - turn) % degree, rank=rank, half=half, causal=causal)
-            keys, values = kv.to(query.dtype)[..., columns, :]
-            part = attend(query[..., rows, :], keys, values, causal=False)
-            merge(outputs[..., rows, :], lse[..., rows, :], part=part)
-        return outputs, lse
+            part = kernel.forward(query[..., rows, :], kv[..., columns, :], causal=False)
+            merge(output[..., rows, :], lse[..., rows], part=part)
+        return output, lse
 
     @staticmethod
     def backward(
@@ -134,28 +134,27 @@ class Ring:
         query: Tensor,
         kv: Tensor,
         *,
+        output: Tensor,
         lse: Tensor,
-        delta: Tensor,
         group: dist.ProcessGroup,
         causal: bool,
     ) -> tuple[Tensor, Tensor]:
         rank, degree, half = group.rank(), group.size(), kv.shape[-2] // 2
-        next_kv = Passing(kv, group)
-        grad_query, grad_kv = attend_backward(
-            grad_output, query, *kv.to(query.dtype), lse=lse, delta=delta, causal=causal
-        )
+        kernel, next_kv = kernel_for(query), Passing(kv, group)
+        parts = kernel.backward(grad_output, query, kv, output=output, lse=lse, causal=causal)
+        grad_query, grad_kv = (grad.to(lse.dtype) for grad in parts)
         for turn in range(1, degree):
             next_grad_kv = Passing(grad_kv, group)
             kv = next_kv.arrived()
             if turn < degree - 1:
                 next_kv = Passing(kv, group)
             rows, columns = visible((rank - turn) % degree, rank=rank, half=half, causal=causal)
-            part_query, part_kv = attend_backward(
+            part_query, part_kv = kernel.backward(
                 grad_output[..., rows, :],
                 query[..., rows, :],
-                *kv.to(query.dtype)[..., columns, :],
-                lse=lse[..., rows, :],
-                delta=delta[..., rows, :],
+                kv[..., columns, :],
+                output=output[..., rows, :],
+                lse=lse[..., rows],
                 causal=False,
             )
             grad_query[..., rows, :] += part_query
@@ -171,13 +170,18 @@ class Gather:
     def forward(
         query: Tensor, kv: Tensor, group: dist.ProcessGroup, *, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        keys, values = gather_kv(kv, group).to(query.dtype)
-        outputs, lse = torch.empty_like(query), torch.empty_like(query[..., :1])
-        for rows, end in ends_of(query, group, causal=causal):
-            outputs[..., rows, :], lse[..., rows, :] = attend(
-                query[..., rows, :], keys[..., :end, :], values[..., :end, :], causal=causal
-            )
-        return outputs, lse
+        kernel, all_kv = kernel_for(query), gather_kv(kv, group)
+        results = []
+        for rows, columns_of_rows in products_of(query, group, causal=causal):
+            (columns, masked), *earlier = columns_of_rows
+            part = kernel.forward(query[..., rows, :], all_kv[..., columns, :], causal=masked)
+            output, lse = accumulated(part)
+            for columns, masked in earlier:
+                part = kernel.forward(query[..., rows, :], all_kv[..., columns, :], causal=masked)
+                merge(output, lse, part=part)
+            results.append((output, lse))
+        outputs, sums = zip(*results, strict=True)
+        return torch.cat(outputs, dim=-2), torch.cat(sums, dim=-1)
 
     @staticmethod
     def backward(
@@ -185,24 +189,26 @@ class Gather:
         query: Tensor,
         kv: Tensor,
         *,
+        output: Tensor,
         lse: Tensor,
-        delta: Tensor,
         group: dist.ProcessGroup,
         causal: bool,
     ) -> tuple[Tensor, Tensor]:
-        keys, values = gather_kv(kv, group).to(query.dtype)
-        grad_query, grad_kv = torch.empty_like(query), query.new_zeros((2, *keys.shape))
-        for rows, end in ends_of(query, group, causal=causal):
-            grad_query[..., rows, :], part_kv = attend_backward(
-                grad_output[..., rows, :],
-                query[..., rows, :],
-                keys[..., :end, :],
-                values[..., :end, :],
-                lse=lse[..., rows, :],
-                delta=delta[..., rows, :],
-                causal=causal,
-            )
-            grad_kv[..., :end, :] += part_kv
+        kernel, all_kv = kernel_for(query), gather_kv(kv, group)
+        grad_query = torch.zeros_like(query, dtype=lse.dtype)
+        grad_kv = torch.zeros_like(all_kv, dtype=lse.dtype)
+        for rows, columns_of_rows in products_of(query, group, causal=causal):
+            for columns, masked in columns_of_rows:
+                part_query, part_kv = kernel.backward(
+                    grad_output[..., rows, :],
+                    query[..., rows, :],
+                    all_kv[..., columns, :],
+                    output=output[..., rows, :],
+                    lse=lse[..., rows],
+                    causal=masked,
+                )
+                grad_query[..., rows, :] += part_query
+                grad_kv[..., columns, :] += part_kv
         return grad_query, scatter_grad_kv(grad_kv, group)
 
 
@@ -213,12 +219,13 @@ class Passing:
         rank, degree = group.rank(), group.size()
         self._outgoing = tensor  # kept until it is sent
         self._incoming = torch.empty_like(tensor)
-        self._works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % degree),
-                dist.P2POp(dist.irecv, self._incoming, group=group, group_peer=(rank - 1) % degree),
-            ]
-        )
+        with marked("send_recv context"):
+            self._works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % degree),
+                    dist.P2POp(dist.irecv, self._incoming, group=group, group_peer=(rank - 1) % degree),
+                ]
+            )
 
     def arrived(self) -> Tensor:
         for work in self._works:
@@ -226,34 +233,49 @@ class Passing:
         return self._incoming
 
 
-def upcast(tensor: Tensor, key: Tensor) -> Tensor:
-    """[batch, head, ...] -> [batch, kv_head, group, ...] by the heads of `key`, in float32 or better."""
-    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-    return wide.unflatten(1, (key.shape[1], -1))  # type: ignore[no-any-return]
+def products_of(
+    query: Tensor, group: dist.ProcessGroup, *, causal: bool
+) -> list[tuple[slice, list[tuple[slice, bool]]]]:
+    """The rows of each of this device's slices; for them, the keys that they see, masked or all.
 
-
-def ends_of(query: Tensor, group: dist.ProcessGroup, *, causal: bool) -> list[tuple[slice, int]]:
-    """The rows of each of this device's two slices, and the end of the keys that the slice sees."""
+    A kernel masks a square only: queries and keys at the same positions.
+    """
     rank, degree, length = group.rank(), group.size(), query.shape[-2]
     if not causal:
-        return [(slice(None), length * degree)]
-    early, late = slices_of(rank, degree=degree, length=length * degree)
+        return [(slice(None), [(slice(None), False)])]
     half = length // 2
-    return [(slice(0, half), early.stop), (slice(half, length), late.stop)]
+    products = []
+    places = slices_of(rank, degree=degree, length=length * degree)
+    for rows, place in zip((slice(0, half), slice(half, length)), places, strict=True):
+        earlier = [(slice(0, place.start), False)] if place.start else []
+        products.append((rows, [(place, True), *earlier]))
+    return products
 
 
 def gather_kv(kv: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[2, batch, kv_head, seq, head_dim] of all devices, in the order of the sequence."""
     all_kv = kv.new_empty((group.size(), *kv.shape))
-    all_gather(all_kv.flatten(0, 1), kv, group=group)
-    early, late = all_kv.chunk(2, dim=-2)
-    return torch.cat([*early, *late.flip(0)], dim=-2)
+    with marked("all_gather context"):
+        all_gather(all_kv.flatten(0, 1), kv, group=group)
+    return in_sequence(all_kv)
 
 
 def scatter_grad_kv(grad_kv: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over devices of this device's two slices: the inverse of `gather_kv` for gradients."""
-    early, late = grad_kv.unflatten(-2, (2, group.size(), -1)).unbind(-4)
-    by_device = torch.cat([early, late.flip(-3)], dim=-2).movedim(-3, 0).contiguous()
+    by_device = from_sequence(grad_kv, degree=group.size()).contiguous()
     local = torch.empty_like(by_device[0])
-    reduce_scatter(local, by_device.flatten(0, 1), group=group)
+    with marked("reduce_scatter context"):
+        reduce_scatter(local, by_device.flatten(0, 1), group=group)
     return local
+
+
+def in_sequence(by_device: Tensor) -> Tensor:
+    """[device, ..., seq, dim], two slices of each device -> [..., seq, dim] in the order of the sequence."""
+    early, late = by_device.chunk(2, dim=-2)
+    return torch.cat([*early, *late.flip(0)], dim=-2)
+
+
+def from_sequence(tensor: Tensor, *, degree: int) -> Tensor:
+    """The inverse of `in_sequence`."""
+    early, late = tensor.unflatten(-2, (2, degree, -1)).unbind(-4)
+    return torch.cat([early, late.flip(-3)], dim=-2).movedim(-3, 0)

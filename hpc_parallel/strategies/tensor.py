@@ -12,7 +12,15 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -32,14 +40,18 @@ from hpc_parallel.strategies.tensor_roles import roles_of
 from hpc_parallel.torch_internals import LayerStyle
 
 
-def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> LayeredModel:
+def apply(
+    model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig, chunked: str | None = None
+) -> LayeredModel:
     """Make every weight of `model` (or a stage of it) a DTensor on `axis`, as `model.tensor_roles` says.
 
+    `chunked`: the name of the projection whose logits the loss computes (chunked_loss.py).
     `tensor_roles.find_problems` must have found nothing.
     """
     styles = _styles(options)
     for name, role in roles_of(model).items():
         style = FusedColumn(role) if isinstance(role, Column) else styles[role]
+        style = ChunkedLogits(between_layers(options)) if name == chunked else style
         parallelize_module(model.get_submodule(name), axis, style, src_data_rank=None)
     for alias, name in model.tied.items():  # splitting makes them two parameters
         weights = dict(model.named_parameters())
@@ -55,7 +67,7 @@ def _styles(options: StrategyConfig) -> dict[str, ParallelStyle]:
     Activations are `[batch, seq, dim]`. For the roles `alike` and `classes` they have any shape and are whole
     on every device.
     """
-    between: Placement = Shard(1) if options.sequence_parallel else Replicate()
+    between = between_layers(options)
     logits: Placement = Shard(-1) if options.loss_parallel else Replicate()
     return {
         "vocabulary": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
@@ -70,6 +82,34 @@ def _styles(options: StrategyConfig) -> dict[str, ParallelStyle]:
         "alike": Alike(),
         "classes": ColwiseParallel(input_layouts=Replicate(), output_layouts=logits),
     }
+
+
+def between_layers(options: StrategyConfig) -> Placement:
+    """The placement of activations [batch, seq, dim] between layers."""
+    return Shard(1) if options.sequence_parallel else Replicate()
+
+
+class ChunkedLogits(LayerStyle):
+    """A projection by rows of its weight whose logits the loss computes, from all positions of its input.
+
+    The gradient of that input is a partial sum, because each device has it from its rows only.
+    """
+
+    def __init__(self, between: Placement) -> None:
+        self._between = between
+
+    def split(self, module: Module, mesh: DeviceMesh) -> Module:
+        def rows(_: str, part: Module, mesh: DeviceMesh) -> None:
+            for name, weight in part.named_parameters(recurse=False):
+                setattr(
+                    part, name, Parameter(distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None))
+                )
+
+        def enter(_: Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> Tensor:
+            x = DTensor.from_local(inputs[0], mesh, [self._between], run_check=False)
+            return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+        return distribute_module(module, mesh, rows, enter)  # type: ignore[arg-type]
 
 
 class EachPosition(LayerStyle):
@@ -125,11 +165,11 @@ class FusedColumn(LayerStyle):
             return parts.flatten(0, 1)
 
         def forward(_: Forward, linear: Module, x: Tensor) -> Tensor:
-            whole = (
+            inputs = (
                 x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
             )
             bias = None if linear.bias is None else columns(linear.bias)
-            return F.linear(whole.to_local(grad_placements=[Partial()]), columns(linear.weight), bias)
+            return F.linear(inputs.to_local(grad_placements=[Partial()]), columns(linear.weight), bias)
 
         replicated = distribute_module(module, mesh)
         replace_forward(replicated, forward, technique="Fused")

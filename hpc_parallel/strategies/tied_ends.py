@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.strategies.mesh import local_gradients
+from hpc_parallel.strategies.ranges import marked
 
 
 class TiedEnds:
@@ -23,15 +23,20 @@ class TiedEnds:
     fully_shard gathers each stage separately and could not slice it.
     """
 
-    def __init__(self, stages: Sequence[LayeredModel], *, mesh: DeviceMesh, v_shaped: bool) -> None:
-        """`v_shaped`: the first and the last stage are on one rank, in every pipeline."""
+    def __init__(
+        self, stages: Sequence[LayeredModel], *, group: dist.ProcessGroup | None, v_shaped: bool
+    ) -> None:
+        """`group`: of the ranks of the first and of the last stage (`Groups.ends`).
+
+        `v_shaped`: the first and the last stage are on one rank, in every pipeline.
+        """
         names = dict(pair for stage in stages for pair in stage.tied.items())
         local = dict(pair for stage in stages for pair in stage.named_parameters())
         self.copies = [local[alias] for alias in names if alias in local]  # in the last stage
         originals = [local[name] for name in names.values() if name in local]
         self._pairs = list(zip(self.copies, originals, strict=True)) if v_shaped else []
         self._shared = [] if v_shaped else self.copies or originals
-        self._group = ends_group(mesh) if names and not v_shaped else None
+        self._group = group
 
     @torch.no_grad()
     def copy_originals(self) -> None:
@@ -40,8 +45,10 @@ class TiedEnds:
             _local(copy).copy_(_local(original))
 
     def sum_gradients(self) -> None:
+        assert self._group is not None or not self._shared  # None would be the group of all ranks
         for gradient in local_gradients(self._shared):
-            dist.all_reduce(gradient, group=self._group)
+            with marked("all_reduce tied ends"):
+                dist.all_reduce(gradient, group=self._group)
         for copy, original in self._pairs:
             gradients = zip(local_gradients([original]), local_gradients([copy]), strict=True)
             for original_gradient, copy_gradient in gradients:
@@ -51,21 +58,3 @@ class TiedEnds:
 
 def _local(weight: Parameter) -> Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
-
-
-def ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The group of this pipeline's first and last rank; None on the ranks between.
-
-    Every rank of the world creates the groups of all pipelines, because NCCL splits a communicator only with
-    all its ranks.
-    """
-    assert mesh.mesh_dim_names is not None
-    dim = mesh.mesh_dim_names.index("pipeline")
-    pipelines = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim))  # [pipeline, rank]
-    own_group = None
-    for ranks in pipelines.tolist():
-        ends = [ranks[0], ranks[-1]]
-        group = dist.new_group(ends)
-        if dist.get_rank() in ends:
-            own_group = group
-    return own_group

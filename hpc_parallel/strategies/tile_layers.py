@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies.halo import Box, Exchange, Grid, Size, Span
+from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 
 WINDOWS = (nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d)
@@ -83,8 +84,8 @@ def _needed(
     tiles: Grid, *, before: Size, after: Size, rows: Callable[[Span], Span], columns: Callable[[Span], Span]
 ) -> Exchange:
     """The exchange that gives each tile of the output the inputs that it needs."""
-    wanted: list[Box] = [(rows(height), columns(width)) for height, width in tiles.boxes(after)]
-    return tiles.exchange(before, wanted)
+    boxes: list[Box] = [(rows(height), columns(width)) for height, width in tiles.boxes(after)]
+    return tiles.exchange(before, boxes)
 
 
 def _window(module: Any, *, tiles: Grid, before: Size, after: Size) -> None:
@@ -263,12 +264,14 @@ class SumOverTiles(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
+        with marked("all_reduce tile"):
+            dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
+        with marked("all_reduce tile"):
+            dist.all_reduce(total, group=ctx.group)
         return total, None

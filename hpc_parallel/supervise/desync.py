@@ -81,7 +81,7 @@ def _mismatch(calls: Mapping[int, Calls]) -> Finding | None:
             wrong = tuple(sorted(rank for rank in calls if calls[rank][number] != right))
             waiting = tuple(sorted(set(calls) - set(wrong)))
             other = calls[wrong[0]][number]
-            message = f"entered {other} where {_ranks(waiting)} entered {right} (collective {number})"
+            message = f"entered {other} where {name_ranks(waiting)} entered {right} (collective {number})"
             return Finding(right, number, wrong, waiting=waiting, message=message)
     return None
 
@@ -96,14 +96,14 @@ def _missing(calls: Mapping[int, Calls], *, members: set[int]) -> Finding | None
     name = calls[waiting[0]][number]
     first = missing[0]
     previous = f"; its last was {calls[first][last[first]]} {last[first]}" if first in last else ""
-    others = f", with {_ranks(missing[1:])}" if missing[1:] else ""
+    others = f", with {name_ranks(missing[1:])}" if missing[1:] else ""
     message = (
-        f"missing{others} from {name} (collective {number}), in which {_ranks(waiting)} waited{previous}"
+        f"missing{others} from {name} (collective {number}), in which {name_ranks(waiting)} waited{previous}"
     )
     return Finding(name, number, tuple(missing), waiting=waiting, message=message)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     """Format ranks as `rank 3`, `ranks 0, 1, 2` or `63 ranks`."""
     if len(ranks) > 8:
         return f"{len(ranks)} ranks"

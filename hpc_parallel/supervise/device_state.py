@@ -23,10 +23,10 @@ def device_state(nvml: Any, uuid: str | None) -> dict[str, float]:
         "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
         "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
     }
-    found = {}
+    values = {}
     for name, read in readings.items():
         try:
-            found[name] = read()
+            values[name] = read()
         except nvml.NVMLError:
             continue
-    return found
+    return values

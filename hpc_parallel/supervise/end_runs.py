@@ -15,7 +15,7 @@ from hpc_parallel.record.names import label
 from hpc_parallel.record.owner import end_process, refusal, withdraw
 from hpc_parallel.record.recorded import RecordedRun, read_run
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.supervise.conclude import conclude
+from hpc_parallel.supervise.conclude_run import conclude
 from hpc_parallel.supervise.run_state import NO_ANSWER, NOT_STARTED, UNKNOWN, WAITING, State, waits
 
 STARTING_S = 10.0  # the longest time from a run's turn in a sweep to the start of its process

@@ -14,39 +14,71 @@ import psutil
 
 from hpc_parallel.supervise.world import World
 
-RECORDED = ("NCCL_", "GLOO_", "FI_", "OMP_", "TORCH_NCCL_", "TORCH_FR_", "UCX_", "CUDA_VISIBLE_DEVICES")
+REACHES = "the interface that reaches the run's other hosts"
+STORE = "one read of the store gives all addresses"
+LAZY = "a rank connects to those that it sends to, not to every other one"
+MOST_CONNECTED = 32  # ranks that gloo connects all with all: at most 31 sockets for each group
+RECORDED = (
+    "NCCL_",
+    "GLOO_",
+    "FI_",
+    "OMP_",
+    "TORCH_NCCL_",
+    "TORCH_FR_",
+    "TORCH_GLOO_",
+    "UCX_",
+    "CUDA_VISIBLE_DEVICES",
+)
 
 
 class DeviceError(RuntimeError):
     """The requested device is not available."""
 
 
-def site_variables(settings: Mapping[str, Any], environment: MutableMapping[str, str]) -> dict[str, str]:
-    """Set the site's variables that are unset; return all that affect the network.
+def as_text(value: object) -> str:
+    """A value of YAML as a variable: true, not True."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
-    Call this before the first collective and the first use of a GPU: the libraries read them once.
+
+def site_variables(settings: Mapping[str, Any], environment: MutableMapping[str, str]) -> dict[str, str]:
+    """Set the site's variables that are unset; returns the reason for each that has the site's value.
+
+    Call this before the first collective and the first use of a GPU: the libraries read them once. A process
+    that started this one may have called it already.
 
     settings: `cluster.environment`.
     """
-    for name, value in settings.items():
-        environment.setdefault(name, str(value).lower() if isinstance(value, bool) else str(value))
-    return recorded(environment, also=settings)
+    values = {name: as_text(value) for name, value in settings.items()}
+    set_unset(environment, values, reason="")
+    return {name: "cluster.environment" for name, value in values.items() if environment[name] == value}
 
 
-def use_scratch(folder: str | None, environment: MutableMapping[str, str], *, host: str) -> None:
+def set_unset(
+    environment: MutableMapping[str, str], values: Mapping[str, str], *, reason: str
+) -> dict[str, str]:
+    """Set the variables that are unset; returns the reason for each that was set."""
+    unset = {name: value for name, value in values.items() if name not in environment}
+    environment.update(unset)
+    return dict.fromkeys(unset, reason)
+
+
+def use_scratch(folder: str | None, environment: MutableMapping[str, str], *, host: str) -> dict[str, str]:
     """Make a folder of this host the one for temporary files, such as compiled kernels, inside a job.
 
     folder: `cluster.scratch`, with variables of the job such as `$SLURM_TMPDIR`.
 
+    Returns the reason for the variable that was set.
+
     Raises DeviceError if the folder does not exist or can't be written.
     """
     if folder is None or "SLURM_JOB_ID" not in environment:
-        return
+        return {}
     path = Template(folder).safe_substitute(environment)
     if not os.access(path, os.W_OK | os.X_OK) or not os.path.isdir(path):
         raise DeviceError(f"cluster.scratch={folder}: {host} has no folder {path} that this user can write")
     environment["TMPDIR"] = path
     tempfile.tempdir = None  # of an earlier answer
+    return {"TMPDIR": f"cluster.scratch={folder}"}
 
 
 def recorded(environment: Mapping[str, str], *, also: Iterable[str] = ()) -> dict[str, str]:
@@ -58,7 +90,7 @@ def recorded(environment: Mapping[str, str], *, also: Iterable[str] = ()) -> dic
 
 def set_sockets(
     environment: MutableMapping[str, str], *, world: World, hosts: Iterable[str], suffix: str = ""
-) -> str | None:
+) -> dict[str, str]:
     """Set the unset variables that choose the interfaces of gloo and NCCL, before the first group.
 
     On one machine both use loopback. Otherwise GLOO_SOCKET_IFNAME becomes the interface that reaches the
@@ -67,20 +99,24 @@ def set_sockets(
 
     hosts: names of the run's hosts (`World.hosts` or `rendezvous.hosts`); suffix: `cluster.master_suffix`.
 
-    Returns gloo's interface, or None if none was found and gloo keeps its default.
+    Many ranks connect when they first send to each other.
+
+    Returns the reason for each variable that was set. If no interface was found, gloo keeps its default.
     """
-    environment.setdefault("GLOO_ENABLE_STORE_V2_API", "1")  # one read of the store gives all addresses
+    reasons = set_unset(environment, {"GLOO_ENABLE_STORE_V2_API": "1"}, reason=STORE)
+    if world.world_size > MOST_CONNECTED:
+        reasons |= set_unset(environment, {"TORCH_GLOO_LAZY_INIT": "1"}, reason=LAZY)
     loopback = _interface_of("127.0.0.1") if world.one_machine else None
     if loopback is not None:
-        environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        environment.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    elif "GLOO_SOCKET_IFNAME" not in environment:
+        both = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback)
+        return reasons | set_unset(environment, both, reason="all ranks are on this machine")
+    if "GLOO_SOCKET_IFNAME" not in environment:
         others = dict.fromkeys(host for host in hosts if host != world.host)  # many ranks, few hosts
-        towards = (interface_towards(host + suffix) for host in others)
-        interface = next((interface for interface in towards if interface is not None), None)
-        if interface is not None:
-            environment["GLOO_SOCKET_IFNAME"] = interface
-    return environment.get("GLOO_SOCKET_IFNAME")
+        for other in others:
+            if (interface := interface_towards(other + suffix)) is not None:
+                environment["GLOO_SOCKET_IFNAME"] = interface
+                return reasons | {"GLOO_SOCKET_IFNAME": REACHES}  # the same text on all hosts
+    return reasons
 
 
 def listening_address(environment: Mapping[str, str], *, world: World, suffix: str = "") -> str | None:

@@ -86,14 +86,14 @@ def set_fabric(
         return {}
     kind = devices.kind if kind == AUTO else kind
     reasons = {}
-    for name, value, reason in _wanted(kind, devices):
+    for name, value, reason in _fabric_variables(kind, devices):
         if name not in environment and (nccl or name.startswith("GLOO_")):
             environment[name] = value
             reasons[name] = f"fabric {kind}: {reason}"
     return reasons
 
 
-def _wanted(kind: str, devices: FabricDevices) -> Iterator[tuple[str, str, str]]:
+def _fabric_variables(kind: str, devices: FabricDevices) -> Iterator[tuple[str, str, str]]:
     """Yields name, value and reason."""
     if kind in (INFINIBAND, ROCE):
         ports = [port for port in devices.ports if (port.link == "InfiniBand") == (kind == INFINIBAND)]
@@ -118,8 +118,8 @@ def _wanted(kind: str, devices: FabricDevices) -> Iterator[tuple[str, str, str]]
 
 def _roce_index(ports: Sequence[Port]) -> str | None:
     """The index of the GID of RoCE v2 over IPv4, if it is the same on all ports."""
-    found = {_index_of(port) for port in ports}
-    return found.pop() if len(found) == 1 else None
+    indices = {_index_of(port) for port in ports}
+    return indices.pop() if len(indices) == 1 else None
 
 
 def _index_of(port: Port) -> str | None:

@@ -20,6 +20,7 @@ from hpc_parallel.record.safe_read import DamagedError, read_json, read_tail
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.supervise import flight_recorder, oom
 from hpc_parallel.supervise.error_place import place_of, step_of
+from hpc_parallel.supervise.xids import describe
 
 if TYPE_CHECKING:
     from hpc_parallel.supervise.world import World
@@ -30,13 +31,14 @@ STOPPED = "stopped"  # ended by our clean-up after another rank's failure, or be
 COLLECTIVE_TIMEOUT = "collective_timeout"  # also a follower: the rank that did not come is the cause
 DESYNC = "desync"  # ranks entered different collectives
 NONFINITE = "nonfinite"  # loss or gradients; training.on_nonfinite
+REPLICAS = "replicas"  # weights of replicas differ; training.compare_replicas
 DISK = "disk"  # full, broken, read-only, over its quota
 NODE_LOST = "node_lost"
 CONFIGURATION = "configuration"  # a problem that only the job could detect
 TIME_LIMIT = "time_limit"  # of Slurm
 START = "start"  # the ranks could not connect to each other
 OUT_OF_MEMORY = "out_of_memory"
-HANG = "hang"  # no progress for cluster.hang_timeout_s (supervise/hang_report.py finds the rank behind)
+HANG = "hang"  # no progress for cluster.hang_timeout_s (supervise/hang_cause.py finds the rank behind)
 PREFLIGHT = "preflight"  # a host that is not healthy or differs from the others, found at the start
 ERROR = "error"  # in the user's code or ours
 
@@ -62,6 +64,7 @@ _LOG_END_BYTES = 64 * 1024
 _BY_NAME = {
     "StartError": START, "ForgedError": START, "ConfigError": CONFIGURATION,
     "DifferenceError": CONFIGURATION, "UserCodeError": ERROR, "NonFiniteError": NONFINITE,
+    "ReplicaError": REPLICAS,
     "PreflightError": PREFLIGHT, "FollowerError": STOPPED, "MemoryError": OUT_OF_MEMORY,
     "OutOfMemoryError": OUT_OF_MEMORY,
 }  # fmt: skip
@@ -103,9 +106,17 @@ def can_restart(cause: Mapping[str, Any], *, on_nonfinite: str) -> bool:
 
 
 def record_exception(
-    folder: RunFolder, *, world: World, error: BaseException, collectives: Sequence[dict[str, Any]] = ()
+    folder: RunFolder,
+    *,
+    world: World,
+    error: BaseException,
+    collectives: Sequence[dict[str, Any]] = (),
+    xids: Sequence[int] = (),
 ) -> None:
-    """Record why this rank failed and which collectives it had entered, unless it already has a record."""
+    """Record why this rank failed and which collectives it had entered, unless it already has a record.
+
+    xids: errors that the driver reported of this rank's GPU.
+    """
     kind, source = kind_and_source(error)
     where = place_of(error)
     details: dict[str, Any] = {"where": where} if where else {}
@@ -114,12 +125,15 @@ def record_exception(
     else:
         text = " ".join(str(source).split())[:_MESSAGE_CHARACTERS]
         # These need no class name before the text.
-        is_ours = kind in (NONFINITE, STOPPED, PREFLIGHT) or isinstance(source, ConfigError)
+        is_ours = kind in (NONFINITE, REPLICAS, STOPPED, PREFLIGHT) or isinstance(source, ConfigError)
         name = type(source).__name__
         message = text if is_ours and text else f"{name}: {text}" if text else name
         details |= getattr(source, "details", {})
     if (step := step_of(error)) is not None:
         details.setdefault("step", step)
+    if xids:
+        details["xids"] = list(xids)
+        message += f"; its GPU reported {', '.join(map(describe, dict.fromkeys(xids)))}"
     _write(
         folder,
         world=world,

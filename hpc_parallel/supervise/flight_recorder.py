@@ -13,27 +13,56 @@ import json
 import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.supervise.fabric import set_unset
 
 MAX_CALLS = 32  # collectives per group in a rank's record
 _DUMP_BYTES = 64 * 2**20  # a larger file is not a dump of ours
-# The current name -> the older name, which torch still reads.
+# The current name -> the older name, which torch 2.11 to 2.13 still read. The last has no other name.
 _VARIABLES = {
     "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
     "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    # Without it NCCL's collectives have no event at their start, so no record says which devices have begun.
+    "TORCH_NCCL_ENABLE_TIMING": "TORCH_NCCL_ENABLE_TIMING",
 }
 
 
-def set_variables(folder: RunFolder, environment: MutableMapping[str, str]) -> None:
-    """Turn the recorder on unless the user has set it; call this before the first process group."""
+@dataclass(frozen=True)
+class Collective:
+    """The last collective that a rank began, from torch's flight recorder."""
+
+    name: str
+    group: str
+    sequence: int  # number in its group
+    complete: bool
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.sequence} of {self.group}"
+
+
+@dataclass(frozen=True)
+class DeviceProgress:
+    """How far a rank's GPU is in the collectives that the host has queued on it."""
+
+    waits_in: Collective | None  # the first that it has begun and not completed: it waits for other GPUs
+    next: Collective | None  # the first that it has not begun
+    completed: dict[str, int]  # group -> number of the last completed collective
+
+
+def set_variables(folder: RunFolder, environment: MutableMapping[str, str]) -> dict[str, str]:
+    """Turn the recorder on unless the user has set it; call this before the first process group.
+
+    Returns the reason for each variable that was set.
+    """
     prefix = str(folder.logs / "collectives-rank-")
-    for (name, older), value in zip(_VARIABLES.items(), ("2000", prefix, "1"), strict=True):
-        if older not in environment:
-            environment.setdefault(name, value)
+    values = zip(_VARIABLES.items(), ("2000", prefix, "1", "1"), strict=True)
+    variables = {name: value for (name, older), value in values if older not in environment}
+    return set_unset(environment, variables, reason="the last collectives, for failure.json")
 
 
 def dump_of(folder: RunFolder, *, rank: int) -> Path:
@@ -62,6 +91,38 @@ def recorded() -> list[dict[str, Any]]:
     from hpc_parallel.torch_internals import flight_recorder_entries
 
     return sorted(flight_recorder_entries(), key=lambda entry: int(entry["time_created_ns"]))
+
+
+def device_progress(entries: Sequence[Mapping[str, Any]]) -> DeviceProgress | None:
+    """How far this rank's GPU is in NCCL's collectives, in the order in which the host queued them.
+
+    None without NCCL. gloo's collectives run on the host.
+    """
+    queued = [entry for entry in entries if str(entry["profiling_name"]).startswith("nccl:")]
+    if not queued:
+        return None
+    by_state: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for entry in queued:
+        by_state["completed" if entry["retired"] else entry["state"]].append(entry)
+    begun, waiting = by_state["started"], by_state["scheduled"]
+    return DeviceProgress(
+        waits_in=collective_of(begun[0]) if begun else None,
+        next=collective_of(waiting[0]) if waiting else None,
+        completed={
+            " ".join(entry["process_group"]): entry["collective_seq_id"]
+            for entry in by_state["completed"] if not entry["is_p2p"]
+        },
+    )  # fmt: skip
+
+
+def collective_of(entry: Mapping[str, Any]) -> Collective:
+    """The name, group and number of an entry of the recorder."""
+    return Collective(
+        name=entry["profiling_name"].rpartition(":")[2],
+        group=entry["process_group"][1],
+        sequence=entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"],
+        complete=entry["retired"],
+    )
 
 
 def read_dump(path: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Hang reports of the ranks of a run that makes no progress, and which rank is behind.
+"""Hang reports of the ranks of a run that makes no progress (supervise/hang_cause.py compares them).
 
 A rank writes `logs/rank-<r>.hang.json` and its stacks (`.stacks`). The end of a batch script reads them,
 so this module does not import torch.
@@ -7,15 +7,17 @@ so this module does not import torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json, write_text
+from hpc_parallel.record.values import integer, number, table, text, texts
 from hpc_parallel.supervise import failure
-from hpc_parallel.supervise.failure import Record
+from hpc_parallel.supervise.flight_recorder import Collective, DeviceProgress
 from hpc_parallel.supervise.progress import PHASES
 
 if TYPE_CHECKING:
@@ -23,20 +25,9 @@ if TYPE_CHECKING:
 
 LOOKS = 10  # checks of a watchdog within the time-out
 PROBE_S = 4.0  # time-out of a connection to rank 0's host
+_NAME = re.compile(r"rank-(\d{1,7})\.hang\.json")
+_MOST_RANKS = 10**6  # a report that names more is not ours
 _SLACK_S = 5.0  # for a probe, and for a file that is visible late on another host's file system
-
-
-@dataclass(frozen=True)
-class Collective:
-    """The last collective that a rank began, from torch's flight recorder."""
-
-    name: str
-    group: str
-    sequence: int  # number in its group
-    complete: bool
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.sequence} of {self.group}"
 
 
 @dataclass(frozen=True)
@@ -57,6 +48,7 @@ class HangReport:
     where: str  # file:line in function: the innermost frame outside torch
     stack: list[str]
     collective: Collective | None = None
+    device: DeviceProgress | None = None  # of a GPU with NCCL
     stopped: bool = False  # by SIGSTOP or a similar signal
     unreachable: str | None = None  # the address of rank 0, if a connection to it failed
 
@@ -98,15 +90,22 @@ def forget(folder: RunFolder, *, world: World) -> None:
 
 
 def read_reports(folder: RunFolder, *, attempt: str) -> list[HangReport]:
-    """The reports of this attempt, by rank."""
+    """The reports of this attempt, by rank. Reads every file, so only the end of a run calls it."""
     contents = [failure.readable(path) for path in folder.logs.glob("rank-*.hang.json")]
-    reports = [_from_json(values) for values in contents if values and values.get("attempt") == attempt]
-    return sorted(reports, key=lambda report: report.rank)
+    reports = [report_of(values) for values in contents if values and values.get("attempt") == attempt]
+    return sorted((report for report in reports if report is not None), key=lambda report: report.rank)
 
 
-def all_reported(folder: RunFolder, *, world: World) -> bool:
-    """Whether every rank has written its report."""
-    return len(read_reports(folder, attempt=world.attempt)) == world.world_size
+def has_report(folder: RunFolder, *, rank: int, attempt: str) -> bool:
+    """Whether this rank has written a report in this attempt."""
+    values = failure.readable(_path(folder, rank))
+    return values is not None and values.get("attempt") == attempt
+
+
+def other_reports(folder: RunFolder, *, world: World) -> int:
+    """The number of other ranks with a report, by the names of the files: each rank removes its old one."""
+    ranks = {int(match[1]) for name in os.listdir(folder.logs) if (match := _NAME.fullmatch(name))}
+    return len([rank for rank in ranks if rank < world.world_size and rank != world.rank])
 
 
 def raise_alarm(folder: RunFolder, *, attempt: str) -> None:
@@ -130,94 +129,44 @@ def format_frame(file: str, line: int | None, name: str) -> str:
     return f"{'/'.join(Path(file).parts[-2:])}:{line} in {name}"
 
 
-def cause_of(folder: RunFolder, records: Sequence[Record]) -> Record | None:
-    """The record of the rank that caused a hang, with what it did; None if no rank reported a hang.
-
-    records: of the newest attempt. A rank that failed with an error did not hang.
-    """
-    if not any(record.kind == failure.HANG for record in records):
+def report_of(values: Mapping[str, Any]) -> HangReport | None:
+    """The report in a file, whose values may be anything; None if it is not a report of ours."""
+    host, attempt, where = (text(values.get(key)) for key in ("host", "attempt", "where"))
+    rank, world_size = integer(values.get("rank")), integer(values.get("world_size"))
+    idle_s = number(values.get("idle_s"))
+    if host is None or attempt is None or where is None or idle_s is None:
         return None
-    reports = read_reports(folder, attempt=records[0].attempt)
-    if not reports:
+    if rank is None or world_size is None or not 0 <= rank < world_size <= _MOST_RANKS:
         return None
-    responsive = {report.rank for report in reports} | {
-        record.rank for record in records if record.kind == failure.LOST_PEER
-    }
-    unresponsive = [rank for rank in range(reports[0].world_size) if rank not in responsive]
-    blamed, message = _blame(reports, unresponsive=unresponsive, records=records)
-    first = min(records, key=lambda record: record.time_ns)
-    record = next((record for record in records if record.rank == blamed.rank), first)
-    return replace(
-        record, rank=blamed.rank, host=blamed.host, kind=failure.HANG, message=message, signal=None,
-        traceback=blamed.stack or record.traceback,
+    phase, step = text(values.get("phase")), integer(values.get("step"))
+    if (phase in PHASES) != (step is not None) or (phase is None) != (values.get("phase") is None):
+        return None
+    return HangReport(
+        rank=rank, host=host, world_size=world_size, attempt=attempt, phase=phase, step=step, idle_s=idle_s,
+        where=where, stack=texts(values.get("stack")), collective=_collective_of(values.get("collective")),
+        device=_device_of(values.get("device")), stopped=values.get("stopped") is True,
+        unreachable=text(values.get("unreachable")),
     )  # fmt: skip
 
 
-def _blame(
-    reports: Sequence[HangReport], *, unresponsive: Sequence[int], records: Sequence[Record]
-) -> tuple[HangReport, str]:
-    """The report of the rank to blame and the reason; certain evidence is checked first."""
-    ahead = max(reports, key=lambda report: report.position)
-    for report in reports:
-        if report.stopped:
-            return report, f"stopped by a signal (state T) {report.place}; {_others(ahead)}"
-    disconnected = [report for report in reports if report.unreachable]
-    if disconnected:
-        return _lost_link(reports, disconnected=disconnected)
-    for report in reports:
-        if report.phase is None:
-            return report, f"hangs {report.place}, where its Python can't run; {_others(ahead)}"
-    if unresponsive:
-        rank = unresponsive[0]
-        hosts = {record.rank: record.host for record in records}
-        lost = replace(ahead, rank=rank, host=hosts.get(rank, "a host that is silent"), stack=[])
-        return lost, f"gave no sign for {ahead.idle_s:.0f} s: its host may be cut off; {_others(ahead)}"
-    behind = min(reports, key=_order(reports))
-    if _order(reports)(behind) == _order(reports)(ahead):
-        summary = f"no rank is behind and rank 0 answers, but all stand {ahead.place}"
-        return behind, f"{summary} for {behind.idle_s:.0f} s{_last(ahead)}"
-    return behind, f"hangs {behind.place} for {behind.idle_s:.0f} s; {_others(ahead)}"
+def _collective_of(value: Any) -> Collective | None:
+    values = table(value)
+    name, group = text(values.get("name")), text(values.get("group"))
+    sequence = integer(values.get("sequence"))
+    if name is None or group is None or sequence is None:
+        return None
+    return Collective(name, group, sequence, complete=values.get("complete") is True)
 
 
-def _order(reports: Sequence[HangReport]) -> Callable[[HangReport], tuple[int, int, bool, int]]:
-    """Sort by position, then by the number of the last collective if all ranks are in one group."""
-    groups = {report.collective.group if report.collective else None for report in reports}
-
-    def key(report: HangReport) -> tuple[int, int, bool, int]:
-        sequence = report.collective.sequence if len(groups) == 1 and report.collective else 0
-        return (*report.position, sequence)
-
-    return key
-
-
-def _lost_link(
-    reports: Sequence[HangReport], *, disconnected: Sequence[HangReport]
-) -> tuple[HangReport, str]:
-    """Blame rank 0's host if no other host reaches it, else the first host that can't reach it."""
-    home = reports[0].host
-    others = {report.host for report in reports} - {home}
-    hosts = sorted({report.host for report in disconnected})
-    blamed = reports[0] if len(others) > 1 and others == set(hosts) else disconnected[0]
-    address = disconnected[0].unreachable
-    return blamed, (
-        f"lost link: {', '.join(hosts)} can't reach rank 0 on {home} ({address}) any more; "
-        f"it stands {blamed.place}{_last(blamed)}"
+def _device_of(value: Any) -> DeviceProgress | None:
+    if not (values := table(value)):
+        return None
+    completed = table(values.get("completed"))
+    return DeviceProgress(
+        waits_in=_collective_of(values.get("waits_in")),
+        next=_collective_of(values.get("next")),
+        completed={group: last for group, last in completed.items() if integer(last) is not None},
     )
-
-
-def _others(ahead: HangReport) -> str:
-    return f"others wait {ahead.place}{_last(ahead)}"
-
-
-def _last(report: HangReport) -> str:
-    collective = report.collective
-    return "" if collective is None or collective.complete else f" ({collective})"
-
-
-def _from_json(values: dict[str, object]) -> HangReport:
-    collective = values.pop("collective")
-    report = HangReport(**values)  # type: ignore[arg-type]
-    return replace(report, collective=Collective(**collective)) if isinstance(collective, dict) else report
 
 
 def _path(folder: RunFolder, rank: int) -> Path:

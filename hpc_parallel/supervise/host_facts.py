@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from hpc_parallel.record.provenance import installed_packages
+from hpc_parallel.supervise.cpu_facts import cpu_facts
+from hpc_parallel.supervise.xids import bus_address, logged_xids
 
-WRITTEN_BYTES = 4 * 2**20  # to each folder, with fsync
+WRITTEN_BYTES, CACHE_WRITTEN_BYTES = 4 * 2**20, 2**20  # to each folder, with fsync
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "HF_HOME", "XDG_CACHE_HOME")
 DRIVER = Path("/proc/driver/nvidia/version")
 _DRIVER_VERSION = re.compile(r"Kernel Module(?: for \S+)?\s+(\S+)")
 # NVML's reasons for low clocks that mean trouble.
@@ -23,24 +26,38 @@ THROTTLES = {0x8: "hardware slowdown", 0x20: "too hot", 0x40: "too hot", 0x80: "
 
 
 def host_facts(
-    *, folders: Mapping[str, Path], versions: Mapping[str, str | None], nvml: Any
+    *,
+    folders: Mapping[str, Path],
+    caches: Mapping[str, Path],
+    versions: Mapping[str, str | None],
+    nvml: Any,
 ) -> dict[str, Any]:
-    """Facts as JSON: `versions` (with the driver and a digest of all packages), `disks`, `gpus`.
+    """Facts as JSON: `versions` (with the driver, and a digest of all packages), `cpu`, `disks`, ...
 
-    folders: purpose -> folder that must be writable; versions: of torch and others; nvml: pynvml or None.
+    folders: purpose -> folder that must be writable; caches: of `cache_folders`; versions: of torch and
+    others; nvml: pynvml or None.
     """
+    no_log = {"kernel_log": "not read: no NVIDIA GPU is used, or pynvml is missing", "seen": []}
+    xids: dict[str, Any] = logged_xids() if nvml is not None else no_log
     return {
         "versions": {**versions, "driver": driver_version(), "packages": packages_digest()},
-        "disks": {purpose: disk(folder) for purpose, folder in folders.items()},
-        "gpus": gpus(nvml),
+        "cpu": cpu_facts(),
+        "disks": {
+            **{purpose: {**disk(folder), "cache": False} for purpose, folder in folders.items()},
+            **{variable: {**cache_disk(folder), "cache": True} for variable, folder in caches.items()},
+        },
+        "gpus": [
+            {**gpu, "xids": [xid for xid in xids["seen"] if xid["bus"] == gpu["bus"]]} for gpu in gpus(nvml)
+        ],
+        "xids": xids,
     }
 
 
 def driver_version(path: Path = DRIVER) -> str | None:
     """The version of NVIDIA's kernel module; None without one."""
     with suppress(OSError):
-        if found := _DRIVER_VERSION.search(path.read_text(errors="replace")):
-            return found[1]
+        if match := _DRIVER_VERSION.search(path.read_text(errors="replace")):
+            return match[1]
     return None
 
 
@@ -49,13 +66,33 @@ def packages_digest() -> str:
     return hashlib.sha256(json.dumps(installed_packages()).encode()).hexdigest()[:16]
 
 
-def disk(folder: Path) -> dict[str, Any]:
-    """`free_bytes`, `write_s` (of WRITTEN_BYTES) and `write_bytes_per_s` of a folder, or `error`."""
+def cache_folders(environment: Mapping[str, str], *, other_than: Iterable[Path]) -> dict[str, Path]:
+    """Variable -> folder, for the variables of caches that are set to a folder outside of the others."""
+    listed = {Path(os.path.realpath(folder)) for folder in other_than}
+    folders = {}
+    for variable in CACHES:
+        folder = os.path.expanduser(environment.get(variable, ""))
+        real = Path(os.path.realpath(folder))
+        if folder and not any(real.is_relative_to(other) for other in listed):
+            listed.add(real)
+            folders[variable] = Path(folder)
+    return folders
+
+
+def cache_disk(folder: Path) -> dict[str, Any]:
+    """As `disk`; libraries create a cache folder that is missing, so its parent is measured then."""
+    # Path.exists raises PermissionError for what lies in a closed folder of others.
+    existing = next((path for path in (folder, *folder.parents) if os.path.exists(path)), folder)
+    return {**disk(existing, size_bytes=CACHE_WRITTEN_BYTES), "folder": str(folder)}
+
+
+def disk(folder: Path, *, size_bytes: int = WRITTEN_BYTES) -> dict[str, Any]:
+    """`free_bytes`, `write_s` (of `size_bytes`) and `write_bytes_per_s` of a folder, or `error`."""
     try:
         status = os.statvfs(folder)
         began = time.perf_counter()
         with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(WRITTEN_BYTES))
+            file.write(bytes(size_bytes))
             file.flush()
             os.fsync(file.fileno())
         took_s = time.perf_counter() - began
@@ -66,45 +103,51 @@ def disk(folder: Path) -> dict[str, Any]:
         "folder": str(folder),
         "free_bytes": free,
         "write_s": took_s,
-        "write_bytes_per_s": WRITTEN_BYTES / took_s,
+        "write_bytes_per_s": size_bytes / took_s,
     }
 
 
 def gpus(nvml: Any) -> list[dict[str, Any]]:
-    """`uuid`, `uncorrected_errors`, `throttled`, `bad_rows`, `processes` of each GPU; empty without NVML."""
+    """`uuid`, `bus`, `uncorrected_errors`, `throttled`, `bad_rows`, `processes` of each GPU.
+
+    Empty without NVML; a GPU that NVML has lost is left out.
+    """
     if nvml is None:
         return []
-    try:
+    handles = []
+    with suppress(nvml.NVMLError):
         nvml.nvmlInit()
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-    except nvml.NVMLError:
-        return []
+        for index in range(nvml.nvmlDeviceGetCount()):
+            with suppress(nvml.NVMLError):
+                handles.append(nvml.nvmlDeviceGetHandleByIndex(index))
     return [_gpu(nvml, handle) for handle in handles]
 
 
 def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
     """A figure that the device does not have is None."""
 
-    def asked(function: str, *arguments: Any) -> Any:
+    def query(function: str, *arguments: Any) -> Any:
         try:
             return getattr(nvml, function)(handle, *arguments)
         except nvml.NVMLError:
             return None
 
     uncorrected = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-    rows = asked("nvmlDeviceGetRemappedRows")  # corrected, uncorrected, pending, failed
-    reasons = asked("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
-    uuid = asked("nvmlDeviceGetUUID")
+    rows = query("nvmlDeviceGetRemappedRows")  # corrected, uncorrected, pending, failed
+    reasons = query("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
+    uuid, pci = query("nvmlDeviceGetUUID"), query("nvmlDeviceGetPciInfo")
+    bus = pci.busId if pci is not None else ""
     return {
         "uuid": uuid.decode() if isinstance(uuid, bytes) else uuid,
-        "uncorrected_errors": asked("nvmlDeviceGetTotalEccErrors", *uncorrected),
+        "bus": bus_address(bus.decode() if isinstance(bus, bytes) else bus),
+        "uncorrected_errors": query("nvmlDeviceGetTotalEccErrors", *uncorrected),
         "throttled": sorted({text for bit, text in THROTTLES.items() if reasons & bit}),
         "bad_rows": rows and bool(rows[2] or rows[3]),
-        "processes": [process.pid for process in asked("nvmlDeviceGetComputeRunningProcesses") or []],
+        "processes": [process.pid for process in query("nvmlDeviceGetComputeRunningProcesses") or []],
     }
 
 
-def different_packages(by_host: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str | None]]:
+def different_packages(by_host: Mapping[str, Mapping[str, str | None]]) -> dict[str, dict[str, str | None]]:
     """Package -> host -> version (None: missing), for packages that differ between the hosts."""
     names: Iterable[str] = sorted({name for packages in by_host.values() for name in packages})
     table = {name: {host: packages.get(name) for host, packages in by_host.items()} for name in names}

@@ -24,7 +24,7 @@ from hpc_parallel.record import owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.supervise import failure
-from hpc_parallel.supervise.conclude import conclude, may_restart
+from hpc_parallel.supervise.conclude_run import conclude, may_restart
 from hpc_parallel.supervise.fabric import site_variables
 from hpc_parallel.supervise.rank_process import die_with_parent
 from hpc_parallel.supervise.supervisor import Supervisor

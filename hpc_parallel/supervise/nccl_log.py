@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.supervise.fabric import set_unset
 
-DEBUG, SUBSYSTEMS = "NCCL_DEBUG", "INIT,NET"
+DEBUG, FILE, SUBSYSTEMS = "NCCL_DEBUG", "NCCL_DEBUG_FILE", "INIT,NET"
 INSIDE, ACROSS = "inside a node", "across nodes"
 P2P, SHARED, SOCKETS, INFINIBAND, LIBFABRIC = "P2P", "SHM", "NET/Socket", "NET/IB", "NET/OFI"
 DIRECT = "GPUDirect RDMA"
@@ -28,12 +29,15 @@ _CHANNELS = re.compile(
 _NVLS = re.compile(r"NCCL INFO NVLS multicast support is (?P<no>not )?available")
 
 
-def keep_log(folder: RunFolder, *, rank: int | str, environment: MutableMapping[str, str]) -> None:
-    """Have NCCL write its start to a file of the rank, unless the user or the site has chosen a log."""
-    if DEBUG not in environment:
-        environment[DEBUG] = "INFO"
-        environment.setdefault("NCCL_DEBUG_SUBSYS", SUBSYSTEMS)
-        environment.setdefault("NCCL_DEBUG_FILE", str(folder.nccl_log(rank)))
+def keep_log(folder: RunFolder, *, rank: int | str, environment: MutableMapping[str, str]) -> dict[str, str]:
+    """Have NCCL write its start to a file of the rank, unless the user or the site has chosen a log.
+
+    Returns the reason for each variable that was set.
+    """
+    if DEBUG in environment:
+        return {}
+    values = {DEBUG: "INFO", "NCCL_DEBUG_SUBSYS": SUBSYSTEMS, FILE: str(folder.nccl_log(rank))}
+    return set_unset(environment, values, reason="the proof of transport reads this log")
 
 
 @dataclass
@@ -57,54 +61,66 @@ class Transport:
         """The carriers between nodes."""
         return sorted(self.pairs.get(ACROSS, ()))
 
+    @property
+    def gpudirect(self) -> dict[str, str]:
+        """Whether network cards read the GPUs' memory, by class of pair with a network: on, off or mixed."""
+        states = {}
+        for pair, carriers in self.pairs.items():
+            direct = {carrier.endswith(DIRECT) for carrier in carriers if carrier.startswith("NET/")}
+            if direct:
+                states[pair] = "mixed" if len(direct) > 1 else "on" if direct.pop() else "off"
+        return states
+
     def as_record(self) -> dict[str, Any]:
         """For `environment.json`."""
-        return {**vars(self), "pairs": {name: dict(carriers) for name, carriers in self.pairs.items()}}
+        pairs = {name: dict(carriers) for name, carriers in self.pairs.items()}
+        return {**vars(self), "pairs": pairs, "gpudirect": self.gpudirect}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Transport:
         """The inverse of `as_record`."""
         pairs = {name: Counter(carriers) for name, carriers in record["pairs"].items()}
-        return cls(**{**record, "pairs": pairs})
+        values = {name: value for name, value in record.items() if name != "gpudirect"}
+        return cls(**{**values, "pairs": pairs})
 
 
 def parse(log: str, *, hosts: Sequence[str]) -> Transport:
-    """Read the log of one rank, written until the first collective of all ranks has ended.
+    """Read the log of one rank, written until `transport.use_connections` has ended.
 
-    Other communicators number their ranks differently, so the log must not go on beyond.
+    Later communicators number their ranks differently, so the log must not include them.
 
     hosts: of all ranks, by rank.
     """
     result = Transport()
     for line in log.splitlines():
-        if found := _VERSION.search(line):
-            result.version = found["version"]
-        elif found := _NETWORK.search(line):
-            result.network = found["name"].strip()
-        elif found := _CHANNEL.search(line):
-            _count(result, found, hosts=hosts)
-        elif found := _CHANNELS.search(line):
-            result.channels, result.nvls_channels = int(found["rings"]), int(found["nvls"])
-        elif found := _NVLS.search(line):
-            result.nvls_available = found["no"] is None
+        if match := _VERSION.search(line):
+            result.version = match["version"]
+        elif match := _NETWORK.search(line):
+            result.network = match["name"].strip()
+        elif match := _CHANNEL.search(line):
+            _count(result, match, hosts=hosts)
+        elif match := _CHANNELS.search(line):
+            result.channels, result.nvls_channels = int(match["rings"]), int(match["nvls"])
+        elif match := _NVLS.search(line):
+            result.nvls_available = match["no"] is None
         result.rings |= "NCCL INFO Connected all rings" in line
         result.trees |= "NCCL INFO Connected all trees" in line
     return result
 
 
-def _count(result: Transport, found: re.Match[str], *, hosts: Sequence[str]) -> None:
-    source, target = int(found["source"]), int(found["target"])
-    if max(source, target) < len(hosts) and not found["receive"]:  # both ends name a channel of a network
+def _count(result: Transport, match: re.Match[str], *, hosts: Sequence[str]) -> None:
+    source, target = int(match["source"]), int(match["target"])
+    if max(source, target) < len(hosts) and not match["receive"]:  # both ends name a channel of a network
         pair = INSIDE if hosts[source] == hosts[target] else ACROSS
-        result.pairs.setdefault(pair, Counter())[carrier(found["carrier"])] += 1
+        result.pairs.setdefault(pair, Counter())[carrier(match["carrier"])] += 1
 
 
 def carrier(text: str) -> str:
     """The transport in few words: `NET/IB, GPUDirect RDMA` for `NET/IB/0(1)/GDRDMA/Shared`."""
     kind, _, rest = text.strip().partition("/")
     if kind in (P2P, SHARED):
-        way = rest.partition("/")[0]
-        return f"{kind} ({way})" if kind == P2P else kind
+        mode = rest.partition("/")[0]
+        return f"{kind} ({mode})" if kind == P2P else kind
     name = rest.partition("/")[0]
     plugin = {"AWS Libfabric": "OFI", "Libfabric": "OFI"}.get(name, "IB" if name.startswith("IB") else name)
     return f"{kind}/{plugin}" + (f", {DIRECT}" if "/GDRDMA" in rest else "")

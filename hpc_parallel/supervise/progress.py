@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 # In the order of one step, so that comparing (step, phase) shows which of two ranks is behind.
 PHASES = ("start", "data", "step", "log", "validate", "save", "done")
+READER = "read ahead"  # the name of the thread that reads the next batch (training/read_ahead.py)
+WAITS_FOR_REQUEST = "_read_requested"  # the innermost function of that thread while it reads nothing
 
 
 @dataclass
@@ -17,8 +19,8 @@ class Progress:
     """
 
     first_step: int = 1  # of this process: it takes longer because it compiles and connects
-    now: tuple[float, str, int] = (0.0, "start", 0)  # time.monotonic(), phase, step
+    latest: tuple[float, str, int] = (0.0, "start", 0)  # time.monotonic(), phase, step
 
     def mark(self, phase: str, step: int) -> None:
         """Record that `phase` (one of PHASES) begins or has completed a part."""
-        self.now = (time.monotonic(), phase, step)
+        self.latest = (time.monotonic(), phase, step)

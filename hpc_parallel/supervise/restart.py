@@ -18,7 +18,7 @@ from hpc_parallel.supervise import failure
 
 TIME_LIMIT, PREEMPTED, CANCELLED = "time_limit", "preempted", "cancelled"
 TWICE = 2  # failures of a host after which the next start excludes it
-MOST_EXCLUDED = 8  # hosts that preflight checks may exclude one after another
+MOST_EXCLUSIONS = 8  # starts that may end because preflight checks exclude hosts
 
 
 def why_stopped(signal_name: str, *, environment: Mapping[str, str]) -> str:
@@ -51,8 +51,8 @@ def allowed(folder: RunFolder, *, how: str, recoverable: bool, launcher: Mapping
     if how == failure.NONFINITE:  # only once, because the same samples may cause the same failure
         first_time = sum(end["how"] == how for end in attempts.recent_ends(folder)) == 1
         return recoverable and first_time
-    if how == failure.PREFLIGHT:  # each time without one more host
-        return recoverable and ends[failure.PREFLIGHT] <= MOST_EXCLUDED
+    if how == failure.PREFLIGHT:  # each time without the hosts that it accused
+        return recoverable and ends[failure.PREFLIGHT] <= MOST_EXCLUSIONS
     return recoverable and ends["failure"] <= int(launcher["max_restarts"])
 
 
@@ -63,9 +63,9 @@ def _kind(end: Mapping[str, Any]) -> str:
 
 def hosts_to_exclude(folder: RunFolder) -> list[str]:
     """Hosts on which the run failed first more than once, and those that its preflight checks accused."""
-    ends = [(end["host"], _kind(end)) for end in attempts.recent_ends(folder) if end["host"]]
-    failed = Counter(host for host, kind in ends if kind == "failure")
-    accused = {host for host, kind in ends if kind == failure.PREFLIGHT}
+    ends = attempts.recent_ends(folder)
+    failed = Counter(end["host"] for end in ends if end["host"] and _kind(end) == "failure")
+    accused = {host for end in ends for host in attempts.accused_hosts(end)}
     return sorted(accused | {host for host, count in failed.items() if count >= TWICE})
 
 

@@ -26,6 +26,9 @@ MEASURED = (
     "comparison",
     "ended_early",
     "slow_ranks",
+    "shares",
+    "rank_memory_bytes",
+    "rank_state_bytes",
 )
 VALIDATION = "validation_"
 Lines = Sequence[Mapping[str, Any]]
@@ -58,7 +61,11 @@ def summarise(
       several devices, that moves most.
     - `unknown_collectives`: collectives whose bytes are not known; traffic is then null.
     - `ended_early`: why a callback ended the training before its last step.
-    - `slow_ranks`: ranks whose own time was longer than that of their peers, with the cause.
+    - `slow_ranks`: ranks that were slower than their peers for a while, with the cause and the steps.
+    - `shares`: the speeds by which `strategy.shares` split the batch or the pipeline.
+    - `rank_memory_bytes`: peak memory by rank, in the newest start.
+    - `rank_state_bytes`: `parameters`, `gradients` and `optimizer` (its state) by rank: bytes of the numbers
+      that each rank holds, on any device.
     - `comparison`: a line about the comparison with one device (`strategy.verify`).
     - `ring_all_reduce`: both figures if one ring all-reduce averaged the same gradients.
     """
@@ -140,8 +147,8 @@ FIGURES: dict[str, Callable[[Lines], dict[str, Any]]] = {"infer": _inferred, "ge
 
 def _validated(lines: Lines) -> dict[str, Any]:
     """The last value of each figure of a validation: of the loss, and of the model's own metrics."""
-    found = dict.fromkeys(key for line in lines for key in line if key.startswith(VALIDATION))
-    return {key: _last(lines, key) for key in ("validation_loss", *found)}
+    validation_keys = dict.fromkeys(key for line in lines for key in line if key.startswith(VALIDATION))
+    return {key: _last(lines, key) for key in ("validation_loss", *validation_keys)}
 
 
 def _typical(lines: Lines, key: str) -> float | None:

@@ -16,6 +16,7 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.supervise import failure, hang_report
 from hpc_parallel.supervise.hang_report import HangReport
+from hpc_parallel.supervise.progress import WAITS_FOR_REQUEST
 from hpc_parallel.supervise.world import World
 
 _DUMP_S = 5.0  # time-out for a process to write its stacks
@@ -51,24 +52,27 @@ class Supervisor:
                 self.alarmed_at = now
         if self.alarmed_at is None:
             return
-        reports = hang_report.read_reports(self.folder, attempt=self.world.attempt)
-        others = {report.rank for report in reports} - {self.world.rank}
         waited = now - self.alarmed_at > hang_report.grace_s(self.timeout_s)
-        if any(report.rank == self.world.rank for report in reports):
+        if hang_report.has_report(self.folder, rank=self.world.rank, attempt=self.world.attempt):
             self.done = True
-        elif waited or (stopped and len(others) == self.world.world_size - 1):
+        elif waited or (stopped and self._others_reported()):
             self._report(stopped=stopped)
             self.done = True
+
+    def _others_reported(self) -> bool:
+        return hang_report.other_reports(self.folder, world=self.world) == self.world.world_size - 1
 
     def _report(self, *, stopped: bool) -> None:
         """Read the stacks of the process, which ends it, and write its report."""
         text = take_stacks(self.process, log=self.folder.log(self.world.rank, "err"))
         write_text(hang_report.stacks(self.folder, self.world.rank), text)
-        stack = stack_of(text)
+        stack, where = stack_of(text), spot_of(stack_of(text))
+        if (reader := reader_of(text)) and not stopped:  # either thread may keep Python's lock
+            stack, where = [*stack, *reader], f"{where} or in reading the next batch at {spot_of(reader)}"
         report = HangReport(
             rank=self.world.rank, host=self.world.host, world_size=self.world.world_size,
             attempt=self.world.attempt, phase=None, step=None, idle_s=self.timeout_s,
-            where=spot_of(stack), stack=stack, stopped=stopped,
+            where=where, stack=stack, stopped=stopped,
         )  # fmt: skip
         hang_report.write_report(self.folder, report)
         reason = "stopped by a signal (state T)" if stopped else "its Python can't run"
@@ -127,14 +131,30 @@ def take_stacks(process: int, *, log: Path) -> str:
 
 def stack_of(text: str) -> list[str]:
     """The frames of the main thread, outermost first: faulthandler writes the oldest thread last."""
-    frames: list[str] = []
+    return next(reversed(stacks_of(text)), [])
+
+
+def reader_of(text: str) -> list[str]:
+    """The frames of the thread that reads the next batch; empty if it reads none."""
+    for stack in stacks_of(text)[:-1]:
+        functions = [line.rpartition(" in ")[2] for line in stack]
+        if WAITS_FOR_REQUEST in functions[:-1]:
+            return stack
+    return []
+
+
+def stacks_of(text: str) -> list[list[str]]:
+    """The frames of each thread, outermost first."""
+    stacks: list[list[str]] = []
     in_stack = False
     for line in text.splitlines():
         is_frame = _FRAME.match(line) is not None
-        if is_frame:
-            frames = [line, *frames] if in_stack else [line]
+        if is_frame and in_stack:
+            stacks[-1].insert(0, line)
+        elif is_frame:
+            stacks.append([line])
         in_stack = is_frame
-    return frames
+    return stacks
 
 
 def spot_of(stack: list[str]) -> str:

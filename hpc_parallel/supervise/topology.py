@@ -51,11 +51,11 @@ def alike(by_host: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Each different topology once, with the names of its `hosts`."""
     shapes: list[dict[str, Any]] = []
     for host, shape in by_host.items():
-        known = next((other for other in shapes if {**shape, "hosts": other["hosts"]} == other), None)
-        if known is None:
+        same_shape = next((other for other in shapes if {**shape, "hosts": other["hosts"]} == other), None)
+        if same_shape is None:
             shapes.append({**shape, "hosts": [host]})
         else:
-            known["hosts"].append(host)
+            same_shape["hosts"].append(host)
     return shapes
 
 
@@ -78,8 +78,8 @@ def connection(one: Part, other: Part) -> str:
     if not one.path or not other.path:
         return UNKNOWN
     if one.path[0] != other.path[0]:
-        known = one.numa is not None and other.numa is not None
-        return (NODE if one.numa == other.numa else SYSTEM) if known else SYSTEM
+        both_known = one.numa is not None and other.numa is not None
+        return (NODE if one.numa == other.numa else SYSTEM) if both_known else SYSTEM
     shared = sum(1 for a, b in zip(one.path, other.path, strict=False) if a == b)
     # Of a path (host bridge, root port, switch, ..., device) two parts of one switch share the root port too.
     if shared == 1:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_parallel.config.schema import ClusterConfig
+from hpc_parallel.config.site_schema import ClusterConfig
 from hpc_parallel.launch.batch_script import render, render_array
 from hpc_parallel.launch.launcher import SiteRefusedError
 from hpc_parallel.launch.slurm_launcher import PERMANENT_REASONS, refusal_message, sbatch

@@ -129,7 +129,7 @@ class _Planner:
     kept: list[KeptRun] = field(default_factory=list)
     duplicates: int = 0
     _errors: list[tuple[Cell, ConfigError]] = field(default_factory=list)
-    _seen: set[str] = field(default_factory=set)
+    _identities: set[str] = field(default_factory=set)
     _plan: Callable[..., Snapshot] = field(default_factory=lambda: cached_plan_snapshot())
 
     def add(self, cell: Cell) -> None:
@@ -147,10 +147,10 @@ class _Planner:
                 self.earlier.find(overrides)
             return
         identity = repr({**run.values, "run_dir": run.config.run_dir})
-        if identity in self._seen:
+        if identity in self._identities:
             self.duplicates += 1
             return
-        self._seen.add(identity)
+        self._identities.add(identity)
         before = self.earlier.find(overrides) if self.earlier is not None else None
         if before is not None and self.earlier is not None:
             state = self.earlier.state(before)

@@ -132,14 +132,12 @@ class Callbacks:
         *,
         folder: Path,
         lines: Sequence[Mapping[str, Any]],
-        group: dist.ProcessGroup,
     ) -> None:
-        """`tables`: `training.callbacks`; `lines`: of earlier starts; `group`: of all ranks, on the CPU.
+        """`tables`: `training.callbacks`; `lines`: of earlier starts.
 
         Raises UserCodeError.
         """
         self._used = bool(tables)
-        self._group = group
         self._objects: list[Callback] = []
         if dist.get_rank() == 0:
             keys = [f"training.callbacks[{index}]" for index in range(len(tables))]
@@ -161,7 +159,7 @@ class Callbacks:
         if not self._used:
             return None
         reasons = filter(None, self._call("stop_reason"))
-        reason: str | None = exchange.broadcast(next(reasons, None), group=self._group)
+        reason: str | None = exchange.broadcast(next(reasons, None))
         return reason
 
     def checkpoint(self, step: int) -> None:

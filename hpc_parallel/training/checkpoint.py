@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from io import BufferedWriter, FileIO, IOBase, RawIOBase
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from hpc_parallel.record.checkpoint_index import CHECKSUM, Checkpoint, Digest, publish
+from hpc_parallel.record.values import number
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.torch_internals import without_checksums
 from hpc_parallel.training.optimizer import ModelOptimizer
@@ -32,6 +34,7 @@ from hpc_parallel.training.optimizer import ModelOptimizer
 State = dict[str, Tensor]
 OPTIMIZER = "optimizer/"  # before the names of the optimizer's state
 LOSS_SCALE = "loss_scale/"  # only runs in float16 have it
+SAVE_S = "save_s"  # entry of the manifest: how long the save took
 BUFFER_BYTES = 2**18  # of the buffer for small writes; larger writes bypass it without a copy
 
 
@@ -77,14 +80,12 @@ def random_state(device: torch.device) -> State:
     return state
 
 
-def read(checkpoint: Checkpoint, state: State, *, group: dist.ProcessGroup | None = None) -> None:
-    """Fill `state` from a checkpoint. All ranks of `group` must call it together.
+def read(checkpoint: Checkpoint, state: State) -> None:
+    """Fill `state` from a checkpoint. All ranks must call it together.
 
     Raises what torch.distributed.checkpoint raises if a name is missing or a shape differs.
     """
-    dcp.load(
-        cast(dict[str, Any], state), storage_reader=dcp.FileSystemReader(checkpoint.path), process_group=group
-    )
+    dcp.load(cast(dict[str, Any], state), storage_reader=dcp.FileSystemReader(checkpoint.path))
 
 
 def readable(checkpoint: Checkpoint, state: State) -> State:
@@ -107,6 +108,12 @@ def random_names(checkpoint: Checkpoint) -> list[str]:
     """Names of the generator states that a checkpoint has."""
     names = dcp.FileSystemReader(checkpoint.path).read_metadata().state_dict_metadata
     return [name for name in names if name.startswith("random/")]
+
+
+def save_s(checkpoint: Checkpoint) -> float | None:
+    """How long it took to write a checkpoint; None if its manifest does not say it."""
+    seconds = number(checkpoint.manifest.get(SAVE_S))
+    return None if seconds is None or seconds < 0 else seconds
 
 
 def set_random_state(state: State, *, device: torch.device) -> None:
@@ -180,10 +187,13 @@ class Writer(dcp.FileSystemWriter):
 
         It is called by the writer because to remove gigabytes takes long, and training must not wait for it.
         """
-        super().__init__(path)
+        # Without copies ahead: torch's loader for these, on the thread of an asynchronous save, would use the
+        # stream of GPU 0 on every rank, and open a context there.
+        super().__init__(path, per_thread_copy_ahead=0)
         self._prune = prune
         self.fs = self._files = HashingFiles()
         self._folder, self._step, self._about = folder, step, about
+        self._began_s = time.perf_counter()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         with without_checksums():
@@ -198,7 +208,8 @@ class Writer(dcp.FileSystemWriter):
         files: dict[str, Any] = {}
         for written in results:
             files |= cast(dict[str, Any], written[-1])
-        publish(self._folder, step=self._step, files=files | self._files.written, about=self._about)
+        about = {**self._about, SAVE_S: round(time.perf_counter() - self._began_s, 3)}
+        publish(self._folder, step=self._step, files=files | self._files.written, about=about)
         try:
             self._prune()
         except OSError as error:  # the new checkpoint is complete anyway

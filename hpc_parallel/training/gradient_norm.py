@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from hpc_parallel import torch_internals
-from hpc_parallel.strategies.mesh import holders, local_gradients
+from hpc_parallel.strategies.mesh import holders, local_gradients, name_of
+from hpc_parallel.strategies.ranges import marked
 
 
 class GradientNorm:
@@ -26,7 +27,7 @@ class GradientNorm:
         self._by_holders: dict[int, list[Parameter]] = defaultdict(list)
         for parameter in counted:
             self._by_holders[holders(parameter, axes=axes)].append(parameter)
-        self._groups = [axis.get_group() for axis in axes]
+        self._groups = {name_of(axis): axis.get_group() for axis in axes}
 
     @property
     def counted(self) -> list[Parameter]:
@@ -49,8 +50,9 @@ class GradientNorm:
             squares.append(torch.linalg.vector_norm(torch.stack(group_norms)).square() / count)
             norms += group_norms
         squared = torch.stack(squares).sum()
-        for group in self._groups:
-            dist.all_reduce(squared, group=group)
+        for name, group in self._groups.items():
+            with marked(f"all_reduce {name}"):
+                dist.all_reduce(squared, group=group)
         return squared.sqrt(), torch.stack(norms)
 
 

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from hpc_parallel.config.checks.starting_weights import read_header
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.models.layered import LayeredModel, own_slice
+from hpc_parallel.models.drawing import own_slice
+from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.checkpoint_index import Checkpoint
 from hpc_parallel.record.results import INITIAL
@@ -93,7 +94,7 @@ def start_from(config: RunConfig, assembled: Assembled) -> str:
     path = Path(config.weights)
     source: Source
     if path.is_dir():
-        checkpoint, _ = newest_sound(RunFolder(path).checkpoints, group=None)
+        checkpoint, _ = newest_sound(RunFolder(path).checkpoints)
         if checkpoint is None:
             raise ConfigError([f"weights = {path} has no undamaged checkpoint."])
         if not config.launcher.shared_folder:

@@ -15,8 +15,16 @@ from hpc_parallel.record.values import finite
 from hpc_parallel.strategies.exchange import all_gather_numbers
 from hpc_parallel.training.step import StepResult
 
-# Dense bf16 peaks from the vendors' data sheets, FLOP/s; mfu is null on any other device.
-PEAK_FLOPS = {"A100": 312e12, "H100 80GB HBM3": 989e12, "H200": 989e12}
+# Dense bf16 peaks from the vendor's data sheets, FLOP/s, by a part of the device's name; the first that fits
+# counts. Cards have lower clocks or fewer cores than SXM modules. mfu is null on any other device.
+PEAK_FLOPS = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100 80GB HBM3": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,  # and GH200
+}
 
 
 @dataclass(frozen=True)
@@ -39,13 +47,19 @@ class Metrics:
         self._device = device
         self._steps = 0
         self._pause_s = 0.0
+        self._data_s: list[float] = []
         self._step_time_s = math.nan
         self._since = time.perf_counter()
         self._result: StepResult | None = None
+        self.rank_memory_bytes: list[int] | None = None  # peaks up to the last line, by rank
 
     def note(self, result: StepResult) -> None:
         self._result = result
         self._steps += 1
+
+    def note_data(self, seconds: float) -> None:
+        """Note how long a step waited for its batch."""
+        self._data_s.append(seconds)
 
     def leave_out(self, seconds: float, *, steps: int = 0) -> None:
         """Subtract time that was not spent on steps (validation), or that went to `steps` not to be timed.
@@ -61,15 +75,18 @@ class Metrics:
         now = time.perf_counter()
         if self._steps:
             self._step_time_s = (now - self._since - self._pause_s) / self._steps
-        losses, norms, peaks, times, *counts = all_gather_numbers(
-            [loss_share, gradient_norm, float(peak_memory_bytes(self._device)), self._step_time_s, *skipped],
-            device=self._device,
+        peak_bytes = float(peak_memory_bytes(self._device))
+        data_s = sum(self._data_s) / max(len(self._data_s), 1)
+        losses, norms, peaks, times, waits, *counts = all_gather_numbers(
+            [loss_share, gradient_norm, peak_bytes, self._step_time_s, data_s, *skipped], device=self._device
         )
+        self.rank_memory_bytes = [int(peak) for peak in peaks]
         scale = self._scale
         step_time_s = max(times)
         samples_per_s = scale.global_batch_size / step_time_s
         timed_steps = self._steps
         self._since, self._steps, self._pause_s = time.perf_counter(), 0, 0.0
+        self._data_s.clear()
         line: dict[str, Any] = {
             "step": step,
             "samples": step * scale.global_batch_size,
@@ -77,6 +94,7 @@ class Metrics:
             "grad_norm": finite(norms[0]),  # rank 0, because only a parameter server has it
             "learning_rate": learning_rate,
             "step_time_s": step_time_s,
+            "data_s": max(waits),
             "samples_per_s": samples_per_s,
             "timed_steps": timed_steps,
         }
@@ -84,7 +102,7 @@ class Metrics:
             line["skipped_steps"] = int(count[0])
         return line | {
             **self._rates(samples_per_s),
-            "peak_memory_bytes": int(max(peaks)),
+            "peak_memory_bytes": max(self.rank_memory_bytes),
             "time": datetime.now(UTC).isoformat(),
         }
 
@@ -119,5 +137,11 @@ def peak_flops(device: torch.device) -> float | None:
     """Returns the peak of one device in dense bf16, in FLOP/s; None if `PEAK_FLOPS` does not list it."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
+    return peak_of(torch.cuda.get_device_name(device))
+
+
+def peak_of(name: str) -> float | None:
+    """The peak of a device by its full name; None for a part of one (MIG)."""
+    if " MIG " in name:
+        return None
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)

@@ -136,8 +136,8 @@ class Guard:
         by_rank = _all_gather(local)
         rank, message, parameter = blame(by_rank, step=step)
         layer = None
-        whole = all(values["weight"] is None for values in by_rank)
-        if whole and (first := first_clause(_all_gather(trace(step)), order=order)) is not None:
+        weights_finite = all(values["weight"] is None for values in by_rank)
+        if weights_finite and (first := first_clause(_all_gather(trace(step)), order=order)) is not None:
             rank, clause, layer = first
             message = f"{message}; {clause}"
         if rank == (dist.get_rank() if dist.is_initialized() else 0):

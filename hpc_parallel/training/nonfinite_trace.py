@@ -30,17 +30,17 @@ def trace(parts: Sequence[LayeredModel], *, compiled: bool, replay: Callable[[],
     `replay`: runs the forward and backward passes of the step again; collective over all ranks. Of compiled
     blocks, only the outputs of whole blocks are seen.
     """
-    found: dict[str, tuple[str, str]] = {}
+    finding: dict[str, tuple[str, str]] = {}
     handles = []
     for part in parts:
         for name, module in _layers(part, compiled=compiled):
-            handles.append(module.register_forward_hook(partial(_after_forward, found, name)))
+            handles.append(module.register_forward_hook(partial(_after_forward, finding, name)))
     try:
         replay()
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return finding
 
 
 def _layers(part: LayeredModel, *, compiled: bool) -> Iterable[tuple[str, Module]]:
@@ -52,21 +52,21 @@ def _layers(part: LayeredModel, *, compiled: bool) -> Iterable[tuple[str, Module
 
 
 def _after_forward(
-    found: dict[str, tuple[str, str]], name: str, module: Module, inputs: Any, output: Any
+    finding: dict[str, tuple[str, str]], name: str, module: Module, inputs: Any, output: Any
 ) -> None:
     for tensor in tree_leaves(output):
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
-            _note(found, OUTPUT, name, tensor)
+            _note(finding, OUTPUT, name, tensor)
             if tensor.requires_grad:
-                tensor.register_hook(partial(_note, found, GRADIENT, name))
+                tensor.register_hook(partial(_note, finding, GRADIENT, name))
 
 
 @torch.no_grad()
-def _note(found: dict[str, tuple[str, str]], kind: str, name: str, tensor: Tensor) -> None:
+def _note(finding: dict[str, tuple[str, str]], kind: str, name: str, tensor: Tensor) -> None:
     """Keep the first one of its kind. It reads the tensor on the host."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if kind not in found and not bool(local.isfinite().all()):
-        found[kind] = name, str(float(local[~local.isfinite()][0]))
+    if kind not in finding and not bool(local.isfinite().all()):
+        finding[kind] = name, str(float(local[~local.isfinite()][0]))
 
 
 def first_clause(

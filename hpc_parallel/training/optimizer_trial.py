@@ -28,9 +28,9 @@ def require_usable(
     """
     together, optimizer = _train(kind, options, device=device, indices=(0, 1))
     problems = _state_problems(optimizer)
-    again, _ = _train(kind, options, device=device, indices=(0, 1))
+    repeated, _ = _train(kind, options, device=device, indices=(0, 1))
     alone = [_train(kind, options, device=device, indices=(index,))[0][0] for index in (0, 1)]
-    if not _same(together, again):
+    if not _same(together, repeated):
         if ranks > 1:
             problems.append("gives other weights in a second trial, so the devices would differ")
     elif split and not _same(together, alone, rtol=1e-9):
@@ -70,5 +70,5 @@ def _state_problems(optimizer: Optimizer) -> list[str]:
     return problems
 
 
-def _same(some: Sequence[Tensor], others: Sequence[Tensor], *, rtol: float = 0.0) -> bool:
-    return all(torch.allclose(a, b, rtol=rtol, atol=0) for a, b in zip(some, others, strict=True))
+def _same(weights: Sequence[Tensor], others: Sequence[Tensor], *, rtol: float = 0.0) -> bool:
+    return all(torch.allclose(a, b, rtol=rtol, atol=0) for a, b in zip(weights, others, strict=True))

@@ -23,7 +23,7 @@ from hpc_parallel.training.checkpoint import (
 )
 
 
-def newest_sound(folder: Path, *, group: dist.ProcessGroup | None) -> tuple[Checkpoint | None, list[str]]:
+def newest_sound(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """Returns the newest checkpoint in `folder` whose checksums agree, and warnings about damaged ones.
 
     Each rank verifies a part of the files. A warning names the checkpoint and the steps that are lost;
@@ -32,14 +32,14 @@ def newest_sound(folder: Path, *, group: dist.ProcessGroup | None) -> tuple[Chec
     rank = dist.get_rank()
     complete = checkpoint_index.complete(folder) if rank == 0 else []
     names = [(checkpoint.path.name, checkpoint.step) for checkpoint in complete]
-    checkpoints = [Checkpoint(folder / name, step) for name, step in exchange.broadcast(names, group=group)]
+    checkpoints = [Checkpoint(folder / name, step) for name, step in exchange.broadcast(names)]
     warnings: list[str] = []
     if rank == 0 and (others := checkpoint_index.skipped(folder)):
         warnings.append(f"{', '.join(others)} in {folder}: only folders count as checkpoints")
         print(f"WARNING: {warnings[-1]}", file=sys.stderr, flush=True)
     for checkpoint, older in zip_longest(checkpoints, checkpoints[1:]):
         local_damage = checkpoint.damage(part=rank, parts=dist.get_world_size())
-        damage = next(filter(None, exchange.all_gather(local_damage, group=group)), None)
+        damage = next(filter(None, exchange.all_gather(local_damage)), None)
         if damage is None:
             return checkpoint, warnings
         before = older.step if older else 0
@@ -53,9 +53,7 @@ def newest_sound(folder: Path, *, group: dist.ProcessGroup | None) -> tuple[Chec
     return None, warnings
 
 
-def restore(
-    checkpoint: Checkpoint, state: State, *, digest: str, device: torch.device, group: dist.ProcessGroup
-) -> None:
+def restore(checkpoint: Checkpoint, state: State, *, digest: str, device: torch.device) -> None:
     """Fill `state`; restore the random generators too if the same number of ranks wrote the checkpoint.
 
     `digest`: of the run's data. Raises ConfigError if the checkpoint was trained on other data.
@@ -70,8 +68,8 @@ def restore(
         )
     has_state = set(random_names(checkpoint)) >= set(random_state(device))
     all_have_state = torch.tensor(int(has_state))
-    dist.all_reduce(all_have_state, op=dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(all_have_state, op=dist.ReduceOp.MIN)
     generators = random_state(device) if all_have_state else {}
-    read(checkpoint, readable(checkpoint, state) | generators, group=group)
+    read(checkpoint, readable(checkpoint, state) | generators)
     if generators:
         set_random_state(generators, device=device)

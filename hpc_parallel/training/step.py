@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from traceback import walk_tb
@@ -24,6 +24,7 @@ from hpc_parallel.training.gradient_norm import GradientNorm, clip
 from hpc_parallel.training.nonfinite import Guard
 from hpc_parallel.training.nonfinite_trace import Finding, trace
 from hpc_parallel.training.optimizer import ModelOptimizer
+from hpc_parallel.training.state_bytes import local_bytes
 
 BatchOf = Callable[[int], tuple[Tensor, Tensor]]
 """A 1-based step -> inputs and targets of this replica, on the device."""
@@ -40,6 +41,8 @@ class StepResult:
 
 class Step(Protocol):
     """One optimizer step of a strategy."""
+
+    held_bytes: Mapping[str, int]  # `parameters` and `gradients` of this rank; empty before the first step
 
     def run(self, inputs: Tensor, targets: Tensor) -> StepResult:
         """Train on this replica's batch `[batch, ...]` and update the weights."""
@@ -78,6 +81,7 @@ class GradientStep:
         self._parameters: list[Parameter] = [p for part in assembled.parts for p in part.parameters()]
         self._optimizer = optimizer
         self._clip_norm = clip_norm
+        self.held_bytes: Mapping[str, int] = {}
         self._on_gradients = on_gradients
         copies = {id(copy) for copy in self._forward_backward.copies}
         self._norm = GradientNorm(
@@ -111,9 +115,18 @@ class GradientStep:
             mark(error, place_in_backward(error, parts=self._parts) or "the loss")
             raise
 
+    def _count_bytes(self) -> None:
+        """Count what this rank holds, in the first step, when its gradients are complete."""
+        if not self.held_bytes:
+            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+            self.held_bytes = {
+                "parameters": local_bytes(self._parameters), "gradients": local_bytes(gradients)
+            }  # fmt: skip
+
     @located("the optimizer")
     def _update(self, loss: Tensor) -> Tensor:
         """Clip and step; returns the gradient's norm before clipping."""
+        self._count_bytes()
         if self._loss_scale is not None:
             self._loss_scale.unscale(local_gradients(self._parameters))
         norm, norms = self._norm()
@@ -148,6 +161,8 @@ class ServedStep(GradientStep):
 
     def run(self, inputs: Tensor, targets: Tensor) -> StepResult:
         loss = self._train(inputs, targets)
+        if not self._server.serves:
+            self._count_bytes()  # a worker's go to the server, a server's come from there
         self._server.collect()
         norm = self._update(loss) if self._server.serves else torch.zeros_like(loss)
         self._server.hand_out()

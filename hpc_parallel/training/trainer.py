@@ -21,10 +21,12 @@ from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.supervise.error_place import at_step
 from hpc_parallel.supervise.progress import Progress
 from hpc_parallel.training.callbacks import Callbacks
+from hpc_parallel.training.garbage import collecting
 from hpc_parallel.training.learning_rate import learning_rate
 from hpc_parallel.training.metrics import Metrics
 from hpc_parallel.training.nonfinite import CHECK_EVERY
 from hpc_parallel.training.optimizer import ModelOptimizer
+from hpc_parallel.training.read_ahead import ReadAhead
 from hpc_parallel.training.saver import Saver
 from hpc_parallel.training.step import Step
 from hpc_parallel.training.validation import validate
@@ -36,15 +38,24 @@ class Samples:
     """This rank's batches for training and validation, and the device that they are copied to."""
 
     train: Batches
+    ahead: ReadAhead  # of `train`
     validation: Batches
     validation_steps: int  # batches in one validation
     device: torch.device
     sample_indices: SampleIndices  # of the model
     evaluation: WithMetrics  # the loss function
 
+    def next_batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """The batch of the 1-based `step`, the next one; the model is told which samples it has."""
+        return self._on_device(self.ahead.next(step - 1), step)
+
     def batch_of(self, step: int) -> tuple[Tensor, Tensor]:
-        """The batch of the 1-based `step`; the model is told which samples it has."""
-        batch = to_device(self.train.at(step - 1), self.device)
+        """As `next_batch`, for any step."""
+        self.ahead.settle()
+        return self._on_device(self.train.at(step - 1), step)
+
+    def _on_device(self, batch: tuple[Tensor, Tensor], step: int) -> tuple[Tensor, Tensor]:
+        batch = to_device(batch, self.device)
         self.sample_indices.begin_batch(self.train.indices(step - 1), device=self.device)
         return batch
 
@@ -105,13 +116,18 @@ class Trainer:
         Returns the signal that stopped the training earlier, after its checkpoint is complete, else None.
         A callback may end it earlier too (`ended_early`).
         """
-        steps = self._training.steps
         steps_before = self.steps_done
         if steps_before:  # the last start may have died between its early end and its summary
             self.ended_early = self._callbacks.reason()
         if self.ended_early is not None:
             return None
+        with collecting(self._training.collect_every) as collect:
+            return self._fit(steps_before, collect)
+
+    def _fit(self, steps_before: int, collect: Callable[[int], None]) -> signal.Signals | None:
+        steps = self._training.steps
         for step in range(steps_before + 1, steps + 1):
+            collect(step)
             rate = self._train(step, steps_before=steps_before)
             self._callbacks.step(step)
             validate = self._due(step, self._training.validate_every)
@@ -143,8 +159,10 @@ class Trainer:
         self._progress.mark("data", step)
         number = step - steps_before
         self._recording.begin(number)
+        started = time.perf_counter()
         with self._measurement.loading(number), self._rank_times.loading(number), marked("data"):
-            batch = self._samples.batch_of(step)
+            batch = self._samples.next_batch(step)
+        self._metrics.note_data(time.perf_counter() - started)
         self._progress.mark("step", step)
         watched = self._measurement.watch(number), self._rank_times.watch(number)
         with at_step(step), watched[0], watched[1], marked(f"step {step}"):
@@ -185,6 +203,7 @@ class Trainer:
 
         started = time.perf_counter()
         samples = self._samples
+        samples.ahead.settle()
         means = validate(
             evaluate, samples.validation, steps=samples.validation_steps, device=samples.device,
             evaluation=samples.evaluation,

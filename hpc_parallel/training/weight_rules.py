@@ -35,9 +35,9 @@ def settings_of(parameters: Mapping[str, Parameter], config: OptimizerConfig) ->
 
 
 def _settings(name: str, dims: int, config: OptimizerConfig) -> Settings:
-    own = {"betas": tuple(config.betas), "eps": config.eps} if isinstance(config, AdamWConfig) else {}
+    defaults = {"betas": tuple(config.betas), "eps": config.eps} if isinstance(config, AdamWConfig) else {}
     decay = config.weight_decay if dims > 1 else 0.0
-    settings = Settings(config._target_, decay, options={**own, **config.options})
+    settings = Settings(config._target_, decay, options={**defaults, **config.options})
     for rule in config.groups.values():
         if _matches(name, rule.get("match")) and dims in (rule.get("dims") or [dims]):
             settings = _apply(settings, rule)

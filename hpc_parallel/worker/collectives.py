@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,7 +21,8 @@ from omegaconf import OmegaConf
 
 from hpc_parallel.config.layout import SPMD, layout_of
 from hpc_parallel.config.schema import CollectivesConfig, RunConfig
-from hpc_parallel.profiling.collectives import (
+from hpc_parallel.planning.collective_times import bus_factor
+from hpc_parallel.profiling.collective_cases import (
     OPERATIONS,
     Case,
     Group,
@@ -31,6 +33,8 @@ from hpc_parallel.profiling.collectives import (
     same_ranks,
     sizes,
 )
+from hpc_parallel.profiling.link_rates import synchronize
+from hpc_parallel.profiling.machine_comparison import compare
 from hpc_parallel.profiling.machine_profile import machine_profile
 from hpc_parallel.record import attempts
 from hpc_parallel.record.collectives_table import as_csv, full_table
@@ -39,17 +43,19 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.strategies.exchange import all_gather, all_gather_numbers
-from hpc_parallel.strategies.mesh import axis_of, build_mesh
+from hpc_parallel.strategies.mesh import axis_of, build_host_mesh, build_mesh
 from hpc_parallel.worker.run_plots import draw_plots
 from hpc_parallel.worker.session import complete
 
 WARM_UP = 3  # rounds: the first allocate buffers and connect ranks
-BATCHES = 5  # of rounds: their spread shows how steady a time is
+BATCHES = 8  # of rounds: their spread shows how steady a time is
 MOST_ROUNDS = 2000  # in a batch
 BUFFERS = 4  # arrays of the largest size that a check holds at the same time
-PROFILE_HEAD = (
-    "# Measured by task=collectives: time = latency_s + bytes on the bus / bandwidth_bytes_per_s.\n"
-)
+PROFILE_HEAD = """\
+# Measured by task=collectives: time = latency_s + bytes on the bus / bandwidth_bytes_per_s.
+# Copy it to FOLDER/machine/NAME.yaml: `--config-dir FOLDER machine=NAME` compares another run with it.
+"""
+LARGEST_BYTES = {"cuda": 2**30, "cpu": 2**26}  # where `task.max_bytes` is null
 SUM_ELEMENTS = 2**20  # of the all-reduce that comes first
 
 
@@ -94,16 +100,33 @@ def measure_collectives(
     say(first_line(first))
     rows = list(measurements(task, bench=bench, groups=groups, most_bytes=most_bytes))
     if rank == 0:
-        content = {"device": device.type, "backend": dist.get_backend(), "sum": first, "rows": rows}
-        write_json(folder.collectives, content)
-        write_text(folder.collectives_table, full_table(rows))
-        write_text(folder.collectives.with_suffix(".csv"), as_csv(rows))
-        profile = machine_profile(rows, site=config.cluster.name, device=device.type)
-        write_text(folder.machine, PROFILE_HEAD + OmegaConf.to_yaml(profile))
+        write_results(folder, first=first, rows=rows, config=config, device=device)
     complete(values, folder=folder, lines=[], writers=[])
     if rank == 0:
         print(*results(folder, read_json(folder.summary) or {}), sep="\n", flush=True)
         draw_plots(folder, lasted_s=time.monotonic() - began)
+
+
+def write_results(
+    folder: RunFolder,
+    *,
+    first: dict[str, Any],
+    rows: list[dict[str, Any]],
+    config: RunConfig,
+    device: torch.device,
+) -> None:
+    """Write the rows, beside what a machine profile predicts, and the machine profile of this run."""
+    comparison = compare(rows, machine=config.machine, device_type=device.type)
+    if config.machine.collectives:
+        pairs = zip(rows, comparison.predicted_s, strict=True)
+        rows = [{**row, "predicted_s": time_s} for row, time_s in pairs]
+    content = {"device": device.type, "backend": dist.get_backend(), "sum": first, "rows": rows}
+    write_json(folder.collectives, content | {"warnings": comparison.warnings})
+    write_text(folder.collectives_table, full_table(rows))
+    write_text(folder.collectives.with_suffix(".csv"), as_csv(rows))
+    today = datetime.now(UTC).date().isoformat()
+    profile = machine_profile(rows, site=config.cluster.name, device_type=device.type, measured=today)
+    write_text(folder.machine, PROFILE_HEAD + OmegaConf.to_yaml(profile))
 
 
 def named_groups(config: RunConfig, *, device: torch.device) -> dict[str, Group]:
@@ -116,8 +139,7 @@ def named_groups(config: RunConfig, *, device: torch.device) -> dict[str, Group]
     groups = {"world": group_of(world)}
     per_node = dist.get_world_size() // config.nodes
     if per_node * config.nodes == dist.get_world_size() and config.nodes > 1 and per_node > 1:
-        ranks = torch.arange(dist.get_world_size()).reshape(config.nodes, per_node)
-        hosts = dist.DeviceMesh(device.type, ranks, mesh_dim_names=("across nodes", "inside a node"))
+        hosts = build_host_mesh(config.nodes, device_type=device.type)
         for name in ("inside a node", "across nodes"):
             groups[name] = group_of(hosts[name].get_group())
     if config.strategy.execution == SPMD:
@@ -125,20 +147,32 @@ def named_groups(config: RunConfig, *, device: torch.device) -> dict[str, Group]
         mesh = build_mesh(layout, device_type=device.type)
         for name in layout.degrees:
             if (axis := axis_of(mesh, name)) is not None:
-                group = group_of(axis.get_group())
-                if not any(all_gather(same_ranks([other], group)) == [True] * dist.get_world_size()
-                           for other in groups.values()):  # fmt: skip
-                    groups[f"axis {name}"] = group
+                add_axis(groups, f"axis {name}", group_of(axis.get_group()))
     return groups
 
 
+def add_axis(groups: dict[str, Group], name: str, group: Group) -> None:
+    """Add a group, or its name to a group with the same ranks: they are measured once."""
+    for other_name, other in groups.items():
+        if all(all_gather(same_ranks([other], group))):
+            groups[other_name] = replace(other, also=(*other.also, name))
+            return
+    groups[name] = group
+
+
 def largest_size(task: CollectivesConfig, *, device: torch.device) -> int:
-    """The largest size in bytes for which every rank has the memory; at most `task.max_bytes`."""
+    """The largest size in bytes for which every rank has the memory; at most `requested_bytes`."""
+    requested = requested_bytes(task, device=device)
     (by_rank,) = all_gather_numbers([free_bytes(device)], device=device)
     fits = int(min(by_rank)) // BUFFERS
-    if fits < task.max_bytes:
+    if fits < requested:
         say(f"WARNING: sizes above {fits:,} bytes are left out: a rank has {int(min(by_rank)):,} bytes free")
-    return max(min(task.max_bytes, fits), task.min_bytes)
+    return max(min(requested, fits), task.min_bytes)
+
+
+def requested_bytes(task: CollectivesConfig, *, device: torch.device) -> int:
+    """The largest size that the configuration asks for on this kind of device."""
+    return LARGEST_BYTES[device.type] if task.max_bytes is None else task.max_bytes
 
 
 def free_bytes(device: torch.device) -> float:
@@ -196,15 +230,19 @@ class Bench:
         rate = case.size_bytes / times.time_s
         return {
             "group": name,
+            "also": list(members.also),
             "ranks": members.ranks,
             "operation": kind,
             "dtype": str(dtype).removeprefix("torch."),
             "size_bytes": case.size_bytes,
+            "count": case.size_bytes // dtype.itemsize // (members.ranks if operation.by_slices else 1),
+            "redop": "sum" if operation.sums else "none",
+            "wrong": 0,  # else the run has ended
             "time_s": times.time_s,
             "spread": times.spread,
             "rounds": times.rounds,
             "algbw_bytes_per_s": rate,
-            "busbw_bytes_per_s": rate * operation.bus_factor(members.ranks),
+            "busbw_bytes_per_s": rate * bus_factor(kind, members.ranks),
         }
 
     def require_right(self, case: Case, what: str) -> None:
@@ -224,17 +262,13 @@ class Bench:
     def elapsed_s(self, run: Callable[[], object], *, rounds: int) -> float:
         """Seconds from a common start to the end of `rounds` on the slowest rank; the same on all ranks."""
         dist.barrier()
-        self._synchronize()
+        synchronize(self.device)
         started = time.perf_counter()
         for _ in range(rounds):
             run()
-        self._synchronize()
+        synchronize(self.device)
         (by_rank,) = all_gather_numbers([time.perf_counter() - started], device=self.device)
         return max(by_rank)
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def say(line: str) -> None:

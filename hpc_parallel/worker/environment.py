@@ -31,9 +31,18 @@ def describe(
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "tf32": tf32() if cuda else None,
         "device": torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
         "ranks": list(ranks),
         "slurm": {key: environment[key] for key in SLURM_KEYS if key in environment},
         "fabric": dict(variables),
         "packages": installed_packages(),
+    }
+
+
+def tf32() -> dict[str, bool]:
+    """Whether float32 products of matrices and of convolutions are rounded to TF32's 11 bits."""
+    return {
+        "matmul": torch.backends.cuda.matmul.allow_tf32,
+        "convolution": torch.backends.cudnn.allow_tf32,
     }

@@ -17,7 +17,7 @@ from torch import Tensor
 from hpc_parallel.config.schema import GenerateConfig, RunConfig
 from hpc_parallel.config.tasks import encoded_prompts, total_steps
 from hpc_parallel.data.codec import decode, reads_bytes
-from hpc_parallel.models.layered import tensor_seed
+from hpc_parallel.models.drawing import tensor_seed
 from hpc_parallel.record import attempts
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
@@ -26,6 +26,7 @@ from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.decode import Decoder
 from hpc_parallel.strategies.exchange import all_gather_numbers
+from hpc_parallel.supervise.progress import Progress
 from hpc_parallel.training.load_weights import start_from
 from hpc_parallel.training.metrics import peak_memory_bytes
 from hpc_parallel.training.writers import open_writers
@@ -42,14 +43,16 @@ def generate(
     folder: RunFolder,
     device: torch.device,
     environment: Mapping[str, str],
+    progress: Progress | None = None,
 ) -> None:
     """Continue the prompts as `config` says, on all ranks of the default process group.
 
     Rank 0 writes `generated.jsonl`, `metrics.jsonl` (a step is one token of every prompt) and `summary.json`.
+    `progress` is for a watchdog.
     Raises what `Session.open` and `start_from` raise, and ConfigError if the model can't cache keys and
     values.
     """
-    rank = dist.get_rank()
+    rank, progress = dist.get_rank(), progress or Progress()
     if rank == 0:
         attempts.begin(folder, step=0, environment=environment)
     session = Session.open(without_split_positions(config), device=device, trains=False)
@@ -60,12 +63,14 @@ def generate(
     clock = Clock(config, device=device, prompts=len(prompts))
 
     def on_token(step: int) -> None:
+        progress.mark("step", step)
         if clock.due(step):
             lines.append(clock.line(step))
             for writer in writers:
                 writer.write(lines[-1])
 
     texts = continue_prompts(session, prompts, on_token=on_token)
+    progress.mark("done", progress.latest[2])
     if rank == 0:
         write_text(folder.generated, "".join(json.dumps(text) + "\n" for text in texts))
     measured = {"weights": weights, "comparison": session.comparison}

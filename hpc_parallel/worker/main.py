@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,13 +26,22 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.strategies import exchange
-from hpc_parallel.supervise import fabric, fabric_kind, failure, flight_recorder, nccl_log
+from hpc_parallel.supervise import (
+    fabric,
+    fabric_kind,
+    failure,
+    flight_recorder,
+    nccl_log,
+    torch_variables,
+)
 from hpc_parallel.supervise.fabric_kind import FabricDevices
 from hpc_parallel.supervise.topology import alike, nvml_module, topology
 from hpc_parallel.supervise.world import World
-from hpc_parallel.worker import preflight, stop, transport
+from hpc_parallel.supervise.xids import XidEvents
+from hpc_parallel.torch_internals import set_default_timeout
+from hpc_parallel.worker import open_files, preflight, stop, transport
 from hpc_parallel.worker.collectives import measure_collectives
-from hpc_parallel.worker.environment import describe
+from hpc_parallel.worker.environment import describe, tf32
 from hpc_parallel.worker.generation import generate
 from hpc_parallel.worker.inference import infer
 from hpc_parallel.worker.machine_check import check_machine
@@ -41,6 +50,7 @@ from hpc_parallel.worker.rank_logs import redirect
 from hpc_parallel.worker.rendezvous import hosts, meet
 from hpc_parallel.worker.session import read_config
 from hpc_parallel.worker.signed_objects import require_signatures
+from hpc_parallel.worker.signed_store import SignedStore
 from hpc_parallel.worker.train import train
 from hpc_parallel.worker.watchdog import watch
 
@@ -49,6 +59,7 @@ TASKS: dict[str, Callable[..., object]] = {
     "train": train, "infer": infer, "generate": generate, "proof": prove,
     "collectives": measure_collectives, "preflight": check_machine,
 }  # fmt: skip
+WATCHED = (train, infer, generate)
 
 
 def main(run_folder: str) -> int:
@@ -58,26 +69,53 @@ def main(run_folder: str) -> int:
     redirect(folder, rank=world.rank)
     # submitit makes Slurm send SIGUSR2 before the time limit. By default it ends the process at once.
     signal.signal(signal.SIGUSR2, stop.remember)
+    xids = None
     try:
         config, values = read_config(folder.config)
         require_devices(config, world)
-        variables = fabric.site_variables(config.cluster.environment, os.environ)
-        fabric.use_scratch(config.cluster.scratch, os.environ, host=world.host)
-        flight_recorder.set_variables(folder, os.environ)
+        reasons = fabric.site_variables(config.cluster.environment, os.environ)
+        reasons |= fabric.use_scratch(config.cluster.scratch, os.environ, host=world.host)
+        reasons |= flight_recorder.set_variables(folder, os.environ)
+        warn_of_limits(world)
+        if config.training.compile:
+            reasons |= torch_variables.use_compiler_cache(folder, os.environ)
+        if config.device != "cpu" and torch.cuda.is_available():
+            reasons |= torch_variables.use_expandable_segments(os.environ)
         device = prepare_device(config, world)
-        join(folder, config=config, world=world, device=device, variables=variables)
-        preflight.check(folder, config=config, world=world, device=device)
+        xids = XidEvents(nvml_module(), preflight.gpu_uuid(device))
+        store = join(folder, config=config, world=world, device=device, reasons=reasons)
+        preflight.check(folder, config=config, world=world, device=device, xids=xids)
         task = TASKS[config.task.name]
-        with watch(folder, world=world, timeout_s=config.cluster.hang_timeout_s) as progress:
-            if task is train:  # the other tasks report no progress, so they are not watched
-                task = partial(train, progress=progress)
+        hang_timeout_s = config.cluster.hang_timeout_s
+        with watch(folder, world=world, timeout_s=hang_timeout_s, store=store) as progress:
+            if task in WATCHED:  # the others report no progress
+                task = partial(task, progress=progress)
             task(config, values=values, folder=folder, device=device, environment=os.environ)
         dist.destroy_process_group()
     except BaseException as error:
-        failure.record_exception(folder, world=world, error=error, collectives=flight_recorder.entered())
-        traceback.print_exc()
+        failure.record_exception(
+            folder, world=world, error=error, collectives=flight_recorder.entered(),
+            xids=xids.new() if xids is not None else (),
+        )  # fmt: skip
+        report(error)
         return 1
     return 0
+
+
+def warn_of_limits(world: World) -> None:
+    """Let this rank open as many files as it may, and warn on each host if they are too few."""
+    problem = open_files.shortage(open_files.raise_limit(), world)
+    if problem is not None and world.local_rank == 0:
+        print(f"WARNING: {problem}", file=sys.stderr, flush=True)
+
+
+def report(error: BaseException) -> None:
+    """Print the traceback, or only the sentence if no code is to blame."""
+    kind, source = failure.kind_and_source(error)
+    if kind in (failure.PREFLIGHT, failure.STOPPED):
+        print(source, file=sys.stderr, flush=True)
+    else:
+        traceback.print_exception(error)
 
 
 def require_devices(config: RunConfig, world: World) -> None:
@@ -123,53 +161,69 @@ def sends(config: RunConfig) -> bool:
 
 
 def join(
-    folder: RunFolder, *, config: RunConfig, world: World, device: torch.device, variables: dict[str, str]
-) -> None:
-    """Join the other ranks in the default process group; rank 0 completes `environment.json`."""
+    folder: RunFolder, *, config: RunConfig, world: World, device: torch.device, reasons: dict[str, str]
+) -> SignedStore:
+    """Join the other ranks in the default process group; rank 0 completes `environment.json`.
+
+    Returns the store that all ranks share.
+
+    reasons: for the variables that this rank has set so far.
+    """
     store = meet(folder, world=world, cluster=config.cluster, device=str(device))
     require_signatures(store.derived_secret("objects"))
     shared = fabric.shares_device(str(device), world=world, visible=torch.cuda.device_count())
     backend = fabric.backend(str(device), shared=shared)
     devices = fabric_kind.fabric_devices()
-    reasons = prepare_network(
+    reasons = reasons | prepare_network(
         folder, config=config, world=world, hosts=hosts(store), devices=devices, nccl="nccl" in backend
     )
+    timeout = timedelta(seconds=config.cluster.collective_timeout_s)
+    set_default_timeout(timeout)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("group", store),
         rank=world.rank,
         world_size=world.world_size,
-        timeout=timedelta(seconds=config.cluster.collective_timeout_s),
+        timeout=timeout,
         device_id=device if device.type == "cuda" and not shared else None,
     )
+    dist.barrier()  # connects what the last barrier needs, when rank 0 and its store may end first
     rank_info = {"host": world.host, "address": fabric.own_address(os.environ), "device": str(device)}
     print(
         f"rank {world.rank} of {world.world_size} on {world.host} ({rank_info['address']}), {device}",
         flush=True,
     )
-    own = topology(nvml=nvml_module() if device.type == "cuda" else None) if world.local_rank == 0 else None
-    ranks = exchange.all_gather({**rank_info, "topology": own})
-    shapes = {rank["host"]: shape for rank in ranks if (shape := rank.pop("topology")) is not None}
+    if world.rank == 0 and device.type == "cuda":
+        in_tf32 = [name for name, used in tf32().items() if used]
+        print(f"products in float32: TF32 {'in ' + ', '.join(in_tf32) if in_tf32 else 'off'}", flush=True)
+    variables = fabric.recorded(os.environ, also=[*config.cluster.environment, *reasons])
+    host_info = None
+    if world.local_rank == 0:
+        shape = topology(nvml=nvml_module() if device.type == "cuda" else None)
+        host_info = {"topology": shape, "fabric": {"variables": variables, "reasons": reasons}}
+    ranks = exchange.all_gather({**rank_info, "of_host": host_info})
+    by_host = {rank["host"]: facts for rank in ranks if (facts := rank.pop("of_host")) is not None}
     if world.rank == 0:
         if (job := job_of(os.environ)) is not None:
             hold_by_job(folder, job)
         folder.begin_anew()
-    found = transport.find_transport(
+    carriers = transport.find_transport(
         folder, config=config, world=world, hosts=[rank["host"] for rank in ranks], devices=devices
     )
-    problem = transport.problem_of(found, require=config.fabric.require)
+    problem = transport.problem_of(carriers, require=config.fabric.require)
     if world.rank == 0:
         submitted = _submitted(folder)
-        variables = fabric.recorded(os.environ, also=variables)
         description = describe(ranks=ranks, variables=variables, environment=os.environ, device=device)
         network = {
             "fabric_reasons": reasons,
-            "transport": found.as_record(problem),
-            "topology": alike(shapes),
+            "fabric_by_host": by_differing_host({host: facts["fabric"] for host, facts in by_host.items()}),
+            "transport": carriers.as_record(problem),
+            "topology": alike({host: facts["topology"] for host, facts in by_host.items()}),
         }
         write_json(folder.environment, submitted | description | network)
     if problem is not None:
         transport.report(problem, require=config.fabric.require)
+    return store
 
 
 def prepare_network(
@@ -181,14 +235,27 @@ def prepare_network(
     devices: FabricDevices,
     nccl: bool,
 ) -> dict[str, str]:
-    """Set the unset variables of the network; returns the reason for each that the fabric needs."""
-    if nccl:
-        nccl_log.keep_log(folder, rank=world.rank, environment=os.environ)
-    reasons = fabric_kind.set_fabric(
+    """Set the unset variables of the network; returns the reason for each that was set."""
+    log = nccl_log.keep_log(folder, rank=world.rank, environment=os.environ) if nccl else {}
+    devices_need = fabric_kind.set_fabric(
         config.cluster.fabric, devices, os.environ, nccl=nccl, one_machine=world.one_machine
     )
-    fabric.set_sockets(os.environ, world=world, hosts=hosts, suffix=config.cluster.master_suffix)
-    return reasons
+    suffix = config.cluster.master_suffix
+    return log | devices_need | fabric.set_sockets(os.environ, world=world, hosts=hosts, suffix=suffix)
+
+
+def by_differing_host(settings: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each different set of variables and reasons once, with its `hosts`; empty if all hosts have the same.
+
+    NCCL's log is another file for each rank, which is no difference.
+    """
+    shared = {
+        host: {key: {name: text for name, text in table.items() if name != nccl_log.FILE}
+               for key, table in tables.items()}
+        for host, tables in settings.items()
+    }  # fmt: skip
+    sets = alike(shared)
+    return sets if len(sets) > 1 else []
 
 
 def _submitted(folder: RunFolder) -> dict[str, Any]:

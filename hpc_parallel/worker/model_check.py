@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from hpc_parallel.config.layout import layout_of
-from hpc_parallel.config.schema import typed
+from hpc_parallel.config.typed_config import typed
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies.assemble import build_model
 from hpc_parallel.strategies.model_checks import find_problems

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median_low
 from typing import Any
 
 import torch
@@ -17,32 +15,28 @@ import torch.distributed as dist
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.record.provenance import installed_packages
+from hpc_parallel.record.recorded_preflight import difference_table
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.strategies import exchange
-from hpc_parallel.supervise.host_facts import different_packages, host_facts
-from hpc_parallel.supervise.preflight_findings import SLOW, Finding, findings
+from hpc_parallel.supervise.host_facts import cache_folders, different_packages, host_facts
+from hpc_parallel.supervise.preflight_findings import findings
 from hpc_parallel.supervise.topology import nvml_module
 from hpc_parallel.supervise.world import World
-from hpc_parallel.training.nonfinite import FollowerError
+from hpc_parallel.supervise.xids import XidEvents, event_records
+from hpc_parallel.worker.preflight_act import act_on, warn
+from hpc_parallel.worker.start_times import SUMMED_BYTES, all_reduce_times_s, matrix_times_s
 
-OFF, REPORT, EXCLUDE = "off", "report", "exclude"
-ROUNDS, ROUND_S = 3, 0.2  # of matrix products; the fastest round counts
-MOST_TRIES = 3  # while a rank seems slow: noise seldom comes three times to the same one
-SIDES = {"cpu": 512, "cuda": 4096}
-MOST_PACKAGES = 5  # that a finding names
-
-
-class PreflightError(RuntimeError):
-    """Raised on the ranks of the host that is to blame. `details` is for `failure.json`."""
-
-    def __init__(self, message: str, *, exclude: bool) -> None:
-        super().__init__(message)
-        self.details = {"exclude": exclude}
+OFF = "off"
+MOST_PACKAGES, MOST_RECORDED = 5, 100  # that a finding names; in `preflight.json`
 
 
-def check(folder: RunFolder, *, config: RunConfig, world: World, device: torch.device) -> None:
+def check(
+    folder: RunFolder, *, config: RunConfig, world: World, device: torch.device, xids: XidEvents
+) -> None:
     """Check all hosts as `preflight.act` says; a collective call. Rank 0 writes `preflight.json`.
+
+    xids: those of this rank's device from now on.
 
     Raises PreflightError on the ranks of a harmful host and FollowerError on the others, if `preflight.act`
     is `stop` or `exclude`.
@@ -54,17 +48,27 @@ def check(folder: RunFolder, *, config: RunConfig, world: World, device: torch.d
         return
     began = time.perf_counter()
     ranks = exchange.all_gather(_facts_of_rank(folder, world=world, device=device))
-    hosts = by_host(ranks, matrix_s=matrix_times_s(device) if world.nodes > 1 else [])
-    _add_packages(hosts, world=world)
-    found = findings(hosts)
+    hosts = by_host(ranks, matrix_s=matrix_times_s(device) if can_compare(world, device) else [])
+    _add_times(hosts, ranks=ranks, times_s=all_reduce_times_s(device))
+    differences = different_versions(hosts, packages=_add_packages(hosts, world=world))
+    _add_xid_events(hosts, world=world, device=device, xids=xids)
+    host_findings = findings(hosts)
     if world.rank == 0:
-        record = [finding.as_record() for finding in found]
+        record = [finding.as_record() for finding in host_findings]
         took_s = time.perf_counter() - began
-        write_json(folder.preflight, {"took_s": took_s, "hosts": hosts, "findings": record})
-        _warn(found)
-    harmful = [finding for finding in found if finding.harmful]
-    if harmful and act != REPORT:
-        _stop(harmful[0], world=world, exclude=act == EXCLUDE and len(hosts) > 1)
+        write_json(folder.preflight, {
+            "took_s": took_s, "all_reduce_bytes": SUMMED_BYTES, "hosts": hosts, "findings": record,
+            "differences": differences,
+        })  # fmt: skip
+        warn(host_findings)
+        if lines := difference_table(differences):
+            print("versions by host:", *lines, sep="\n", file=sys.stderr, flush=True)
+    act_on(host_findings, act=act, host=world.host, hosts=list(hosts))
+
+
+def can_compare(world: World, device: torch.device) -> bool:
+    """Whether there are devices to compare: of one host only GPUs, because its CPU processes share cores."""
+    return world.nodes > 1 or (device.type == "cuda" and world.world_size > 1)
 
 
 def by_host(ranks: Sequence[Mapping[str, Any]], *, matrix_s: Sequence[float]) -> dict[str, dict[str, Any]]:
@@ -73,59 +77,40 @@ def by_host(ranks: Sequence[Mapping[str, Any]], *, matrix_s: Sequence[float]) ->
     hosts = {rank["host"]: dict(rank["facts"]) for rank in ranks if rank["facts"] is not None}
     for host, facts in hosts.items():
         numbers = [number for number, rank in enumerate(ranks) if rank["host"] == host]
-        own = [ranks[number] for number in numbers]
-        facts["devices"] = [rank["device"] for rank in own]
+        host_ranks = [ranks[number] for number in numbers]
+        facts["devices"] = [rank["device"] for rank in host_ranks]
         facts["matrix_s"] = [times[number] for number in numbers if number in times]
-        used = {rank["device"]["uuid"] for rank in own}
+        used = {rank["device"]["uuid"] for rank in host_ranks}
         facts["gpus"] = [gpu for gpu in facts["gpus"] if gpu["uuid"] in used]
-        pids = {rank["pid"] for rank in own}
+        pids = {rank["pid"] for rank in host_ranks}
         for gpu in facts["gpus"]:  # in a container the ids may be those of another name space
             visible = pids & set(gpu["processes"])
             gpu["foreign"] = sorted(set(gpu["processes"]) - pids) if visible else []
     return hosts
 
 
+def _add_times(
+    hosts: Mapping[str, dict[str, Any]], *, ranks: Sequence[Mapping[str, Any]], times_s: Sequence[float]
+) -> None:
+    """Add `all_reduce_s` of each rank. No host is judged by it, because all wait for the slowest."""
+    for facts in hosts.values():
+        facts["all_reduce_s"] = []
+    for rank, time_s in zip(ranks, times_s, strict=False):
+        hosts[rank["host"]]["all_reduce_s"].append(time_s)
+
+
 def _facts_of_rank(folder: RunFolder, *, world: World, device: torch.device) -> dict[str, Any]:
     facts = None
     if world.local_rank == 0:
         folders = {"run": folder.path, "temporary": Path(tempfile.gettempdir())}
-        facts = host_facts(folders=folders, versions=_versions(device), nvml=_nvml(device))
+        caches = cache_folders(os.environ, other_than=folders.values())
+        facts = host_facts(folders=folders, caches=caches, versions=_versions(device), nvml=_nvml(device))
     dist.barrier()
     before = time.perf_counter()
     dist.barrier()
     if facts is not None:  # both barriers end at the same moment everywhere, up to what one takes
         facts |= {"time_s": time.time(), "time_tolerance_s": time.perf_counter() - before}
     return {"host": world.host, "pid": os.getpid(), "facts": facts, "device": describe_device(device)}
-
-
-def matrix_times_s(device: torch.device) -> list[float]:
-    """The seconds of one matrix product on each rank, by rank; a collective call."""
-    fastest = math.inf
-    times: list[float] = []
-    for _ in range(MOST_TRIES):
-        fastest = min(fastest, product_time_s(device))
-        (times,) = exchange.all_gather_numbers([fastest], device=torch.device("cpu"))
-        if max(times) <= SLOW * median_low(times):
-            break
-    return times
-
-
-def product_time_s(device: torch.device) -> float:
-    """The seconds of one matrix product, in the fastest of ROUNDS."""
-    side = SIDES[device.type]
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    one, other = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
-    one @ other  # loads the library
-    times = []
-    for _ in range(ROUNDS):
-        began, count = time.perf_counter(), 0
-        while time.perf_counter() - began < ROUND_S:
-            one @ other
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            count += 1
-        times.append((time.perf_counter() - began) / count)
-    return min(times)
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
@@ -157,10 +142,21 @@ def _nvml(device: torch.device) -> Any:
     return nvml_module() if device.type == "cuda" else None
 
 
-def _add_packages(hosts: Mapping[str, dict[str, Any]], *, world: World) -> None:
-    """Say for each host which packages differ, if any does; a collective call."""
+Versions = dict[str, dict[str, str | None]]  # name -> host -> version, None if it is missing
+
+
+def different_versions(hosts: Mapping[str, Mapping[str, Any]], *, packages: Versions) -> Versions:
+    """The versions and packages that differ between the hosts, up to MOST_RECORDED."""
+    by_host = {host: facts["versions"] for host, facts in hosts.items()}
+    versions = {name: row for name, row in different_packages(by_host).items() if name != "packages"}
+    rows = {**packages, **versions}  # torch is both
+    return {name: rows[name] for name in [*versions, *sorted(packages.keys() - versions)][:MOST_RECORDED]}
+
+
+def _add_packages(hosts: Mapping[str, dict[str, Any]], *, world: World) -> Versions:
+    """Say for each host which packages differ, and return the table of them; a collective call."""
     if len({facts["versions"]["packages"] for facts in hosts.values()}) == 1:
-        return
+        return {}
     ranks = exchange.all_gather({
         "host": world.host, "packages": installed_packages() if world.local_rank == 0 else None,
     })  # fmt: skip
@@ -168,21 +164,25 @@ def _add_packages(hosts: Mapping[str, dict[str, Any]], *, world: World) -> None:
         rank["host"]: rank["packages"] for rank in ranks if rank["packages"] is not None
     })  # fmt: skip
     for host, facts in hosts.items():
-        own = [f"{name} {versions[host] or 'missing'}" for name, versions in table.items()]
-        facts["differing"] = own[:MOST_PACKAGES] + [f"and {len(own) - MOST_PACKAGES} more"] * (
-            len(own) > MOST_PACKAGES
+        differing = [f"{name} {versions[host] or 'missing'}" for name, versions in table.items()]
+        facts["differing"] = differing[:MOST_PACKAGES] + [f"and {len(differing) - MOST_PACKAGES} more"] * (
+            len(differing) > MOST_PACKAGES
         )
+    return table
 
 
-def _warn(found: Sequence[Finding]) -> None:
-    for finding in found:
-        print(f"WARNING: preflight: {finding.host}: {finding.what}", file=sys.stderr, flush=True)
-    if harmful := list(dict.fromkeys(finding.host for finding in found if finding.harmful)):
-        print(f"To start without: launcher.exclude={','.join(harmful)}", file=sys.stderr, flush=True)
-
-
-def _stop(finding: Finding, *, world: World, exclude: bool) -> None:
-    if world.host == finding.host:
-        advice = "" if exclude else f". Try launcher.exclude={finding.host}, or preflight.act=report"
-        raise PreflightError(f"{finding.host}: {finding.what}{advice}", exclude=exclude)
-    raise FollowerError(f"ended with {finding.host}: {finding.what}")
+def _add_xid_events(
+    hosts: Mapping[str, dict[str, Any]], *, world: World, device: torch.device, xids: XidEvents
+) -> None:
+    """Add the Xids since the kernel logs were read: during the matrix products. A collective call."""
+    ranks = exchange.all_gather({
+        "host": world.host, "uuid": gpu_uuid(device), "events": xids.new(), "state": xids.state,
+    })  # fmt: skip
+    for rank in ranks:
+        facts = hosts[rank["host"]]
+        facts["xids"].setdefault("events", []).append(rank["state"])
+        for gpu in facts["gpus"]:
+            if gpu["uuid"] == rank["uuid"]:
+                records = event_records(rank["events"], bus=gpu["bus"])
+                new = {record["xid"] for record in records}  # the kernel log may have them already
+                gpu["xids"] = [record for record in gpu["xids"] if record["xid"] not in new] + records

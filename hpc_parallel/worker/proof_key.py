@@ -7,7 +7,7 @@ import json
 import sys
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ def proof_key(config: RunConfig, *, model: LayeredModel, layout: Layout, device:
         "model": config.model,
         "source": sorted({_digest(path) for path in _sources(model)}),
         "techniques": sorted({_digest(path) for path in _techniques()}),
-        "strategy": asdict(config.strategy),
+        "strategy": asdict(replace(config.strategy, shares=None)),  # measured shares differ at each start
         "layout": layout.degrees,
         "checkpointing": config.training.activation_checkpointing,
     }
@@ -44,8 +44,8 @@ def _sources(model: LayeredModel) -> Iterator[Path]:
         path = getattr(module, "__file__", None)
         if not path or not path.endswith(".py") or Path(path).is_relative_to(package):
             continue
-        own = not any(Path(path).is_relative_to(folder) for folder in installed)
-        if own or (name in kinds and name.partition(".")[0] != "torch"):
+        is_own = not any(Path(path).is_relative_to(folder) for folder in installed)
+        if is_own or (name in kinds and name.partition(".")[0] != "torch"):
             yield Path(path)
 
 

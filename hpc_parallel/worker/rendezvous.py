@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from torch.distributed import DistError, TCPStore
 
-from hpc_parallel.config.schema import ClusterConfig
+from hpc_parallel.config.site_schema import ClusterConfig
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, parse_json, read_json
 from hpc_parallel.record.safe_write import write_json

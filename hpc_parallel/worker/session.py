@@ -11,18 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hpc_parallel.config.batch_plan import BatchPlan, batch_of
 from hpc_parallel.config.build import build
-from hpc_parallel.config.layout import (
-    DATAPARALLEL,
-    BatchPlan,
-    Layout,
-    layout_of,
-    plan_batch,
-    servers,
-    share_of,
-)
+from hpc_parallel.config.fitting_batch import fitting_samples
+from hpc_parallel.config.layout import Layout, layout_of, share_of
 from hpc_parallel.config.schedules import schedule_of, stages_per_rank
-from hpc_parallel.config.schema import RunConfig, typed
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.typed_config import typed
 from hpc_parallel.data.dataset import as_data
 from hpc_parallel.data.sampler import Batches, Data, Samples, validation_steps
 from hpc_parallel.record import attempts
@@ -31,12 +26,13 @@ from hpc_parallel.record.safe_read import read_yaml
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.assemble import Assembled, assemble, build_model
-from hpc_parallel.strategies.mesh import build_mesh
+from hpc_parallel.strategies.groups import Groups, make_groups
 from hpc_parallel.strategies.model_checks import require
 from hpc_parallel.strategies.precision import WEIGHTS
 from hpc_parallel.supervise.error_place import located
 from hpc_parallel.supervise.summary import summarise
 from hpc_parallel.training.writers import Writer
+from hpc_parallel.worker.device_speeds import with_measured_shares
 from hpc_parallel.worker.verify import verify
 
 
@@ -55,6 +51,7 @@ class Session:
     batch: BatchPlan
     data: Data
     assembled: Assembled
+    groups: Groups
     device: torch.device
     comparison: str | None  # what the comparison with one device showed, if there was one
 
@@ -69,31 +66,28 @@ class Session:
         """
         config = config if trains else forward_only(config)
         torch.manual_seed(config.seed)  # for the user's code; ours draws from named seeds only
+        layout = layout_of(config.strategy, devices=config.devices)
+        groups = make_groups(config, layout, device_type=device.type)
+        config = with_measured_shares(config, layout, device=device)
+        config = with_device_memory(config, device=device)
         strategy = config.strategy
-        layout = layout_of(strategy, devices=config.devices)
-        batch = plan_batch(
-            config.training.global_batch_size,
-            layout=layout,
-            microbatch_size=config.training.microbatch_size,
-            microbatches=strategy.microbatches,
-            in_turn=schedule_of(strategy).in_turn,
-        )
+        batch = batch_of(config, layout)
+        replica, _ = share_of(dist.get_rank(), layout=layout, strategy=strategy)
         data = as_data(build(config.data, key="data"))
         require_equal_data(data.digest)
-        ranks = Layout() if strategy.execution == DATAPARALLEL else layout
-        mesh = build_mesh(ranks, device_type=device.type, first=servers(strategy))
         model = build_model(config)
         require(model, config=config, layout=layout, sample_shape=data.sample_shape)
-        comparison = verify(config, data=data, mesh=mesh, device=device)
+        comparison = verify(config, data=data, groups=groups, device=device)
         assembled = assemble(
-            model, config=config, batch=batch, sample_shape=data.sample_shape, mesh=mesh,
-            device=device, trains=trains,
+            model, config=config, batch=batch, sample_shape=data.sample_shape, groups=groups,
+            device=device, weight=batch.weight(replica), trains=trains,
         )  # fmt: skip
         for part in assembled.parts:
             part.train(trains)
         return cls(
-            config, layout, batch=batch, data=data, assembled=assembled, device=device, comparison=comparison
-        )
+            config, layout, batch=batch, data=data, assembled=assembled, groups=groups, device=device,
+            comparison=comparison,
+        )  # fmt: skip
 
     def batches(self, samples: Samples, *, seed: int | None, batch: BatchPlan | None = None) -> Batches:
         """Returns this rank's part of each global batch of `samples`.
@@ -109,6 +103,7 @@ class Session:
             microbatches=batch.microbatches,
             replica=replica,
             replicas=replicas,
+            sizes=None if batch.shares is None else batch.sizes,
             floating=WEIGHTS[self.config.training.precision],
         )
 
@@ -143,6 +138,29 @@ def complete(
     for writer in writers:
         writer.close()
     dist.barrier()  # srun treats a rank that ends long before the others as lost
+
+
+def with_device_memory(config: RunConfig, *, device: torch.device) -> RunConfig:
+    """Fill `cluster.device_memory_gb` with the least memory of all GPUs if it is not set; a collective call.
+
+    The default microbatch depends on it, and rank 0 prints it. On CPUs the memory stays unknown.
+    """
+    if device.type != "cuda" or config.cluster.device_memory_gb is not None:
+        return config
+    total = torch.cuda.get_device_properties(device).total_memory
+    return with_least_memory(config, total / 2**30, device=device)
+
+
+def with_least_memory(config: RunConfig, memory_gb: float, *, device: torch.device) -> RunConfig:
+    """`with_device_memory` for this rank's `memory_gb`."""
+    (all_gb,) = exchange.all_gather_numbers([memory_gb], device=device)
+    filled = replace(config, cluster=replace(config.cluster, device_memory_gb=min(all_gb)))
+    layout = layout_of(config.strategy, devices=config.devices)
+    fitting = fitting_samples(filled, layout)
+    if dist.get_rank() == 0 and fitting is not None:
+        plan = batch_of(filled, layout)
+        print(f"batch: {plan}; about {fitting} samples fit in {min(all_gb):.0f} GB at once", flush=True)
+    return filled
 
 
 def forward_only(config: RunConfig) -> RunConfig:

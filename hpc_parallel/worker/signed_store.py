@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import hmac
 import secrets
-import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from struct import Struct
@@ -55,7 +55,9 @@ class SignedStore(Store):
 
     A key's stored bytes are a sequence of records: one that sets the value, and those that append to it or
     add to it. A record that appends or adds carries a random nonce, so that a repeated record is detected.
-    Each thread has its own connection, because TCPStore holds a lock for as long as a `get` waits.
+    A call takes an idle connection, or opens one: TCPStore holds a lock for as long as a `get` waits. There
+    are as many as calls at one time, not as threads: gloo has two threads for each group, and rank 0's host
+    serves the connections of all ranks.
 
     The methods are those that torch's C++ code calls (PythonStore in torch/csrc/distributed/c10d/init.cpp).
     Each raises ForgedError for a value that fails the verification.
@@ -68,7 +70,7 @@ class SignedStore(Store):
         super().__init__()
         self._secret = secret
         self._first = store
-        self._connections: dict[int, Any] = {threading.get_ident(): store}
+        self._idle = [store]
         self.set_timeout(store.timeout)
 
     def derived_secret(self, purpose: str) -> bytes:
@@ -80,17 +82,22 @@ class SignedStore(Store):
         return self
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._connection().set(key, self._set_record(key, value))
+        with self._connection() as connection:
+            connection.set(key, self._set_record(key, value))
 
     def get(self, key: str) -> bytes:
-        return self._value(key, self._connection().get(key))
+        with self._connection() as connection:
+            stored = connection.get(key)
+        return self._value(key, stored)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         records = [self._set_record(key, value) for key, value in zip(keys, values, strict=True)]
-        self._connection().multi_set(list(keys), records)
+        with self._connection() as connection:
+            connection.multi_set(list(keys), records)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        stored = self._connection().multi_get(list(keys))
+        with self._connection() as connection:
+            stored = connection.multi_get(list(keys))
         return [self._value(key, raw) for key, raw in zip(keys, stored, strict=True)]
 
     def append(self, key: str, value: str | bytes) -> None:
@@ -98,34 +105,42 @@ class SignedStore(Store):
 
     def add(self, key: str, amount: int) -> int:
         """Returns the sum of all amounts up to this one, in the order in which they reached the server."""
-        connection = self._connection()
         if amount == 0:  # reads, and adds no record
-            return int(self._value(key, connection.get(key)) or 0) if connection.check([key]) else 0
+            with self._connection() as connection:
+                stored = connection.get(key) if connection.check([key]) else None
+            return 0 if stored is None else int(self._value(key, stored) or 0)
         nonce = self._append(key, _ADD, _AMOUNT.pack(amount))
-        return int(self._value(key, connection.get(key), until=nonce))
+        with self._connection() as connection:
+            stored = connection.get(key)
+        return int(self._value(key, stored, until=nonce))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         before = self._set_record(key, expected) if expected else b""  # empty: the key must be new
-        stored = self._connection().compare_set(key, before, self._set_record(key, desired))
+        with self._connection() as connection:
+            stored = connection.compare_set(key, before, self._set_record(key, desired))
         return self._value(key, stored)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys exist. Verifies their values."""
-        if not self._connection().check(list(keys)):
-            return False
+        with self._connection() as connection:
+            if not connection.check(list(keys)):
+                return False
         self.multi_get(keys)
         return True
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys exist. Verifies their values."""
-        self._connection().wait(list(keys), timeout or self.timeout)
+        with self._connection() as connection:
+            connection.wait(list(keys), timeout or self.timeout)
         self.multi_get(keys)
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._connection().delete_key(key))
+        with self._connection() as connection:
+            return bool(connection.delete_key(key))
 
     def num_keys(self) -> int:
-        return int(self._connection().num_keys())
+        with self._connection() as connection:
+            return int(connection.num_keys())
 
     deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815  # torch's C++ code uses these names
 
@@ -133,18 +148,23 @@ class SignedStore(Store):
         """True: `append`, `multi_get` and `multi_set` exist, so gloo reads all addresses at once."""
         return True
 
-    def _connection(self) -> Any:
-        thread = threading.get_ident()
-        if thread not in self._connections:
-            self._connections[thread] = self._first.clone()
-        connection = self._connections[thread]
-        if connection.timeout != self.timeout:
-            connection.set_timeout(self.timeout)
-        return connection
+    @contextmanager
+    def _connection(self) -> Iterator[Any]:
+        try:
+            connection = self._idle.pop()
+        except IndexError:  # other threads use all
+            connection = self._first.clone()
+        try:
+            if connection.timeout != self.timeout:
+                connection.set_timeout(self.timeout)
+            yield connection
+        finally:
+            self._idle.append(connection)
 
     def _append(self, key: str, kind: bytes, payload: bytes) -> bytes:
         nonce = secrets.token_bytes(len(_NO_NONCE))
-        self._connection().append(key, self._signed(key, _Record(kind, nonce, payload)))
+        with self._connection() as connection:
+            connection.append(key, self._signed(key, _Record(kind, nonce, payload)))
         return nonce
 
     def _set_record(self, key: str, value: str | bytes) -> bytes:

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hpc_parallel.config.batch_plan import batch_of
 from hpc_parallel.config.build import build
-from hpc_parallel.config.layout import DATAPARALLEL, Layout, divisors, layout_of, plan_batch, share_of
-from hpc_parallel.config.schedules import schedule_of, stages_per_rank
+from hpc_parallel.config.layout import DATAPARALLEL, Layout, divisors, layout_of, share_of
+from hpc_parallel.config.schedules import stages_per_rank
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.data.sampler import Data, to_device
 from hpc_parallel.models.layered import LayeredModel
@@ -106,19 +107,13 @@ def _small_config(config: RunConfig, *, samples: int) -> RunConfig:
     training = replace(
         config.training, precision="float64", compile=False, microbatch_size=1, global_batch_size=samples
     )
-    strategy = replace(config.strategy, cuts=None, balance="parameters", microbatches=None)
+    strategy = replace(config.strategy, cuts=None, balance="parameters", microbatches=None, shares=None)
     return replace(config, training=training, strategy=strategy)
 
 
 def _microbatches(config: RunConfig, layout: Layout) -> int:
     """A pipeline's schedule needs all its microbatches; without one, two show the accumulation."""
-    plan = plan_batch(
-        config.training.global_batch_size,
-        layout=layout,
-        microbatch_size=config.training.microbatch_size,
-        microbatches=config.strategy.microbatches,
-        in_turn=schedule_of(config.strategy).in_turn,
-    )
+    plan = batch_of(config, layout)
     return plan.microbatches if layout.pipeline > 1 else min(2, plan.microbatches)
 
 

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hpc_parallel.config.layout import BatchPlan, share_of
+from hpc_parallel.config.batch_plan import BatchPlan
+from hpc_parallel.config.layout import share_of
 from hpc_parallel.models.layered import LayeredModel, materialise
 from hpc_parallel.strategies import dropout, dropout_shapes
 from hpc_parallel.strategies.assemble import Assembled, assemble
 from hpc_parallel.strategies.decode import Decoder
 from hpc_parallel.strategies.forward_backward import Accumulate
+from hpc_parallel.strategies.groups import Groups
 from hpc_parallel.strategies.mesh import local_gradients
 from hpc_parallel.worker.small_model import SmallRun
 
@@ -61,7 +62,7 @@ def on_one_device(run: SmallRun, model: LayeredModel) -> Results:
     return Results(float(loss), gradients)
 
 
-def on_layout(run: SmallRun, model: LayeredModel, *, mesh: DeviceMesh) -> Results:
+def on_layout(run: SmallRun, model: LayeredModel, *, groups: Groups) -> Results:
     """Run `model`, on meta, with all techniques of the layout. Collective over all ranks."""
     generates = run.config.task.name == "generate"
     assembled = assemble(
@@ -69,7 +70,7 @@ def on_layout(run: SmallRun, model: LayeredModel, *, mesh: DeviceMesh) -> Result
         config=run.config,
         batch=BatchPlan(data=run.layout.data, microbatches=run.microbatches, microbatch_size=1),
         sample_shape=tuple(run.inputs.shape[1:]),
-        mesh=mesh,
+        groups=groups,
         device=run.device,
         trains=not generates,
     )

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hpc_parallel.worker.time_limit import TimeLimit
+
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 PERIOD_S = 2.0  # between two exchanges of the flags
 REPEAT_S = 2.0  # Slurm sends the same signal several times within this time
@@ -36,11 +38,14 @@ class Stop:
     compute alike; the steps between have none. A second signal ends the process at once.
     """
 
-    def __init__(self, *, group: dist.ProcessGroup, step: int) -> None:
-        """`group`: of all ranks, for tensors on the CPU; `step`: the last step done."""
-        self._group = group
+    def __init__(self, *, step: int, time_limit: TimeLimit | None = None) -> None:
+        """`step`: the last step done.
+
+        `time_limit`: of the job, on one rank. When it is near, the ranks stop as after Slurm's SIGUSR2.
+        """
+        self._time_limit = time_limit
         self._flag = 0  # 1 + index in STOP_SIGNALS
-        self._flag_s = math.nan  # when the flag was set
+        self._flag_s = math.nan  # when a signal set the flag
         self._reduced_step, self._reduced_s = step, time.monotonic()
         self._next_step = step + 1
 
@@ -61,8 +66,11 @@ class Stop:
         if step < self._next_step:
             return None
         now = time.monotonic()
-        maxima = np.array([self._flag, (now - self._reduced_s) / max(1, step - self._reduced_step)])
-        dist.all_reduce(torch.from_numpy(maxima), op=dist.ReduceOp.MAX, group=self._group)
+        step_s = (now - self._reduced_s) / max(1, step - self._reduced_step)
+        if not self._flag and self._time_limit is not None and self._time_limit.is_near(step_s=step_s):
+            self._flag = 1 + STOP_SIGNALS.index(signal.SIGUSR2)
+        maxima = np.array([self._flag, step_s])
+        dist.all_reduce(torch.from_numpy(maxima), op=dist.ReduceOp.MAX)
         flag, step_s = maxima
         self._reduced_step, self._reduced_s = step, now
         self._next_step = step + max(1, int(PERIOD_S / max(step_s, 1e-6)))

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from hpc_parallel.config.checks.profile_checks import measured_steps
 from hpc_parallel.config.layout import servers
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.data.sampler import pinned
+from hpc_parallel.profiling.accusations import Accusations
 from hpc_parallel.profiling.measurement import Measurement
 from hpc_parallel.profiling.rank_times import RankTimes
 from hpc_parallel.profiling.recording import Recording
 from hpc_parallel.record import attempts
 from hpc_parallel.record.checkpoint_index import clear, set_aside_after
 from hpc_parallel.record.metrics_file import MetricsReader
+from hpc_parallel.record.recorded_slow_ranks import accusations
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.trust import require_private
@@ -30,13 +35,16 @@ from hpc_parallel.supervise.device_state import device_state
 from hpc_parallel.supervise.progress import Progress
 from hpc_parallel.supervise.topology import nvml_module
 from hpc_parallel.training.callbacks import Callbacks
-from hpc_parallel.training.checkpoint import optimizer_sizes, state_of
+from hpc_parallel.training.checkpoint import optimizer_sizes, save_s, state_of
 from hpc_parallel.training.load_weights import start_from
 from hpc_parallel.training.metrics import Metrics, Scale, peak_flops
 from hpc_parallel.training.nonfinite import FollowerError, NonFiniteError
 from hpc_parallel.training.optimizer import ModelOptimizer, build_optimizer
+from hpc_parallel.training.read_ahead import ReadAhead
+from hpc_parallel.training.replicas import ReplicaError, Replicas
 from hpc_parallel.training.restore import newest_sound, restore
 from hpc_parallel.training.saver import Saver
+from hpc_parallel.training.state_bytes import state_by_rank
 from hpc_parallel.training.step import Step, build_step
 from hpc_parallel.training.trainer import Observers, Samples, Trainer
 from hpc_parallel.training.writers import Writer, open_writers
@@ -44,6 +52,7 @@ from hpc_parallel.worker.preflight import gpu_uuid
 from hpc_parallel.worker.run_plots import draw_plots, span_s
 from hpc_parallel.worker.session import Session, complete
 from hpc_parallel.worker.stop import Stop
+from hpc_parallel.worker.time_limit import time_limit_of
 
 
 def train(
@@ -69,31 +78,37 @@ def train(
     split = bool(weight_axes(assembled.mesh))
     optimizer = build_optimizer(assembled.named_parameters(), config.optimizer, split=split)
     state = partial(state_of, assembled, optimizer)
-    saving, stopping = (gloo_group(config) for _ in range(2))
-    steps_done = restore_or_start(session, folder, optimizer=optimizer, group=saving, environment=environment)
+    steps_done, last_save_s = restore_or_start(session, folder, optimizer=optimizer, environment=environment)
+    check = replicas_check(session)
+    check(steps_done)
     samples = samples_of(session)
     observers = open_observers(
         session, folder, values=values, replicas=samples.train.replicas, progress=progress or Progress(),
-        group=stopping, steps_done=steps_done,
+        steps_done=steps_done,
     )  # fmt: skip
     saver = Saver(
         folder.checkpoints, state=state, about={"config": values, "data": session.data.digest},
-        training=config.training, device=device, group=saving, saved_step=steps_done,
-        on_wait=lambda: observers.progress.mark("save", trainer.steps_done),
+        training=config.training, device=device, group=session.groups.saving, saved_step=steps_done,
+        save_s=last_save_s, check=check, on_wait=lambda: observers.progress.mark("save", trainer.steps_done),
         on_saved=observers.callbacks.checkpoint,
     )  # fmt: skip
-    stop = Stop(group=stopping, step=steps_done)
+    limit = time_limit_of(environment, save_s=lambda: saver.save_s) if dist.get_rank() == 0 else None
+    stop = Stop(step=steps_done, time_limit=limit)
     step = step_of(session, optimizer=optimizer, on_gradients=on_gradients)
     trainer = Trainer(
         step, optimizer=optimizer, samples=samples, observers=observers, config=config, saver=saver,
         stop=stop.after, steps_done=steps_done,
     )  # fmt: skip
-    with stop:  # until all is written: a signal must not end a run that is almost done
+    # `stop` until all is written: a signal must not end a run that is almost done.
+    with contextlib.closing(samples.ahead), stop:
         signalled = fit(trainer, saver=saver)
         observers.recording.close()
         observers.callbacks.end(trainer.steps_done)
         if signalled is None:
-            finish(session, folder, values=values, observers=observers, ended_early=trainer.ended_early)
+            finish(
+                session, folder, values=values, observers=observers, ended_early=trainer.ended_early,
+                state_bytes=state_by_rank(step.held_bytes, optimizer),
+            )  # fmt: skip
         else:
             note_stop(folder, observers.writers, signalled=signalled, step=trainer.steps_done)
     return assembled
@@ -106,7 +121,6 @@ def open_observers(
     values: dict[str, Any],
     replicas: int,
     progress: Progress,
-    group: dist.ProcessGroup,
     steps_done: int,
 ) -> Observers:
     config = session.config
@@ -114,8 +128,10 @@ def open_observers(
     lines = MetricsReader(folder.metrics).read() if reads else []
     earlier = [line for line in lines if line["step"] <= steps_done]  # later steps are trained again
     metrics = Metrics(scale_of(session, replicas=replicas), device=session.device)
+    if (measured := measured_steps(config)) < config.training.measure_steps and dist.get_rank() == 0:
+        print(unmeasured(config), flush=True)
     measurement = Measurement(
-        steps=config.training.measure_steps,
+        steps=measured,
         mesh=session.assembled.mesh,
         device=session.device,
         leave_out=partial(metrics.leave_out, steps=1),
@@ -123,7 +139,9 @@ def open_observers(
     return Observers(
         metrics=metrics,
         measurement=measurement,
-        rank_times=rank_times_of(session, folder, measurement=measurement, metrics=metrics),
+        rank_times=rank_times_of(
+            session, folder, measurement=measurement, metrics=metrics, steps_done=steps_done
+        ),
         recording=Recording(
             config.profile,
             folder=folder.profile,
@@ -137,13 +155,17 @@ def open_observers(
             config.training.callbacks,
             folder=folder.path,
             lines=earlier,
-            group=group,
         ),
     )
 
 
+def unmeasured(config: RunConfig) -> str:
+    why = "because CUPTI serves one profiler of a process"
+    return f"profile={config.profile.kind}: no step is measured and no rank is timed, {why}"
+
+
 def rank_times_of(
-    session: Session, folder: RunFolder, *, measurement: Measurement, metrics: Metrics
+    session: Session, folder: RunFolder, *, measurement: Measurement, metrics: Metrics, steps_done: int
 ) -> RankTimes:
     config, device = session.config, session.device
     stages = axis_of(session.assembled.mesh, "pipeline")
@@ -151,14 +173,17 @@ def rank_times_of(
     nvml = nvml_module() if device.type == "cuda" else None
     profile = config.profile
     window = range(profile.first_step, profile.first_step + profile.steps)
+    earlier = accusations(folder) if dist.get_rank() == 0 else None
     return RankTimes(
-        on=config.training.measure_steps > 0,
+        on=measured_steps(config) > 0,
         host=socket.gethostname(),
         role=-1 if is_server else stages.get_local_rank() if stages is not None else 0,
         device=device,
-        taken=[measurement.steps, window if profile.kind != "none" else range(0)],
+        expected_s=lambda: measurement.last_step_s,
+        profiled=[measurement.steps, window if profile.kind != "none" else range(0)],
         leave_out=partial(metrics.leave_out, steps=1),
         device_state=partial(device_state, nvml, gpu_uuid(device)),
+        accusations=Accusations(earlier or [], steps_done=steps_done),
         write=partial(write_json, folder.rank_times),
     )
 
@@ -180,7 +205,11 @@ def fit(trainer: Trainer, *, saver: Saver) -> signal.Signals | None:
     """Train and wait for the last save; returns the signal that stopped the training early, else None."""
     try:
         signalled = trainer.fit()
-    except (NonFiniteError, FollowerError):  # raised on all ranks together, so a pending save can finish
+    except (
+        NonFiniteError,
+        ReplicaError,
+        FollowerError,
+    ):  # raised on all ranks together, so a pending save can finish
         saver.close()
         raise
     saver.close()
@@ -192,23 +221,23 @@ def restore_or_start(
     folder: RunFolder,
     *,
     optimizer: ModelOptimizer,
-    group: dist.ProcessGroup,
     environment: Mapping[str, str],
-) -> int:
+) -> tuple[int, float | None]:
     """Restore the newest undamaged checkpoint of the run folder; without one, load `config.weights` if given.
 
-    Rank 0 records the start. Returns the number of steps done.
+    Rank 0 records the start. Returns the number of steps done, and how long that checkpoint took to write.
     """
     config, rank = session.config, dist.get_rank()
     if rank == 0:
         clear(folder.checkpoints)
-    checkpoint, warnings = newest_sound(folder.checkpoints, group=group)
+    checkpoint, warnings = newest_sound(folder.checkpoints)
     if checkpoint is not None:
         if not config.launcher.shared_folder:
             require_private(checkpoint.path)  # its index is a pickle
-        optimizer.create_state(optimizer_sizes(checkpoint))
+        if session.assembled.server is None or session.assembled.server.serves:
+            optimizer.create_state(optimizer_sizes(checkpoint))
         state = state_of(session.assembled, optimizer)
-        restore(checkpoint, state, digest=session.data.digest, device=session.device, group=group)
+        restore(checkpoint, state, digest=session.data.digest, device=session.device)
     else:
         start_from(config, session.assembled)
     steps_done = checkpoint.step if checkpoint else 0
@@ -217,12 +246,28 @@ def restore_or_start(
         attempts.begin(folder, step=steps_done, environment=environment, warnings=warnings)
         if checkpoint is not None:
             print(f"continuing from the checkpoint of step {steps_done}", flush=True)
-    return steps_done
+    return steps_done, save_s(checkpoint) if checkpoint else None
+
+
+def replicas_check(session: Session) -> Callable[[int], None]:
+    """Returns the comparison of replicas; a parameter server's ranks have none between two pulls."""
+    assembled = session.assembled
+    if not session.config.training.compare_replicas or assembled.server is not None:
+        return lambda step: None
+    axis = axis_of(assembled.mesh, "tensor")
+    return Replicas(
+        assembled.named_parameters(),
+        tensor_rank=0 if axis is None else axis.get_local_rank(),
+        device=session.device,
+    ).check
 
 
 def samples_of(session: Session) -> Samples:
+    train = session.batches(session.data.train, seed=session.config.seed)
+    pin = partial(pinned, device=session.device)
     return Samples(
-        train=session.batches(session.data.train, seed=session.config.seed),
+        train=train,
+        ahead=ReadAhead(train, steps=session.config.training.steps, pin=pin),
         validation=session.batches(session.data.validation, seed=None),
         validation_steps=session.validation_steps,
         device=session.device,
@@ -238,11 +283,17 @@ def finish(
     values: dict[str, Any],
     observers: Observers,
     ended_early: str | None,
+    state_bytes: Sequence[Mapping[str, int]] | None,
 ) -> None:
-    """Write the timeline and the summary after the last step, and draw the losses."""
+    """Write the timeline and the summary after the last step, and draw the losses.
+
+    `state_bytes`: of each rank (`state_by_rank`).
+    """
     measured = observers.measurement.figures() | traffic_of(session)
     measured |= {"comparison": session.comparison, "ended_early": ended_early}
-    measured["slow_ranks"] = [slow.as_record() for slow in observers.rank_times.slow()]
+    measured["shares"] = session.config.strategy.shares
+    measured |= {"rank_memory_bytes": observers.metrics.rank_memory_bytes, "rank_state_bytes": state_bytes}
+    measured["slow_ranks"] = accusations(folder) if dist.get_rank() == 0 else None
     chart = observers.measurement.schedule_chart()
     rank = dist.get_rank()
     if rank == 0 and chart is not None:
@@ -261,13 +312,6 @@ def note_stop(folder: RunFolder, writers: Sequence[Writer], *, signalled: signal
     for writer in writers:
         writer.close()
     dist.barrier()  # srun treats a rank that ends long before the others as lost
-
-
-def gloo_group(config: RunConfig) -> dist.ProcessGroup:
-    """A gloo group of all ranks, separate from the groups of training. All ranks must call it together."""
-    timeout = timedelta(seconds=config.cluster.collective_timeout_s)
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
-    return group
 
 
 def traffic_of(session: Session) -> dict[str, Any]:

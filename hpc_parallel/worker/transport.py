@@ -22,6 +22,7 @@ from hpc_parallel.supervise.nccl_log import Transport
 from hpc_parallel.supervise.world import World
 
 LOG_BYTES = 2**24
+SMALL_BYTES, LARGE_BYTES = 4, 2**24  # NCCL takes other algorithms, and other connections, for large messages
 
 
 class FabricError(RuntimeError):
@@ -46,52 +47,73 @@ class Findings:
 def find_transport(
     folder: RunFolder, *, config: RunConfig, world: World, hosts: Sequence[str], devices: FabricDevices
 ) -> Findings:
-    """Find what carries the data; a collective call. NCCL connects the ranks in its first collective.
+    """Find what carries the data; a collective call.
 
     hosts: of all ranks, by rank.
     """
-    wanted = config.cluster.fabric
+    expected_kind = config.cluster.fabric
     transport = None
     if "nccl" in dist.get_backend_config():
-        dist.all_reduce(torch.zeros(1, device="cuda"))
+        use_connections(torch.device("cuda"))
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()
         log = _own_log(folder, rank=world.rank)
         transport = nccl_log.parse(log, hosts=hosts)
-    found = {
+    own_findings = {
         "host": world.host,
         "kind": devices.kind,
-        "devices": devices.describe(devices.kind if wanted == AUTO else wanted),
+        "devices": devices.describe(devices.kind if expected_kind == AUTO else expected_kind),
         "transport": transport and transport.as_record(),
     }
-    ranks = exchange.all_gather(found)
+    ranks = exchange.all_gather(own_findings)
     kinds = {rank["host"]: rank["kind"] for rank in ranks}
     detected = next((kind for kind in RDMA if kind in kinds.values()), TCP)
     return Findings(
-        expected=detected if wanted == AUTO else wanted,
+        expected=detected if expected_kind == AUTO else expected_kind,
         kinds=kinds,
         devices={rank["host"]: rank["devices"] for rank in ranks},
         transport=transport and nccl_log.merged([Transport.from_record(rank["transport"]) for rank in ranks]),
     )
 
 
-def problem_of(found: Findings, *, require: bool) -> str | None:
+def use_connections(device: torch.device) -> None:
+    """Send what trainings send: small and large sums, a gather, and messages from rank to rank.
+
+    NCCL 2.22 and later connects two ranks only when an algorithm first needs it. The log that is read
+    afterwards says what is connected so far.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for size in (SMALL_BYTES, LARGE_BYTES):
+        dist.all_reduce(torch.zeros(size // 4, device=device))
+    part = torch.zeros(max(1, LARGE_BYTES // 4 // ranks), device=device)
+    dist.all_gather([torch.empty_like(part) for _ in range(ranks)], part)
+    if ranks > 1:  # in one batch, so that NCCL makes no further communicator, whose ranks have other numbers
+        transfers = [
+            dist.P2POp(dist.isend, part, (rank + 1) % ranks),
+            dist.P2POp(dist.irecv, torch.empty_like(part), (rank - 1) % ranks),
+        ]
+        for work in dist.batch_isend_irecv(transfers):
+            work.wait()
+
+
+def problem_of(findings: Findings, *, require: bool) -> str | None:
     """Why data between nodes does not go as expected, in one sentence; None if it does.
 
     gloo always uses sockets. That is a problem only if `fabric.require` asks for something else.
     """
-    if len(found.kinds) < 2:
+    if len(findings.kinds) < 2:
         return None
-    if found.expected not in RDMA:
+    if findings.expected not in RDMA:
         return "no host has a device of a fabric with RDMA" if require else None
-    expectation = f"the fabric should be {found.expected} ({_devices(found)})"
-    if found.transport is None:
+    expectation = f"the fabric should be {findings.expected} ({_devices(findings)})"
+    if findings.transport is None:
         return f"gloo sends between nodes through sockets, and {expectation}" if require else None
-    if not found.transport.pairs.get(nccl_log.ACROSS):
+    if not findings.transport.pairs.get(nccl_log.ACROSS):
         hidden = f"NCCL's log does not say what carries data between nodes: unset {nccl_log.DEBUG}"
         return f"{hidden}; {expectation}"
-    if nccl_log.SOCKETS not in found.transport.across:
+    if nccl_log.SOCKETS not in findings.transport.across:
         return None
-    plugin = "; the plugin aws-ofi-nccl was not loaded" if found.expected in (SLINGSHOT, EFA) else ""
+    plugin = "; the plugin aws-ofi-nccl was not loaded" if findings.expected in (SLINGSHOT, EFA) else ""
     return f"NCCL sends between nodes through sockets ({nccl_log.SOCKETS}), and {expectation}{plugin}"
 
 
@@ -103,12 +125,12 @@ def report(problem: str, *, require: bool) -> None:
         print(f"WARNING: {problem}", file=sys.stderr, flush=True)
 
 
-def _devices(found: Findings) -> str:
+def _devices(findings: Findings) -> str:
     """The hosts without a device, or the devices if each host has some."""
-    without = [host for host, devices in found.devices.items() if devices == "no device"]
+    without = [host for host, devices in findings.devices.items() if devices == "no device"]
     if without:
         return f"no active device on {', '.join(without[:8])}" + " and others" * (len(without) > 8)
-    return next(iter(found.devices.values()))
+    return next(iter(findings.devices.values()))
 
 
 def _own_log(folder: RunFolder, *, rank: int) -> str:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from hpc_parallel.config.layout import layout_of
 from hpc_parallel.config.schema import RunConfig
@@ -22,6 +21,7 @@ from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.proofs import is_proven, proofs_folder, record_proof
 from hpc_parallel.strategies import exchange
+from hpc_parallel.strategies.groups import Groups
 from hpc_parallel.strategies.model_checks import is_own
 from hpc_parallel.supervise.error_place import located
 from hpc_parallel.worker.proof_key import proof_key
@@ -40,15 +40,15 @@ class DifferenceError(ConfigError):
 
 
 @located("the comparison with one device")
-def verify(config: RunConfig, *, data: Data, mesh: DeviceMesh, device: torch.device) -> str | None:
+def verify(config: RunConfig, *, data: Data, groups: Groups, device: torch.device) -> str | None:
     """Compare the layout of `config` with one device, unless that is known or not asked for.
 
     All ranks of the default process group call it together, after `model_checks` found no problem. Returns a
     line about the comparison, which rank 0 prints. Raises DifferenceError on all ranks.
     """
-    mode, own = config.strategy.verify, is_own(config)
+    mode, custom = config.strategy.verify, is_own(config)
     changes = config.devices > 1 or config.task.name == "generate"
-    if config.task.name not in TASKS or not changes or not (own or mode == "always"):
+    if config.task.name not in TASKS or not changes or not (custom or mode == "always"):
         return None
     layout = layout_of(config.strategy, devices=config.devices)
     omitted = f"WARNING: {_name(config)} was not compared with one device on {layout}"
@@ -64,7 +64,7 @@ def verify(config: RunConfig, *, data: Data, mesh: DeviceMesh, device: torch.dev
         size = f"{len(model.blocks)} of its blocks have {weights:,} weights"
         return _say(f"{omitted}: {size}. Define {_name(config)}.small, the arguments of a small model.")
     start = time.perf_counter()
-    largest = compare(config, model=model, data=data, mesh=mesh, device=device)
+    largest = compare(config, model=model, data=data, groups=groups, device=device)
     if dist.get_rank() == 0:
         record_proof(key, folder=folder, about={"model": config.model["_target_"], "layout": str(layout)})
     return _say(
@@ -74,7 +74,7 @@ def verify(config: RunConfig, *, data: Data, mesh: DeviceMesh, device: torch.dev
 
 
 def compare(
-    config: RunConfig, *, model: LayeredModel, data: Data, mesh: DeviceMesh, device: torch.device
+    config: RunConfig, *, model: LayeredModel, data: Data, groups: Groups, device: torch.device
 ) -> float:
     """Returns the largest relative difference. Raises DifferenceError on all ranks.
 
@@ -83,7 +83,7 @@ def compare(
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         run = SmallRun.of(config, data=data, device=device)
         reference = on_one_device(run, model)
-        result = on_layout(run, build_small(config), mesh=mesh)
+        result = on_layout(run, build_small(config), groups=groups)
     by_rank: list[dict[str, float]] = exchange.all_gather(dict(_differences(result, reference)))
     differences: dict[str, float] = {}
     for rank in by_rank:

@@ -1,7 +1,7 @@
 """A thread in each rank that detects a hang, reports where the rank is, and ends the rank.
 
 Each rank detects the time-out by itself, because a rank that waits in a collective makes no progress either.
-supervise/hang_report.py finds the rank that is behind after all ranks have reported.
+supervise/hang_cause.py finds the rank that is behind after all ranks have reported.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,21 +25,25 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import replacing
 from hpc_parallel.supervise import failure, hang_report
-from hpc_parallel.supervise.flight_recorder import recorded
-from hpc_parallel.supervise.hang_report import Collective, HangReport
-from hpc_parallel.supervise.progress import Progress
+from hpc_parallel.supervise.flight_recorder import Collective, collective_of, device_progress, recorded
+from hpc_parallel.supervise.hang_report import HangReport
+from hpc_parallel.supervise.progress import READER, WAITS_FOR_REQUEST, Progress
 from hpc_parallel.supervise.world import World
+from hpc_parallel.worker.hang_meeting import HangStore, meet_hang
 
 _POLL_S = 0.2
 _TORCH = str(Path(torch.__file__).parent)
 
 
 @contextlib.contextmanager
-def watch(folder: RunFolder, *, world: World, timeout_s: float | None) -> Iterator[Progress]:
+def watch(
+    folder: RunFolder, *, world: World, timeout_s: float | None, store: HangStore | None = None
+) -> Iterator[Progress]:
     """Watch the Progress that the trainer marks, until the block ends; with `timeout_s` None, do not watch.
 
     If there is no mark for `timeout_s` from the second step on, or if another rank raises the alarm, this
     rank writes its stacks and its report. After all ranks have done so, the process ends with code 1.
+    They learn that through the start's `store`; without it, each waits for a time that suffices.
     """
     progress = Progress()
     if timeout_s is None:
@@ -46,6 +52,7 @@ def watch(folder: RunFolder, *, world: World, timeout_s: float | None) -> Iterat
     hang_report.forget(folder, world=world)
     closed = threading.Event()
     watchdog = _Watchdog(folder, world=world, timeout_s=timeout_s, progress=progress, closed=closed)
+    watchdog.store = store
     threading.Thread(target=watchdog.run, name="watchdog", daemon=True).start()
     try:
         yield progress
@@ -65,7 +72,8 @@ class _Watchdog:
     ) -> None:
         self.folder, self.world, self.timeout_s = folder, world, timeout_s
         self.progress, self.closed = progress, closed
-        self.store = _address_of_store(folder, world=world)
+        self.store: HangStore | None = None
+        self.address = _address_of_store(folder, world=world)
         self.grace_s = hang_report.grace_s(timeout_s)
 
     def run(self) -> None:
@@ -84,11 +92,11 @@ class _Watchdog:
         stopped and continued, did not hang in that time.
         """
         period_s = self.timeout_s / hang_report.LOOKS
-        last_mark, idle_s, woke = self.progress.now, 0.0, time.monotonic()
+        last_mark, idle_s, woke = self.progress.latest, 0.0, time.monotonic()
         while not self.closed.wait(min(period_s, max(_POLL_S, self.timeout_s - idle_s))):
             before, woke = woke, time.monotonic()
             awake_s = min(woke - before, 2 * period_s)
-            mark = self.progress.now
+            mark = self.progress.latest
             idle_s = min(woke - mark[0], awake_s) if mark is not last_mark else idle_s + awake_s
             last_mark = mark
             _, phase, step = mark
@@ -103,11 +111,10 @@ class _Watchdog:
     def _report(self, idle_s: float) -> None:
         with replacing(hang_report.stacks(self.folder, self.world.rank)) as file:
             faulthandler.dump_traceback(file, all_threads=True)
-        frame = sys._current_frames()[threading.main_thread().ident or 0]
-        stack = traceback.extract_stack(frame)
+        _, phase, step = self.progress.latest
+        stack = stack_in(phase)
         innermost = [entry for entry in stack if not entry.filename.startswith(_TORCH)][-1]
-        _, phase, step = self.progress.now
-        self.standing = HangReport(
+        self.hang_report = HangReport(
             rank=self.world.rank,
             host=self.world.host,
             world_size=self.world.world_size,
@@ -117,58 +124,65 @@ class _Watchdog:
             idle_s=idle_s,
             where=hang_report.format_frame(innermost.filename, innermost.lineno, innermost.name),
             stack="".join(traceback.format_list(stack)).splitlines(),
-            collective=last_collective(),
-            unreachable=self._unreachable(),
         )
-        hang_report.write_report(self.folder, self.standing)
-        print(f"no progress for {idle_s:.0f} s: {self.standing.place}", file=sys.stderr, flush=True)
+        # The next lines may not return: a query of a GPU that hangs, or a network that is gone.
+        hang_report.write_report(self.folder, self.hang_report)
+        self.hang_report = replace(self.hang_report, unreachable=self._unreachable(), **collectives())
+        hang_report.write_report(self.folder, self.hang_report)
+        print(f"no progress for {idle_s:.0f} s: {self.hang_report.place}", file=sys.stderr, flush=True)
 
     def _unreachable(self) -> str | None:
         """Returns rank 0's address if its host can't be reached. A refused connection reaches the host."""
-        if self.store is None:
+        if self.address is None:
             return None
         try:
-            socket.create_connection(self.store, timeout=hang_report.PROBE_S).close()
+            socket.create_connection(self.address, timeout=hang_report.PROBE_S).close()
         except ConnectionRefusedError:
             pass
         except OSError:
-            return f"{self.store[0]}:{self.store[1]}"
+            return f"{self.address[0]}:{self.address[1]}"
         return None
 
     def _end(self) -> None:
         """Wait until all ranks have reported, and end the process even if its main thread is in C code."""
-        deadline = time.monotonic() + self.grace_s
-        while time.monotonic() < deadline:
-            if hang_report.all_reported(self.folder, world=self.world):
-                break
-            time.sleep(_POLL_S)
-        message = f"no progress for {self.standing.idle_s:.0f} s, {self.standing.place}"
-        failure.record_hang(self.folder, world=self.world, message=message, stack=self.standing.stack)
+        store = None if self.hang_report.unreachable else self.store
+        meet_hang(store, world=self.world, within_s=self.grace_s)
+        message = f"no progress for {self.hang_report.idle_s:.0f} s, {self.hang_report.place}"
+        failure.record_hang(self.folder, world=self.world, message=message, stack=self.hang_report.stack)
         os._exit(1)
 
 
-def last_collective() -> Collective | None:
-    """Returns the collective that this process waits in, or the last one that it began.
+def stack_in(phase: str) -> traceback.StackSummary:
+    """The stack that shows where the rank is: while it waits for its batch, that of the thread that reads."""
+    threads = {thread.name: thread.ident for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    frames = sys._current_frames()
+    reader = frames.get(threads.get(READER) or 0) if phase == "data" else None
+    if reader is None or reader.f_code.co_name == WAITS_FOR_REQUEST:
+        reader = frames[main or 0]
+    return traceback.extract_stack(reader)
 
-    Reads torch's flight recorder. None if there was none, or if TORCH_FR_BUFFER_SIZE=0 turns it off.
+
+def collectives() -> dict[str, Any]:
+    """The fields of a report that torch's flight recorder knows; empty without a recorder or an entry.
+
+    TORCH_FR_BUFFER_SIZE=0 turns it off.
     """
     try:
         entries = recorded()
     except (AttributeError, RuntimeError, ValueError):  # some builds of torch have no recorder
-        return None
-    if not entries:
-        return None
+        return {}
+    return {"collective": last_collective(entries), "device": device_progress(entries)} if entries else {}
+
+
+def last_collective(entries: Sequence[Mapping[str, Any]]) -> Collective:
+    """The collective that this process waits in, or the last one that it began."""
     last = entries[-1]
     for entry in reversed(entries):  # if several are in progress, the others wait for the first
         if entry["retired"]:
             break
         last = entry
-    return Collective(
-        name=last["profiling_name"].rpartition(":")[2],
-        group=last["process_group"][1],
-        sequence=last["p2p_seq_id" if last["is_p2p"] else "collective_seq_id"],
-        complete=last["retired"],
-    )
+    return collective_of(last)
 
 
 def _address_of_store(folder: RunFolder, *, world: World) -> tuple[str, int] | None:

@@ -1,6 +1,6 @@
-"""What keeping a run costs: saves beside training, their rate against the disk's, resuming, agreeing to stop.
+"""What keeping a run costs: saves, their rate against the disk's, their plans and checks, resuming, stopping.
 
-    python tests/benchmarks/saving.py [loop|disk|resume|stop ...]
+    python tests/benchmarks/saving.py [loop|disk|replicas|plans|resume|stop ...]
 
 Ways take turns within one run, since a machine and a disk that others use change by the minute. Takes 4 GiB
 of memory and 5 GiB of the temporary folder (TMPDIR).
@@ -130,6 +130,53 @@ def disk_rates(folder: str) -> list[str]:
     return [f"1 GiB to the disk, a save against dd conv=fsync: {rate:.0%} of its rate (medians; {pairs} s)"]
 
 
+def checksum_shares(folder: str) -> list[str]:
+    """Comparing replicas' weights, a third of the state, against a blocking save of all of it, in turns."""
+    import torch
+    import torch.distributed as dist
+
+    from hpc_parallel.training.replicas import Replicas
+
+    weights = {f"blocks.{index}.w": torch.rand(STATE_BYTES // TENSORS // 4) for index in range(TENSORS // 3)}
+    replicas = Replicas(weights, tensor_rank=0, device=torch.device("cpu"), group=dist.group.WORLD)
+    saver = new_saver(Path(folder, "replicas"), size=STATE_BYTES, asynchronous=False)
+    shares, lines = [], []
+    for number in range(ROUNDS):
+        began = time.perf_counter()
+        replicas.check(number)
+        between = time.perf_counter()
+        saver.save(number + 1, blocking=True)
+        check_s, save_s = between - began, time.perf_counter() - between
+        shares.append(check_s / save_s)
+        lines.append(f"  {1e3 * check_s:.1f} ms of {save_s:.2f} s")
+    median = f"{statistics.median(shares):.2%}"
+    return [*lines, f"comparing 0.4 GB of weights: {median} of saving 1.2 GB (median of {ROUNDS})"]
+
+
+def plan_costs() -> None:
+    """Planning a save of 512 ranks that hold the same 1,000 tensors, anew and again; in one process."""
+    import pickle
+
+    import torch
+    from torch.distributed.checkpoint import SavePlan
+
+    from hpc_parallel.torch_internals import forget_plans, planner_with_memory
+
+    with torch.device("meta"):
+        state = {f"weights/{index}": torch.empty(4096, 1024) for index in range(1000)}
+    for name in ("anew", "again"):
+        planner = planner_with_memory("benchmark")
+        planner.set_up_planner(state, is_coordinator=True)
+        local: SavePlan = planner.create_local_plan()
+        began = time.perf_counter()
+        to_all, _ = planner.create_global_plan([local] * 512)
+        made_s = time.perf_counter() - began
+        planner.finish_plan(to_all[0])
+        sent = 512 * len(pickle.dumps(local)) + sum(len(pickle.dumps(plan)) for plan in to_all)
+        print(f"a plan for 512 ranks, {name}: {made_s:.2f} s on rank 0, {sent / 1e6:.1f} MB sent", flush=True)
+    forget_plans("benchmark")
+
+
 def resume(folder: Path) -> None:
     """The tiny job, from the command to its next step's line, against what Python imports on the way."""
     command = [sys.executable, "-m", "hpc_parallel", "run"]
@@ -169,7 +216,7 @@ def agreement_shares() -> list[float]:
 
     shares = []
     for _ in range(ROUNDS):
-        stop = Stop(group=dist.group.WORLD, step=0)
+        stop = Stop(step=0)
         asked_s = 0.0
         for step in range(1, 101):
             time.sleep(STEP_S)
@@ -185,14 +232,16 @@ QUIET = {"stdout": subprocess.DEVNULL, "cwd": ROOT, "env": {**os.environ, "PYTHO
 
 
 def main() -> None:
-    chosen = sys.argv[1:] or ["loop", "disk", "resume", "stop"]
+    chosen = sys.argv[1:] or ["loop", "disk", "replicas", "plans", "resume", "stop"]
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         workers = Workers(folder / "workers")
-        for name, job in {"loop": loop_costs, "disk": disk_rates}.items():
+        for name, job in {"loop": loop_costs, "disk": disk_rates, "replicas": checksum_shares}.items():
             if name in chosen:
                 print(*workers.run(1, job, made)[0], sep="\n", flush=True)
                 workers.close()  # and its memory
+        if "plans" in chosen:
+            plan_costs()
         if "stop" in chosen:
             shares = [max(ranks) for ranks in zip(*workers.run(4, agreement_shares), strict=True)]
             rounds = ", ".join(f"{share:.3%}" for share in shares)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpc_parallel.config.schema import ClusterConfig
+from hpc_parallel.config.site_schema import ClusterConfig
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.supervise import fabric
 from hpc_parallel.supervise.world import World

@@ -29,7 +29,7 @@ def play(run_folder: str) -> int:
     import torch
     import torch.distributed as dist
 
-    from hpc_parallel.config.schema import ClusterConfig
+    from hpc_parallel.config.site_schema import ClusterConfig
     from hpc_parallel.worker.rendezvous import meet
 
     folder = RunFolder(Path(run_folder))

@@ -13,7 +13,7 @@ from hpc_parallel.models.layered import LayeredModel, materialise
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies import checkpointing
-from tests.parity import Alone, follow_one_device
+from tests.parity import Alone, follow_one_device, in_full
 from tests.workers import Workers
 
 FULL, SELECTIVE = (f"training.activation_checkpointing={keeps}" for keeps in ("full", "selective"))
@@ -32,7 +32,14 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+IN_FULL = (
+    "single", "data over 2, accumulating 4", "tensor over 2, again from the input", "pipeline of 2, gpipe",
+    "pipeline of 2, interleaved",
+)  # fmt: skip
+CASES = [*(layout for layout in LAYOUTS if layout not in IN_FULL), *in_full((layout,) for layout in IN_FULL)]
+
+
+@pytest.mark.parametrize("layout", CASES)
 def test_layout_follows_one_device(workers: Workers, alone: Alone, layout: str) -> None:
     """The reference keeps all its activations."""
     follow_one_device(workers, alone, LAYOUTS[layout])

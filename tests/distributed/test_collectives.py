@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 
+from hpc_parallel.config.command_line import CommandLine
+from hpc_parallel.launch.checked_run import checked_run
 from hpc_parallel.worker.collectives import Bench, group_of
-from tests.workers import Workers
+from tests.workers import Workers, do_here
 
 FACTORS = {  # of nccl-tests (PERFORMANCE.md), by the number of ranks
     "all_reduce": {4: 1.5, 2: 1.0},
@@ -33,15 +38,24 @@ def test_all_are_measured_in_every_group(workers: Workers) -> None:
     first = content["sum"]
     assert (first["size_bytes"], first["ranks"], first["dtype"]) == (4 * 2**20, 4, "float32")
     rows = content["rows"]
-    # The axes of the mesh have the ranks of a node and of all nodes, so they are not measured twice.
+    # The axes of the mesh have the ranks of a node and of all nodes, so they are names of these groups.
     groups = {row["group"]: row["ranks"] for row in rows}
     assert groups == {"world": 4, "inside a node": 2, "across nodes": 2}
+    names = {"world": [], "inside a node": ["axis shard"], "across nodes": ["axis replicate"]}
+    assert {row["group"]: row["also"] for row in rows} == names
+    profile = yaml.safe_load((folder / "machine.yaml").read_text())["collectives"]
+    assert profile["inside a node"]["also"] == ["axis shard"]
     assert len(rows) == 3 * (7 * 2 * 2 + 1)
     for row in rows:
         assert row["busbw_bytes_per_s"] == pytest.approx(
             row["size_bytes"] / row["time_s"] * FACTORS[row["operation"]][row["ranks"]]
         )
         assert row["operation"] == "barrier" or row["size_bytes"] in (4096, 8, 16)
+        slices = row["ranks"] if row["operation"] in ("all_gather", "reduce_scatter", "all_to_all") else 1
+        width = {"float32": 4, "bfloat16": 2}[row["dtype"]]
+        assert row["count"] * width * slices == row["size_bytes"]
+        assert row["redop"] == ("sum" if "reduce" in row["operation"] else "none")
+        assert row["rounds"] >= 8
     assert (folder / "machine.yaml").exists()
 
 
@@ -80,3 +94,26 @@ def reduced_wrongly(array: torch.Tensor, *, group: dist.ProcessGroup) -> None:
 def test_a_wrong_value_on_one_rank_stops_all(workers: Workers) -> None:
     messages = workers.run(2, measured_with, "all_reduce", reduced_wrongly)
     assert messages == ["all_reduce of 64 bytes of float32, world: rank 1 got wrong values"] * 2
+
+
+def test_a_run_is_compared_with_the_profile_of_another(workers: Workers, tmp_path: Path) -> None:
+    words = ("task=collectives", "strategy=data", "gpus_per_node=2", "task.operations=[all_reduce]",
+             "task.max_bytes=65536", "task.factor=256", "task.seconds=0.001")  # fmt: skip
+    good = workers.do(*words)
+    profiles = tmp_path / "site" / "machine"
+    profiles.mkdir(parents=True)
+    shutil.copy(good / "machine.yaml", profiles / "good.yaml")
+    run = checked_run(CommandLine.parse([
+        f"--config-dir={tmp_path / 'site'}", *words, "machine=good", "launcher=local", "device=cpu",
+        "launcher.snapshot=false", f"run_dir={tmp_path / 'run'}",
+    ]))  # fmt: skip
+    run.write()
+    workers.run(run.processes, do_here, str(run.folder.path))
+    fit = yaml.safe_load((good / "machine.yaml").read_text())["collectives"]["world"]["all_reduce"]
+    rows = json.loads(run.folder.collectives.read_text())["rows"]
+    assert [(row["dtype"], row["size_bytes"]) for row in rows] == [
+        (dtype, size) for dtype in ("float32", "bfloat16") for size in (8, 2048, 65536)
+    ]
+    per_byte_s = 1 / fit["bandwidth_bytes_per_s"] if fit["bandwidth_bytes_per_s"] else 0
+    expected = [fit["latency_s"] + size * per_byte_s for size in (8, 2048, 65536)]  # two ranks: factor 1
+    assert [row["predicted_s"] for row in rows] == pytest.approx([*expected, None, None, None])

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from hpc_parallel import torch_internals
 from hpc_parallel.models.layered import materialise
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.strategies import compiling
@@ -42,6 +43,36 @@ def test_compiled_blocks_follow_one_device(compiling_workers: Workers, alone: Al
     )
     assert set(cache.rglob("*.so")) > before  # it did compile
     assert_follows(compiled, alone(*options), losses=losses, weights=weights)
+
+
+def test_a_memory_budget_keeps_less_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The partitioner decides, before any code is generated."""
+    compile_partitioned = partial(torch.compile, backend="aot_eager_decomp_partition")
+    monkeypatch.setattr(torch, "compile", compile_partitioned)
+    tokens = torch.arange(64).reshape(2, 32) % 8
+    kept_bytes, gradients = [], []
+    for budget in (None, 0.0):
+        torch._dynamo.reset()
+        model = Transformer(layers=1, dim=16, heads=2, kv_heads=2, ffn_dim=24, vocab_size=8)
+        materialise(model, seed=0, device="cpu", dtype=torch.float64)
+        compiling.apply(model, memory_budget=budget)
+        kept: list[int] = []
+
+        def note(tensor: torch.Tensor, kept: list[int] = kept) -> torch.Tensor:
+            kept.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            output = model(tokens)
+        loss = compiling.compile_loss(model.loss)(output, tokens)
+        loss.backward()
+        torch.testing.assert_close(loss, model.loss(output, tokens))
+        kept_bytes.append(sum(kept))
+        gradients.append({name: weight.grad for name, weight in model.named_parameters()})
+    torch_internals.set_memory_budget(1.0)
+    torch._dynamo.reset()
+    assert kept_bytes[1] < 0.7 * kept_bytes[0]
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=1e-12)
 
 
 def test_blocks_of_one_shape_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ LAYOUTS = {
 }  # fmt: skip
 SLOW = (
     "replicate 2 x pipeline 2 x expert 2, zero bubble", "parameter server", "dataparallel",
-    "experts in stages", "expert over 2, one expert a token",
+    "experts in stages", "expert over 2, one expert a token", "pipeline 2 x expert 2", "experts in slices",
 )  # fmt: skip
 CASES = [
     *((layout, "float64") for layout in LAYOUTS if layout not in SLOW),

@@ -91,16 +91,16 @@ def test_an_error_in_the_model_is_reported_with_its_step(failing: Failing) -> No
 
 
 def test_a_skipped_collective_names_who_skipped_it(failing: Failing) -> None:
-    found = failing(
-        *PIPELINE, *QUICK, *harm("skip", at=4 * 2 + 1, victim=1)
-    )  # fmt: skip
-    assert (found["rank"], found["kind"]) == (1, "collective_timeout")
+    """Of the sum over the first and the last stage, a group of its own."""
+    layout = ("strategy=pipeline", "nodes=3", "strategy.microbatches=4", "strategy.cuts=[1,2]")
+    found = failing(*layout, *QUICK, *harm("skip", at=4 * 2 + 1, victim=2))
+    assert (found["rank"], found["kind"]) == (2, "collective_timeout")
     assert re.fullmatch(
-        rf"rank 1 on {HOST} failed first: missing from all_?reduce \(collective \d+\), in which rank 0 "
-        r"waited; its last was all_?reduce \d+ at step 3; 1 follower",
+        rf"rank 2 on {HOST} failed first: missing from all_?reduce \(collective \d+\), in which rank 0 "
+        r"waited; its last was all_?reduce \d+ at step 3; 2 followers",
         found["line"],
     )
-    assert found["details"]["missing"] == [1]
+    assert found["details"]["missing"] == [2]
 
 
 def test_a_rank_that_never_reports_is_named(failing: Failing) -> None:
@@ -197,3 +197,16 @@ def test_a_skipped_step_is_skipped_alike(workers: Workers, layout: tuple[str, ..
     curves = [[trained.losses[step] for step in kept] for trained in (split, alone)]
     assert largest_difference(*curves) < 1e-10
     assert weight_difference(split, alone) < 1e-10
+
+
+def test_a_weight_that_differs_between_replicas_stops_the_run(failing: Failing) -> None:
+    """One weight of rank 1 changes in step 3; the checkpoint of step 4 is not written."""
+    found = failing(*TWO, "training.checkpoint_every=2", *harm("flip", at=3, victim=1))
+    assert found["line"] == (
+        f"rank 1 on {HOST} failed first: blocks.2.attention.query.weight is not that of rank 0, its replica, "
+        "after step 4; 1 follower"
+    )
+    assert (found["kind"], found["details"]) == (
+        "replicas", {"step": 4, "parameter": "blocks.2.attention.query.weight"},
+    )  # fmt: skip
+    assert found["followers"] == [{"rank": 0, "host": HOST, "kind": "stopped"}]

@@ -76,7 +76,10 @@ def generated(folder: Path) -> list[dict[str, Any]]:
 
 
 # `make test` proves one layout of each technique, and one pair.
-IN_FULL = ("pipeline 2 x tensor 2", "pipeline of 4")
+IN_FULL = (
+    "pipeline 2 x tensor 2", "pipeline of 4", "pipeline of 2, interleaved in training", "fsdp over 2",
+    "pipeline 2 x replicate 2",
+)  # fmt: skip
 CASES = [*(layout for layout in LAYOUTS if layout not in IN_FULL), *in_full((layout,) for layout in IN_FULL)]
 
 

@@ -104,7 +104,9 @@ SLOW = [
     "shard 2 x tensor 2", "pipeline 2 x tensor 2", "zero bubble 2 x replicate 2",
     "zero bubble 2 x tile 1 x 2", "data over 2, accumulating 4", "dataparallel over 4",
     "pipeline of 2, gpipe, one microbatch", "fsdp over 2, accumulating 4",
-    "tensor over 2, whole logits, accumulating 4",
+    "tensor over 2, whole logits, accumulating 4", "dataparallel over 2, accumulating 4",
+    "server with 2 workers, accumulating 4", "tile 2 x 1, accumulating 4",
+    "tile 1 x 2 x replicate 2, accumulating 4",
 ]  # fmt: skip
 IN_FLOAT32 = [
     "data over 2", "dataparallel over 4", "server that works, over 2", "pipeline of 2", "fsdp over 4",
@@ -130,10 +132,9 @@ CASES = [
 LAYOUTS |= CLASSIFIER
 FULL, SELECTIVE = (f"training.activation_checkpointing={keeps}" for keeps in ("full", "selective"))
 SWITCHES = [
-    ("convnet", "data over 2, accumulating 4", FULL),
     ("convnet", "pipeline of 2", SELECTIVE),
-    ("convnet", "tensor over 2", FULL),
-    ("segmenter", "tile 1 x 2", SELECTIVE),
+    ("segmenter", "tile 1 x 2", FULL),
+    *in_full([("convnet", "data over 2, accumulating 4", FULL), ("convnet", "tensor over 2", FULL)]),
     *in_full([("unet", "pipeline of 2", FULL), ("unet", "data over 2", "training.compile=true")]),
 ]
 

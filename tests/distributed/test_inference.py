@@ -86,6 +86,7 @@ def test_the_loss_is_the_untrained_model_s(workers: Workers, layout: str) -> Non
 
 def _losses(run_folder: str) -> tuple[float, dict[int, float]]:
     from hpc_parallel.config.tasks import batch_sizes
+    from hpc_parallel.supervise.progress import Progress
     from hpc_parallel.training.validation import validate
     from hpc_parallel.worker import inference
     from hpc_parallel.worker.session import Session
@@ -103,7 +104,7 @@ def _losses(run_folder: str) -> tuple[float, dict[int, float]]:
         )["validation_loss"]  # fmt: skip
         assert loss is not None
         found[size] = loss
-    return inference.validate(session)["validation_loss"], found
+    return inference.validate(session, Progress())["validation_loss"], found
 
 
 def test_training_validates_alike(workers: Workers) -> None:

@@ -17,7 +17,7 @@ def _held_bytes(*overrides: str) -> int:
     """After a whole step but before gradients go: what of it lives on this rank."""
     from torch.distributed.tensor import DTensor
 
-    from hpc_parallel.config.schema import typed
+    from hpc_parallel.config.typed_config import typed
     from hpc_parallel.training.optimizer import build_optimizer
     from hpc_parallel.worker.session import Session
     from tests.composed import prepared

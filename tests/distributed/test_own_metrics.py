@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.report.gather import gather
-from hpc_parallel.report.own_metrics import own_metrics
+from hpc_parallel.report.model_metrics import own_metrics
 from hpc_parallel.report.page import render
 from hpc_parallel.report.tables import digits
 from hpc_parallel.strategies.own_metrics import WithMetrics

@@ -101,7 +101,9 @@ SLOW = [
     "interleaved 2 x shard 2", *(f"pipeline of 4 ranks, {schedule}" for _, schedule in PIPELINES[3:]),
     "pipeline 2 x shard 2 x tensor 2", "pipeline 2 x replicate 2 x tensor 2",
     "replicate 2 x shard 2 x tensor 2", "tensor over 4, accumulating 4", "tensor over 2, whole sequence",
-    "fsdp over 2, gathered to the end", "data over 2, small buckets",
+    "fsdp over 2, gathered to the end", "data over 2, small buckets", "fsdp over 2, two blocks ahead",
+    "data over 2, accumulating 4, static graph", "pipeline of 2 ranks, gpipe",
+    "tensor over 2, whole logits", "fsdp over 4, accumulating 4", "shard 2 x tensor 2",
 ]  # fmt: skip
 IN_FLOAT32 = [
     "data over 2", "data over 2, accumulating 4", "single, accumulating 4", "pipeline 2 x replicate 2",

@@ -79,7 +79,7 @@ BREAKS = {
 
 
 @pytest.mark.parametrize(
-    "what", ["the order of stages", *in_full([("a halo's gradient",), ("a gradient's scale",)])]
+    "what", in_full([("the order of stages",), ("a halo's gradient",), ("a gradient's scale",)])
 )
 def test_a_broken_technique_is_seen(what: str, tmp_path: Path) -> None:
     file, line, broken, words, measure = BREAKS[what]

@@ -100,6 +100,7 @@ def test_a_run_ends_with_its_process(here: Path) -> None:
     assert not process_lives(owner)
 
 
+@pytest.mark.full
 def test_the_examples_of_the_guide(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As they stand there, one after another; what they print is what the guide shows."""
     parts = re.findall(r"```(python|text)\n(.*?)```", DOCS.read_text(), re.DOTALL)

@@ -118,7 +118,7 @@ def _pieces(weights: dict[str, Any]) -> list[str]:
 
 def _held(*overrides: str) -> tuple[list[str], int]:
     """Blocks of this rank's stages, and the weights that its optimizer would get."""
-    from hpc_parallel.config.schema import typed
+    from hpc_parallel.config.typed_config import typed
     from hpc_parallel.worker.session import Session
     from tests.composed import prepared
 

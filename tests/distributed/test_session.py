@@ -28,8 +28,8 @@ SMALL = (
     "optimizer.warmup_steps=2",
 )
 METRICS = {
-    "step", "samples", "loss", "grad_norm", "learning_rate", "step_time_s", "samples_per_s", "tokens_per_s",
-    "timed_steps", "tflops_per_device", "mfu", "peak_memory_bytes", "time",
+    "step", "samples", "loss", "grad_norm", "learning_rate", "step_time_s", "data_s", "samples_per_s",
+    "tokens_per_s", "timed_steps", "tflops_per_device", "mfu", "peak_memory_bytes", "time",
 }  # fmt: skip
 SUMMARY = {
     "outcome", "strategy", "layout", "nodes", "gpus_per_node", "world_size", "steps", "samples",
@@ -37,7 +37,7 @@ SUMMARY = {
     "exposed_communication_share", "bubble_share", "step_parts_s", "traffic_bytes",
     "busiest_rank_traffic_bytes", "traffic", "unknown_collectives", "ring_all_reduce", "predicted",
     "restarts", "lost_steps", "skipped_steps", "started", "ended", "job_ids", "weights", "comparison",
-    "ended_early", "slow_ranks",
+    "ended_early", "slow_ranks", "shares", "rank_memory_bytes", "rank_state_bytes",
 }  # fmt: skip
 
 
@@ -60,9 +60,10 @@ def test_the_default_run_learns_text(tmp_path: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["outcome"] == "completed"
     assert summary["validation_loss"] == validation[-1]
-    assert {path.name for path in folder.iterdir()} == {
+    names = {path.name for path in folder.iterdir()}
+    assert names - {"rank_times.json"} == {  # which is there once a timed step has been paid for
         "attempts.jsonl", "checkpoints", "code", "config.yaml", "environment.json", "logs", "metrics.jsonl",
-        "owner.json", "plots", "preflight.json", "rank_times.json", "rendezvous", "summary.json",
+        "owner.json", "plots", "preflight.json", "rendezvous", "summary.json",
     }  # fmt: skip
 
 

@@ -18,23 +18,24 @@ def _first_weights(*overrides: str) -> Mapping[str, Tensor]:
     """As drawn, before any step."""
     from torch.distributed.tensor import DTensor
 
-    from hpc_parallel.config.layout import Layout, plan_batch
-    from hpc_parallel.config.schema import typed
+    from hpc_parallel.config.batch_plan import plan_batch
+    from hpc_parallel.config.layout import Layout
+    from hpc_parallel.config.typed_config import typed
     from hpc_parallel.strategies.assemble import assemble, build_model
-    from hpc_parallel.strategies.mesh import build_mesh
+    from hpc_parallel.strategies.groups import make_groups
     from tests.composed import prepared
 
     run = prepared(*overrides, "training.global_batch_size=12")
     config = typed(run.values)
     layout = Layout.resolve(config.strategy, devices=run.processes)
     batch = plan_batch(12, layout=layout, microbatch_size=None, microbatches=None)
-    mesh = build_mesh(layout, device_type="cpu")
+    groups = make_groups(config, layout, device_type="cpu")
     assembled = assemble(
         build_model(config),
         config=config,
         batch=batch,
         sample_shape=(32,),
-        mesh=mesh,
+        groups=groups,
         device=torch.device("cpu"),
     )
     weights = {name: weight.detach() for name, weight in assembled.named_parameters().items()}

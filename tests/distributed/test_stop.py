@@ -29,7 +29,7 @@ def stops_after(signals: dict[int, list[int]]) -> tuple[int, str | None]:
 
     from hpc_parallel.worker.stop import Stop
 
-    with Stop(group=dist.new_group(backend="gloo"), step=100) as stop:
+    with Stop(step=100) as stop:
         for step in range(101, 400):
             time.sleep(0.02)
             if step == 105:
@@ -59,6 +59,35 @@ def test_all_ranks_stop_after_the_same_step(
     step, name = answers[0]
     assert name == heeded
     assert 105 <= step < 350
+
+
+def stops_at_limit() -> tuple[int, str | None]:
+    """Steps of 20 ms; the job of rank 0 ends 33 s from now, and a save takes 1 s: 32 s and 2 steps needed."""
+    import torch.distributed as dist
+
+    from hpc_parallel.worker.stop import Stop
+    from hpc_parallel.worker.time_limit import TimeLimit
+
+    began_s = time.time()
+    limit = TimeLimit(
+        end_s=began_s + 33, current_end_s=lambda: None, save_s=lambda: 1.0,
+        clock=lambda: time.time() if time.time() > began_s + 0.01 else began_s - 100,
+    )  # fmt: skip
+    limit = limit if dist.get_rank() == 0 else None
+    with Stop(step=100, time_limit=limit) as stop:
+        for step in range(101, 400):
+            time.sleep(0.02)
+            if (asked := stop.after(step)) is not None:
+                return step, asked.name
+    return 400, None
+
+
+def test_all_ranks_stop_when_the_time_limit_is_near_for_a_save(workers: Workers) -> None:
+    answers = workers.run(2, stops_at_limit)
+    assert len(set(answers)) == 1
+    step, name = answers[0]
+    assert name == "SIGUSR2"
+    assert 110 < step < 350  # the first look is too early, the next two seconds later not
 
 
 def test_without_a_request_no_rank_stops(workers: Workers) -> None:

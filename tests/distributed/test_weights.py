@@ -168,6 +168,7 @@ def test_weights_that_do_not_fit_are_refused_all_at_once(
     assert said.count(ConfigError.__name__) >= 2
 
 
+@pytest.mark.full
 def test_a_librarys_model_is_exported_and_read_under_its_own_names(workers: Workers, tmp_path: Path) -> None:
     """The library's own model takes the file; and a file with its names is one to start from."""
     transformers = pytest.importorskip("transformers")

@@ -19,6 +19,11 @@ BEGAN = datetime(2026, 11, 22, 1, tzinfo=UTC)
 LINES = 4  # of metrics, one a step
 
 
+def state(*totals: int) -> list[dict[str, int]]:
+    """`rank_state_bytes` of ranks that hold these totals: AdamW's quarters."""
+    return [{"parameters": n // 4, "gradients": n // 4, "optimizer": n // 2} for n in totals]
+
+
 def written(path: Path, *words: str) -> RunFolder:
     """A run that nobody has started or owns."""
     run = prepared(f"run_dir={path}", "launcher=local", "launcher.snapshot=false", "training.steps=4", *words)

@@ -11,7 +11,7 @@ import pytest
 from hpc_parallel.__main__ import main
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.report import collectives, run_plot
+from hpc_parallel.report import collective_curves, run_plot
 from hpc_parallel.report.gather import gather
 from tests.report.measured_runs import written
 
@@ -79,8 +79,8 @@ def test_a_run_draws_its_own(tmp_path: Path) -> None:
 
 def test_the_curves_are_those_of_the_file(tmp_path: Path) -> None:
     folder = measured(tmp_path / "one", *reversed(rows("all_gather")), {**rows("reduce")[0], "time_s": -1.0})
-    (curve,) = collectives.curves(gather([folder.path]).rows)
+    (curve,) = collective_curves.curves(gather([folder.path]).rows)
     assert [point.size_bytes for point in curve.points] == list(SIZES)
     assert [point.time_s for point in curve.points] == [LATENCY_S + size / RATE for size in SIZES]
     folder.collectives.write_text("{")
-    assert collectives.curves(gather([folder.path]).rows) == []
+    assert collective_curves.curves(gather([folder.path]).rows) == []

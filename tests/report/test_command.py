@@ -72,7 +72,9 @@ def test_it_writes_a_page_markdown_csv_and_plots(reported: Path) -> None:
     images = re.findall(r"!\[.*?\]\((.*?)\)", markdown)
     assert len(images) == 7
     assert all((made / image).is_file() for image in images)
-    assert "| pipeline 2 x 1 | completed | pipeline | pipeline 2 | 2 x 1 | 100 | not measured |" in markdown
+    assert (
+        "| pipeline 2 x 1 | completed | pipeline | pipeline 2 | 2 x 1 | 100 (100 to 100) | 160 |" in markdown
+    )
     assert "| strong | data, batch 16 | 2 | 16 | 170 | 1.70 | 2.00 | 85.0 |" in markdown
 
 

@@ -23,9 +23,9 @@ def test_equal_runs_with_different_seeds_are_pooled(tmp_path: Path) -> None:
     gathered = gather([tmp_path / "runs"])
     (pool,) = pools(gathered.rows)
     assert pool.seeds == [1, 2, 3]
-    loss_spread = pool.spreads[0]
-    assert (loss_spread.key, loss_spread.mean) == ("final_loss", pytest.approx(2.2))
-    assert loss_spread.deviation == pytest.approx(0.2)
+    loss_figure = pool.figures[0]
+    assert (loss_figure.key, loss_figure.mean) == ("final_loss", pytest.approx(2.2))
+    assert loss_figure.deviation == pytest.approx(0.2)
     report = render(gathered)
     assert f"| {pool.label} | 1, 2, 3 | final_loss | 2.200 ± 0.20 |" in report.markdown
     assert report.html.count("2.200 ± 0.20") == 1

@@ -20,8 +20,9 @@ from hpc_parallel.record.recorded import read_run
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, SweepRun, create, write_sweep
-from hpc_parallel.report.claims import BACKED, CONTRADICTED, EVEN, NO_VERDICT, OPEN, Runs, judged
+from hpc_parallel.report.claims import judged
 from hpc_parallel.report.gather import Gathered, Row, gather, timeline
+from hpc_parallel.report.measures import BACKED, CONTRADICTED, EVEN, NO_FIGURE, NO_VERDICT, OPEN, Runs
 from hpc_parallel.report.page import table
 from hpc_parallel.report.tables import (
     COLUMNS,
@@ -35,7 +36,7 @@ from hpc_parallel.report.tables import (
     scaling,
     unit_of,
 )
-from tests.report.measured_runs import BEGAN, ended, note, started, written
+from tests.report.measured_runs import BEGAN, ended, note, started, state, written
 
 
 @pytest.fixture
@@ -51,10 +52,10 @@ def rows(tmp_path: Path) -> list[Row]:
 
 def best(tmp_path: Path) -> dict[str, list[int]]:
     """Column -> places of the rows that are marked."""
-    cells = compare(rows(tmp_path)).cells
-    return {
-        column.key: [place for place, row in enumerate(cells) if row[at].best]
-        for at, column in enumerate(COLUMNS)
+    comparison = compare(rows(tmp_path))
+    return {column.key: [] for column in COLUMNS} | {
+        column.key: [place for place, row in enumerate(comparison.cells) if row[at].best]
+        for at, column in enumerate(comparison.columns)
     }
 
 
@@ -62,11 +63,12 @@ def test_best_is_more_of_throughput_and_less_of_all_else(tmp_path: Path, new: Ca
     shares = {"bubble_share": 0.2, "exposed_communication_share": 0.3, "traffic_bytes": 900, "latency_s": 0.2}
     words = ("strategy=pipeline", "nodes=2")
     ended(
-        new(), *words, samples_per_s=50, peak_memory_bytes=400, hours=2, final_loss=2.5, restarts=1, **shares
-    )
+        new(), *words, samples_per_s=50, peak_memory_bytes=400, hours=2, final_loss=2.5, restarts=1,
+        rank_state_bytes=state(160, 80), **shares,
+    )  # fmt: skip
     ended(
         new(), *words, samples_per_s=80, peak_memory_bytes=300, hours=1, final_loss=2.4, restarts=0,
-        **{key: value / 2 for key, value in shares.items()},
+        rank_state_bytes=state(120, 120), **{key: value / 2 for key, value in shares.items()},
     )  # fmt: skip
     assert best(tmp_path) == {column.key: [1] for column in COLUMNS}
 
@@ -90,11 +92,11 @@ def test_only_comparable_runs_can_be_best(tmp_path: Path, new: Callable[[], Path
     assert found["traffic_bytes"] == [1]
     assert found["final_loss"] == found["peak_memory_bytes"] == []  # all alike
     assert found["latency_s"] == []
+    comparison = compare(rows(tmp_path))
     texts = {
-        column.key: [row[at].text for row in compare(rows(tmp_path)).cells]
-        for at, column in enumerate(COLUMNS)
+        column.key: [row[at].text for row in comparison.cells] for at, column in enumerate(comparison.columns)
     }
-    assert texts["latency_s"] == [UNMEASURED] * 6
+    assert "latency_s" not in texts  # nobody measured it
     assert texts["bubble_share"] == ["-", "-", "40.0", "10.0", UNMEASURED, UNMEASURED]
 
 
@@ -178,7 +180,10 @@ def test_an_axis_that_a_recorded_run_does_not_have_is_1(
 
 def test_figures_of_another_batch_are_no_rivals(tmp_path: Path, new: Callable[[], Path]) -> None:
     for batch, step_s in ((16, 2.0), (16, 1.5), (8, 1.0)):
-        ended(new(), "strategy=data", "nodes=2", f"training.global_batch_size={batch}", step_time_s=step_s)
+        ended(
+            new(), "strategy=data", "nodes=2", f"training.global_batch_size={batch}", step_time_s=step_s,
+            samples_per_s=batch / step_s,
+        )  # fmt: skip
     assert best(tmp_path)["step_time_s"] == [1]
 
 
@@ -261,7 +266,7 @@ def test_no_strangers_value_ends_a_report(tmp_path: Path, new: Callable[[], Path
     found = rows(tmp_path)
     assert len(found) == 2 + len(summary) + len(config)
     comparison = compare(found)
-    assert [cell.value for cell in comparison.cells[1][:4]] == [100.0, None, 0.16, 10**8]
+    assert [cell.value for cell in comparison.cells[1][:3]] == [100.0, 0.16, 10**8]
     series = scaling(found)
     table(Gathered([], found), series)
     judged(Runs(found, series))
@@ -323,12 +328,14 @@ def verdicts(tmp_path: Path) -> dict[tuple[str, str], tuple[str, str]]:
 
 
 def test_claims_are_backed_or_contradicted_by_figures(tmp_path: Path, new: Callable[[], Path]) -> None:
-    assert {verdict for verdict, _ in verdicts(tmp_path).values()} == {OPEN}
-    ended(new(), "strategy=single", peak_memory_bytes=1000)
+    assert {verdict for verdict, _ in verdicts(tmp_path).values()} == {OPEN, NO_FIGURE}
+    ended(new(), "strategy=single", rank_state_bytes=state(1000))
     for nodes, rate in ((1, 100), (4, 360)):
-        ended(new(), "strategy=data", f"nodes={nodes}", samples_per_s=rate, peak_memory_bytes=1010,
+        ended(new(), "strategy=data", f"nodes={nodes}", samples_per_s=rate,
+              rank_state_bytes=state(*[1012] * nodes),
               exposed_communication_share=0.04, busiest_rank_traffic_bytes=300)  # fmt: skip
-    ended(new(), "strategy=model", "nodes=4", samples_per_s=100, bubble_share=0.75, peak_memory_bytes=400)
+    ended(new(), "strategy=model", "nodes=4", samples_per_s=100, bubble_share=0.75,
+          rank_state_bytes=state(400, 240, 240, 400))  # fmt: skip
     ended(new(), "strategy=pipeline", "nodes=4", samples_per_s=98, bubble_share=0.2)
     ended(
         new(),
@@ -336,7 +343,7 @@ def test_claims_are_backed_or_contradicted_by_figures(tmp_path: Path, new: Calla
         "nodes=4",
         "strategy.tensor=2",
         "strategy.replicate=2",
-        peak_memory_bytes=500,
+        rank_state_bytes=state(*[500] * 4),
         exposed_communication_share=0.5,
     )
     found = verdicts(tmp_path)
@@ -384,12 +391,13 @@ def test_threads_that_share_their_weights_send_the_least_for_no_merit(
 def test_a_cpus_memory_backs_no_claim(tmp_path: Path, new: Callable[[], Path]) -> None:
     """Of a process it is more than of a device; on a GPU it is what was allocated."""
     for cuda, expected in (("13.0", BACKED), (None, NO_VERDICT)):
-        for words, memory in (("strategy=single", 1000), ("strategy=model nodes=4", 400)):
-            folder = ended(new(), *words.split(), peak_memory_bytes=memory)
+        for words, memory in (("strategy=single", 1000), ("strategy=tile nodes=4", 400)):
+            images = ("model=segmenter", "data=cells")
+            folder = ended(new(), *words.split(), *images, peak_memory_bytes=memory)
             write_json(folder.environment, {"cuda": cuda})
-        verdict, figure = verdicts(tmp_path)["model", "trains models that one device can't hold"]
+        verdict, figure = verdicts(tmp_path)["tile", "images that one device can't hold"]
         assert verdict == expected
-        assert figure == "memory per device: 0.400 kB (model 4 x 1) against 1.00 kB (single 1 x 1)"
+        assert figure == "memory per device: 0.400 kB (tile 4 x 1) against 1.00 kB (single 1 x 1)"
         shutil.rmtree(tmp_path / "runs")
 
 

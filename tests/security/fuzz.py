@@ -148,7 +148,11 @@ def make_template(root: Path, *, canary: Path) -> None:
     write_json(run.timeline, {"step": 3, "ranks": ranks})
     finding = {"host": "n1", "what": "other packages: a 1", "harmful": True}
     write_json(run.preflight, {"took_s": 0.7, "hosts": {}, "findings": [finding]})
-    write_json(run.rank_times, {"samples": [], "slow": [{"rank": 1, "line": "rank 1 on n1 is slow: data"}]})
+    slow = {"rank": 1, "host": "n1", "cause": "data", "line": "rank 1 on n1 is slow: data"}
+    accused = [slow | {"first_step": 20, "last_step": 60}]
+    gpu = {"rank": 1, "host": "n1", "utilisation": 0.9, "memory_bytes": 2**30}
+    samples = [{"step": 20, "ranks": [gpu, gpu | {"rank": 0}]}]
+    write_json(run.rank_times, {"samples": samples, "slow": [slow], "accused": accused})
     values = ("world", 2, "all_reduce", "float32", 8, 1e-4, 0.1, 100, 8e4, 8e4)
     write_json(run.collectives, {"rows": [dict(zip(COLUMNS, values, strict=True))]})
     checked = {"hosts": ["n1", "n2"], "links": [{"hosts": ["n1", "n2"], "bytes_per_s": 1e9}]}
@@ -168,7 +172,8 @@ def _environment(words: Sequence[str], root: Path) -> dict[str, Any]:
     return {
         "overrides": list(words), "ranks": ranks, "config_dir": None, "working_directory": str(root),
         "import_path": None, "packages": {"torch": "2.11"}, "checkouts": {}, "cuda": None,
-        "transport": {"version": "2.27.7", "pairs": {"across nodes": {"NET/IB": 2}}, "problem": "sockets"},
+        "transport": {"version": "2.27.7", "pairs": {"across nodes": {"NET/IB": 2}}, "problem": "sockets",
+                      "gpudirect": {"across nodes": "off"}, "channels": 2, "rings": True},
         "topology": [{"hosts": ["n1"], "parts": [{"name": name, "model": "", "numa": 0} for name in "ab"],
                       "links": [["X", "PIX"], ["PIX", "X"]]}],
     }  # fmt: skip

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed import HashStore, PrefixStore, TCPStore, distributed_c10d
 
-from hpc_parallel.config.schema import ClusterConfig
+from hpc_parallel.config.site_schema import ClusterConfig
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.strategies import exchange
@@ -121,10 +121,23 @@ def joined(folder: RunFolder, rank: int) -> Callable[[], str]:
     config.cluster.collective_timeout_s = 20.0
 
     def job() -> str:
-        main.join(folder, config=config, world=world(rank), device=torch.device("cpu"), variables={})
+        main.join(folder, config=config, world=world(rank), device=torch.device("cpu"), reasons={})
         return "joined"
 
     return job
+
+
+def test_later_groups_have_the_time_out_of_the_configuration(folder: RunFolder) -> None:
+    def job(rank: int) -> Callable[[], Any]:
+        def timeouts_s() -> list[float]:
+            joined(folder, rank)()
+            groups = (dist.group.WORLD, dist.new_group([0, 1]))
+            options = [group._get_backend(torch.device("cpu")).options for group in groups]
+            return [option._timeout.total_seconds() for option in options]
+
+        return timeouts_s
+
+    assert in_processes(job(0), job(1))() == [[20.0, 20.0]] * 2
 
 
 def port_of(folder: RunFolder) -> int:

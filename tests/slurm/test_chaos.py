@@ -92,6 +92,7 @@ def test_two_resumes_at_once(case: Case) -> None:
     case.assert_completed(restarts=1, lost=0, followed=False)
 
 
+@pytest.mark.full
 def test_the_submitting_terminal_is_closed(case: Case) -> None:
     job = case.submit(*DATA)
     case.reach(5, 60)

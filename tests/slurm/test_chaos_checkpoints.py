@@ -18,7 +18,11 @@ pytestmark = [pytest.mark.slurm, pytest.mark.chaos]
 
 
 @pytest.mark.parametrize(
-    "harm", [pytest.param("truncated", marks=pytest.mark.chaos_slow), "one byte flipped"]
+    "harm",
+    [
+        pytest.param("truncated", marks=pytest.mark.chaos_slow),
+        pytest.param("one byte flipped", marks=pytest.mark.full),
+    ],
 )
 def test_the_newest_checkpoint_is_damaged(case: Case, harm: str) -> None:
     job = case.submit(*DATA)

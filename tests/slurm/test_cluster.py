@@ -134,6 +134,7 @@ def test_an_urgent_job_preempts_and_requeues(cluster: Cluster, no_grace: None, t
         cluster.run("scancel", urgent, preempted)
 
 
+@pytest.mark.full
 def test_a_lost_host_boots_again(cluster: Cluster) -> None:
     cluster.kill("n4")
     assert cluster.pids("n4") == []
@@ -142,6 +143,7 @@ def test_a_lost_host_boots_again(cluster: Cluster) -> None:
     assert cluster.run("srun", "--nodelist=n4", "hostname") == "n4"
 
 
+@pytest.mark.full
 def test_two_clusters_stand_side_by_side(cluster: Cluster) -> None:
     with Cluster.start(hosts=2) as second:
         assert sorted(second.run("srun", "--nodes=2", "hostname").split()) == ["n1", "n2"]
@@ -167,6 +169,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("watcher_dies_too", [False, True])
 def test_a_killed_owner_leaves_nothing_behind(cluster: Cluster, watcher_dies_too: bool) -> None:
     command = [sys.executable, "-c", OWNER]

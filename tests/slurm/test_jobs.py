@@ -31,6 +31,7 @@ PATIENCE_S = 240  # with what never happens; other tests run beside these
 SMALL = (
     "training.steps=10",
     "training.log_every=1",
+    "training.precision=float32",  # the hosts of the tests claim GPUs, whose default is bfloat16
     "data.max_bytes=300000",
     "data.sequence_length=32",
     "model.layers=4",
@@ -41,6 +42,7 @@ SMALL = (
 SMALL_IMAGES = (
     "training.steps=10",
     "training.log_every=1",
+    "training.precision=float32",
     "model=segmenter",
     "model.channels=[8,12,16]",
     "data=cells",
@@ -178,6 +180,7 @@ def test_a_required_fabric_that_is_not_there_stops_the_job(site: Site) -> None:
     assert not (site.home / "strict" / "metrics.jsonl").exists()
 
 
+@pytest.mark.full
 def test_a_proof_goes_through_slurm(site: Site) -> None:
     """Losses, gradients and weights of a job on two hosts against those of a job on one."""
     words = ("strategy=tile", "nodes=2", *SMALL_IMAGES, "precision=float64", "run_dir=proof")
@@ -261,6 +264,7 @@ def test_a_wrong_partition_is_refused_with_slurms_message(site: Site) -> None:
     assert not list(site.home.glob("runs/*/*"))  # no run ever lived
 
 
+@pytest.mark.full
 def test_a_resume_that_slurm_refuses_leaves_the_run_as_it_was(site: Site, workers: Workers) -> None:
     folder = workers.train("strategy=single", *SMALL).folder
     owner.release(RunFolder(folder))  # this process
@@ -376,6 +380,7 @@ def test_a_rank_killed_with_its_supervisor_is_named(site: Site) -> None:
     wait_for(lambda: worker_of(folder, rank=1) is None)
 
 
+@pytest.mark.full
 def test_a_cancelled_job_is_reported_as_cancelled(site: Site) -> None:
     words = ("strategy=data", "nodes=2", *SMALL, "training.steps=100000", "run_dir=cancelled")
     following = site.follow(*words)

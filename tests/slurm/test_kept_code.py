@@ -28,6 +28,7 @@ def job_of(stdout: str) -> str:
     return next(line.split()[1] for line in stdout.splitlines() if line.startswith("job "))
 
 
+@pytest.mark.full
 def test_edits_while_a_job_waits_change_nothing(site: Site) -> None:
     """A job that is held while its model and this very checkout's place on the import path change."""
     (site.home / "conf" / "model").mkdir(parents=True)

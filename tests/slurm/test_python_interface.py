@@ -37,6 +37,7 @@ def job_of(run: hpc_parallel.Run) -> str:
     return run.state.job
 
 
+@pytest.mark.full
 def test_a_job_equals_the_local_curve(
     cluster: Cluster, workers: Workers, capfd: pytest.CaptureFixture[str]
 ) -> None:

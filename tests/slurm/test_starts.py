@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -41,12 +43,36 @@ def words_of(start: str, site: Site) -> list[str]:
     return ["cluster.start=mpirun", f"launcher.setup=['{ROOT}','export PATH={wrapper.parent}:$PATH']"]
 
 
+@pytest.mark.full
+def test_the_line_of_the_guide_starts_the_ranks(site: Site, workers: Workers) -> None:
+    """`mpirun -np 4 python -m hpc_parallel.worker RUN_FOLDER` in an allocation, on a folder made before."""
+    if shutil.which(PROGRAM["openmpi"], path="/usr/bin:/bin") is None:
+        pytest.skip("mpirun.openmpi is not installed: python tests/slurm/cluster.py install")
+    words = ("strategy=hybrid", "nodes=2", "gpus_per_node=2", *SMALL, "run_dir=run", "launcher=script")
+    made = site.run(*words, "launcher.snapshot=false")
+    assert made.returncode == 0, made.stdout + made.stderr
+    folder = site.home / "run"
+    line = f"{PROGRAM['openmpi']} -np 4 {sys.executable} -m hpc_parallel.worker {folder}"
+    script = site.home / "by_hand.sh"
+    script.write_text(f"#!/bin/bash\n{ROOT} OMP_NUM_THREADS=1\n{line}\n")
+    request = ("--wait", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1", "--output=by_hand.out")
+    done = subprocess.run(
+        ["sbatch", *request, script], cwd=site.home, env=site.environment,
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr + (site.home / "by_hand.out").read_text()
+    alone = workers.train("strategy=single", *SMALL, "training.global_batch_size=16").losses
+    assert losses(folder) == pytest.approx(alone, rel=1e-5)
+    hosts = [rank["host"] for rank in read(folder, "environment.json")["ranks"]]
+    assert hosts == ["n1", "n1", "n2", "n2"]
+
+
 FULL = pytest.mark.full
 
 
 @pytest.mark.parametrize(
     "start",
-    ["torchrun", "openmpi", pytest.param("mpich", marks=FULL), pytest.param("pmi2", marks=FULL)],
+    ["openmpi", *(pytest.param(start, marks=FULL) for start in ("torchrun", "mpich", "pmi2"))],
 )
 def test_each_start_reaches_the_same_world(start: str, site: Site, workers: Workers) -> None:
     words = ("strategy=hybrid", "nodes=2", "gpus_per_node=2", *SMALL, "run_dir=run", "launcher.wait=true")

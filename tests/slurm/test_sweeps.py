@@ -150,6 +150,7 @@ def test_two_hundred_runs_of_four_shapes_are_four_calls(site: CountedSite) -> No
         wait_for(lambda: not site.cluster.run("squeue", "-h"))
 
 
+@pytest.mark.full
 def test_parallelism_limits_an_array(site: CountedSite) -> None:
     words = ("-m", "seed=1,2,3", *SMALL, "launcher=slurm", "sweep.parallelism=1", "sweep.wait=true")
     done = site.run(*words, timeout_s=300)

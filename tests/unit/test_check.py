@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 
 from hpc_parallel.__main__ import main
 from hpc_parallel.config import launcher_kind
-from hpc_parallel.site import checks
+from hpc_parallel.site import checks, shell_checks
 from hpc_parallel.supervise.fabric_kind import FabricDevices, Port
 from tests.composed import prepared
 
@@ -35,7 +35,7 @@ def states(output: str) -> dict[str, str]:
 def test_a_healthy_machine_without_slurm(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "strategy=pipeline", "nodes=2"]) == 0
     output = capsys.readouterr().out
-    subjects = ("configuration", "python", "packages", "torch", "slurm", "fabric", "run")
+    subjects = ("configuration", "python", "packages", "torch", "environment", "slurm", "fabric", "run")
     assert states(output) == dict.fromkeys(subjects, "ok")
     assert version("torch") in output
     assert list(Path().iterdir()) == []
@@ -43,7 +43,86 @@ def test_a_healthy_machine_without_slurm(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_wrong_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "nodes=2", "training.global_batch_size=3", "launcher=local"]) == 2
-    assert "Try training.global_batch_size=2 or" in capsys.readouterr().err
+    output = capsys.readouterr().out
+    assert "Try training.global_batch_size=2 or" in output
+    subjects = ("python", "packages", "torch", "environment", "slurm", "fabric", "run")
+    assert states(output) == {"configuration": "error", **dict.fromkeys(subjects, "ok")}
+
+
+def test_a_wrong_key_does_not_hide_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["training.step=3", "nodes=0", "launcher=slurm", "cluster=cpu", "+launcher.modules=[a]"]
+    assert main(["check", *words, "launcher.snapshot=false"]) == 2
+    output = capsys.readouterr().out
+    wrong = [line for line in output.splitlines() if line.startswith("error")]
+    assert [line.split()[1] for line in wrong] == ["configuration", "configuration", "slurm"]
+    assert "Try training.steps=3." in wrong[0]
+    assert "nodes = 0 must be at least 1" in wrong[1]
+    assert states(output)["modules"] == "ok"  # the words about the site still count
+
+
+SHELL = {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "4", "HOME": "/root", "MY_NCCL_X": "1"}
+
+
+@pytest.mark.parametrize(
+    ("words", "shell", "state", "text"),
+    [
+        ([], {"HOME": "/"}, "ok", "this shell sets no NCCL_*, GLOO_* or OMP_NUM_THREADS"),
+        ([], SHELL, "ok", "NCCL_DEBUG=WARN, OMP_NUM_THREADS=4: a job keeps what this shell sets"),
+        (["+launcher.extra.export=NONE"], SHELL, "ok",
+         "NCCL_DEBUG=WARN, OMP_NUM_THREADS=4: not passed on, because of --export=NONE"),
+        (["+cluster.environment={NCCL_DEBUG: INFO, OMP_NUM_THREADS: 4}"], SHELL, "warning",
+         "NCCL_DEBUG=WARN takes precedence over INFO of cluster.environment. Try unset NCCL_DEBUG before the "
+         "submission."),
+    ],
+)  # fmt: skip
+def test_what_a_job_inherits(words: list[str], shell: dict[str, str], state: str, text: str) -> None:
+    line = shell_checks.environment_line(prepared(*words).config, environment=shell)
+    assert (line.state, line.text) == (state, text)
+
+
+AVAILABLE = "module() { printf '%s\\n' /opt/modules: cuda/12.6 'gcc/13.2(default)' gcc/12.1 openmpi; }"
+
+
+@pytest.mark.parametrize(
+    ("names", "state", "part"),
+    [
+        ("[gcc,cuda/12.6]", "ok", "gcc, cuda/12.6: all are available"),
+        ("[gcc/13.2,openmpi]", "ok", "all are available"),
+        ("[cuda/12,gcc,nccl]", "warning", "`module avail` does not list cuda/12, nccl."),
+    ],
+)
+def test_modules_that_this_host_does_not_have(
+    names: str, state: str, part: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / ".bash_profile").write_text(AVAILABLE)
+    monkeypatch.setenv("HOME", str(here))
+    (line,) = shell_checks.module_lines(prepared(f"launcher.modules={names}").config)
+    assert (line.state, line.subject) == (state, "modules")
+    assert part in line.text
+
+
+def test_without_module_no_module_is_judged(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(here))
+    (here / ".bash_profile").write_text("unset -f module")
+    (line,) = shell_checks.module_lines(prepared("launcher.modules=[gcc]").config)
+    assert (line.state, line.text) == ("ok", "gcc: not checked, there is no `module` here")
+    assert list(shell_checks.module_lines(prepared().config)) == []
+
+
+def test_scratch_of_another_host_is_a_note(here: Path) -> None:
+    config = prepared("cluster.scratch=$WHERE/x").config
+    (line,) = shell_checks.scratch_lines(config, environment={"WHERE": "/nowhere"})
+    assert (line.state, line.text.partition(";")[0]) == ("ok", "/nowhere/x is not on this host")
+    (here / "x").mkdir()
+    (line,) = shell_checks.scratch_lines(config, environment={"WHERE": str(here)})
+    assert line.text.startswith(f"{here}/x exists here;")
+
+
+def test_a_disk_of_one_host_has_a_suggestion(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "file_system", lambda folder: "tmpfs")
+    *_, line = checks.folder_lines(prepared("launcher=script"))
+    assert line.state == "warning"
+    assert line.text.endswith("a job needs a shared disk. Try run_dir=FOLDER on one.")
 
 
 def test_slurm_is_wanted_and_missing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,7 +145,12 @@ def test_packages_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("words", "state"),
-    [(("cluster=generic",), "warning"), (("cluster=cpu",), "ok"), (("device=cpu",), "ok")],
+    [
+        (("cluster=generic",), "warning"),
+        (("cluster=mpi",), "warning"),
+        (("cluster=cpu",), "ok"),
+        (("device=cpu",), "ok"),
+    ],
 )
 def test_a_torch_without_gpus(words: tuple[str, ...], state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "version", lambda name: "2.13.0+cpu")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpc_parallel.config.batch_plan import plan_batch
 from hpc_parallel.config.checks.all_checks import find_problems, in_order
 from hpc_parallel.config.checks.targets import missing_part
 from hpc_parallel.config.compose import resolve
-from hpc_parallel.config.layout import Layout, plan_batch
+from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.schedules import SCHEDULES, schedule_of, stages_per_rank, unfit
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import Problem, nearest, spell
@@ -54,6 +57,18 @@ def test_a_problem_offers_all_that_must_change() -> None:
 def test_nearest_words() -> None:
     assert nearest("pipelin", ["data", "pipeline"]) == ["pipeline"]
     assert nearest("zzz", ["data", "pipeline"]) == []
+
+
+def test_a_class_below_a_folder_without_init_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = tmp_path / "outer" / "plain" / "inner"
+    inner.mkdir(parents=True)
+    (tmp_path / "outer" / "__init__.py").touch()
+    (inner / "classes.py").write_text("class Known: ...\n")
+    monkeypatch.chdir(tmp_path)
+    assert missing_part("outer.plain.inner.classes.Known") is None
+    assert missing_part("outer.plain.inner.classes.Other") is not None
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from hpc_parallel.config.checks.all_checks import find_problems
 from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.tasks import COLLECTIVES
-from hpc_parallel.profiling.collectives import OPERATIONS, Group, Patterns, elements, sizes
+from hpc_parallel.profiling.collective_cases import OPERATIONS, Group, Patterns, elements, sizes
 from hpc_parallel.profiling.machine_profile import fit_link, machine_profile
 from hpc_parallel.record.collectives_table import COLUMNS, as_csv, full_table, short_table, valid_rows
 from tests.composed import composed
@@ -82,21 +82,27 @@ def test_the_fit_finds_latency_and_bandwidth() -> None:
 
 def test_the_machine_profile_has_each_operation_of_each_group() -> None:
     rows = [*map(row, (8, 2**16, 2**26)), row(8, dtype="bfloat16"), {**row(0, operation="barrier")}]
-    world = machine_profile(rows, site="here", device="cpu")["collectives"]["world"]
+    world = machine_profile(rows, site="here", device_type="cpu", measured="2026-11-20")["collectives"][
+        "world"
+    ]
     assert list(world) == ["ranks", "all_reduce"]
     assert world["all_reduce"]["latency_s"] == pytest.approx(LATENCY_S)
     assert world["all_reduce"]["bandwidth_bytes_per_s"] == pytest.approx(RATE)
 
 
 def test_tables_show_what_was_measured() -> None:
-    rows = [row(8), row(2**20)]
+    nccl_tests = {"redop": "sum", "wrong": 0, "also": ["axis shard"]}
+    rows = [{**row(8), "count": 2, **nccl_tests}, {**row(2**20), "count": 2**18, **nccl_tests}]
     assert list(csv.DictReader(io.StringIO(as_csv(rows)))) == [
-        {key: str(value) for key, value in line.items()} for line in rows
+        {key: str(value) for key, value in line.items() if key != "also"} for line in rows
     ]
-    assert full_table(rows).splitlines()[2].split() == ["8", "float32", "20.0", "2%", "0.000", "0.001"]
+    lines = full_table(rows).splitlines()
+    assert lines[0] == "all_reduce, world = axis shard: 4 ranks"
+    assert lines[2].split() == ["8", "2", "float32", "sum", "20.0", "2%", "0.000", "0.001", "0"]
     best = rows[1]["busbw_bytes_per_s"] / 1e9
     assert short_table(rows)[1].split() == [
-        "world", "(4)", "all_reduce", "float32", "20.0", "us", f"{best:.3f}", "GB/s", "1048576", "B",
+        "world", "=", "axis", "shard", "(4)", "all_reduce", "float32", "20.0", "us", f"{best:.3f}", "GB/s",
+        "1048576", "B",
     ]  # fmt: skip
 
 
@@ -104,7 +110,10 @@ def test_rows_of_others_are_checked() -> None:
     wrong = [{**row(8), key: None} for key in COLUMNS]
     assert valid_rows({"rows": [row(8), 5, *wrong]}) == [row(8)]
     assert valid_rows({"rows": "none"}) == valid_rows(None) == []
-    assert "\x1b" not in full_table([{**row(8), "group": "\x1b[2J"}])
+    hostile = {**row(8), "group": "\x1b[2J", "also": ["\x1b", 5], "count": "\x1b", "redop": "\x1b",
+               "wrong": []}  # fmt: skip
+    assert "\x1b" not in full_table([hostile])
+    assert full_table([{**row(8), "also": 5}]).startswith("all_reduce, world: ")
 
 
 def test_wrong_options_are_refused_together() -> None:

@@ -170,6 +170,51 @@ def test_a_block_that_is_not_run_has_a_reason_and_exists() -> None:
 
 def test_the_references_are_current() -> None:
     assert list(generator().problems()) == []
+    assert list(generator("diagrams").problems()) == []
+
+
+def test_a_stale_drawing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    diagrams = generator("diagrams")
+    for name in ("DOCS", "IMAGES"):
+        monkeypatch.setattr(diagrams, name, tmp_path)
+    monkeypatch.setattr(diagrams, "PAGE", tmp_path / "approaches.md")
+    monkeypatch.setattr("sys.argv", ["diagrams.py"])
+    assert diagrams.main() == 0
+    monkeypatch.setattr("sys.argv", ["diagrams.py", "--check"])
+    file = tmp_path / "approach_fsdp.svg"
+    file.write_text(file.read_text().replace("gradients", "weights", 1))
+    (tmp_path / "approach_old.svg").touch()
+    assert diagrams.main() == 1
+    assert list(diagrams.problems()) == [
+        "docs/approach_fsdp.svg is stale. Try python docs/diagrams.py.",
+        "docs/approach_old.svg belongs to no approach. Delete it.",
+    ]
+
+
+def test_the_figures_beside_the_drawings_are_those_of_the_report() -> None:
+    """Each approach has a section; its throughput, step time and memory are in the report's own table."""
+    page, strategies = (ROOT / "docs/approaches.md").read_text(), set()
+    report = (ROOT / "docs/example_report/report.md").read_text().replace("**", "")
+    rows = {row[0]: row for row in (re.split(r" *\| *", line)[1:-1] for line in report.splitlines())
+            if len(row) > 10}  # fmt: skip
+    columns = {title: at for at, title in enumerate(rows["run"])}
+    for section in page.split("\n## ")[1:]:
+        command = re.search(r"hpc_parallel\.run (.*)", section)
+        assert command is not None
+        words = dict(word.split("=") for word in command[1].split())
+        strategies.add(words["strategy"])
+        assert section.count("](images/approach_") == 1
+        table = [line for line in section.splitlines() if line.startswith("|")]
+        if not table:
+            assert "Not measured here. Measure it with `python -m hpc_parallel.run " in section
+            continue
+        shape = f"{words['strategy']} {words.get('nodes', 1)} x {words.get('gpus_per_node', 1)}"
+        titles, _, figures = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table)
+        for title, figure in zip(titles, figures, strict=True):
+            if title in columns:  # the same unit
+                assert figure == rows[shape][columns[title]], (shape, title)
+        assert len(set(titles) & set(columns)) >= 5
+    assert strategies == {file.stem for file in (ROOT / "conf/strategy").glob("*.yaml")}
 
 
 def test_a_stale_page_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,12 +235,12 @@ def test_a_stale_page_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @cache
-def generator() -> Any:
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs/generate.py")
+def generator(name: str = "generate") -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["generate"] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 

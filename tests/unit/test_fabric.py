@@ -19,10 +19,13 @@ def world(*, local_world_size: int = 2, launcher: str = "slurm") -> World:
 
 def test_the_site_sets_only_unset_variables() -> None:
     environment = {"NCCL_DEBUG": "INFO", "HOME": "/root", "FI_PROVIDER": "cxi", "TORCH_NCCL_TRACE": "1"}
-    used = fabric.site_variables({"NCCL_DEBUG": "WARN", "NCCL_IB_HCA": "mlx5", "MY_SITE": "a"}, environment)
+    site = {"NCCL_DEBUG": "WARN", "NCCL_IB_HCA": "mlx5", "MY_SITE": "a"}
+    reasons = fabric.site_variables(site, environment)
     assert environment["NCCL_DEBUG"] == "INFO"
     assert environment["NCCL_IB_HCA"] == "mlx5"
-    assert used == {
+    assert reasons == dict.fromkeys(("NCCL_IB_HCA", "MY_SITE"), "cluster.environment")
+    assert fabric.site_variables(site, environment) == reasons  # the rank, after the process that started it
+    assert fabric.recorded(environment, also=site) == {
         "FI_PROVIDER": "cxi",
         "MY_SITE": "a",
         "NCCL_DEBUG": "INFO",
@@ -33,13 +36,17 @@ def test_the_site_sets_only_unset_variables() -> None:
 
 def test_gloo_and_nccl_stay_on_one_machine() -> None:
     environment: dict[str, str] = {}
-    assert fabric.set_sockets(environment, world=world(local_world_size=4), hosts=()) == "lo"
+    reasons = fabric.set_sockets(environment, world=world(local_world_size=4), hosts=())
+    both = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "all ranks are on this machine")
+    assert reasons == dict.fromkeys(V2, fabric.STORE) | both
     assert environment == V2 | {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def test_gloo_keeps_a_chosen_interface() -> None:
     environment = {"GLOO_SOCKET_IFNAME": "ib0"}
-    assert fabric.set_sockets(environment, world=world(local_world_size=4), hosts=()) == "ib0"
+    reasons = fabric.set_sockets(environment, world=world(local_world_size=4), hosts=())
+    assert environment["GLOO_SOCKET_IFNAME"] == "ib0"
+    assert reasons.keys() == {*V2, "NCCL_SOCKET_IFNAME"}
 
 
 def test_gloo_takes_the_interface_towards_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,13 +59,16 @@ def test_gloo_takes_the_interface_towards_another_host(monkeypatch: pytest.Monke
     monkeypatch.setattr(fabric, "interface_towards", towards)
     environment: dict[str, str] = {}
     hosts = ("here", "here", "n2", "n2", "n3", "n4")
-    assert fabric.set_sockets(environment, world=world(), hosts=hosts, suffix="-ib") == "ib0"
+    reasons = fabric.set_sockets(environment, world=world(), hosts=hosts, suffix="-ib")
+    assert environment["GLOO_SOCKET_IFNAME"] == "ib0"
+    assert reasons["GLOO_SOCKET_IFNAME"] == fabric.REACHES
     assert asked == ["n2-ib", "n3-ib"]
 
 
 def test_gloo_chooses_the_interface_without_a_setting() -> None:
     environment: dict[str, str] = {}
-    assert fabric.set_sockets(environment, world=world(), hosts=("here", "no-such-host.invalid")) is None
+    reasons = fabric.set_sockets(environment, world=world(), hosts=("here", "no-such-host.invalid"))
+    assert reasons == dict.fromkeys(V2, fabric.STORE)
     assert environment == V2
 
 
@@ -185,11 +195,21 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_scratch_is_the_folder_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/somewhere")
     job = {"SLURM_JOB_ID": "7", "LOCAL": str(tmp_path)}
-    fabric.use_scratch("$LOCAL", job, host="n1")
+    assert fabric.use_scratch("$LOCAL", job, host="n1") == {"TMPDIR": "cluster.scratch=$LOCAL"}
     assert job["TMPDIR"] == str(tmp_path)
     assert tempfile.tempdir is None
     here = {"LOCAL": str(tmp_path)}
-    fabric.use_scratch("$LOCAL", here, host="n1")  # no job: this machine's own
+    assert fabric.use_scratch("$LOCAL", here, host="n1") == {}  # no job: this machine's own
     assert "TMPDIR" not in here
     with pytest.raises(fabric.DeviceError, match=r"scratch=\$NO/x: n1 has no folder \$NO/x "):
         fabric.use_scratch("$NO/x", job, host="n1")
+
+
+def test_many_ranks_connect_when_they_send() -> None:
+    def lazy(ranks: int) -> str | None:
+        environment: dict[str, str] = {}
+        big = World(0, ranks, 0, 8, 0, ranks // 8, host="here", launcher="slurm", attempt="x")
+        fabric.set_sockets(environment, world=big, hosts=())
+        return environment.get("TORCH_GLOO_LAZY_INIT")
+
+    assert (lazy(32), lazy(40)) == (None, "1")

@@ -126,6 +126,17 @@ def test_wrong_settings_are_refused() -> None:
     assert str(problem) == (
         f"cluster.fabric = infinband is not one of {', '.join(KINDS)}. Try cluster.fabric=infiniband."
     )
-    words = ["cluster.fabric=tcp", "fabric.require=true"]
+    words = ["cluster.fabric=tcp", "fabric.require=true", "nodes=2", "device=cpu", "launcher=script"]
     (problem,) = find_problems(resolve(composed(*words))[0], words)
     assert str(problem).startswith("cluster.fabric = tcp can't be with fabric.require=true")
+
+
+@pytest.mark.parametrize("word", ["device=cpu", "cluster=cpu"])
+def test_what_only_gpus_can_prove_is_not_required_of_cpus(word: str) -> None:
+    words = ["nodes=2", word, "launcher=script", "fabric.require=true"]
+    (problem,) = find_problems(resolve(composed(*words))[0], words)
+    assert str(problem) == (
+        "fabric.require = true needs GPUs: on CPUs, gloo always uses sockets. Try fabric.require=false."
+    )
+    for legal in (["nodes=1", *words[1:]], [*words[:2], "launcher=local", words[3]], ["nodes=2", *words[2:]]):
+        assert find_problems(resolve(composed(*legal))[0], legal) == []

@@ -24,7 +24,7 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.supervise import failure, flight_recorder
-from hpc_parallel.supervise.conclude import conclude, find_root_cause
+from hpc_parallel.supervise.conclude_run import conclude, find_root_cause
 from hpc_parallel.supervise.desync import compare
 from hpc_parallel.supervise.error_place import at_step, located
 from hpc_parallel.supervise.failure import Record
@@ -33,7 +33,7 @@ from hpc_parallel.supervise.world import World
 SUMMARY_KEYS = {
     "weights",
     "comparison",
-    "slow_ranks",
+    "slow_ranks", "shares", "rank_memory_bytes", "rank_state_bytes",
     "ended_early",
     "outcome", "strategy", "layout", "nodes", "gpus_per_node", "world_size", "steps", "samples",
     "final_loss", "validation_loss", "samples_per_s", "step_time_s", "latency_s", "peak_memory_bytes",
@@ -244,6 +244,24 @@ def test_summary_of_a_failed_run(folder: RunFolder, monkeypatch: pytest.MonkeyPa
     assert summary["layout"] == {
         "pipeline": 2, "replicate": 2, "shard": 1, "expert": 1, "context": 1, "tensor": 2, "tile": 1,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("signal_name", "outcome"), [(None, "failed"), ("SIGINT", "cancelled")])
+def test_slow_ranks_are_in_the_summary_of_each_outcome(
+    signal_name: str | None, outcome: str, folder: RunFolder
+) -> None:
+    slow = {"rank": 1, "host": "n1", "cause": "data", "line": "slow", "first_step": 60, "last_step": 80}
+    times = {"factor": 2.0, "own_s": 0.2, "median_s": 0.1}
+    write_json(folder.rank_times, {"slow": [], "accused": [slow | times, 3]})
+    if signal_name is None:
+        failure.record_death(folder, world=world(3), returncode=-9)
+    else:
+        write_json(folder.stopped, {"signal": signal_name, "step": 90})
+    conclude(folder, returncode=1)
+    summary = read_json(folder.summary)
+    assert summary is not None
+    assert summary["outcome"] == outcome
+    assert summary["slow_ranks"] == [slow | times]
 
 
 def test_a_completed_run_stays_so(folder: RunFolder) -> None:
@@ -545,10 +563,12 @@ def test_a_dump_that_would_run_code_is_refused(folder: RunFolder) -> None:
 
 def test_the_recorders_variables_leave_the_users_alone(folder: RunFolder) -> None:
     environment = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "9", "TORCH_FR_DUMP_TEMP_FILE": "/mine"}
-    flight_recorder.set_variables(folder, environment)
+    reasons = flight_recorder.set_variables(folder, environment)
+    reason = "the last collectives, for failure.json"
+    assert reasons == {"TORCH_NCCL_DUMP_ON_TIMEOUT": reason, "TORCH_NCCL_ENABLE_TIMING": reason}
     assert environment == {
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "9", "TORCH_FR_DUMP_TEMP_FILE": "/mine",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_NCCL_ENABLE_TIMING": "1",
     }  # fmt: skip
 
 

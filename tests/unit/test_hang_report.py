@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed import DistStoreError, TCPStore
 
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.supervise import failure, hang_report
-from hpc_parallel.supervise.hang_report import Collective, HangReport
+from hpc_parallel.supervise.flight_recorder import Collective, DeviceProgress, device_progress
+from hpc_parallel.supervise.hang_cause import cause_of
+from hpc_parallel.supervise.hang_report import HangReport
 from hpc_parallel.supervise.progress import Progress
-from hpc_parallel.supervise.supervisor import spot_of, stack_of
+from hpc_parallel.supervise.supervisor import Supervisor, spot_of, stack_of
 from hpc_parallel.supervise.world import World
+from hpc_parallel.worker import hang_meeting
 from hpc_parallel.worker.watchdog import _Watchdog
 
 HOSTS = ("n1", "n1", "n2", "n3")
@@ -43,7 +52,7 @@ def blamed(folder: RunFolder, *, but: dict[int, dict[str, object]], silent: tupl
         if rank not in silent:
             told = replace(WAITS, rank=rank, host=host, **but.get(rank, {}))  # type: ignore[arg-type]
             hang_report.write_report(folder, told)
-    cause = hang_report.cause_of(folder, failure.records(folder))
+    cause = cause_of(folder, failure.records(folder))
     assert cause is not None
     assert cause.kind == "hang"
     return f"{cause.rank} on {cause.host}: {cause.message}"
@@ -89,7 +98,7 @@ def test_a_rank_that_gives_no_sign(folder: RunFolder) -> None:
 def test_hang_reports_of_an_earlier_attempt_are_ignored(folder: RunFolder) -> None:
     hang_report.write_report(folder, replace(WAITS, attempt="before"))
     failure.record_hang(folder, world=World.discover({}), message="no progress", stack=[])
-    assert hang_report.cause_of(folder, failure.records(folder)) is None
+    assert cause_of(folder, failure.records(folder)) is None
 
 
 def test_the_main_threads_stack_is_the_last() -> None:
@@ -108,6 +117,163 @@ Extension modules: numpy (total: 1)
     stack = stack_of(text)
     assert [line.rpartition(" ")[2] for line in stack] == ["<module>", "<lambda>", "run"]
     assert spot_of(stack) == "mine/train.py:12 in <lambda>"
+
+
+def entry(sequence: int, state: str, *, group: str = "0", p2p: bool = False) -> dict[str, Any]:
+    """As NCCL's flight recorder writes it; the host has queued the collective in any state."""
+    return {
+        "profiling_name": "nccl:send" if p2p else "nccl:all_reduce", "is_p2p": p2p, "state": state,
+        "process_group": [group, "default_pg"], "retired": state == "retired",
+        "collective_seq_id": 0 if p2p else sequence, "p2p_seq_id": sequence if p2p else 0,
+    }  # fmt: skip
+
+
+def test_the_progress_of_a_gpu_is_that_of_its_entries() -> None:
+    queued = [entry(1, "retired"), entry(7, "completed", group="3"), entry(2, "completed"),
+              entry(1, "completed", p2p=True)]  # fmt: skip
+    pending = [entry(3, "started"), entry(8, "scheduled", group="3"), entry(4, "scheduled")]
+    progress = device_progress([*queued, *pending])
+    assert progress is not None
+    assert progress.waits_in == Collective("all_reduce", "default_pg", 3, complete=False)
+    assert progress.next == Collective("all_reduce", "default_pg", 8, complete=False)
+    assert progress.completed == {"0 default_pg": 2, "3 default_pg": 7}
+    assert device_progress([{**entry(3, "scheduled"), "profiling_name": "gloo:all_reduce"}]) is None
+
+
+LOG: dict[str, object] = {"phase": "log", "where": "metrics.py:7 in line"}  # where every host needs the loss
+HOSTS_WAIT = "the host stands in the metrics of step 57 at metrics.py:7 in line"
+
+
+def test_a_gpu_that_hangs_is_named_although_all_hosts_wait_in_one_call(folder: RunFolder) -> None:
+    waits = device_progress([entry(880, "completed"), entry(881, "started"), entry(882, "scheduled")])
+    hangs = device_progress([entry(880, "completed"), entry(881, "scheduled"), entry(882, "scheduled")])
+    but = {rank: {**LOG, "device": hangs if rank == 2 else waits} for rank in range(4)}
+    assert blamed(folder, but=but) == (
+        "2 on n2: its GPU hangs before all_reduce 881 of default_pg for 300 s; the GPU of ranks 0, 1, 3 "
+        f"waits in all_reduce 881 of default_pg; {HOSTS_WAIT}"
+    )
+    # A host that was held up by the full queue of its GPU is no culprit.
+    but[1] = {"device": waits, "step": 56}
+    assert blamed(folder, but=but).startswith("2 on n2: its GPU hangs")
+    # A host that reads its data has queued nothing more: its GPU is idle, and the host is to blame.
+    idle = device_progress([entry(880, "completed")])
+    but = {rank: {**LOG, "device": waits} for rank in range(3)} | {3: {"phase": "data", "device": idle}}
+    assert blamed(folder, but=but).startswith("3 on n3: hangs in loading the data of step 57")
+
+
+def test_without_times_of_starts_the_last_completed_collective_tells(folder: RunFolder) -> None:
+    """TORCH_NCCL_ENABLE_TIMING=0, so that no entry is ever `started`."""
+    waits = device_progress([entry(880, "completed"), entry(881, "scheduled")])
+    hangs = device_progress([entry(879, "completed"), entry(880, "scheduled"), entry(881, "scheduled")])
+    but = {rank: {**LOG, "device": hangs if rank == 1 else waits} for rank in range(4)}
+    assert blamed(folder, but=but) == (
+        "1 on n1: its GPU has completed 879 collectives of 0 default_pg, another GPU 880; all hosts stand in "
+        "the metrics of step 57 at metrics.py:7 in line for 300 s"
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rank": "2"}, {"rank": 4}, {"rank": True}, {"world_size": 2**62}, {"host": None}, {"phase": "lunch"},
+        {"phase": ["step"]}, {"step": None}, {"idle_s": "long"}, {"where": 1},
+    ],
+)  # fmt: skip
+def test_a_report_that_no_rank_wrote_is_left_out(folder: RunFolder, wrong: dict[str, object]) -> None:
+    (folder.logs / "rank-0.hang.json").write_text(json.dumps({**asdict(WAITS), **wrong, "more": [1]}))
+    assert hang_report.read_reports(folder, attempt="a") == []
+
+
+def test_parts_of_a_report_may_be_anything(folder: RunFolder) -> None:
+    progress = DeviceProgress(waits_in=WAITS.collective, next=None, completed={"0 default_pg": 3})
+    hang_report.write_report(folder, replace(WAITS, device=progress))
+    assert hang_report.read_reports(folder, attempt="a") == [replace(WAITS, device=progress)]
+    values = asdict(WAITS) | {"collective": {"name": 1}, "device": [2], "stack": [3, "x"], "stopped": "no"}
+    (folder.logs / "rank-0.hang.json").write_text(json.dumps(values))
+    assert hang_report.read_reports(folder, attempt="a") == [replace(WAITS, collective=None, stack=["x"])]
+
+
+class CountedStore:
+    """The store of a start in memory; a key that is never set is a time-out."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str | bytes] = {}
+        self.requests = Counter[str]()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.requests["set"] += 1
+        self.values[key] = value
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self.requests["wait"] += len(keys)
+        if not self.values.keys() >= set(keys):
+            raise DistStoreError
+
+
+def worlds(world_size: int) -> Iterator[World]:
+    for rank in reversed(range(world_size)):  # rank 0 is the last, so that no test needs threads
+        yield replace(World.discover({}), rank=rank, world_size=world_size, attempt="a")
+
+
+@pytest.mark.parametrize("world_size", [8, 64, 512])
+def test_the_work_of_a_hang_grows_with_the_number_of_ranks(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    store = CountedStore()
+    met = [hang_meeting.all_reported(store, world=world, until_s=0) for world in worlds(world_size)]
+    assert met == [False] * (world_size - 1) + [True]  # they asked before rank 0 had seen all
+    assert store.requests == {"set": world_size + 1, "wait": 2 * world_size - 1}
+    text = json.dumps(asdict(WAITS) | {"world_size": world_size})
+    for rank in range(world_size):
+        (folder.logs / f"rank-{rank}.hang.json").write_text(text)
+    (folder.rendezvous / "a.hang").write_text("")
+    reads = Counter[str]()
+    readable = failure.readable
+
+    def counted(path: Path) -> dict[str, Any] | None:
+        reads["files"] += 1
+        return readable(path)
+
+    monkeypatch.setattr(failure, "readable", counted)
+    for world in worlds(world_size):  # each rank's parent looks twice
+        supervisor = Supervisor(folder, world=world, process=1, timeout_s=10)
+        for _ in range(2):
+            supervisor.checked_at -= 10
+            supervisor.check()
+        assert supervisor.done
+    assert reads == {"files": world_size}
+
+
+def test_ranks_meet_through_a_real_store() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    three = list(worlds(3))
+    met: dict[int, bool] = {}
+
+    def meet(world: World) -> None:
+        met[world.rank] = hang_meeting.meet_hang(server.clone(), world=world, within_s=20)
+
+    threads = [threading.Thread(target=meet, args=(world,)) for world in three]
+    began = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert met == {0: True, 1: True, 2: True}
+    assert time.monotonic() - began < 15  # nobody waited for the time-out
+
+
+def test_a_rank_waits_when_the_store_does_not_help() -> None:
+    """It must not end before the others have reported: its end would break their connections."""
+
+    class Gone(CountedStore):
+        def set(self, key: str, value: str | bytes) -> None:
+            raise RuntimeError("Broken pipe")
+
+    (world,) = worlds(1)
+    for store in (None, Gone()):
+        began = time.monotonic()
+        assert not hang_meeting.meet_hang(store, world=world, within_s=0.2)
+        assert time.monotonic() - began >= 0.2
 
 
 class Clock:

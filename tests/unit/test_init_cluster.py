@@ -49,8 +49,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "24.05": {
         "name": "alpha", "partition": "a100", "gpu_type": "a100", "gpus_per_node": None,
-        "cpus_per_device": 16, "memory_gb_per_device": 119, "max_array_size": 1001, "resubmit": False,
-        "partitions": {"a100": {"nodes": 2, "time_minutes": 1440, "memory_gb": 1006, "gpus_per_node": 8}},
+        "cpus_per_device": 15, "memory_gb_per_device": 119, "max_array_size": 1001, "resubmit": False,
+        "partitions": {"a100": {"nodes": 2, "time_minutes": 1440, "memory_gb": 1006}},  # 7 and 8 of its type
         "srun": {"cpu-bind": "cores"},
     },
     "25.05": {
@@ -63,7 +63,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 ALWAYS = {
-    "account": None, "device_memory_gb": None, "modules": [], "fabric": "auto", "master_suffix": "",
+    "account": None, "gpu_flag": "gpus-per-node", "device_memory_gb": None, "modules": [],
+    "fabric": "auto", "master_suffix": "",
 }  # fmt: skip
 
 

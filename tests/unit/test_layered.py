@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpc_parallel.models.layered import LayeredModel, PartFlops, keep, materialise, tensor_seed
+from hpc_parallel.models.drawing import tensor_seed
+from hpc_parallel.models.layered import LayeredModel, PartFlops, keep, materialise
 from hpc_parallel.models.transformer import Transformer
 
 CUTS: list[dict[str, Any]] = [

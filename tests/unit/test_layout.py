@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_parallel.config.axes import AXES
+from hpc_parallel.config.batch_plan import plan_batch
 from hpc_parallel.config.clock import minutes_of
-from hpc_parallel.config.layout import Layout, divisors, plan_batch
+from hpc_parallel.config.layout import Layout, divisors
 
 DEGREES = st.lists(st.integers(1, 3), min_size=len(AXES), max_size=len(AXES))
 

@@ -36,6 +36,15 @@ def wrong(command: str, *says: str, offers: str | None = None) -> Wrong:
 OF_16 = " training.global_batch_size=16"  # without it, a batch is chosen that fits
 UNKNOWN = [
     wrong("nodez=2", "nodez", offers="nodes=2"),
+    wrong("preflight.action=stop", "preflight.action", offers="preflight.act=stop"),
+    wrong("profile.window=2", "profile.window", offers="profile.steps=2"),
+    wrong("profile=nsight", "profile = nsight", offers="profile=nsys"),
+    wrong("cluster=grez", "cluster = grez", offers="cluster=gres"),
+    wrong(
+        "cluster.container=enroot launcher.container=x",
+        "cluster.container = enroot",
+        offers="cluster.container=pyxis",
+    ),
     wrong("nodez=many", "nodez", offers="nodes=1"),
     wrong("training.step=5", "training.step", offers="training.steps=5"),
     wrong("steps=5", "steps", offers="training.steps=5"),
@@ -203,6 +212,15 @@ LAYOUTS = [
           "two slices", offers="data.sequence_length=104"),
     wrong("strategy=context nodes=2 strategy.context_attention=rign", "strategy.context_attention = rign",
           "ring, gather", offers="strategy.context_attention=ring"),
+    wrong("strategy=context nodes=8 strategy.context_attention=all_to_all",
+          "strategy.context_attention = all_to_all", "each of 8 devices whole heads", "model.heads = 4",
+          offers="strategy.context_attention=ring"),
+    wrong("strategy=context nodes=6 strategy.context_attention=all_to_all model.dim=96 model.heads=12 "
+          "model.kv_heads=4 data.sequence_length=96", "each of 6 devices whole heads", "model.kv_heads = 4",
+          offers="strategy.context_attention=gather"),
+    wrong("strategy=tensor nodes=8 strategy.tensor=2 strategy.context=4 "
+          "strategy.context_attention=all_to_all",
+          "strategy.tensor leaves 2 and 1", offers="strategy.context_attention=ring"),
     wrong("strategy=context nodes=4 strategy.context=3", "strategy.context = 3", offers="strategy.context=4"),
     wrong("strategy=tensor nodes=2 model.vocab_size=257", "model.vocab_size = 257",
           offers="model.vocab_size=258"),
@@ -626,3 +644,20 @@ def test_a_class_of_the_users_own_is_found_in_the_working_directory(
 
 def test_the_table_is_long_enough() -> None:
     assert len({case.command for case in TABLE}) >= 45
+
+
+def test_a_site_without_a_profile_is_sent_to_init_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cluster=lumi", "dry_run=true"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()[1:]
+    assert line.startswith("  cluster = lumi is not one of address_suffix, cpu, efa, ")
+    assert line.endswith(
+        "Try python -m hpc_parallel init-cluster lumi, which writes a profile of this site, then "
+        "--config-dir site cluster=lumi."
+    )
+
+
+def test_a_switch_has_two_values(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fabric.require=maybe", "dry_run=true"]) == 2
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "  fabric.require = maybe is not true or false. Try fabric.require=true or fabric.require=false."
+    ]

@@ -7,10 +7,12 @@ was compared for each of 2.18.6, 2.19.4, 2.20.5, 2.21.5, 2.22.3, 2.23.4, 2.24.3,
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import pytest
 
+from hpc_parallel.record.network import transport_lines
 from hpc_parallel.supervise.nccl_log import ACROSS, INSIDE, Transport, carrier, merged, parse
 
 HOSTS = ["a", "a", "b", "b"]
@@ -86,6 +88,33 @@ def test_ranks_are_merged() -> None:
     assert total.across == ["NET/IB, GPUDirect RDMA", "NET/Socket"]
     assert total.pairs[INSIDE] == Counter({"P2P (CUMEM)": 2, "SHM": 2})
     assert (total.channels, total.nvls_channels, total.nvls_available) == (2, 0, False)
+    assert total.gpudirect == {ACROSS: "mixed"}
+
+
+@pytest.mark.parametrize(
+    ("via", "nvls", "direct", "multicast"),
+    [("NET/IB/0/GDRDMA", True, "on", "16 channels"), ("NET/IB/0", False, "off", "not available")],
+)
+def test_every_part_has_a_line(via: str, nvls: bool, direct: str, multicast: str) -> None:
+    record = merged([parse(log("2.27.7", via=via, nvls=nvls), hosts=HOSTS)]).as_record()
+    assert record["gpudirect"] == {ACROSS: direct}
+    assert transport_lines({"transport": json.loads(json.dumps(record))}) == [
+        ("transport", "NCCL 2.27.7, IB, connected so far"),
+        (INSIDE, "P2P (CUMEM) (1 channels), SHM (1 channels)"),
+        (ACROSS, f"{carrier(via)} (2 channels)"),
+        ("GPUDirect RDMA", f"{direct} across nodes"),
+        ("channels", "2"),
+        ("rings", "connected"),
+        ("trees", "connected"),
+        ("NVLS", multicast),
+    ]
+
+
+def test_what_is_not_connected_is_said() -> None:
+    text = log("2.27.7").replace("Connected all trees", "").replace(" 16 nvls channels", " 0 nvls channels")
+    lines = dict(transport_lines({"transport": parse(text, hosts=HOSTS).as_record()}))
+    assert (lines["rings"], lines["trees"]) == ("connected", "not connected so far")
+    assert lines["NVLS"] == "available, not used"
 
 
 def test_what_is_not_there_is_not_known() -> None:

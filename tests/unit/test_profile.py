@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from hpc_parallel.config.checks.profile_checks import measured_steps
+from hpc_parallel.config.schema import ProfileConfig, RunConfig
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.profiling.recorded_summary import describe, parts
 from hpc_parallel.profiling.timeline import STEP, WAIT, Event
@@ -72,6 +75,15 @@ def test_ranges_are_balanced_on_a_gpu_without_a_profiler(monkeypatch: pytest.Mon
     with pytest.raises(ValueError, match="inside"), ranges.marked("step 1"), ranges.marked("forward"):
         raise ValueError("inside")
     assert calls == ["step 1", "forward", "end", "end"]
+
+
+def test_a_compiled_block_may_have_ranges() -> None:
+    def doubled(x: Tensor) -> Tensor:
+        with ranges.marked("all_reduce replicate"):
+            return 2 * x
+
+    compiled = torch.compile(doubled, fullgraph=True, backend="eager")
+    assert compiled(torch.ones(2)).tolist() == [2, 2]
 
 
 def config(kind: str, **others: object) -> dict[str, object]:
@@ -145,8 +157,14 @@ def test_a_rank_in_the_profiler(exists: bool, tmp_path: Path, monkeypatch: pytes
          "profile.kind = torch records steps, and task=infer has none. Try profile.kind=none."),
         (["profile=torch", "profile.arguments=[-x]"],
          "profile.arguments = [-x] are for profile=nsys and profile=ncu. Try profile.arguments=[]."),
+        (["profile=torch", "profile.memory=true", "device=cpu"],
+         "profile.memory = true records the memory of GPUs, and the run has none. Try profile.memory=false."),
+        (["profile=torch", "profile.memory=true", "cluster=cpu", "launcher=script"],
+         "profile.memory = true records the memory of GPUs, and the run has none. Try profile.memory=false."),
         (["profile=nsys", "profile.memory=true"],
          "profile.memory = true is for profile=torch. Try profile.memory=false."),
+        (["profile=nsys", "profile.first_step=0", "launcher.modules=[cuda]"],
+         "profile.first_step = 0 must be at least 1. Try profile.first_step=1."),
         (["profile=nsys", "launcher=local"],
          "profile.kind = nsys wraps the processes of a job, and launcher=local forks its ranks. "
          "Try profile.kind=torch."),
@@ -168,6 +186,15 @@ def test_what_can_not_be_recorded(
     assert message in map(str, caught.value.problems)
 
 
+@pytest.mark.parametrize(("kind", "measured"), [("none", 2), ("torch", 2), ("nsys", 0), ("ncu", 0)])
+def test_no_step_is_measured_beside_nsight(kind: str, measured: int) -> None:
+    """The second profiler of a process gets CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED."""
+    config = RunConfig(profile=ProfileConfig(kind=kind))
+    assert config.training.measure_steps == 2
+    assert measured_steps(config) == measured
+
+
 def test_first_steps_may_be_recorded_if_none_is_measured() -> None:
     assert prepared("profile=torch", "profile.first_step=1", "training.measure_steps=0")
-    assert prepared("launcher=script", "profile=nsys", "launcher.modules=[nsight]", "launcher.snapshot=false")
+    nsys = ("launcher=script", "profile=nsys", "launcher.modules=[nsight]", "launcher.snapshot=false")
+    assert prepared(*nsys, "profile.first_step=1")

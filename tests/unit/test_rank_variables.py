@@ -31,6 +31,8 @@ def test_on_a_cluster_the_interface_is_that_of_the_host() -> None:
     variables = rank_variables(prepared("nodes=2", *SITE), local=False, environment={})
     assert variables["GLOO_SOCKET_IFNAME"] == OTHER_HOSTS
     assert "OMP_NUM_THREADS" not in variables
+    by_node = rank_variables(prepared("nodes=2", "cluster=mpi"), local=False, environment={})
+    assert by_node["NCCL_DEBUG"] == "INFO"  # `gpu_flag: none`, and GPUs
     site = {"GLOO_SOCKET_IFNAME": "ib0"}
     assert "GLOO_SOCKET_IFNAME" not in rank_variables(prepared("nodes=2"), local=False, environment=site)
 

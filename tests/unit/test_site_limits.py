@@ -75,6 +75,13 @@ def test_limits_of_a_partition(partition: str | None, expected: Limits) -> None:
          "warning     nodes=3: partition big has 2 nodes. Try nodes=2.\n"
          "warning     launcher.memory_gb=9: the largest node of partition big has 8.0 GB. "
          "Try launcher.memory_gb=8.\n"),
+        (("gpus_per_node=8", "launcher.partition=big", "launcher.memory_gb=1007", "launcher.time_minutes=9",
+          "+cluster.partitions={big: {gpus_per_node: 7, memory_gb: 1006}}"),
+         "warning     launcher.memory_gb=1007: the largest node of partition big has 1006.0 GB. "
+         "Try launcher.memory_gb=1006.\n"
+         "warning     gpus_per_node=8: nodes of partition big have 7. Try gpus_per_node=7.\n"),
+        (("gpus_per_node=8", "cluster.gpus=false", "launcher.partition=big",
+          "+cluster.partitions={big: {gpus_per_node: 7}}"), ""),
     ],
 )  # fmt: skip
 def test_warnings(words: tuple[str, ...], warning: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hpc_parallel.profiling.accusations import Accusations
 from hpc_parallel.profiling.slow_ranks import RankTime, slow_ranks
+from hpc_parallel.record.recorded_slow_ranks import MOST_ACCUSATIONS, accusations, accused_lines, slow_lines
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.slow_ranks import slow_lines
 from hpc_parallel.supervise.device_state import device_state
 
 
-def step(*own: float, data: dict[int, float] | None = None, roles: tuple[int, ...] = ()) -> list[RankTime]:
+def step(
+    *busy_ms: float, data: dict[int, float] | None = None, roles: tuple[int, ...] = ()
+) -> list[RankTime]:
     """A timed step: the busy milliseconds of each rank; data: rank -> milliseconds more for its batch."""
-    slowest = max(own)
+    slowest = max(busy_ms)
     return [
         RankTime(
             rank, f"n{rank // 2}", roles[rank] if roles else 0, busy / 1e3, (slowest - busy) / 1e3,
             (1 + (data or {}).get(rank, 0)) / 1e3,
         )
-        for rank, busy in enumerate(own)
+        for rank, busy in enumerate(busy_ms)
     ]  # fmt: skip
 
 
@@ -65,6 +69,46 @@ def test_the_line(tmp_path: Path) -> None:
     assert slow_lines(folder) == [line, "a\\x1bb"]
     folder.rank_times.write_text("{")
     assert slow_lines(folder) == []
+    assert accusations(folder) is None
+
+
+def test_an_accusation_is_kept(tmp_path: Path) -> None:
+    """Also when the rank is not slow any more, and after a restart."""
+    folder = RunFolder(tmp_path)
+    (slow,) = slow_ranks([SLOW] * 3)
+    accused = Accusations([], steps_done=0)
+    for step, named in ((60, [slow]), (80, [slow]), (100, [])):
+        accused.add(named, step=step)
+    folder.rank_times.write_text(json.dumps({"slow": [], "accused": accused.as_records()}))
+    record = slow.as_record() | {"first_step": 60, "last_step": 80}
+    assert accusations(folder) == [record]
+    assert slow_lines(folder) == []
+    assert accused_lines(folder) == [f"{slow}, from step 60 to 80"]
+    restarted = Accusations(accusations(folder) or [], steps_done=90)
+    restarted.add([slow], step=20)
+    assert restarted.as_records() == [record | {"last_step": 110}]
+    for rank in range(MOST_ACCUSATIONS):
+        restarted.add([replace(slow, rank=rank)], step=21)
+    assert len(restarted.as_records()) == MOST_ACCUSATIONS
+
+
+def test_accusations_of_anybody(tmp_path: Path) -> None:
+    """What is no record is left out, and what is long is cut."""
+    folder = RunFolder(tmp_path)
+    sound = {"rank": 1, "host": "n1", "cause": "data", "line": "a\x1b", "first_step": 1, "last_step": 2}
+    accused: list[Any] = [
+        sound, sound | {"rank": "1"}, sound | {"host": 3}, sound | {"line": None},
+        sound | {"last_step": True}, 7, None, sound | {"line": "x" * 10_000, "factor": "2"}, *[sound] * 100,
+    ]  # fmt: skip
+    folder.rank_times.write_text(json.dumps({"accused": accused}))
+    records = accusations(folder) or []
+    assert records[0] == sound | {"factor": None, "own_s": None, "median_s": None}
+    assert records[1]["line"] == "x" * 500
+    assert records[1]["factor"] is None
+    assert len(records) == MOST_ACCUSATIONS - 6
+    assert accused_lines(folder)[0] == "a\\x1b, from step 1 to 2"
+    folder.rank_times.write_text(json.dumps({"accused": {}}))
+    assert accusations(folder) is None
 
 
 class NVMLError(Exception):

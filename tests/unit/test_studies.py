@@ -7,12 +7,14 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from hpc_parallel.config.compose import find_folder
 from hpc_parallel.config.sweep_compose import compose_cells
 from hpc_parallel.run import main
 from hpc_parallel.sweep.plan import SweepPlan, plan_sweep
+from hpc_parallel.worker.collectives import requested_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDIES = sorted((ROOT / "jobs").glob("*.yaml"))
@@ -50,7 +52,8 @@ def test_every_run_of_a_study_can_run(path: Path) -> None:
     plan = planned(f"jobs={path.stem}")
     assert (plan.skipped, plan.duplicates) == ([], 0)
     assert len(plan.runs) == math.prod(map(len, choices)) + len(said.get("sweep", {}).get("also", []))
-    most = 8 if path.stem == "strong_scaling" else 4  # as many as the example cluster has hosts
+    # Else as many as the example cluster has hosts.
+    most = 8 if path.stem in ("strong_scaling", "collectives") else 4
     assert all(each.run.config.devices <= most for each in plan.runs)
 
 
@@ -74,6 +77,14 @@ def test_the_baseline_is_one_device_however_many_the_others_have(name: str) -> N
     plan = planned(f"jobs={name}", "gpus_per_node=2", "training.global_batch_size=56")
     alone = [each.run.config.devices for each in plan.runs if each.run.config.strategy.name == "single"]
     assert alone == [1]
+
+
+def test_collectives_measure_the_inside_of_a_node_with_any_number_of_nodes() -> None:
+    runs = [each.run.config for each in planned("jobs=collectives").runs]
+    assert [(run.nodes, run.gpus_per_node) for run in runs] == [(1, 2), (2, 2), (4, 2)]
+    largest = [(requested_bytes(run.task, device=torch.device("cuda")),
+                requested_bytes(run.task, device=torch.device("cpu"))) for run in runs]  # fmt: skip
+    assert largest == [(2**30, 2**26)] * 3
 
 
 def test_a_device_has_as_much_work_as_there_are_more_of_them() -> None:

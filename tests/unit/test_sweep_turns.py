@@ -37,7 +37,7 @@ from hpc_parallel.launch import local_launcher
 from hpc_parallel.record import owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.supervise.conclude import conclude
+from hpc_parallel.supervise.conclude_run import conclude
 folder = RunFolder(Path(sys.argv[1]))
 def leave(number, frame):
     conclude(folder, returncode=-number, cancelled=True, environment={})

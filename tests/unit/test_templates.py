@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from string import Template
 
 import pytest
 
 from hpc_parallel.config.compose import find_folder
-from hpc_parallel.launch.batch_script import needs_own_script, render, render_array
+from hpc_parallel.launch.batch_script import needs_own_script, render, render_array, sbatch_flags
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import ConfigError
 from tests.composed import prepared
@@ -54,8 +56,9 @@ def test_all_scripts_are_legal_shell(profile: str, tmp_path: Path) -> None:
             if (start, container) == ("mpirun", "pyxis"):
                 continue  # refused, below
             run = started(
-                start, container, f"cluster={profile}", "launcher.setup=['export A=\"b c\"']", *bound
-            )
+                start, container, f"cluster={profile}", "cluster.scratch=/local/$SLURM_JOB_ID",
+                "launcher.setup=['export A=\"b c\"']", *bound,
+            )  # fmt: skip
             for kind, text in (
                 ("one", render(run)),
                 ("array", render_array(run, tasks=tmp_path, name="n", count=3)),
@@ -75,8 +78,8 @@ MOUNTED = ["--bind", "/data", "--bind", "/my files:/mnt"]
 APPTAINER = ["apptainer", "exec", "--nv", "--bind", "RUN", *MOUNTED, "/images/a b.sif"]
 PYXIS = ["--container-image=nvcr.io#nvidia/pytorch:25.01",
          "--container-mounts=RUN:RUN,/data:/data,/my files:/mnt"]  # fmt: skip
-SRUN = ["srun", "--cpus-per-task=3", "--distribution=block", "--kill-on-bad-exit=1", "--wait=60"]
-NODES = ["srun", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=6", "--distribution=block",
+SRUN = ["srun", "--cpus-per-task=3", "--distribution=block:block", "--kill-on-bad-exit=1", "--wait=60"]
+NODES = ["srun", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=6", "--distribution=block:block",
          "--kill-on-bad-exit=1", "--wait=60"]  # fmt: skip
 TORCHRUN = ["bash", "-c", 'trap "" USR2; exec "$@"', "torchrun"]
 MODULE = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d",
@@ -116,6 +119,47 @@ def test_arguments_of_the_container() -> None:
     assert words[words.index("exec") + 1] == "--bind"
 
 
+@pytest.mark.parametrize("start", ["srun", "torchrun"])
+def test_nodes_whose_gpus_need_no_flag(start: str) -> None:
+    """`gpu_flag: none` leaves the flag out. The container still sees the GPUs."""
+    run = started(start, "apptainer", "cluster=mpi", f"cluster.start={start}")
+    assert not {"gres", "gpus-per-node"} & sbatch_flags(run).keys()
+    words = last_command(render(run))
+    assert words[words.index("exec") + 1] == "--nv"
+
+
+def shell_words(run: PreparedRun, folder: Path, **environment: str) -> list[str]:
+    """The words that srun gets from the shell of a job with these variables, or a last one: its message."""
+    program = folder / "bin" / "srun"
+    program.parent.mkdir(exist_ok=True)
+    program.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    program.chmod(0o755)
+    script = shlex.join(["export", f"PATH={program.parent}:{os.environ['PATH']}"])
+    line = render(run).replace("\\\n", " ").splitlines()[-1]
+    job = subprocess.run(["bash", "-c", f"{script}\n{line}"], env=environment, capture_output=True, text=True)
+    return job.stdout.splitlines() if job.returncode == 0 else [job.stderr]
+
+
+@pytest.mark.parametrize(
+    ("scratch", "path"),
+    [("/local/$SLURM_JOB_ID", "/local/7"), ("$SLURM_JOB_ID/x y/$$a`b`", "7/x y/$a`b`"), ("/fast", "/fast")],
+)
+def test_a_container_sees_the_scratch_folder(scratch: str, path: str, tmp_path: Path) -> None:
+    """`$VARIABLES` are those of the job, and nothing else in the path is for the shell."""
+    word = f"cluster.scratch='{scratch}'"
+    words = shell_words(started("srun", "apptainer", word), tmp_path, SLURM_JOB_ID="7")
+    assert words[words.index(path) - 1] == "--bind"
+    assert path == Template(scratch).safe_substitute(SLURM_JOB_ID="7")  # as `use_scratch` reads it
+    mounts = shell_words(started("srun", "pyxis", word), tmp_path, SLURM_JOB_ID="7")
+    assert f"{path}:{path}" in next(word for word in mounts if "mounts" in word).split(",")
+    assert path not in " ".join(shell_words(started("srun", "none", word), tmp_path, SLURM_JOB_ID="7"))
+
+
+def test_a_variable_of_scratch_that_the_job_lacks_is_named(tmp_path: Path) -> None:
+    (message,) = shell_words(started("srun", "apptainer", "cluster.scratch=$SLURM_TMPDIR"), tmp_path)
+    assert message.strip().endswith("SLURM_TMPDIR: in cluster.scratch is not set in this job")
+
+
 @pytest.mark.parametrize(
     ("start", "signal"), [("srun", "USR2@90"), ("torchrun", "USR2@90"), ("mpirun", "B:USR2@90")]
 )
@@ -139,6 +183,9 @@ def test_who_gets_the_signal_before_the_time_limit(start: str, signal: str) -> N
          "Try launcher.container_mounts=[]."),
         (["launcher.container='a,b'", "cluster.container=pyxis"],
          "launcher.container = a,b must be one printable line without a comma."),
+        (["launcher.container=a.sif", "cluster.container=apptainer", "cluster.scratch=/a:b"],
+         "cluster.scratch = /a:b is mounted into the container, so it can't have a comma or a colon. "
+         "Try cluster.scratch=null."),
         (["cluster.start=mpi"],
          "cluster.start = mpi is not one of srun, torchrun, mpirun. Try cluster.start=mpirun."),
         (["cluster.start=torchrun", "+cluster.srun.cpu-bind='mask_cpu:f,f0'"],

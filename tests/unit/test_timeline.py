@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import threading
 from itertools import pairwise
 
 import pytest
 import torch
 
 from hpc_parallel.profiling.timeline import BACKWARD, STEP, WAIT, Chunk, Event, Timeline, union, without
-from hpc_parallel.strategies.pipeline import BUSY
+from hpc_parallel.strategies.action_times import Action, recorded_actions
+from hpc_parallel.strategies.pipeline import BUSY, busy
 
 NODE = "autograd::engine::evaluate_function: AddBackward0"
 
@@ -72,9 +74,9 @@ def test_on_a_gpu_the_kernels_are_measured() -> None:
         Event("nccl:all_reduce", 0, 900, on_device=True, is_mark=True),
         Event("ampere_sgemm", 450, 600, on_device=True),
         Event(BUSY, 0, 10),  # the host launches
-        Event(BUSY, 100, 600, on_device=True, is_mark=True),
+        Event(BUSY, 100, 300, on_device=True, is_mark=True),  # the profiler's range misses the second kernel
     ]
-    timeline = Timeline.read(events, on_gpu=True)
+    timeline = Timeline.read(events, on_gpu=True, actions=[Action(BUSY, 100, 600)])
     assert timeline.waiting == [(300, 450)]
     assert timeline.stages == [(100, 600)]
     assert timeline.parts(None) == {"compute": 350, "communication": 150, "bubble": 0, "other": 500}
@@ -95,8 +97,105 @@ def test_gpipe_by_hand(ranks: int, microbatches: int) -> None:
         assert timeline.exposed(schedule) == 5  # after the last stage's end
 
 
+class Stream:
+    """A device that runs work in order. The host is never ahead of it by a time that counts."""
+
+    def __init__(self) -> None:
+        self.now_ms = 3.0
+        self.kernels: list[Event] = []
+
+    def launch(self, kernel_ms: float, *, by_autograd: bool) -> None:
+        """One kernel, from the thread that torch uses: autograd has its own for each GPU."""
+        thread = threading.Thread(target=self._run, args=(kernel_ms,)) if by_autograd else None
+        if thread is None:
+            self._run(kernel_ms)
+        else:
+            thread.start()
+            thread.join()
+
+    def _run(self, kernel_ms: float) -> None:
+        start_ms, self.now_ms = self.now_ms, self.now_ms + kernel_ms
+        times_ns = (round(time_ms * 1e6) for time_ms in (start_ms, self.now_ms))
+        self.kernels.append(Event("sgemm", *times_ns, thread=threading.get_ident(), on_device=True))
+
+    def new_event(self) -> StreamEvent:
+        return StreamEvent(self)
+
+
+class StreamEvent:
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def record(self) -> None:
+        self.at_ms = self.stream.now_ms
+
+    def elapsed_time(self, event: StreamEvent) -> float:
+        return event.at_ms - self.at_ms
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_backward_pass_that_autograds_thread_launches_is_no_bubble(rank: int) -> None:
+    """GPipe of two stages and four microbatches: (P-1)/(M+P-1) of the schedule is idle, 1 of 5."""
+    forward_ms, backward_ms = 2.0, 4.0
+    stream = Stream()
+    with recorded_actions(stream.new_event) as times:
+        stream.now_ms += rank * forward_ms  # it waits for the first activation
+        for microbatch in range(4):
+            with busy(rank, "forward", microbatch):
+                stream.launch(forward_ms, by_autograd=False)
+        stream.now_ms += (1 - rank) * (forward_ms + backward_ms)  # for the first gradient
+        for microbatch in range(4):
+            with busy(rank, "backward", microbatch):
+                stream.launch(backward_ms, by_autograd=True)
+    with busy(rank, "forward", 9):
+        pass  # after the recording
+    host = threading.get_ident()
+    start_ns = 3_000_000
+    # Kineto gives a range on a GPU the kernels of the range's thread: those of the forward passes.
+    ranges = [
+        Event(f"{BUSY} {rank} forward {index}", kernel.start, kernel.end, on_device=True, is_mark=True)
+        for index, kernel in enumerate(stream.kernels) if kernel.thread == host
+    ]  # fmt: skip
+    assert len(ranges) == 4
+    step = Event(STEP, start_ns, start_ns + 100_000_000, thread=host, is_mark=True)
+    timeline = Timeline.read([step, *stream.kernels, *ranges], on_gpu=True, actions=times.read())
+    schedule = (0, 30_000_000)
+    assert timeline.bubble(schedule) == pytest.approx(1 / 5)
+    assert timeline.parts(schedule)["compute"] == 24_000_000
+    assert [chunk.kind for chunk in timeline.chunks] == ["forward"] * 4 + ["backward"] * 4
+    assert timeline.chunks[4] == Chunk(
+        *(round(time_ms * 1e6) for time_ms in (8 + 6 - 4 * rank, 12 + 6 - 4 * rank)), rank, "backward", 0
+    )
+
+
 def test_a_bubble_that_was_not_seen_is_no_number() -> None:
     assert math.isnan(Timeline.read([Event(STEP, 0, 10)], on_gpu=True).bubble((0, 0)))
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_named_collectives_change_no_figure(on_gpu: bool) -> None:
+    """Ranges such as `all_reduce replicate` lie around a call, and a profiler copies them to the GPU."""
+    events = [
+        Event(STEP, 0, 1000),
+        Event("aten::mm", 10, 100),
+        Event("sgemm", 10, 100, on_device=True),
+        Event("ncclDevKernel_AllReduce", 50, 250, on_device=True),
+        Event(BACKWARD, 90, 600, is_mark=True),
+        Event(NODE, 100, 200),
+        Event("gloo:all_reduce", 150, 500, thread=3, is_mark=True),
+        Event(f"{BUSY} 0 forward 0", 20, 300, is_mark=True),
+        Event(f"{BUSY} 0 forward 0", 20, 300, on_device=True, is_mark=True),
+        Event(WAIT, 700, 800, is_mark=True),
+    ]
+    names = ("all_reduce replicate", "all_gather context", "send pipeline", "all_to_all tile")
+    ranges = [
+        Event(name, start, start + 240, thread=thread, on_device=on_device, is_mark=True)
+        for name, start in zip(names, (100, 250, 550, 750), strict=True)
+        for thread, on_device in ((1, False), (2, False), (1, True))
+    ]
+    plain, named = (Timeline.read(found, on_gpu=on_gpu) for found in (events, [*events, *ranges]))
+    assert named == plain
+    assert plain.waiting
 
 
 def test_the_parts_of_a_step_add_up() -> None:

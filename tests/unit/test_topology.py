@@ -129,7 +129,9 @@ def test_the_files_of_others_are_checked() -> None:
     )
     assert lines
     assert "\x1b" not in "".join(lines)
-    record = {"pairs": {"across nodes": {"NET/\x1bIB": 3, "x": "y"}}, "problem": "a\x1bb", "network": 7}
+    record = {"pairs": {"across nodes": {"NET/\x1bIB": 3, "x": "y"}}, "problem": "a\x1bb", "network": 7,
+              "gpudirect": {"across nodes": "on\x1b", "inside a node": 3}, "rings": "yes", "channels": "4",
+              "nvls_available": 1}  # fmt: skip
     lines = [line for pair in transport_lines({"transport": record}) for line in pair]
     assert "\x1b" not in "".join(lines)
     assert transport_lines({"transport": {"pairs": 4}}) == transport_lines({}) == []

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import ast
 import inspect
+import mmap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    FileSystemWriter,
+    SavePlan,
+    SavePlanner,
+    filesystem,
+)
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -23,6 +33,8 @@ from torch.utils.serialization import config as serialization
 
 from hpc_parallel import torch_internals
 from hpc_parallel.profiling.traffic import COLLECTIVES, KINDS, WITHOUT_BYTES, Traffic
+from hpc_parallel.supervise import flight_recorder
+from hpc_parallel.training.checkpoint import Writer
 
 OF_TORCH = ("torch.", "dist.", "DeviceMesh.")
 PACKAGE = Path(torch_internals.__file__).parent
@@ -164,16 +176,55 @@ def test_torch_writes_no_checksums_meanwhile() -> None:
     assert serialization.save.compute_crc32
 
 
-def test_a_stager_is_used_again_only_where_torch_leaves_it_open() -> None:
-    stager = DefaultStager(StagingOptions(False, False, False, False))
-    state = {"weight": torch.ones(3)}
-    for _ in range(2 if torch_internals.stagers_last() else 1):
-        copy = stager.stage(state)
-        assert copy["weight"].tolist() == [1, 1, 1]
-        assert copy["weight"] is not state["weight"]
-    if not torch_internals.stagers_last():
-        with pytest.raises(KeyError):
-            stager.stage(state)
+def test_torch_reads_the_variables_that_are_set() -> None:
+    """The wheels of torch 2.11.0, 2.12.1 and 2.13.0 have the same names."""
+    headers = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
+    recorder = (headers / "FlightRecorder.hpp").read_text()
+    assert '{"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}' in recorder
+    nccl = (headers / "ProcessGroupNCCL.hpp").read_text()
+    assert '"TORCH_NCCL_DUMP_ON_TIMEOUT"' in nccl
+    assert '"TORCH_NCCL_ENABLE_TIMING"' in nccl
+    with (Path(torch.__file__).parent / "lib/libtorch_cpu.so").open("rb") as library:
+        code = mmap.mmap(library.fileno(), 0, access=mmap.ACCESS_READ)
+    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        assert code.find(name.encode() + b"\0") >= 0
+    assert list(flight_recorder._VARIABLES) == [
+        "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        "TORCH_NCCL_ENABLE_TIMING",
+    ]  # fmt: skip
+
+
+def plan(key: str, state: dict[str, torch.Tensor]) -> SavePlan:
+    """What a rank sends to the coordinator; the save then goes on to its end."""
+    planner = torch_internals.planner_with_memory(key)
+    planner.set_up_planner(state, is_coordinator=True)
+    local = planner.create_local_plan()
+    planner.finish_plan(planner.create_global_plan([local])[0][0])
+    return local
+
+
+def test_an_equal_plan_is_not_sent_again() -> None:
+    state = {"weights/a": torch.ones(3)}
+    other = {"weights/a": torch.ones(4)}
+    assert [item.index.fqn for item in plan("run 1", state).items] == ["weights/a"]
+    again = plan("run 1", {"weights/a": torch.zeros(3)})
+    assert (again.items, again.usable) == ([], False)
+    assert plan("run 2", state).usable
+    assert plan("run 1", other).usable
+    torch_internals.forget_plans("run 1")
+    assert plan("run 1", other).usable
+    for key in ("run 1", "run 2"):
+        torch_internals.forget_plans(key)
+    assert not any("run" in key for key in SavePlanner._cached_save_plan)
+
+
+def test_a_distributed_tensor_takes_other_local_values(fifth_of_eight: None) -> None:
+    mesh = dist.init_device_mesh("cpu", (8,))
+    shard = distribute_tensor(torch.zeros(8), mesh, [Shard(0)], src_data_rank=None)
+    local = torch.ones(1)
+    copy = torch_internals.with_local(shard, local)
+    assert copy.to_local().data_ptr() == local.data_ptr()
+    assert (copy.shape, copy.placements, copy.device_mesh) == (shard.shape, shard.placements, mesh)
 
 
 @pytest.mark.parametrize("left", [False, True])
@@ -227,6 +278,36 @@ def test_an_optimizer_that_ignores_the_flag_is_refused() -> None:
             torch_internals.hold_updates_by(torch.ones(()), optimizer)
 
 
+class Nested(torch.autograd.Function):
+    """Its backward pass runs another one: past 60 of them, autograd goes on in a thread of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, depth: int) -> torch.Tensor:
+        ctx.depth = depth
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.depth:
+            with torch.enable_grad():
+                Nested.apply(torch.ones(2, requires_grad=True), ctx.depth - 1).sum().backward()
+        return gradient, None
+
+
+def test_a_dispatch_mode_sees_what_autograds_own_threads_call() -> None:
+    """So collectives of a backward pass on a GPU, which runs in such a thread, are counted."""
+    threads = set()
+
+    class Watch(torch_internals.DispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            threads.add(threading.get_ident())
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        Nested.apply(torch.ones(2, requires_grad=True), 70).sum().backward()
+    assert threads > {threading.get_ident()}
+
+
 def test_the_flight_recorder_lists_started_collectives(alone: None) -> None:
     dist.all_reduce(torch.ones(3, 5))
     (ranks,) = torch_internals.process_groups().values()
@@ -258,6 +339,23 @@ def test_overridden_methods_still_exist() -> None:
         assert list(inspect.signature(getattr(PipelineStage, name)).parameters)[1] == first, name
     assert "last_backward" in inspect.signature(PipelineStage.backward_one_chunk).parameters
     assert {"create_stream", "rename"} <= vars(FileSystem).keys()
+
+
+def test_a_save_copies_nothing_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a GPU torch would take a loader that uses the stream of GPU 0, and opens a context on it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("copies ahead")
+
+    monkeypatch.setattr(filesystem, "_OverlappingCpuLoader", refuse)
+    folder = tmp_path / ".step-1"
+    state = {"weight": torch.arange(3.0)}
+    writer = Writer(folder, folder=tmp_path, step=1, about={}, prune=lambda: None)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    assert writer._files.written
+    with pytest.raises(CheckpointException, match="copies ahead"):
+        dcp.save(state, storage_writer=FileSystemWriter(tmp_path / "other"), no_dist=True)
 
 
 def test_a_checkpoint_is_written_through_its_file_system(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpc_parallel.config.compose import find_folder
+from hpc_parallel.models import transformer
 from hpc_parallel.models.layered import materialise
 from hpc_parallel.models.transformer import Attention, Transformer, rotate, rotation
+from hpc_parallel.strategies.checkpointing import apply as apply_checkpointing
 
 SHAPE: dict[str, Any] = {
     "layers": 3, "dim": 24, "heads": 6, "kv_heads": 2, "ffn_dim": 20, "vocab_size": 13
@@ -212,3 +214,20 @@ def test_heads_that_do_not_fit_are_refused() -> None:
         Transformer(**(SHAPE | {"heads": 5}))
     with pytest.raises(ValueError, match=r"model\.kv_heads = 4"):
         Transformer(**(SHAPE | {"kv_heads": 4}))
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_rotary_tables_are_computed_once_for_all_blocks_and_recomputations(
+    monkeypatch: pytest.MonkeyPatch, checkpointing: str
+) -> None:
+    lengths: list[int] = []
+
+    def noting(positions: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        lengths.append(len(positions))
+        return rotation(positions, **options)
+
+    monkeypatch.setattr(transformer, "rotation", noting)
+    model = apply_checkpointing(build(), keeps=checkpointing, compiled=False)
+    for length in (5, 5, 7):
+        model(tokens(2, length)).sum().backward()
+    assert lengths == [5, 7]

@@ -9,6 +9,7 @@ import pytest
 
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.supervise.nccl_log import ACROSS, INSIDE, Transport, keep_log
+from hpc_parallel.worker.main import by_differing_host
 from hpc_parallel.worker.transport import FabricError, Findings, problem_of, report
 
 NONE = "no device"
@@ -20,14 +21,14 @@ def findings(
     """Of one rank on each of several hosts."""
     hosts = [f"n{number}" for number in range(1, len(devices) + 1)]
     pairs = {INSIDE: Counter({"SHM": 2}), ACROSS: Counter(carriers)}
-    transport = None if gloo else Transport(pairs={name: found for name, found in pairs.items() if found})
+    transport = None if gloo else Transport(pairs={name: counts for name, counts in pairs.items() if counts})
     return Findings(
         expected, dict.fromkeys(hosts, expected), dict(zip(hosts, devices, strict=True)), transport
     )
 
 
 @pytest.mark.parametrize(
-    ("found", "require", "problem"),
+    ("findings", "require", "problem"),
     [
         (findings("infiniband", "NET/IB, GPUDirect RDMA"), True, None),
         (findings("tcp", "NET/Socket"), False, None),
@@ -56,8 +57,8 @@ def findings(
         ),
     ],
 )  # fmt: skip
-def test_the_problem_is_one_sentence(found: Findings, require: bool, problem: str | None) -> None:
-    assert problem_of(found, require=require) == problem
+def test_the_problem_is_one_sentence(findings: Findings, require: bool, problem: str | None) -> None:
+    assert problem_of(findings, require=require) == problem
 
 
 def test_a_required_fabric_stops_the_run() -> None:
@@ -68,11 +69,25 @@ def test_a_required_fabric_stops_the_run() -> None:
 def test_nccl_keeps_a_log_unless_somebody_chose_another(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     environment: dict[str, str] = {}
-    keep_log(folder, rank=3, environment=environment)
+    reasons = keep_log(folder, rank=3, environment=environment)
+    assert reasons == dict.fromkeys(environment, "the proof of transport reads this log")
     assert environment == {
         "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET",
         "NCCL_DEBUG_FILE": f"{tmp_path}/logs/rank-3.nccl",
     }  # fmt: skip
     environment = {"NCCL_DEBUG": "WARN"}
-    keep_log(folder, rank=3, environment=environment)
+    assert keep_log(folder, rank=3, environment=environment) == {}
     assert environment == {"NCCL_DEBUG": "WARN"}
+
+
+def test_hosts_with_other_variables_are_listed_once_each() -> None:
+    def settings(interface: str, rank: int) -> dict[str, dict[str, str]]:
+        variables = {"GLOO_SOCKET_IFNAME": interface, "NCCL_DEBUG_FILE": f"logs/rank-{rank}.nccl"}
+        return {"variables": variables, "reasons": {"NCCL_DEBUG_FILE": "the proof"}}
+
+    assert by_differing_host({"n1": settings("ib0", 0), "n2": settings("ib0", 4)}) == []
+    by_host = {"n1": settings("ib0", 0), "n2": settings("ib1", 4), "n3": settings("ib0", 8)}
+    assert by_differing_host(by_host) == [
+        {"variables": {"GLOO_SOCKET_IFNAME": "ib0"}, "reasons": {}, "hosts": ["n1", "n3"]},
+        {"variables": {"GLOO_SOCKET_IFNAME": "ib1"}, "reasons": {}, "hosts": ["n2"]},
+    ]

@@ -31,6 +31,13 @@ SRUN = {  # srun -N3 -n5, the last task
     "SLURMD_NODENAME": "n3",
 }
 PMI2 = SRUN | {"PMI_RANK": "4", "PMI_SIZE": "5", "PMI_FD": "11", "PMI_JOBID": "1.0"}  # srun --mpi=pmi2
+PMIX = SRUN | {  # srun --mpi=pmix: not captured, but the variables of the standard and of Slurm's plugin
+    "PMIX_RANK": "4",
+    "PMIX_NAMESPACE": "slurm.pmix.1.0",
+    "PMIX_SERVER_URI41": "pmix-server.811;tcp4://10.0.0.3:40117",
+    "PMIX_SECURITY_MODE": "munge,native",
+    "SLURM_PMIX_MAPPING_SERV": "(vector,(0,1,3),(1,2,1))",
+}
 SINGLE_STEP = {  # of an outer srun that started one process a node
     "SLURM_JOB_ID": "2",
     "SLURM_STEP_ID": "3",
@@ -85,6 +92,8 @@ CASES = {
     "srun": (SRUN, "slurm", (4, 5, 0, 1, 2, 3), "slurm-1-0-0"),
     "srun requeued": (SRUN | {"SLURM_RESTART_COUNT": "2"}, "slurm", (4, 5, 0, 1, 2, 3), "slurm-1-0-2"),
     "srun with PMI": (PMI2, "slurm", (4, 5, 0, 1, 2, 3), "slurm-1-0-0"),
+    "srun with PMIx": (PMIX, "slurm", (4, 5, 0, 1, 2, 3), "slurm-1-0-0"),
+    "srun with both": (PMIX | PMI2, "slurm", (4, 5, 0, 1, 2, 3), "slurm-1-0-0"),
     "batch shell": (BATCH_SHELL, "alone", (0, 1, 0, 1, 0, 1), "alone"),
     "nothing": ({}, "alone", (0, 1, 0, 1, 0, 1), "alone"),
     "torchrun": (TORCHRUN, "torchrun", THIRD_OF_FOUR, "torchrun-f041d9cc-eec3-1"),

@@ -17,6 +17,7 @@ from hpc_parallel.config.checks import (
     huggingface_checks,
     image_checks,
     layout_checks,
+    machine_checks,
     optimizer_checks,
     parquet_checks,
     profile_checks,
@@ -24,12 +25,13 @@ from hpc_parallel.config.checks import (
     switch_checks,
     task_checks,
 )
-from hpc_parallel.config.checks.counts import count, is_reference_decoder
 from hpc_parallel.config.checks.lookup import value_at
 from hpc_parallel.config.checks.targets import class_tables, missing_part
+from hpc_parallel.config.counts import count, is_reference_decoder
 from hpc_parallel.config.layout import EXECUTIONS, divisors
+from hpc_parallel.config.model_data_schema import TransformerConfig
 from hpc_parallel.config.schedules import SCHEDULES
-from hpc_parallel.config.schema import TASKS, RunConfig, TransformerConfig
+from hpc_parallel.config.schema import TASKS, RunConfig
 from hpc_parallel.problems import Problem, Problems, nearest
 from hpc_parallel.record.safe_read import MAX_INTEGER, list_folder
 
@@ -37,16 +39,17 @@ CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "strategy.execution": EXECUTIONS,
     "strategy.gradient_compression": ("none", "bfloat16"),
-    "strategy.context_attention": ("ring", "gather"),
+    "strategy.context_attention": ("ring", "gather", "all_to_all"),
     "strategy.schedule": tuple(SCHEDULES),
     "strategy.balance": ("flops", "parameters"),
     "strategy.verify": ("auto", "always", "never"),
     "training.precision": ("float32", "bfloat16", "float16", "float64"),
+    "training.speed": ("safe", "max"),
     "training.on_nonfinite": ("stop", "skip", "rollback"),
     "training.activation_checkpointing": ("none", "full", "selective"),
     "sweep.on_invalid": ("skip", "stop"),
     "launcher.kind": ("auto", "local", "slurm", "script"),
-    "cluster.gpu_flag": ("gpus-per-node", "gres"),
+    "cluster.gpu_flag": ("gpus-per-node", "gres", "none"),
     "cluster.fabric": fabric_kinds.KINDS,
     "cluster.start": ("srun", "torchrun", "mpirun"),
     "preflight.act": ("off", "report", "stop", "exclude"),
@@ -74,7 +77,7 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> list[Prob
         layout_checks.find_problems, _model, _callbacks, _data, parquet_checks.find_problems,
         huggingface_checks.find_problems, image_checks.find_problems, task_checks.find_problems,
         cluster_checks.find_problems, site_checks.find_problems, switch_checks.find_problems,
-        profile_checks.find_problems,
+        profile_checks.find_problems, machine_checks.find_problems,
     )  # fmt: skip
     return in_order([problem for check in checks for problem in check(config)], overrides)
 
@@ -121,7 +124,8 @@ def _counts(config: RunConfig) -> Problems:
         "nodes", "gpus_per_node", "training.steps", "training.global_batch_size",
         "training.microbatch_size", "training.log_every", "training.validate_every",
         "training.checkpoint_every", "training.keep_last", "training.keep_every",
-        "training.validation_samples", "training.loss_scale_every", "strategy.microbatches",
+        "training.validation_samples", "training.collect_every", "training.loss_scale_every",
+        "strategy.microbatches",
         "strategy.stages_per_rank", "strategy.prefetch", "launcher.time_minutes",
         "launcher.cpus_per_device", "launcher.snapshot_mb", "data.sequence_length", "data.max_bytes",
         "data.vocab_size", "sweep.parallelism", "cluster.gpus_per_node",
@@ -157,6 +161,7 @@ def _ranges(config: RunConfig) -> Problems:
         ("optimizer.warmup_steps", 0, steps, True, steps // 20),
         ("training.measure_steps", 0, math.inf, True, 2),
         ("training.loss_scale", 1, 2.0**64, True, 65536),
+        ("training.memory_budget", 0, 1, True, 0.5),
         ("training.clip_norm", 0, math.inf, False, 1.0),
         ("strategy.bucket_mb", 0, math.inf, False, 25),
         ("launcher.grace_s", 1, 3600, True, 90),

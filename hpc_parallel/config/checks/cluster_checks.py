@@ -7,6 +7,8 @@ import re
 from typing import Any
 
 from hpc_parallel.config import fabric_kinds
+from hpc_parallel.config.key_suggestions import VALUES
+from hpc_parallel.config.node_devices import launcher_kind, runs_on_cpus
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import Problem, Problems, nearest
 
@@ -35,9 +37,17 @@ def find_problems(config: RunConfig) -> Problems:
     if config.fabric.require and config.cluster.fabric == fabric_kinds.TCP:
         rule = "can't be with fabric.require=true, which stops a run whose data goes through sockets"
         yield Problem("cluster.fabric", fabric_kinds.TCP, rule, (fabric_kinds.AUTO,))
+    elif config.fabric.require and _meets_on_cpus(config):
+        yield Problem("fabric.require", True, "needs GPUs: on CPUs, gloo always uses sockets", (False,))
     yield from _container(config)
     yield from _start(config)
     yield from _hang_timeout(config)
+
+
+def _meets_on_cpus(config: RunConfig) -> bool:
+    """Whether the data between several hosts will certainly go through gloo."""
+    is_job = launcher_kind(config.launcher.kind) != "local"
+    return is_job and config.nodes > 1 and runs_on_cpus(config)
 
 
 def _srun_flag(flag: str, value: Any) -> Problems:
@@ -65,11 +75,16 @@ def _container(config: RunConfig) -> Problems:
     cluster, launcher = config.cluster, config.launcher
     texts = {"container": launcher.container} if launcher.container is not None else {}
     texts |= {f"container_mounts[{at}]": mount for at, mount in enumerate(launcher.container_mounts)}
+    scratch = cluster.scratch or ""
+    if launcher.container is not None and set(scratch) & set(",:"):
+        rule = "is mounted into the container, so it can't have a comma or a colon"
+        yield Problem("cluster.scratch", scratch, rule, (None,))
     for key, value in texts.items():
         if not value.strip() or not value.isprintable() or "," in value:
             yield Problem(f"launcher.{key}", value, "must be one printable line without a comma")
     if cluster.container not in (None, *RUNTIMES):
-        close = tuple(nearest(cluster.container, RUNTIMES)) or RUNTIMES
+        synonym = VALUES["cluster.container"].get(cluster.container.lower())
+        close = (synonym,) if synonym else tuple(nearest(cluster.container, RUNTIMES)) or RUNTIMES
         yield Problem("cluster.container", cluster.container, f"is not one of {', '.join(RUNTIMES)}", close)
     if launcher.container is None:
         if launcher.container_mounts:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from hpc_parallel.config.checks.counts import KEYS, count
 from hpc_parallel.config.checks.suggestions import along_with_less_of, degrees_near
+from hpc_parallel.config.counts import KEYS, count
 from hpc_parallel.config.layout import Layout
-from hpc_parallel.config.schema import MoeTransformerConfig, RunConfig
+from hpc_parallel.config.model_data_schema import MoeTransformerConfig
+from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import Problem, Problems
 
 UNSPLIT = {  # axes that can't split the reference mixture

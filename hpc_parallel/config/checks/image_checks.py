@@ -6,19 +6,19 @@ from importlib.util import find_spec
 from typing import Any
 
 from hpc_parallel.config.checks.suggestions import multiples_near
-from hpc_parallel.config.schema import (
+from hpc_parallel.config.model_data_schema import (
     CellsDataConfig,
     ConvNetConfig,
     DigitsDataConfig,
     HuggingFaceConfig,
     MoeTransformerConfig,
-    RunConfig,
     SegmenterConfig,
     TextDataConfig,
     TokensDataConfig,
     TransformerConfig,
     UNetConfig,
 )
+from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import Problem, Problems
 
 TOKENS = {"text": TextDataConfig._target_, "tokens": TokensDataConfig._target_}

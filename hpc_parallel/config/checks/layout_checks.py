@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 from hpc_parallel.config.axes import AXES
-from hpc_parallel.config.checks import axis_checks, memory_checks, pipeline_checks
-from hpc_parallel.config.checks.counts import count
+from hpc_parallel.config.batch_plan import batch_of
+from hpc_parallel.config.checks import axis_checks, memory_checks, pipeline_checks, shares_checks
 from hpc_parallel.config.checks.suggestions import multiples_near
-from hpc_parallel.config.layout import Layout, divisors, plan_batch, servers
-from hpc_parallel.config.schedules import schedule_of, stages_per_rank
+from hpc_parallel.config.counts import count
+from hpc_parallel.config.layout import Layout, divisors, servers
+from hpc_parallel.config.schedules import stages_per_rank
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
 from hpc_parallel.problems import Problem, Problems
 
@@ -38,7 +39,10 @@ def find_problems(config: RunConfig) -> Problems:
     except ValueError:
         yield _degrees_problem(config, strategy, devices, free)
         return
-    yield from _batch(config, layout)
+    shares_problems = list(shares_checks.find_problems(config, layout))
+    yield from shares_problems
+    unshared = shares_checks.without_shares(config) if shares_problems else config
+    yield from _batch(unshared, layout)
     yield from axis_checks.find_problems(config, layout)
     yield from memory_checks.find_problems(config, layout)
 
@@ -82,10 +86,7 @@ def _batch(config: RunConfig, layout: Layout) -> Problems:
     samples = batch // layout.data
     key, value = ("strategy.microbatches", count) if count else ("training.microbatch_size", size)
     try:
-        plan = plan_batch(
-            batch, layout=layout, microbatch_size=size, microbatches=count,
-            in_turn=schedule_of(strategy).in_turn,
-        )  # fmt: skip
+        plan = batch_of(config, layout)
     except ValueError:
         assert value is not None
         if count and size and samples % count == 0:
@@ -97,3 +98,4 @@ def _batch(config: RunConfig, layout: Layout) -> Problems:
             yield Problem(key, value, rule, tuple(sorted(near)))
         return
     yield from pipeline_checks.batch_problems(config, layout, plan)
+    yield from shares_checks.batch_problems(config, plan)

@@ -6,8 +6,9 @@ import os
 from importlib.util import find_spec
 from typing import Any
 
-from hpc_parallel.config.checks.counts import count
-from hpc_parallel.config.schema import ParquetDataConfig, RunConfig
+from hpc_parallel.config.counts import count
+from hpc_parallel.config.model_data_schema import ParquetDataConfig
+from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.data.table_files import Column, find_files, read_columns
 from hpc_parallel.problems import Problem, Problems
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from hpc_parallel.config.axes import AXES
-from hpc_parallel.config.checks.counts import count
+from hpc_parallel.config.batch_plan import BatchPlan
 from hpc_parallel.config.checks.torch_version import too_old
-from hpc_parallel.config.layout import BatchPlan, Layout, divisors
+from hpc_parallel.config.counts import count
+from hpc_parallel.config.layout import Layout, divisors
 from hpc_parallel.config.schedules import SCHEDULES, Schedule, schedule_of, stages_per_rank, unfit
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import Problem, Problems

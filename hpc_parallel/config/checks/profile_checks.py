@@ -5,12 +5,17 @@ from __future__ import annotations
 import shutil
 
 from hpc_parallel.config.layout import processes_per_node
-from hpc_parallel.config.node_devices import launcher_kind
+from hpc_parallel.config.node_devices import launcher_kind, runs_on_cpus
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import Problem, Problems
 
 UNMEASURED = 3  # steps before those of `training.measure_steps`: two of warm-up, one that counts bytes
 OF_NVIDIA = ("nsys", "ncu")
+
+
+def measured_steps(config: RunConfig) -> int:
+    """`training.measure_steps`; 0 with Nsight, because CUPTI serves one profiler of a process only."""
+    return 0 if config.profile.kind in OF_NVIDIA else config.training.measure_steps
 
 
 def find_problems(config: RunConfig) -> Problems:
@@ -31,15 +36,18 @@ def find_problems(config: RunConfig) -> Problems:
         yield Problem("profile.arguments", profile.arguments, "are for profile=nsys and profile=ncu", ([],))
     if profile.memory and profile.kind != "torch":
         yield Problem("profile.memory", True, "is for profile=torch", (False,))
+    elif profile.memory and runs_on_cpus(config):
+        yield Problem("profile.memory", True, "records the memory of GPUs, and the run has none", (False,))
     if profile.kind in OF_NVIDIA:
         yield from _nvidia(config, processes=processes)
 
 
 def _window(config: RunConfig) -> Problems:
     profile, training = config.profile, config.training
-    first_free = UNMEASURED + training.measure_steps + 1 if training.measure_steps else 1
+    measured = measured_steps(config)
+    first_free = UNMEASURED + measured + 1 if measured else 1
     last = profile.first_step + profile.steps - 1
-    if profile.first_step < first_free:
+    if measured and profile.first_step < first_free:
         rule = f"lies in the steps that training.measure_steps = {training.measure_steps} watches"
         yield Problem("profile.first_step", profile.first_step, rule, (first_free,))
     elif last > training.steps:

@@ -27,6 +27,7 @@ def find_problems(config: RunConfig) -> Problems:
         yield Problem("training.on_nonfinite", "rollback", rule, ("stop", "skip"))
     if config.training.compile:
         yield from _compiler(config)
+    yield from _memory_budget(config)
     for switch, package in (("tensorboard", "tensorboard"), ("wandb", "wandb")):
         if getattr(config.training, switch) and find_spec(package) is None:
             rule = f"needs the package {package}, which is not installed here (pip install {package})"
@@ -66,6 +67,19 @@ def selective_problem() -> Problem | None:
     if rule is None:
         return None
     return Problem("training.activation_checkpointing", "selective", rule, ("full", "none"))
+
+
+def _memory_budget(config: RunConfig) -> Problems:
+    """The compiler spends the budget, on what no other switch has decided already."""
+    training = config.training
+    if training.memory_budget is None:
+        return
+    if not training.compile:
+        rule = "needs training.compile=true: the compiler chooses what is computed again"
+        yield Problem("training.memory_budget", training.memory_budget, rule, (None,))
+    elif training.activation_checkpointing != "none":
+        rule = "can't be combined with training.memory_budget, which decides the same"
+        yield Problem("training.activation_checkpointing", training.activation_checkpointing, rule, ("none",))
 
 
 def _compiler(config: RunConfig) -> Problems:

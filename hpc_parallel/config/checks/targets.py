@@ -42,7 +42,8 @@ def missing_part(target: str, *, kind: str = "class") -> tuple[str, tuple[str, .
         if spec.submodule_search_locations is None:
             return None  # a class in a class
         dotted = f"{dotted}.{part}"
-        spec = PathFinder.find_spec(dotted, list(spec.submodule_search_locations))
+        # By its last name: for a folder without __init__.py the full name needs an imported parent.
+        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
     if spec is None:
         return f"names no {kind}: there is no module {dotted} here", ()
     if not spec.origin or not spec.origin.endswith(".py"):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 from hpc_parallel.config.axes import SAMPLE_AXES
-from hpc_parallel.config.checks.counts import count
 from hpc_parallel.config.checks.image_checks import is_convnet
+from hpc_parallel.config.counts import count
 from hpc_parallel.config.layout import SPMD, Layout, layout_of
+from hpc_parallel.config.node_devices import launcher_kind
 from hpc_parallel.config.schema import (
     CollectivesConfig,
     GenerateConfig,
@@ -32,6 +35,7 @@ def find_problems(config: RunConfig) -> Problems:
         yield from _collectives(config.task)
     elif isinstance(config.task, PreflightTaskConfig):
         yield from _preflight(config.task)
+        yield from _storage(config.task, launcher=config.launcher.kind)
 
 
 def _infer(task: InferConfig, layout: Layout) -> Problems:
@@ -59,7 +63,7 @@ def _collectives(task: CollectivesConfig) -> Problems:
             )
     if task.min_bytes < 1:
         yield Problem("task.min_bytes", task.min_bytes, "must be at least 1", (CollectivesConfig.min_bytes,))
-    elif task.max_bytes < task.min_bytes:
+    elif task.max_bytes is not None and task.max_bytes < task.min_bytes:
         rule = f"is below task.min_bytes = {task.min_bytes}"
         yield Problem("task.max_bytes", task.max_bytes, rule, (task.min_bytes,))
     if task.factor < 2:
@@ -75,6 +79,16 @@ def _preflight(task: PreflightTaskConfig) -> Problems:
     ):
         if chosen < least:
             yield Problem(f"task.{key}", chosen, f"must be at least {least}", (usual,))
+
+
+def _storage(task: PreflightTaskConfig, *, launcher: str) -> Problems:
+    """A job may see other folders than this machine, so only a local run is checked."""
+    if task.storage is None or launcher_kind(launcher) != "local":
+        return
+    if not os.path.isdir(task.storage):
+        yield Problem("task.storage", task.storage, "is not a folder", (None,))
+    elif not os.access(task.storage, os.W_OK | os.X_OK):
+        yield Problem("task.storage", task.storage, "can't be written by you", (None,))
 
 
 def _generate(config: RunConfig, layout: Layout) -> Problems:

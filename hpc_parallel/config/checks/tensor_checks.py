@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
-from hpc_parallel.config.checks.counts import count
 from hpc_parallel.config.checks.image_checks import is_convnet
 from hpc_parallel.config.checks.suggestions import along_with_less_of, degrees_near
+from hpc_parallel.config.counts import count
 from hpc_parallel.config.layout import Layout
-from hpc_parallel.config.schema import ConvNetConfig, RunConfig
+from hpc_parallel.config.model_data_schema import ConvNetConfig
+from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import Problem, Problems
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from hpc_parallel.config.checks.image_checks import halvings, is_convnet, sizes_are_positive
 from hpc_parallel.config.checks.suggestions import multiples_near
 from hpc_parallel.config.layout import Layout, divisors, tile_grid
-from hpc_parallel.config.schema import ConvNetConfig, RunConfig
+from hpc_parallel.config.model_data_schema import ConvNetConfig
+from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import Problem, Problems
 
 

@@ -1,0 +1,105 @@
+"""Who holds what and who sends what to whom in a recorded run, as text and as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hpc_parallel.commands import grid
+from hpc_parallel.record.recorded import RecordedRun
+from hpc_parallel.record.values import table, text
+
+if TYPE_CHECKING:
+    from hpc_parallel.config.exchanges import Exchange
+    from hpc_parallel.config.setup import Setup
+
+MOST_ROWS = 12  # of who holds what
+MOST_GROUPS = 4  # of ranks, in a line
+MOST_LISTED = 64  # in --json
+COVERED = "train"  # the task whose exchanges are known
+
+
+def setup_of(run: RecordedRun) -> tuple[Setup | None, str | None]:
+    """The setup of a training run, or why who sends what to whom is not known; neither for other tasks."""
+    if run.task != COVERED or grid.layout(run) is None or not grid.hosts(run):
+        return None, None
+    from hpc_parallel.config.setup import recorded_setup  # imports Hydra, as the changed settings do
+
+    devices = (run.nodes or 0) * (run.gpus_per_node or 0)
+    config = {**(run.config or {}), "strategy": run.head.get("strategy")}  # the one that `grid` has checked
+    setup = recorded_setup(config, devices=devices, device=_device(run))
+    if setup is None:
+        return None, "the configuration is damaged"
+    return (None, setup.uncovered) if setup.uncovered else (setup, None)
+
+
+def as_values(run: RecordedRun) -> dict[str, Any]:
+    """`holdings` and `exchanges` for --json; null where they are not known. Long lists of groups are cut."""
+    setup, _ = setup_of(run)
+    if setup is None:
+        return {"holdings": None, "exchanges": None}
+    from hpc_parallel.config.exchanges import exchanges
+    from hpc_parallel.config.holdings import holdings
+
+    return {
+        "holdings": [
+            {
+                "devices": row.devices, "role": row.role, "keeps": row.keeps, "model": row.model_text,
+                "samples": row.samples_text,
+            }
+            for row in holdings(setup, most=MOST_ROWS)
+        ],
+        "exchanges": [
+            {
+                "phase": exchange.phase.value, "what": exchange.what, "how": exchange.how,
+                "often": exchange.often.value, "over": exchange.over, "only_if": exchange.only_if,
+                "groups": exchange.groups[:MOST_LISTED], "group_count": len(exchange.groups),
+            }
+            for exchange in exchanges(setup)
+        ],
+    }  # fmt: skip
+
+
+def holding_rows(setup: Setup) -> list[tuple[str, ...]]:
+    """Devices, what they hold, and their samples; at most MOST_ROWS."""
+    from hpc_parallel.config.holdings import holdings
+    from hpc_parallel.config.layout import DATAPARALLEL
+
+    noun = "device" if setup.strategy.execution == DATAPARALLEL else "rank"
+    rows: list[tuple[str, ...]] = []
+    for row in holdings(setup, most=MOST_ROWS):
+        first, last = row.devices
+        name = f"{noun} {first}" if first == last else f"{noun}s {first}-{last}"
+        rows.append((name, row.role, row.model_text, row.samples_text))
+    return rows
+
+
+def exchange_rows(setup: Setup) -> list[tuple[str, ...]]:
+    """What is sent, how, how often and among whom. Exchanges that differ in their phase only are one row."""
+    from hpc_parallel.config.exchanges import exchanges
+
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for exchange in exchanges(setup):
+        what = exchange.what + (f" ({exchange.only_if})" if exchange.only_if else "")
+        key = (what, exchange.how, exchange.often.value, groups_text(exchange))
+        rows.setdefault(key, []).append(exchange.phase.value)
+    return [(", ".join(phases), *key) for key, phases in rows.items()]
+
+
+def groups_text(exchange: Exchange) -> str:
+    """The ranks of each group, or who sends to whom: `ranks 0-3; 4-7`, `0 -> 1; 1 -> 2`."""
+    from hpc_parallel.config.exchanges import DIRECTED
+    from hpc_parallel.config.holdings import ranges
+
+    groups: Sequence[Sequence[int]] = exchange.groups
+    directed = exchange.how in DIRECTED
+    shown = [" -> ".join(map(str, g)) if directed else ranges(g) for g in groups[:MOST_GROUPS]]
+    more = len(groups) - MOST_GROUPS
+    return "ranks " * (not directed) + "; ".join(shown) + (f"; and {more} more" if more > 0 else "")
+
+
+def _device(run: RecordedRun) -> str | None:
+    """The kind of device that the first rank recorded."""
+    ranks = (run.environment or {}).get("ranks")
+    first = table(ranks[0]) if isinstance(ranks, list) and ranks else {}
+    return (text(first.get("device")) or "").partition(":")[0] or None

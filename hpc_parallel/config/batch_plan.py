@@ -1,0 +1,106 @@
+"""Split the global batch over replicas and microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpc_parallel.config.fitting_batch import fitting_samples
+from hpc_parallel.config.layout import Layout, divisors
+from hpc_parallel.config.schedules import schedule_of
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.shares import apportion, batch_shares
+
+SHOWN = 8  # replicas
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The split of the global batch: each of `data` replicas has a part of each of `microbatches`.
+
+    A part has `microbatch_size` samples, or with `shares` as many on average.
+    """
+
+    data: int
+    microbatches: int
+    microbatch_size: int
+    shares: Sequence[float] | None = None
+
+    @property
+    def samples_per_replica(self) -> int:
+        """The samples of one replica in a step; with `shares`, on average."""
+        return self.microbatches * self.microbatch_size
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The samples of each replica in one microbatch."""
+        if self.shares is None:
+            return (self.microbatch_size,) * self.data
+        return apportion(self.data * self.microbatch_size, self.shares)
+
+    def __str__(self) -> str:
+        if self.shares is None:
+            product = f"{self.data} x {self.microbatches} x {self.microbatch_size}"
+            return f"{product} (replicas x microbatches x samples)"
+        sizes = " + ".join(map(str, self.sizes[:SHOWN])) + " + ..." * (self.data > SHOWN)
+        return f"{self.microbatches} x ({sizes}) (microbatches x samples of each replica)"
+
+    def weight(self, replica: int | None) -> float:
+        """The factor of a replica's mean loss, so that the mean over replicas is that over all samples."""
+        return 1.0 if replica is None else self.sizes[replica] / self.microbatch_size
+
+
+def batch_of(config: RunConfig, layout: Layout) -> BatchPlan:
+    """The plan of a run. Raises ValueError as `plan_batch` does."""
+    return plan_batch(
+        config.training.global_batch_size,
+        layout=layout,
+        microbatch_size=config.training.microbatch_size,
+        microbatches=config.strategy.microbatches,
+        in_turn=schedule_of(config.strategy).in_turn,
+        shares=batch_shares(config.strategy.shares, layout),
+        fitting=fitting_samples(config, layout),
+    )
+
+
+def plan_batch(
+    global_batch_size: int,
+    *,
+    layout: Layout,
+    microbatch_size: int | None,
+    microbatches: int | None,
+    in_turn: bool = False,
+    shares: Sequence[float] | None = None,
+    fitting: int | None = None,
+) -> BatchPlan:
+    """Split the global batch without remainder.
+
+    If neither number is given, there is one microbatch, or as few as have at most `fitting` samples, which
+    fit in a device's memory. A pipeline has up to four for each stage, or a multiple of that if it must,
+    because the idle share of a pipeline of P stages and M microbatches is (P-1)/(M+P-1) (Huang et al. 2019,
+    GPipe). If the microbatches run one after the other (`in_turn`), the idle share is (P-1)/P for any number.
+
+    Raises ValueError if the split leaves a remainder or the two numbers contradict each other.
+    """
+    samples, remainder = divmod(global_batch_size, layout.data)
+    if remainder:
+        raise ValueError(f"{global_batch_size} samples over {layout.data} replicas")
+    if microbatches is None:
+        if microbatch_size is not None:
+            microbatches = max(1, samples // microbatch_size)
+        elif layout.pipeline > 1 and not in_turn:
+            most = min(samples, 4 * layout.pipeline)
+            microbatches = max(count for count in divisors(samples) if count <= most)
+            microbatches = _fewest(samples, fitting=fitting, multiple_of=microbatches)
+        else:
+            microbatches = _fewest(samples, fitting=fitting)
+    size = microbatch_size or max(1, samples // microbatches)
+    if microbatches * size != samples:
+        raise ValueError(f"{samples} samples in {microbatches} microbatches of {size}")
+    return BatchPlan(layout.data, microbatches, microbatch_size=size, shares=shares)
+
+
+def _fewest(samples: int, *, fitting: int | None, multiple_of: int = 1) -> int:
+    """The fewest equal microbatches of at most `fitting` samples each; the most if none are so small."""
+    counts = [count for count in divisors(samples) if count % multiple_of == 0] or [1]
+    return next((count for count in counts if fitting is None or samples // count <= fitting), counts[-1])

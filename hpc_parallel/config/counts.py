@@ -1,0 +1,62 @@
+"""Look up how many blocks, heads, columns and tokens a model's configuration has."""
+
+from __future__ import annotations
+
+from hpc_parallel.config.model_data_schema import (
+    ConvNetConfig,
+    HuggingFaceConfig,
+    MoeTransformerConfig,
+    SegmenterConfig,
+    TransformerConfig,
+    UNetConfig,
+)
+from hpc_parallel.config.schema import RunConfig
+
+_DECODER = {
+    "blocks": "layers",
+    "heads": "heads",
+    "kv_heads": "kv_heads",
+    "columns": "ffn_dim",
+    "vocabulary": "vocab_size",
+}
+KEYS = {
+    TransformerConfig._target_: _DECODER,
+    MoeTransformerConfig._target_: {**_DECODER, "experts": "experts"},
+    HuggingFaceConfig._target_: {
+        "blocks": "config.num_hidden_layers",
+        "heads": "config.num_attention_heads",
+        "kv_heads": "config.num_key_value_heads",
+        "columns": "config.intermediate_size",
+        "vocabulary": "config.vocab_size",
+    },
+}
+# (key, blocks for each number of channels, fewer): a U-Net comes down through the levels and up again.
+BLOCKS_OF_CHANNELS = {
+    ConvNetConfig._target_: ("the length of model.channels", 1, 0),
+    SegmenterConfig._target_: ("the length of model.channels", 1, 0),
+    UNetConfig._target_: ("2 x the length of model.channels - 1", 2, 1),
+}
+# For a user's class, which may have them.
+DEFAULT_KEYS = {"blocks": "layers", "vocabulary": "vocab_size", "experts": "experts"}
+
+
+def count(config: RunConfig, what: str) -> tuple[str, int | None]:
+    """Returns the key for the number of `what` (a name in KEYS), and the number or None."""
+    model = config.model if isinstance(config.model, dict) else {}
+    target = model.get("_target_")
+    if what == "blocks" and target in BLOCKS_OF_CHANNELS and isinstance(model.get("channels"), list):
+        key, times, fewer = BLOCKS_OF_CHANNELS[target]
+        return key, times * len(model["channels"]) - fewer
+    key = KEYS.get(str(model.get("_target_")), DEFAULT_KEYS).get(what, what)
+    value: object = model
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    if value is None and what == "kv_heads":
+        return f"model.{key}", count(config, "heads")[1]
+    return f"model.{key}", value if isinstance(value, int) and value > 0 else None
+
+
+def is_reference_decoder(config: RunConfig) -> bool:
+    """Whether the model is one of our decoders, whose keys and parts are known."""
+    decoders = (TransformerConfig._target_, MoeTransformerConfig._target_)
+    return isinstance(config.model, dict) and config.model.get("_target_") in decoders

@@ -1,0 +1,127 @@
+"""The keys about the cluster and its Slurm; `schema.py` says how its comments are used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass
+class LauncherConfig:
+    """Where the job runs, and what is asked of Slurm."""
+
+    kind: str = "auto"  # `auto` takes Slurm if it answers, else this machine.
+    wait: bool = False  # Follow a submitted job and exit with its outcome.
+    partition: str | None = None  # sbatch `--partition`.
+    account: str | None = None  # sbatch `--account`.
+    qos: str | None = None  # sbatch `--qos`.
+    constraint: str | None = None  # sbatch `--constraint`.
+    exclude: str | None = None  # sbatch `--exclude`.
+    wckey: str | None = None  # sbatch `--wckey`.
+    snapshot: bool = True  # Keep a copy of the source in the run folder, and run that copy.
+    snapshot_mb: int = 64  # The largest size of that copy in MiB.
+    # Patterns of files and folders that the copy leaves out.
+    snapshot_exclude: list[str] = field(default_factory=list)
+    snapshot_credentials: bool = False  # Also copy files that look like credentials (`.env`, `*.pem`, ...).
+    shared_folder: bool = False  # Trust the users who can write a folder above the run folder.
+    time_minutes: int = 60  # The time limit of the job in minutes.
+    memory_gb: float | None = None  # Memory of one node in GB; null: the partition's default.
+    cpus_per_device: int = 1  # CPU cores for each device.
+    modules: list[str] = field(default_factory=list)  # Names for `module load`, in this order.
+    venv: str | None = None  # A virtual environment that the job activates.
+    # Shell commands that run before the job; the job stops at the first command that fails.
+    setup: list[str] = field(default_factory=list)
+    container: str | None = None  # The image in which the ranks run; `cluster.container` says how.
+    # Folders that the container sees beside the run folder: `/data` or `/data:/mnt`.
+    container_mounts: list[str] = field(default_factory=list)
+    check_imports: bool = True  # Before a submission, import classes that are not this package's.
+    grace_s: int = 90  # Seconds before the time limit at which the run saves its state and ends.
+    max_requeues: int = 20  # How often the job may start again after a time limit.
+    max_restarts: int = 0  # How often the job may start again after a failure that a new start can repair.
+    resubmit: bool = False  # Submit a new job if Slurm does not requeue the old one.
+    # Any other flag of sbatch, without its dashes.
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class ClusterConfig:
+    """What is particular to a site: how to ask for GPUs, host names, ports, variables and time-outs."""
+
+    name: str = MISSING  # The name of the site, as messages show it.
+    partition: str | None = None  # sbatch `--partition`, if `launcher.partition` is not set.
+    account: str | None = None  # sbatch `--account`, if `launcher.account` is not set.
+    qos: str | None = None  # sbatch `--qos`, if `launcher.qos` is not set.
+    constraint: str | None = None  # sbatch `--constraint`, if `launcher.constraint` is not set.
+    # Limits of partitions by name: `nodes`, `time_minutes`, `memory_gb` (of a node), `gpus_per_node`.
+    # A partition that is not listed: ask `sinfo`.
+    partitions: dict[str, Any] = field(default_factory=dict)
+    gpus: bool = True  # The nodes have GPUs; false: a cluster of CPUs.
+    # The flag of sbatch that asks for GPUs; `none`: whole nodes are given, with their GPUs.
+    gpu_flag: str = "gpus-per-node"
+    gpu_type: str | None = None  # The type of GPU, such as `a100` in `--gres=gpu:a100:4`.
+    # Devices on each node, for `gpus_per_node=auto`; null: ask `sinfo`.
+    gpus_per_node: int | None = None
+    # Memory of one device in GB: a model that can't fit by its weights alone is refused, and microbatches are
+    # as small as the memory needs; null: not checked, and read from the GPUs when the job starts.
+    device_memory_gb: float | None = None
+    # CPU cores for each device, if `launcher.cpus_per_device` is not set; null: what sinfo says of a node's
+    # cores, divided by its GPUs, or 1.
+    cpus_per_device: int | None = None
+    # Memory for each device in GB, if `launcher.memory_gb` is not set; null: nine tenths of a node's memory,
+    # divided by its GPUs, if sinfo says it and `cluster.cpus_per_device` is null; else the partition's
+    # default.
+    memory_gb_per_device: float | None = None
+    modules: list[str] = field(default_factory=list)  # Names for `module load`, before `launcher.modules`.
+    setup: list[str] = field(default_factory=list)  # Shell commands of every job, before `launcher.setup`.
+    # Flags of sbatch for every job, without dashes; `launcher.extra` replaces them.
+    extra: dict[str, Any] = field(default_factory=dict)
+    # Flags of srun for every job, without dashes: `cpu-bind: cores`, `mpi: none`.
+    srun: dict[str, Any] = field(default_factory=dict)
+    # What starts the ranks of a job: `srun`, `torchrun` (one launcher for each node) or `mpirun`.
+    start: str = "srun"
+    mpirun: list[str] = field(default_factory=list)  # Arguments of mpirun, one word each.
+    container: str | None = None  # What runs `launcher.container`: `apptainer` or `pyxis`.
+    # Arguments of `apptainer exec`; null: `--nv` on a cluster with GPUs.
+    container_arguments: list[str] | None = None
+    # A folder of each node for temporary files (`TMPDIR`), also in a container; `$VARIABLES` are those of
+    # the job.
+    scratch: str | None = None
+    max_array_size: int | None = None  # The most runs in a job array; null: ask `scontrol`.
+    resubmit: bool = False  # The site does not requeue jobs, so a run continues in a new one.
+    master_suffix: str = ""  # Appended to the host name of rank 0 (some sites name the fast network so).
+    port: int | None = None  # The port of rank 0 on a closed network; null: any free port.
+    start_timeout_s: float = 300.0  # Seconds within which all ranks must start.
+    collective_timeout_s: float = 600.0  # Seconds within which a collective must end.
+    # Seconds without progress after which a rank counts as hanging; null: never.
+    hang_timeout_s: float | None = 300.0
+    # Environment variables of every rank (`NCCL_*`, `GLOO_*`, `OMP_*`), unless they are set already.
+    environment: dict[str, Any] = field(default_factory=dict)
+    fabric: str = "auto"  # What connects the nodes; `auto`: the fastest kind of device that a host has.
+
+
+@dataclass
+class MachineConfig:
+    """What a run of `task=collectives` measured (its `machine.yaml`), as `FOLDER/machine/NAME.yaml`."""
+
+    site: str | None = None  # The name of the site, as messages show it.
+    device_type: str | None = None  # The kind of device that was measured, `cpu` or `cuda`.
+    measured: str | None = None  # The day of the measurement.
+    # A table for each group of ranks, with `ranks` and the latency and bandwidth of each collective.
+    collectives: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class FabricConfig:
+    """What is proven about the network before the task begins."""
+
+    require: bool = False  # Stop the run if data between nodes goes through sockets; false: warn.
+
+
+@dataclass
+class PreflightConfig:
+    """What a start does about hosts that differ from the others or are not healthy."""
+
+    # `off`: no checks; `report`: name the hosts; `stop`: end the run; `exclude`: start again without them.
+    act: str = "report"

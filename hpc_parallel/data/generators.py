@@ -1,0 +1,42 @@
+"""The global generators of random numbers on the host: of torch, numpy and Python."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class GeneratorStates:
+    """The states of all three; equal if nothing was drawn in between."""
+
+    torch: bytes
+    numpy: Any = field(compare=False)
+    numpy_bytes: bytes
+    python: tuple[Any, ...]
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        torch.default_generator.set_state(torch.frombuffer(bytearray(self.torch), dtype=torch.uint8))
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
+
+
+def generator_states() -> GeneratorStates:
+    """Returns the states as they are now."""
+    numpy_state = np.random.get_state()
+    parts = numpy_state.items() if isinstance(numpy_state, dict) else numpy_state
+    return GeneratorStates(
+        torch=torch.default_generator.get_state().numpy().tobytes(),
+        numpy=numpy_state,
+        numpy_bytes=b" ".join(map(_bytes, parts)),
+        python=random.getstate(),
+    )
+
+
+def _bytes(part: Any) -> bytes:
+    return part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode()

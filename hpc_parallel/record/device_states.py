@@ -1,0 +1,61 @@
+"""How busy, full and hot the devices of a run were: from `rank_times.json`, which may hold anything."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from statistics import median, median_low
+from typing import Any
+
+from hpc_parallel.problems import printable
+from hpc_parallel.record.metrics_file import size
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.values import integer, number, table, text
+
+MOST_SAMPLES = 100
+# Figure -> its title, its text, and which value is the worst.
+FIGURES: Mapping[str, tuple[str, Callable[[float], str], Callable[..., tuple[float, int]]]] = {
+    "utilisation": ("utilisation", "{:.0%}".format, min),
+    "memory_bytes": ("memory", size, max),
+    "power_w": ("power", "{:.0f} W".format, max),
+    "temperature_c": ("temperature", "{:.0f} °C".format, max),
+}
+
+
+def device_lines(folder: RunFolder) -> list[tuple[str, str]]:
+    """Title and text of each figure: the median of all devices, and the worst one with its rank.
+
+    A device counts with the median of its timed steps. Empty if no GPU was seen.
+    """
+    try:
+        samples = table(read_json(folder.rank_times)).get("samples")
+    except (OSError, ValueError):
+        return []
+    hosts: dict[int, str] = {}
+    values: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for sample in samples[-MOST_SAMPLES:] if isinstance(samples, list) else []:
+        for state in _ranks(sample):
+            rank = integer(state.get("rank"))
+            if rank is None:
+                continue
+            hosts[rank] = text(state.get("host")) or "?"
+            for key in FIGURES:
+                if (value := number(state.get(key))) is not None:
+                    values[key][rank].append(float(value))
+    return [(FIGURES[key][0], _line(key, values[key], hosts)) for key in FIGURES if values[key]]
+
+
+def _line(key: str, by_rank: Mapping[int, list[float]], hosts: Mapping[int, str]) -> str:
+    _, to_text, worst_of = FIGURES[key]
+    medians = {rank: median_low(values) for rank, values in by_rank.items()}
+    if len(medians) == 1:
+        return to_text(next(iter(medians.values())))
+    worst, rank = worst_of((value, rank) for rank, value in medians.items())
+    usual = to_text(median(medians.values()))
+    return printable(f"median {usual}, worst {to_text(worst)} (rank {rank} on {hosts[rank]})")
+
+
+def _ranks(sample: Any) -> list[dict[str, Any]]:
+    ranks = table(sample).get("ranks")
+    return [table(rank) for rank in ranks] if isinstance(ranks, list) else []

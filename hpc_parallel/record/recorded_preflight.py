@@ -1,0 +1,78 @@
+"""What the checks at the start of a run found, from `preflight.json`, which anybody may have written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+from hpc_parallel.problems import printable
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.values import table, text
+
+MOST_FINDINGS = 20
+MOST_NAMES = 4  # of hosts in a sentence
+MOST_ROWS, MOST_COLUMNS, MOST_CHARACTERS = 20, 6, 40  # of the table of versions
+MOST_READ, MOST_HOSTS = 100, 4096  # rows and hosts of the file
+MISSING = "missing"
+
+
+def finding_lines(folder: RunFolder) -> list[tuple[str, str]]:
+    """Host and what is wrong with it; empty if nothing is or the file can't be read."""
+    findings = _content(folder).get("findings")
+    tables = [table(finding) for finding in findings[:MOST_FINDINGS]] if isinstance(findings, list) else []
+    pairs = [(text(finding.get("host")), text(finding.get("what"))) for finding in tables]
+    return [(printable(host), printable(what)) for host, what in pairs if host and what]
+
+
+def difference_lines(folder: RunFolder) -> list[str]:
+    """The table of versions that differ between the hosts; empty if none does."""
+    return difference_table(_content(folder).get("differences"))
+
+
+def difference_table(differences: Any) -> list[str]:
+    """One row for each name, one column for each group of hosts that have the same versions of all.
+
+    differences: name -> host -> version, None if it is missing.
+    """
+    rows = {name: table(by_host) for name, by_host in islice(table(differences).items(), MOST_READ)}
+    every_host = dict.fromkeys(host for by_host in rows.values() for host in by_host)
+    hosts = list(islice(every_host, MOST_HOSTS))
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for host in hosts:
+        versions = tuple(text(by_host.get(host)) or MISSING for by_host in rows.values())
+        groups.setdefault(versions, []).append(host)
+    if len(groups) < 2:
+        return []
+    columns = sorted(groups.items(), key=lambda column: -len(column[1]))[:MOST_COLUMNS]
+    cells = [["", *(listed_hosts(group) for _, group in columns)]]
+    cells += [[name, *(versions[at] for versions, _ in columns)] for at, name in enumerate(rows)][:MOST_ROWS]
+    more = [f"and {len(rows) - MOST_ROWS} more"] * (len(rows) > MOST_ROWS)
+    hidden = len(groups) - len(columns)
+    more += [f"and {hidden} more groups of hosts"] * (hidden > 0)
+    return [*_aligned(cells), *more]
+
+
+def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    head, *rows = ([printable(cell) for cell in row] for row in cells)
+    shown = [head, *([cell[:MOST_CHARACTERS] for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in shown
+    ]
+
+
+def listed_hosts(hosts: Sequence[str]) -> str:
+    """`n1`, `n1 and n2`, `n1, n2, n3 and 97 more`."""
+    last = hosts[-1] if len(hosts) <= MOST_NAMES else f"{len(hosts) - MOST_NAMES + 1} more"
+    first = hosts[: min(len(hosts), MOST_NAMES) - 1]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _content(folder: RunFolder) -> dict[str, Any]:
+    try:
+        return table(read_json(folder.preflight))
+    except (OSError, ValueError):
+        return {}

@@ -1,0 +1,235 @@
+"""Measures that judge a claim by the figures of the runs of a report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_parallel.report.gather import Row
+from hpc_parallel.report.tables import Series, digits, spread_text, unit_of
+
+BACKED, CONTRADICTED, EVEN, OPEN = "backed", "contradicted", "no difference seen", "not measured here"
+NO_VERDICT = "no verdict on a CPU"  # its figure includes the interpreter, libraries and malloc's cache
+ONE_MACHINE = "no verdict: one machine"  # its nodes are processes on the same host
+NO_FIGURE = "no figure decides it"  # of a claim without a measure
+NOISE = 0.05  # relative: a smaller difference between two figures shows nothing
+CLOSE_TO_IDEAL = 0.8  # smallest efficiency that counts as "n times as fast"
+FEW_DEVICES = 8  # largest number of devices for the claim of near-ideal speed-up
+FIGURE_NAMES = {  # key -> name, kind of unit
+    "samples_per_s": ("throughput", "rate"),
+    "peak_memory_bytes": ("memory per device", "bytes"),
+    "state_bytes": ("weights, gradients and optimizer state per device", "bytes"),
+    "bubble_share": ("bubble", "share"),
+    "exposed_communication_share": ("exposed communication", "share"),
+    # Not the share, which would compare steps of unequal length.
+    "exposed_communication_s": ("exposed communication of a step", "seconds"),
+    "traffic_bytes": ("traffic per step", "bytes"),
+    "busiest_rank_traffic_bytes": ("traffic of the busiest rank", "bytes"),
+}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The verdict on a claim, and the measured figure as text."""
+
+    verdict: str = OPEN
+    figure: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the figure is missing, and the command that measures it is of use."""
+        return self.verdict == OPEN
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The runs of a report."""
+
+    rows: Sequence[Row]
+    series: Sequence[Series]
+
+
+Measure = Callable[[Runs], Evidence]
+
+
+def versus(strategy: str, other: str, key: str, *, more: bool) -> Measure:
+    """Whether one strategy has a larger (or smaller) figure than another.
+
+    Runs of the same work on the same number of devices are compared; the pair with most devices counts.
+    """
+
+    def measure(runs: Runs) -> Evidence:
+        pairs = [
+            (a, b)
+            for a in measured(runs.rows, strategy, key)
+            for b in measured(runs.rows, other, key)
+            if a.work == b.work and (a.devices == b.devices or other == "single")
+        ]
+        if not pairs:
+            return Evidence()
+        a, b = max(pairs, key=lambda pair: pair[0].devices or 0)
+        figure = _against(key, a, b)
+        if key == "peak_memory_bytes" and (a.on_cpu or b.on_cpu):
+            return Evidence(NO_VERDICT, figure)
+        if _are_even(key, a, b):
+            return Evidence(EVEN, figure)
+        return Evidence(BACKED if (_value(key, a) > _value(key, b)) == more else CONTRADICTED, figure)
+
+    return measure
+
+
+def slower_across_machines(strategy: str) -> Measure:
+    """Whether n machines with a device each have less throughput than one machine with n devices."""
+    key = "samples_per_s"
+
+    def measure(runs: Runs) -> Evidence:
+        rows = [row for row in measured(runs.rows, strategy, key) if (row.devices or 0) > 1]
+        pairs = [
+            (across, inside)
+            for across in rows
+            for inside in rows
+            if across.run.gpus_per_node == 1 and inside.run.nodes == 1
+            if (across.work, across.layout) == (inside.work, inside.layout)
+        ]
+        if not pairs:
+            return Evidence()
+        across, inside = max(pairs, key=lambda pair: pair[0].devices or 0)
+        figure = _against(key, across, inside)
+        if across.hosts < (across.run.nodes or 0):
+            return Evidence(ONE_MACHINE, figure)
+        if _are_even(key, across, inside):
+            return Evidence(EVEN, figure)
+        return Evidence(BACKED if _value(key, across) < _value(key, inside) else CONTRADICTED, figure)
+
+    return measure
+
+
+def _value(key: str, row: Row) -> float:
+    return row.figures[key] or 0.0
+
+
+def _against(key: str, a: Row, b: Row) -> str:
+    """The figure of two runs as text."""
+    name, kind = FIGURE_NAMES[key]
+    names = (", ".join(filter(None, (row.label, spread_text(row, key)))) for row in (a, b))
+    values = zip((_value(key, a), _value(key, b)), names, strict=True)
+    return f"{name}: {in_one_unit(kind, *values)}"
+
+
+def in_one_unit(kind: str, *values: tuple[float, str]) -> str:
+    """Values and the names of what has them: `4.00 MB (worker) against 8.00 MB (server)`."""
+    unit = unit_of(kind, (value for value, _ in values))
+    return " against ".join(f"{unit.show(value)} {unit.name} ({name})" for value, name in values)
+
+
+def _are_even(key: str, a: Row, b: Row) -> bool:
+    """Whether the difference of two runs shows nothing."""
+    x, y = _value(key, a), _value(key, b)
+    varies = key == "samples_per_s" and a.spread.overlaps(b.spread)
+    return varies or abs(x - y) <= NOISE * max(x, y)
+
+
+def level(strategy: str, key: str, *, above: float) -> Measure:
+    """Whether a share reaches a bound in the strategy's run on most devices."""
+
+    def measure(runs: Runs) -> Evidence:
+        rows = [row for row in measured(runs.rows, strategy, key) if row.processes > 1]
+        if not rows:
+            return Evidence()
+        row = max(rows, key=lambda row: row.devices or 0)
+        value = row.figures[key] or 0.0
+        name, kind = FIGURE_NAMES[key]
+        unit = unit_of(kind, (value,))
+        figure = (
+            f"{name}: {unit.show(value)} % ({row.label}); {digits(100 * above, 2)} % or more would be much"
+        )
+        return Evidence(BACKED if value >= above else CONTRADICTED, figure)
+
+    return measure
+
+
+def near_ideal(strategy: str) -> Measure:
+    """Whether throughput grows nearly in proportion to devices, up to FEW_DEVICES."""
+
+    def measure(runs: Runs) -> Evidence:
+        points = [
+            (point, series)
+            for series in runs.series
+            if series.points[0].runs[0].strategy == strategy
+            for point in series.points[1:]
+            if point.devices <= FEW_DEVICES
+        ]
+        if not points:
+            return Evidence()
+        point, series = max(points, key=lambda pair: (pair[0].devices, pair[0].efficiency))
+        figure = (
+            f"efficiency {point.efficiency:.0%} on {point.devices} devices, from {series.points[0].devices} "
+            f"({series.kind} scaling, {series.label}); {CLOSE_TO_IDEAL:.0%} would be close"
+        )
+        return Evidence(BACKED if point.efficiency >= CLOSE_TO_IDEAL else CONTRADICTED, figure)
+
+    return measure
+
+
+def workers_near_ideal(runs: Runs) -> Evidence:
+    """Whether n workers, up to FEW_DEVICES, are nearly n times as fast as one device on the same batch."""
+    pairs = [
+        (row, single)
+        for row in measured(runs.rows, "parameter_server", "samples_per_s")
+        for single in measured(runs.rows, "single", "samples_per_s")
+        if row.work == single.work and 1 < workers(row) <= FEW_DEVICES and single.figures["samples_per_s"]
+    ]
+    if not pairs:
+        return Evidence()
+    row, single = max(pairs, key=lambda pair: workers(pair[0]))
+    speedup = (row.figures["samples_per_s"] or 0.0) / (single.figures["samples_per_s"] or 1.0)
+    efficiency = speedup / workers(row)
+    figure = (
+        f"efficiency {efficiency:.0%} with {workers(row)} workers ({row.label}), from one device "
+        f"({single.label}); {CLOSE_TO_IDEAL:.0%} would be close"
+    )
+    return Evidence(BACKED if efficiency >= CLOSE_TO_IDEAL else CONTRADICTED, figure)
+
+
+def workers(row: Row) -> int:
+    """The devices that compute; a dedicated server is none of them."""
+    return math.prod(row.layout.values()) if row.layout else 0
+
+
+def ahead_of_all(strategy: str, key: str, *, best: Callable[..., Any]) -> Measure:
+    """Whether a strategy is the best of all strategies on the same number of devices."""
+
+    def measure(runs: Runs) -> Evidence:
+        for row in sorted(measured(runs.rows, strategy, key), key=lambda row: -(row.devices or 0)):
+            rivals = [
+                rival
+                for other in {row.strategy for row in runs.rows} - {strategy}
+                for rival in measured(runs.rows, other, key)
+                if rival.devices == row.devices and row.work == rival.work and not rival.is_alike(row)
+            ]
+            if rivals:
+                first = best(rivals, key=lambda rival: rival.figures[key])
+                x, y = _value(key, row), _value(key, first)
+                name, kind = FIGURE_NAMES[key]
+                unit = unit_of(kind, (x, y))
+                figure = f"{name}: {unit.show(x)} {unit.name} ({row.label}), "
+                figure += f"best of the others {unit.show(y)} {unit.name} ({first.label})"
+                if _are_even(key, row, first):
+                    return Evidence(EVEN, figure)
+                return Evidence(BACKED if best(x, y) == x else CONTRADICTED, figure)
+        return Evidence()
+
+    return measure
+
+
+def measured(rows: Sequence[Row], strategy: str, key: str) -> list[Row]:
+    return [
+        row
+        for row in rows
+        if row.completed
+        and row.strategy == strategy
+        and row.figures[key] is not None
+        and (row.processes > 1 or not key.startswith("exposed_communication"))
+    ]

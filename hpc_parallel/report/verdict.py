@@ -1,0 +1,143 @@
+"""The verdict of a report in three lines: the fastest, the leanest and the quietest run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpc_parallel.report.gather import Row
+from hpc_parallel.report.tables import Column, Unit, best_of, column_of, digits, spread_text, unit_of
+
+SHOWN_RUNS = 3  # of those that can't be told apart
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One line."""
+
+    title: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a line answers."""
+
+    title: str
+    key: str  # of the column that answers it
+    what: str = ""  # the figure, after its unit
+    unmeasured: str = ""
+    basis: str = ""  # where the figure comes from; a speed has its timed steps and its spread
+
+
+FASTEST = Question("Fastest", "samples_per_s", unmeasured="not measured: no completed run has a throughput.")
+LEANEST = Question(
+    "Leanest", "state_bytes", what=" of weights, gradients and optimizer state on the fullest device",
+    basis="It is counted, and has no spread; activations come on top.",
+)  # fmt: skip
+LEANEST_BY_PEAK = Question(
+    "Leanest", "peak_memory_bytes", what=" on the fullest device", unmeasured="not measured.",
+    basis="It is the peak of the run, and has no spread.",
+)  # fmt: skip
+LEANEST_PROCESS = Question(
+    "Leanest", "peak_memory_bytes", what=" in the fullest process", unmeasured="not measured.",
+    basis="It is the peak of the run and has no spread. On a CPU it includes the interpreter and libraries.",
+)  # fmt: skip
+QUIETEST = Question(
+    "Quietest", "traffic_bytes", what=" sent by all devices in one step",
+    unmeasured="no completed run with several devices has counted its bytes (training.measure_steps).",
+    basis="It is counted in one step, and has no spread.",
+)  # fmt: skip
+
+
+def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+    """The three lines; empty if no run completed."""
+    same, _ = _largest_group(rows)
+    questions = (FASTEST, _leanest(same), QUIETEST)
+    return [Verdict(question.title, _answer(same, question)) for question in questions if same]
+
+
+def scope(rows: Sequence[Row]) -> str:
+    """Which runs the verdict is about; empty if it is about all that completed."""
+    same, completed = _largest_group(rows)
+    if len(same) == completed:
+        return ""
+    return (
+        f"The verdict is about {len(same)} of {completed} completed runs: those that do the same work "
+        "(model, data, task, global batch). For a verdict on other runs, make a report on their folders only."
+    )
+
+
+def _largest_group(rows: Sequence[Row]) -> tuple[list[Row], int]:
+    """The largest group of completed runs that do the same work, and the number of all completed runs."""
+    completed = [row for row in rows if row.completed]
+    works = Counter(row.work for row in completed).most_common(1)
+    return [row for row in completed for work, _ in works if row.work == work], len(completed)
+
+
+def _leanest(rows: Sequence[Row]) -> Question:
+    """Peak memory on GPUs; on a CPU the counted state, because a process holds more than the training."""
+    if not any(row.on_cpu for row in rows):
+        return LEANEST_BY_PEAK
+    counted = all(row.figures["state_bytes"] is not None for row in rows)
+    return LEANEST if counted else LEANEST_PROCESS
+
+
+def _answer(rows: Sequence[Row], question: Question) -> str:
+    column = column_of(question.key)
+    measured = [row for row in rows if row.figures[column.key] is not None and column.competes(row)]
+    if not measured:
+        return question.unmeasured
+    unit = unit_of(column.kind, [row.figures[column.key] for row in measured])
+    best = best_of(column, measured, unit)
+    tie = "can't be told apart" if best and column.timed else "equal"
+    best = best or set(range(len(measured)))
+    winners = sorted((measured[index] for index in best), key=lambda row: _place(column, row))
+    others = [row for index, row in enumerate(measured) if index not in best]
+    first = winners[0]
+    answer = f"{_names(winners, tie)}: {_figure(first, column, unit)}{question.what}"
+    basis = question.basis or _timing(first)
+    return f"{answer}, {_lead(first, others, column, unit, tied=len(winners) > 1)} {basis}"
+
+
+def _place(column: Column, row: Row) -> float:
+    value = row.figures[column.key] or 0.0
+    return -value if column.best is max else value
+
+
+def _names(winners: Sequence[Row], tie: str) -> str:
+    """The first winners; `tie`: what is said of several."""
+    names = [row.label for row in winners[:SHOWN_RUNS]]
+    if len(winners) == 1:
+        return names[0]
+    more = len(winners) - len(names)
+    return f"{'; '.join(names)}{f' and {more} more' if more else ''} ({tie})"
+
+
+def _figure(row: Row, column: Column, unit: Unit) -> str:
+    return f"{unit.show(row.figures[column.key])} {unit.name}"
+
+
+def _lead(winner: Row, others: Sequence[Row], column: Column, unit: Unit, *, tied: bool) -> str:
+    """By how much the winner is ahead of the next run."""
+    if not others:
+        return "like all other runs." if tied else "and no other run has this figure."
+    following = min(others, key=lambda row: _place(column, row))
+    values = [row.figures[column.key] or 0.0 for row in (winner, following)]
+    name = f"{following.label} ({_figure(following, column, unit)})"
+    if not min(values):
+        return f"then {name}."
+    factor = digits(max(values) / min(values), 3)
+    if column.best is max:
+        return f"{factor} times as much as {name}."
+    return f"{digits(100 * min(values) / max(values), 3)} % of {name}."
+
+
+def _timing(row: Row) -> str:
+    """The timed steps of a speed and its spread."""
+    steps = f"{row.spread.timed_steps} timed step{'s' * (row.spread.timed_steps != 1)}"
+    spread = spread_text(row, "samples_per_s")
+    if not spread:
+        return f"It has {steps}, which is too few for a spread."
+    return f"It is the median of the logged means of {steps}; the middle half of them is {spread} samples/s."

@@ -1,0 +1,159 @@
+"""Attention kernels that return each row's log-sum, so that partial results merge exactly.
+
+The outputs over some of the keys are weighted by their share of the row's sum of exponentials, whose
+logarithm is `lse` (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022). A kernel's backward pass
+takes the merged outputs and the merged `lse`, and then returns exactly what its keys add to the gradients.
+
+A query is [batch, head, seq, head_dim]; keys and values are [batch, kv_head, seq, head_dim], and `lse` is
+[batch, head, seq]. Products have the dtype of the inputs; `lse` has float32 or better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hpc_parallel import torch_internals
+from hpc_parallel.strategies.partial_attention import attend, attend_backward
+
+FLASH_CAPABILITY = (8, 0)  # Ampere; torch's own rule
+FLASH_HEAD_DIM = 256  # the widest of torch's flash kernels
+ALIGNMENT_BYTES = 16  # of a row of a head, for the memory-efficient kernel
+LSE_UNIT = 32  # that kernel's backward pass reads `lse` in rows of this many queries
+
+
+class Kernel(Protocol):
+    """One way to compute attention over some of the keys.
+
+    `causal`: queries and keys are at the same positions, and no query sees a key after its own.
+    """
+
+    def forward(self, query: Tensor, kv: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+        """Returns the outputs, like `query`, and `lse`. `kv`: keys and values, stacked."""
+
+    def backward(
+        self, grad_output: Tensor, query: Tensor, kv: Tensor, *, output: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Returns what `kv` adds to the gradients of `query` and of `kv`. `output`, `lse`: merged ones."""
+
+
+class Fused:
+    """A kernel of torch, through its operators for both passes (`torch_internals`).
+
+    grouped: it lets several query heads share a key-value head; else these are expanded. lse_unit: the rows
+    of its `lse` are padded to a multiple of this.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., tuple[Tensor, Tensor]],
+        backward: Callable[..., tuple[Tensor, Tensor, Tensor]],
+        *,
+        grouped: bool,
+        lse_unit: int = 1,
+    ) -> None:
+        self._forward, self._backward = forward, backward
+        self._grouped, self._lse_unit = grouped, lse_unit
+
+    def forward(self, query: Tensor, kv: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+        key, value = self._for_heads_of(query, kv)
+        output, lse = self._forward(query, key, value, causal=causal)
+        return output, lse[..., : query.shape[-2]]
+
+    def backward(
+        self, grad_output: Tensor, query: Tensor, kv: Tensor, *, output: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        key, value = self._for_heads_of(query, kv)
+        missing = -lse.shape[-1] % self._lse_unit
+        padded = torch.nn.functional.pad(lse, (0, missing), value=torch.inf).contiguous()
+        grad_query, *grad_kv = self._backward(
+            grad_output, query, key, value, output=output, lse=padded, causal=causal
+        )
+        grads = torch.stack(grad_kv)
+        if not self._grouped:
+            grads = grads.unflatten(2, (kv.shape[2], -1)).sum(3)
+        return grad_query, grads
+
+    def _for_heads_of(self, query: Tensor, kv: Tensor) -> Tensor:
+        group = query.shape[1] // kv.shape[2]
+        return kv if self._grouped or group == 1 else kv.repeat_interleave(group, dim=2)
+
+
+class Strips:
+    """Strips of the scores by torch's public operations, in float32 or better (`partial_attention.py`)."""
+
+    def forward(self, query: Tensor, kv: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+        wide = grouped_upcast(query, kv)
+        output, lse = attend(wide, *kv.to(wide.dtype), causal=causal)
+        return output.flatten(1, 2), lse.flatten(1, 2).squeeze(-1)
+
+    def backward(
+        self, grad_output: Tensor, query: Tensor, kv: Tensor, *, output: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        grad, wide = grouped_upcast(grad_output, kv), grouped_upcast(query, kv)
+        grad_query, grad_kv = attend_backward(
+            grad,
+            wide,
+            *kv.to(wide.dtype),
+            lse=lse.unsqueeze(-1).unflatten(1, wide.shape[1:3]),
+            delta=(grad * grouped_upcast(output, kv)).sum(-1, keepdim=True),
+            causal=causal,
+        )
+        return grad_query.flatten(1, 2), grad_kv
+
+
+FLASH = Fused(torch_internals.flash_forward, torch_internals.flash_backward, grouped=True)
+EFFICIENT = Fused(
+    torch_internals.efficient_forward, torch_internals.efficient_backward, grouped=False, lse_unit=LSE_UNIT
+)
+CPU_FLASH = Fused(torch_internals.cpu_flash_forward, torch_internals.cpu_flash_backward, grouped=False)
+STRIPS = Strips()
+
+
+def kernel_for(query: Tensor) -> Kernel:
+    """The kernel for queries of this device, dtype and width.
+
+    Strips serve what no fused kernel takes: float64 on a GPU, widths that are not aligned, and ROCm, whose
+    `lse` was never compared.
+    """
+    if query.device.type == "cpu":
+        return CPU_FLASH
+    if query.device.type != "cuda" or torch.version.hip is not None:
+        return STRIPS
+    return cuda_kernel(
+        query.dtype, head_dim=query.shape[-1], capability=torch.cuda.get_device_capability(query.device)
+    )
+
+
+def cuda_kernel(dtype: torch.dtype, *, head_dim: int, capability: tuple[int, int]) -> Kernel:
+    """The kernel of an NVIDIA GPU."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    if half and head_dim % 8 == 0 and head_dim <= FLASH_HEAD_DIM and capability >= FLASH_CAPABILITY:
+        return FLASH
+    bfloat16_fits = dtype is not torch.bfloat16 or capability >= FLASH_CAPABILITY
+    aligned = head_dim * dtype.itemsize % ALIGNMENT_BYTES == 0
+    return EFFICIENT if dtype is not torch.float64 and aligned and bfloat16_fits else STRIPS
+
+
+def accumulated(part: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """A first partial result in the dtype in which others are merged into it."""
+    output, lse = part
+    return output.to(lse.dtype), lse.contiguous()
+
+
+def merge(output: Tensor, lse: Tensor, *, part: tuple[Tensor, Tensor]) -> None:
+    """Add, in place, the result of the same queries over other keys."""
+    part_output, part_lse = part
+    total = torch.logaddexp(lse, part_lse)
+    output.mul_((lse - total).exp_().unsqueeze(-1))
+    output.add_(part_output * (part_lse - total).exp_().unsqueeze(-1))
+    lse.copy_(total)
+
+
+def grouped_upcast(tensor: Tensor, kv: Tensor) -> Tensor:
+    """[batch, head, ...] -> [batch, kv_head, group, ...] by the heads of `kv`, in float32 or better."""
+    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return wide.unflatten(1, (kv.shape[2], -1))  # type: ignore[no-any-return]

@@ -1,0 +1,228 @@
+"""The loss of a language model in chunks of tokens, so that not all logits exist at once.
+
+The head returns the inputs of its projection, and the loss multiplies a chunk of them at a time with the
+projection's weight. The gradients of a chunk are computed at once, while its logits exist, so the backward
+pass only scales them and no logits are computed twice. Liger (Hsu et al. 2024) does the same in one kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from hpc_parallel.config.layout import DATAPARALLEL
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.models.language import LanguageHead, LanguageModel
+from hpc_parallel.models.layered import LayeredModel, Loss
+from hpc_parallel.strategies.mesh import axis_of, name_of
+from hpc_parallel.strategies.own_metrics import MetricsOf
+from hpc_parallel.strategies.ranges import marked
+from hpc_parallel.strategies.replace_forward import Forward, replace_forward
+from hpc_parallel.strategies.tensor_roles import roles_of
+
+IGNORED = -100  # a target without a loss, as of torch.nn.functional.cross_entropy
+CHUNK_BYTES = 2**29  # of a chunk's logits in float32: large matrix products, yet small beside the activations
+
+
+def applies(model: LayeredModel, *, config: RunConfig, mesh: DeviceMesh) -> bool:
+    """Whether the loss of the whole `model` can be computed from the inputs of its last projection.
+
+    The choice of a token needs logits, and a loss, a head or a hook of the user's own may change them. The
+    replicas of nn.DataParallel return logits.
+    """
+    outside = config.task.name == "generate" or config.strategy.execution == DATAPARALLEL
+    if not config.training.chunked_loss or outside:
+        return False
+    head = model.head
+    if type(model).loss is not LanguageModel.loss or not isinstance(head, LanguageHead):
+        return False
+    projection = head.get_submodule(head.projection)
+    if axis_of(mesh, "tensor") is not None:
+        role = roles_of(model).get(f"head.{head.projection}")
+        if role != "logits" or not config.strategy.loss_parallel:
+            return False
+    hooks = (*head._forward_hooks, *projection._forward_hooks)
+    plain = type(head).forward is LanguageHead.forward and type(projection) is nn.Linear and not hooks
+    return plain and projection.bias is None
+
+
+def apply(model: LayeredModel) -> str | None:
+    """Let the head of `model` (or of a stage) return its projection's inputs; returns the projection's name.
+
+    Returns None for a stage without a head.
+    """
+    if model.head is None:
+        return None
+    assert isinstance(model.head, LanguageHead)
+    replace_forward(model.head.get_submodule(model.head.projection), return_input, technique="Chunked")
+    return f"head.{model.head.projection}"
+
+
+def return_input(_: Forward, projection: nn.Module, x: Tensor) -> Tensor:
+    return x
+
+
+def loss_of(model: LayeredModel, *, dtype: torch.dtype | None, mesh: DeviceMesh) -> Loss:
+    """Returns the loss of the outputs of `model`, whose head `apply` changed.
+
+    dtype: of the matrix products; None for that of the weights.
+    """
+    return partial(chunked_cross_entropy, model, dtype=dtype, axis=axis_of(mesh, "tensor"))
+
+
+def metrics_of(model: LayeredModel, metrics: MetricsOf, *, dtype: torch.dtype | None) -> MetricsOf:
+    """Returns `metrics`, which take logits, for the outputs of `model`, whose head `apply` changed."""
+
+    if type(model).metrics is LayeredModel.metrics:
+        return metrics  # there are none
+
+    def of_inputs(hidden: Tensor, target: Tensor) -> Mapping[str, Tensor]:
+        weight = projection_weight(model)
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        products = dtype or weight.dtype
+        return metrics(F.linear(hidden.to(products), local.to(products)), target)
+
+    return of_inputs
+
+
+def projection_weight(model: LayeredModel) -> Tensor:
+    """The projection's weight. It is read for each loss, because fully_shard replaces parameters."""
+    assert isinstance(model.head, LanguageHead)
+    weight: Tensor = model.head.get_submodule(model.head.projection).weight  # type: ignore[assignment]
+    return weight
+
+
+def chunked_cross_entropy(
+    model: LayeredModel,
+    hidden: Tensor,
+    target: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    axis: DeviceMesh | None = None,
+) -> Tensor:
+    """The summed cross-entropy of `hidden` [batch, seq, dim] times the projection, and `target` [batch, seq].
+
+    It equals `LanguageModel.loss` of the logits. `axis`: over whose ranks its rows are split.
+    """
+    weight = projection_weight(model)
+    rows = None if axis is None else Rows.of(weight, axis=axis)
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    arguments = hidden.flatten(0, -2), local, target.flatten(), dtype or weight.dtype, rows
+    if torch.is_grad_enabled():
+        return ChunkedCrossEntropy.apply(*arguments)  # type: ignore[no-any-return]
+    return cross_entropy(*arguments, needs=(False, False))[0]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of the projection that this rank of `axis` has: `count` rows from `first` on."""
+
+    axis: DeviceMesh
+    first: int
+    count: int
+
+    @classmethod
+    def of(cls, weight: Tensor, *, axis: DeviceMesh) -> Rows:
+        """The rows of a `weight` that is split by Shard(0)."""
+        length, rank = -(-weight.shape[0] // axis.size()), axis.get_local_rank()
+        first = min(rank * length, weight.shape[0])
+        return cls(axis, first, min(length, weight.shape[0] - first))
+
+    def indices(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether this rank has the row of each target, and that row's index here; 0 if it has not."""
+        local = (target >= self.first) & (target < self.first + self.count)
+        return local, (target - self.first).masked_fill(~local, 0)
+
+    def reduce(self, value: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Reduce `value` over the ranks, in place."""
+        with marked(f"all_reduce {name_of(self.axis)}"):
+            dist.all_reduce(value, op=operation, group=self.axis.get_group())
+        return value
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """`cross_entropy`, whose forward pass also computes the gradients of its inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, dtype: torch.dtype, rows: Rows | None
+    ) -> Tensor:
+        needs = ctx.needs_input_grad[:2]
+        loss, *gradients = cross_entropy(hidden, weight, target, dtype, rows, needs=needs)
+        ctx.save_for_backward(*gradients)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """A pipeline that splits its backward pass comes twice, each time for one of the two gradients."""
+        wanted = (
+            None if of_sum is None or not needed else of_sum * gradients[0].to(of_sum.dtype)
+            for of_sum, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        )
+        return (*wanted, None, None, None)
+
+
+def cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    dtype: torch.dtype,
+    rows: Rows | None,
+    *,
+    needs: tuple[bool, bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The summed loss of `hidden` [token, dim], and the gradients by `hidden` and `weight` that it `needs`.
+
+    Products are in `dtype`; the loss and the sum of the weight's gradient are in float32 or better. With
+    `rows`, the gradient by `hidden` is this rank's part of a sum.
+    """
+    precise = torch.promote_types(dtype, torch.float32)
+    product_weight = weight.to(dtype)
+    loss = torch.zeros((), dtype=precise, device=hidden.device)
+    grad_hidden = torch.empty_like(hidden) if needs[0] else None
+    grad_weight: Tensor | None = None
+    for part in chunks(len(hidden), vocabulary=len(weight)):
+        x = hidden[part].to(dtype)
+        counted = target[part] != IGNORED
+        local, index = _indices(target[part].masked_fill(~counted, 0), rows)
+        logarithms = log_probabilities((x @ product_weight.T).to(precise), rows)
+        chosen = logarithms.gather(1, index[:, None])[:, 0]
+        loss -= torch.where(local & counted, chosen, 0).sum()
+        if not any(needs):
+            continue
+        errors = logarithms.exp_().scatter_add_(1, index[:, None], -local[:, None].to(precise)).to(dtype)
+        if grad_hidden is not None:
+            grad_hidden[part] = (errors @ product_weight) * counted[:, None]
+        if needs[1]:
+            product = (errors.T @ (x * counted[:, None])).to(precise)
+            grad_weight = product if grad_weight is None else grad_weight.add_(product)
+    loss = loss if rows is None else rows.reduce(loss)
+    return loss, grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+
+
+def chunks(tokens: int, *, vocabulary: int) -> Iterator[slice]:
+    """Parts of the tokens of nearly equal length, whose logits need about CHUNK_BYTES in float32."""
+    count = max(1, -(-tokens * vocabulary * 4 // CHUNK_BYTES))
+    length = max(1, -(-tokens // count))
+    return (slice(start, start + length) for start in range(0, tokens, length))
+
+
+def _indices(target: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
+    return (torch.ones_like(target, dtype=torch.bool), target) if rows is None else rows.indices(target)
+
+
+def log_probabilities(logits: Tensor, rows: Rows | None) -> Tensor:
+    """The log-softmax of `logits` [token, vocabulary], of which this rank may have some columns only."""
+    if rows is None:
+        return logits.log_softmax(-1)
+    logits = logits - rows.reduce(logits.amax(-1, keepdim=True), dist.ReduceOp.MAX)
+    return logits.sub_(rows.reduce(logits.exp().sum(-1, keepdim=True)).log_())

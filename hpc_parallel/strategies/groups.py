@@ -1,0 +1,76 @@
+"""Every process group of a task, made in one place and in one order, before anything uses one.
+
+All ranks of the world make them together, also those that are in none of them: NCCL splits a communicator
+with all its ranks at once. torch names a split after the number of groups that a rank has, so a group of
+some ranks comes last: a split after it would have two names, and its ranks would wait for each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from hpc_parallel.config.axes import AVERAGED_AXES, BATCH_AXES, SAMPLE_AXES
+from hpc_parallel.config.layout import DATAPARALLEL, Layout, servers
+from hpc_parallel.config.schedules import schedule_of
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.strategies.mesh import axis_of, build_mesh, joint, slicing_axis
+from hpc_parallel.torch_internals import set_timeout
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of this rank beside the default group.
+
+    mesh: has a group for each axis, and one for each set of axes that is used as one.
+    ends: the first and the last rank of this rank's pipeline; None on the ranks between, and without one.
+    saving: all ranks, on the CPU, for saves that run beside the training; None if none does.
+    """
+
+    mesh: DeviceMesh
+    ends: dist.ProcessGroup | None = None
+    saving: dist.ProcessGroup | None = None
+
+
+def make_groups(config: RunConfig, layout: Layout, *, device_type: str) -> Groups:
+    """Make the groups that `config` needs. All ranks of the default process group must call it together."""
+    training, strategy, task = config.training, config.strategy, config.task.name
+    timeout = timedelta(seconds=config.cluster.collective_timeout_s)
+    saves = task in ("train", "proof") and training.checkpoint_async and training.checkpoint_every is not None
+    saving = dist.new_group(backend="gloo", timeout=timeout) if saves else None
+    ranks = Layout() if strategy.execution == DATAPARALLEL else layout
+    mesh = build_mesh(ranks, device_type=device_type, first=servers(strategy))
+    join_axes(mesh, generates=task == "generate")
+    share_ends = task != "generate" and not schedule_of(strategy).v_shaped
+    ends = ends_group(mesh) if share_ends else None
+    set_timeout(timeout)
+    return Groups(mesh, ends, saving)
+
+
+def join_axes(mesh: DeviceMesh, *, generates: bool) -> None:
+    """Make the groups of several axes. The mesh keeps them: `joint` returns them later, and makes none."""
+    slices = slicing_axis(mesh)
+    joint(mesh, *BATCH_AXES, *SAMPLE_AXES)
+    if generates:
+        joint(mesh, "pipeline", "tensor")
+    elif slices is None:
+        joint(mesh, *AVERAGED_AXES)
+
+
+def ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The group of this pipeline's first and last rank, which share tied weights; None on other ranks."""
+    if (axis := axis_of(mesh, "pipeline")) is None or axis.size() == 2:
+        return None if axis is None else axis.get_group()
+    assert mesh.mesh_dim_names is not None
+    dim = mesh.mesh_dim_names.index("pipeline")
+    pipelines = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim))  # [pipeline, rank]
+    own_group = None
+    for ranks in pipelines.tolist():
+        ends = [ranks[0], ranks[-1]]
+        group = dist.new_group(ends, group_desc="tied ends")
+        if dist.get_rank() in ends:
+            own_group = group
+    return own_group

@@ -1,0 +1,95 @@
+"""Weights in bfloat16 for a step: each is cast once, and its gradient reaches the float32 weight.
+
+Autocast casts every weight in each forward pass, and in each recomputation, and leaves the output of an
+embedding, and so the stream between blocks and between stages, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn import Embedding, Linear, Module, Parameter, RMSNorm
+
+from hpc_parallel.config.layout import DATAPARALLEL
+from hpc_parallel.config.schedules import schedule_of
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.strategies.forward_backward import ForwardBackward
+from hpc_parallel.strategies.precision import HALF
+from hpc_parallel.torch_internals import Convolution, parameters_of
+
+KINDS = (Linear, Embedding, Convolution, RMSNorm)
+"""Modules that compute in the type of their weights; torch's fused RMSNorm needs inputs of the same type.
+
+All other weights stay float32: autocast computes with them in float32, or casts them.
+"""
+
+
+def applies(config: RunConfig) -> bool:
+    """Whether a step of `config` without fully_shard, which casts weights itself, uses cast weights.
+
+    A schedule that splits the backward pass computes gradients of the weights that a module holds. The
+    replicas of nn.DataParallel and compiled blocks hold weights of their own.
+    """
+    strategy = config.strategy
+    outside = strategy.execution == DATAPARALLEL or schedule_of(strategy).splits_backward
+    return config.training.precision == "bfloat16" and not outside and not config.training.compile
+
+
+def cast_for_good(model: LayeredModel) -> None:
+    """Replace the weights of a `model` that is never trained."""
+    for weights, name in _places(model):
+        weight = weights[name]
+        assert isinstance(weight, Parameter)
+        weight.data = weight.data.to(HALF["bfloat16"])
+
+
+class CastOnce:
+    """The `inner` schedule with the weights of `parts` in bfloat16."""
+
+    def __init__(self, inner: ForwardBackward, *, parts: Sequence[LayeredModel]) -> None:
+        self._inner = inner
+        self._parts = parts
+        self.copies = inner.copies
+
+    def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with cast_weights(self._parts):
+            return self._inner.train(inputs, targets)
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with cast_weights(self._parts):
+            return self._inner.evaluate(inputs, targets)
+
+
+@contextmanager
+def cast_weights(parts: Sequence[Module]) -> Iterator[None]:
+    """Let the modules of `parts` hold casts of their weights; a shared weight has one.
+
+    The backward passes of all microbatches go through the same cast, which keeps nothing for them.
+    """
+    casts: dict[int, Tensor] = {}
+    replaced: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+    try:
+        for part in parts:
+            for weights, name in _places(part):
+                weight = weights[name]
+                assert weight is not None
+                cast = casts.setdefault(id(weight), weight.to(HALF["bfloat16"]))
+                replaced.append((weights, name, weight))
+                weights[name] = cast
+        yield
+    finally:
+        for weights, name, weight in replaced:
+            weights[name] = weight
+
+
+def _places(model: Module) -> Iterator[tuple[dict[str, Tensor | None], str]]:
+    """The tables of weights and the names to cast; a weight that is already cast is left out."""
+    for module in model.modules():
+        weights = parameters_of(module)
+        if isinstance(module, KINDS) and getattr(weights.get("weight"), "dtype", None) == torch.float32:
+            yield weights, "weight"

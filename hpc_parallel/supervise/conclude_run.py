@@ -1,0 +1,279 @@
+"""Find the root cause after a job has failed; write it to `failure.json` and print one line.
+
+A batch script ends with `python -m hpc_parallel.job conclude RUN_FOLDER RETURNCODE [--log FILE]`. It must
+start fast, so neither torch nor Hydra is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from hpc_parallel.record import attempts
+from hpc_parallel.record.metrics_file import MetricsReader
+from hpc_parallel.record.recorded_slow_ranks import accusations
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_read import DamagedError, read_json, read_tail
+from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.record.values import texts
+from hpc_parallel.supervise import failure, restart
+from hpc_parallel.supervise.failure import Record
+from hpc_parallel.supervise.hang_cause import cause_of
+from hpc_parallel.supervise.root_cause import (
+    TERMINATION_SIGNALS,
+    find_root_cause,
+    killed_tasks,
+    lost_node,
+    missing_rank,
+    this_attempt,
+)
+from hpc_parallel.supervise.summary import summarise
+
+_LOG_LINES = 40
+_TIME_LIMIT = re.compile(r"DUE TO TIME LIMIT|^Slurm says of job [\d_]+: timeout", re.MULTILINE)
+
+
+def conclude(
+    folder: RunFolder,
+    *,
+    returncode: int,
+    text: str = "",
+    cancelled: bool | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> str | None:
+    """Find the root cause; write `failure.json` and, if rank 0 wrote none, `summary.json`.
+
+    returncode, text: exit code of the job and end of its log, used if no rank wrote a record;
+    cancelled: whether the run was asked to end, None to infer this from the records and the log;
+    environment: Slurm's variables of the job.
+
+    Returns one line that names the cause, or None if nothing failed.
+    """
+    failure.remove_partial_files(folder)
+    summary = read_json(folder.summary)
+    if summary is not None and summary.get("outcome") in ("completed", "preempted"):
+        return None
+    if (stopped := read_json(folder.stopped)) is not None:
+        return _conclude_stop(folder, stopped=stopped, environment=environment)
+    records = failure.records(folder)
+    records += killed_tasks(folder, text=text, recorded={record.rank for record in records})
+    if returncode == 0 and not records and not cancelled:
+        return None
+    cause = find_root_cause(records)
+    if cause is not None and cause.kind in (failure.HANG, failure.LOST_PEER, failure.STOPPED):
+        cause = cause_of(folder, records) or cause
+    if cancelled or (cancelled is None and _looks_cancelled(cause, returncode=returncode, text=text)):
+        by = f" by {cause.signal}, first rank {cause.rank} on {cause.host}" if cause and cause.signal else ""
+        line, outcome, how = f"cancelled{by}", "cancelled", "cancelled"
+        ended: dict[str, Any] = {"host": None, "details": {}}
+    else:
+        lost = _slurm_failure(folder, cause, records=records, text=text) if cancelled is None else None
+        ended = lost or _rank_failure(folder, cause, records=records, returncode=returncode, text=text)
+        write_json(folder.failure, ended)  # before the summary, whose presence means that all is written
+        line, outcome, how = str(ended["line"]), "failed", str(ended["kind"])
+    if summary is None:
+        attempts.end(folder, how=how, host=ended["host"], exclude=texts(ended["details"].get("exclude")))
+        write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
+    return line
+
+
+def _looks_cancelled(cause: Record | None, *, returncode: int, text: str) -> bool:
+    """Whether the first rank, or else the job, ended by a signal to terminate that Slurm does not explain."""
+    if _hit_time_limit(text) or lost_node(text, cause=cause):
+        return False
+    return (cause.signal if cause else _signal_of_code(returncode)) in TERMINATION_SIGNALS
+
+
+def _hit_time_limit(text: str) -> bool:
+    return _TIME_LIMIT.search("\n".join(this_attempt(text).splitlines()[-_LOG_LINES:])) is not None
+
+
+def _slurm_failure(
+    folder: RunFolder, cause: Record | None, *, records: Sequence[Record], text: str
+) -> dict[str, Any] | None:
+    """The content of `failure.json` if Slurm reports a time limit or a lost node."""
+    if _hit_time_limit(text):
+        return _out_of_time(folder)
+    if lost := lost_node(text, cause=cause):
+        return _without_rank(
+            kind=failure.NODE_LOST, message=lost, line=_with_count(lost, records), followers=records
+        )
+    return None
+
+
+def _rank_failure(
+    folder: RunFolder, cause: Record | None, *, records: Sequence[Record], returncode: int, text: str
+) -> dict[str, Any]:
+    """The content of `failure.json` if a rank, or the job itself, failed."""
+    if cause is None:
+        return _without_record(folder, returncode=returncode, text=text)
+    cause = missing_rank(folder, cause=cause, records=records)
+    return _failed(cause, followers=[record for record in records if record.rank != cause.rank])
+
+
+def may_restart(folder: RunFolder) -> bool:
+    """Whether the run may start again after the failure in `failure.json`."""
+    ended = read_json(folder.failure)
+    if ended is None or (folder.stopped.exists()):
+        return False
+    config = folder.read_config()
+    recoverable = failure.can_restart(ended, on_nonfinite=config["training"]["on_nonfinite"])
+    return restart.allowed(folder, how=ended["kind"], recoverable=recoverable, launcher=config["launcher"])
+
+
+def _conclude_stop(folder: RunFolder, *, stopped: Mapping[str, Any], environment: Mapping[str, str]) -> str:
+    """Conclude a run whose ranks saved their state after a signal, and restart it if this is allowed."""
+    how = restart.why_stopped(stopped["signal"], environment=environment)
+    attempts.end(folder, how=how)
+    launcher = folder.read_config()["launcher"]
+    restarts = restart.allowed(folder, how=how, recoverable=False, launcher=launcher)
+    reasons = {
+        restart.TIME_LIMIT: f"the time limit of {launcher['time_minutes']} min was near",
+        restart.PREEMPTED: "preempted by Slurm",
+        restart.CANCELLED: f"cancelled by {stopped['signal']}",
+    }
+    line = f"{reasons[how]}: saved at step {stopped['step']}"
+    if how == restart.TIME_LIMIT and not restarts:
+        line += f"; launcher.max_requeues={launcher['max_requeues']} are used up"
+        write_json(folder.failure, _without_rank(kind=failure.TIME_LIMIT, message=line, line=line))
+    if not restarts:
+        line += f"; go on with resume={folder.path}"
+    outcome = "preempted" if restarts else "cancelled" if how == restart.CANCELLED else "failed"
+    write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
+    write_json(folder.stopped, {**stopped, "how": how, "line": line})
+    if restarts:  # last, because Slurm may end this process at once
+        line += f"; {restart.requeue_or_resubmit(folder, launcher=launcher, environment=environment)}"
+    return line
+
+
+def _failed(cause: Record, *, followers: Sequence[Record]) -> dict[str, Any]:
+    """The content of `failure.json` for a rank that failed first."""
+    line = _with_count(f"rank {cause.rank} on {cause.host} failed first: {cause.message}", followers)
+    return {
+        "rank": cause.rank,
+        "host": cause.host,
+        "node": cause.node,
+        "kind": cause.kind,
+        "message": cause.message,
+        "signal": cause.signal,
+        "time": cause.time,
+        "traceback": cause.traceback,
+        "details": cause.details,
+        "followers": _brief(followers),
+        "line": line,
+    }
+
+
+def _with_count(line: str, followers: Sequence[Record]) -> str:
+    return line + (f"; {len(followers)} follower{'s' * (len(followers) > 1)}" if followers else "")
+
+
+def _brief(followers: Sequence[Record]) -> list[dict[str, Any]]:
+    return [{"rank": record.rank, "host": record.host, "kind": record.kind} for record in followers]
+
+
+def _without_record(folder: RunFolder, *, returncode: int, text: str) -> dict[str, Any]:
+    """The content of `failure.json` if no rank wrote a record: a set-up line failed, for example."""
+    when = "and no rank said why" if any(folder.logs.glob("rank-*.out")) else "before any rank started"
+    lines = [line for line in text.splitlines() if line.strip()][-_LOG_LINES:]
+    name = _signal_of_code(returncode)
+    how = f"killed by {name}" if name else f"exit code {returncode}"
+    last = lines[-1].strip() if lines else ""
+    message = last if "exit code" in last else f"{how}: {last}" if last else how
+    return _without_rank(
+        kind=failure.KILLED if name else failure.START,
+        message=message,
+        line=f"the job failed {when}: {message}",
+        signal=name,
+        traceback=lines,
+    )
+
+
+def _signal_of_code(returncode: int) -> str | None:
+    """The name of the signal in an exit code of subprocess (negative) or of a shell (above 128)."""
+    if returncode < 0:
+        return failure.signal_name(-returncode)
+    return failure.signal_name(returncode - 128) if 128 < returncode < 128 + 65 else None
+
+
+def _out_of_time(folder: RunFolder) -> dict[str, Any]:
+    """The content of `failure.json` for a job that Slurm ended at its time limit."""
+    lines = MetricsReader(folder.metrics).read()
+    step = lines[-1]["step"] if lines else 0
+    minutes = folder.read_config()["launcher"]["time_minutes"]
+    message = f"the time limit of {minutes} min was reached after step {step}"
+    return _without_rank(
+        kind=failure.TIME_LIMIT,
+        message=message,
+        line=f"{message}: raise launcher.time_minutes, or train less",
+    )
+
+
+def _without_rank(
+    *,
+    kind: str,
+    message: str,
+    line: str,
+    signal: str | None = None,
+    traceback: Sequence[str] = (),
+    followers: Sequence[Record] = (),
+) -> dict[str, Any]:
+    """A `failure.json` that blames no rank."""
+    return {
+        "rank": None,
+        "host": None,
+        "node": None,
+        "kind": kind,
+        "message": message,
+        "signal": signal,
+        "time": datetime.now(UTC).isoformat(timespec="microseconds"),
+        "traceback": list(traceback),
+        "details": {},
+        "followers": _brief(followers),
+        "line": line,
+    }
+
+
+def _summary(folder: RunFolder, *, outcome: str, environment: Mapping[str, str]) -> dict[str, Any]:
+    return summarise(
+        folder.read_config(),
+        outcome=outcome,
+        lines=MetricsReader(folder.metrics).read(),
+        history=attempts.history(folder, environment=environment),
+        measured={"slow_ranks": accusations(folder)},
+    )
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m hpc_parallel.job conclude", description=__doc__)
+    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("returncode", type=int, help="exit code of srun or of the agent")
+    parser.add_argument("--log", type=Path, help="the job's log, used if no rank wrote a record")
+    parser.add_argument("--again", action="store_true", help="restart the Slurm job if this is allowed")
+    parser.add_argument("--cancelled", action="store_true", default=None, help="the run was asked to end")
+    options = parser.parse_args(arguments)
+    for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(signal_number, signal.SIG_IGN)  # Slurm ends a requeued job, but this must finish first
+    environment = os.environ if options.again else {}  # a local run may be inside a job that is not its own
+    folder = RunFolder(options.run_folder)
+    text = ""
+    if options.log:
+        with suppress(FileNotFoundError, DamagedError):
+            text = read_tail(options.log).decode(errors="replace")
+    line = conclude(
+        folder, returncode=options.returncode, text=text, cancelled=options.cancelled, environment=environment
+    )
+    if line:
+        print(line, file=sys.stderr, flush=True)
+    if "SLURM_JOB_ID" in environment and may_restart(folder):
+        launcher = folder.read_config()["launcher"]
+        line = restart.requeue_or_resubmit(folder, launcher=launcher, environment=os.environ)
+        print(line, file=sys.stderr)

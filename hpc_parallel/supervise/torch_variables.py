@@ -1,0 +1,30 @@
+"""Variables that torch reads when it compiles and when it first uses a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.supervise.fabric import set_unset
+
+# Newer names replace older ones, which torch still reads: any of them is the user's setting.
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def use_compiler_cache(folder: RunFolder, environment: MutableMapping[str, str]) -> dict[str, str]:
+    """Keep compiled code in the run folder: ranks share it, and a run that starts again finds it."""
+    reason = "ranks and restarts share compiled code"
+    return set_unset(environment, {COMPILER_CACHE: str(folder.compiled)}, reason=reason)
+
+
+def use_expandable_segments(environment: MutableMapping[str, str]) -> dict[str, str]:
+    """Let the GPU allocator grow its segments, unless the user has set it up (torch's notes on CUDA)."""
+    if configures_allocator(environment):
+        return {}
+    reason = "less memory is lost between segments"
+    return set_unset(environment, {ALLOCATOR[-1]: "expandable_segments:True"}, reason=reason)
+
+
+def configures_allocator(environment: Mapping[str, str]) -> bool:
+    return any(name in environment for name in ALLOCATOR)

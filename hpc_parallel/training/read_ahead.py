@@ -1,0 +1,103 @@
+"""Reads the batch of the next step in a thread while a step runs.
+
+A checkpoint knows nothing of a batch that was read ahead: the samples of a step depend on its number only.
+Only one thread reads at a time, because a user's dataset may not be safe for two.
+
+The global generators of random numbers belong to the main thread. Samples that draw from them are read there.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from hpc_parallel.data.generators import GeneratorStates, generator_states
+from hpc_parallel.data.sampler import Batches, QuietSamples
+from hpc_parallel.supervise.progress import READER
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass
+class _Reading:
+    """One batch on its way from the thread."""
+
+    step: int
+    before: GeneratorStates | None  # when it was asked for, if its samples may draw
+    done: threading.Event = field(default_factory=threading.Event)
+    batch: Batch | None = None
+    error: BaseException | None = None
+
+
+class ReadAhead:
+    """The batches of training, in order, each read while the step before it runs.
+
+    The thread ends with `close`, and with the process: a read that hangs holds up neither.
+    """
+
+    def __init__(self, batches: Batches, *, steps: int, pin: Callable[[Batch], Batch]) -> None:
+        """steps: of the entire training; `pin` prepares a batch for the copy to the device, in the thread."""
+        self._batches, self._steps, self._pin = batches, steps, pin
+        self._on = not batches.draws and batches.replica is not None
+        self._requests: queue.SimpleQueue[_Reading | None] = queue.SimpleQueue()
+        self._reading: _Reading | None = None
+        self._thread: threading.Thread | None = None
+
+    def next(self, step: int) -> Batch:
+        """Returns the batch of the 0-based `step`, and begins to read the one after it.
+
+        Raises what the samples raise, at the step whose batch it is.
+        """
+        reading, self._reading = self._reading, None
+        batch = self._batches.at(step) if reading is None or reading.step != step else self._take(reading)
+        if self._on and step + 1 < self._steps:
+            self._begin(step + 1)
+        return batch
+
+    def settle(self) -> None:
+        """Wait until the thread reads nothing, before the main thread reads."""
+        if self._reading is not None:
+            self._reading.done.wait()
+
+    def close(self) -> None:
+        """Let the thread end after the batch that it reads."""
+        self._requests.put(None)
+
+    def _begin(self, step: int) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._read_requested, name=READER, daemon=True)
+            self._thread.start()
+        self._reading = _Reading(step, before=generator_states() if self._batches.is_random else None)
+        self._requests.put(self._reading)
+
+    def _read_requested(self) -> None:
+        while (reading := self._requests.get()) is not None:
+            try:
+                reading.batch = self._pin(self._batches.at(reading.step, seeded=False))
+            except BaseException as error:  # raised again in the main thread, with its traceback
+                reading.error = error
+            reading.done.set()
+
+    def _take(self, reading: _Reading) -> Batch:
+        reading.done.wait()
+        if reading.before is not None and generator_states() != reading.before:
+            return self._read_again(reading.step, before=reading.before)
+        if reading.error is not None:
+            raise reading.error
+        assert reading.batch is not None
+        return reading.batch
+
+    def _read_again(self, step: int, *, before: GeneratorStates) -> Batch:
+        """Something has drawn random numbers since the request: a sample, or the model in the main thread.
+
+        If it was a sample, what it drew is undone. From now on the main thread reads all batches.
+        """
+        self._on = False
+        samples = self._batches.samples
+        if isinstance(samples, QuietSamples) and samples.draws_at(self._batches.positions(step)):
+            before.restore()
+        return self._batches.at(step)

@@ -1,0 +1,27 @@
+"""The bytes of weights, gradients and optimizer state that each rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hpc_parallel.strategies import exchange
+from hpc_parallel.training.optimizer import ModelOptimizer
+
+
+def local_bytes(tensors: Iterable[Tensor]) -> int:
+    """The bytes of the numbers that this rank holds; of a DTensor, those of the local shard."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    return sum(tensor.nbytes for tensor in local)
+
+
+def state_by_rank(held_bytes: Mapping[str, int], optimizer: ModelOptimizer) -> list[dict[str, int]] | None:
+    """`rank_state_bytes` of `summary.json`; None if this start has trained no step.
+
+    `held_bytes`: of `Step`. The same on all ranks; all must call it together.
+    """
+    if not held_bytes:
+        return None
+    return exchange.all_gather({**held_bytes, "optimizer": local_bytes(optimizer.state().values())})

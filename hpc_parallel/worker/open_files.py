@@ -1,0 +1,39 @@
+"""The files that a rank may have open: each of its sockets is one."""
+
+from __future__ import annotations
+
+import resource
+
+from hpc_parallel.supervise.world import World
+
+RESERVE = 512  # libraries, logs, data, devices
+MOST = 2**20  # if the system has no limit
+
+
+def raise_limit() -> int:
+    """Raise this process's limit to what the system allows; returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = MOST if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit
+
+
+def needed(world: World) -> int:
+    """The files that this rank may come to need.
+
+    A rank may send to every other one. Rank 0 also has the store, with up to two connections of each rank,
+    and receives the plan of a checkpoint from each. docs/performance.md has the counts.
+    """
+    return RESERVE + world.world_size * (4 if world.rank == 0 else 1)
+
+
+def shortage(limit: int, world: World) -> str | None:
+    """Why `limit` is too low for this start, with what to do; None if it is not."""
+    if (files := needed(world)) <= limit:
+        return None
+    return (
+        f"rank {world.rank} on {world.host} may have {limit:,} files open, and {world.world_size:,} ranks "
+        f'may need {files:,} there: a connection can fail with "Too many open files". The system sets this '
+        f"limit. Ask the administrators for LimitNOFILE={files} or more for slurmd (`ulimit -Hn` shows it)."
+    )

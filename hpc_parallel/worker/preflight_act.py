@@ -1,0 +1,62 @@
+"""Warn of what preflight checks have found, stop the run for it, or start again without the accused hosts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from hpc_parallel.record.recorded_preflight import listed_hosts
+from hpc_parallel.supervise.preflight_findings import Finding
+from hpc_parallel.training.nonfinite import FollowerError
+
+STOP, EXCLUDE = "stop", "exclude"
+
+
+class PreflightError(RuntimeError):
+    """Raised on the ranks of the hosts that are to blame. `details` is for `failure.json`.
+
+    exclude: the hosts that the next start leaves out; if empty, there is no next start.
+    """
+
+    def __init__(self, message: str, *, exclude: Sequence[str]) -> None:
+        super().__init__(message)
+        self.details = {"exclude": list(exclude)}
+
+
+def warn(findings: Sequence[Finding]) -> None:
+    """Write a line for each finding, and the flag that leaves out the hosts to blame."""
+    for finding in findings:
+        print(f"WARNING: preflight: {finding.line}", file=sys.stderr, flush=True)
+    if hosts := accused(findings):
+        print(f"To start without: launcher.exclude={','.join(hosts)}", file=sys.stderr, flush=True)
+
+
+def accused(findings: Sequence[Finding]) -> list[str]:
+    """The hosts to blame for harmful findings."""
+    return list(dict.fromkeys(finding.host for finding in findings if finding.harmful and finding.excludable))
+
+
+def act_on(findings: Sequence[Finding], *, act: str, host: str, hosts: Sequence[str]) -> None:
+    """Stop this rank if `act` is `stop` or `exclude` and a finding is harmful. The same on all ranks.
+
+    act: `preflight.act`; host: of this rank; hosts: all of the run.
+
+    Raises PreflightError on the ranks of all hosts to blame and FollowerError on the others.
+    """
+    harmful = [finding for finding in findings if finding.harmful]
+    if not harmful or act not in (STOP, EXCLUDE):
+        return
+    # A finding of several hosts would be there at the next start too.
+    first = next((finding for finding in harmful if not finding.excludable), harmful[0])
+    blamed = accused(harmful) if first.excludable else [first.host]
+    message = first.line + (f"; also accused: {listed_hosts(blamed[1:])}" if len(blamed) > 1 else "")
+    if host not in blamed:
+        raise FollowerError(f"ended with {message}")
+    exclude = blamed if act == EXCLUDE and first.excludable and len(blamed) < len(hosts) else []
+    raise PreflightError(message + ("" if exclude else _advice(first, blamed=blamed)), exclude=exclude)
+
+
+def _advice(first: Finding, *, blamed: Sequence[str]) -> str:
+    if first.excludable:
+        return f". Try launcher.exclude={','.join(blamed)}, or preflight.act=report"
+    return ". No host alone is to blame, so none is excluded. Correct it, or try preflight.act=report"

@@ -1,0 +1,78 @@
+"""How early a run must begin its last save, so that Slurm's time limit does not cut it off.
+
+Slurm sends its signal `launcher.grace_s` before the limit, which was chosen before any save was measured. The
+state of a large model takes longer, so rank 0 compares the time left with the time that saves take.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime
+
+from hpc_parallel.record.job_state import job_fields, job_of
+
+MARGIN_S = 30.0  # to notice, to end all ranks, and to requeue
+SAVES = 2  # one may be in progress, and the next one waits for it
+_END = "SLURM_JOB_END_TIME"  # seconds since 1970; Slurm 23.02 and newer set it
+
+
+class TimeLimit:
+    """The end of this job by Slurm's clock, and the time that the run needs before it."""
+
+    def __init__(
+        self,
+        *,
+        end_s: float,
+        current_end_s: Callable[[], float | None],
+        save_s: Callable[[], float | None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`end_s`: as it was when the job began. `save_s`: the time of the newest save, None before it.
+
+        `current_end_s`: asks Slurm, because an administrator may have moved the limit; None if it is silent.
+        """
+        self._end_s = end_s
+        self._current_end_s = current_end_s
+        self._save_s = save_s
+        self._clock = clock
+        self._most_s = (end_s - clock()) / 2  # a short job keeps half of its time
+
+    def is_near(self, *, step_s: float) -> bool:
+        """Whether the run must save now; `step_s`: the time of a step, which delays the next look."""
+        save_s = self._save_s()
+        if save_s is None:
+            return False
+        needed_s = min(SAVES * (save_s + step_s) + MARGIN_S, self._most_s)
+        if self._end_s - self._clock() > needed_s:
+            return False
+        self._end_s = self._current_end_s() or self._end_s
+        left_s = self._end_s - self._clock()
+        if left_s > needed_s:
+            return False
+        print(f"saving {left_s:.0f} s before the time limit, because a save takes {save_s:.0f} s", flush=True)
+        return True
+
+
+def time_limit_of(environment: Mapping[str, str], *, save_s: Callable[[], float | None]) -> TimeLimit | None:
+    """The limit of the job that `environment` describes; None outside of a job or if its end is unknown."""
+    job = job_of(environment)
+    if job is None:
+        return None
+
+    def current_end_s() -> float | None:
+        return _end_in((job_fields(job) or {}).get("EndTime"))
+
+    text = environment.get(_END, "")
+    end_s = float(text) if text.isdecimal() else current_end_s()
+    return None if not end_s else TimeLimit(end_s=end_s, current_end_s=current_end_s, save_s=save_s)
+
+
+def _end_in(text: str | None) -> float | None:
+    """Seconds since 1970 of scontrol's local time; None for `Unknown` and the like."""
+    try:
+        end_s = datetime.fromisoformat(text or "").timestamp()
+    except (ValueError, OverflowError):
+        return None
+    return end_s if math.isfinite(end_s) else None

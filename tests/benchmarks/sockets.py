@@ -1,0 +1,80 @@
+"""The sockets of each rank after it has trained and saved, of real ranks on this machine.
+
+python tests/benchmarks/sockets.py [ranks ...] [-- overrides ...]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.supervise.world import World
+from hpc_parallel.worker.main import join
+from hpc_parallel.worker.session import read_config
+from hpc_parallel.worker.train import train
+from tests.composed import prepared
+
+FORK = multiprocessing.get_context("fork")
+SMALL = (
+    "nodes=1", "launcher=local", "launcher.snapshot=false", "device=cpu", "training.steps=3",
+    "training.checkpoint_every=1", "data.max_bytes=100000", "data.sequence_length=16", "model.layers=1",
+    "model.dim=16", "model.heads=2", "model.kv_heads=2", "model.ffn_dim=32", "cluster.start_timeout_s=300",
+)  # fmt: skip
+
+
+def rank(folder: RunFolder, number: int, size: int, pipe: Any, done: Any) -> None:
+    torch.set_num_threads(1)
+    world = World(number, size, number, size, 0, 1, host="here", launcher="torchrun", attempt="start")
+    config, values = read_config(folder.config)
+    device = torch.device("cpu")
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        join(folder, config=config, world=world, device=device, reasons={})
+        train(config, values=values, folder=folder, device=device, environment={})
+    dist.barrier()
+    pipe.send(sockets())
+    done.wait()
+    os._exit(0)
+
+
+def sockets() -> int:
+    """The sockets that this process has open, without those of `multiprocessing`."""
+    return len(psutil.Process().net_connections("inet"))
+
+
+def count(size: int, overrides: list[str]) -> list[int]:
+    """The sockets of each of `size` ranks, by rank."""
+    with tempfile.TemporaryDirectory() as path:
+        batch = f"training.global_batch_size={size}"
+        run = prepared(f"run_dir={path}/run", *SMALL, f"gpus_per_node={size}", batch, *overrides)
+        run.write()
+        folder = RunFolder(Path(path) / "run")
+        pipes, done = [FORK.Pipe() for _ in range(size)], FORK.Event()
+        for number in range(size):
+            FORK.Process(
+                target=rank, args=(folder, number, size, pipes[number][1], done), daemon=True
+            ).start()
+        counts = [here.recv() for here, _ in pipes]
+        done.set()
+    return counts
+
+
+def main(words: list[str]) -> None:
+    at = words.index("--") if "--" in words else len(words)
+    print("ranks  rank 0  most of the others")
+    for size in [int(word) for word in words[:at]] or [2, 4, 8]:
+        first, *others = count(size, words[at + 1 :])
+        print(f"{size:5}  {first:6}  {max(others):18}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

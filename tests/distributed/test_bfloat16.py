@@ -1,0 +1,70 @@
+"""Weights in bfloat16 for a step, over float32 weights: the same curve on every layout, short messages."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from hpc_parallel.models.transformer import Transformer
+from hpc_parallel.strategies.working_weights import cast_weights
+from tests.parity import COMMON, Alone, in_full, largest_difference
+from tests.workers import Workers
+
+HALF = "training.precision=bfloat16"
+
+
+def test_a_weight_is_cast_once_and_its_gradient_reaches_it() -> None:
+    model = Transformer(layers=2, dim=16, heads=2, kv_heads=1, ffn_dim=24, vocab_size=11)
+    original = dict(model.named_parameters())
+    tokens = torch.randint(11, (2, 6))
+    with cast_weights([model]):
+        assert model.stem.weight is model.head.output.weight
+        assert model.stem.weight.dtype == torch.bfloat16
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            streams = [model.blocks["0"](model.stem(tokens)) for _ in range(2)]
+            losses = [model.head(model.blocks["1"](x)).float().square().sum() for x in streams]
+        assert [x.dtype for x in streams] == [torch.bfloat16] * 2
+        for loss in losses:  # two microbatches go back through the same casts
+            loss.backward()
+    assert dict(model.named_parameters()) == original
+    assert all(p.grad is not None and p.dtype == p.grad.dtype == torch.float32 for p in original.values())
+    assert all(float(p.grad.abs().sum()) > 0 for p in original.values())
+
+
+LAYOUTS = ["strategy=data nodes=2", "strategy=pipeline nodes=2", "strategy=fsdp nodes=2"]
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[1], *in_full([(LAYOUTS[0],), (LAYOUTS[2],)])])
+def test_the_curve_is_that_of_one_device_in_bfloat16(workers: Workers, alone: Alone, layout: str) -> None:
+    """A bfloat16 has 8 bits, so one rounding is up to 2^-9. A mean over hundreds of tokens differs by less
+    than one rounding of a single number, although layouts round in another order."""
+    reference = alone(HALF)
+    split = workers.train(*COMMON, HALF, *layout.split())
+    assert largest_difference(split.losses, reference.losses) < 2**-9
+    assert all(weight.dtype == torch.float32 for weight in split.weights.values())
+
+
+def test_activations_between_stages_have_two_bytes_a_number(workers: Workers) -> None:
+    sent = {}
+    for precision in ("float32", "bfloat16"):
+        run = workers.train(
+            *(word for word in COMMON if "measure_steps" not in word), "training.measure_steps=1",
+            f"training.precision={precision}", "strategy=pipeline", "nodes=2",
+        )  # fmt: skip
+        traffic = json.loads((run.folder / "summary.json").read_text())["traffic"]
+        sent[precision] = traffic["send"]
+    assert sent["bfloat16"] * 2 == sent["float32"]
+
+
+@pytest.mark.parametrize("layout", ["strategy=single", *in_full([("strategy=pipeline nodes=2",)])])
+def test_inference_holds_cast_weights_and_equals_the_validation(workers: Workers, layout: str) -> None:
+    """The weights come from the float32 weights of a training run."""
+    words = (*COMMON, HALF, "training.steps=3", "training.checkpoint_every=3", "training.validate_every=3")
+    trained = workers.train(*words, "strategy=single")
+    asked = "task=infer", "task.batch_sizes=[4]", "task.repeats=1", f"weights={trained.folder}"
+    inferred = workers.do(*words, *asked, *layout.split())
+    first = json.loads((inferred / "metrics.jsonl").read_text().splitlines()[0])
+    exact = trained.lines[-1]["validation_loss"]
+    assert abs(first["validation_loss"] - exact) < 2**-9 * exact * (layout != "strategy=single") + 1e-12

@@ -1,0 +1,66 @@
+"""How often weights are gathered and small gradients are added up, counted in real steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn import Parameter
+
+from hpc_parallel.config.exchanges import ALL_GATHER
+from hpc_parallel.strategies.mesh import local_gradients
+from tests.parity import COMMON
+from tests.watched_collectives import watched
+from tests.workers import Workers
+
+ONE_STEP = (
+    *(word for word in COMMON if not word.startswith("training.")),
+    "training.global_batch_size=16", "training.steps=3", "training.measure_steps=1",
+    "optimizer.warmup_steps=1",
+    "training.validate_every=null", "training.checkpoint_every=null",
+)  # fmt: skip
+
+
+def summed_norms() -> tuple[list[Tensor], int]:
+    """Three gradients that are partial sums, added up; and the all-reduces that took."""
+    axis = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
+    weights = []
+    for index, size in enumerate((3, 4, 5)):
+        weight = Parameter(DTensor.from_local(torch.zeros(size), axis, [Replicate()], run_check=False))
+        gradient = torch.full((size,), float(10**index * (dist.get_rank() + 1)))
+        weight.grad = DTensor.from_local(gradient, axis, [Partial()], run_check=False)
+        weights.append(weight)
+    calls, original = Counter[str](), dist.all_reduce
+
+    def counted(*arguments: object, **options: object) -> object:
+        calls["all_reduce"] += 1
+        return original(*arguments, **options)  # type: ignore[arg-type]
+
+    dist.all_reduce = counted  # type: ignore[assignment]
+    try:
+        return local_gradients(weights), calls["all_reduce"]
+    finally:
+        dist.all_reduce = original
+
+
+def test_partial_gradients_of_whole_weights_are_added_up_at_once(workers: Workers) -> None:
+    for gradients, calls in workers.run(2, summed_norms):
+        assert [gradient.tolist() for gradient in gradients] == [[3.0] * 3, [30.0] * 4, [300.0] * 5]
+        assert calls == 1
+
+
+def gathers(workers: Workers, *words: str) -> int:
+    """All-gathers of weights in one step, on rank 0."""
+    run = workers.prepare(*ONE_STEP, *words)
+    by_rank = workers.run(run.processes, watched, str(run.folder.path))
+    return sum(count for (how, _), count in by_rank[0].items() if how == ALL_GATHER)
+
+
+def test_a_stage_gathers_its_weights_once_a_step(workers: Workers) -> None:
+    words = ("strategy=pipeline", "nodes=2", "gpus_per_node=2", "strategy.pipeline=2", "strategy.shard=2")
+    few, many = (gathers(workers, *words, f"strategy.microbatches={count}") for count in (2, 8))
+    assert few == many > 0

@@ -1,0 +1,171 @@
+"""All ranks make the same process groups in the same order, before anything uses one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch.distributed import device_mesh
+
+from hpc_parallel.strategies import groups
+from hpc_parallel.worker import session
+from tests.workers import Workers, do_here
+
+SMALL = (
+    "training.steps=1", "training.checkpoint_every=1", "training.validate_every=null",
+    "training.measure_steps=0", "training.global_batch_size=8", "training.validation_samples=8",
+)  # fmt: skip
+TEXT = (
+    *SMALL, "data.max_bytes=100000", "data.sequence_length=16", "model.layers=3", "model.dim=16",
+    "model.heads=2", "model.kv_heads=2", "model.ffn_dim=32",
+)  # fmt: skip
+IMAGES = (*SMALL, "data=digits", "model=convnet", "data.width=64", "data.height=64")
+INFER = ("task=infer", "task.batch_sizes=[8]", "task.repeats=1")
+GENERATE = ("task=generate", "task.new_tokens=2", "task.prompt_length=4")
+FOUR, SIX = ("nodes=2", "gpus_per_node=2"), ("nodes=3", "gpus_per_node=2")
+SAVING = ("saving", (0, 1, 2, 3))
+
+
+@dataclass
+class Made:
+    """The groups that a rank made, by name and ranks, in order.
+
+    counts: at the first group of each axis, how many this rank had; torch names a split of NCCL by it.
+    early: whether a collective ran before all groups were made; late: the groups that were made later.
+    """
+
+    groups: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    early: bool = False
+    late: int = 0
+
+
+@contextmanager
+def recorded() -> Iterator[Made]:
+    made, done = Made(), []
+    world = dist.distributed_c10d._world
+    before = len(world.pg_names)
+
+    def new_group(ranks: Any = None, *, group_desc: str = "saving", **options: Any) -> Any:
+        if group_desc.startswith("mesh_") and (not made.groups or made.groups[-1][0] != group_desc):
+            made.counts.append(len(world.pg_names) - before)
+        made.groups.append((group_desc, tuple(ranks or range(dist.get_world_size()))))
+        made.late += bool(done)
+        return original(ranks, group_desc=group_desc, **options)
+
+    def make_groups(*args: Any, **options: Any) -> groups.Groups:
+        result = groups.make_groups(*args, **options)
+        done.append(result)
+        return result
+
+    def noting(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **options: Any) -> Any:
+            made.early |= not done
+            return collective(*args, **options)
+
+        return noted
+
+    original = dist.new_group
+    with (
+        mock.patch.object(dist, "new_group", new_group),
+        mock.patch.object(device_mesh, "new_group", new_group),
+        mock.patch.object(session, "make_groups", make_groups),
+        mock.patch.object(dist, "all_gather", noting(dist.all_gather)),
+        mock.patch.object(dist, "all_reduce", noting(dist.all_reduce)),
+        mock.patch.object(dist, "broadcast", noting(dist.broadcast)),
+        mock.patch.object(dist, "barrier", noting(dist.barrier)),
+    ):
+        yield made
+
+
+def groups_of_runs(folders: list[str]) -> list[Made]:
+    """The groups of several runs, one after the other on the same ranks."""
+    results = []
+    for folder in folders:
+        with recorded() as made:
+            do_here(folder)
+        results.append(made)
+    return results
+
+
+def agreed(workers: Workers, *cases: tuple[str, ...]) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """The groups of each run, after a check that all ranks made them alike and in time."""
+    runs = [workers.prepare(*case) for case in cases]
+    by_rank = workers.run(runs[0].processes, groups_of_runs, [str(run.folder.path) for run in runs])
+    for case, (first, *others) in zip(cases, zip(*by_rank, strict=True), strict=True):
+        assert all(other == first for other in others), case
+        assert (first.early, first.late) == (False, 0), case
+    return [made.groups for made in by_rank[0]]
+
+
+def mesh(name: str, *ranks: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(f"mesh_{name}", group) for group in ranks]
+
+
+def test_strategies_of_one_axis(workers: Workers) -> None:
+    """An axis of all ranks uses the default group, so that only saves have a group of their own."""
+    model = (*TEXT, *FOUR, "model.heads=4", "model.kv_heads=4", "model.layers=4")
+    cases = [(*model, f"strategy={name}") for name in ("data", "fsdp", "tensor", "context", "model")]
+    served = (*model, "strategy=parameter_server", "strategy.dedicated_server=false")
+    expected = [[SAVING]] * 4 + [[SAVING, ("tied ends", (0, 3))], [SAVING]]
+    assert agreed(workers, *cases, served) == expected
+
+
+def test_a_dedicated_server_is_in_no_group_of_the_workers(workers: Workers) -> None:
+    case = (
+        *TEXT,
+        *FOUR,
+        "strategy=parameter_server",
+        "strategy.dedicated_server=true",
+        "training.global_batch_size=6",
+    )
+    assert agreed(workers, case) == [[SAVING, *mesh("replicate", (1, 2, 3))]]
+
+
+def test_products(workers: Workers) -> None:
+    inner, outer = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+    cases = (
+        (*TEXT, *FOUR, "strategy=hsdp"),
+        (*TEXT, *FOUR, "strategy=hybrid"),
+        (*TEXT, *FOUR, "strategy=data", "strategy.context=2"),
+        (*TEXT, *FOUR, "strategy=expert", "strategy.expert=2", "strategy.replicate=2", "model=moe_tiny"),
+        (*IMAGES, *FOUR, "strategy=data", "strategy.tile=2"),
+        (*TEXT, *FOUR, "strategy=data", "strategy.context=2", *INFER),
+    )
+    assert agreed(workers, *cases) == [
+        [SAVING, *mesh("replicate", *outer), *mesh("shard", *inner)],
+        [SAVING, *mesh("pipeline", *outer), *mesh("tensor", *inner)],
+        [SAVING, *mesh("replicate", *outer), *mesh("context", *inner)],
+        [SAVING, *mesh("replicate", *outer), *mesh("expert", *inner)],
+        [SAVING, *mesh("replicate", *outer), *mesh("tile", *inner)],
+        [*mesh("replicate", *outer), *mesh("context", *inner)],
+    ]
+
+
+def test_ends_of_pipelines_come_last(workers: Workers) -> None:
+    layout = (*SIX, "strategy=pipeline", "strategy.pipeline=3", "strategy.tensor=2")
+    stages = (*mesh("pipeline", (0, 2, 4), (1, 3, 5)), *mesh("tensor", (0, 1), (2, 3), (4, 5)))
+    ends = [("tied ends", (0, 4)), ("tied ends", (1, 5))]
+    assert agreed(workers, (*TEXT, *layout), (*TEXT, *layout, *INFER), (*TEXT, *layout, *GENERATE)) == [
+        [("saving", (0, 1, 2, 3, 4, 5)), *stages, *ends],
+        [*stages, *ends],
+        list(stages),
+    ]
+
+
+def test_joined_axes(workers: Workers) -> None:
+    """The replicas of one stage are the ranks of two axes."""
+    layout = ("strategy=pipeline", "strategy.pipeline=2", "strategy.replicate=2", "strategy.context=2")
+    (made,) = agreed(
+        workers, (*TEXT, "nodes=2", "gpus_per_node=4", *layout, "training.checkpoint_async=false")
+    )
+    assert made == [
+        *mesh("pipeline", (0, 4), (1, 5), (2, 6), (3, 7)),
+        *mesh("replicate", (0, 2), (1, 3), (4, 6), (5, 7)),
+        *mesh("context", (0, 1), (2, 3), (4, 5), (6, 7)),
+        *mesh("replicate_context", (0, 1, 2, 3), (4, 5, 6, 7)),
+    ]

@@ -1,0 +1,1 @@
+"""`make gpu`: what only a machine with an NVIDIA GPU shows, in one command (see __main__.py)."""

@@ -1,0 +1,40 @@
+"""All tests of tests/gpu, several at a time; a test that did not end in time is named as such."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.gpu.report import setting
+from tests.gpu.report.findings import NOT_AVAILABLE, Findings
+
+TITLE, LIMIT_S = "the tests of tests/gpu", 75.0
+ROOT = Path(__file__).resolve().parents[3]
+OUTCOME = re.compile(r"(?:\[gw\d+\].*?)?(PASSED|FAILED|ERROR|SKIPPED)")
+NAME = re.compile(r"(tests/gpu/\S+::\S+)")
+ON_CPU = "refused_with_its_reason"  # which a dry run skips: the suite has the rest
+
+
+def run(findings: Findings) -> None:
+    if importlib.util.find_spec("pytest") is None:
+        findings.add(tests=f"{NOT_AVAILABLE}: pytest is not installed")
+        return
+    beside = importlib.util.find_spec("xdist") is not None and (os.cpu_count() or 1) > 3
+    words = ["--numprocesses", str(min(8, (os.cpu_count() or 1) // 2))] if beside else []
+    chosen = [] if setting.on_gpu() else ["-k", ON_CPU]
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "-v", "-p", "no:cacheprovider", "-o", "addopts="]
+    process = subprocess.Popen(
+        [*command, *words, *chosen], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    outcomes: dict[str, str] = {}
+    for line in process.stdout:
+        if (name := NAME.search(line)) and (outcome := OUTCOME.search(line)):
+            outcomes[name[1]] = outcome[1]
+            findings.add(outcomes=outcomes)
+    findings.add(outcomes=outcomes, returncode=process.wait())

@@ -1,0 +1,139 @@
+"""Tokens per second and MFU of about 1B and of 8B's width, an ablation, and a plain compiled loop beside it.
+
+MFU: 3 times the forward FLOPs of `LanguageModel.forward_flops` (2 for each weight and token, and the two
+attention products with their masked half; PaLM, app. B), divided by the device's dense bfloat16 peak. FP8
+is divided by the same peak, so its figure can be above 1.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from hpc_parallel.problems import ConfigError
+from hpc_parallel.training.metrics import peak_flops
+from tests.composed import prepared
+from tests.gpu.report import plain_loop, setting
+from tests.gpu.report.findings import NOT_AVAILABLE, Findings
+
+TITLE, LIMIT_S = "the benchmark", 300.0
+STEPS, LOG_EVERY = 16, 4  # the host waits for the device at a line only
+LARGE = {"layers": 4, "dim": 4096, "heads": 32, "kv_heads": 8, "ffn_dim": 14336, "vocab_size": 128256}
+ONE_B = {"layers": 16, "dim": 2048, "heads": 32, "kv_heads": 8, "ffn_dim": 8192, "vocab_size": 128256}
+SHAPES = {"1b": ONE_B, "8b width": LARGE}
+COMPILED = ("training.precision=bfloat16", "training.compile=true")
+TENSORWISE = (*COMPILED, "training.fp8=tensorwise")
+PLAIN = "plain"
+# In the order of their worth, since time may end: shape, tokens of a sequence, what, words of ours.
+CASES: Sequence[tuple[str, int, str, tuple[str, ...]]] = (
+    ("1b", 2048, "bf16, compiled", COMPILED),
+    ("1b", 2048, "plain compiled loop", (PLAIN,)),
+    ("8b width", 2048, "bf16, compiled", COMPILED),
+    ("8b width", 2048, "fp8 tensorwise", TENSORWISE),
+    ("8b width", 2048, "plain compiled loop", (PLAIN,)),
+    ("1b", 8192, "bf16, compiled", COMPILED),
+    ("1b", 2048, "without compile", ("training.precision=bfloat16",)),
+    ("1b", 2048, "whole logits", (*COMPILED, "training.chunked_loss=false")),
+    ("1b", 2048, "selective checkpointing", (*COMPILED, "training.activation_checkpointing=selective")),
+    ("1b", 2048, "speed=max", (*COMPILED, "training.speed=max")),
+    ("1b", 2048, "fp8 tensorwise", TENSORWISE),
+    ("1b", 2048, "fp8 rowwise", (*COMPILED, "training.fp8=rowwise")),
+    ("8b width", 8192, "bf16, compiled", COMPILED),
+)
+TOKENS = 8192  # of a step
+
+
+def run(findings: Findings) -> None:
+    setting.join()
+    setting.compile_quickly()
+    findings.add(peak_flops=peak_flops(setting.device()), rule=" ".join((__doc__ or "").split()))
+    titan = importlib.util.find_spec("torchtitan") is not None
+    findings.add(torchtitan="installed, not measured" if titan else NOT_AVAILABLE)
+    for name, length, what, words in CASES:
+        seq = setting.sized(length, 16)
+        samples = setting.sized(TOKENS // length, 2)
+        shape = setting.sized(SHAPES[name], setting.TINY)
+        label = f"{name}, {length} tokens, {what}"
+        if words == (PLAIN,):
+            plain(findings, label, shape, samples=samples, seq=seq)
+        else:
+            measure(findings, label, shape, samples=samples, seq=seq, words=words)
+
+
+def measure(
+    findings: Findings,
+    label: str,
+    shape: Mapping[str, int],
+    *,
+    samples: int,
+    seq: int,
+    words: tuple[str, ...],
+) -> None:
+    """One training of ours; a setting that this version lacks, or that needs too much memory, says so."""
+    fixed = (
+        "strategy=single", *(f"model.{key}={value}" for key, value in shape.items()),
+        f"training.steps={STEPS}", f"training.global_batch_size={samples}", f"data.sequence_length={seq}",
+        "training.validate_every=null", "training.checkpoint_every=null",
+        "training.measure_steps=0", f"training.log_every={LOG_EVERY}",
+        "data.max_bytes=2000000", "optimizer.learning_rate=1e-4",
+    )  # fmt: skip
+    if (missing := lacks(*fixed, *words)) is not None:
+        findings.add(**{label: f"{NOT_AVAILABLE}: {missing}"})
+        return
+    try:
+        lines = lines_of(*fixed, *words)
+    except torch.cuda.OutOfMemoryError as error:
+        findings.add(**{label: f"out of memory: {str(error).splitlines()[0]}"})
+        return
+    finally:
+        free()
+    rates = [line["tokens_per_s"] for line in lines[2:]]
+    mfu = [line["mfu"] for line in lines[2:] if line["mfu"] is not None]
+    findings.add(**{
+        label: {"tokens_per_s": median(rates), "mfu": median(mfu) if mfu else None,
+                "tflops": median(line["tflops_per_device"] for line in lines[2:]),
+                "peak_bytes": lines[-1]["peak_memory_bytes"], "last_loss": lines[-1]["loss"],
+                "first_step_s": lines[0]["step_time_s"]}
+    })  # fmt: skip
+
+
+def lacks(*words: str) -> str | None:
+    """What this version does not know of these words."""
+    try:
+        prepared(
+            "run_dir=/nonexistent/never/written", "launcher=local", f"device={setting.device().type}", *words
+        )
+    except ConfigError as error:
+        return str(error).splitlines()[0]
+    except Exception as error:  # Hydra's, for a key that is not there
+        return str(error).splitlines()[0]
+    return None
+
+
+def lines_of(*words: str) -> list[dict[str, Any]]:
+    from hpc_parallel.record.metrics_file import MetricsReader
+
+    if setting.on_gpu():
+        torch.cuda.reset_peak_memory_stats()
+    return list(MetricsReader(setting.trained(*words).metrics).read())
+
+
+def plain(findings: Findings, label: str, shape: Mapping[str, Any], *, samples: int, seq: int) -> None:
+    full = {"norm_eps": 1e-5, "rope_theta": 10000.0, "tied_head": True, **shape}
+    try:
+        step_s = plain_loop.step_s(full, samples=samples, seq=seq)
+        findings.add(**{label: {"tokens_per_s": samples * seq / step_s, "step_s": step_s}})
+    except torch.cuda.OutOfMemoryError as error:
+        findings.add(**{label: f"out of memory: {str(error).splitlines()[0]}"})
+    finally:
+        free()
+
+
+def free() -> None:
+    torch.compiler.reset()
+    if setting.on_gpu():
+        torch.cuda.empty_cache()

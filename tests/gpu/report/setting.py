@@ -1,0 +1,200 @@
+"""What the parts share: the device, sizes for a GPU and for a dry run on the CPU, steps by hand, clocks."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hpc_parallel.config.schema import AdamWConfig, StrategyConfig
+from hpc_parallel.models.layered import LayeredModel, materialise
+from hpc_parallel.models.transformer import Transformer
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.strategies import checkpointing, compiling, precision, replicate, shard
+from hpc_parallel.strategies.forward_backward import Accumulate
+from hpc_parallel.supervise.progress import Progress
+from hpc_parallel.training.gradient_norm import GradientNorm, clip
+from hpc_parallel.training.optimizer import build_optimizer
+from hpc_parallel.worker.session import read_config
+from hpc_parallel.worker.train import train
+from tests.composed import prepared
+
+GPU = {"layers": 12, "dim": 768, "heads": 12, "kv_heads": 4, "ffn_dim": 2048, "vocab_size": 32000}
+TINY = {"layers": 2, "dim": 32, "heads": 4, "kv_heads": 2, "ffn_dim": 64, "vocab_size": 256}
+
+
+def on_gpu() -> bool:
+    return os.environ.get("HPC_PARALLEL_TEST_DEVICE", "cuda") == "cuda"
+
+
+def device() -> torch.device:
+    return torch.device("cuda", 0) if on_gpu() else torch.device("cpu")
+
+
+def sized(gpu: Any, tiny: Any) -> Any:
+    """The value for a GPU, or that of a dry run."""
+    return gpu if on_gpu() else tiny
+
+
+def shape() -> dict[str, int]:
+    return dict(sized(GPU, TINY))
+
+
+def batch(*, samples: int | None = None, seq: int | None = None) -> tuple[Tensor, Tensor]:
+    """Tokens and targets [batch, seq] on the device."""
+    size = samples or sized(8, 2), (seq or sized(1024, 16)) + 1
+    tokens = torch.randint(shape()["vocab_size"], size, generator=torch.Generator().manual_seed(0))
+    tokens = tokens.to(device())
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def join(*, ranks: int = 1, backend: str | None = None, timeout_s: float = 77.0) -> None:
+    """The default process group: of this rank over NCCL (gloo on the CPU), or with a fake rest."""
+    if on_gpu():
+        torch.cuda.set_device(0)
+    if ranks > 1:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+        return
+    dist.init_process_group(
+        backend or sized("cuda:nccl,cpu:gloo", "gloo"), store=dist.HashStore(), rank=0, world_size=1,
+        timeout=timedelta(seconds=timeout_s), device_id=device() if on_gpu() else None,
+    )  # fmt: skip
+
+
+def mesh_of(axis: str) -> DeviceMesh:
+    """A mesh of this rank alone."""
+    return init_device_mesh(device().type, (1,), mesh_dim_names=(axis,))
+
+
+def build(**changes: Any) -> LayeredModel:
+    """The transformer of these parts on meta."""
+    with torch.device("meta"):
+        return Transformer(**{**shape(), **changes})
+
+
+def step_of(
+    kind: str,
+    *,
+    keeps: str = "none",
+    compiled: bool = False,
+    dtype: str = "bfloat16",
+    model: LayeredModel | None = None,
+    microbatches: int = 2,
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Our own step on one rank: `kind` is plain, data (DistributedDataParallel) or fsdp (fully_shard)."""
+    model = model or build()
+    checkpointing.apply(model, keeps=keeps, compiled=compiled)
+    if compiled:
+        compiling.apply(model)
+    options = StrategyConfig(name=kind)
+    if kind == "fsdp":
+        shard.apply(model, mesh=mesh_of("shard"), options=options, precision=dtype)
+    else:
+        precision.apply(model, precision=dtype, device_type=device().type)
+    materialise(model, seed=0, device=device(), dtype=torch.float32)
+    runner = replicate.apply(model, axis=mesh_of("replicate"), options=options) if kind == "data" else model
+    schedule = Accumulate(runner, model=model, loss=model.loss, microbatches=microbatches)
+    parameters = dict(model.named_parameters())
+    optimizer = build_optimizer(parameters, AdamWConfig())
+    norm_of = GradientNorm(parameters.values(), axes=())
+
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        loss = schedule.train(inputs, targets)
+        norm, _ = norm_of()
+        clip(parameters.values(), norm=norm, max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def compile_quickly() -> None:
+    """In a dry run, blocks are traced as on a GPU but run as traced: the C++ compiler takes a minute."""
+    if not on_gpu():
+        torch.compile = partial(torch.compile, backend="aot_eager")  # type: ignore[misc]
+
+
+def wait() -> None:
+    """Until the device is done."""
+    if on_gpu():
+        torch.cuda.synchronize()
+
+
+def seconds(work: Callable[[], object], *, repeats: int | None = None, warm_up: int = 3) -> float:
+    """The median of `work` with the device."""
+    for _ in range(sized(warm_up, 1)):
+        work()
+    wait()
+    times = []
+    for _ in range(repeats or sized(20, 2)):
+        began = time.perf_counter()
+        work()
+        wait()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def peak_bytes(work: Callable[[], object]) -> int | None:
+    """The most memory of the GPU that `work` needs; None on the CPU."""
+    if not on_gpu():
+        work()
+        return None
+    wait()
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    wait()
+    return torch.cuda.max_memory_allocated()
+
+
+@dataclass
+class Marks(Progress):
+    """When each step of a training began."""
+
+    begins_s: list[float] = field(default_factory=list)
+
+    def mark(self, phase: str, step: int) -> None:
+        super().mark(phase, step)
+        if phase in ("data", "done"):
+            self.begins_s.append(time.perf_counter())
+
+    @property
+    def steps_s(self) -> list[float]:
+        return [after - before for before, after in zip(self.begins_s, self.begins_s[1:], strict=False)]
+
+
+def trained(*words: str, marks: Progress | None = None) -> RunFolder:
+    """Train a configuration inside this process with one rank; the caller has called `join`."""
+    folder = Path(tempfile.mkdtemp(prefix="gpu-report-"))
+    fixed = ("launcher=local", "launcher.snapshot=false", f"device={device().type}")
+    run = prepared(f"run_dir={folder / 'run'}", *fixed, *words)
+    run.write()
+    config, values = read_config(run.folder.config)
+    train(
+        config,
+        values=values,
+        folder=run.folder,
+        device=device(),
+        environment={},
+        progress=marks or Progress(),
+    )
+    return run.folder
+
+
+def model_words() -> Sequence[str]:
+    """The model of these parts as words of the command line."""
+    return [f"model.{key}={value}" for key, value in shape().items()]

@@ -1,0 +1,221 @@
+"""The verdict at the top of a report, and the spread of a throughput, against numbers made by hand."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.report.gather import Gathered, Row, gather
+from hpc_parallel.report.page import render, table
+from hpc_parallel.report.spread import Spread, throughput_spread
+from hpc_parallel.report.tables import compare, scaling
+from hpc_parallel.report.verdict import scope, verdicts
+from tests.report.measured_runs import ended, note, started, state
+
+DATA, PIPELINE = ("strategy=data", "nodes=2"), ("strategy=pipeline", "nodes=2")
+
+
+@pytest.fixture
+def new(tmp_path: Path) -> Callable[[], Path]:
+    numbers = itertools.count()
+    return lambda: tmp_path / "runs" / f"{next(numbers):03}"
+
+
+def rows(tmp_path: Path) -> Sequence[Row]:
+    return gather([tmp_path / "runs"]).rows
+
+
+def texts(tmp_path: Path) -> dict[str, str]:
+    return {verdict.title: verdict.text for verdict in verdicts(rows(tmp_path))}
+
+
+def timed(folder: RunFolder, *rates: float, steps: int = 5) -> RunFolder:
+    """Replace its lines of metrics: a slow warm-up, then one line of `steps` steps for each rate."""
+    folder.metrics.unlink()
+    note(folder.metrics, step=1, samples_per_s=1.0, timed_steps=1, loss=2.0, samples=16)
+    for number, rate in enumerate(rates, start=1):
+        note(folder.metrics, step=1 + steps * number, samples_per_s=rate, timed_steps=steps)
+    return folder
+
+
+def line(rate: Any, **more: Any) -> dict[str, Any]:
+    return {"samples_per_s": rate, **more}
+
+
+@pytest.mark.parametrize(
+    ("rates", "limits"),
+    [
+        ((30.0, 10.0), None),
+        ((30.0, 10.0, 20.0), (10.0, 30.0)),
+        ((30.0, 10.0, 20.0, 40.0, 90.0), (20.0, 40.0)),
+        (range(1, 10), (3, 7)),
+    ],
+)
+def test_the_spread_has_the_middle_half_of_all_lines_after_the_first(
+    rates: Sequence[float], limits: tuple[float, float] | None
+) -> None:
+    lines = [line(1.0, timed_steps=9), *(line(rate, timed_steps=5) for rate in rates)]
+    assert throughput_spread(lines) == Spread(5 * len(rates), limits)
+
+
+def test_a_line_without_a_timed_step_is_left_out() -> None:
+    lines = [line(1.0), *(line(rate, timed_steps=2) for rate in (10, 20, 30)), line(500, timed_steps=0)]
+    assert throughput_spread(lines) == Spread(6, (10, 30))
+
+
+def test_speeds_of_different_batch_sizes_are_no_spread() -> None:
+    """Of task=infer: its throughput is that of the best batch size."""
+    assert throughput_spread([line(rate, batch_size=rate) for rate in (1, 2, 4, 8, 16)]) == Spread()
+
+
+@pytest.mark.parametrize("value", ["x", None, True, [1], {}, -1, 0, 2**70, 1e300, float("nan"), 5e-324])
+@pytest.mark.parametrize("key", ["samples_per_s", "timed_steps"])
+def test_no_strangers_line_is_a_speed(key: str, value: Any) -> None:
+    good = [line(rate, timed_steps=1) for rate in (10.0, 20.0, 30.0)]
+    assert throughput_spread([{}, *good, {**good[0], key: value}]) == Spread(3, (10.0, 30.0))
+
+
+def test_ranges_overlap_if_they_have_a_speed_in_common() -> None:
+    one = Spread(9, (10.0, 20.0))
+    others = {(20.0, 30.0): True, (5.0, 40.0): True, (21.0, 30.0): False, (1.0, 9.0): False, None: False}
+    assert {limits: one.overlaps(Spread(9, limits)) for limits in others} == others
+
+
+def test_three_lines_name_the_winner_the_lead_and_the_spread(tmp_path: Path, new: Callable[[], Path]) -> None:
+    timed(ended(new(), *DATA, samples_per_s=40, peak_memory_bytes=400_000, traffic_bytes=9000), 39, 40, 41)
+    timed(
+        ended(new(), *PIPELINE, samples_per_s=50, peak_memory_bytes=300_000, traffic_bytes=3000), 48, 50, 51
+    )
+    timed(ended(new(), "strategy=single", samples_per_s=30, peak_memory_bytes=500_000, traffic_bytes=0), 30)
+    assert texts(tmp_path) == {
+        "Fastest": "pipeline 2 x 1: 50.0 samples/s, 1.25 times as much as data 2 x 1 (40.0 samples/s). It is "
+        "the median of the logged means of 15 timed steps; the middle half of them is 48.0 to 51.0 "
+        "samples/s.",
+        "Leanest": "pipeline 2 x 1: 300 kB on the fullest device, 75.0 % of data 2 x 1 (400 kB). It is the "
+        "peak of the run, and has no spread.",
+        "Quietest": "pipeline 2 x 1: 3.00 kB sent by all devices in one step, 33.3 % of data 2 x 1 (9.00 "
+        "kB). It is counted in one step, and has no spread.",
+    }
+    assert scope(rows(tmp_path)) == ""
+
+
+def test_speeds_that_cannot_be_told_apart_share_the_star(tmp_path: Path, new: Callable[[], Path]) -> None:
+    timed(ended(new(), *DATA, samples_per_s=40), 38, 40, 44)
+    timed(ended(new(), *PIPELINE, samples_per_s=42), 41, 42, 43)
+    timed(ended(new(), "strategy=single", samples_per_s=30), 29, 30, 31)
+    comparison = compare(rows(tmp_path))
+    assert [cells[0].best for cells in comparison.cells] == [True, True, False]
+    assert [(cells[0].text, cells[0].spread) for cells in comparison.cells] == [
+        ("40.0", "38.0 to 44.0"), ("42.0", "41.0 to 43.0"), ("30.0", "29.0 to 31.0"),
+    ]  # fmt: skip
+    assert [column.key for column in comparison.columns][:2] == ["samples_per_s", "step_time_s"]
+    assert texts(tmp_path)["Fastest"].startswith(
+        "pipeline 2 x 1; data 2 x 1 (can't be told apart): 42.0 samples/s, 1.40 times as much as single 1 x "
+        "1 (30.0 samples/s). "
+    )
+    timed(ended(new(), *DATA, "strategy.bucket_mb=1", samples_per_s=50), 49, 50, 51)
+    comparison = compare(rows(tmp_path))
+    assert [cells[0].best for cells in comparison.cells] == [False, False, False, True]
+
+
+def test_a_cpu_is_judged_by_the_state_that_is_counted(tmp_path: Path, new: Callable[[], Path]) -> None:
+    """The peak of a process includes the interpreter; without counted states it says so."""
+    for words, memory, states in ((DATA, 100, state(800, 800)), (PIPELINE, 900, state(400, 600))):
+        folder = ended(new(), *words, peak_memory_bytes=memory, rank_state_bytes=states)
+        write_json(folder.environment, {"cuda": None})
+    assert texts(tmp_path)["Leanest"] == (
+        "pipeline 2 x 1: 600 B of weights, gradients and optimizer state on the fullest device, 75.0 % of "
+        "data 2 x 1 (800 B). It is counted, and has no spread; activations come on top."
+    )
+    folder = ended(new(), "strategy=single", peak_memory_bytes=500)
+    write_json(folder.environment, {"cuda": None})
+    assert texts(tmp_path)["Leanest"] == (
+        "data 2 x 1: 100 B in the fullest process, 20.0 % of single 1 x 1 (500 B). It is the peak of the run "
+        "and has no spread. On a CPU it includes the interpreter and libraries."
+    )
+
+
+def test_what_is_not_measured_or_alone_or_alike_is_said(tmp_path: Path, new: Callable[[], Path]) -> None:
+    ended(new(), "strategy=single", traffic_bytes=0)
+    assert texts(tmp_path) == {
+        "Fastest": "single 1 x 1: 100 samples/s, and no other run has this figure. It is the median of the "
+        "logged means of 3 timed steps; the middle half of them is 100 to 100 samples/s.",
+        "Leanest": "single 1 x 1: 100 MB on the fullest device, and no other run has this figure. It is the "
+        "peak of the run, and has no spread.",
+        "Quietest": "no completed run with several devices has counted its bytes (training.measure_steps).",
+    }
+    ended(new(), "strategy=single", "strategy.bucket_mb=3")
+    assert texts(tmp_path)["Fastest"].startswith(
+        "single 1 x 1, bucket_mb=25; single 1 x 1, bucket_mb=3 (equal): 100 samples/s, like all other runs. "
+    )
+
+
+def test_a_column_without_a_figure_is_left_out(tmp_path: Path, new: Callable[[], Path]) -> None:
+    """One device has no bubble and waits for nobody: its zero is no figure."""
+    zero = {"bubble_share": 0.0, "exposed_communication_share": 0.0}
+    ended(new(), "strategy=single", traffic_bytes=0, **zero)
+    absent = {"latency_s", "state_bytes", "bubble_share", "exposed_communication_share", "traffic_bytes"}
+    assert not absent & {column.key for column in compare(rows(tmp_path)).columns}
+    ended(new(), *PIPELINE, traffic_bytes=0, **zero)
+    assert absent & {column.key for column in compare(rows(tmp_path)).columns} == {*zero, "traffic_bytes"}
+
+
+def test_the_verdict_is_about_completed_runs_of_the_same_work(
+    tmp_path: Path, new: Callable[[], Path]
+) -> None:
+    started(new(), *DATA, samples_per_s=900)
+    ended(new(), *DATA, outcome="failed", samples_per_s=900)
+    assert verdicts(rows(tmp_path)) == []
+    assert scope(rows(tmp_path)) == ""
+    assert "Verdict" not in render(gather([tmp_path / "runs"])).markdown
+    for batch, rate in ((16, 10), (16, 20), (64, 900)):
+        ended(new(), *DATA, f"training.global_batch_size={batch}", samples_per_s=rate)
+    assert "20.0 samples/s, 2.00 times as much as" in texts(tmp_path)["Fastest"]
+    assert scope(rows(tmp_path)).startswith("The verdict is about 2 of 3 completed runs")
+
+
+@pytest.mark.parametrize("value", [0, 1e18, 1e-18], ids=str)
+def test_the_largest_and_smallest_figures_have_a_verdict(
+    tmp_path: Path, new: Callable[[], Path], value: float
+) -> None:
+    ended(new(), *DATA, traffic_bytes=value, peak_memory_bytes=10)
+    ended(new(), *PIPELINE, traffic_bytes=10, peak_memory_bytes=10)
+    (folder,) = [row.run.path for row in rows(tmp_path) if row.strategy == "data"]
+    summary = RunFolder(folder).summary
+    write_json(summary, {"outcome": "completed", "samples_per_s": value, "traffic_bytes": value})
+    assert len(texts(tmp_path)) == 3
+
+
+def test_every_form_of_the_report_has_verdict_and_spread(tmp_path: Path, new: Callable[[], Path]) -> None:
+    timed(ended(new(), *DATA, samples_per_s=40), 38, 40, 44)
+    timed(ended(new(), *PIPELINE, samples_per_s=42), 41)
+    gathered = gather([tmp_path / "runs"])
+    report = render(gathered)
+    for form in (report.html, report.markdown):
+        before, _, _ = form.partition("Comparison")
+        assert [title in before for title in ("Fastest", "Leanest", "Quietest")] == [True] * 3
+        assert "latency" not in form.partition("How to read it")[0].partition("Latency against")[0]
+    lines = csv.DictReader(io.StringIO(table(gathered, scaling(gathered.rows))))
+    keys = ("samples_per_s_low", "samples_per_s_high", "timed_steps")
+    assert [[values[key] for key in keys] for values in lines] == [["38", "44", "15"], ["", "", "5"]]
+
+
+def test_a_name_in_the_verdict_is_text(tmp_path: Path, new: Callable[[], Path]) -> None:
+    folder = ended(new(), *DATA)
+    text = folder.config.read_text()
+    folder.config.write_text(text.replace("name: data", "name: '<b>[x](http://y)'"))
+    report = render(gather([tmp_path / "runs"]))
+    assert "&lt;b&gt;[x](http://y) 2 x 1: 100 samples/s" in report.html
+    assert r"&lt;b&gt;\[x\](http&#58;//y) 2 x 1: 100 samples/s" in report.markdown
+
+
+def test_gathered_without_runs_has_no_verdict() -> None:
+    assert verdicts(Gathered([], []).rows) == []

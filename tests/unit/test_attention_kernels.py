@@ -1,0 +1,114 @@
+"""Kernels that return log-sums: parts merge to the formula, and GPU operators get what their schemas want."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpc_parallel.strategies.attention_kernels import (
+    CPU_FLASH,
+    EFFICIENT,
+    FLASH,
+    STRIPS,
+    Kernel,
+    accumulated,
+    cuda_kernel,
+    merge,
+)
+
+KERNELS = {"CPU flash": CPU_FLASH, "strips": STRIPS}
+BOUNDS = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 4e-2}
+
+
+def _inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries of 6 heads, keys and values of 2 heads at 13 positions, and a gradient of the outputs."""
+    numbers = torch.Generator().manual_seed(0)
+    query, grad = (torch.randn(2, 6, 7, 8, generator=numbers, dtype=torch.float64) for _ in range(2))
+    kv = torch.randn(2, 2, 2, 13, 8, generator=numbers, dtype=torch.float64)
+    return query.to(dtype), kv.to(dtype), grad.to(dtype)
+
+
+def _formula(query: Tensor, kv: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Outputs, log-sums and gradients in float64; queries sit at the last positions of the keys."""
+    query, kv = (tensor.double().requires_grad_() for tensor in (query, kv))
+    key, value = kv.repeat_interleave(3, dim=2)
+    scores = query @ key.mT / math.sqrt(8)
+    scores = scores.masked_fill(torch.ones(7, 13).triu(7).bool(), -torch.inf)
+    output = scores.softmax(-1) @ value
+    (output * grad.double()).sum().backward()
+    return output.detach(), scores.detach().logsumexp(-1), query.grad, kv.grad
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("name", KERNELS)
+def test_parts_of_the_keys_merge_to_the_formula(name: str, dtype: torch.dtype) -> None:
+    kernel: Kernel = KERNELS[name]
+    query, kv, grad = _inputs(dtype)
+    earlier, own = kv[..., :6, :], kv[..., 6:, :]
+    output, lse = accumulated(kernel.forward(query, own, causal=True))
+    merge(output, lse, part=kernel.forward(query, earlier, causal=False))
+    parts = [
+        kernel.backward(grad, query, part, output=output.to(dtype), lse=lse, causal=part is own)
+        for part in (earlier, own)
+    ]
+    grad_query = sum(part[0].double() for part in parts)
+    grad_kv = torch.cat([part[1].double() for part in parts], dim=-2)
+    assert output.dtype == lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    for result, wanted in zip((output, lse, grad_query, grad_kv), _formula(query, kv, grad), strict=True):
+        torch.testing.assert_close(result.double(), wanted, rtol=0, atol=BOUNDS[dtype])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "capability", "kernel"),
+    [
+        (torch.bfloat16, 128, (9, 0), FLASH),
+        (torch.float16, 256, (8, 0), FLASH),
+        (torch.float16, 64, (7, 5), EFFICIENT),
+        (torch.bfloat16, 64, (7, 5), STRIPS),
+        (torch.bfloat16, 264, (9, 0), EFFICIENT),
+        (torch.bfloat16, 20, (9, 0), STRIPS),
+        (torch.float32, 128, (9, 0), EFFICIENT),
+        (torch.float32, 6, (9, 0), STRIPS),
+        (torch.float64, 128, (9, 0), STRIPS),
+    ],
+)
+def test_each_type_gets_a_kernel_that_takes_it(
+    dtype: torch.dtype, head_dim: int, capability: tuple[int, int], kernel: Kernel
+) -> None:
+    assert cuda_kernel(dtype, head_dim=head_dim, capability=capability) is kernel
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), [(FLASH, torch.bfloat16), (EFFICIENT, torch.float32)])
+def test_operators_of_gpus_accept_the_arguments(kernel: Kernel, dtype: torch.dtype) -> None:
+    """On tensors without memory: torch checks the schema and gives the shapes."""
+    query = torch.empty(2, 6, 40, 8, dtype=dtype, device="meta")
+    kv = torch.empty(2, 2, 2, 40, 8, dtype=dtype, device="meta")
+    output, lse = kernel.forward(query, kv, causal=True)
+    assert (output.shape, lse.shape, lse.dtype) == (query.shape, query.shape[:3], torch.float32)
+    grad_query, grad_kv = kernel.backward(query, query, kv, output=output, lse=lse, causal=True)
+    assert (grad_query.shape, grad_kv.shape) == (query.shape, kv.shape)
+
+
+def test_rows_of_log_sums_are_padded_for_the_kernel_that_reads_them_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Infinity makes the weights of rows that don't exist zero."""
+    query, kv, grad = _inputs(torch.float32)
+    seen: list[Tensor] = []
+
+    def backward(
+        grad_output: Tensor, *qkv: Tensor, lse: Tensor, **_: object
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        seen.append(lse)
+        return qkv[0], qkv[1], qkv[2]
+
+    monkeypatch.setattr(EFFICIENT, "_backward", backward)
+    lse = torch.arange(2 * 6 * 7.0).view(2, 6, 7)
+    _, grad_kv = EFFICIENT.backward(grad, query, kv, output=query, lse=lse, causal=False)
+    assert seen[0].shape == (2, 6, 32)
+    assert torch.equal(seen[0][..., :7], lse)
+    assert bool(seen[0][..., 7:].isposinf().all())
+    torch.testing.assert_close(grad_kv, 3 * kv)  # of three query heads each

@@ -1,0 +1,42 @@
+"""The figures of `make bench`: ratios, their intervals, and that another loss curve is seen."""
+
+from __future__ import annotations
+
+import random
+from statistics import median
+
+import pytest
+
+from tests.benchmarks.peers.ratio import blocks_s, interval_places, ratio_of
+from tests.benchmarks.peers.side_by_side import largest_difference
+
+
+def test_a_peer_that_takes_twice_as_long_is_two_whatever_the_machine_does() -> None:
+    moods = [1.0 + index % 7 for index in range(21)]  # both sides of a pair meet the same one
+    ratio = ratio_of(moods, [2 * mood for mood in moods])
+    assert (ratio.median, ratio.low, ratio.high, ratio.pairs) == (2.0, 2.0, 2.0, 21)
+
+
+@pytest.mark.parametrize(("count", "places"), [(6, (0, 5)), (10, (1, 8)), (20, (5, 14)), (100, (39, 60))])
+def test_the_interval_is_that_of_the_sign_test(count: int, places: tuple[int, int]) -> None:
+    """Of the usual tables (Conover, Practical Nonparametric Statistics): 1-based 1, 2, 6, 40 of these."""
+    assert interval_places(count) == places
+
+
+def test_the_interval_has_the_median_as_often_as_it_says() -> None:
+    draw = random.Random(0)
+    inside = 0
+    for _ in range(2000):
+        values = sorted(draw.gauss(1.0, 0.2) for _ in range(15))
+        low, high = interval_places(15)
+        inside += values[low] <= 1.0 <= values[high]
+    assert 0.95 <= inside / 2000 <= 0.98  # of 15 values the interval has 96.5 %
+
+
+def test_blocks_are_complete() -> None:
+    assert blocks_s([1.0, 2.0, 3.0, 4.0, 5.0], steps=2) == [3.0, 7.0]
+    assert median(blocks_s([0.5] * 10, steps=10)) == 5.0
+
+
+def test_curves_are_compared_where_both_have_a_loss() -> None:
+    assert largest_difference({1: 2.0, 10: 1.0}, {1: 2.0, 2: 9.0, 10: 1.25}) == pytest.approx(0.2)

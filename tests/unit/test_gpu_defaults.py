@@ -1,0 +1,86 @@
+"""What is chosen for GPUs if nobody sets it: precision, CPUs and memory of a device, grouped heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hpc_parallel.config import node_devices
+from hpc_parallel.config.gpu_defaults import default_precision
+from hpc_parallel.config.node_devices import NodeShare, share_by_sinfo
+from hpc_parallel.models import attention
+from tests.composed import prepared
+
+LISTING = (
+    "cpu*|(null)|32|128000\ngpu|gpu:h100:8|192|2048000\ngpu|gpu:h100:4(S:0-1)|64+|1024000+\nodd|gpu:2|x|\n"
+)
+
+
+def _values(kind: str, *, device: str = "auto", gpus: bool = True) -> dict[str, Any]:
+    return {"device": device, "launcher": {"kind": kind}, "cluster": {"gpus": gpus}}
+
+
+@pytest.mark.parametrize(
+    ("values", "visible", "precision"),
+    [
+        (_values("slurm"), "", "bfloat16"),
+        (_values("slurm", gpus=False), "0,1", "float32"),
+        (_values("slurm", device="cpu"), "0", "float32"),
+        (_values("local"), "0,1", "bfloat16"),
+        (_values("local"), "", "float32"),
+        (_values("local", device="cuda"), "", "bfloat16"),
+    ],
+)
+def test_gpus_compute_in_bfloat16(values: dict[str, Any], visible: str, precision: str) -> None:
+    assert default_precision(values, environment={"CUDA_VISIBLE_DEVICES": visible}) == precision
+
+
+@pytest.mark.parametrize(
+    ("partition", "gpu_type", "share"),
+    [
+        # 64 CPUs for 4 GPUs are the fewest; 2,048,000 MB for 8 as many as 1,024,000 MB for 4: 225 GB of 250
+        ("gpu", None, NodeShare(16, 225.0)),
+        ("gpu", "a100", NodeShare()),
+        ("odd", None, NodeShare()),
+        (None, None, NodeShare()),  # the default partition has no GPUs
+    ],
+)
+def test_a_device_gets_its_share_of_the_node(
+    partition: str | None, gpu_type: str | None, share: NodeShare
+) -> None:
+    assert share_by_sinfo(LISTING, partition=partition, gpu_type=gpu_type) == share
+
+
+def test_a_job_asks_for_the_share_of_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_devices, "_sinfo", lambda period: LISTING)
+    job = ("launcher=script", "launcher.partition=gpu", "gpus_per_node=2")
+    run = prepared(*job)
+    assert (run.config.launcher.cpus_per_device, run.config.launcher.memory_gb) == (16, 450)
+    assert run.config.training.precision == "bfloat16"
+    stated = prepared(*job, "cluster.cpus_per_device=3", "training.precision=float32")
+    assert (stated.config.launcher.cpus_per_device, stated.config.launcher.memory_gb) == (3, None)
+    assert stated.config.training.precision == "float32"
+    own_memory = prepared(*job, "+launcher.extra.mem-per-gpu=9G")
+    assert (own_memory.config.launcher.cpus_per_device, own_memory.config.launcher.memory_gb) == (16, None)
+    local = prepared("launcher=local", "device=cpu")
+    assert (local.config.launcher.cpus_per_device, local.config.training.precision) == (1, "float32")
+
+
+def test_heads_are_expanded_where_no_kernel_groups_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 on a GPU; autocast decides, not the tensors' own dtype."""
+    assert not attention.has_groups("cuda", torch.float32)
+    assert attention.has_groups("cuda", torch.bfloat16)
+    assert attention.has_groups("cpu", torch.float32)
+    query, key, value = (torch.randn(2, heads, 5, 8, requires_grad=True) for heads in (6, 2, 2))
+    grouped = attention.attend(query, key, value, causal=True)
+    wanted = torch.autograd.grad(grouped.square().sum(), (query, key, value))
+    asked = []
+    monkeypatch.setattr(attention, "has_groups", lambda kind, dtype: asked.append(dtype))
+    expanded = attention.attend(query, key, value, causal=True)
+    torch.testing.assert_close(expanded, grouped)
+    torch.testing.assert_close(torch.autograd.grad(expanded.square().sum(), (query, key, value)), wanted)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        attention.attend(query, key, value, causal=True)
+    assert asked == [torch.float32, torch.bfloat16]

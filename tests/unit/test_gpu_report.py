@@ -1,0 +1,80 @@
+"""`make gpu` in a dry run on the CPU: each part works, and one that fails or hangs does not stop the next."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.gpu.report import parts
+from tests.gpu.report.markdown import page
+from tests.parity import in_full
+
+QUICK = "de"
+SLOW = "abcfghijkl"
+STOPPED = {"failed": "raise ValueError('no such kernel')", "killed by signal 9": "os.kill(os.getpid(), 9)",
+           "out of time": "time.sleep(100)"}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def dry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPC_PARALLEL_TEST_DEVICE", "cpu")
+
+
+@pytest.mark.parametrize("letters", [QUICK, *in_full((letter,) for letter in SLOW)])
+def test_each_part_works_on_the_cpu(letters: str, tmp_path: Path) -> None:
+    outcomes = parts.run_parts(list(letters), tmp_path, total_s=1000)
+    assert {outcome.letter: outcome.error for outcome in outcomes} == dict.fromkeys(letters)
+    assert all(outcome.outcome == "done" and outcome.found for outcome in outcomes)
+    found = {outcome.letter: outcome.found for outcome in outcomes}
+    json.dumps(found)
+    assert "| d | attention | done |" in page({}, outcomes) or "d" not in letters
+    if "e" in found:
+        assert set(found["e"]["timeouts_s"].values()) == {found["e"]["expected_s"]}
+    if "g" in found:
+        assert found["g"]["losses"]["tensor"] == pytest.approx(found["g"]["losses"]["plain"], rel=1e-2)
+    if "j" in found:
+        assert found["j"]["verdict"]["kind"] == "hang"
+        assert found["j"]["device_free_after"] is True
+
+
+def test_a_part_that_stops_does_not_stop_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each writes a figure, then stops in its own way; the last one works."""
+    modules = tmp_path / "stopping"
+    modules.mkdir()
+    monkeypatch.syspath_prepend(modules)
+    letters = {}
+    for number, (outcome, code) in enumerate({**STOPPED, "done": "pass"}.items()):
+        source = f"import os, time\ndef run(findings):\n    findings.add(known={number})\n    {code}\n"
+        (modules / f"stopping_{number}.py").write_text(source)
+        letters[outcome] = f"stopping_{number}"
+    monkeypatch.setattr(parts, "LETTERS", letters)
+    monkeypatch.setattr(parts, "heading", lambda module: (module, 1.5))
+    outcomes = [
+        parts.run_part(letter, tmp_path, context=SimpleNamespace(Process=in_fork)) for letter in letters
+    ]
+    assert [outcome.outcome for outcome in outcomes] == list(letters)
+    assert [outcome.found for outcome in outcomes] == [{"known": number} for number in range(4)]
+    assert "ValueError: no such kernel" in (outcomes[0].error or "")
+    assert outcomes[2].seconds < 5
+
+
+def in_fork(**arguments: object) -> object:
+    import multiprocessing
+
+    return multiprocessing.get_context("fork").Process(**arguments)
+
+
+def test_the_last_part_keeps_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def run_part(letter: str, folder: Path, *, context: object, most_s: float) -> parts.Outcome:
+        given.append(round(most_s))
+        return parts.Outcome(letter, letter, "done", 0.0, {}, None)
+
+    monkeypatch.setattr(parts, "run_part", run_part)
+    clock = iter([0.0, 0.0, 200.0, 330.0]).__next__
+    parts.run_parts(["a", "b", "l"], tmp_path, total_s=480, clock=clock)
+    assert given == [330, 130, 150]

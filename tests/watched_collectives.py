@@ -1,0 +1,42 @@
+"""Which ranks exchange what in one step of a real run: seen where torch dispatches collectives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+Seen = tuple[str, tuple[int, ...]]  # the kind of collective, and the ranks of its group; of a send both ends
+
+
+def watched(run_folder: str) -> Counter[Seen]:
+    """Run on each rank: its collectives in the step that a run counts, without those of no bytes."""
+    import torch.distributed as dist
+
+    from hpc_parallel.profiling import measurement, traffic
+    from tests.workers import train_here
+
+    seen: Counter[Seen] = Counter()
+
+    class Watching(traffic.Traffic):
+        """Knows the group of the collective that it counts."""
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.arguments = traffic.operator_arguments(function, args, kwargs)
+            return super().__torch_dispatch__(function, types, args, kwargs)
+
+        def _count(self, kind: str, moved: traffic.Moved) -> None:
+            super()._count(kind, moved)
+            group = self.arguments.get("process_group", self.arguments.get("group_name"))
+            ranks = tuple(dist.get_process_group_ranks(traffic.group_of(group)))
+            if kind == "send":
+                if moved.sent:
+                    seen[kind, (dist.get_rank(), ranks[self.arguments["dst"]])] += 1
+            elif moved.sent or moved.received:
+                seen[kind, ranks] += 1
+
+    original, measurement.Traffic = measurement.Traffic, Watching  # type: ignore[misc]
+    try:
+        train_here(run_folder, {})
+    finally:
+        measurement.Traffic = original  # type: ignore[misc]
+    return seen
