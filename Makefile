@@ -9,42 +9,61 @@ STAMP := $(VENV)/.installed
 TESTS := $(RUN) -m pytest
 # The many processes of the tests read compiled modules, as those of a user do.
 unexport PYTHONDONTWRITEBYTECODE
+# Failures of tests that start processes are tried once more at the end, alone, before a target is red.
+AGAIN := --last-failed --last-failed-no-failures=none --again
+define STYLE
+$(RUN) -m ruff check .
+$(RUN) -m ruff format --check .
+$(RUN) -m mypy
+$(VENV)/bin/lint-imports --no-cache
+endef
 # Two processes for two cores: the ranks of a training are processes too.
 BESIDE := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: train test test-full fuzz chaos lint docs benchmarks bench gpu cluster cluster-down clean
+.PHONY: help train test check affected one test-full fuzz chaos lint docs benchmarks bench gpu cluster \
+  cluster-down clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 train: $(TRAINS)  ## the reference transformer over two simulated nodes
 	$(RUN) -m hpc_parallel.run strategy=pipeline nodes=2 launcher=local
 
-test: $(STAMP)  ## every feature once, with a real Slurm where this machine can have one
+test: $(STAMP)  ## every feature once, with a real Slurm where this machine can have one; what CI runs
 	@$(RUN) tests/slurm/cluster.py install || echo "make test leaves out the tests that need a real Slurm."
 	@$(RUN) tests/report/browser.py install || echo "make test leaves out the tests that open a report."
-	$(RUN) -m ruff check .
-	$(RUN) -m ruff format --check .
-	$(RUN) -m mypy
-	$(VENV)/bin/lint-imports --no-cache
-	$(TESTS) -m "not full and not chaos_slow and not timing" $(BESIDE)
-	$(TESTS) -m "timing and not full"
+	$(STYLE)
+	-$(TESTS) --cache-clear -m "not full and not chaos_slow and not timing" $(BESIDE)
+	-$(TESTS) -m "timing and not full"
 	@echo "Left out: make test-full (more axes, float32, longer trainings), make chaos, make fuzz."
+	$(TESTS) $(AGAIN)=2 --target=test -m "not full and not chaos_slow"
+
+check: $(STAMP)  ## style, types, contracts, and the unit tests that start no process: two minutes
+	$(STYLE)
+	$(TESTS) --cache-clear --target=check tests/unit -m "not full and not timing and not processes" $(BESIDE)
+
+affected: $(STAMP)  ## the tests that a change since main can reach by imports, nearest first; none of Slurm
+	$(TESTS) --cache-clear --target=affected --affected=main -m "not full and not timing and not slurm" $(BESIDE)
+
+one: $(STAMP)  ## one file or test, in one process with its output: make one T=tests/unit/test_layout.py
+	$(TESTS) -s --override-ini=addopts= $(T)
 
 test-full: $(STAMP)  ## what make test leaves out: more axes, float32, longer trainings
 	@$(RUN) tests/slurm/cluster.py install || echo "make test-full leaves out the tests that need a real Slurm."
-	$(TESTS) -m "full and not timing" $(BESIDE)
-	$(TESTS) -m "full and timing"
+	$(TESTS) --cache-clear -m "full and not timing" $(BESIDE); beside=$$?; \
+	$(TESTS) --target=test-full -m "full and timing" && exit $$beside
 
 fuzz: $(STAMP)  ## 20,000 damaged folders through the commands that look; FUZZ_SEED=... repeats a search
-	FUZZ_CASES=20000 $(RUN) -m pytest -s tests/security/test_fuzz.py
+	FUZZ_CASES=20000 $(TESTS) --cache-clear --target=fuzz -s tests/security/test_fuzz.py
 
 chaos: $(STAMP)  ## trainings on a real Slurm, each harmed in its own way; ends with a table
 	$(RUN) tests/slurm/cluster.py install
-	$(RUN) -m pytest tests/slurm -m chaos
+	$(TESTS) --cache-clear --target=chaos tests/slurm -m chaos
 
-lint: $(STAMP)
+lint: $(STAMP)  ## style as it should be, types, contracts
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
-	$(RUN) -m mypy
-	$(VENV)/bin/lint-imports --no-cache
+	$(STYLE)
 
 docs: $(WRITES)  ## the pages of docs/ as a site in site/, the generated ones written anew
 	$(RUN) docs/generate.py
@@ -64,7 +83,7 @@ cluster: $(STAMP)  ## the four-host Slurm of the tests, to try things by hand
 	$(RUN) tests/slurm/cluster.py install
 	$(RUN) tests/slurm/cluster.py up
 
-cluster-down:
+cluster-down:  ## stop it
 	$(RUN) tests/slurm/cluster.py down
 
 # What training needs. torch first and by the exact version of constraints.txt: whatever build of it pip has
@@ -90,5 +109,5 @@ $(WRITES): $(TRAINS)
 	$(RUN) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[docs]"
 	touch $@
 
-clean:
+clean:  ## remove what was installed and built
 	rm -rf $(VENV) build site dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

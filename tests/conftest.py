@@ -11,6 +11,7 @@ from hpc_parallel.config.schema import register
 from tests.parity import COMMON, Alone
 from tests.workers import Workers
 
+pytest_plugins = ["tests.outcomes", "tests.affected"]
 pytest.register_assert_rewrite("chaos")  # tests/slurm/chaos.py contains assertions
 
 

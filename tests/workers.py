@@ -100,17 +100,22 @@ class Workers:
             process = self._context.Process(target=_serve, args=(there,), daemon=True)
             process.start()
             self._ranks.append((here, process))
+        try:
+            return self._answers(count, job, arguments)
+        except BaseException:  # a rank may wait for one that failed, or for a test that was ended
+            self.close()
+            raise
+
+    def _answers(self, count: int, job: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
         store = str(self._next_folder() / "store")
         for rank, (pipe, _) in enumerate(self._ranks[:count]):
             pipe.send((job, arguments, rank, count, store))
         results = []
         for rank, (pipe, _) in enumerate(self._ranks[:count]):
             if not pipe.poll(PATIENCE_S):
-                self.close()
                 raise TimeoutError(f"rank {rank} did not answer within {PATIENCE_S} s")
             results.append(pipe.recv())
         if errors := [text for kind, text in results if kind == "error"]:
-            self.close()  # a rank may still wait for one that failed
             raise AssertionError("\n".join(errors))
         return [value for _, value in results]
 

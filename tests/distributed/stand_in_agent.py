@@ -37,7 +37,7 @@ def play(run_folder: str) -> int:
     rank = world.rank
     rank_logs.redirect(folder, rank=rank)
     scenario = (folder.path / "scenario").read_text()
-    store = meet(folder, world=world, cluster=ClusterConfig(name="here", start_timeout_s=30))
+    store = meet(folder, world=world, cluster=ClusterConfig(name="here", start_timeout_s=240))
     dist.init_process_group(
         "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=world.world_size
     )

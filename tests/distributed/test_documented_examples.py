@@ -34,7 +34,7 @@ def test_a_model_of_the_users_own_trains_as_a_pipeline(example: Path) -> None:
     small = ("training.steps=3", "training.log_every=1", "data.max_bytes=200000", "run_dir=run")
     done = subprocess.run(
         [sys.executable, "-m", "hpc_parallel.run", *words, *small],
-        cwd=example, capture_output=True, text=True, timeout=120,
+        cwd=example, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [json.loads(line)["loss"] for line in (example / "run/metrics.jsonl").read_text().splitlines()]

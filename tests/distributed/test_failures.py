@@ -35,7 +35,7 @@ SMALL = (
 )
 TWO = ("strategy=data", "gpus_per_node=2")
 PIPELINE = ("strategy=pipeline", "nodes=2", "strategy.microbatches=4")  # blocks 0, 1 | 2, 3
-QUICK = ("cluster.collective_timeout_s=6", "cluster.hang_timeout_s=null")
+QUICK = ("cluster.collective_timeout_s=12", "cluster.hang_timeout_s=null")
 Failing = Callable[..., dict[str, Any]]
 
 
@@ -69,6 +69,7 @@ def failing(training_agents: AgentServer, tmp_path: Path) -> Failing:
     return train
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("what", "place"), [("memory", "block 2"), ("backward", "block 2's backward pass")])
 def test_out_of_memory_names_the_block(failing: Failing, what: str, place: str) -> None:
     found = failing(*PIPELINE, *harm(what, at=1, victim=1))
@@ -83,6 +84,7 @@ def test_out_of_memory_names_the_block(failing: Failing, what: str, place: str) 
     assert [other["rank"] for other in found["followers"]] == [0]
 
 
+@pytest.mark.processes
 def test_an_error_in_the_model_is_reported_with_its_step(failing: Failing) -> None:
     found = failing(*TWO, *harm("bug", at=3, victim=1))
     assert found["line"] == f"rank 1 on {HOST} failed first: ValueError: a bad label; 1 follower"
@@ -90,6 +92,7 @@ def test_an_error_in_the_model_is_reported_with_its_step(failing: Failing) -> No
     assert {"in block 2", "in step 3"} < set(found["traceback"])
 
 
+@pytest.mark.processes
 def test_a_skipped_collective_names_who_skipped_it(failing: Failing) -> None:
     """Of the sum over the first and the last stage, a group of its own."""
     layout = ("strategy=pipeline", "nodes=3", "strategy.microbatches=4", "strategy.cuts=[1,2]")
@@ -103,6 +106,7 @@ def test_a_skipped_collective_names_who_skipped_it(failing: Failing) -> None:
     assert found["details"]["missing"] == [2]
 
 
+@pytest.mark.processes
 def test_a_rank_that_never_reports_is_named(failing: Failing) -> None:
     found = failing(*TWO, *QUICK, *harm("sleep", at=3, victim=1))
     assert (found["rank"], found["kind"]) == (1, "collective_timeout")
@@ -113,6 +117,7 @@ def test_a_rank_that_never_reports_is_named(failing: Failing) -> None:
     )
 
 
+@pytest.mark.processes
 def test_a_loss_that_is_not_finite_stops_all_before_it_is_learnt_from(failing: Failing) -> None:
     """Five steps after, at the next logged line; the step and the rank are those of the harm."""
     found = failing(*TWO, "training.log_every=6", *harm("poison", at=3, victim=1))
@@ -166,6 +171,7 @@ def error_of(run_folder: str) -> tuple[str, str, str | None]:
     return "none", "", None
 
 
+@pytest.mark.processes
 def test_problems_that_only_the_job_finds(failing: Failing) -> None:
     """A model of one block, whatever its keys say, can't make two stages."""
     found = failing(*PIPELINE, "model._target_=tests.models.Bigram")
@@ -199,6 +205,7 @@ def test_a_skipped_step_is_skipped_alike(workers: Workers, layout: tuple[str, ..
     assert weight_difference(split, alone) < 1e-10
 
 
+@pytest.mark.processes
 def test_a_weight_that_differs_between_replicas_stops_the_run(failing: Failing) -> None:
     """One weight of rank 1 changes in step 3; the checkpoint of step 4 is not written."""
     found = failing(*TWO, "training.checkpoint_every=2", *harm("flip", at=3, victim=1))

@@ -41,7 +41,7 @@ def make_folder(path: Path, scenario: str) -> RunFolder:
     return folder
 
 
-def until(condition: Callable[[], Any], *, within_s: float = 40.0) -> Any:
+def until(condition: Callable[[], Any], *, within_s: float = 240.0) -> Any:
     """Wait for a true value, and return it."""
     end = time.monotonic() + within_s
     while time.monotonic() < end:
@@ -85,24 +85,45 @@ class AgentServer:
     """Agents one after another, forked from one process that has torch."""
 
     def __init__(self) -> None:
-        root = str(Path(STAND_IN).parents[2])  # of what tests train: tests.models
-        self.process = subprocess.Popen(
-            [sys.executable, STAND_IN, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": root},
-        )  # fmt: skip
+        self._process: subprocess.Popen[str] | None = None
+        self._agent: int | None = None  # the one that runs
 
     def start(self, folder: RunFolder) -> int:
-        assert self.process.stdin
-        self.process.stdin.write(f"{folder.path}\n")
-        self.process.stdin.flush()
-        return self._answer()
+        """Start an agent, which leads a session of its own; returns its process."""
+        if self._process is None:
+            root = str(Path(STAND_IN).parents[2])  # of what tests train: tests.models
+            environment, pipe = os.environ | {"PYTHONPATH": root}, subprocess.PIPE
+            command = [sys.executable, STAND_IN, "--serve"]
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+        assert self._process.stdin
+        self._process.stdin.write(f"{folder.path}\n")
+        self._process.stdin.flush()
+        self._agent = self._answer()
+        return self._agent
 
     def exit_code(self) -> int:
-        return self._answer()
+        code, self._agent = self._answer(), None
+        return code
+
+    def stop(self) -> None:
+        """End everything that this server started; the next `start` begins anew."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for process in session(self._agent) if self._agent else ():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+        self._process = self._agent = None
 
     def _answer(self) -> int:
-        assert self.process.stdout
-        return int(self.process.stdout.readline())
+        """The next number of the server. A test that is ended while it waits takes no other test with it."""
+        assert self._process is not None
+        assert self._process.stdout
+        try:
+            return int(self._process.stdout.readline())
+        except BaseException:
+            self.stop()
+            raise
 
 
 @contextlib.contextmanager
@@ -111,8 +132,7 @@ def agent_server() -> Iterator[AgentServer]:
     try:
         yield server
     finally:
-        server.process.kill()
-        server.process.wait()
+        server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +234,7 @@ def test_a_killed_rank_ends_the_run_and_is_the_last_line(tmp_path: Path) -> None
     ranks = ranks_of(folder)
     os.kill(ranks[VICTIM], signal.SIGKILL)
     killed = time.monotonic()
-    output, _ = login.communicate(timeout=20)
+    output, _ = login.communicate(timeout=240)
     assert time.monotonic() - killed < 5
     assert login.returncode == 1
     assert naming(folder) == set()
@@ -245,7 +265,7 @@ def test_ctrl_c_in_a_terminal_leaves_no_process(tmp_path: Path) -> None:
     screen.start()  # a terminal that nobody reads loses what is written to it
     ranks_of(folder)
     os.write(keyboard, b"\x03")
-    assert login.wait(timeout=10) == 1
+    assert login.wait(timeout=240) == 1
     assert naming(folder) == set()
     summary = read_json(folder.summary)
     assert summary is not None
@@ -274,7 +294,7 @@ def test_an_agent_that_cannot_start_is_shown(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, "complete")
     folder.config.write_text("nodes: 1\n")  # not what the launcher writes
     login = start_login(folder, stdout=subprocess.PIPE)
-    output, _ = login.communicate(timeout=20)
+    output, _ = login.communicate(timeout=240)
     assert login.returncode == 1
     failure = read_json(folder.failure)
     assert failure is not None

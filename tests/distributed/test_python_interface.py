@@ -17,6 +17,8 @@ import hpc_parallel
 from hpc_parallel.record.owner import process_lives, read_owner
 from hpc_parallel.record.run_folder import RunFolder
 
+pytestmark = pytest.mark.processes
+
 DOCS = Path(__file__).parents[2] / "docs/python.md"
 WORDS = (
     "strategy=pipeline", "nodes=2", "launcher=local", "training.steps=3", "training.log_every=1",
@@ -34,7 +36,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def first_step(run: hpc_parallel.Run) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while not run.metrics():
         assert time.monotonic() < deadline, run.state
         assert not run.state.ended, run.failure
@@ -50,11 +52,11 @@ def test_a_training_equals_the_commands(here: Path, capfd: pytest.CaptureFixture
     thread.join()
     (run,) = started
     assert not run.state.ended
-    summary = run.wait(timeout_s=200)
+    summary = run.wait(timeout_s=240)
     assert capfd.readouterr() == ("", "")
     done = subprocess.run(
         [sys.executable, "-m", "hpc_parallel.run", *WORDS, "run_dir=command"],
-        cwd=here, capture_output=True, text=True, timeout=200,
+        cwd=here, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     kept = json.loads((here / "command/summary.json").read_text())
@@ -73,14 +75,14 @@ def test_a_cancelled_run_saves_its_state_and_can_go_on() -> None:
     run = hpc_parallel.submit(hpc_parallel.compose([*WORDS, *ENDLESS]))
     at_once = hpc_parallel.submit(hpc_parallel.compose([*WORDS, *ENDLESS]))
     at_once.cancel()
-    assert at_once.wait(timeout_s=120)["outcome"] == "cancelled"
+    assert at_once.wait(timeout_s=240)["outcome"] == "cancelled"
     first_step(run)
     run.cancel()
-    assert run.wait(timeout_s=120)["outcome"] == "cancelled"
+    assert run.wait(timeout_s=240)["outcome"] == "cancelled"
     done = run.metrics()[-1]["step"]
     more = hpc_parallel.compose([f"resume={run.path}", f"training.steps={done + 2}"])
     assert (more.nodes, more.resume, more.model["dim"]) == (2, str(run.path), 32)
-    assert hpc_parallel.submit(more).wait(timeout_s=200)["outcome"] == "completed"
+    assert hpc_parallel.submit(more).wait(timeout_s=240)["outcome"] == "completed"
     assert [line["step"] for line in run.metrics()] == list(range(1, done + 3))
 
 
@@ -91,11 +93,11 @@ def test_a_run_ends_with_its_process(here: Path) -> None:
         "run = hpc_parallel.submit(hpc_parallel.compose(sys.argv[1:]))\n"
         "while not run.metrics(): time.sleep(0.1)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, *WORDS, *ENDLESS], cwd=here, timeout=200)
+    done = subprocess.run([sys.executable, "-c", code, *WORDS, *ENDLESS], cwd=here, timeout=240)
     assert done.returncode == 0
     (run,) = hpc_parallel.runs()
     owner = read_owner(RunFolder(run.path))
-    assert run.wait(timeout_s=100)["outcome"] == "cancelled"
+    assert run.wait(timeout_s=240)["outcome"] == "cancelled"
     assert owner is not None
     assert not process_lives(owner)
 
@@ -120,7 +122,7 @@ def test_the_examples_of_the_guide(here: Path, capsys: pytest.CaptureFixture[str
     assert isinstance(changed, hpc_parallel.Run)
     record = json.loads((changed.path / "environment.json").read_text())
     assert {"training.steps=5", "strategy.microbatches=2"} < set(record["overrides"])
-    assert changed.wait(timeout_s=200)["steps"] == 5
+    assert changed.wait(timeout_s=240)["steps"] == 5
     names["config"] = hpc_parallel.compose([*WORDS, "training.steps=3"])
     train = names["train"]
     assert callable(train)

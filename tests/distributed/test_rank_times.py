@@ -61,6 +61,7 @@ def long_waits(slow: int | None) -> tuple[list[str], list[int]]:
     return [str(each) for each in times.slow()], [sample["step"] for sample in samples]
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("slow", [None, 2])
 def test_a_host_with_a_slow_network(slow: int | None, workers: Workers) -> None:
     named = workers.run(3, long_waits, slow)
@@ -96,6 +97,7 @@ def train_in_haste(run_folder: str) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("cause", list(SLOW))
 def test_a_slow_rank_is_named_wherever_one_looks(
     cause: str, workers: Workers, capsys: pytest.CaptureFixture[str]

@@ -16,6 +16,8 @@ from hpc_parallel.run import main
 from hpc_parallel.supervise.fabric import STORE
 from tests.workers import Workers
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("strategy=data", "device=cpu", "training.steps=6", "training.log_every=1", "data.max_bytes=300000",
          "data.sequence_length=32", "model.layers=2", "model.dim=64", "model.ffn_dim=160")  # fmt: skip

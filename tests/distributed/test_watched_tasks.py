@@ -12,6 +12,8 @@ from tests.distributed.test_hangs import VICTIM, agents, hang
 from tests.distributed.test_local_launcher import AgentServer
 from tests.workers import Workers
 
+pytestmark = pytest.mark.processes
+
 __all__ = ["agents"]
 TEXT = (
     "gpus_per_node=2", "strategy=pipeline", "data.max_bytes=100000", "data.sequence_length=16",

@@ -6,8 +6,9 @@ import json
 import os
 import shutil
 import subprocess
-import time
+import timeit
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,6 @@ def test_one_line_names_the_damage(
     folder = finished(tmp_path / "runs/a/1", "strategy=single")
     finished(tmp_path / "runs/a/2", "strategy=single")
     damage(folder.path / file)
-    began_s = time.monotonic()
     code, out, error = ran(capsys, "status", "--json")
     assert (code, error) == (0, "")
     found = {row["run"]: row for row in json.loads(out)}
@@ -112,7 +112,6 @@ def test_one_line_names_the_damage(
     code, out, error = ran(capsys, "show", "a/1")
     assert (code, error) == (0, "")
     assert " ".join(out.split()).count(f"can't be read {file} ({reason})") == 1
-    assert time.monotonic() - began_s < 5
     assert main(["logs", "a/1"]) == 0
 
 
@@ -233,11 +232,14 @@ class TestTerminal:
         _, out, error = ran(capsys, "status", f"x{ESCAPE}")
         assert not set(out + error) & set("\x1b\x07\x9b\u202e")
 
-    def test_megabytes_are_quick(self) -> None:
-        began_s = time.process_time()
+    def test_the_time_grows_linearly_with_the_text(self) -> None:
         assert len(printable("\x00" * 2**22)) == 4 * 2**22
-        assert len(printable("".join(map(chr, range(0xE000, 0xF8FF))) * 200)) == 6 * 6399 * 200
-        assert time.process_time() - began_s < 2
+        words = "".join(map(chr, range(0xE000, 0xF8FF)))
+        assert len(printable(words)) == 6 * 6399
+        few_s, many_s = (
+            min(timeit.repeat(partial(printable, words * count), number=1, repeat=3)) for count in (10, 100)
+        )
+        assert many_s < 40 * few_s  # in quadratic time: 100
 
 
 class TestCheckpoints:

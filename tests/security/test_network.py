@@ -38,6 +38,8 @@ from hpc_parallel.worker.signed_store import ForgedError, SignedStore
 from tests.composed import prepared
 from tests.security.users import ATTACKER, call_as, needs_root
 
+pytestmark = pytest.mark.processes
+
 FORK = multiprocessing.get_context("fork")
 ROOT = Path(__file__).parents[2]
 OBJECTS = {
@@ -105,7 +107,7 @@ def world(rank: int, size: int = 2) -> World:
 
 
 def cluster(timeout_s: float = 20.0) -> ClusterConfig:
-    return ClusterConfig(name="test", start_timeout_s=timeout_s, collective_timeout_s=20.0)
+    return ClusterConfig(name="test", start_timeout_s=timeout_s, collective_timeout_s=240.0)
 
 
 @pytest.fixture
@@ -117,7 +119,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def joined(folder: RunFolder, rank: int) -> Callable[[], str]:
     """What the worker's `main` does first, as this rank."""
-    config = prepared("nodes=1", "gpus_per_node=2", "cluster.start_timeout_s=20").config
+    config = prepared("nodes=1", "gpus_per_node=2", "cluster.start_timeout_s=240").config
     config.cluster.collective_timeout_s = 20.0
 
     def job() -> str:
@@ -398,23 +400,21 @@ def test_threads_that_add_get_different_numbers(store: SignedStore) -> None:
 def test_a_thread_that_waits_does_not_hold_up_another(store: SignedStore) -> None:
     """TCPStore's own client would: its `get` holds a lock until the value comes or the time is out."""
     prefixed = PrefixStore("p", store)
+    prefixed.set_timeout(timedelta(seconds=900))  # longer than a test may last
     values: list[bytes] = []
     waiting = threading.Thread(target=lambda: values.append(prefixed.get("late")))
     waiting.start()
     time.sleep(0.1)
-    began = time.monotonic()
     prefixed.set("late", "value")
     waiting.join()
     assert values == [b"value"]
-    assert time.monotonic() - began < 5  # the store's time-out is 9 s
 
 
 def test_the_time_out_is_the_one_that_was_set(store: SignedStore) -> None:
-    PrefixStore("p", store).set_timeout(timedelta(seconds=0.2))
-    began = time.monotonic()
+    for seconds in (900, 0.2):  # the first is longer than a test may last
+        PrefixStore("p", store).set_timeout(timedelta(seconds=seconds))
     with pytest.raises(dist.DistStoreError):
         store.get("never")
-    assert time.monotonic() - began < 5
 
 
 # How many operations a start takes

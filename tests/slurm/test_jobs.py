@@ -60,7 +60,7 @@ class Site:
     cluster: Cluster
     home: Path
 
-    def run(self, *words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    def run(self, *words: str, timeout_s: float = 400) -> subprocess.CompletedProcess[str]:
         """The command of the project, with stdout and stderr apart."""
         return subprocess.run(
             [sys.executable, "-m", "hpc_parallel.run", *words],
@@ -76,7 +76,7 @@ class Site:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         return subprocess.run(
             ["bash", "-c", line], cwd=self.home, env={**self.environment, "PATH": path},
-            capture_output=True, text=True, timeout=120,
+            capture_output=True, text=True, timeout=240,
         )  # fmt: skip
 
     def follow(self, *words: str) -> subprocess.Popen[str]:

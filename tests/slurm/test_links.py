@@ -38,7 +38,7 @@ def test_a_link_cut_for_a_moment_changes_nothing(site: Site, workers: Workers) -
         assert len(losses(folder)) == before < 120  # it does stand
     finally:
         site.cluster.mend(CUT)
-    output, _ = following.communicate(timeout=120)
+    output, _ = following.communicate(timeout=240)
     assert following.returncode == 0, output
     assert read(folder, "summary.json")["outcome"] == "completed"
     assert len(losses(folder)) == 120
@@ -49,7 +49,7 @@ def test_a_link_cut_for_a_moment_changes_nothing(site: Site, workers: Workers) -
 
 def test_a_lost_link_is_named(site: Site) -> None:
     hosts = ("nodes=2", f"+launcher.extra.nodelist='n1,{CUT}'")
-    words = ("strategy=data", *hosts, *SMALL, "training.steps=100000", "cluster.hang_timeout_s=5")
+    words = ("strategy=data", *hosts, *SMALL, "training.steps=100000", "cluster.hang_timeout_s=15")
     following = site.follow(*words, "run_dir=lost")
     folder = site.home / "lost"
     wait_for((folder / "metrics.jsonl").exists)
@@ -59,7 +59,7 @@ def test_a_lost_link_is_named(site: Site) -> None:
         wait_for(lambda: not working(folder))
     finally:
         site.cluster.mend(CUT)  # for Slurm itself, which else waits for the host's slurmd
-    output, _ = following.communicate(timeout=120)
+    output, _ = following.communicate(timeout=240)
     assert following.returncode == 1
     failure = read(folder, "failure.json")
     assert (failure["rank"], failure["host"], failure["kind"]) == (1, CUT, "hang")

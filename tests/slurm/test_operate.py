@@ -26,7 +26,7 @@ def site(cluster: Cluster, tmp_path: Path) -> Site:
 def command(site: Site, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "hpc_parallel", *words],
-        cwd=site.home, env=site.environment, capture_output=True, text=True, timeout=120,
+        cwd=site.home, env=site.environment, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def submitted(site: Site, *words: str) -> str:
     return line.split()[1]
 
 
-def until(site: Site, job: str, state: str, *, within_s: float = 120) -> dict[str, Any]:
+def until(site: Site, job: str, state: str, *, within_s: float = 240) -> dict[str, Any]:
     deadline = time.monotonic() + within_s
     while (row := status(site, job)[job])["state"] != state:
         assert time.monotonic() < deadline, row
@@ -59,7 +59,7 @@ def test_jobs_are_looked_after_from_elsewhere(site: Site) -> None:
     assert (done["run"].split("/")[0], done["step"], done["steps"], done["ended"]) == ("ends", 10, 10, True)
     running = until(site, long, "running")
     assert (running["nodes"], running["steps"], running["ended"]) == (2, 100000, False)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while not status(site, long)[long]["step"]:
         assert time.monotonic() < deadline
         time.sleep(2)
@@ -98,7 +98,7 @@ def test_the_tasks_of_an_array(accounting: bool, monkeypatch: pytest.MonkeyPatch
         words = ("--parsable", "--array=0-3,7%1", "--output=/dev/null", "--wrap=sleep 600")
         array = cluster.run("sbatch", *words).strip()
         tasks = [f"{array}_{task}" for task in (0, 1, 2, 3, 7)]
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while (found := states_by_accounting(tasks))[tasks[0]].state != "RUNNING":
             assert time.monotonic() < deadline, found
             time.sleep(0.5)

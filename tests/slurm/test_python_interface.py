@@ -16,7 +16,7 @@ from tests.workers import Workers
 
 pytestmark = pytest.mark.slurm
 
-PATIENCE_S = 120  # with what never happens; other tests run beside these
+PATIENCE_S = 240  # with what never happens; other tests run beside these
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ def site(cluster: Cluster, tmp_path: Path) -> Site:
 def command(site: Site, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "hpc_parallel", *words], cwd=site.home, capture_output=True, text=True,
-        env=site.cluster.environment | {"PATH": "/usr/bin:/bin"}, timeout=60,
+        env=site.cluster.environment | {"PATH": "/usr/bin:/bin"}, timeout=240,
     )  # fmt: skip
 
 

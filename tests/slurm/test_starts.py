@@ -17,7 +17,7 @@ from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.run_folder import RunFolder
 from tests.workers import Workers
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
 ROOT = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
 PROGRAM = {"openmpi": "mpirun.openmpi", "mpich": "mpirun.mpich"}
@@ -124,7 +124,7 @@ def command_line(pid: int) -> list[str]:
         return []
 
 
-def until(condition: object, within_s: float = 90) -> None:
+def until(condition: object, within_s: float = 240) -> None:
     assert callable(condition)
     deadline = time.monotonic() + within_s
     while not condition():

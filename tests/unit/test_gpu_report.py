@@ -12,10 +12,12 @@ from tests.gpu.report import parts
 from tests.gpu.report.markdown import page
 from tests.parity import in_full
 
+pytestmark = pytest.mark.processes
+
 QUICK = "de"
 SLOW = "abcfghijkl"
 STOPPED = {"failed": "raise ValueError('no such kernel')", "killed by signal 9": "os.kill(os.getpid(), 9)",
-           "out of time": "time.sleep(100)"}  # fmt: skip
+           "out of time": "time.sleep(1000)"}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +60,6 @@ def test_a_part_that_stops_does_not_stop_the_next(tmp_path: Path, monkeypatch: p
     assert [outcome.outcome for outcome in outcomes] == list(letters)
     assert [outcome.found for outcome in outcomes] == [{"known": number} for number in range(4)]
     assert "ValueError: no such kernel" in (outcomes[0].error or "")
-    assert outcomes[2].seconds < 5
 
 
 def in_fork(**arguments: object) -> object:

@@ -15,7 +15,7 @@ from tests.recorded_runs import prepared
 
 
 def python(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=240)
 
 
 @pytest.mark.parametrize("name", [("hpc_parallel.job", "conclude"), ("hpc_parallel.worker.conclude",)])

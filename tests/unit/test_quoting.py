@@ -52,7 +52,7 @@ class Machine:
             (self.home / name).unlink(missing_ok=True)
         path = f"{self.home}/bin:{os.environ['PATH']}"
         done = subprocess.run(
-            ["bash", "-c", script], cwd=self.home, capture_output=True, timeout=60,
+            ["bash", "-c", script], cwd=self.home, capture_output=True, timeout=240,
             env={"PATH": path, "HOME": str(self.home), "SLURM_JOB_ID": "7", "NOTES": str(self.home)},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr

@@ -17,6 +17,8 @@ from hpc_parallel.supervise import failure, hang_report
 from hpc_parallel.supervise.hang_report import HangReport
 from hpc_parallel.supervise.world import World
 
+pytestmark = pytest.mark.processes
+
 ENVIRONMENT = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
     "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "0",

@@ -183,7 +183,7 @@ def test_of_two_that_start_at_once_one_must_refuse(started: RunFolder) -> None:
     claimants = [context.Process(target=_claim, args=(str(started.path), begin, answers)) for _ in range(8)]
     for claimant in claimants:
         claimant.start()
-    got = [answers.get(timeout=30) for _ in claimants]
+    got = [answers.get(timeout=240) for _ in claimants]
     for claimant in claimants:
         claimant.kill()
         claimant.join()

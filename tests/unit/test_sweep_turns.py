@@ -29,6 +29,8 @@ from hpc_parallel.supervise.end_runs import Target, end_runs
 from hpc_parallel.supervise.run_state import states
 from tests.recorded_runs import prepared
 
+pytestmark = pytest.mark.processes
+
 # Plays the local agent: it owns the run, is asked to end, says so.
 AGENT = """
 import json, os, signal, sys, time
@@ -71,7 +73,7 @@ def meanwhile(act: Callable[[Path], None]) -> tuple[int, Path]:
 
     def watch() -> None:
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 240
             while len(list(Path().glob("runs/*/*/began"))) < 2:
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
@@ -126,7 +128,7 @@ def test_a_run_that_waits_is_cancelled_alone(here: Path, capsys: pytest.CaptureF
         seen["rows"] = json.loads(listed.stdout)
         cancel(str(runs[2]))
         cancel(str(runs[0]))  # then the fourth begins
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 240
         while not (runs[3] / "began").exists():
             assert time.monotonic() < deadline
             time.sleep(0.05)
