@@ -142,6 +142,16 @@ def allow_recompiles(count: int) -> None:
     limits.recompile_limit = max(limits.recompile_limit, count)
 
 
+def guard_sharded_modules() -> None:
+    """Let torch.compile look at what differs between modules that fully_shard has wrapped.
+
+    By default it takes what such a module holds beside its weights for a constant. Blocks of one class share
+    their code, so the later blocks would use the dropout keys of the first one.
+    """
+    guards: Any = torch._dynamo.config
+    guards.skip_fsdp_guards = False
+
+
 def set_memory_budget(share: float) -> None:
     """The share of activations that compiled code keeps. The partitioner's setting has no public name."""
     from torch._functorch import config  # imported by the compiler only

@@ -18,7 +18,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "attention": ("mix", "mix", "fused", "by_hand", "kernel", "no"),
     "norm": ("layer", "rms", "no"),
     "norm_after": (False, True),
-    "feed": ("mlp", "gated", "no", "shift"),
+    "feed": ("mlp", "gated", "no", "shift", "gains"),
     "bias": (True, False),
     "tied": (True, False),
     "dropout": ("no", "no", "hidden", "heads", "scores", "functional"),
@@ -179,6 +179,8 @@ class Feed(nn.Module):
         if self.kind == "gated":
             self.gate = nn.Linear(dim, 2 * dim, bias=False)
         self.down = nn.Linear(2 * dim, dim, bias=False)
+        if self.kind == "gains":  # whose gradients are the same tensor
+            self.first, self.second = nn.Parameter(torch.empty(dim)), nn.Parameter(torch.empty(dim))
         self.drop = nn.Dropout(RATE if spec["dropout"] == "hidden" else 0.0)
         self.functional = spec["dropout"] == "functional"
 
@@ -189,7 +191,8 @@ class Feed(nn.Module):
             x = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1)
         hidden = self.up(x)
         hidden = F.silu(self.gate(x)) * hidden if self.kind == "gated" else F.gelu(hidden)
-        return self.down(self.drop(hidden))  # type: ignore[no-any-return]
+        output: Tensor = self.down(self.drop(hidden))
+        return output * (self.first + self.second) if self.kind == "gains" else output
 
 
 class Head(nn.Module):

@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from hpc_parallel.models.layered import LayeredModel, Loss
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
-from hpc_parallel.torch_internals import allow_recompiles, set_memory_budget
+from hpc_parallel.torch_internals import allow_recompiles, guard_sharded_modules, set_memory_budget
 
 SHAPES = 64  # that the inputs of a block may have: microbatches in training, each batch size in inference
 
@@ -24,6 +24,7 @@ def apply(model: LayeredModel, *, memory_budget: float | None = None) -> Layered
     """
     set_memory_budget(1.0 if memory_budget is None else memory_budget)
     allow_recompiles(SHAPES * len(model.blocks))
+    guard_sharded_modules()
     run = partial(run_compiled, cache(partial(torch.compile, fullgraph=True, dynamic=False)))
     for block in model.blocks.values():
         replace_forward(block, run, technique="Compiled")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -195,8 +196,27 @@ class Alike(LayerStyle):
 def _with_plain_weights(original: OriginalForward, _: Forward, __: Module, *inputs: Any) -> Tensor:
     # Read in every call, because fully_shard replaces the parameter objects.
     weights = original.named_parameters()
-    plain = {name: weight.to_local() for name, weight in weights if isinstance(weight, DTensor)}
+    plain = {
+        name: OwnGradient.apply(weight.to_local()) for name, weight in weights if isinstance(weight, DTensor)
+    }
     return functional_call(original, plain, inputs)  # type: ignore[no-any-return]
+
+
+class OwnGradient(torch.autograd.Function):
+    """Returns its input; its gradient has memory of its own.
+
+    autograd gives both terms of `p + q` the same gradient, and copies it before it adds another to it. It
+    does not see that the DTensors around it share the memory, so the gradient of a second microbatch would be
+    added for both weights to both gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].clone()
 
 
 def loss_of_slices(loss: Loss, *, axis: DeviceMesh) -> Loss:

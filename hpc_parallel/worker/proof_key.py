@@ -11,25 +11,33 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from hpc_parallel.config.layout import Layout
-from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.worker.small_model import SmallRun
 
 TECHNIQUES = ("strategies", "models", "worker")  # folders of this package
 
 
-def proof_key(config: RunConfig, *, model: LayeredModel, layout: Layout, device: torch.device) -> str:
-    """Hash the model's source and arguments, the techniques' source and options, and torch's version."""
+def proof_key(run: SmallRun, *, model: LayeredModel) -> str:
+    """Hash what a comparison of `run` would compare.
+
+    That is the model's source and arguments, the techniques' source and options, the samples, their
+    microbatches, and torch's version.
+    """
+    config = run.config
     content = {
         "torch": torch.__version__,
-        "device": device.type,
+        "device": run.device.type,
+        "samples": [_digest_of(run.inputs), _digest_of(run.targets)],
+        "microbatches": run.microbatches,
+        "seed": config.seed,
         "generates": config.task.name == "generate",
         "model": config.model,
         "source": sorted({_digest(path) for path in _sources(model)}),
         "techniques": sorted({_digest(path) for path in _techniques()}),
         "strategy": asdict(replace(config.strategy, shares=None)),  # measured shares differ at each start
-        "layout": layout.degrees,
+        "layout": run.layout.degrees,
         "checkpointing": config.training.activation_checkpointing,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
@@ -53,6 +61,11 @@ def _techniques() -> Iterator[Path]:
     package = Path(__file__).parents[1]
     for folder in TECHNIQUES:
         yield from (package / folder).glob("*.py")
+
+
+def _digest_of(tensor: Tensor) -> str:
+    content = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode() + content).hexdigest()
 
 
 def _digest(path: Path) -> str:

@@ -113,8 +113,7 @@ def _small_config(config: RunConfig, *, samples: int) -> RunConfig:
 
 def _microbatches(config: RunConfig, layout: Layout) -> int:
     """A pipeline's schedule needs all its microbatches; without one, two show the accumulation."""
-    plan = batch_of(config, layout)
-    return plan.microbatches if layout.pipeline > 1 else min(2, plan.microbatches)
+    return batch_of(config, layout).microbatches if layout.pipeline > 1 else 2
 
 
 def _short_length(length: int, *, config: RunConfig, layout: Layout) -> int:

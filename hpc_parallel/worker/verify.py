@@ -55,7 +55,8 @@ def verify(config: RunConfig, *, data: Data, groups: Groups, device: torch.devic
     if mode == "never":
         return _say(f"{omitted} (strategy.verify=never).")
     model = build_small(config)
-    key = proof_key(config, model=model, layout=layout, device=device)
+    run = SmallRun.of(config, data=data, device=device)
+    key = proof_key(run, model=model)
     folder = proofs_folder(os.environ)
     if mode == "auto" and exchange.broadcast(is_proven(key, folder=folder)):
         return _say(f"{_name(config)} equals one device on {layout}: an earlier run compared them")
@@ -64,7 +65,7 @@ def verify(config: RunConfig, *, data: Data, groups: Groups, device: torch.devic
         size = f"{len(model.blocks)} of its blocks have {weights:,} weights"
         return _say(f"{omitted}: {size}. Define {_name(config)}.small, the arguments of a small model.")
     start = time.perf_counter()
-    largest = compare(config, model=model, data=data, groups=groups, device=device)
+    largest = compare(run, model=model, groups=groups)
     if dist.get_rank() == 0:
         record_proof(key, folder=folder, about={"model": config.model["_target_"], "layout": str(layout)})
     return _say(
@@ -73,15 +74,13 @@ def verify(config: RunConfig, *, data: Data, groups: Groups, device: torch.devic
     )
 
 
-def compare(
-    config: RunConfig, *, model: LayeredModel, data: Data, groups: Groups, device: torch.device
-) -> float:
+def compare(run: SmallRun, *, model: LayeredModel, groups: Groups) -> float:
     """Returns the largest relative difference. Raises DifferenceError on all ranks.
 
     `model`: from `build_small`. The generators of random numbers keep their state.
     """
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        run = SmallRun.of(config, data=data, device=device)
+    config = run.config
+    with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
         reference = on_one_device(run, model)
         result = on_layout(run, build_small(config), groups=groups)
     by_rank: list[dict[str, float]] = exchange.all_gather(dict(_differences(result, reference)))

@@ -23,8 +23,10 @@ LAYOUTS = (
     "strategy=tensor nodes=2",
     "strategy=tensor nodes=2 strategy.sequence_parallel=false",
     "strategy=tensor nodes=2 strategy.loss_parallel=false",
+    "strategy=tensor nodes=2 strategy.sequence_parallel=false training.microbatch_size=2",
     "strategy=fsdp nodes=2",
     "strategy=data nodes=2",
+    "strategy=data nodes=2 training.microbatch_size=1",
     "strategy=pipeline nodes=2 strategy.microbatches=2",
     "strategy=pipeline nodes=2 strategy.schedule=gpipe strategy.microbatches=4",
     "strategy=fsdp nodes=2 gpus_per_node=2 strategy.context=2",
@@ -106,6 +108,10 @@ def test_a_wrong_model_is_refused(attempt: Try, case: str) -> None:
     ("spec", "layout"),
     [
         ({"attention": "fused"}, "strategy=tensor nodes=2"),
+        (
+            {"feed": "gains", "roles": "alike"},
+            "strategy=tensor nodes=2 strategy.sequence_parallel=false training.microbatch_size=2",
+        ),
         *in_full(
             [
                 ({}, "strategy=context nodes=2"),

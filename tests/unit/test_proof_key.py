@@ -1,0 +1,66 @@
+"""A recorded comparison with one device holds for what it compared, and for nothing else."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hpc_parallel.worker.proof_key import proof_key
+from hpc_parallel.worker.small_model import SmallRun, build_small
+from tests.composed import prepared
+
+PIPELINE = ("strategy=pipeline", "nodes=2", "training.global_batch_size=16")
+
+
+class Tokens:
+    """Samples that depend on their index and on `shift`."""
+
+    def __init__(self, shift: int) -> None:
+        self.shift = shift
+
+    def __len__(self) -> int:
+        return 64
+
+    def batch(self, indices: np.ndarray[Any, Any]) -> tuple[Tensor, Tensor]:
+        tokens = (torch.from_numpy(indices)[:, None] * 7 + torch.arange(33) + self.shift) % 256
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+def key(*overrides: str, shift: int = 0) -> str:
+    config = prepared("launcher=local", "device=cpu", *PIPELINE, *overrides).config
+    data: Any = SimpleNamespace(train=Tokens(shift))
+    run = SmallRun.of(config, data=data, device=torch.device("cpu"))
+    return proof_key(run, model=build_small(config))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "strategy.microbatches=8", "strategy.schedule=gpipe", "nodes=4", "strategy=data", "model.dim=64",
+        "seed=1", "training.activation_checkpointing=full",
+    ],
+)  # fmt: skip
+def test_another_comparison_has_another_key(overrides: str) -> None:
+    assert key("strategy.microbatches=4") != key("strategy.microbatches=4", *overrides.split())
+
+
+def test_other_samples_have_another_key() -> None:
+    assert key() != key(shift=1)
+
+
+@pytest.mark.parametrize("overrides", ["training.steps=7", "optimizer.learning_rate=0.5", "name=other"])
+def test_what_is_not_compared_does_not_count(overrides: str) -> None:
+    assert key() == key(overrides)
+
+
+def test_two_microbatches_at_least_are_compared() -> None:
+    config = prepared(
+        "launcher=local", "device=cpu", "strategy=data", "nodes=2", "data.sequence_length=32"
+    ).config
+    run = SmallRun.of(config, data=SimpleNamespace(train=Tokens(0)), device=torch.device("cpu"))  # type: ignore[arg-type]
+    assert run.microbatches == 2
