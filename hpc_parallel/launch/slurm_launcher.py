@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import shlex
 import subprocess
+import sys
 import time
 from contextlib import redirect_stderr
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from hpc_parallel.record import owner
 from hpc_parallel.record.job_state import job_state
 from hpc_parallel.record.names import command_on
 from hpc_parallel.record.safe_write import write_text
+from hpc_parallel.record.submission_environment import as_submitter, overrides, submission_environment
 
 REASON_S = 5.0  # time for the scheduler to examine a job that may be refused
 PERMANENT_REASONS = {
@@ -120,8 +124,10 @@ def submit(run: PreparedRun) -> str:
 
 def _submit_payload(run: PreparedRun, submitter: Executor) -> tuple[str, str]:
     """Submit through submitit; returns the job id and the script that Slurm got."""
+    warn_of_overrides(submitter.script)
     try:
-        with redirect_stderr(io.StringIO()):  # submitit prints a refusal, which the exception below repeats
+        # submitit prints a refusal, which the exception below repeats
+        with as_submitter(submitter.script), redirect_stderr(io.StringIO()):
             job = submitter.submit(job_entry.rank, str(run.folder.path))
     except (FailedJobError, FailedSubmissionError) as error:
         raise SiteRefusedError(refusal_message(str(error))) from error
@@ -136,13 +142,32 @@ def _submit_script(run: PreparedRun, script: str) -> tuple[str, str]:
 
 def sbatch(script: Path) -> str:
     """Submit a batch script and return its job id. Raises SiteRefusedError with Slurm's message."""
+    text = script.read_text(encoding="utf-8")
+    environment = submission_environment(os.environ, script=text)
+    warn_of_overrides(text)
     try:
-        process = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True)
+        process = subprocess.run(
+            ["sbatch", "--parsable", str(script)], capture_output=True, text=True, env=environment
+        )
     except FileNotFoundError as error:
         raise _no_sbatch() from error
     if process.returncode != 0:
         raise SiteRefusedError(refusal_message(process.stderr))
     return process.stdout.strip().partition(";")[0]
+
+
+def warn_of_overrides(script: str) -> None:
+    """Say which variables of the user's shell are not used; once, also for a sweep of many scripts."""
+    _warn_of(tuple(overrides(os.environ, script=script)))
+
+
+@cache
+def _warn_of(names: tuple[str, ...]) -> None:
+    if names:
+        text = (
+            f"{', '.join(names)} of this shell: not used, because the job's configuration sets the same flag"
+        )
+        print(f"warning     {text}", file=sys.stderr)
 
 
 def _no_sbatch() -> SiteRefusedError:
@@ -151,7 +176,10 @@ def _no_sbatch() -> SiteRefusedError:
 
 def test_only(script: str) -> tuple[bool, str]:
     """Whether Slurm would start the script now or later, and what `sbatch --test-only` prints."""
-    process = subprocess.run(["sbatch", "--test-only"], input=script, capture_output=True, text=True)
+    environment = submission_environment(os.environ, script=script)
+    process = subprocess.run(
+        ["sbatch", "--test-only"], input=script, capture_output=True, text=True, env=environment
+    )
     return process.returncode == 0, process.stderr.strip()
 
 

@@ -43,8 +43,8 @@ def wait_for_job(run: PreparedRun, job_id: str) -> int:
         return DONE if state.state == "COMPLETED" else FAILED
     if not has_summary(run):
         if state.state == "COMPLETED":
-            print(f"job {job_id} completed; its summary is not visible on this host yet: {run.folder.path}")
-            return DONE
+            print(f"job {job_id} completed, but the run left no summary: see {run.folder.path}")
+            return FAILED
         conclude_job(run.folder, job_id, state)
     return follower.finish()
 

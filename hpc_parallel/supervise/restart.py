@@ -14,6 +14,7 @@ from typing import Any
 from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.job_state import job_fields, job_of
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.submission_environment import submission_environment
 from hpc_parallel.supervise import failure
 
 TIME_LIMIT, PREEMPTED, CANCELLED = "time_limit", "preempted", "cancelled"
@@ -105,9 +106,9 @@ def requeue_or_resubmit(
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    # The variables of this job must not reach another job.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k == "SLURM_CONF"}
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=60, env=submission_environment(os.environ)
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return subprocess.CompletedProcess(command, returncode=1, stdout="", stderr=str(error))

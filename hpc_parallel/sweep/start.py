@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ from hpc_parallel.launch.launcher import Launcher
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.job_state import job_states
 from hpc_parallel.record.names import from_here
+from hpc_parallel.record.submission_environment import submission_environment
 from hpc_parallel.record.sweep_folder import create, write_sweep
 from hpc_parallel.record.trust import require_trusted
 from hpc_parallel.shell import complain
@@ -148,8 +150,9 @@ def estimate(script: str) -> str:
     """Slurm's message about when it would start this script, or why not; nothing is submitted."""
     try:
         process = subprocess.run(
-            ["sbatch", "--test-only"], input=script, capture_output=True, text=True, timeout=20
-        )
+            ["sbatch", "--test-only"], input=script, capture_output=True, text=True, timeout=20,
+            env=submission_environment(os.environ, script=script),
+        )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"no estimate of its start: {error}"
     return " ".join(process.stderr.split()) or "Slurm gives no estimate of its start"

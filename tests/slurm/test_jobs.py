@@ -27,6 +27,11 @@ from tests.workers import Workers
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
+# Of a shell inside an interactive job of another size, at a site with defaults for sbatch.
+SHELL = {
+    "SLURM_MEM_PER_CPU": "100", "SLURM_MEM_PER_NODE": "100", "SLURM_NTASKS_PER_NODE": "3",
+    "SBATCH_TIMELIMIT": "1", "SBATCH_NO_REQUEUE": "1", "SBATCH_SIGNAL": "TERM@30",
+}  # fmt: skip
 PATIENCE_S = 240  # with what never happens; other tests run beside these
 SMALL = (
     "training.steps=10",
@@ -65,7 +70,7 @@ class Site:
         return subprocess.run(
             [sys.executable, "-m", "hpc_parallel.run", *words],
             cwd=self.home,
-            env=self.environment,
+            env=self.environment | SHELL,
             capture_output=True,
             text=True,
             timeout=timeout_s,
@@ -136,8 +141,15 @@ def only_run(site: Site) -> Path:
     ],
 )
 def test_a_job_completes_and_equals_the_local_curve(
-    site: Site, workers: Workers, words: tuple[str, ...], small: tuple[str, ...], hosts: int, ranks: int
+    site: Site,
+    workers: Workers,
+    words: tuple[str, ...],
+    small: tuple[str, ...],
+    hosts: int,
+    ranks: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("SBATCH_EXPORT", "NONE")  # the kept code is what runs nevertheless
     done = site.run(*words, *small, "launcher=slurm", "launcher.wait=true", timeout_s=500)
     assert done.returncode == 0, done.stdout + done.stderr
     folder = only_run(site)
@@ -149,6 +161,7 @@ def test_a_job_completes_and_equals_the_local_curve(
         str(hosts),
         str(ranks),
     )
+    assert (record["TimeLimit"], record["Requeue"]) == ("01:00:00", "1")
     assert record["TresPerNode"] == f"gres:gpu:{ranks // hosts}"
     assert summary["outcome"] == "completed"
     assert summary["world_size"] == ranks

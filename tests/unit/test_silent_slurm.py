@@ -96,6 +96,16 @@ def test_a_refusal_shows_slurms_message(
     assert capsys.readouterr().err.endswith("(job 1, running): job 1: access denied\n")
 
 
+def test_a_job_that_completed_without_a_summary_is_not_a_completed_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a trap of a setup line replaced the lines that conclude a run."""
+    monkeypatch.setenv("SACCT", "1|1|COMPLETED\\n")
+    write_json(started(tmp_path / "runs/a/1").owner, {"job_id": "1"})
+    (row,) = told(capsys)
+    assert (row["state"], row["reason"]) == ("broken off", "its job ended without a summary")
+
+
 def test_one_that_answers_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SACCT_S", "1.5")
     monkeypatch.setenv("SACCT", "7|7|TIMEOUT\n")

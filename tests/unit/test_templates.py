@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from string import Template
 
@@ -14,7 +15,7 @@ import pytest
 from hpc_parallel.config.compose import find_folder
 from hpc_parallel.launch.batch_script import needs_own_script, render, render_array, sbatch_flags
 from hpc_parallel.launch.prepare import PreparedRun
-from hpc_parallel.problems import ConfigError
+from hpc_parallel.problems import ConfigError, spell
 from tests.composed import prepared
 
 PROFILES = sorted(path.stem for path in (find_folder("conf") / "cluster").glob("*.yaml"))
@@ -197,3 +198,33 @@ def test_what_can_not_be_started(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         prepared("launcher=script", *words)
     assert message in map(str, caught.value.problems)
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_traps_of_setup_lines_run_beside_ours(removed: bool, tmp_path: Path) -> None:
+    """A line that removes the traps has no effect either."""
+    lines = (
+        ["trap - EXIT TERM"] if removed else ["trap 'echo \"gone: $?\" > cleaned' EXIT", "trap 'true' TERM"]
+    )
+    run = started("srun", "none", f"launcher.setup={spell(lines)}", f"run_dir={tmp_path / 'run'}")
+    run.write()
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, code in (("srun", 3), ("noted", 0)):
+        (tools / name).write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/{name}.args\nexit {code}\n')
+        (tools / name).chmod(0o755)
+    script = render(run).replace(shlex.quote(sys.executable), "noted")
+    environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_EXPORT_ENV": "NONE"}
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 3, done.stderr
+    assert (
+        (tmp_path / "noted.args").read_text().startswith(f"-m hpc_parallel.job conclude {run.folder.path} 3 ")
+    )
+    assert (tmp_path / "cleaned").exists() is not removed
+
+
+def test_srun_hands_on_what_the_script_has_set() -> None:
+    """With --export=NONE Slurm sets this variable in the job, and srun would start the edited source."""
+    assert "\nunset SLURM_EXPORT_ENV\n" in render(started("srun", "none"))
