@@ -185,15 +185,16 @@ class Run:
 
     def _wait_for_summary(self, state: State) -> dict[str, Any]:
         """The summary of a run that has ended; if another host wrote it, it may appear on this host later."""
-        deadline = time.monotonic() + (summary_timeout_s(state.name) if state.job else 0)
-        while (summary := self.summary) is None and time.monotonic() < deadline:
-            time.sleep(_LOCAL_POLL_S)
-        if summary is None and self._is_ours and state.job is not None:
+        summary = self.summary
+        if summary is None and state.job is not None:
             job = job_state(state.job)
+            deadline = time.monotonic() + summary_timeout_s(job.state)
+            while (summary := self.summary) is None and time.monotonic() < deadline:
+                time.sleep(_LOCAL_POLL_S)
             # A completed job has a summary, which this host can't see yet.
-            if job.ended and job.state != "COMPLETED":
+            if summary is None and self._is_ours and job.ended and job.state != "COMPLETED":
                 conclude_job(self._recorded.folder, state.job, job)
-            summary = self.summary
+                summary = self.summary
         if summary is None:
             raise RuntimeError(f"{self.path} has no summary: {state}")
         return summary
