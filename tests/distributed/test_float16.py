@@ -50,7 +50,8 @@ def with_an_overflow(layout: str) -> tuple[str, ...]:
     """Step 2 is not finite."""
     words, at, victim = LAYOUTS[layout]
     harm = ("+model.harm=poison", f"+model.at={at}", f"+model.victim={victim}")
-    return (*words, HALF_PRECISION, "model._target_=tests.models.Harmed", *harm)
+    model = ("model._target_=tests.models.Harmed", "strategy.verify=never")  # a comparison would count passes
+    return (*words, HALF_PRECISION, *model, *harm)
 
 
 def assert_near(run: Trained, reference: Trained, *, near: float = NEAR) -> None:
