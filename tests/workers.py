@@ -147,7 +147,10 @@ def _serve(pipe: Connection) -> None:
         except EOFError:
             return
         try:
+            # Else a rank whose job is short closes its connections while others still make theirs.
+            os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+            os.environ["TORCH_DIST_INIT_BARRIER"] = "0"  # not for the groups of the job
             answer = ("done", job(*arguments))
             dist.destroy_process_group()
             # DTensor remembers meshes by their shape: the next job's would get this one's dead groups.

@@ -75,8 +75,8 @@ class TestAsVictim:
         return int(call_as(VICTIM, work))
 
     def test_a_foreign_record_ends_nothing(self, shared: Path) -> None:
-        program = [sys.executable, "-c", "import time; time.sleep(60)"]
-        program = ["/bin/sleep", "60"] if os.path.exists("/bin/sleep") else program
+        program = [sys.executable, "-c", "import time; time.sleep(1000)"]
+        program = ["/bin/sleep", "1000"] if os.path.exists("/bin/sleep") else program
         with subprocess.Popen(program, user=VICTIM, group=VICTIM, extra_groups=[], cwd="/") as process:
             try:
                 assert self.cancel(shared, started(shared / "theirs" / "1"), process.pid) == 1

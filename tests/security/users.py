@@ -19,7 +19,7 @@ ATTACKER, VICTIM = 64012, 64011  # in the range that Debian reserves for local u
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 
 
-def run_as(user: int, code: str, *words: object, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+def run_as(user: int, code: str, *words: object, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
     """Run Python `code` (only the standard library) as another user; `words` become its sys.argv[1:]."""
     return subprocess.run(
         [interpreter(user), "-c", code, *map(str, words)],

@@ -176,6 +176,7 @@ def _claim(path: str, start: float, answers: multiprocessing.Queue[bool]) -> Non
     signal.pause()
 
 
+@pytest.mark.processes
 def test_of_two_that_start_at_once_one_must_refuse(started: RunFolder) -> None:
     context = multiprocessing.get_context("fork")
     answers: multiprocessing.Queue[bool] = context.Queue()
