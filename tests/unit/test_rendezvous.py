@@ -63,7 +63,7 @@ def _rank(folder: RunFolder, world: World, cluster: ClusterConfig, pipe: Any, do
         outcome = Outcome(None, str(error), time.perf_counter() - began)
     pipe.send(outcome)
     if outcome.error is None:
-        done.wait(30)  # rank 0 is the server
+        done.wait(250)  # rank 0 is the server
 
 
 def start(folder: RunFolder, worlds: list[World], cluster: ClusterConfig) -> Callable[[], list[Outcome]]:
@@ -77,10 +77,10 @@ def start(folder: RunFolder, worlds: list[World], cluster: ClusterConfig) -> Cal
         processes.append(process)
 
     def finish() -> list[Outcome]:
-        outcomes = [pipe.recv() if pipe.poll(30) else Outcome(None, "HANGS", 30.0) for pipe in pipes]
+        outcomes = [pipe.recv() if pipe.poll(250) else Outcome(None, "HANGS", 250.0) for pipe in pipes]
         done.set()
         for process in processes:
-            process.join(10)
+            process.join(250)
             assert process.exitcode == 0
         return outcomes
 
@@ -150,7 +150,7 @@ def test_an_address_that_does_not_answer_is_named(folder: RunFolder) -> None:
 def test_a_fixed_port_that_is_taken_is_named(folder: RunFolder) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        outcomes = start(folder, [world(0), world(1)], cluster(port=port))()
+        outcomes = start(folder, [world(0), world(1)], cluster(port=port, start_timeout_s=5.0))()
     for outcome in outcomes:
         assert outcome.error is not None
         assert outcome.error.startswith(
