@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-import hpc_parallel.commands.cancel  # noqa: F401  (the other user may not be able to read the package)
 from hpc_parallel.__main__ import main
 from hpc_parallel.record import owner
 from hpc_parallel.record.run_folder import RunFolder

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pkgutil
 import shutil
 import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from hpc_parallel import commands
 
 ATTACKER, VICTIM = 64012, 64011  # in the range that Debian reserves for local use
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
@@ -28,13 +32,16 @@ def run_as(user: int, code: str, *words: object, timeout_s: float = 240) -> subp
     )  # fmt: skip
 
 
-def call_as(user: int, function: Callable[[], Any], *, timeout_s: float = 60) -> Any:
+def call_as(user: int, function: Callable[[], Any], *, timeout_s: float = 120) -> Any:
     """Call `function` in a forked child that has become another user; returns its result.
 
-    That user may not be able to read Python's files, so import what `function` needs before the call.
+    That user may not be able to read Python's files, so import what `function` needs before the call. The
+    commands of this package are imported here.
 
     Raises AssertionError with the traceback if `function` raises.
     """
+    for module in pkgutil.iter_modules(commands.__path__, f"{commands.__name__}."):
+        import_module(module.name)
     fork = multiprocessing.get_context("fork")
     receive, send = fork.Pipe(duplex=False)
 
