@@ -74,3 +74,19 @@ class Unseeded(Points):
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, float]:
         return np.random.default_rng().normal(size=3), 0.0
+
+
+class Masked(Dataset[tuple[Tensor, Tensor]]):
+    """Sequences of `length` numbers; a different part of each sample's targets is `ignored`."""
+
+    def __init__(self, samples: int = 64, length: int = 32, ignored: int = -100) -> None:
+        self.tokens = torch.randint(256, (samples, length + 1), generator=torch.Generator().manual_seed(3))
+        self.ignored = ignored
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = self.tokens[index, :-1], self.tokens[index, 1:].clone()
+        targets[: index * 7 % len(targets)] = self.ignored
+        return inputs, targets

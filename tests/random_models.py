@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,10 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "attention": ("mix", "mix", "fused", "by_hand", "kernel", "no"),
     "norm": ("layer", "rms", "no"),
     "norm_after": (False, True),
-    "feed": ("mlp", "gated", "no", "shift", "gains"),
+    "feed": ("mlp", "gated", "no", "shift", "gains", "conv", "recurrent"),
+    "gate": ("no", "no", "zero"),
+    "state": ("no", "no", "count", "mean"),
+    "unused": (False, False, True),
     "bias": (True, False),
     "tied": (True, False),
     "dropout": ("no", "no", "hidden", "heads", "scores", "functional"),
@@ -30,7 +33,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 RATE = 0.2
 RIGHT = {
     "layers": 2, "positions": "stem", "attention": "mix", "norm": "layer", "norm_after": False,
-    "feed": "mlp", "bias": True, "tied": True, "dropout": "hidden", "roles": "right",
+    "feed": "mlp", "gate": "no", "state": "no", "unused": False, "bias": True, "tied": True,
+    "dropout": "hidden", "roles": "right",
 }  # fmt: skip
 """A model that is right on every layout."""
 
@@ -48,11 +52,24 @@ class RandomModel(LayeredModel):
         self.tensor_roles = roles_of(spec)
 
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Larger than usual, so that every part matters; biases too."""
-        tensor.normal_(std=0.3, generator=generator)
+        """Larger than usual, so that every part matters; biases too. Gates and states start at zero."""
+        if name.endswith(("gate.scale", "state.seen")):
+            tensor.zero_()
+        else:
+            tensor.normal_(std=0.3, generator=generator)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
+
+
+EXTRA_ROLES = {"feed.mix": "alike", "gate": "position", "unused": "position"}
+
+
+def _has(name: str, spec: dict[str, Any]) -> bool:
+    """Whether a block has one of EXTRA_ROLES."""
+    if name == "feed.mix":
+        return spec["feed"] in ("conv", "recurrent")
+    return spec[name] not in ("no", False)
 
 
 def roles_of(spec: dict[str, Any]) -> dict[str, str | Column]:
@@ -74,6 +91,7 @@ def roles_of(spec: dict[str, Any]) -> dict[str, str | Column]:
         roles |= {"blocks.*.feed": "whole", "blocks.*.feed.up": "column", "blocks.*.feed.down": "row"}
         if spec["feed"] == "gated":
             roles["blocks.*.feed.gate"] = "column"
+    roles |= {f"blocks.*.{name}": role for name, role in EXTRA_ROLES.items() if _has(name, spec)}
     if spec["roles"] == "alike" and spec["feed"] != "no":
         roles = {name: role for name, role in roles.items() if not name.startswith("blocks.*.feed.")}
         roles["blocks.*.feed"] = "alike"
@@ -84,6 +102,12 @@ def roles_of(spec: dict[str, Any]) -> dict[str, str | Column]:
 
 def norm_of(kind: str, dim: int) -> nn.Module:
     return {"layer": nn.LayerNorm, "rms": nn.RMSNorm, "no": nn.Identity}[kind](dim)
+
+
+class HidesInSmall(RandomModel):
+    """Its small copy is right on every layout, whatever `spec` is."""
+
+    small: ClassVar[dict[str, Any]] = {"spec": RIGHT}
 
 
 class Stem(nn.Module):
@@ -118,12 +142,43 @@ class Block(nn.Module):
         if spec["feed"] != "no":
             self.feed = Feed(dim, spec)
         self.norm, self.feed_norm = norm_of(spec["norm"], dim), norm_of(spec["norm"], dim)
+        self.gate = nn.Identity() if spec["gate"] == "no" else Gate(dim)
+        self.state = nn.Identity() if spec["state"] == "no" else State(spec["state"])
+        if spec["unused"]:
+            self.unused = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         for name, norm in (("attention", self.norm), ("feed", self.feed_norm)):
             layer = getattr(self, name, nn.Identity())
-            x = norm(x + layer(x)) if self.after else x + layer(norm(x))
-        return x
+            x = norm(x + self.gate(layer(x))) if self.after else x + self.gate(layer(norm(x)))
+        return self.state(x)  # type: ignore[no-any-return]
+
+
+class Gate(nn.Module):
+    """A factor that starts at zero, as in ReZero."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class State(nn.Module):
+    """A buffer that its forward pass writes: a number of passes, or a running mean of what it has seen."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.register_buffer("seen", torch.empty(()))
+        self.seen: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.seen += 0.01 if self.kind == "count" else 0.1 * x.mean()
+        return x * (1 + self.seen.clone())
 
 
 class Attention(nn.Module):
@@ -179,6 +234,10 @@ class Feed(nn.Module):
         if self.kind == "gated":
             self.gate = nn.Linear(dim, 2 * dim, bias=False)
         self.down = nn.Linear(2 * dim, dim, bias=False)
+        if self.kind == "conv":
+            self.mix: nn.Module = nn.Conv1d(dim, dim, 3, groups=dim)
+        if self.kind == "recurrent":
+            self.mix = nn.Linear(dim, dim, bias=False)
         if self.kind == "gains":  # whose gradients are the same tensor
             self.first, self.second = nn.Parameter(torch.empty(dim)), nn.Parameter(torch.empty(dim))
         self.drop = nn.Dropout(RATE if spec["dropout"] == "hidden" else 0.0)
@@ -189,6 +248,13 @@ class Feed(nn.Module):
             x = F.dropout(x, RATE, self.training)
         if self.kind == "shift":  # mixes positions
             x = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1)
+        if self.kind == "conv":
+            x = self.mix(F.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
+        if self.kind == "recurrent":
+            states = [x[:, 0]]
+            for index in range(1, x.shape[1]):
+                states.append(torch.tanh(self.mix(states[-1]) + x[:, index]))
+            x = torch.stack(states, 1)
         hidden = self.up(x)
         hidden = F.silu(self.gate(x)) * hidden if self.kind == "gated" else F.gelu(hidden)
         output: Tensor = self.down(self.drop(hidden))

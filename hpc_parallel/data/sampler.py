@@ -15,6 +15,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from hpc_parallel.problems import ConfigError
+
 ROUNDS = 8
 GOLDEN = 0x9E3779B97F4A7C15
 
@@ -91,7 +93,8 @@ class Batches:
     over a microbatch (BatchNorm) therefore give the same result on any number of replicas. The parts have
     equal numbers of samples, or `sizes`, one number for each replica. Without a seed,
     samples keep their order. A rank that is not a replica (None) gets empty batches. Numbers with a fraction
-    get the dtype `floating`, that of the weights, if it is given.
+    get the dtype `floating`, that of the weights, if it is given. `negative`: whether a target may be a
+    negative integer, because the model has an `ignore_index`.
     """
 
     samples: Samples
@@ -102,6 +105,7 @@ class Batches:
     microbatches: int = 1
     sizes: Sequence[int] | None = None
     floating: torch.dtype | None = None
+    negative: bool = True
 
     def __post_init__(self) -> None:
         if self.global_batch_size % (self.replicas * self.microbatches):
@@ -127,11 +131,19 @@ class Batches:
     def at(self, step: int, *, seeded: bool = True) -> tuple[Tensor, Tensor]:
         """Returns inputs and targets [this replica's samples, ...] of the 0-based `step`.
 
+        Raises ConfigError for a negative target that would count as a term of the loss.
+
         seeded: False leaves the global generators alone, for samples that do not draw (`draws`).
         """
         if self.replica is None:
             return torch.empty(0), torch.empty(0)
         inputs, targets = self._read(step, seeded=seeded)
+        if not self.negative and not targets.dtype.is_floating_point and bool((targets < 0).any()):
+            raise ConfigError([
+                f"the data has the target {int(targets.min())}, which counts as a term of the loss. If the "
+                "loss leaves it out, as torch's cross-entropy leaves out -100, give the model's class "
+                "`ignore_index = -100` (docs/own-model.md). If it is a number to predict, return floats."
+            ])  # fmt: skip
         return self._cast(inputs), self._cast(targets)
 
     def positions(self, step: int) -> NDArray[np.int64]:

@@ -18,8 +18,8 @@ class AuxiliaryLoss(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.loss_terms: float = 1
-        """`LayeredModel.loss_terms` of the batch that is being trained on; the loss is divided by it."""
+        self.loss_terms: float | Tensor = 1
+        """The terms of the batch that is being trained on (`LossTerms`); the loss is divided by it."""
         self.loss_scale: Tensor | None = None
         """The factor of all gradients, if the loss has one."""
 
@@ -34,8 +34,10 @@ def auxiliary_losses(models: Iterable[nn.Module]) -> list[AuxiliaryLoss]:
 
 class _AddGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, term: Tensor, loss_terms: float, loss_scale: Tensor | None) -> Tensor:
-        ctx.gradient = torch.full_like(term, 1 / loss_terms)
+    def forward(
+        ctx: Any, x: Tensor, term: Tensor, loss_terms: float | Tensor, loss_scale: Tensor | None
+    ) -> Tensor:
+        ctx.gradient = torch.ones_like(term) / loss_terms
         if loss_scale is not None:
             ctx.gradient *= loss_scale
         return x.view_as(x)

@@ -92,6 +92,8 @@ class LayeredModel(nn.Module):
     """
     small: Mapping[str, Any] = MappingProxyType({})
     """Constructor arguments of a small model of this class, for the comparison with one device."""
+    ignore_index: int | None = None
+    """The target that `loss` leaves out (-100 in torch); the mean is taken over all other targets."""
     pixelwise: bool = False
     """Whether an image model has an output and a target for each position of the image."""
 
@@ -132,7 +134,10 @@ class LayeredModel(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must define loss(output, target)")
 
     def loss_terms(self, target: Tensor) -> int:
-        """The number of terms that `loss` sums, from the shape only: no device is synchronised."""
+        """The number of terms that `loss` sums, from the shape only: no device is synchronised.
+
+        A model with an `ignore_index` has one for each target that is not ignored.
+        """
         return target.numel()
 
     def metrics(self, output: Tensor, target: Tensor) -> Mapping[str, Tensor]:

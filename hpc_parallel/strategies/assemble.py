@@ -41,6 +41,7 @@ from hpc_parallel.strategies.device_traffic import DeviceTraffic
 from hpc_parallel.strategies.forward_backward import Accumulate, ForwardBackward, SequenceParts, TensorGroup
 from hpc_parallel.strategies.groups import Groups
 from hpc_parallel.strategies.loss_scale import LossScale
+from hpc_parallel.strategies.loss_terms import LossTerms
 from hpc_parallel.strategies.mesh import axis_of, data_mesh, joint, slicing_axis
 from hpc_parallel.strategies.own_metrics import MetricsOf, WithMetrics
 from hpc_parallel.strategies.parameter_server import Idle, ParameterServer
@@ -184,15 +185,16 @@ def build_forward_backward(
     if mesh.get_coordinate() is None:
         return Idle(device=device)
     parts = list(stages.values())
+    terms = LossTerms(parts[-1], weight=weight, axis=joint(mesh, *BATCH_AXES, *SAMPLE_AXES))
     schedule: ForwardBackward
     if axis_of(mesh, "pipeline") is None:
         schedule = Accumulate(
-            replicas.runners[0], model=parts[0], loss=loss, microbatches=microbatches, weight=weight
+            replicas.runners[0], model=parts[0], loss=loss, terms=terms, microbatches=microbatches
         )
     else:
         schedule = pipeline.Pipeline(
-            replicas.runners, stages=stages, loss=loss, groups=groups, replicas=replicas.unaveraged,
-            schedule=options.schedule, microbatches=microbatches, device=device,
+            replicas.runners, stages=stages, loss=loss, terms=terms, groups=groups,
+            replicas=replicas.unaveraged, schedule=options.schedule, microbatches=microbatches, device=device,
         )  # fmt: skip
     if casts and slicing_axis(mesh) is None:
         schedule = working_weights.CastOnce(schedule, parts=parts)

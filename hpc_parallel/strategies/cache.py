@@ -49,6 +49,12 @@ def apply(model: LayeredModel, *, length: int) -> LayeredModel:
     return model
 
 
+def rewind(model: LayeredModel) -> None:
+    """Let a `model` that `apply` changed forget all positions."""
+    assert isinstance(model.sample_positions, Past)
+    model.sample_positions.length = 0
+
+
 def count_positions(past: Past, forward: Forward, model: LayeredModel, x: Tensor) -> Tensor:
     out = forward(model, x)
     past.grow(x.shape[1])

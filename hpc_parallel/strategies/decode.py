@@ -35,6 +35,10 @@ class Decoder:
         self._input_kind: tuple[tuple[int, ...], torch.dtype] | None = None  # shape of a token, and dtype
         self._sent_kind = False  # to the next stage
 
+    def rewind(self) -> None:
+        """Forget all positions: the next call begins the text again."""
+        cache.rewind(self._part)
+
     @torch.no_grad()
     def __call__(self, tokens: Tensor, choose: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns the next token [batch] on all ranks: `choose` of the last position's logits [batch, vocab].

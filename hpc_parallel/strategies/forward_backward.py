@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.auxiliary_loss import auxiliary_losses
 from hpc_parallel.models.layered import LayeredModel, Loss
+from hpc_parallel.strategies.loss_terms import LossTerms
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.ring import slices_of
 
@@ -56,12 +57,9 @@ class Accumulate:
     copies: Sequence[Parameter] = ()
 
     def __init__(
-        self, runner: Module, *, model: LayeredModel, loss: Loss, microbatches: int, weight: float = 1.0
+        self, runner: Module, *, model: LayeredModel, loss: Loss, terms: LossTerms, microbatches: int
     ) -> None:
-        """`runner` is the `model`, wrapped by what else applies to it (DistributedDataParallel).
-
-        `weight`: the factor of this replica's mean loss (`BatchPlan.weight`).
-        """
+        """`runner` is the `model`, wrapped by what else applies to it (DistributedDataParallel)."""
         self._runner = runner
         self._model = model
         self._loss = loss
@@ -69,7 +67,7 @@ class Accumulate:
         # DistributedDataParallel would prepare for a backward pass; others evaluate as they train.
         self._forward = model if isinstance(runner, DistributedDataParallel) else runner
         self._microbatches = microbatches
-        self._weight = weight
+        self._terms = terms
         self._without_averaging: Callable[[], AbstractContextManager[None]] = nullcontext
         if isinstance(runner, DistributedDataParallel):
             self._without_averaging = self._first_step_in_sync if runner.static_graph else runner.no_sync
@@ -79,7 +77,7 @@ class Accumulate:
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean loss of this replica's batch `[batch, ...]`; its gradients are added to the weights'."""
-        terms = self._model.loss_terms(targets) / self._weight
+        terms = self._terms(targets)
         for auxiliary in self._auxiliary_losses:
             auxiliary.loss_terms = terms
         pieces = self._split(inputs, targets)
@@ -99,7 +97,7 @@ class Accumulate:
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean loss and metrics of this replica's batch, forward only."""
-        terms = self._model.loss_terms(targets) / self._weight
+        terms = self._terms(targets)
         losses = [
             self._loss(self._forward(samples), expected) for samples, expected in self._split(inputs, targets)
         ]

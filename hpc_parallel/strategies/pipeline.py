@@ -33,6 +33,7 @@ from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies.action_times import action
 from hpc_parallel.strategies.forward_backward import propagate_nonfinite
 from hpc_parallel.strategies.groups import Groups
+from hpc_parallel.strategies.loss_terms import LossTerms
 from hpc_parallel.strategies.replicate import Average, average_of
 from hpc_parallel.strategies.tied_ends import TiedEnds
 
@@ -143,6 +144,7 @@ class Pipeline:
         *,
         stages: Mapping[int, LayeredModel],
         loss: Loss,
+        terms: LossTerms,
         groups: Groups,
         replicas: DeviceMesh | None,
         schedule: str,
@@ -170,10 +172,10 @@ class Pipeline:
             part.begin_microbatch = partial(model.sample_indices.begin_microbatch, count=microbatches)
         for part, average in zip(self._parts, self._averages, strict=False):
             part.average = average
-        self._model = models[-1]
         self._auxiliary_losses = auxiliary_losses(models)
         self._loss = loss
-        self._terms = 1
+        self._count_terms = terms
+        self._terms: float | Tensor = 1.0
         self._first = min(stages) == 0
         self._last = max(stages) == count - 1
         self._device = device
@@ -209,7 +211,7 @@ class Pipeline:
         self._tied.copy_originals()
         for part in self._parts:
             part.submod.eval()
-        self._terms = self._model.loss_terms(targets)
+        self._terms = self._count_terms(targets)
         for auxiliary in self._auxiliary_losses:
             auxiliary.loss_terms = self._terms
         all_losses: list[Tensor] = []

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from hpc_parallel.supervise.progress import Progress
 from hpc_parallel.training.load_weights import start_from
 from hpc_parallel.training.metrics import peak_memory_bytes
 from hpc_parallel.training.writers import open_writers
+from hpc_parallel.worker.cache_check import CACHED, CacheCheck
 from hpc_parallel.worker.session import Session, complete
 
 Choose = Callable[[Tensor, int], Tensor]
@@ -159,9 +161,16 @@ def continue_all(
     rows = [[*prompt, *[-1] * (total - len(prompt))] for prompt in prompts]  # -1: not chosen yet
     tokens = torch.tensor(rows, device=session.device)
     decoder = Decoder(session.assembled, length=total - 1, device=session.device)
+    check = CacheCheck(decoder, config=session.config)
+
+    def choose_kept(logits: Tensor, *, position: int) -> Tensor:
+        return choose(check.kept(logits), position)
+
     start = 0
     for end in range(shortest, total):
-        chosen = decoder(tokens[:, start:end], lambda logits, position=end: choose(logits, position))  # type: ignore[misc]
+        chosen = decoder(tokens[:, start:end], partial(choose_kept, position=end))
+        if end == min(shortest + CACHED, total - 1) > shortest:
+            check(tokens[:, :end])
         tokens[:, end] = torch.where(tokens[:, end] < 0, chosen, tokens[:, end])
         start = end
         on_token(end - shortest + 1)

@@ -105,6 +105,7 @@ class Session:
             replicas=replicas,
             sizes=None if batch.shares is None else batch.sizes,
             floating=WEIGHTS[self.config.training.precision],
+            negative=self.assembled.parts[0].ignore_index is not None,
         )
 
     @property

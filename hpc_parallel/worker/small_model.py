@@ -17,10 +17,12 @@ from hpc_parallel.config.schedules import stages_per_rank
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.data.sampler import Data, to_device
 from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.worker.random_weights import randomise
 
 FEW_BLOCKS = 4
 MOST_REPLICAS = 8  # with samples of their own; others repeat them
 LEAST_POSITIONS = 16
+STEPS = 2  # the second one sees what the first one has written
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,8 @@ class SmallRun:
     """A small copy of a run.
 
     config: the run's, with one sample in each microbatch and without compilation.
-    inputs, targets: [microbatches * distinct, ...]; each microbatch has a sample for each of `distinct`
-    replicas.
+    inputs, targets: [STEPS * microbatches * distinct, ...]; each microbatch has a sample for each of
+    `distinct` replicas.
     """
 
     config: RunConfig
@@ -46,7 +48,7 @@ class SmallRun:
         layout = layout_of(config.strategy, devices=config.devices)
         microbatches = _microbatches(config, layout)
         distinct = max(count for count in divisors(layout.data) if count <= MOST_REPLICAS)
-        indices = np.arange(microbatches * distinct, dtype=np.int64) % len(data.train)
+        indices = np.arange(STEPS * microbatches * distinct, dtype=np.int64) % len(data.train)
         inputs, targets = data.train.batch(indices)
         if inputs.dim() == 2 and targets.shape[:2] == inputs.shape[:2]:
             length = _short_length(inputs.shape[1], config=config, layout=layout)
@@ -61,31 +63,29 @@ class SmallRun:
             device=device,
         )
 
-    def all_samples(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of one device."""
-        return to_device((self.inputs, self.targets), self.device)
-
-    def local_samples(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of this rank; empty for a rank that takes no samples."""
-        rows = self.local_rows()
+    def samples(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of these rows, on the device."""
         return to_device((self.inputs[rows], self.targets[rows]), self.device)
 
-    def all_rows(self) -> Tensor:
-        """The indices of all samples."""
-        return torch.arange(len(self.inputs))
+    def all_rows(self, step: int) -> Tensor:
+        """The indices of all samples of a 0-based step."""
+        count = self.microbatches * self.distinct
+        return torch.arange(step * count, (step + 1) * count)
 
-    def local_rows(self) -> Tensor:
-        """The indices of this rank's samples."""
+    def local_rows(self, step: int) -> Tensor:
+        """The indices of this rank's samples; none for a rank that takes no samples."""
         if self.config.strategy.execution == DATAPARALLEL:
-            return self.all_rows()
+            return self.all_rows(step)
         replica, _ = share_of(dist.get_rank(), layout=self.layout, strategy=self.config.strategy)
         if replica is None:
             return torch.empty(0, dtype=torch.int64)
-        return self.distinct * torch.arange(self.microbatches) + replica % self.distinct
+        return self.all_rows(step)[replica % self.distinct :: self.distinct]
 
 
-def build_small(config: RunConfig) -> LayeredModel:
+def build_small(config: RunConfig, *, as_random: bool = True) -> LayeredModel:
     """Build the model of `config` on meta, with the sizes of `LayeredModel.small` and few blocks.
+
+    It starts with random numbers (random_weights.py), or not `as_random` with its own starting weights.
 
     The first blocks and the last one stay. All stay if their weights have different shapes, because they may
     not fit together.
@@ -100,7 +100,7 @@ def build_small(config: RunConfig) -> LayeredModel:
     if len(blocks) > count and len({_shapes(block) for block in blocks}) == 1:
         kept = [*blocks[: count - 1], blocks[-1]]
         model.blocks = nn.ModuleDict({str(index): block for index, block in enumerate(kept)})
-    return model
+    return randomise(model, seed=config.seed) if as_random else model
 
 
 def _small_config(config: RunConfig, *, samples: int) -> RunConfig:

@@ -1,7 +1,7 @@
 """Compares a layout with one device before a model of the user's own trains on it.
 
-A small copy of the model takes one step's forward and backward passes on this layout and on one device. A
-difference stops the run. Equal results are recorded, so that the next run does not repeat the comparison.
+A small copy of the model, with random weights, takes two steps on this layout and on one device. A difference
+stops the run. Equal results are recorded, so that the next run does not repeat the comparison.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,12 +24,14 @@ from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.groups import Groups
 from hpc_parallel.strategies.model_checks import is_own
 from hpc_parallel.supervise.error_place import located
+from hpc_parallel.worker.loss_check import check_loss
 from hpc_parallel.worker.proof_key import proof_key
 from hpc_parallel.worker.small_model import SmallRun, build_small
-from hpc_parallel.worker.small_results import LOGITS, Results, on_layout, on_one_device
+from hpc_parallel.worker.small_results import BUFFER, Results, on_layout, on_one_device
 
 OWN_SHARE = 1e-5  # of a gradient's own norm: far above float64's rounding, far below a wrong layout
-MODEL_SHARE = 1e-6  # of the whole gradient's norm: a gradient that is zero in exact arithmetic is noise
+# Of the entire gradient's norm: one that is zero in exact arithmetic is noise, of float64 or of float32.
+NOISE, NOISE_OF_FLOAT32 = 1e-12, 1e-6
 MOST_WEIGHTS = {"cpu": 40_000_000, "cuda": 400_000_000}
 WORST = 1e30  # JSON has no infinity
 TASKS = ("train", "infer", "generate")
@@ -48,7 +50,10 @@ def verify(config: RunConfig, *, data: Data, groups: Groups, device: torch.devic
     """
     mode, custom = config.strategy.verify, is_own(config)
     changes = config.devices > 1 or config.task.name == "generate"
-    if config.task.name not in TASKS or not changes or not (custom or mode == "always"):
+    if config.task.name not in TASKS or not (custom or mode == "always"):
+        return None
+    if not changes:
+        _check_alone(config, data=data, device=device)
         return None
     layout = layout_of(config.strategy, devices=config.devices)
     omitted = f"WARNING: {_name(config)} was not compared with one device on {layout}"
@@ -60,17 +65,39 @@ def verify(config: RunConfig, *, data: Data, groups: Groups, device: torch.devic
     folder = proofs_folder(os.environ)
     if mode == "auto" and exchange.broadcast(is_proven(key, folder=folder)):
         return _say(f"{_name(config)} equals one device on {layout}: an earlier run compared them")
-    weights = sum(weight.numel() for weight in model.parameters())
-    if weights > MOST_WEIGHTS[device.type]:
-        size = f"{len(model.blocks)} of its blocks have {weights:,} weights"
-        return _say(f"{omitted}: {size}. Define {_name(config)}.small, the arguments of a small model.")
+    if reason := _too_large(model, device=device):
+        return _say(f"{omitted}: {reason}")
     start = time.perf_counter()
+    if config.task.name == "train":
+        check_loss(build_small(config, as_random=False), seed=config.seed, data=data, device=device)
     largest = compare(run, model=model, groups=groups)
     if dist.get_rank() == 0:
         record_proof(key, folder=folder, about={"model": config.model["_target_"], "layout": str(layout)})
     return _say(
         f"{_name(config)} equals one device on {layout}: they differ by at most {largest:.0e} "
         f"({time.perf_counter() - start:.1f} s)"
+    )
+
+
+def _check_alone(config: RunConfig, *, data: Data, device: torch.device) -> None:
+    """On one device nothing is compared, but the loss of a model must be what a mean is taken of."""
+    if config.task.name == "train" and config.strategy.verify != "never":
+        model = build_small(config, as_random=False)
+        if reason := _too_large(model, device=device):
+            _say(f"WARNING: the loss of {_name(config)} was not checked: {reason}")
+        else:
+            check_loss(model, seed=config.seed, data=data, device=device)
+
+
+def _too_large(model: LayeredModel, *, device: torch.device) -> str | None:
+    """Returns why a model of `build_small` takes too long, and the remedy."""
+    weights = sum(weight.numel() for weight in model.parameters())
+    if weights <= MOST_WEIGHTS[device.type]:
+        return None
+    name = type(model).__name__
+    return (
+        f"{len(model.blocks)} of its blocks have {weights:,} weights. "
+        f"Define {name}.small, the arguments of a small model."
     )
 
 
@@ -82,13 +109,18 @@ def compare(run: SmallRun, *, model: LayeredModel, groups: Groups) -> float:
     config = run.config
     with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
         reference = on_one_device(run, model)
-        result = on_layout(run, build_small(config), groups=groups)
-    by_rank: list[dict[str, float]] = exchange.all_gather(dict(_differences(result, reference)))
+        as_random = reference.is_finite
+        if not as_random:
+            _say(f"{_name(config)} starts with its own weights here: with random ones, it is not finite")
+            reference = on_one_device(run, build_small(config, as_random=False))
+        result = on_layout(run, build_small(config, as_random=as_random), groups=groups, reference=reference)
+    noise = NOISE_OF_FLOAT32 if reference.rounds else NOISE
+    by_rank: list[dict[str, float]] = exchange.all_gather(dict(_differences(result, reference, noise=noise)))
     differences: dict[str, float] = {}
     for rank in by_rank:
         for name, difference in rank.items():
             differences[name] = max(difference, differences.get(name, 0.0))
-    if reasons := list(_reasons(result.loss, differences, reference=reference)):
+    if reasons := list(_reasons(result.losses, differences, reference=reference)):
         raise DifferenceError([
             f"{_name(config)} does not equal one device on {run.layout}: {'; '.join(reasons)}. Its code or "
             "its hints do not fit this layout (docs/own-model.md). To start nevertheless, set "
@@ -97,31 +129,37 @@ def compare(run: SmallRun, *, model: LayeredModel, groups: Groups) -> float:
     return OWN_SHARE * max(differences.values(), default=0.0)
 
 
-def _differences(result: Results, reference: Results) -> Iterator[tuple[str, float]]:
-    """Yields the difference of each tensor in units of what is allowed: above 1 it is wrong."""
-    noise = MODEL_SHARE * reference.norm
+def _differences(result: Results, reference: Results, *, noise: float) -> Iterator[tuple[str, float]]:
+    """Yields the difference of each tensor in units of what is allowed: above 1 it is wrong.
+
+    `noise`: what is allowed in any case, as a share of the norm of all tensors of the kind.
+    """
     for name, tensor in result.tensors.items():
         exact = reference.tensors.get(name)
         distance = float((tensor if exact is None else tensor - exact).norm())
-        allowed = noise + (0.0 if exact is None else OWN_SHARE * float(exact.norm()))
+        own = 0.0 if exact is None else float(exact.norm())
+        allowed = noise * reference.norms.get(name, result.norms[name]) + OWN_SHARE * own
         if distance == 0:
             yield name, 0.0
         else:
             yield name, min(distance / allowed, WORST) if allowed and math.isfinite(distance) else WORST
 
 
-def _reasons(loss: float, differences: dict[str, float], *, reference: Results) -> Iterator[str]:
-    """Yields clauses about the loss and about the first tensor in the order of the model."""
-    if not abs(loss - reference.loss) <= OWN_SHARE * abs(reference.loss):
-        yield f"the loss is {loss:.6g} instead of {reference.loss:.6g}"
+def _reasons(losses: Sequence[float], differences: dict[str, float], *, reference: Results) -> Iterator[str]:
+    """Yields clauses about the first loss and the first tensor that differ, in the order of the model."""
+    for step, (loss, exact) in enumerate(zip(losses, reference.losses, strict=True), start=1):
+        if not abs(loss - exact) <= OWN_SHARE * abs(exact):
+            later = f" of step {step}" if step > 1 else ""
+            yield f"the loss{later} is {loss:.6g} instead of {exact:.6g}"
+            break
     missing = [name for name in reference.tensors if name not in differences]
     wrong = [name for name, difference in differences.items() if difference > 1]
     names = [name for name in (*reference.tensors, *wrong) if name in missing or name in wrong]
     if names:
-        tensor = LOGITS if names[0] == LOGITS else f"gradient of {names[0]}"
+        names.sort(key=lambda name: not name.startswith(BUFFER))  # it may be why all gradients differ
         share = OWN_SHARE * differences.get(names[0], 0.0)
         off = "none" if names[0] in missing else f"off by {share:.1g} of its norm"
-        yield f"{tensor}: {off} ({len({*missing, *wrong})} of {len(reference.tensors)} differ)"
+        yield f"{names[0]}: {off} ({len({*missing, *wrong})} of {len(reference.tensors)} differ)"
 
 
 def _name(config: RunConfig) -> str:

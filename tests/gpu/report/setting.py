@@ -24,6 +24,7 @@ from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.strategies import checkpointing, compiling, precision, replicate, shard
 from hpc_parallel.strategies.forward_backward import Accumulate
+from hpc_parallel.strategies.loss_terms import LossTerms
 from hpc_parallel.supervise.progress import Progress
 from hpc_parallel.training.gradient_norm import GradientNorm, clip
 from hpc_parallel.training.optimizer import build_optimizer
@@ -107,7 +108,9 @@ def step_of(
         precision.apply(model, precision=dtype, device_type=device().type)
     materialise(model, seed=0, device=device(), dtype=torch.float32)
     runner = replicate.apply(model, axis=mesh_of("replicate"), options=options) if kind == "data" else model
-    schedule = Accumulate(runner, model=model, loss=model.loss, microbatches=microbatches)
+    schedule = Accumulate(
+        runner, model=model, loss=model.loss, terms=LossTerms(model), microbatches=microbatches
+    )
     parameters = dict(model.named_parameters())
     optimizer = build_optimizer(parameters, AdamWConfig())
     norm_of = GradientNorm(parameters.values(), axes=())

@@ -1,0 +1,136 @@
+"""Targets that a loss leaves out are no terms of its mean on any layout. A loss that is no sum is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hpc_parallel.config.build import build
+from hpc_parallel.data.dataset import as_data
+from hpc_parallel.models.layered import LayeredModel, materialise
+from hpc_parallel.models.transformer import Transformer
+from hpc_parallel.problems import ConfigError
+from hpc_parallel.worker.session import read_config
+from tests.parity import COMMON, in_full, largest_difference, tensor_difference
+from tests.workers import Trained, Workers, train_here
+
+WORDS = (
+    *(word for word in COMMON if not word.startswith("data.")), "data=dataset", "data.vocab_size=256",
+    "data.dataset._target_=tests.datasets.Masked",
+    "training.precision=float64",
+)  # fmt: skip
+LAYOUTS = (
+    "strategy=data nodes=2 training.microbatch_size=2",
+    "strategy=tensor nodes=2",
+    "strategy=pipeline nodes=2 gpus_per_node=2 strategy.pipeline=2 strategy.replicate=2",
+    "strategy=fsdp nodes=2 gpus_per_node=2 strategy.context=2",
+    "strategy=parameter_server nodes=3 strategy.dedicated_server=true",
+    *in_full([
+        ("strategy=dataparallel gpus_per_node=2",), ("strategy=context nodes=2",), ("strategy=fsdp nodes=2",),
+        ("strategy=pipeline nodes=2 strategy.schedule=interleaved",),
+        ("strategy=data nodes=2 strategy.shares=[1,3]",),
+    ]),
+)  # fmt: skip
+
+
+class Ignoring(Transformer):
+    """A decoder that is told which targets do not count."""
+
+    ignore_index = -100
+
+
+class Mean(Transformer):
+    """A decoder whose loss is a mean."""
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+class Counting(Transformer):
+    """A decoder that counts its terms by their values."""
+
+    def loss_terms(self, target: Tensor) -> int:
+        return int((target != -100).sum())
+
+
+class Padding(Transformer):
+    """A decoder whose loss counts the target that it says to ignore."""
+
+    ignore_index = 0
+
+
+@pytest.fixture(scope="module")
+def reference(workers: Workers) -> Trained:
+    return workers.train(*WORDS, of("Ignoring"), "strategy=single")
+
+
+def of(name: str) -> str:
+    return f"model._target_=tests.distributed.test_ignored_targets.{name}"
+
+
+def test_one_device_takes_the_mean_over_what_is_left(workers: Workers, reference: Trained) -> None:
+    """Of the first batch, as torch takes it."""
+    config, _ = read_config(reference.folder / "config.yaml")
+    model: LayeredModel = build(config.model, key="model")
+    materialise(model, seed=config.seed, device="cpu", dtype=torch.float64)
+    inputs, targets = as_data(build(config.data, key="data")).train.batch(first_positions(config))
+    assert 0.2 < float((targets == -100).float().mean()) < 0.8
+    wanted = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=-100)
+    assert largest_difference([reference.losses[0]], [wanted.item()]) < 1e-12
+
+
+def first_positions(config: Any) -> Any:
+    import numpy as np
+
+    from hpc_parallel.data.sampler import sample_order
+
+    samples = len(as_data(build(config.data, key="data")).train)
+    return sample_order(np.arange(config.training.global_batch_size), seed=config.seed, population=samples)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_follows_one_device(workers: Workers, reference: Trained, layout: str) -> None:
+    split = workers.train(*WORDS, of("Ignoring"), *layout.split())
+    assert largest_difference(split.losses, reference.losses) < 1e-10
+    assert tensor_difference(split.gradients, reference.gradients) < 1e-10
+    validated = [[line.get("validation_loss") for line in run.lines] for run in (split, reference)]
+    assert largest_difference(*([loss for loss in losses if loss] for losses in validated)) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "reason"),
+    [
+        ("Transformer", (), "the data has the target -100, which counts as a term of the loss"),
+        ("Mean", (), "Mean.loss must return the SUM of its terms"),
+        ("Counting", (), "Counting.loss_terms depends on the values of the targets"),
+        (
+            "Padding",
+            ("+data.dataset.ignored=0",),
+            "Padding.ignore_index is 0, but the loss of such targets alone is",
+        ),
+    ],
+)
+@pytest.mark.parametrize("layout", ["strategy=single", *in_full([("strategy=fsdp nodes=2",)])])
+def test_what_has_no_mean_is_refused(
+    workers: Workers, tmp_path: Path, name: str, words: tuple[str, ...], reason: str, layout: str
+) -> None:
+    target = () if name == "Transformer" else (of(name),)
+    run = workers.prepare(*WORDS, *target, *words, *layout.split())
+    told = workers.run(run.processes, train_or_refuse, str(run.folder.path), str(tmp_path))
+    assert all(reason in text for text in told)
+    assert not run.folder.metrics.exists()
+
+
+def train_or_refuse(run_folder: str, cache: str) -> str:
+    os.environ["XDG_CACHE_HOME"] = cache
+    try:
+        train_here(run_folder, {})
+    except ConfigError as error:
+        return str(error)
+    return ""
