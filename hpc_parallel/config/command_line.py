@@ -13,6 +13,7 @@ from hydra._internal.utils import get_args_parser
 from hpc_parallel.config.compose import find_folder
 from hpc_parallel.config.key_suggestions import SYNONYMS
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.typed_text import as_typed
 from hpc_parallel.problems import ConfigError
 
 # Flags of Hydra that print something and start no run (--resolve: only with --cfg or --help).
@@ -29,7 +30,7 @@ class Places(TypedDict):
 
 @dataclass(frozen=True)
 class CommandLine:
-    """One command line of `run`: its words as typed, and the flags that Hydra's parser reads from them."""
+    """One command line of `run`: its words, and the flags that Hydra's parser reads from them."""
 
     words: tuple[str, ...]
     flags: Namespace
@@ -43,6 +44,7 @@ class CommandLine:
         """
         # Hydra requires a plus if the defaults don't name the group; users may write `jobs=` both ways.
         plain = tuple(word.removeprefix("+") if word.startswith("+jobs=") else word for word in words)
+        plain = tuple(map(as_typed, plain))
         flags, unknown = get_args_parser().parse_known_intermixed_args(plain)
         if unknown:
             raise ConfigError([_unknown_flag(flag, plain) for flag in unknown])

@@ -49,12 +49,12 @@ def _values(key: str, folders: Sequence[Path]) -> list[str]:
         return files
     if key in CHOICES:
         return list(CHOICES[key])
-    return ["true", "false"] if dict(_schema_keys()).get(key) is bool else []
+    return ["true", "false"] if dict(schema_keys()).get(key) is bool else []
 
 
 def _keys(folders: Sequence[Path]) -> Iterator[str]:
     yield from (f"{group}=" for group in _groups(folders))
-    yield from (f"{key}=" for key, _ in _schema_keys())
+    yield from (f"{key}=" for key, _ in schema_keys())
 
 
 def _groups(folders: Sequence[Path]) -> dict[str, list[str]]:
@@ -66,7 +66,7 @@ def _groups(folders: Sequence[Path]) -> dict[str, list[str]]:
     return {group: sorted(names) for group, names in sorted(groups.items())}
 
 
-def _schema_keys() -> Iterator[tuple[str, Any]]:
+def schema_keys() -> Iterator[tuple[str, Any]]:
     """The keys of all schemas with their types; of `model`, `data` and `task` those of every choice."""
     yield from _of_schema(RunConfig)
     register()

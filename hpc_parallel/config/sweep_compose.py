@@ -32,6 +32,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from hpc_parallel.config.compose import composing
 from hpc_parallel.config.trials import selects_group, without_hydra
+from hpc_parallel.config.typed_text import problems_of_files
 from hpc_parallel.problems import ConfigError, Problem
 
 
@@ -84,9 +85,14 @@ def compose_run(
         # Iterating over the list would resolve ${...} against Hydra's configuration.
         overrides = OmegaConf.to_container(composed.hydra.overrides.task, resolve=False)
         assert isinstance(overrides, list)
-        if problems := [*_only_of_sweeps(composed, overrides), *_without_effect(composed)]:
+        problems = [*_only_of_sweeps(composed, overrides), *_without_effect(composed)]
+        if problems := problems + _problems_of_files(composed, extra_dir):
             raise ConfigError(problems)
         return Cell(overrides, [], without_hydra(composed))
+
+
+def _problems_of_files(composed: DictConfig, extra_dir: str | None) -> list[str]:
+    return list(problems_of_files(composed.hydra.runtime.choices, folder=extra_dir)) if extra_dir else []
 
 
 def _only_of_sweeps(composed: DictConfig, overrides: Sequence[str]) -> Iterator[str]:

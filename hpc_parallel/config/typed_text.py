@@ -1,0 +1,115 @@
+"""Text that looks like a number stays the text that was typed: an account `2023_001`, a module `3.10`.
+
+Hydra reads a number before it knows that a key takes text, and YAML reads `0123` as 83 and `on` as true.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from omegaconf import OmegaConf
+
+from hpc_parallel.config.override_words import schema_keys
+
+_TABLES = ("launcher.extra", "cluster.extra", "cluster.srun", "cluster.environment")
+"""Mappings whose values are words of sbatch, srun or a shell, where `true` means a flag without a value."""
+_WORD = re.compile(r"(?P<plus>[+]*)(?P<key>[\w.]+)=(?P<value>.*)", re.DOTALL)
+_TOKENS = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[\[\]{},:]|[^\[\]{},:'"]+""")
+_PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
+
+
+def as_typed(word: str) -> str:
+    """Returns the override `word`, with quotes around what Hydra would change."""
+    match = _WORD.fullmatch(word)
+    if match is None or not _takes_text(match["key"]) or "(" in match["value"]:
+        return word
+    return f"{match['plus']}{match['key']}={''.join(_quoted(match['value'], match['key']))}"
+
+
+def _quoted(value: str, key: str) -> Iterator[str]:
+    """The tokens of a value, of a list or of the values of a mapping."""
+    tokens = _TOKENS.findall(value)
+    if "".join(tokens) != value:  # quotes that do not close: Hydra says where
+        yield value
+        return
+    starts, ends = (":", ",}") if value.startswith("{") else ("[,", ",]")
+    for before, token, after in zip(["", *tokens], tokens, [*tokens[1:], ""], strict=False):
+        text = token.strip()
+        if before in starts and after in ends and _would_change(text, key):
+            token = token.replace(text, f"'{text}'")
+        yield token
+
+
+def _would_change(text: str, key: str) -> bool:
+    """Whether Hydra makes something of a word that is written otherwise."""
+    if text.lower() in ("true", "false"):
+        return not _is_table(key)
+    try:
+        number = float(text.replace("_", ""))
+    except ValueError:
+        return False
+    return text not in (str(number), f"{number:.0f}")
+
+
+def _takes_text(key: str) -> bool:
+    return _is_table(key) or key in _text_keys()
+
+
+def _is_table(key: str) -> bool:
+    return key.startswith(tuple(f"{table}." for table in _TABLES)) or key in _TABLES
+
+
+@lru_cache(maxsize=1)
+def _text_keys() -> frozenset[str]:
+    """The keys that take a text or a list of texts, and null at most beside it."""
+
+    def is_text(hint: Any) -> bool:
+        kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
+        return all(kind is str or kind == list[str] for kind in kinds)
+
+    return frozenset(key for key, hint in schema_keys() if is_text(hint))
+
+
+def problems_of_files(choices: Mapping[str, str], *, folder: str) -> Iterator[str]:
+    """Problems of texts in the user's files that YAML reads as something else.
+
+    choices: the file of each group that is used; folder: that of `--config-dir`.
+    """
+    for group, name in choices.items():
+        path = Path(folder, group, f"{name}.yaml")
+        if path.is_file():
+            content = path.read_text()
+            package = _PACKAGE.search(content)
+            prefix = group.replace("/", ".") if package is None else package[1]
+            for key, node in _scalars(yaml.compose(content), "" if prefix == "_global_" else f"{prefix}."):
+                if _takes_text(key) and _is_misread(node, key):
+                    yield (
+                        f"{path}, line {node.start_mark.line + 1}: {key} is a text, and YAML reads "
+                        f'{node.value} otherwise. Write "{node.value}", with the quotes.'
+                    )
+
+
+def _scalars(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, yaml.ScalarNode]]:
+    """The values of a file without quotes, by dotted key; those of a list have the list's."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield from _scalars(value, f"{prefix}{key.value}.")
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            yield from _scalars(value, prefix)
+    elif isinstance(node, yaml.ScalarNode) and node.style is None:
+        yield prefix.rstrip("."), node
+
+
+def _is_misread(node: yaml.ScalarNode, key: str) -> bool:
+    value = OmegaConf.create(f"value: {node.value}").value
+    if value is None or isinstance(value, str):
+        return False
+    if isinstance(value, bool):
+        return node.value.lower() not in ("true", "false") or not _is_table(key)
+    return bool(str(value) != node.value)

@@ -1,0 +1,74 @@
+"""A text that looks like a number arrives as it was typed: from a command line, a list, a sweep, Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from hpc_parallel import api
+from hpc_parallel.config.command_line import CommandLine
+from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.schema import register
+from hpc_parallel.config.sweep_compose import Cell, compose_cells, compose_run
+from hpc_parallel.problems import ConfigError
+
+register()
+LOCAL = ("launcher=local", "device=cpu")
+TYPED = [
+    ("launcher.account=2023_001", "launcher.account", "2023_001"),
+    ("name=2026_01", "name", "2026_01"),
+    ("launcher.qos=1e3", "launcher.qos", "1e3"),
+    ("launcher.partition=0123", "launcher.partition", "0123"),
+    ("name=true", "name", "true"),
+    ("launcher.modules=[3.10]", "launcher.modules", ["3.10"]),
+    ("launcher.modules=[cuda/12.6, 3.10 ,1.0]", "launcher.modules", ["cuda/12.6", "3.10", "1.0"]),
+    ("launcher.setup=['a, 12e1, b',\"0123\"]", "launcher.setup", ["a, 12e1, b", "0123"]),
+    ("+launcher.extra.comment=1e3", "launcher.extra.comment", "1e3"),
+    ("+launcher.extra={comment: 0123, hold: true}", "launcher.extra", {"comment": "0123", "hold": True}),
+    ("+cluster.environment={LEVEL: 007}", "cluster.environment", {"LEVEL": "007"}),
+    ("launcher.account='2023_001'", "launcher.account", "2023_001"),
+    ("launcher.account=null", "launcher.account", None),
+    ("training.clip_norm=1e3", "training.clip_norm", 1000.0),
+]
+
+
+@pytest.mark.parametrize(("word", "key", "wanted"), TYPED)
+def test_a_text_is_what_was_typed(word: str, key: str, wanted: object) -> None:
+    _, values = resolve(run(*LOCAL, word).config)
+    assert OmegaConf.select(OmegaConf.create(values), key) == wanted
+
+
+def run(*words: str) -> Cell:
+    line = CommandLine.parse(words)
+    return compose_run(line.overrides, **line.places)
+
+
+def test_each_value_of_a_sweep_is_what_was_typed() -> None:
+    line = CommandLine.parse(["-m", "launcher.account=2023_001,1e3,83"])
+    cells = compose_cells(line.overrides, **line.places)
+    assert cells is not None
+    assert [cell.config.launcher.account for cell in cells.cells] == ["2023_001", "1e3", "83"]
+
+
+def test_python_takes_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert api.compose([*LOCAL, "launcher.qos=1e3"]).launcher.qos == "1e3"
+
+
+def test_a_text_of_a_file_that_yaml_changes_is_refused_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster/other.yaml").write_text("partition: 0777\n")  # not used
+    (tmp_path / "cluster/mine.yaml").write_text(
+        'defaults: [generic]\npartition: 0123\naccount: "2023_001"\nqos: 1e3\nmodules: [3.10, cuda]\n'
+        "extra: {constraint: on, hold: true, nice: 100}\ngpus_per_node: 0x10\n"
+    )
+    with pytest.raises(ConfigError) as refused:
+        run("--config-dir", str(tmp_path), "cluster=mine", *LOCAL)
+    lines = [str(problem) for problem in refused.value.problems]
+    places = [f"{tmp_path}/cluster/mine.yaml, line {number}: cluster.{key} is a text, and YAML reads {text}"
+              for number, key, text in ((2, "partition", "0123"), (4, "qos", "1e3"), (5, "modules", "3.10"),
+                                        (6, "extra.constraint", "on"))]  # fmt: skip
+    assert [line.partition(" otherwise.")[0] for line in lines] == places
+    assert lines[0].endswith('Write "0123", with the quotes.')
