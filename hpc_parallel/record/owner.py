@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from hpc_parallel.record.trust import UntrustedError, require_private
 from hpc_parallel.record.values import integer, text
 from hpc_parallel.record.values import job_id as job_id_of
 
+CLUSTERS = "SLURM_CLUSTERS"  # the variable by which all commands of Slurm ask another one
 MAX_PID = 2**31 - 1  # the largest that kill(2) accepts
 
 
@@ -44,6 +46,8 @@ def claim(folder: RunFolder) -> None:
 def read_owner(folder: RunFolder) -> dict[str, Any] | None:
     """The content of `owner.json`: the `job_id` of a job, or `host`, `pid` and `began` of a process.
 
+    A job has `clusters` if SLURM_CLUSTERS named the Slurm that has it.
+
     A process also has `folder`, which shows that a record was copied from another run, and may have
     `waits`. Returns None if there is no file.
 
@@ -53,7 +57,8 @@ def read_owner(folder: RunFolder) -> dict[str, Any] | None:
     if owner is None:
         return None
     if job := job_id_of(owner.get("job_id")):
-        return {"job_id": job}
+        clusters = text(owner.get("clusters"))
+        return {"job_id": job} if clusters is None else {"job_id": job, "clusters": clusters}
     pid, host, began = integer(owner.get("pid")), text(owner.get("host")), owner.get("began")
     if pid is None or not 0 < pid <= MAX_PID or host is None or not isinstance(began, str | None):
         raise DamagedError(folder.owner, "it names no process and no job")
@@ -121,14 +126,27 @@ def hold_by_job(folder: RunFolder, job_id: str) -> None:
         before = read_owner(folder) or {}
         if "pid" in before and living_owner(folder) is not None:
             return
-        if before.get("job_id") not in (None, job_id) and (other := living_owner(folder)) is not None:
+        if before.get("job_id") == job_id:  # the submission knew the clusters, the job may not
+            return
+        if before.get("job_id") is not None and (other := living_owner(folder)) is not None:
             raise OwnedError(f"the run is going on already, as {other}")
         hand_to_job(folder, job_id)
 
 
 def hand_to_job(folder: RunFolder, job_id: str) -> None:
     """Make the job the owner of the run until Slurm reports its end."""
-    write_json(folder.owner, {"job_id": job_id})
+    clusters = os.environ.get(CLUSTERS)
+    write_json(folder.owner, {"job_id": job_id} | ({"clusters": clusters} if clusters else {}))
+
+
+def elsewhere(owner: Mapping[str, Any]) -> str | None:
+    """Why this shell can't ask for the job of `owner`: another Slurm has it. None if it can."""
+    clusters, here = owner.get("clusters"), os.environ.get(CLUSTERS) or None
+    if "job_id" not in owner or clusters == here:
+        return None
+    if clusters is None:
+        return f"its job is on the usual cluster, and this shell has {CLUSTERS}={here}. Try unset {CLUSTERS}"
+    return f"its job is on another cluster. Try export {CLUSTERS}={shlex.quote(clusters)}"
 
 
 def is_job(folder: RunFolder, job_id: str) -> bool:
@@ -142,6 +160,8 @@ def living_owner(folder: RunFolder) -> str | None:
     if owner is None:
         return None
     if job := owner.get("job_id"):
+        if reason := elsewhere(owner):
+            return f"job {job} ({reason})"
         state = job_state(job)
         return None if state.ended else f"job {job} ({state})"
     lives = process_lives(owner)

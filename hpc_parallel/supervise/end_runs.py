@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hpc_parallel.record.job_state import Inquiry, scripts_of, states_by_accounting
 from hpc_parallel.record.names import label
-from hpc_parallel.record.owner import end_process, refusal, withdraw
+from hpc_parallel.record.owner import elsewhere, end_process, refusal, withdraw
 from hpc_parallel.record.recorded import RecordedRun, read_run
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.supervise.conclude_run import conclude
@@ -55,6 +55,8 @@ class Target:
             return "was never started" if self.state.name == NOT_STARTED else f"has ended: {self.state}"
         if reason := refusal(self.run.folder):
             return reason
+        if reason := elsewhere(self.run.owner or {}):
+            return f"can't be ended from here: {reason}"
         if self.job is None and self.state.name == UNKNOWN:
             host = (self.run.owner or {}).get("host")
             command = f"kill {self.pid}"

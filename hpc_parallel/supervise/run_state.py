@@ -15,7 +15,7 @@ from hpc_parallel.record.job_state import (
     jobs_by_script,
     states_by_accounting,
 )
-from hpc_parallel.record.owner import process_lives
+from hpc_parallel.record.owner import elsewhere, process_lives
 from hpc_parallel.record.recorded import RecordedRun
 from hpc_parallel.record.values import text
 
@@ -43,16 +43,20 @@ def states(runs: Sequence[RecordedRun]) -> list[State]:
     """The state of each run, with one call of Slurm's accounting for all, and one of its queue if needed."""
     slurm = Inquiry()
     jobs = [_job_of(run) for run in runs]
-    job_states = states_by_accounting(
-        list(dict.fromkeys(job for job in jobs if job is not None)), slurm=slurm
-    )
+    asked = [job for run, job in zip(runs, jobs, strict=True) if job and not elsewhere(run.owner or {})]
+    job_states = states_by_accounting(list(dict.fromkeys(asked)), slurm=slurm)
     run_states = [_state(run, job, job_states) for run, job in zip(runs, jobs, strict=True)]
     return _add_jobs_by_hand(runs, run_states, slurm)
 
 
 def _state(run: RecordedRun, job: str | None, job_states: Mapping[str, JobState]) -> State:
     def build() -> State:
-        return _of_folder(run) if job is None else replace(_of_job(run, job_states[job]), job=job)
+        if job is None:
+            return _of_folder(run)
+        if reason := elsewhere(run.owner or {}):
+            outcome = _outcome(run)
+            return State(UNKNOWN, reason, job=job) if outcome is None else _ended(run, outcome)
+        return replace(_of_job(run, job_states[job]), job=job)
 
     return despite_damage(build, lambda reason: State(DAMAGED, reason, ended=True, job=job))
 

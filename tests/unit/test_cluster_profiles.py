@@ -68,6 +68,9 @@ def test_the_lines_that_wait_to_be_filled_in_are_legal(name: str, tmp_path: Path
         ("+cluster.srun={CPU: 3}",
          "cluster.srun.CPU is not a flag of srun. Try +cluster.srun.cpu-bind=cores."),
         ("+cluster.extra={nodes: 3}", "cluster.extra.nodes: this flag is set by nodes. Try nodes=3."),
+        ("+launcher.extra={M: big}",
+         "launcher.extra.M: status, cancel and resume would ask another Slurm than the one that has the job. "
+         "Try SLURM_CLUSTERS=big in your shell, for all commands."),
         ("cluster.scratch=' '",
          "cluster.scratch = ' ' must be the path of a folder of each node. Try cluster.scratch=null."),
         ("cluster.cpus_per_device=0",

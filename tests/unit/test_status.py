@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from hpc_parallel.__main__ import main
 from hpc_parallel.commands.run_rows import duration
-from hpc_parallel.record import attempts
+from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.job_state import JobState, _listed
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, SweepRun, write_sweep
@@ -116,6 +117,24 @@ def test_without_slurm_the_folder_gives_the_state(tmp_path: Path, capsys: pytest
     done = finished(tmp_path / "runs/a/2")
     write_json(done.owner, {"job_id": "18"})
     assert row(capsys, done.path)["state"] == "completed"
+
+
+def test_a_job_of_another_cluster_has_not_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its number means nothing to the Slurm that this shell asks, so nobody takes the run."""
+    folder = started(tmp_path / "runs/pipeline/1")
+    monkeypatch.setenv("SLURM_CLUSTERS", "big")
+    owner.hand_to_job(folder, "7")
+    monkeypatch.delenv("SLURM_CLUSTERS")
+    reason = "its job is on another cluster. Try export SLURM_CLUSTERS=big"
+    assert (row(capsys, folder.path)["state"], row(capsys, folder.path)["reason"]) == ("unknown", reason)
+    with pytest.raises(owner.OwnedError, match=re.escape(f"job 7 ({reason})")):
+        owner.claim(folder)
+    assert main(["cancel", str(folder.path)]) != 0
+    assert reason in capsys.readouterr().err
+    owner.hold_by_job(folder, "7")  # in the job, whose environment may lack the variable
+    assert json.loads(folder.owner.read_text()) == {"job_id": "7", "clusters": "big"}
 
 
 def test_slurms_lists() -> None:

@@ -103,9 +103,16 @@ def _launcher(config: RunConfig) -> Problems:
 
 def _extra_flag(extra: str, flag: str, value: Any) -> Problems:
     key = f"{extra}.{flag}"
+    if flag == "M":
+        flag = "clusters"
     if not re.fullmatch(r"[a-z][a-z0-9-]*", flag):
         suggestion = re.sub(r"[^a-z0-9-]", "-", flag.lower()).lstrip("-0123456789")
         yield f"{key} is not a flag of sbatch. Try +{extra}.{suggestion or 'FLAG'}={value}."
+    elif flag == "clusters":
+        yield (
+            f"{key}: status, cancel and resume would ask another Slurm than the one that has the job. "
+            f"Try SLURM_CLUSTERS={value} in your shell, for all commands."
+        )
     elif flag in LAUNCHER_FLAGS:
         config_key = LAUNCHER_FLAGS[flag]
         config_value = None if config_key is None else _config_value(flag, str(value))
