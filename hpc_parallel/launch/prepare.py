@@ -83,8 +83,8 @@ class PreparedRun:
     @property
     def notes(self) -> list[str]:
         """Lines that the user should read before the run starts."""
-        notes = (None if self.snapshot is None else self.snapshot.note, self.import_note)
-        return [*site_warnings(self.config), *(note for note in notes if note is not None)]
+        kept = () if self.snapshot is None else self.snapshot.notes
+        return [*site_warnings(self.config), *kept, *filter(None, [self.import_note])]
 
     @property
     def resumes(self) -> bool:

@@ -7,8 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import cache
 from os.path import dirname, isdir, isfile, islink, join
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hpc_parallel.problems import ConfigError, Problem, printable
 from hpc_parallel.record.credentials import is_credential_file
+from hpc_parallel.record.loose_source import LooseSource, loose_source
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder
 from hpc_parallel.record.safe_read import DamagedError
 from hpc_parallel.record.sweep_folder import read_sweep
@@ -35,16 +36,19 @@ class Snapshot:
     import_path: tuple[Path, ...]  # empty if nothing is copied
     origin: RunFolder | None = None  # the run whose kept source is copied again
     left_out: tuple[str, ...] = ()  # files that look like credentials, as paths in the checkout
+    links: frozenset[Path] = frozenset()  # files that are too large to copy
+    unkept: Mapping[Path, str] = field(default_factory=dict)  # folder -> why nothing of it is copied
 
     @property
-    def note(self) -> str | None:
-        """One line about the files that were left out and why; None if there are none."""
-        if not self.left_out:
-            return None
-        more = len(self.left_out) - _MAX_NAMES
-        names = ", ".join(map(printable, self.left_out[:_MAX_NAMES])) + f" and {more} more" * (more > 0)
-        hint = "launcher.snapshot_credentials=true copies them"
-        return f"not copied  {names} (they look like credentials; {hint})"
+    def notes(self) -> Iterator[str]:
+        """A line about the files that were left out and why, and one for each folder that is not kept."""
+        if self.left_out:
+            more = len(self.left_out) - _MAX_NAMES
+            names = ", ".join(map(printable, self.left_out[:_MAX_NAMES])) + f" and {more} more" * (more > 0)
+            hint = "launcher.snapshot_credentials=true copies them"
+            yield f"not copied  {names} (they look like credentials; {hint})"
+        for folder, reason in self.unkept.items():
+            yield f"not kept    {printable(str(folder))} ({reason}): the run imports what is there then"
 
     def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Environment variables with which Python imports from the copies before any other folder."""
@@ -62,6 +66,8 @@ class Snapshot:
                 target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 if (root / name).is_dir():  # a link: git lists no other folder
                     target.symlink_to(_link_target(root / name, root=root))
+                elif root / name in self.links:
+                    target.symlink_to(root / name)
                 else:
                     shutil.copy2(root / name, target)
 
@@ -98,8 +104,9 @@ def plan_snapshot(
     """Plan a copy of every git checkout that this process imports from, without the files that git ignores.
 
     These checkouts are the working directory's (which may hold the user's own model), this package's, and
-    those on `sys.path`. An installed package does not change under a waiting job and is not copied. A
-    process that imports from the source kept with a run (`rerun`) copies that source again and no other.
+    those on `sys.path`. Of a folder that is in no checkout, its few files are copied (loose_source.py). An
+    installed package does not change under a waiting job and is not copied. A process that imports from the
+    source kept with a run (`rerun`) copies that source again and no other.
 
     exclude: patterns of names of files and folders, or of their paths from a checkout's root;
     credentials: also copy files that look like credentials.
@@ -114,10 +121,16 @@ def plan_snapshot(
             path: code / path.relative_to(code).parts[0] for path in imported if path.is_relative_to(code)
         }
         files = {root: _all_files(root) for root in sorted(path for path in code.iterdir() if path.is_dir())}
+        loose: dict[Path, LooseSource] = {}
         left_out: tuple[str, ...] = ()
     else:
-        checkouts = {path: root for path in imported if (root := checkout_of(path)) is not None}
-        source = {root: _without(source_files(root), exclude) for root in dict.fromkeys(checkouts.values())}
+        roots = {path: checkout_of(path) for path in imported}
+        loose = _loose_sources((path for path in roots if roots[path] is None), destination, most_mb=most_mb)
+        checkouts = {path: root or path for path, root in roots.items() if root or loose[path].names}
+        found = {
+            root: loose[root].names if root in loose else source_files(root) for root in checkouts.values()
+        }
+        source = {root: _without(names, exclude) for root, names in found.items()}
         left_out = () if credentials else _credential_files(source)
         files = {root: [name for name in names if name not in left_out] for root, names in source.items()}
         _require_source(files, most_mb=most_mb, exclude=exclude)
@@ -126,7 +139,25 @@ def plan_snapshot(
     if import_path and is_private(str(working_directory)):  # else other users could add modules there
         import_path.append(working_directory)
     origin = RunFolder(code.parent) if code is not None else None
-    return Snapshot(files, copies, tuple(dict.fromkeys(import_path)), origin=origin, left_out=left_out)
+    return Snapshot(
+        files, copies, tuple(dict.fromkeys(import_path)), origin=origin, left_out=left_out,
+        links=frozenset(path / name for path, each in loose.items() for name in each.links),
+        unkept={path: each.reason for path, each in loose.items() if each.reason},
+    )  # fmt: skip
+
+
+def _loose_sources(folders: Iterable[Path], destination: Path, *, most_mb: int) -> dict[Path, LooseSource]:
+    """What can be kept of folders in no checkout; nothing where other users could add modules."""
+
+    def leave_out(folder: Path) -> bool:
+        return folder == destination or _is_of_ours(folder)
+
+    return {
+        folder: loose_source(folder, most_bytes=most_mb * MIB, leave_out=leave_out)
+        if is_private(str(folder)) and not _is_installed(folder)
+        else LooseSource()
+        for folder in folders
+    }
 
 
 def _credential_files(source: Mapping[Path, Sequence[str]]) -> tuple[str, ...]:
@@ -168,13 +199,17 @@ def source_files(root: Path) -> list[str]:
     @cache
     def is_of_a_run(folder: str) -> bool:
         path = root / folder
-        return is_run_folder(path) or _is_sweep(path) or (folder != "" and is_of_a_run(dirname(folder)))
+        return _is_of_ours(path) or (folder != "" and is_of_a_run(dirname(folder)))
 
     return [
         name
         for name in names
         if _is_source(join(root, name)) and not is_of_a_run(dirname(name)) and not _is_documentation(name)
     ]
+
+
+def _is_of_ours(folder: Path) -> bool:
+    return is_run_folder(folder) or _is_sweep(folder)
 
 
 def _is_sweep(folder: Path) -> bool:
@@ -193,11 +228,16 @@ def _is_documentation(name: str) -> bool:
 
 def _editable_import_path() -> Iterator[Path]:
     """The folders on `sys.path` outside the Python installation: PYTHONPATH and editable installations."""
-    pythons = {Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)}
     for entry in sys.path:
         path = Path(entry)
-        if entry and path.is_dir() and not any(path.resolve().is_relative_to(python) for python in pythons):
+        if entry and path.is_dir() and not _is_installed(path):
             yield path.absolute()
+
+
+def _is_installed(folder: Path) -> bool:
+    """Whether it belongs to the Python installation or to a virtual environment."""
+    pythons = {Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)}
+    return any(folder.resolve().is_relative_to(python) for python in pythons)
 
 
 def _is_source(path: str) -> bool:

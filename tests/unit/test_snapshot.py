@@ -156,6 +156,54 @@ def test_a_kept_source_is_kept_again_and_nothing_of_today(
     )
 
 
+@pytest.fixture
+def loose(tmp_path: Path) -> Path:
+    """A user's folder without git."""
+    root = tmp_path / "loose"
+    for name in ("model_one.py", "parts/part_one.py", ".env/lib.py", "env/lib.py", "parts/words.txt"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("value = 1\n")
+    (root / "env/pyvenv.cfg").touch()
+    (root / "weights.bin").write_bytes(b"0" * 2**21)
+    root.chmod(0o700)
+    return root
+
+
+@pytest.mark.parametrize("git_is_there", [True, False])
+def test_files_of_a_folder_without_git_are_kept(
+    loose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, git_is_there: bool
+) -> None:
+    if not git_is_there:
+        monkeypatch.setenv("PATH", "")
+    kept = plan_snapshot(tmp_path / "code", working_directory=loose)
+    kept.take()
+    names = {"model_one.py", "parts/part_one.py", "parts/words.txt", "weights.bin"}
+    assert copied(tmp_path / "code/loose") == names
+    assert (tmp_path / "code/loose/weights.bin").readlink() == loose / "weights.bin"
+    (loose / "model_one.py").write_text("value = 99\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "import model_one; print(model_one.value)"], cwd=loose,
+        env=kept.variables({}), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == "1\n"
+    assert list(kept.notes) == []
+
+
+def test_a_folder_that_is_no_source_is_named(loose: Path, tmp_path: Path) -> None:
+    for number in range(2_000):
+        (loose / f"{number}.txt").touch()
+    kept = plan_snapshot(tmp_path / "code", working_directory=loose)
+    reason = "no git checkout, and more than 2,000 files"
+    assert list(kept.notes) == [f"not kept    {loose} ({reason}): the run imports what is there then"]
+    assert loose not in kept.copies
+    assert kept.import_path[-1] == loose
+
+
+def test_a_folder_that_others_can_write_is_not_kept(loose: Path, tmp_path: Path) -> None:
+    loose.chmod(0o777)
+    assert loose not in plan_snapshot(tmp_path / "code", working_directory=loose).copies
+
+
 def test_outside_a_checkout_only_the_package_is_kept(tmp_path: Path) -> None:
     kept = plan_snapshot(tmp_path / "code", working_directory=tmp_path)
     (root,) = kept.copies

@@ -1,0 +1,61 @@
+"""The source in a folder that git does not know, or knows as somebody else's: its files, if they are few."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+MOST_FILES = 2_000  # more is a home directory or a data set
+MOST_BYTES = 2**20  # of a file that is copied; a larger one is data, to which the copy has a link
+_NO_SOURCE = ("__pycache__", "node_modules")
+
+
+@dataclass(frozen=True)
+class LooseSource:
+    """names: paths in the folder; links: those of them that are too large to copy.
+
+    reason: why nothing of the folder can be kept.
+    """
+
+    names: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
+    reason: str | None = None
+
+
+def loose_source(folder: Path, *, most_bytes: int, leave_out: Callable[[Path], bool]) -> LooseSource:
+    """Look for the files of `folder`, without hidden ones and virtual environments.
+
+    most_bytes: of all files that are copied; leave_out: whether a folder and all below it is no source. A
+    folder without any Python file has no source.
+    """
+    names: list[str] = []
+    for name in _walk(folder, leave_out):
+        names.append(name)
+        if len(names) > MOST_FILES:
+            return LooseSource(reason=f"no git checkout, and more than {MOST_FILES:,} files")
+    if not any(name.endswith(".py") for name in names):
+        return LooseSource()
+    sizes = {name: os.stat(folder / name).st_size for name in names}
+    links = tuple(name for name, size in sizes.items() if size > MOST_BYTES)
+    if (total := sum(size for name, size in sizes.items() if name not in links)) > most_bytes:
+        return LooseSource(reason=f"no git checkout, and {total / 2**20:.0f} MiB of files")
+    return LooseSource(tuple(names), links)
+
+
+def _walk(folder: Path, leave_out: Callable[[Path], bool]) -> Iterator[str]:
+    for place, folders, files in os.walk(folder):
+        here = Path(place)
+        folders[:] = sorted(
+            name for name in folders if not _is_no_source(here / name) and not leave_out(here / name)
+        )
+        yield from (
+            str((here / name).relative_to(folder))
+            for name in sorted(files)
+            if not name.startswith(".") and (here / name).is_file()
+        )
+
+
+def _is_no_source(folder: Path) -> bool:
+    return folder.name.startswith(".") or folder.name in _NO_SOURCE or (folder / "pyvenv.cfg").exists()
