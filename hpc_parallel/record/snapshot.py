@@ -48,7 +48,7 @@ class Snapshot:
             hint = "launcher.snapshot_credentials=true copies them"
             yield f"not copied  {names} (they look like credentials; {hint})"
         for folder, reason in self.unkept.items():
-            yield f"not kept    {printable(str(folder))} ({reason}): the run imports what is there then"
+            yield f"not kept    {printable(str(folder))} ({reason}): later edits change the run"
 
     def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Environment variables with which Python imports from the copies before any other folder."""

@@ -194,7 +194,7 @@ def test_a_folder_that_is_no_source_is_named(loose: Path, tmp_path: Path) -> Non
         (loose / f"{number}.txt").touch()
     kept = plan_snapshot(tmp_path / "code", working_directory=loose)
     reason = "no git checkout, and more than 2,000 files"
-    assert list(kept.notes) == [f"not kept    {loose} ({reason}): the run imports what is there then"]
+    assert list(kept.notes) == [f"not kept    {loose} ({reason}): later edits change the run"]
     assert loose not in kept.copies
     assert kept.import_path[-1] == loose
 
