@@ -19,6 +19,7 @@ from hpc_parallel.problems import ConfigError
 
 ROUNDS = 8
 GOLDEN = 0x9E3779B97F4A7C15
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Samples(Protocol):
@@ -138,12 +139,8 @@ class Batches:
         if self.replica is None:
             return torch.empty(0), torch.empty(0)
         inputs, targets = self._read(step, seeded=seeded)
-        if not self.negative and not targets.dtype.is_floating_point and bool((targets < 0).any()):
-            raise ConfigError([
-                f"the data has the target {int(targets.min())}, which counts as a term of the loss. If the "
-                "loss leaves it out, as torch's cross-entropy leaves out -100, give the model's class "
-                "`ignore_index = -100` (docs/own-model.md). If it is a number to predict, return floats."
-            ])  # fmt: skip
+        if not self.negative and targets.dtype in _SIGNED:
+            _require_no_negative(targets)
         return self._cast(inputs), self._cast(targets)
 
     def positions(self, step: int) -> NDArray[np.int64]:
@@ -178,6 +175,17 @@ class Batches:
         offset = step * self.global_batch_size + before
         starts = offset + microbatch * np.arange(self.microbatches, dtype=np.int64)
         return (starts[:, None] + np.arange(size)).ravel()
+
+
+def _require_no_negative(targets: Tensor) -> None:
+    """Raises ConfigError for a negative target."""
+    least = np.from_dlpack(targets).min(initial=0)
+    if least < 0:
+        raise ConfigError([
+            f"the data has the target {least}, which counts as a term of the loss. If the loss leaves it out, as "
+            "torch's cross-entropy leaves out -100, give the model's class `ignore_index = -100` "
+            "(docs/own-model.md). If it is a number to predict, return floats."
+        ])  # fmt: skip
 
 
 def to_device(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
