@@ -67,8 +67,8 @@ def follow_agent(
 
     variables: additional environment variables of the run's processes.
 
-    At the first Ctrl-C the agent ends the ranks in order. The second kills all processes at once. If this
-    process dies, the agent and the ranks end too.
+    At the first Ctrl-C, or if the terminal is closed, the agent ends the ranks in order, which save before.
+    The second Ctrl-C kills all processes at once. If this process dies, the agent and the ranks end too.
     """
     with counting_signals() as signals:
         process = Agent(folder, variables=variables, agent=agent)
@@ -76,18 +76,22 @@ def follow_agent(
             from hpc_parallel.launch.follow import Follower  # rich loads while the agent loads torch
 
             follower = Follower(folder, steps=steps, console=console)
-            follower.note("starting")
-            forwarded = 0
+            note, forwarded, is_shown = "starting", 0, True
             while not process.has_ended():
                 if len(signals) > forwarded:
-                    follower.note("stopping; Ctrl-C again kills at once")
                     process.stop(signals)
-                    forwarded = len(signals)
-                follower.poll()
+                    note, forwarded = "stopping; Ctrl-C again kills at once", len(signals)
+                try:
+                    follower.note(note)
+                    follower.poll()
+                except OSError:  # the terminal was closed: the ranks save, and nobody sees it
+                    if is_shown and not signals:
+                        signals.append(signal.SIGHUP)
+                    is_shown = False
                 time.sleep(PERIOD_S)
         finally:
             process.end(cancelled=bool(signals))
-    return follower.finish()
+    return follower.finish() if is_shown else 1
 
 
 def watched_agent(run: PreparedRun) -> threading.Thread:

@@ -50,6 +50,9 @@ def play(run_folder: str) -> int:
             write_json(folder.summary, {"outcome": "completed"})
         dist.destroy_process_group()
         return 0
+    if scenario == "save":
+        signal.signal(signal.SIGTERM, lambda *_: save(folder.path / f"saved-{rank}"))
+        time.sleep(240)
     if scenario == "deaf" and rank != VICTIM:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(60)
@@ -61,6 +64,13 @@ def play(run_folder: str) -> int:
         time.sleep(60)  # to be killed, while the others wait for it
     dist.all_reduce(torch.ones(1))
     return 0
+
+
+def save(file: Path) -> None:
+    """Slowly, as a large checkpoint."""
+    time.sleep(2)
+    file.touch()
+    os._exit(1)
 
 
 def serve() -> None:

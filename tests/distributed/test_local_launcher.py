@@ -249,17 +249,38 @@ def test_a_killed_rank_ends_the_run_and_is_the_last_line(tmp_path: Path) -> None
     assert summary["outcome"] == "failed"
 
 
-def test_ctrl_c_in_a_terminal_leaves_no_process(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path, "block")
+def login_in_a_terminal(folder: RunFolder) -> tuple[subprocess.Popen[str], int]:
+    """The login process as the leader of a terminal's session, and the terminal's other end."""
     keyboard, terminal = pty.openpty()
 
     def own_terminal() -> None:
         os.setsid()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where the tests run in the background
+        for number in (signal.SIGINT, signal.SIGHUP):  # ignored where the tests run in the background
+            signal.signal(number, signal.SIG_DFL)
         fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 
     login = start_login(folder, stdin=terminal, stdout=terminal, stderr=terminal, preexec_fn=own_terminal)
     os.close(terminal)
+    return login, keyboard
+
+
+def test_a_closed_terminal_lets_all_ranks_save(tmp_path: Path) -> None:
+    """Notes to the dead terminal raised, and the ranks were killed while they saved."""
+    folder = make_folder(tmp_path, "save")
+    login, keyboard = login_in_a_terminal(folder)
+    ranks_of(folder)
+    os.close(keyboard)
+    assert login.wait(timeout=240) == 1
+    assert all((folder.path / f"saved-{rank}").exists() for rank in range(RANKS))
+    assert naming(folder) == set()
+    summary = read_json(folder.summary)
+    assert summary is not None
+    assert summary["outcome"] == "cancelled"
+
+
+def test_ctrl_c_in_a_terminal_leaves_no_process(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, "block")
+    login, keyboard = login_in_a_terminal(folder)
     shown = bytearray()
     screen = threading.Thread(target=_read_to_the_end, args=(keyboard, shown))
     screen.start()  # a terminal that nobody reads loses what is written to it
