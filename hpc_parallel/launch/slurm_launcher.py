@@ -30,16 +30,24 @@ from hpc_parallel.launch.import_check import job_python
 from hpc_parallel.launch.launcher import SiteRefusedError
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.record import owner
-from hpc_parallel.record.job_state import job_state
+from hpc_parallel.record.job_state import Inquiry, job_state, jobs_by_script
 from hpc_parallel.record.names import command_on
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.record.submission_environment import as_submitter, overrides, submission_environment
 
+ANSWER_S = 60.0  # time for a controller that lost an answer to say whether it has the job
 REASON_S = 5.0  # time for the scheduler to examine a job that may be refused
 PERMANENT_REASONS = {
     "BadConstraints", "InvalidAccount", "InvalidQOS", "PartitionConfig", "PartitionNodeLimit",
     "PartitionTimeLimit",
 }  # fmt: skip
+
+
+_JOB = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;\S+| on cluster \S+)?\s*$", re.MULTILINE)
+_UNCLEAR = "sbatch did not say which job it has submitted"
+_LOST = re.compile(
+    rf"timed out|communication connection|contact slurm controller|zero bytes|{_UNCLEAR}", re.IGNORECASE
+)
 
 
 class Executor(SlurmExecutor):
@@ -48,6 +56,10 @@ class Executor(SlurmExecutor):
     @classmethod
     def affinity(cls) -> int:
         return 2
+
+    @staticmethod
+    def _get_job_id_from_submission_command(string: bytes | str) -> str:
+        return job_id_in(string if isinstance(string, str) else string.decode(errors="replace"))
 
     @property
     def script(self) -> str:
@@ -129,8 +141,8 @@ def _submit_payload(run: PreparedRun, submitter: Executor) -> tuple[str, str]:
         # submitit prints a refusal, which the exception below repeats
         with as_submitter(submitter.script), redirect_stderr(io.StringIO()):
             job = submitter.submit(job_entry.rank, str(run.folder.path))
-    except (FailedJobError, FailedSubmissionError) as error:
-        raise SiteRefusedError(refusal_message(str(error))) from error
+    except (FailedJobError, FailedSubmissionError, SiteRefusedError) as error:
+        raise refusal(str(error), scripts=run.folder.slurm) from error
     return str(job.job_id), job.paths.submission_file.read_text(encoding="utf-8")
 
 
@@ -152,8 +164,47 @@ def sbatch(script: Path) -> str:
     except FileNotFoundError as error:
         raise _no_sbatch() from error
     if process.returncode != 0:
-        raise SiteRefusedError(refusal_message(process.stderr))
-    return process.stdout.strip().partition(";")[0]
+        raise refusal(process.stderr, scripts=script.parent)
+    try:
+        return job_id_in(process.stdout)
+    except SiteRefusedError as error:
+        raise refusal(str(error), scripts=script.parent) from error
+
+
+def job_id_in(output: str) -> str:
+    """The job in what sbatch prints, around which a site may print other lines. Raises SiteRefusedError."""
+    jobs = set(_JOB.findall(output))
+    if len(jobs) != 1:
+        shown = " ".join(output.split())[:200] or "nothing"
+        raise SiteRefusedError(f"{_UNCLEAR}. It printed: {shown}")
+    return str(jobs.pop())
+
+
+def refusal(text: str, *, scripts: Path) -> SiteRefusedError:
+    """The error for what sbatch printed when it failed to submit a script in the folder `scripts`.
+
+    If only its answer was lost, Slurm may have taken the job: such a job is cancelled.
+    """
+    if not _LOST.search(text):
+        return SiteRefusedError(refusal_message(text))
+    jobs = _jobs_of(scripts)
+    if jobs == []:
+        return SiteRefusedError(refusal_message(text))
+    message = f"Slurm's answer was lost: {' '.join(text.split())}\n  "
+    if jobs is None:
+        return SiteRefusedError(f"{message}It may have taken the job. When it answers, see squeue --me.")
+    subprocess.run(["scancel", *jobs], check=False)
+    return SiteRefusedError(f"{message}It had taken job {', '.join(jobs)}, which is cancelled. Submit again.")
+
+
+def _jobs_of(scripts: Path) -> list[str] | None:
+    """The jobs whose batch script is in the folder `scripts`; None if Slurm does not answer for a minute."""
+    deadline = time.monotonic() + ANSWER_S
+    while (by_script := jobs_by_script(Inquiry())) is None:
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(1)
+    return [job for script, (job, _) in by_script.items() if Path(script).parent == scripts]
 
 
 def warn_of_overrides(script: str) -> None:

@@ -143,9 +143,14 @@ def _queued(job_ids: Sequence[str], slurm: Inquiry) -> tuple[dict[str, JobState]
     return {job: states[job] for job in job_ids if job in states}, answered
 
 
-def jobs_by_script(slurm: Inquiry) -> dict[str, tuple[str, JobState]]:
-    """Batch script -> this user's pending or running job of that script, and its state."""
+def jobs_by_script(slurm: Inquiry) -> dict[str, tuple[str, JobState]] | None:
+    """Batch script -> this user's pending or running job of that script, and its state.
+
+    None if Slurm does not answer.
+    """
     listed = slurm.ask("squeue", "-h", "--me", "-o", "%i|%T|%r|%o")
+    if listed.returncode != 0:
+        return None
     lines = [line.split("|", 3) for line in listed.stdout.splitlines() if line.count("|") > 2]
     return {script: (job, JobState(state, reason)) for job, state, reason, script in lines}
 

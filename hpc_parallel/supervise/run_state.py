@@ -79,7 +79,7 @@ def _add_jobs_by_hand(runs: Sequence[RecordedRun], run_states: list[State], slur
         if state.job is None and state.name in (NOT_STARTED, BROKEN_OFF)
         and os.path.exists(run.folder.batch_script)
     ]  # fmt: skip
-    jobs = jobs_by_script(slurm) if idle else {}
+    jobs = (jobs_by_script(slurm) if idle else None) or {}
     for index in idle:
         script = str(runs[index].folder.batch_script)
         if script in jobs:

@@ -1,0 +1,76 @@
+"""What sbatch prints: a job among a site's own lines, or an error after which the job may exist."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_parallel.launch import slurm_launcher
+from hpc_parallel.launch.launcher import SiteRefusedError
+from hpc_parallel.launch.slurm_launcher import Executor, job_id_in, sbatch
+
+BANNER = "Welcome to Big.\n  Your job 7 of 9 this week; project 2024 has 81000 h left\n"
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        "12\n",
+        "12;big\n",
+        "12\nbye\n",
+        "Submitted batch job 12\n",
+        f"{BANNER}12\n",
+        f"{BANNER}Submitted batch job 12 on cluster big\n",
+    ],
+)
+def test_a_banner_is_no_job(output: str) -> None:
+    assert job_id_in(output) == "12"
+    assert Executor._get_job_id_from_submission_command(output.encode()) == "12"
+
+
+@pytest.mark.parametrize("output", ["", BANNER, "12\n13\n"])
+def test_without_a_job_nothing_is_guessed(output: str) -> None:
+    with pytest.raises(SiteRefusedError, match="sbatch did not say which job it has submitted"):
+        job_id_in(output)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Slurm whose sbatch loses the answer; it has the jobs of the file `jobs`, if there is one."""
+    commands = {
+        "sbatch": "echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1",
+        "squeue": f"cat {tmp_path}/jobs",
+        "scancel": f"echo $* > {tmp_path}/cancelled",
+        "scontrol": "exit 1",
+        "sinfo": "exit 1",
+    }
+    for name, text in commands.items():
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin", prepend=":")
+    monkeypatch.setattr(slurm_launcher, "ANSWER_S", 0.0)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/batch_script.sh").write_text("#!/bin/sh\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("jobs", "told", "cancelled"),
+    [
+        ("12|PENDING|None|{run}/batch_script.sh\n13|RUNNING|None|/other.sh\n", "It had taken job 12", "12\n"),
+        ("13|RUNNING|None|/other.sh\n", "nothing was submitted", None),
+        (None, "It may have taken the job", None),
+    ],
+)
+def test_a_lost_answer_leaves_no_job_behind(
+    site: Path, jobs: str | None, told: str, cancelled: str | None
+) -> None:
+    if jobs is not None:
+        (site / "jobs").write_text(jobs.format(run=site / "run"))
+    with pytest.raises(SiteRefusedError, match=told):
+        sbatch(site / "run/batch_script.sh")
+    done = site / "cancelled"
+    assert (done.read_text() if done.exists() else None) == cancelled
