@@ -105,7 +105,7 @@ def _add_text(records: SlurmRecords, text: str) -> None:
 def _text_node(fields: Mapping[str, str]) -> Node:
     return Node(
         fields["NodeName"], int(fields.get("CPUEfctv", fields["CPUTot"])),
-        _memory(int(fields.get("RealMemory", 0))),
+        _memory(int(fields.get("RealMemory", 0)), int(fields.get("MemSpecLimit", 0))),
         gpus_of(fields.get("Gres", "")), tuple(filter(None, fields.get("Partitions", "").split(","))),
     )  # fmt: skip
 
@@ -143,7 +143,7 @@ def _json_node(entry: Mapping[str, Any]) -> Node:
     partitions = entry.get("partitions") or []
     return Node(
         entry["name"], _number(entry.get("effective_cpus")) or int(entry["cpus"]),
-        _memory(_number(entry.get("real_memory"))),
+        _memory(_number(entry.get("real_memory")), _number(entry.get("specialized_memory")) or 0),
         gpus_of(entry.get("gres") or ""),
         tuple(partitions.split(",") if isinstance(partitions, str) else partitions),
     )  # fmt: skip
@@ -196,5 +196,6 @@ def _number(value: Any) -> int | None:
     return value if isinstance(value, int) and 0 <= value < _UNSET else None
 
 
-def _memory(megabytes: int | None) -> int | None:
-    return megabytes if megabytes is not None and megabytes > _UNSET_MB else None
+def _memory(megabytes: int | None, kept: int = 0) -> int | None:
+    """What jobs can have of a node's memory, of which Slurm keeps a part for itself."""
+    return megabytes - kept if megabytes is not None and megabytes > _UNSET_MB else None

@@ -108,6 +108,20 @@ def test_a_site_without_gpus() -> None:
     assert "gpus_per_node" not in profile
 
 
+def test_what_slurm_keeps_for_itself_is_not_for_jobs() -> None:
+    text = "NodeName=c1 CPUEfctv=36 CPUTot=40 RealMemory=200000 MemSpecLimit=20000 Partitions=batch\n"
+    entry = {
+        "name": "c1",
+        "cpus": 40,
+        "effective_cpus": 36,
+        "real_memory": 200_000,
+        "specialized_memory": 20_000,
+    }
+    for printed in (text, json.dumps({"nodes": [{**entry, "partitions": ["batch"]}]})):
+        node = read_records([printed]).nodes["c1"]
+        assert (node.cpus, node.memory_mb) == (36, 180_000)
+
+
 @pytest.mark.parametrize("name", ["no", "1e5", "0123", "a: b", "x # y"])
 def test_names_that_yaml_would_read_as_something_else(name: str) -> None:
     word = name.replace(" ", "_").replace(":", "_").replace("#", "_")
