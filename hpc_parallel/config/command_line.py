@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -10,10 +11,12 @@ from typing import TypedDict
 
 from hydra._internal.utils import get_args_parser
 
+from hpc_parallel import __version__
 from hpc_parallel.config.compose import find_folder
 from hpc_parallel.config.key_suggestions import SYNONYMS
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.typed_text import as_typed
+from hpc_parallel.exit_codes import DONE
 from hpc_parallel.problems import ConfigError
 
 # Flags of Hydra that print something and start no run (--resolve: only with --cfg or --help).
@@ -45,6 +48,9 @@ class CommandLine:
         # Hydra requires a plus if the defaults don't name the group; users may write `jobs=` both ways.
         plain = tuple(word.removeprefix("+") if word.startswith("+jobs=") else word for word in words)
         plain = tuple(map(as_typed, plain))
+        if "--version" in plain:
+            print(f"hpc_parallel {__version__}")
+            sys.exit(DONE)
         flags, unknown = get_args_parser().parse_known_intermixed_args(plain)
         if unknown:
             raise ConfigError([_unknown_flag(flag, plain) for flag in unknown])

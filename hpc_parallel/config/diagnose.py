@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
@@ -20,12 +21,12 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 from yaml import YAMLError
 
 from hpc_parallel.config.checks.all_checks import CHOICES, find_problems, in_order
-from hpc_parallel.config.clock import minutes_of
 from hpc_parallel.config.compose import REQUIRED, composing, flat, missing_keys, resolve, unknown_keys
 from hpc_parallel.config.file_problems import refused_key, unreadable_file
-from hpc_parallel.config.key_suggestions import ACCUMULATION, VALUES, similar, suggest
+from hpc_parallel.config.key_suggestions import ACCUMULATION, choice_near, similar, suggest
 from hpc_parallel.config.layout import layout_of
 from hpc_parallel.config.node_devices import AUTO
+from hpc_parallel.config.quantities import same_quantity
 from hpc_parallel.config.trials import COMPOSE_ERRORS, Trials
 from hpc_parallel.problems import ConfigError, Problem, nearest, spell
 
@@ -159,7 +160,7 @@ def _explain(override: str, *, error: Exception, trials: Trials, accepted: Seque
     if choices:
         if key == "cluster" and not similar(value, choices):
             return _unknown_site(value, choices=choices)
-        return _not_a_choice(key, value, choices=choices, default=trials.defaults().get(key))
+        return _not_a_choice(key, value, choices=choices)
     if "Could not override" in str(error) or "not in" in text:
         return _unknown(override, key=key, value=value, plain=plain)
     if isinstance(error.__cause__, OmegaConfBaseException):
@@ -176,13 +177,25 @@ def _unknown_site(value: str, *, choices: Sequence[str]) -> str:
     )
 
 
-def _not_a_choice(key: str, value: str, *, choices: Sequence[str], default: str | None) -> Problem:
-    synonym = VALUES.get(key, {}).get(value.lower())
-    close = [synonym] if synonym else nearest(value, choices, most=2) or [default or choices[0]]
+def _not_a_choice(key: str, value: str, *, choices: Sequence[str]) -> Problem:
+    close = choice_near(key, value, choices)
     rule = f"is not one of {', '.join(choices)}"
+    if key == "data" and (kind := _kind_of_data(value)):
+        return Problem(key, value, rule, (kind,), along=(f"data.path={spell(value)}",))
+    if not close and key in ("model", "data"):
+        rule += f". Files of your own are found by --config-dir FOLDER, which holds {key}/{value}.yaml"
     if kind := PLUGINS.get(key):
         rule += f", the installed {kind}s (the package of another is often hydra-{value}-{kind})"
     return Problem(key, value, rule, tuple(close))
+
+
+def _kind_of_data(value: str) -> str | None:
+    """The choice of `data` that reads a file or a folder; None if `value` is the name of neither."""
+    path = Path(value).expanduser()
+    kinds = {".npy": "tokens", ".bin": "tokens", ".parquet": "parquet", ".txt": "text"}
+    if path.is_dir():
+        return "text"
+    return kinds.get(path.suffix)
 
 
 def _refused_in_file(place: str, key: str, unknown: bool, *, plain: DictConfig) -> str:
@@ -211,7 +224,9 @@ def _unknown(override: str, *, key: str, value: str, plain: DictConfig) -> str:
     if _is_table(plain, name):
         return f"{text} Keys of {name}: {', '.join(flat(plain[name])) or 'any'}."
     if equals:
-        return f"{text} Try {name}={replacement or spell(OmegaConf.select(plain, name))}."
+        with_unit = name.endswith(("time_minutes", "_gb"))  # `time=2h`, but three epochs are no three steps
+        near = _near(plain, key=name, value=value) if with_unit else (OmegaConf.select(plain, name),)
+        return f"{text} Try {name}={replacement or spell(near[0])}."
     return f"{text} Try {_legal_override(f'{name}={value}', plain=plain)}."
 
 
@@ -233,14 +248,14 @@ def _legal_override(override: str, *, plain: DictConfig) -> str:
     """The override itself if its value is legal, else with a similar value or the key's current one."""
     key, _, value = override.partition("=")
     if value not in (choices := CHOICES.get(key, (value,))):
-        return f"{key}={(nearest(value, choices) or [OmegaConf.select(plain, key)])[0]}"
+        return f"{key}={(choice_near(key, value, choices) or [OmegaConf.select(plain, key)])[0]}"
     trial = plain.copy()
     try:
         parsed = OverridesParser.create().parse_override(override)
         OmegaConf.update(trial, key, parsed.value())
     except COMPOSE_ERRORS:
-        value = OmegaConf.select(plain, key, default="VALUE")
-        return f"{key}={'null' if value is None else value}"
+        near = _near(plain, key=key, value=value)
+        return f"{key}={spell(near[0]) if near else 'VALUE'}"
     return override
 
 
@@ -265,10 +280,13 @@ def _kind(plain: DictConfig, key: str) -> str:
 
 
 def _near(plain: DictConfig, *, key: str, value: str) -> tuple[Any, ...]:
-    """A legal value for a refused one: Slurm's time format in minutes, a list of it, or the default."""
+    """A legal value for a refused one: the same time, size or number as we write it, a list of it.
+
+    Otherwise the default.
+    """
     default = OmegaConf.select(plain, key, default=None)
-    if key.endswith("time_minutes") and (minutes := minutes_of(value)):
-        return (minutes,)
+    if (same := same_quantity(key, value)) is not None:
+        return (same if _type_in_schema(plain, key).startswith("float") or same % 1 else int(same),)
     if OmegaConf.is_list(default):
         is_plain = re.fullmatch(r"[\w./-]+", value) and value != "null"
         return (list(default) or ([value] if is_plain else []),)

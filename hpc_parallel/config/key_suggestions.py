@@ -7,7 +7,9 @@ a typing error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+from hpc_parallel.problems import nearest
 
 _MOST_EDITS = 2
 
@@ -143,6 +145,43 @@ SYNONYMS = {
 }
 # A value's name in other programs: the value here.
 VALUES = {
+    "strategy": {
+        "ddp": "data",
+        "dp": "data",
+        "data_parallel": "data",
+        "distributed": "data",
+        "none": "single",
+        "zero": "fsdp",
+        "zero1": "fsdp",
+        "zero2": "fsdp",
+        "zero3": "fsdp",
+        "deepspeed": "fsdp",
+        "fsdp2": "fsdp",
+        "tp": "tensor",
+        "megatron": "tensor",
+        "sp": "context",
+        "cp": "context",
+        "ring": "context",
+        "ulysses": "context",
+        "pp": "pipeline",
+        "gpipe": "pipeline",
+        "1f1b": "pipeline",
+        "ep": "expert",
+        "moe": "expert",
+        "ps": "parameter_server",
+        "3d": "hybrid",
+        "spatial": "tile",
+    },
+    "training.precision": {
+        "half": "float16",
+        "fp16": "float16",
+        "bf16": "bfloat16",
+        "fp32": "float32",
+        "single": "float32",
+        "fp64": "float64",
+        "double": "float64",
+    },
+    "device": {"gpu": "cuda", "gpus": "cuda", "nvidia": "cuda", "rocm": "cuda"},
     "profile": {"nsight": "nsys", "nsight-systems": "nsys", "nsight-compute": "ncu", "pytorch": "torch"},
     "cluster.container": {"enroot": "pyxis", "singularity": "apptainer"},
 }
@@ -153,6 +192,12 @@ ACCUMULATION = (
     "gradient_accumulation",
     "gradient_accumulation_steps",
 )
+
+
+def choice_near(key: str, value: str, choices: Sequence[str], *, most: int = 2) -> list[str]:
+    """The choices of `key` that `value` was probably meant to be; none if no name is near."""
+    synonym = VALUES.get(key, {}).get(value.lower())
+    return [synonym] if synonym is not None and synonym in choices else nearest(value, choices, most=most)
 
 
 def suggest(key: str, keys: Iterable[str]) -> str | None:

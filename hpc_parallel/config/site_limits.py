@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from hpc_parallel.config.clock import minutes_of
 from hpc_parallel.config.layout import layout_of, processes_per_node
 from hpc_parallel.config.model_bytes import GIB, least_bytes
 from hpc_parallel.config.node_devices import ask, launcher_kind, period, visible_gpus
+from hpc_parallel.config.quantities import minutes_of
 from hpc_parallel.config.schema import RunConfig
 
 _KIND_OF_NODE = re.compile(r"^([^|\n]+)\|(\d+)\|(\d+)\+?\|?(.*)", re.MULTILINE)

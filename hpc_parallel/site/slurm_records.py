@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpc_parallel.config.clock import minutes_of
+from hpc_parallel.config.quantities import minutes_of
 
 _RECORD = re.compile(r"^(?=(?:NodeName|PartitionName)=)", re.MULTILINE)
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z][\w/]*)=(\S*)")

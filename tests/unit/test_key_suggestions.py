@@ -8,6 +8,7 @@ import string
 
 import pytest
 
+from hpc_parallel import __version__
 from hpc_parallel.commands.run import main
 from hpc_parallel.config.compose import flat
 from hpc_parallel.config.key_suggestions import SYNONYMS, edits, suggest
@@ -36,7 +37,26 @@ LINES = {
     "training.stepz=5": "Try training.steps=5.",
     "training.learning_rate=0.1": "Try optimizer.learning_rate=0.1.",
     "launcher.schedule=x": "there is no key launcher.schedule.",
+    "strategy=ddp": "Try strategy=data.",
+    "strategy=zero3": "Try strategy=fsdp.",
+    "strategy=cp": "Try strategy=context.",
+    "strategy=foo": "single, tensor, tile.",
+    "device=gpu": "Try device=cuda.",
+    "training.precision=half": "Try training.precision=float16.",
+    "training.steps=1e3": "Try training.steps=1000.",
+    "time=2h": "Try launcher.time_minutes=120.",
+    "launcher.time_minutes=1:30:00": "Try launcher.time_minutes=90.",
+    "launcher.memory_gb=64G": "Try launcher.memory_gb=64.",
+    "launcher.memory_gb=512MiB": "Try launcher.memory_gb=0.5.",
+    "data=words.npy": "Try data=tokens data.path=words.npy.",
+    "model=mymodel": "found by --config-dir FOLDER, which holds model/mymodel.yaml.",
 }
+
+
+def test_the_version_is_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"hpc_parallel {__version__}\n")
 
 
 @pytest.mark.parametrize("override", LINES)

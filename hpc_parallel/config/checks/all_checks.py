@@ -28,6 +28,7 @@ from hpc_parallel.config.checks import (
 from hpc_parallel.config.checks.lookup import value_at
 from hpc_parallel.config.checks.targets import class_tables, missing_part
 from hpc_parallel.config.counts import count, is_reference_decoder
+from hpc_parallel.config.key_suggestions import choice_near
 from hpc_parallel.config.layout import EXECUTIONS, divisors
 from hpc_parallel.config.model_data_schema import TransformerConfig
 from hpc_parallel.config.schedules import SCHEDULES
@@ -145,7 +146,7 @@ def _choices(config: RunConfig) -> Problems:
     for key, choices in CHOICES.items():
         value = value_at(config, key)
         if value not in choices:
-            close = nearest(str(value), choices) or choices[:1]
+            close = choice_near(key, str(value), choices, most=1)
             yield Problem(key, value, f"is not one of {', '.join(choices)}", tuple(close))
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.config.clock import minutes_of
+from hpc_parallel.config.quantities import minutes_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.record.run_folder import is_run_folder, unreadable
