@@ -55,10 +55,10 @@ def test_run_folders_keep_no_credentials_and_name_them(checkout: Path, tmp_path:
     snapshot.take()
     assert copied(folder.code / "mine") == set(SOURCE_FILES)
     assert sorted(snapshot.left_out) == sorted(SECRET_FILES)
-    assert snapshot.note is not None
-    assert snapshot.note.startswith("not copied  ")
-    assert "creds.txt" in snapshot.note
-    assert " and 10 more (they look like credentials" in snapshot.note
+    (note,) = snapshot.notes
+    assert note.startswith("not copied  ")
+    assert "creds.txt" in note
+    assert " and 10 more (they look like credentials" in note
     state = source_state(checkout)
     assert "hunter2" not in state["git_diff"]
     assert "secrets.py" in state["git_diff"]  # what else changed is there
