@@ -11,7 +11,6 @@ from typing import TypedDict
 
 from hydra._internal.utils import get_args_parser
 
-from hpc_parallel import __version__
 from hpc_parallel.config.compose import find_folder
 from hpc_parallel.config.key_suggestions import SYNONYMS
 from hpc_parallel.config.schema import RunConfig
@@ -49,7 +48,7 @@ class CommandLine:
         plain = tuple(word.removeprefix("+") if word.startswith("+jobs=") else word for word in words)
         plain = tuple(map(as_typed, plain))
         if "--version" in plain:
-            print(f"hpc_parallel {__version__}")
+            print(f"hpc_parallel {sys.modules['hpc_parallel'].__version__}")  # an import would be upwards
             sys.exit(DONE)
         flags, unknown = get_args_parser().parse_known_intermixed_args(plain)
         if unknown:
