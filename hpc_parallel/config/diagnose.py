@@ -160,7 +160,7 @@ def _explain(override: str, *, error: Exception, trials: Trials, accepted: Seque
     if choices:
         if key == "cluster" and not similar(value, choices):
             return _unknown_site(value, choices=choices)
-        return _not_a_choice(key, value, choices=choices)
+        return _not_a_choice(key, value, choices=choices, default=trials.defaults().get(key))
     if "Could not override" in str(error) or "not in" in text:
         return _unknown(override, key=key, value=value, plain=plain)
     if isinstance(error.__cause__, OmegaConfBaseException):
@@ -177,13 +177,15 @@ def _unknown_site(value: str, *, choices: Sequence[str]) -> str:
     )
 
 
-def _not_a_choice(key: str, value: str, *, choices: Sequence[str]) -> Problem:
+def _not_a_choice(key: str, value: str, *, choices: Sequence[str], default: str | None) -> Problem:
     close = choice_near(key, value, choices)
     rule = f"is not one of {', '.join(choices)}"
     if key == "data" and (kind := _kind_of_data(value)):
         return Problem(key, value, rule, (kind,), along=(f"data.path={spell(value)}",))
-    if not close and key in ("model", "data"):
-        rule += f". Files of your own are found by --config-dir FOLDER, which holds {key}/{value}.yaml"
+    if not close and key == "model":
+        rule += f". A file of your own is found by --config-dir FOLDER, which holds model/{value}.yaml"
+    elif not close:
+        close = [default or choices[0]]
     if kind := PLUGINS.get(key):
         rule += f", the installed {kind}s (the package of another is often hydra-{value}-{kind})"
     return Problem(key, value, rule, tuple(close))
@@ -285,8 +287,10 @@ def _near(plain: DictConfig, *, key: str, value: str) -> tuple[Any, ...]:
     Otherwise the default.
     """
     default = OmegaConf.select(plain, key, default=None)
-    if (same := same_quantity(key, value)) is not None:
-        return (same if _type_in_schema(plain, key).startswith("float") or same % 1 else int(same),)
+    required = _type_in_schema(plain, key)
+    same = same_quantity(key, value) if required.startswith(("int", "float")) else None
+    if same is not None and (required.startswith("float") or same % 1 == 0):
+        return (same if same % 1 else int(same),)
     if OmegaConf.is_list(default):
         is_plain = re.fullmatch(r"[\w./-]+", value) and value != "null"
         return (list(default) or ([value] if is_plain else []),)
@@ -294,4 +298,4 @@ def _near(plain: DictConfig, *, key: str, value: str) -> tuple[Any, ...]:
         return (dict(default),)
     if isinstance(default, bool):
         return (True, False)
-    return (default,) if default is not None or "None" in _type_in_schema(plain, key) else ()
+    return (default,) if default is not None or "None" in required else ()

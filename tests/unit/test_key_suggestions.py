@@ -40,7 +40,6 @@ LINES = {
     "strategy=ddp": "Try strategy=data.",
     "strategy=zero3": "Try strategy=fsdp.",
     "strategy=cp": "Try strategy=context.",
-    "strategy=foo": "single, tensor, tile.",
     "device=gpu": "Try device=cuda.",
     "training.precision=half": "Try training.precision=float16.",
     "training.steps=1e3": "Try training.steps=1000.",
@@ -49,7 +48,7 @@ LINES = {
     "launcher.memory_gb=64G": "Try launcher.memory_gb=64.",
     "launcher.memory_gb=512MiB": "Try launcher.memory_gb=0.5.",
     "data=words.npy": "Try data=tokens data.path=words.npy.",
-    "model=mymodel": "found by --config-dir FOLDER, which holds model/mymodel.yaml.",
+    "model=mymodel": "is found by --config-dir FOLDER, which holds model/mymodel.yaml.",
 }
 
 

@@ -146,7 +146,7 @@ def _choices(config: RunConfig) -> Problems:
     for key, choices in CHOICES.items():
         value = value_at(config, key)
         if value not in choices:
-            close = choice_near(key, str(value), choices, most=1)
+            close = choice_near(key, str(value), choices, most=1) or choices[:1]
             yield Problem(key, value, f"is not one of {', '.join(choices)}", tuple(close))
 
 
