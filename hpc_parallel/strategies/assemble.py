@@ -43,6 +43,7 @@ from hpc_parallel.strategies.groups import Groups
 from hpc_parallel.strategies.loss_scale import LossScale
 from hpc_parallel.strategies.loss_terms import LossTerms
 from hpc_parallel.strategies.mesh import axis_of, data_mesh, joint, slicing_axis
+from hpc_parallel.strategies.model_checks import is_own
 from hpc_parallel.strategies.own_metrics import MetricsOf, WithMetrics
 from hpc_parallel.strategies.parameter_server import Idle, ParameterServer
 from hpc_parallel.strategies.tile_maps import Maps, measure
@@ -342,4 +343,7 @@ def replicate_parts(
         return Replicas(parts)
     if axis_of(mesh, "pipeline") is not None and schedule_of(strategy).splits_backward:
         return Replicas(parts, unaveraged=axis)
-    return Replicas([replicate.apply(part, axis=axis, options=strategy) for part in parts])
+    finds = is_own(config)  # our models use all their weights
+    return Replicas(
+        [replicate.apply(part, axis=axis, options=strategy, finds_unused=finds) for part in parts]
+    )

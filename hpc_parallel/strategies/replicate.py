@@ -28,11 +28,15 @@ NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broad
 BATCHED_COPY: dict[str, Any] = {"batched_grad_copy": True} if "batched_grad_copy" in _OPTIONS else {}
 
 
-def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> DistributedDataParallel:
+def apply(
+    model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig, finds_unused: bool = False
+) -> DistributedDataParallel:
     """Average gradients over `axis` during the backward pass, one bucket at a time.
 
     Weights come from (seed, name), so all ranks start with the same ones. torch's broadcast at the start is
     off: it would only hide a difference. Distributed weights are left to the technique that split them.
+
+    finds_unused: look in each step for weights that the loss does not depend on, which get no gradient.
     """
     torch_internals.leave_out_of_replicas(model, distributed_weights(model))
     replica = DistributedDataParallel(
@@ -40,6 +44,7 @@ def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> 
         process_group=axis.get_group(),
         bucket_cap_mb=options.bucket_mb,
         static_graph=options.static_graph,
+        find_unused_parameters=finds_unused and not options.static_graph,
         gradient_as_bucket_view=True,
         **NO_BUFFER_SYNC,
         **BATCHED_COPY,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hpc_parallel.config.layout import layout_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.data.sampler import Data
-from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.models.layered import STATISTICS, LayeredModel
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.proofs import is_proven, proofs_folder, record_proof
 from hpc_parallel.strategies import exchange
@@ -126,6 +126,11 @@ def compare(run: SmallRun, *, model: LayeredModel, groups: Groups) -> float:
             "its hints do not fit this layout (docs/own-model.md). To start nevertheless, set "
             "strategy.verify=never."
         ])  # fmt: skip
+    if written := [name for name in reference.written if not name.endswith(STATISTICS)]:
+        _say(
+            f"WARNING: the forward pass of {_name(config)} writes the buffer {written[0]}, once for each "
+            "microbatch: results depend on their number."
+        )
     return OWN_SHARE * max(differences.values(), default=0.0)
 
 
