@@ -193,13 +193,25 @@ class Alike(LayerStyle):
         return module
 
 
-def _with_plain_weights(original: OriginalForward, _: Forward, __: Module, *inputs: Any) -> Tensor:
+def _with_plain_weights(original: OriginalForward, _: Forward, __: Module, *inputs: Any) -> Any:
     # Read in every call, because fully_shard replaces the parameter objects.
     weights = original.named_parameters()
     plain = {
         name: OwnGradient.apply(weight.to_local()) for name, weight in weights if isinstance(weight, DTensor)
     }
-    return functional_call(original, plain, inputs)  # type: ignore[no-any-return]
+    mesh = next((x.device_mesh for x in inputs if isinstance(x, DTensor)), None)
+    output = functional_call(original, plain, tuple(map(_whole, inputs)))
+    # Inside a module of role `whole` the next layer returns a partial gradient, which is summed here.
+    return output if mesh is None else DTensor.from_local(output, mesh, [Replicate()], run_check=False)
+
+
+def _whole(x: Any) -> Any:
+    """Every device has the full gradient of `x`, as of all that it computes alike."""
+    return (
+        x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
+        if isinstance(x, DTensor)
+        else x
+    )
 
 
 class OwnGradient(torch.autograd.Function):

@@ -132,6 +132,7 @@ def test_a_wrong_model_is_refused(attempt: Try, case: str) -> None:
     [
         ({"attention": "fused", "gate": "zero"}, "strategy=tensor nodes=2"),
         ({"state": "count", "unused": True}, "strategy=data nodes=2"),
+        ({"feed": "conv", "gate": "zero"}, "strategy=tensor nodes=2 strategy.sequence_parallel=false"),
         (
             {"feed": "gains", "roles": "alike"},
             "strategy=tensor nodes=2 strategy.sequence_parallel=false training.microbatch_size=2",
