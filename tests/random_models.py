@@ -18,7 +18,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "attention": ("mix", "mix", "fused", "by_hand", "kernel", "no"),
     "norm": ("layer", "rms", "no"),
     "norm_after": (False, True),
-    "feed": ("mlp", "gated", "no", "shift", "gains", "conv", "recurrent"),
+    "feed": ("mlp", "gated", "no", "shift", "gains", "conv", "recurrent", "normed"),
     "gate": ("no", "no", "zero"),
     "state": ("no", "no", "count", "mean"),
     "unused": (False, False, True),
@@ -92,6 +92,8 @@ def roles_of(spec: dict[str, Any]) -> dict[str, str | Column]:
         if spec["feed"] == "gated":
             roles["blocks.*.feed.gate"] = "column"
     roles |= {f"blocks.*.{name}": role for name, role in EXTRA_ROLES.items() if _has(name, spec)}
+    if spec["feed"] == "normed":
+        roles["blocks.*.feed.mix"] = "position"
     if spec["roles"] == "alike" and spec["feed"] != "no":
         roles = {name: role for name, role in roles.items() if not name.startswith("blocks.*.feed.")}
         roles["blocks.*.feed"] = "alike"
@@ -238,6 +240,8 @@ class Feed(nn.Module):
             self.mix: nn.Module = nn.Conv1d(dim, dim, 3, groups=dim)
         if self.kind == "recurrent":
             self.mix = nn.Linear(dim, dim, bias=False)
+        if self.kind == "normed":
+            self.mix = nn.LayerNorm(dim)
         if self.kind == "gains":  # whose gradients are the same tensor
             self.first, self.second = nn.Parameter(torch.empty(dim)), nn.Parameter(torch.empty(dim))
         self.drop = nn.Dropout(RATE if spec["dropout"] == "hidden" else 0.0)
@@ -250,6 +254,8 @@ class Feed(nn.Module):
             x = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1)
         if self.kind == "conv":
             x = self.mix(F.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
+        if self.kind == "normed":
+            x = self.mix(x)
         if self.kind == "recurrent":
             states = [x[:, 0]]
             for index in range(1, x.shape[1]):

@@ -6,8 +6,8 @@ With `loss_parallel`, the loss is computed from logits that stay split by vocabu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -123,13 +123,20 @@ class EachPosition(LayerStyle):
         self._between = between
 
     def split(self, module: Module, mesh: DeviceMesh) -> Module:
-        def enter(_: Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> DTensor:
-            return DTensor.from_local(inputs[0], mesh, [self._between], run_check=False)
+        replicated = distribute_module(module, mesh)
+        replace_forward(replicated, _at_each_position(mesh, self._between), technique="EachPosition")
+        return replicated
 
-        def leave(_: Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
-            return output.to_local()
 
-        return distribute_module(module, mesh, None, enter, leave)  # type: ignore[arg-type]
+@lru_cache
+def _at_each_position(mesh: DeviceMesh, between: Placement) -> Callable[..., Tensor]:
+    def forward(original: Forward, layer: Module, x: Tensor) -> Tensor:
+        if isinstance(x, DTensor):  # inside a module of role `whole`
+            return original(layer, x)
+        output = original(layer, DTensor.from_local(x, mesh, [between], run_check=False))
+        return output.to_local()  # type: ignore[attr-defined, no-any-return]
+
+    return forward
 
 
 class PositionTable(LayerStyle):

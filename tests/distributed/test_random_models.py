@@ -132,6 +132,8 @@ def test_a_wrong_model_is_refused(attempt: Try, case: str) -> None:
     [
         ({"attention": "fused", "gate": "zero"}, "strategy=tensor nodes=2"),
         ({"state": "count", "unused": True}, "strategy=data nodes=2"),
+        ({"feed": "normed"}, "strategy=tensor nodes=2"),
+        ({"feed": "normed"}, "strategy=tensor nodes=2 strategy.sequence_parallel=false"),
         ({"feed": "conv", "gate": "zero"}, "strategy=tensor nodes=2 strategy.sequence_parallel=false"),
         (
             {"feed": "gains", "roles": "alike"},
