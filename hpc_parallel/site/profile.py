@@ -14,6 +14,10 @@ from hpc_parallel.site.slurm_records import Node, Partition, SlurmRecords
 _WIDTH = 44  # of a line before its comment
 # Words that YAML does not read as text.
 _WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none"}
+_GROUPED = (
+    "# sinfo --json shows only the first node's GPUs of nodes in equal use. For all: --from the output of\n"
+    "# scontrol show node."
+)
 _OWN_SHARE = 0.95  # of a node's memory; Slurm and the system keep some for themselves
 
 
@@ -35,6 +39,7 @@ def write_profile(records: SlurmRecords, *, name: str, login: Login, today: date
     nodes = records.nodes_of(chosen.name)
     return "\n".join([
         f"# Slurm {records.version or 'of an unknown version'} on {today}, by init-cluster. Check each line.",
+        *([_GROUPED] if any(node.grouped for node in records.nodes.values()) else []),
         *_identity(name, chosen, login),
         *_partitions(records),
         *_gpus(chosen, nodes, records),

@@ -1,7 +1,8 @@
 """Nodes, partitions and settings of a cluster, from what Slurm's commands print, as text or as JSON.
 
-Text: `scontrol show config|partition|node`, whose keys are the same in Slurm 20.11 to 25.11. JSON:
-`scontrol show partition|node --json` and `sinfo --json`; its keys changed with Slurm 23.02.
+Text: `scontrol show config|partition|node`, whose keys are the same in Slurm 20.11 to 26.05. JSON:
+`scontrol show partition|node --json` (from 23.02 on) and `sinfo --json` (from 21.08 on), whose keys changed
+with Slurm 23.02.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Node:
     """What jobs can get of a node.
 
     cpus: without those that the site keeps for the system; gpus: type -> count, where the type is empty if
-    the site does not name it; memory_mb: None if unknown.
+    the site does not name it; memory_mb: None if unknown; grouped: known from a row of several nodes, of
+    which the GPUs are those of the first, and the CPUs and the memory are the least of any.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Node:
     memory_mb: int | None
     gpus: Mapping[str, int]
     partitions: Sequence[str]
+    grouped: bool = False
 
 
 @dataclass(frozen=True)
@@ -169,15 +172,20 @@ def _json_partition(entry: Mapping[str, Any]) -> Partition:
 
 
 def _add_row(records: SlurmRecords, row: Mapping[str, Any]) -> None:
-    """Nodes of one partition that are alike, as `sinfo --json` of Slurm 23.02 and newer lists them."""
+    """A row of `sinfo --json` (Slurm 23.02 and newer): nodes of one partition with equal use and state.
+
+    They need not be alike, because sinfo compares the GPUs in use, and not those that a node has.
+    """
     partition = _json_partition(row["partition"])
     records.partitions[partition.name] = partition
     gpus = gpus_of((row.get("gres") or {}).get("total") or "")
+    kept = _number((row.get("resource_spec") or {}).get("memory")) or 0  # Slurm 24.11 and newer
+    cpus, memory = _number(row["cpus"]["minimum"]) or 0, _memory(_number(row["memory"]["minimum"]), kept)
     for name in row["nodes"]["nodes"]:
         earlier = records.nodes.get(name)
-        partitions = (*(earlier.partitions if earlier else ()), partition.name)
-        cpus, memory = _number(row["cpus"]["maximum"]) or 0, _memory(_number(row["memory"]["maximum"]))
-        records.nodes[name] = Node(name, cpus, memory, gpus, partitions)
+        if earlier is None or earlier.grouped:
+            partitions = (*(earlier.partitions if earlier else ()), partition.name)
+            records.nodes[name] = Node(name, cpus, memory, gpus, partitions, grouped=True)
 
 
 def gpus_of(gres: str) -> dict[str, int]:
