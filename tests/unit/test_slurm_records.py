@@ -39,7 +39,7 @@ def as_text(version: str) -> list[str]:
     """`scontrol show config`, `node` and `partition`."""
     efficient = f"CPUEfctv={CPUS - KEPT_CPUS} " if since(version, "22.05") else ""
     nodes = [
-        f"NodeName={name} Arch=x86_64 CoresPerSocket=64 \n   CPUAlloc=0 {efficient}CPUTot={CPUS} CPULoad=0.1\n"
+        f"NodeName={name} Arch=x86_64 CoresPerSocket=64 \n   {efficient}CPUTot={CPUS} CPULoad=0.1\n"
         f"   Gres={gres or '(null)'}\n   NodeAddr={name} NodeHostName={name} Version={version}.1\n"
         f"   RealMemory={memory} AllocMem=0 FreeMem=9 Sockets=2 Boards=1\n   MemSpecLimit={KEPT_MB}\n"
         f"   State=IDLE ThreadsPerCore=1 TmpDisk=0 Weight=1\n   Partitions={','.join(partitions)} \n"
@@ -53,7 +53,7 @@ def as_text(version: str) -> list[str]:
         f"   State={'UP' if part.up else 'DOWN'} TotalCPUs=1 TotalNodes={part.nodes} JobDefaults=(null)\n"
         for part in PARTITIONS.values()
     ]
-    config = f"Configuration data as of now\nClusterName             = mine\nSLURM_VERSION           = {version}.1\n"
+    config = f"Configuration data as of now\nClusterName = mine\nSLURM_VERSION           = {version}.1\n"
     return [config, "\n".join(nodes), "\n".join(partitions)]
 
 
@@ -179,7 +179,8 @@ def test_a_row_of_nodes_that_differ_gives_the_least_and_says_so() -> None:
     assert {node.memory_mb for node in records.nodes.values()} == {500_000 - KEPT_MB}
     profile = write_profile(records, name="mine", login=Login(), today=date(2026, 11, 25))
     assert profile.splitlines()[1:3] == [
-        "# sinfo --json shows only the first node's GPUs of nodes in equal use. For all: --from the output of",
+        "# sinfo --json shows only the first node's GPUs of nodes in equal use. For all: --from "
+        "the output of",
         "# scontrol show node.",
     ]
 
