@@ -24,9 +24,10 @@ NODES = {  # name -> memory in MiB, Gres, partitions
     "g1": (1_031_000, "gpu:a100:4(S:0-1),nvme:1", ["gpu", "short"]),
     "g2": (1_031_000, "gpu:a100:4(S:0-1),nvme:1", ["gpu", "short"]),
 }
+FEATURES = {"c1": (), "g1": ("a100", "hbm40g"), "g2": ("a100", "hbm80g")}
 PARTITIONS = {
     "batch": Partition("batch", 1, 14 * 1440, None, default=True),
-    "gpu": Partition("gpu", 2, 1440, 2),
+    "gpu": Partition("gpu", 2, 1440, 2, qos=("gpu_debug", "gpu_regular")),
     "short": Partition("short", 2, None, None, up=False),
 }
 
@@ -40,6 +41,7 @@ def as_text(version: str) -> list[str]:
     efficient = f"CPUEfctv={CPUS - KEPT_CPUS} " if since(version, "22.05") else ""
     nodes = [
         f"NodeName={name} Arch=x86_64 CoresPerSocket=64 \n   {efficient}CPUTot={CPUS} CPULoad=0.1\n"
+        f"   AvailableFeatures=more ActiveFeatures={','.join(FEATURES[name]) or '(null)'}\n"
         f"   Gres={gres or '(null)'}\n   NodeAddr={name} NodeHostName={name} Version={version}.1\n"
         f"   RealMemory={memory} AllocMem=0 FreeMem=9 Sockets=2 Boards=1\n   MemSpecLimit={KEPT_MB}\n"
         f"   State=IDLE ThreadsPerCore=1 TmpDisk=0 Weight=1\n   Partitions={','.join(partitions)} \n"
@@ -47,7 +49,8 @@ def as_text(version: str) -> list[str]:
     ]
     limits = {None: "UNLIMITED", 1440: "1-00:00:00", 14 * 1440: "14-00:00:00"}
     partitions = [
-        f"PartitionName={part.name}\n   AllocNodes=ALL Default={'YES' if part.default else 'NO'} QoS=N/A\n"
+        f"PartitionName={part.name}\n   AllowGroups=ALL AllowQos={','.join(part.qos) or 'ALL'}\n"
+        f"   AllocNodes=ALL Default={'YES' if part.default else 'NO'} QoS=N/A\n"
         f"   MaxNodes={part.max_nodes or 'UNLIMITED'} MaxTime={limits[part.time_minutes]} MinNodes=0\n"
         f"   Nodes=x OverTimeLimit=NONE PreemptMode=OFF\n"
         f"   State={'UP' if part.up else 'DOWN'} TotalCPUs=1 TotalNodes={part.nodes} JobDefaults=(null)\n"
@@ -72,11 +75,12 @@ def json_partition(part: Partition, version: str) -> dict[str, Any]:
         return {
             "name": part.name, "flags": ["default"] if part.default else [], "total_nodes": part.nodes,
             "max_time_limit": part.time_minutes or -1, "maximum_nodes_per_job": part.max_nodes or -1,
-            "nodes": "x", "state": "UP" if part.up else "DOWN",
+            "nodes": "x", "state": "UP" if part.up else "DOWN", "allowed_qos": ",".join(part.qos),
         }  # fmt: skip
     entry: dict[str, Any] = {
         "name": part.name, "nodes": {"configured": "x", "total": part.nodes},
         "maximums": {"nodes": number(part.max_nodes), "time": number(part.time_minutes)},
+        "qos": {"allowed": ",".join(part.qos), "deny": "", "assigned": ""},
     }  # fmt: skip
     if since(version, "23.11"):
         entry["partition"] = {"state": ["UP" if part.up else "DOWN"]}
@@ -89,7 +93,9 @@ def json_node(name: str, version: str) -> dict[str, Any]:
     memory, gres, partitions = NODES[name]
     entry = {"name": name, "hostname": name, "cpus": CPUS, "real_memory": memory, "gres": gres,
              "partitions": partitions}  # fmt: skip
-    if since(version, "23.02"):
+    listed = since(version, "23.02")
+    entry["active_features"] = list(FEATURES[name]) if listed else ",".join(FEATURES[name])
+    if listed:
         entry |= {"effective_cpus": CPUS - KEPT_CPUS, "specialized_memory": KEPT_MB}
     return entry
 
@@ -109,6 +115,7 @@ def row(version: str, partition: str, names: list[str], *, other_memory: int = 0
         "cpus": {"total": CPUS * len(names), "minimum": CPUS, "maximum": CPUS},
         "memory": {"minimum": other_memory or memory, "maximum": memory, "allocated": 0},
         "gres": {"total": gres, "used": "gpu:a100:0(IDX:N/A)"},
+        "features": {"total": "more", "active": ",".join(FEATURES[names[0]])},
         "partition": json_partition(PARTITIONS[partition], version),
     }  # fmt: skip
     return entry | ({"resource_spec": {"cpus": "", "memory": KEPT_MB}} if since(version, "24.11") else {})
@@ -126,8 +133,9 @@ def rows(version: str) -> str:
 
 def expected(*, cpus: int, kept_mb: int, grouped: bool = False) -> dict[str, Node]:
     gpus = {"c1": {}, "g1": {"a100": 4}, "g2": {"a100": 4}}
+    features = FEATURES | ({"g2": FEATURES["g1"]} if grouped else {})
     return {
-        name: Node(name, cpus, memory - kept_mb, gpus[name], tuple(partitions), grouped)
+        name: Node(name, cpus, memory - kept_mb, gpus[name], tuple(partitions), grouped, features[name])
         for name, (memory, _, partitions) in NODES.items()
     }
 
@@ -193,3 +201,14 @@ def test_what_is_known_of_each_node_goes_before_rows(exact_first: bool) -> None:
     assert plain(records) == expected(cpus=CPUS - KEPT_CPUS, kept_mb=KEPT_MB)
     profile = write_profile(records, name="mine", login=Login(), today=date(2026, 11, 25))
     assert "sinfo" not in profile
+
+
+def test_what_a_site_may_want_from_every_job() -> None:
+    profile = write_profile(
+        read_records(as_text("25.05")), name="mine", login=Login(), today=date(2026, 11, 25)
+    )
+    found = dict(line.split("#") for line in profile.splitlines() if line.startswith(("qos:", "constraint:")))
+    assert {key.strip(): text.strip() for key, text in found.items()} == {
+        "qos: null": "gpu takes gpu_debug, gpu_regular",
+        "constraint: null": "all its nodes have a100; some have hbm40g, hbm80g",
+    }
