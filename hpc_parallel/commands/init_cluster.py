@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
-from hpc_parallel.config.compose import find_folder
+from hpc_parallel.config.compose import OWN_SITES, find_folder
 from hpc_parallel.config.node_devices import ask
 from hpc_parallel.exit_codes import DONE, REFUSED
 from hpc_parallel.problems import ConfigError
@@ -62,7 +62,9 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     made.add_argument("name", metavar="NAME", nargs="?", help="name of the profile (default: ClusterName)")
-    made.add_argument("--folder", type=Path, default=Path("site"), help="where profiles are (default: site)")
+    made.add_argument(
+        "--folder", type=Path, default=Path(OWN_SITES), help="where profiles are (default: %(default)s)"
+    )
     made.add_argument(
         "--from", dest="source", metavar="FILE", nargs="+", type=Path,
         help="saved outputs of scontrol or sinfo instead of this machine's Slurm",

@@ -24,6 +24,7 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.typed_config import filled, typed
 from hpc_parallel.problems import ConfigError, Problem
 
+OWN_SITES = "site"  # the folder in which init-cluster puts a profile
 # Keys without a default, with an example.
 REQUIRED = {"data.path": "tokens.npy", "data.dataset._target_": "mydata.MyDataset"}
 

@@ -21,7 +21,15 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 from yaml import YAMLError
 
 from hpc_parallel.config.checks.all_checks import CHOICES, find_problems, in_order
-from hpc_parallel.config.compose import REQUIRED, composing, flat, missing_keys, resolve, unknown_keys
+from hpc_parallel.config.compose import (
+    OWN_SITES,
+    REQUIRED,
+    composing,
+    flat,
+    missing_keys,
+    resolve,
+    unknown_keys,
+)
 from hpc_parallel.config.file_problems import refused_key, unreadable_file
 from hpc_parallel.config.key_suggestions import ACCUMULATION, choice_near, similar, suggest
 from hpc_parallel.config.layout import layout_of
@@ -158,9 +166,8 @@ def _explain(override: str, *, error: Exception, trials: Trials, accepted: Seque
     if (refused := refused_key(error)) is not None:
         return _refused_in_file(*refused, plain=plain)
     if choices:
-        if key == "cluster" and not similar(value, choices):
-            return _unknown_site(value, choices=choices)
-        return _not_a_choice(key, value, choices=choices, default=trials.defaults().get(key))
+        site = _no_such_site(value, choices=choices) if key == "cluster" else None
+        return site or _not_a_choice(key, value, choices=choices, default=trials.defaults().get(key))
     if "Could not override" in str(error) or "not in" in text:
         return _unknown(override, key=key, value=value, plain=plain)
     if isinstance(error.__cause__, OmegaConfBaseException):
@@ -168,12 +175,19 @@ def _explain(override: str, *, error: Exception, trials: Trials, accepted: Seque
     return f"{override}: {text.splitlines()[0].rstrip('.')}."
 
 
-def _unknown_site(value: str, *, choices: Sequence[str]) -> str:
-    """No profile has nearly this name, so that it is probably the user's own site."""
+def _no_such_site(value: str, *, choices: Sequence[str]) -> Problem | str | None:
+    """What to do about the user's own site; None if a profile of ours has nearly this name."""
+    if Path(OWN_SITES, "cluster", f"{value}.yaml").is_file():
+        return Problem(
+            "cluster", value, f"is in {OWN_SITES}/", (value,), along=(f"--config-dir {OWN_SITES}",)
+        )
+    if similar(value, choices):
+        return None
     name = re.sub(r"[^\w-]+", "_", value, flags=re.ASCII) or "mysite"
     return (
         f"cluster = {spell(value)} is not one of {', '.join(choices)}. Try python -m hpc_parallel "
-        f"init-cluster {name}, which writes a profile of this site, then --config-dir site cluster={name}."
+        f"init-cluster {name}, which writes a profile of this site, then --config-dir {OWN_SITES} "
+        f"cluster={name}."
     )
 
 

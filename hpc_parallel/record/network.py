@@ -27,7 +27,8 @@ def transport_lines(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
             lines.append((pair, ", ".join(map(printable, counted))))
     if lines:
         version, network = text(transport.get("version")), text(transport.get("network"))
-        parts = [f"NCCL {version}" if version else "", network or "", "connected so far"]
+        library = text(transport.get("library")) or "NCCL"
+        parts = [f"{library} {version}" if version else "", network or "", "connected so far"]
         lines.insert(0, ("transport", ", ".join(printable(part) for part in parts if part)))
         lines += _built(transport)
     if problem := text(transport.get("problem")):

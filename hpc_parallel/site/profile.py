@@ -11,9 +11,14 @@ from datetime import date
 
 from hpc_parallel.site.slurm_records import Node, Partition, SlurmRecords
 
+_MOST_NAMES = 8  # in a comment
 _WIDTH = 44  # of a line before its comment
 # Words that YAML does not read as text.
 _WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none"}
+_GROUPED = (
+    "# sinfo --json shows only the first node's GPUs of nodes in equal use. For all: --from the output of\n"
+    "# scontrol show node."
+)
 _OWN_SHARE = 0.95  # of a node's memory; Slurm and the system keep some for themselves
 
 
@@ -35,7 +40,9 @@ def write_profile(records: SlurmRecords, *, name: str, login: Login, today: date
     nodes = records.nodes_of(chosen.name)
     return "\n".join([
         f"# Slurm {records.version or 'of an unknown version'} on {today}, by init-cluster. Check each line.",
+        *([_GROUPED] if any(node.grouped for node in records.nodes.values()) else []),
         *_identity(name, chosen, login),
+        *_requests(chosen, nodes),
         *_partitions(records),
         *_gpus(chosen, nodes, records),
         *_habits(records, login),
@@ -70,6 +77,25 @@ def _identity(name: str, chosen: Partition, login: Login) -> Iterator[str]:
         yield f"account: {_text(accounts[0])}"
     else:
         yield _line("account: null", "the project that pays, if the site wants one")
+
+
+def _requests(chosen: Partition, nodes: Sequence[Node]) -> Iterator[str]:
+    """What sites may want from every job, with what this partition has."""
+    if chosen.qos:
+        yield _line("qos: null", f"{chosen.name} takes {_listed(chosen.qos)}")
+    has_gpus = any(node.gpus for node in nodes)
+    features = [set(node.features) for node in nodes if bool(node.gpus) == has_gpus]
+    if any(features):
+        common, every = set.intersection(*features), set.union(*features)
+        texts = [f"all its nodes have {_listed(common)}"] * bool(common)
+        texts += [f"some have {_listed(every - common)}"] * bool(every - common)
+        yield _line("constraint: null", "; ".join(texts))
+
+
+def _listed(names: Iterable[str]) -> str:
+    first = sorted(names)
+    more = f" and {len(first) - _MOST_NAMES} more" * (len(first) > _MOST_NAMES)
+    return ", ".join(first[:_MOST_NAMES]) + more
 
 
 def _partitions(records: SlurmRecords) -> Iterator[str]:
@@ -130,7 +156,7 @@ def _counts(nodes: Sequence[Node]) -> list[int]:
 def _shares(nodes: Sequence[tuple[Node, int]]) -> Iterator[str]:
     """The cores and the memory of one GPU, on the nodes (with their GPUs) where that is least."""
     cpus = min(node.cpus // count for node, count in nodes)
-    yield _line(f"cpus_per_device: {max(1, cpus)}", "a node's cores, shared by its GPUs")
+    yield _line(f"cpus_per_device: {max(1, cpus)}", "a node's CPUs, often threads, shared by its GPUs")
     memory_mb = min((node.memory_mb or 0) / count for node, count in nodes)
     if gigabytes := int(_OWN_SHARE * memory_mb / 1024):
         yield _line(f"memory_gb_per_device: {gigabytes}", "95 % of a node's memory, shared by its GPUs")

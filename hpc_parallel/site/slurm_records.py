@@ -1,7 +1,8 @@
 """Nodes, partitions and settings of a cluster, from what Slurm's commands print, as text or as JSON.
 
-Text: `scontrol show config|partition|node`, whose keys are the same in Slurm 20.11 to 25.11. JSON:
-`scontrol show partition|node --json` and `sinfo --json`; its keys changed with Slurm 23.02.
+Text: `scontrol show config|partition|node`, whose keys are the same in Slurm 20.11 to 26.05. JSON:
+`scontrol show partition|node --json` (from 23.02 on) and `sinfo --json` (from 21.08 on), whose keys changed
+with Slurm 23.02.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ _FIELD = re.compile(r"(?:^|\s)([A-Za-z][\w/]*)=(\S*)")
 _SETTING = re.compile(r"^(\w+)\s+= ?(.*)$", re.MULTILINE)
 _GPUS = re.compile(r"(?:^|,)gpu(?::(?P<type>[^:,(=]+))?[:=](?P<count>\d+)(?=[,(]|$)")
 _UNSET = 0xFFFFFFF0  # Slurm's NO_VAL and INFINITE lie above
+_NO_NAMES = ("", "(null)", "ALL")
 _UNSET_MB = 1  # the memory of nodes for which the site has configured none
 
 
@@ -28,7 +30,8 @@ class Node:
     """What jobs can get of a node.
 
     cpus: without those that the site keeps for the system; gpus: type -> count, where the type is empty if
-    the site does not name it; memory_mb: None if unknown.
+    the site does not name it; memory_mb: None if unknown; grouped: known from a row of several nodes, of
+    which the GPUs and the features are those of the first, and the CPUs and the memory are the least of any.
     """
 
     name: str
@@ -36,11 +39,16 @@ class Node:
     memory_mb: int | None
     gpus: Mapping[str, int]
     partitions: Sequence[str]
+    grouped: bool = False
+    features: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class Partition:
-    """time_minutes, max_nodes: the most of one job; None: no limit. nodes: how many it has."""
+    """time_minutes, max_nodes: the most of one job; None: no limit. nodes: how many it has.
+
+    qos: the only ones that it takes; empty: any.
+    """
 
     name: str
     nodes: int
@@ -48,6 +56,7 @@ class Partition:
     max_nodes: int | None = None
     default: bool = False
     up: bool = True
+    qos: Sequence[str] = ()
 
 
 @dataclass
@@ -106,7 +115,8 @@ def _text_node(fields: Mapping[str, str]) -> Node:
     return Node(
         fields["NodeName"], int(fields.get("CPUEfctv", fields["CPUTot"])),
         _memory(int(fields.get("RealMemory", 0)), int(fields.get("MemSpecLimit", 0))),
-        gpus_of(fields.get("Gres", "")), tuple(filter(None, fields.get("Partitions", "").split(","))),
+        gpus_of(fields.get("Gres", "")), _names(fields.get("Partitions")),
+        features=_names(fields.get("ActiveFeatures")),
     )  # fmt: skip
 
 
@@ -119,6 +129,7 @@ def _text_partition(fields: Mapping[str, str]) -> Partition:
         max_nodes=int(most) if most.isdecimal() else None,
         default=fields.get("Default") == "YES",
         up=fields.get("State", "UP") == "UP",
+        qos=_names(fields.get("AllowQos")),
     )
 
 
@@ -140,12 +151,11 @@ def _add_document(records: SlurmRecords, document: Mapping[str, Any]) -> None:
 
 
 def _json_node(entry: Mapping[str, Any]) -> Node:
-    partitions = entry.get("partitions") or []
     return Node(
         entry["name"], _number(entry.get("effective_cpus")) or int(entry["cpus"]),
         _memory(_number(entry.get("real_memory")), _number(entry.get("specialized_memory")) or 0),
-        gpus_of(entry.get("gres") or ""),
-        tuple(partitions.split(",") if isinstance(partitions, str) else partitions),
+        gpus_of(entry.get("gres") or ""), _names(entry.get("partitions")),
+        features=_names(entry.get("active_features")),
     )  # fmt: skip
 
 
@@ -154,9 +164,11 @@ def _json_partition(entry: Mapping[str, Any]) -> Partition:
         most, nodes = entry["maximums"], entry.get("nodes", {})
         time, max_nodes, count = most.get("time"), most.get("nodes"), nodes.get("total")
         states = entry.get("partition", {}).get("state", ["UP"])
+        qos = (entry.get("qos") or {}).get("allowed")
     else:
         time, max_nodes = entry.get("max_time_limit"), entry.get("maximum_nodes_per_job")
         count, states = entry.get("total_nodes"), [entry.get("state", "UP")]
+        qos = entry.get("allowed_qos")
     flags = [str(flag).lower() for flag in entry.get("flags") or ()]
     return Partition(
         entry["name"],
@@ -165,19 +177,32 @@ def _json_partition(entry: Mapping[str, Any]) -> Partition:
         max_nodes=_number(max_nodes),
         default="default" in flags,
         up="UP" in states,
+        qos=_names(qos),
     )
 
 
 def _add_row(records: SlurmRecords, row: Mapping[str, Any]) -> None:
-    """Nodes of one partition that are alike, as `sinfo --json` of Slurm 23.02 and newer lists them."""
+    """A row of `sinfo --json` (Slurm 23.02 and newer): nodes of one partition with equal use and state.
+
+    They need not be alike, because sinfo compares the GPUs in use, and not those that a node has.
+    """
     partition = _json_partition(row["partition"])
     records.partitions[partition.name] = partition
     gpus = gpus_of((row.get("gres") or {}).get("total") or "")
+    features = _names((row.get("features") or {}).get("active"))
+    kept = _number((row.get("resource_spec") or {}).get("memory")) or 0  # Slurm 24.11 and newer
+    cpus, memory = _number(row["cpus"]["minimum"]) or 0, _memory(_number(row["memory"]["minimum"]), kept)
     for name in row["nodes"]["nodes"]:
         earlier = records.nodes.get(name)
-        partitions = (*(earlier.partitions if earlier else ()), partition.name)
-        cpus, memory = _number(row["cpus"]["maximum"]) or 0, _memory(_number(row["memory"]["maximum"]))
-        records.nodes[name] = Node(name, cpus, memory, gpus, partitions)
+        if earlier is None or earlier.grouped:
+            partitions = (*(earlier.partitions if earlier else ()), partition.name)
+            records.nodes[name] = Node(name, cpus, memory, gpus, partitions, True, features)
+
+
+def _names(value: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The names of a list, or of a text with commas; empty if it means none or all."""
+    names = value.split(",") if isinstance(value, str) else value or ()
+    return tuple(name for name in names if name not in _NO_NAMES)
 
 
 def gpus_of(gres: str) -> dict[str, int]:

@@ -40,6 +40,7 @@ START = "start"  # the ranks could not connect to each other
 OUT_OF_MEMORY = "out_of_memory"
 HANG = "hang"  # no progress for cluster.hang_timeout_s (supervise/hang_cause.py finds the rank behind)
 PREFLIGHT = "preflight"  # a host that is not healthy or differs from the others, found at the start
+FABRIC = "fabric"  # data between nodes goes another way than fabric.require=true admits
 ERROR = "error"  # in the user's code or ours
 
 # Messages of gloo, NCCL and torch's store when the other side of a connection is gone or silent.
@@ -64,10 +65,10 @@ _LOG_END_BYTES = 64 * 1024
 _BY_NAME = {
     "StartError": START, "ForgedError": START, "ConfigError": CONFIGURATION,
     "DifferenceError": CONFIGURATION, "UserCodeError": ERROR, "NonFiniteError": NONFINITE,
-    "ReplicaError": REPLICAS,
-    "PreflightError": PREFLIGHT, "FollowerError": STOPPED, "MemoryError": OUT_OF_MEMORY,
-    "OutOfMemoryError": OUT_OF_MEMORY,
+    "ReplicaError": REPLICAS, "PreflightError": PREFLIGHT, "FabricError": FABRIC, "FollowerError": STOPPED,
+    "MemoryError": OUT_OF_MEMORY, "OutOfMemoryError": OUT_OF_MEMORY,
 }  # fmt: skip
+WITHOUT_CODE = frozenset({PREFLIGHT, FABRIC, STOPPED})  # no code is to blame: a sentence says all
 # A restart, perhaps on other nodes, may avoid these; an error in the code or a full disk would recur.
 RECOVERABLE = frozenset({KILLED, LOST_PEER, COLLECTIVE_TIMEOUT, NODE_LOST, START, HANG})
 
@@ -125,7 +126,7 @@ def record_exception(
     else:
         text = " ".join(str(source).split())[:_MESSAGE_CHARACTERS]
         # These need no class name before the text.
-        is_ours = kind in (NONFINITE, REPLICAS, STOPPED, PREFLIGHT) or isinstance(source, ConfigError)
+        is_ours = kind in WITHOUT_CODE | {NONFINITE, REPLICAS} or isinstance(source, ConfigError)
         name = type(source).__name__
         message = text if is_ours and text else f"{name}: {text}" if text else name
         details |= getattr(source, "details", {})

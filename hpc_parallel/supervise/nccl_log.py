@@ -1,4 +1,4 @@
-"""What carries the data of NCCL, as its log says (NCCL_DEBUG=INFO; versions 2.18 to 2.30)."""
+"""What carries the data of NCCL or RCCL, as its log says (NCCL_DEBUG=INFO; versions 2.18 to 2.30)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ INSIDE, ACROSS = "inside a node", "across nodes"
 P2P, SHARED, SOCKETS, INFINIBAND, LIBFABRIC = "P2P", "SHM", "NET/Socket", "NET/IB", "NET/OFI"
 DIRECT = "GPUDirect RDMA"
 
-_VERSION = re.compile(r"NCCL version (?P<version>\d+\.\d+\.\d+)")
+# RCCL's messages begin with `NCCL INFO` too, and most end with ` comm 0x55 nRanks 08`.
+_VERSION = re.compile(r"(?P<library>NCCL|RCCL) version(?: :)? (?P<version>\d+\.\d+\.\d+)")
 _NETWORK = re.compile(r"NCCL INFO Using network (?P<name>.+)")
 # Before 2.19, the transport SHM names no connection: `Channel 00 : 0[0] -> 1[1] via SHM/direct/direct`.
 _CHANNEL = re.compile(
     r"NCCL INFO Channel \d+(?:/\d+)? : (?P<source>\d+)\[[0-9a-f]+\] -> (?P<target>\d+)\[[0-9a-f]+\]"
-    r"(?P<receive> \[receive\])?(?: \[send\])? via (?P<carrier>\S.*)"
+    r"(?P<receive> \[receive\])?(?: \[send\])? via (?P<carrier>\S.*?)(?: comm 0x[0-9a-f]+ nRanks \d+)?\s*$"
 )
 _CHANNELS = re.compile(
     r"NCCL INFO (?P<rings>\d+) coll channels,(?: \d+ collnet channels,)? (?P<nvls>\d+) nvls"
@@ -44,9 +45,11 @@ def keep_log(folder: RunFolder, *, rank: int | str, environment: MutableMapping[
 class Transport:
     """What one rank uses, or all ranks after `merged`.
 
-    network: as NCCL names it; pairs: `INSIDE` or `ACROSS` -> carrier -> the channels that it carries.
+    library: NCCL, or RCCL on AMD's GPUs; network: as it names it; pairs: `INSIDE` or `ACROSS` -> carrier ->
+    the channels that it carries.
     """
 
+    library: str = "NCCL"
     version: str | None = None
     network: str | None = None
     channels: int = 0
@@ -94,7 +97,7 @@ def parse(log: str, *, hosts: Sequence[str]) -> Transport:
     result = Transport()
     for line in log.splitlines():
         if match := _VERSION.search(line):
-            result.version = match["version"]
+            result.library, result.version = match["library"], match["version"]
         elif match := _NETWORK.search(line):
             result.network = match["name"].strip()
         elif match := _CHANNEL.search(line):
@@ -128,8 +131,10 @@ def carrier(text: str) -> str:
 
 def merged(parts: Sequence[Transport]) -> Transport:
     """Of all ranks: the union of the carriers, and the least number of channels."""
+    versioned = next((part for part in parts if part.version), parts[0])
     total = Transport(
-        version=next((part.version for part in parts if part.version), None),
+        library=versioned.library,
+        version=versioned.version,
         network=next((part.network for part in parts if part.network), None),
         channels=min(part.channels for part in parts),
         nvls_channels=min(part.nvls_channels for part in parts),

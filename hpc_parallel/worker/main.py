@@ -112,7 +112,7 @@ def warn_of_limits(world: World) -> None:
 def report(error: BaseException) -> None:
     """Print the traceback, or only the sentence if no code is to blame."""
     kind, source = failure.kind_and_source(error)
-    if kind in (failure.PREFLIGHT, failure.STOPPED):
+    if kind in failure.WITHOUT_CODE:
         print(source, file=sys.stderr, flush=True)
     else:
         traceback.print_exception(error)

@@ -40,6 +40,9 @@ LOGIN = "login"
 MAX_HOSTS = 250
 GPUS_PER_HOST = 4
 
+# Where Slurm's plugin for `srun --mpi=pmix` opens libpmix.so, which only Debian's libpmix-dev has.
+PMIX = next(Path("/usr/lib").glob("*/pmix2/lib"), None)
+
 PACKAGE_OF = {"slurmctld": "slurm-wlm", "munged": "munge", "ip": "iproute2"}
 TOOL_PACKAGE_OF = {"shellcheck": "shellcheck", "mpirun.openmpi": "openmpi-bin", "mpirun.mpich": "mpich"}
 ACCOUNTING_PACKAGE_OF = {"slurmdbd": "slurmdbd", "mariadbd": "mariadb-server"}
@@ -233,6 +236,10 @@ class Cluster:
         for gpu in range(GPUS_PER_HOST):  # any character device works: Slurm only checks that it exists
             os.mknod(folder / f"dev/gpu{gpu}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
         _write_private(folder / "munge.key", os.urandom(128))
+        if PMIX is not None:
+            shutil.copytree(PMIX, folder / "pmix", symlinks=True)
+            if not (folder / "pmix/libpmix.so").exists():
+                (folder / "pmix/libpmix.so").symlink_to("libpmix.so.2")
 
         nodes = "\n".join(f"NodeName={host} NodeAddr={address}" for host, address in self.hosts.items())
         values = {"number": self.number, "folder": folder, "controller": self._address(254)}
@@ -283,11 +290,15 @@ class Cluster:
         wait(lambda: succeeds(*query, environment=self.environment), what="slurmdbd answers")
 
     def _daemon(self, host: str, *command: str) -> None:
-        """Start a daemon on a host, with the host's name and hosts file."""
+        """Start a daemon on a host, with the host's name, its hosts file, and libpmix.so if there is one."""
+        mounts = [str(self.folder / "hosts"), "/etc/hosts"]
+        if PMIX is not None:
+            mounts += [str(self.folder / "pmix"), str(PMIX)]
         # `ip netns exec` would remount /sys, and slurmd then finds no cgroup file system.
-        script = 'mount --bind "$1" /etc/hosts; hostname "$2"; shift 2; exec "$@"'
-        names = ("unshare", "--uts", "--mount", "sh", "-ec", script, "sh", str(self.folder / "hosts"))
-        self.run(*names, host, *command, host=host)
+        mounting = 'until [ "$1" = -- ]; do mount --bind "$1" "$2"; shift 2; done'
+        script = f'hostname "$1"; shift; {mounting}; shift; exec "$@"'
+        names = ("unshare", "--uts", "--mount", "sh", "-ec", script, "sh", host, *mounts, "--")
+        self.run(*names, *command, host=host)
 
     def _address(self, index: int) -> str:
         return f"10.77.{self.number}.{index}"

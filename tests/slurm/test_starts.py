@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster import Cluster
+from cluster import PMIX, Cluster
 from test_jobs import SMALL, Site, losses, read
 
 from hpc_parallel.record.checkpoint_index import complete
@@ -30,8 +30,10 @@ def site(cluster: Cluster, tmp_path: Path) -> Site:
 
 def words_of(start: str, site: Site) -> list[str]:
     """The overrides that start a job this way; `mpirun` becomes the MPI that the test is about."""
-    if start == "pmi2":
-        return ["+cluster.srun.mpi=pmi2"]
+    if start == "pmix" and PMIX is None:
+        pytest.skip("libpmix2 is not installed: python tests/slurm/cluster.py install")
+    if start in ("pmi2", "pmix"):
+        return [f"+cluster.srun.mpi={start}"]
     if start == "torchrun":
         return ["cluster.start=torchrun"]
     if shutil.which(PROGRAM[start], path="/usr/bin:/bin") is None:
@@ -72,7 +74,7 @@ FULL = pytest.mark.full
 
 @pytest.mark.parametrize(
     "start",
-    ["openmpi", *(pytest.param(start, marks=FULL) for start in ("torchrun", "mpich", "pmi2"))],
+    ["openmpi", *(pytest.param(start, marks=FULL) for start in ("torchrun", "mpich", "pmi2", "pmix"))],
 )
 def test_each_start_reaches_the_same_world(start: str, site: Site, workers: Workers) -> None:
     words = ("strategy=hybrid", "nodes=2", "gpus_per_node=2", *SMALL, "run_dir=run", "launcher.wait=true")

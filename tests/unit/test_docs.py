@@ -168,6 +168,19 @@ def test_a_block_that_is_not_run_has_a_reason_and_exists() -> None:
         assert marks == sum(block.mark is not None for block in blocks(page)), page
 
 
+def cells(line: str) -> list[str]:
+    """Of a row of a table; GitHub splits at each bar without a backslash, also in code."""
+    return re.split(r"(?<!\\)\|", line.strip().strip("|"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_each_row_of_a_table_has_its_cells(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for table in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
+        head, *rows = table.splitlines()
+        assert [row for row in rows if len(cells(row)) != len(cells(head))] == []
+
+
 def test_the_references_are_current() -> None:
     assert list(generator().problems()) == []
     assert list(generator("diagrams").problems()) == []

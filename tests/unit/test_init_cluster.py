@@ -28,7 +28,8 @@ OLD_PARTITIONS = {
 }
 EXPECTED: dict[str, dict[str, Any]] = {
     "20.11": {
-        "name": "old_cluster", "partition": "gpu", "partitions": OLD_PARTITIONS, "gpu_flag": "gres",
+        "name": "old_cluster", "constraint": None,
+        "partition": "gpu", "partitions": OLD_PARTITIONS, "gpu_flag": "gres",
         "gpu_type": None, "gpus_per_node": 4, "cpus_per_device": 10, "memory_gb_per_device": 88,
         "max_array_size": 10001, "resubmit": True, "srun": {"cpu-bind": "cores"},
     },
@@ -40,7 +41,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
         },
     },
     "23.11": {
-        "name": "beta", "partition": "gpu", "gpus_per_node": 4, "gpu_type": None, "cpus_per_device": 24,
+        "name": "beta", "constraint": None,
+        "partition": "gpu", "gpus_per_node": 4, "gpu_type": None, "cpus_per_device": 24,
         "memory_gb_per_device": 231,
         "partitions": {
             "normal": {"nodes": 2, "time_minutes": 2880},
@@ -48,13 +50,15 @@ EXPECTED: dict[str, dict[str, Any]] = {
         },
     },
     "24.05": {
-        "name": "alpha", "partition": "a100", "gpu_type": "a100", "gpus_per_node": None,
+        "name": "alpha", "constraint": None, "qos": None,
+        "partition": "a100", "gpu_type": "a100", "gpus_per_node": None,
         "cpus_per_device": 15, "memory_gb_per_device": 119, "max_array_size": 1001, "resubmit": False,
         "partitions": {"a100": {"nodes": 2, "time_minutes": 1440, "memory_gb": 1006}},  # 7 and 8 of its type
         "srun": {"cpu-bind": "cores"},
     },
     "25.05": {
-        "name": "gamma", "partition": "normal", "gpus_per_node": 4, "gpu_type": None, "cpus_per_device": 72,
+        "name": "gamma", "constraint": None,
+        "partition": "normal", "gpus_per_node": 4, "gpu_type": None, "cpus_per_device": 72,
         "memory_gb_per_device": 197,
         "partitions": {
             "normal": {"nodes": 2, "memory_gb": 830, "gpus_per_node": 4},

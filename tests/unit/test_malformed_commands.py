@@ -656,6 +656,21 @@ def test_a_site_without_a_profile_is_sent_to_init_cluster(capsys: pytest.Capture
     )
 
 
+@pytest.mark.parametrize("name", ["lumi", "roce2"])  # the second looks like a profile of ours
+def test_a_profile_without_its_folder_is_found(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "site" / "cluster"
+    folder.mkdir(parents=True)
+    (folder / f"{name}.yaml").write_text(f"name: {name}\n")
+    assert main([f"cluster={name}", "dry_run=true"]) == 2
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        f"  cluster = {name} is in site/. Try cluster={name} --config-dir site."
+    ]
+    assert main(["--config-dir", "site", f"cluster={name}", "dry_run=true", "launcher=script"]) == 0
+
+
 def test_a_switch_has_two_values(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fabric.require=maybe", "dry_run=true"]) == 2
     assert capsys.readouterr().err.splitlines()[1:] == [

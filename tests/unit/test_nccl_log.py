@@ -2,7 +2,7 @@
 
 The lines are filled in by hand into the formats of NCCL's source (src/init.cc, src/transport/*.cc), which
 was compared for each of 2.18.6, 2.19.4, 2.20.5, 2.21.5, 2.22.3, 2.23.4, 2.24.3, 2.25.1, 2.26.6, 2.27.7,
-2.28.9, 2.29.7 and 2.30.7.
+2.28.9, 2.29.7 and 2.30.7. Those of RCCL are filled into the formats of logs that users of it have published.
 """
 
 from __future__ import annotations
@@ -18,6 +18,21 @@ from hpc_parallel.supervise.nccl_log import ACROSS, INSIDE, Transport, carrier, 
 HOSTS = ["a", "a", "b", "b"]
 VERSIONS = ("2.18.6", "2.19.4", "2.20.5", "2.21.5", "2.22.3", "2.23.4", "2.24.3", "2.25.1", "2.26.6",
             "2.27.7", "2.28.9", "2.29.7", "2.30.7")  # fmt: skip
+DIRECT_IB, DIRECT_OFI = "NET/IB, GPUDirect RDMA", "NET/OFI, GPUDirect RDMA"
+NETWORKS = {  # fabric -> as NCCL names its network, a connection over it, and the carrier
+    "infiniband": ("IB", "NET/IB/0/GDRDMA", DIRECT_IB),
+    "infiniband of a plugin": ("IBext_v8", "NET/IBext_v8/0(2)/GDRDMA/Shared", DIRECT_IB),
+    "roce": ("IB", "NET/IB/1(3)", "NET/IB"),
+    "slingshot": ("AWS Libfabric", "NET/AWS Libfabric/3/GDRDMA", DIRECT_OFI),
+    "efa": ("Libfabric", "NET/Libfabric/0(1)/GDRDMA/Shared", DIRECT_OFI),
+    "tcp": ("Socket", "NET/Socket/0", "NET/Socket"),
+}
+RCCL_HEADS = {
+    "2.18.3": "RCCL version 2.18.3+hip6.0 HEAD:2f6d59e+",
+    "2.20.5": "RCCL version 2.20.5+hip6.2 HEAD:45b618a+",
+    "2.26.6": "RCCL version : 2.26.6-HEAD:f224e2c",
+    "2.30.4": "RCCL version : 2.30.4-HEAD:2b22ab0",
+}
 
 
 def log(version: str, *, network: str = "IB", via: str = "NET/IB/0/GDRDMA", nvls: bool = True) -> str:
@@ -51,14 +66,48 @@ def log(version: str, *, network: str = "IB", via: str = "NET/IB/0/GDRDMA", nvls
     return "".join(f"{says}{line}\n" for line in lines)
 
 
+@pytest.mark.parametrize("fabric", NETWORKS)
 @pytest.mark.parametrize("version", VERSIONS)
-def test_each_version_is_read(version: str) -> None:
+def test_each_fabric_is_read_in_each_version(version: str, fabric: str) -> None:
+    network, via, across = NETWORKS[fabric]
     memory = "IPC" if version.startswith("2.18") else "CUMEM"
     inside = Counter({f"P2P ({memory})": 1, "SHM": 1})
-    assert parse(log(version), hosts=HOSTS) == Transport(
-        version=version, network="IB", channels=2, nvls_channels=16, nvls_available=True, rings=True,
-        trees=True, pairs={ACROSS: Counter({"NET/IB, GPUDirect RDMA": 2}), INSIDE: inside},
+    assert parse(log(version, network=network, via=via), hosts=HOSTS) == Transport(
+        version=version, network=network, channels=2, nvls_channels=16, nvls_available=True, rings=True,
+        trees=True, pairs={ACROSS: Counter({across: 2}), INSIDE: inside},
     )  # fmt: skip
+
+
+def rccl_log(version: str) -> str:
+    """The log of rank 1 of four ranks on two hosts with AMD's GPUs."""
+    communicator = " comm 0xa09f20 nRanks 04"
+    lines = [
+        RCCL_HEADS[version],
+        "Using network AWS Libfabric",
+        f"Trees [0] 0/-1/-1->1->2 [1] 0/-1/-1->1->2{communicator} busId c6000",
+        f"Channel 00/0 : 1[c6000] -> 2[c1000] [send] via NET/AWS Libfabric/1/GDRDMA{communicator}",
+        f"Channel 01/0 : 3[c6000] -> 1[c6000] [receive] via NET/AWS Libfabric/1/GDRDMA{communicator}",
+        f"Channel 00/0 : 1[c6000] -> 0[c1000] via P2P/IPC{communicator}",
+        "Channel 01/0 : 1[c6000] -> 0[c1000] via P2P/IPC comm 0xb10000 nRanks 04",
+        f"Channel 02 : 1[c6000] -> 0[c1000] via SHM/direct/direct{communicator}",
+        f"Connected all rings{communicator} busId c6000",
+        f"Connected all trees{communicator} busId c6000",
+        "4 coll channels, 0 collnet channels, 0 nvls channels, 4 p2p channels, 2 p2p channels per peer",
+    ]
+    return "".join(f"a:101:202 [1] NCCL INFO {line}\n" for line in lines)
+
+
+@pytest.mark.parametrize("version", RCCL_HEADS)
+def test_rccl_is_read(version: str) -> None:
+    """Its lines end with the address of a communicator, which is no part of the transport's name."""
+    found = parse(rccl_log(version), hosts=HOSTS)
+    inside = Counter({"P2P (IPC)": 2, "SHM": 1})
+    assert found == Transport(
+        library="RCCL", version=version, network="AWS Libfabric", channels=4, rings=True, trees=True,
+        pairs={ACROSS: Counter({DIRECT_OFI: 1}), INSIDE: inside},
+    )  # fmt: skip
+    lines = dict(transport_lines({"transport": merged([found, Transport()]).as_record()}))
+    assert lines["transport"] == f"RCCL {version}, AWS Libfabric, connected so far"
 
 
 @pytest.mark.parametrize(

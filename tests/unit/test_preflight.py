@@ -31,6 +31,7 @@ from hpc_parallel.supervise.xids import XidEvents
 from hpc_parallel.training.nonfinite import FollowerError
 from hpc_parallel.worker import main, preflight
 from hpc_parallel.worker.preflight_act import PreflightError, act_on, warn
+from hpc_parallel.worker.transport import FabricError
 
 GIB = 2**30
 HEALTHY_GPU = {"uncorrected_errors": 0, "throttled": [], "bad_rows": False, "foreign": []}
@@ -458,6 +459,7 @@ def test_the_hosts_come_from_the_record_of_a_rank(tmp_path: Path) -> None:
 def test_a_host_to_blame_is_a_sentence_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     for error, first in (
         (PreflightError("n2: hot", exclude=[]), "n2: hot\n"),
+        (FabricError("sockets (fabric.require=true)"), "sockets (fabric.require=true)\n"),
         (FollowerError("ended with n2: hot"), "ended with n2: hot\n"),
     ):
         main.report(error)
