@@ -115,7 +115,7 @@ class Block(nn.Module):
         self.feed_forward = feed_forward
 
     def prepare(self, x: Tensor) -> None:
-        """Called with the inputs of the forward pass before compiled code runs (`strategies/compiling.py`)."""
+        """Called with the forward pass's inputs before compiled code runs (`strategies/compiling.py`)."""
         self.attention.prepare(x)
 
     def forward(self, x: Tensor) -> Tensor:

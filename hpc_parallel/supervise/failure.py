@@ -64,7 +64,7 @@ _LOG_END_BYTES = 64 * 1024
 _BY_NAME = {
     "StartError": START, "ForgedError": START, "ConfigError": CONFIGURATION,
     "DifferenceError": CONFIGURATION, "UserCodeError": ERROR, "NonFiniteError": NONFINITE,
-    "ReplicaError": REPLICAS,
+    "ReplicaError": REPLICAS, "StuckSaveError": HANG,
     "PreflightError": PREFLIGHT, "FollowerError": STOPPED, "MemoryError": OUT_OF_MEMORY,
     "OutOfMemoryError": OUT_OF_MEMORY,
 }  # fmt: skip
