@@ -334,13 +334,14 @@ def set_default_timeout(timeout: timedelta) -> None:
     settings.default_pg_timeout = settings.default_pg_nccl_timeout = timeout
 
 
-def set_timeout(timeout: timedelta) -> None:
-    """The time-out of every group that this rank has.
+def set_timeout(timeout: timedelta, *, but: dist.ProcessGroup | None = None) -> None:
+    """The time-out of every group that this rank has, `but` one.
 
     `split_group` hands the options of NCCL to gloo too, whose part then keeps half an hour.
     """
     for group in dist.distributed_c10d._world.pg_map:
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        if group is not but:
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def process_groups() -> dict[str, list[int]]:

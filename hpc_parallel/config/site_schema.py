@@ -94,6 +94,8 @@ class ClusterConfig:
     port: int | None = None  # The port of rank 0 on a closed network; null: any free port.
     start_timeout_s: float = 300.0  # Seconds within which all ranks must start.
     collective_timeout_s: float = 600.0  # Seconds within which a collective must end.
+    # Seconds within which all ranks must have written a checkpoint; later, that save has failed.
+    checkpoint_timeout_s: float = 1800.0
     # Seconds without progress after which a rank counts as hanging; null: never.
     hang_timeout_s: float | None = 300.0
     # Environment variables of every rank (`NCCL_*`, `GLOO_*`, `OMP_*`), unless they are set already.

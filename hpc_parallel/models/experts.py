@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 from hpc_parallel.models.product_dtype import product_dtype
 
+ALIGNMENT_BYTES = 16  # of each row, for torch's kernel; its backward pass reads rows of `out` too
+
 
 class Experts(nn.Module):
     """SwiGLU layers, one for each expert: down(silu(gate(x)) * up(x)). Weights are [expert, out, in]."""
@@ -34,11 +36,15 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Multiply each group of `rows` [row, in] by its matrix of `weights` [group, out, in].
 
     ends: the index after the last row of each group, [group], int32. torch has one kernel for all groups, but
-    not for float64; then the host reads `ends`.
+    not for float64; then the host reads `ends`. The kernel takes aligned rows only, so others are padded.
     """
     dtype = product_dtype(rows)
     rows, weights = rows.to(dtype), weights.to(dtype)
     if rows.dtype != torch.float64:
+        more_out, more_in = (-size % (ALIGNMENT_BYTES // dtype.itemsize) for size in weights.shape[1:])
+        if more_out or more_in:
+            padded = F.pad(weights, (0, more_in, 0, more_out)).transpose(-2, -1)
+            return F.grouped_mm(F.pad(rows, (0, more_in)), padded, offs=ends)[:, : weights.shape[1]]
         return F.grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
     products = [F.linear(group, weight) for group, weight in zip(rows.split(sizes), weights, strict=True)]

@@ -24,7 +24,10 @@ class Positions:
 
 
 class PositionTables(Generic[Tables]):
-    """Tables of the positions, such as their angles, computed once for all blocks and recomputations."""
+    """Tables of the positions, such as their angles, computed once for all blocks and recomputations.
+
+    Code that torch compiles only reads what was kept before, because a compiled recomputation may not write.
+    """
 
     def __init__(self) -> None:
         self._by_device: dict[str, tuple[Hashable, Tables]] = {}  # nn.DataParallel has several
@@ -37,6 +40,8 @@ class PositionTables(Generic[Tables]):
             return compute()
         kept = self._by_device.get(str(device))
         if kept is None or kept[0] != key:
+            if torch.compiler.is_compiling():
+                return compute()
             kept = key, compute()
             self._by_device[str(device)] = kept
         return kept[1]

@@ -114,6 +114,10 @@ class Block(nn.Module):
         self.attention = attention
         self.feed_forward = feed_forward
 
+    def prepare(self, x: Tensor) -> None:
+        """Called with the forward pass's inputs before compiled code runs (`strategies/compiling.py`)."""
+        self.attention.prepare(x)
+
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
         return x + self.feed_forward(self.feed_forward_norm(x))  # type: ignore[no-any-return]
@@ -145,6 +149,10 @@ class Attention(nn.Module):
         cos_sin = self._rotation(x)
         mixed = self.mix(rotate(query, cos_sin), rotate(key, cos_sin), value)
         return self.output(mixed.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
+
+    def prepare(self, x: Tensor) -> None:
+        """Compute the rotary tables for inputs like `x`, which compiled code then only reads."""
+        self._rotation(x)
 
     def _rotation(self, x: Tensor) -> tuple[Tensor, Tensor]:
         length, key = x.shape[1], self.mix.positions.key(x.shape[1])

@@ -27,7 +27,7 @@ class Groups:
 
     mesh: has a group for each axis, and one for each set of axes that is used as one.
     ends: the first and the last rank of this rank's pipeline; None on the ranks between, and without one.
-    saving: all ranks, on the CPU, for saves that run beside the training; None if none does.
+    saving: all ranks, on the CPU, for saves; None in a task that saves nothing.
     """
 
     mesh: DeviceMesh
@@ -37,17 +37,25 @@ class Groups:
 
 def make_groups(config: RunConfig, layout: Layout, *, device_type: str) -> Groups:
     """Make the groups that `config` needs. All ranks of the default process group must call it together."""
-    training, strategy, task = config.training, config.strategy, config.task.name
-    timeout = timedelta(seconds=config.cluster.collective_timeout_s)
-    saves = task in ("train", "proof") and training.checkpoint_async and training.checkpoint_every is not None
-    saving = dist.new_group(backend="gloo", timeout=timeout) if saves else None
+    strategy, task = config.strategy, config.task.name
+    saving = make_saving_group(config) if task in ("train", "proof") else None
     ranks = Layout() if strategy.execution == DATAPARALLEL else layout
     mesh = build_mesh(ranks, device_type=device_type, first=servers(strategy))
     join_axes(mesh, generates=task == "generate")
     share_ends = task != "generate" and not schedule_of(strategy).v_shaped
     ends = ends_group(mesh) if share_ends else None
-    set_timeout(timeout)
+    set_timeout(timedelta(seconds=config.cluster.collective_timeout_s), but=saving)
     return Groups(mesh, ends, saving)
+
+
+def make_saving_group(config: RunConfig) -> dist.ProcessGroup:
+    """The group of all ranks over which they write checkpoints. All ranks must call it together.
+
+    Its time-out is longer than that of collectives: a rank may write long after its peers.
+    """
+    timeout = timedelta(seconds=config.cluster.checkpoint_timeout_s)
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    return group
 
 
 def join_axes(mesh: DeviceMesh, *, generates: bool) -> None:

@@ -65,8 +65,9 @@ _LOG_END_BYTES = 64 * 1024
 _BY_NAME = {
     "StartError": START, "ForgedError": START, "ConfigError": CONFIGURATION,
     "DifferenceError": CONFIGURATION, "UserCodeError": ERROR, "NonFiniteError": NONFINITE,
-    "ReplicaError": REPLICAS, "PreflightError": PREFLIGHT, "FabricError": FABRIC, "FollowerError": STOPPED,
-    "MemoryError": OUT_OF_MEMORY, "OutOfMemoryError": OUT_OF_MEMORY,
+    "ReplicaError": REPLICAS, "StuckSaveError": HANG, "PreflightError": PREFLIGHT,
+    "FabricError": FABRIC, "FollowerError": STOPPED, "MemoryError": OUT_OF_MEMORY,
+    "OutOfMemoryError": OUT_OF_MEMORY,
 }  # fmt: skip
 WITHOUT_CODE = frozenset({PREFLIGHT, FABRIC, STOPPED})  # no code is to blame: a sentence says all
 # A restart, perhaps on other nodes, may avoid these; an error in the code or a full disk would recur.

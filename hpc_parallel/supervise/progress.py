@@ -18,7 +18,7 @@ class Progress:
     A mark replaces one tuple by another in 0.1 us, so a reader never sees a partial mark.
     """
 
-    first_step: int = 1  # of this process: it takes longer because it compiles and connects
+    first_step: int = 1  # of this process: it may take longer because it compiles
     latest: tuple[float, str, int] = (0.0, "start", 0)  # time.monotonic(), phase, step
 
     def mark(self, phase: str, step: int) -> None:

@@ -7,10 +7,11 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,15 @@ import torch.distributed.checkpoint as dcp
 
 from hpc_parallel.config.schema import TrainingConfig
 from hpc_parallel.record import checkpoint_index
+from hpc_parallel.strategies import exchange
+from hpc_parallel.supervise import failure
 from hpc_parallel.torch_internals import forget_plans, planner_with_memory
 from hpc_parallel.training.checkpoint import State, Writer, random_state
+from hpc_parallel.training.nonfinite import FollowerError
 from hpc_parallel.training.stager import Stager, stager_for
 
 _MARK_EVERY_S = 2.0
+_PATIENCE = 2  # times `checkpoint_timeout_s`, after which a rank that still writes ends the run
 _SAVERS = itertools.count()
 
 
@@ -30,13 +35,30 @@ class SaveError(RuntimeError):
     """A checkpoint could not be written; the message has the system's reason."""
 
 
+class StuckSaveError(RuntimeError):
+    """Raised on a rank that does not end its part of a checkpoint."""
+
+
+@dataclass(frozen=True)
+class SavingGroup:
+    """The group over which the ranks write a checkpoint, and how to make it anew.
+
+    A collective that timed out closes the connections of its group. `make` is called on all ranks together.
+    timeout_s: within which all ranks must have written.
+    """
+
+    group: dist.ProcessGroup | None
+    make: Callable[[], dist.ProcessGroup]
+    timeout_s: float
+
+
 class Saver:
     """Copies the state to the host's memory, and writes that copy while the next steps run.
 
-    The ranks write together over `group`. A save beside the training needs one of its own (`Groups.saving`),
-    so that the two never share a collective.
+    The ranks write together over a group of their own, so that saves and training never share a collective.
     A slow save delays the next one. If a save fails, a warning is printed and the next save tries again,
-    because a full disk should not end the training. Only a blocking save, the last one, raises SaveError.
+    because a full or a slow disk should not end the training. Only a blocking save, the last one, raises
+    SaveError. Without `training.checkpoint_async`, no copy is made, and the training waits for each save.
     """
 
     def __init__(
@@ -47,7 +69,7 @@ class Saver:
         about: Mapping[str, Any],
         training: TrainingConfig,
         device: torch.device,
-        group: dist.ProcessGroup | None,
+        saving: SavingGroup,
         saved_step: int = 0,
         save_s: float | None = None,
         check: Callable[[int], None] = lambda step: None,
@@ -61,7 +83,8 @@ class Saver:
         `check` is called with the step before its state is copied, and raises if it must not be saved.
 
         `on_wait` is called every few seconds while training waits for a save, so that the watchdog does not
-        report a hang. If a rank never joins the save, the time-out of collectives ends it.
+        report a hang. If the ranks have not written within the time-out of `saving`, the save has failed; a
+        rank that then still writes, for as long again, ends the run.
 
         `on_saved` is called with the step of a checkpoint that is found to be complete.
         """
@@ -70,7 +93,9 @@ class Saver:
         self._about = about
         self._training = training
         self._device = device
-        self._group = group
+        self._group, self._saving = saving.group, saving
+        self._thread: ThreadPoolExecutor | None = None  # of saves without a copy
+        self._began_s = 0.0
         self._saved_step = saved_step
         self.save_s = save_s
         self._plans = f"saver {next(_SAVERS)}"
@@ -90,12 +115,15 @@ class Saver:
         """Begin to write the state after `step`. All ranks must call it at the same step.
 
         With `blocking`, returns after the checkpoint is on the disk, and raises SaveError if that failed.
+        Raises StuckSaveError on a rank that does not end its part of a save, and FollowerError on the others.
         """
         self._finish()
         if step > self._saved_step:
             self._check(step)
             self._begin(step)
-        if blocking and (error := self._finish()):
+        if not blocking and self._training.checkpoint_async:
+            return
+        if (error := self._finish()) and blocking:
             raise SaveError(f"the checkpoint of step {step} could not be written: {error}")
 
     def close(self) -> None:
@@ -104,6 +132,8 @@ class Saver:
         forget_plans(self._plans)
         if self._stager is not None:
             self._stager.close()
+        if self._thread is not None:
+            self._thread.shutdown()
 
     def _begin(self, step: int) -> None:
         unfinished = checkpoint_index.unfinished_folder(self._folder, step)
@@ -127,17 +157,24 @@ class Saver:
         self._pending_step = step
         planner = planner_with_memory(self._plans)
         save: dict[str, Any] = {"storage_writer": writer, "planner": planner, "process_group": self._group}
-        began_s = time.perf_counter()
+        self._began_s = time.perf_counter()
         if self._training.checkpoint_async:
             stager = self._open_stager()
             self._pending = cast("Future[Any]", dcp.async_save(state, async_stager=stager, **save))
         else:
-            self._pending = Future()
-            try:
-                self._pending.set_result(dcp.save(state, **save))
-            except Exception as error:
-                self._pending.set_exception(error)
-        self._pending.add_done_callback(partial(self._measure, began_s))
+            self._pending = self._open_thread().submit(self._write, state, save)
+        self._pending.add_done_callback(partial(self._measure, self._began_s))
+
+    def _write(self, state: dict[str, Any], save: dict[str, Any]) -> None:
+        """Write without a copy, in a thread, so that this rank's main thread can say that it waits."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # a thread begins with device 0
+        dcp.save(state, **save)
+
+    def _open_thread(self) -> ThreadPoolExecutor:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
+        return self._thread
 
     def _measure(self, began_s: float, done: Future[Any]) -> None:
         if done.exception() is None:
@@ -150,31 +187,78 @@ class Saver:
         return self._stager
 
     def _finish(self) -> str | None:
-        """Wait for the pending save; returns the system's reason if it failed, the same on all ranks."""
+        """Wait until all ranks have ended the pending save; returns why it failed, the same on all ranks.
+
+        What rank 0 has is the outcome: it completes the checkpoint after all ranks have written.
+        """
         if self._pending is None:
             return None
-        while not wait([self._pending], timeout=_MARK_EVERY_S).done:
-            self._on_wait()
-        error = self._pending.exception()
+        pending = self._wait_for_all(self._pending)
         self._pending = None
-        if error is None:
+        error = pending.exception()
+        if error is not None and not isinstance(error, dcp.api.CheckpointException) and not is_broken(error):
+            raise error
+        reason: str | None = exchange.broadcast(None if error is None else self._reason(error))
+        if max(exchange.all_gather_numbers([float(is_broken(error))], device=exchange.CPU)[0]):
+            self._renew_group()
+        if reason is None:
             self._saved_step = self._pending_step
             self._on_saved(self._saved_step)
-            return None
-        if not isinstance(error, dcp.api.CheckpointException):
-            raise error
-        forget_plans(self._plans)  # torch 2.11 remembers a plan that failed
-        reason = "; ".join(
-            sorted({f"{type(failure).__name__}: {failure}" for failure, _ in error.failures.values()})
-        )
-        if dist.get_rank() == 0:
-            shutil.rmtree(
-                checkpoint_index.unfinished_folder(self._folder, self._pending_step), ignore_errors=True
-            )
-            print(
-                f"WARNING: the checkpoint of step {self._pending_step} could not be written ({reason}); "
-                f"the newest is that of step {self._saved_step}",
-                file=sys.stderr,
-                flush=True,
-            )
+        else:
+            self._give_up(reason)
         return reason
+
+    def _give_up(self, reason: str) -> None:
+        """Remove what a failed save has written, and say why it failed."""
+        forget_plans(self._plans)  # torch 2.11 remembers a plan that failed
+        if dist.get_rank() != 0:
+            return
+        step = self._pending_step
+        shutil.rmtree(checkpoint_index.unfinished_folder(self._folder, step), ignore_errors=True)
+        print(
+            f"WARNING: the checkpoint of step {step} could not be written ({reason}); "
+            f"the newest is that of step {self._saved_step}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _wait_for_all(self, pending: Future[Any]) -> Future[Any]:
+        """Returns `pending` when no rank writes any more. All ranks call it together."""
+        while True:
+            done = bool(wait([pending], timeout=_MARK_EVERY_S).done)
+            waited_s = time.perf_counter() - self._began_s
+            is_done, waits_s = exchange.all_gather_numbers([float(done), waited_s], device=exchange.CPU)
+            if all(is_done):
+                return pending
+            self._on_wait()
+            if max(waits_s) > _PATIENCE * self._saving.timeout_s:
+                self._pending = None
+                self._raise_stuck(rank=is_done.index(0.0), waited_s=max(waits_s))
+
+    def _raise_stuck(self, *, rank: int, waited_s: float) -> NoReturn:
+        clause = f"has not written its part of the checkpoint of step {self._pending_step}"
+        message = f"{clause} after {waited_s:.0f} s, twice cluster.checkpoint_timeout_s"
+        if rank == dist.get_rank():
+            raise StuckSaveError(message)
+        raise FollowerError(f"ended with rank {rank}, which {message}")
+
+    def _reason(self, error: BaseException) -> str:
+        """Why a save failed, as the system says it."""
+        if isinstance(error, dcp.api.CheckpointException):
+            failures = error.failures.values()
+            return "; ".join(sorted({f"{type(failure).__name__}: {failure}" for failure, _ in failures}))
+        if failure.kind_and_source(error)[0] == failure.COLLECTIVE_TIMEOUT:
+            limit_s = self._saving.timeout_s
+            return f"not all ranks had written after cluster.checkpoint_timeout_s = {limit_s:g} seconds"
+        return f"{type(error).__name__}: {error}"
+
+    def _renew_group(self) -> None:
+        broken, self._group = self._group, self._saving.make()
+        if broken is not None:
+            dist.destroy_process_group(broken)
+
+
+def is_broken(error: BaseException | None) -> bool:
+    """Whether a save ended with this error because the ranks could not meet."""
+    kind = None if error is None else failure.kind_and_source(error)[0]
+    return kind in (failure.COLLECTIVE_TIMEOUT, failure.LOST_PEER)

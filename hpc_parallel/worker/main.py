@@ -86,8 +86,11 @@ def main(run_folder: str) -> int:
         store = join(folder, config=config, world=world, device=device, reasons=reasons)
         preflight.check(folder, config=config, world=world, device=device, xids=xids)
         task = TASKS[config.task.name]
-        hang_timeout_s = config.cluster.hang_timeout_s
-        with watch(folder, world=world, timeout_s=hang_timeout_s, store=store) as progress:
+        watched = watch(
+            folder, world=world, timeout_s=config.cluster.hang_timeout_s, store=store,
+            compiles=config.training.compile,
+        )  # fmt: skip
+        with watched as progress:
             if task in WATCHED:  # the others report no progress
                 task = partial(task, progress=progress)
             task(config, values=values, folder=folder, device=device, environment=os.environ)

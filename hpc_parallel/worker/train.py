@@ -30,6 +30,7 @@ from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.trust import require_private
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.strategies.device_traffic import figures, ring_all_reduce
+from hpc_parallel.strategies.groups import make_saving_group
 from hpc_parallel.strategies.mesh import axis_of, weight_axes
 from hpc_parallel.supervise.device_state import device_state
 from hpc_parallel.supervise.progress import Progress
@@ -43,7 +44,7 @@ from hpc_parallel.training.optimizer import ModelOptimizer, build_optimizer
 from hpc_parallel.training.read_ahead import ReadAhead
 from hpc_parallel.training.replicas import ReplicaError, Replicas
 from hpc_parallel.training.restore import newest_sound, restore
-from hpc_parallel.training.saver import Saver
+from hpc_parallel.training.saver import Saver, SavingGroup
 from hpc_parallel.training.state_bytes import state_by_rank
 from hpc_parallel.training.step import Step, build_step
 from hpc_parallel.training.trainer import Observers, Samples, Trainer
@@ -88,7 +89,7 @@ def train(
     )  # fmt: skip
     saver = Saver(
         folder.checkpoints, state=state, about={"config": values, "data": session.data.digest},
-        training=config.training, device=device, group=session.groups.saving, saved_step=steps_done,
+        training=config.training, device=device, saving=saving_of(session), saved_step=steps_done,
         save_s=last_save_s, check=check, on_wait=lambda: observers.progress.mark("save", trainer.steps_done),
         on_saved=observers.callbacks.checkpoint,
     )  # fmt: skip
@@ -247,6 +248,12 @@ def restore_or_start(
         if checkpoint is not None:
             print(f"continuing from the checkpoint of step {steps_done}", flush=True)
     return steps_done, save_s(checkpoint) if checkpoint else None
+
+
+def saving_of(session: Session) -> SavingGroup:
+    make = partial(make_saving_group, session.config)
+    timeout_s = session.config.cluster.checkpoint_timeout_s
+    return SavingGroup(session.groups.saving, make, timeout_s=timeout_s)
 
 
 def replicas_check(session: Session) -> Callable[[int], None]:

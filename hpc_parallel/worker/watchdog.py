@@ -32,18 +32,25 @@ from hpc_parallel.supervise.world import World
 from hpc_parallel.worker.hang_meeting import HangStore, meet_hang
 
 _POLL_S = 0.2
+COMPILES = 6  # times the time-out that a first step may take if it compiles
 _TORCH = str(Path(torch.__file__).parent)
 
 
 @contextlib.contextmanager
 def watch(
-    folder: RunFolder, *, world: World, timeout_s: float | None, store: HangStore | None = None
+    folder: RunFolder,
+    *,
+    world: World,
+    timeout_s: float | None,
+    store: HangStore | None = None,
+    compiles: bool = False,
 ) -> Iterator[Progress]:
     """Watch the Progress that the trainer marks, until the block ends; with `timeout_s` None, do not watch.
 
-    If there is no mark for `timeout_s` from the second step on, or if another rank raises the alarm, this
+    If there is no mark for `timeout_s` from the first step on, or if another rank raises the alarm, this
     rank writes its stacks and its report. After all ranks have done so, the process ends with code 1.
     They learn that through the start's `store`; without it, each waits for a time that suffices.
+    If the first step `compiles`, it may take longer.
     """
     progress = Progress()
     if timeout_s is None:
@@ -53,6 +60,7 @@ def watch(
     closed = threading.Event()
     watchdog = _Watchdog(folder, world=world, timeout_s=timeout_s, progress=progress, closed=closed)
     watchdog.store = store
+    watchdog.first_timeout_s = timeout_s * COMPILES if compiles else timeout_s
     threading.Thread(target=watchdog.run, name="watchdog", daemon=True).start()
     try:
         yield progress
@@ -71,6 +79,7 @@ class _Watchdog:
         closed: threading.Event,
     ) -> None:
         self.folder, self.world, self.timeout_s = folder, world, timeout_s
+        self.first_timeout_s = timeout_s
         self.progress, self.closed = progress, closed
         self.store: HangStore | None = None
         self.address = _address_of_store(folder, world=world)
@@ -93,15 +102,16 @@ class _Watchdog:
         """
         period_s = self.timeout_s / hang_report.LOOKS
         last_mark, idle_s, woke = self.progress.latest, 0.0, time.monotonic()
-        while not self.closed.wait(min(period_s, max(_POLL_S, self.timeout_s - idle_s))):
+        limit_s = self.first_timeout_s
+        while not self.closed.wait(min(period_s, max(_POLL_S, limit_s - idle_s))):
             before, woke = woke, time.monotonic()
             awake_s = min(woke - before, 2 * period_s)
             mark = self.progress.latest
             idle_s = min(woke - mark[0], awake_s) if mark is not last_mark else idle_s + awake_s
             last_mark = mark
             _, phase, step = mark
-            watched = step > self.progress.first_step and phase != "done"
-            if watched and idle_s >= self.timeout_s:
+            limit_s = self.first_timeout_s if step <= self.progress.first_step else self.timeout_s
+            if phase not in ("start", "done") and idle_s >= limit_s:
                 hang_report.raise_alarm(self.folder, attempt=self.world.attempt)
                 return idle_s
             if hang_report.alarm(self.folder, attempt=self.world.attempt):

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,13 +40,14 @@ def new_saver(folder: Path, *, size: int, asynchronous: bool) -> Saver:
     import torch.distributed as dist
 
     from hpc_parallel.config.schema import TrainingConfig
-    from hpc_parallel.training.saver import Saver
+    from hpc_parallel.training.saver import Saver, SavingGroup
 
     state = {f"weights/{index}": torch.rand(size // TENSORS // 4) for index in range(TENSORS)}
     training = TrainingConfig(checkpoint_async=asynchronous, keep_last=1)
     device = torch.device("cpu")
-    group = dist.group.WORLD
-    return Saver(folder, state=lambda: state, about={}, training=training, device=device, group=group)
+    make = partial(dist.new_group, backend="gloo")
+    saving = SavingGroup(make(), make, timeout_s=1800.0)
+    return Saver(folder, state=lambda: state, about={}, training=training, device=device, saving=saving)
 
 
 def loop_costs(folder: str) -> list[str]:

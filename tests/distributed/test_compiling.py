@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hpc_parallel import torch_internals
 from hpc_parallel.config.schema import StrategyConfig
+from hpc_parallel.models import transformer
 from hpc_parallel.models.layered import materialise
 from hpc_parallel.models.transformer import Transformer
-from hpc_parallel.strategies import compiling, dropout, shard
+from hpc_parallel.strategies import checkpointing, compiling, dropout, shard
 from hpc_parallel.strategies.dropout_shapes import whole_shapes
 from tests.dropout_models import Tokens
 from tests.parity import COMMON, EXACTNESS, Alone, assert_follows
@@ -133,3 +135,32 @@ def test_blocks_of_one_shape_are_compiled_once(monkeypatch: pytest.MonkeyPatch) 
         model.eval()(tokens)
     assert counters["stats"]["unique_graphs"] == 2
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("keeps", ["none", "selective", "full"])
+def test_compiled_decoder_with_recomputation(monkeypatch: pytest.MonkeyPatch, keeps: str) -> None:
+    """torch allows no side effect in a recomputation; the rotary tables are kept before, once for all."""
+    tables: list[bool] = []
+    rotation = transformer.rotation
+
+    def noting(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        tables.append(torch.compiler.is_compiling())
+        return rotation(*arguments, **options)
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    tokens = torch.arange(64).reshape(2, 32) % 8
+    gradients = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        model = Transformer(layers=3, dim=16, heads=2, kv_heads=2, ffn_dim=24, vocab_size=8)
+        materialise(model, seed=0, device="cpu", dtype=torch.float64)
+        if compiled:
+            checkpointing.apply(model, keeps=keeps, compiled=True)
+            compiling.apply(model)
+            monkeypatch.setattr(transformer, "rotation", noting)
+        for _ in range(2):
+            model.loss(model(tokens), tokens).backward()
+        gradients.append({name: weight.grad for name, weight in model.named_parameters()})
+    torch._dynamo.reset()
+    assert tables == [False]
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=1e-12)

@@ -164,6 +164,7 @@ def test_joined_axes(workers: Workers) -> None:
         workers, (*TEXT, "nodes=2", "gpus_per_node=4", *layout, "training.checkpoint_async=false")
     )
     assert made == [
+        ("saving", tuple(range(8))),
         *mesh("pipeline", (0, 4), (1, 5), (2, 6), (3, 7)),
         *mesh("replicate", (0, 2), (1, 3), (4, 6), (5, 7)),
         *mesh("context", (0, 1), (2, 3), (4, 5), (6, 7)),

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import threading
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from hpc_parallel.record.checkpoint_index import Checkpoint
 from tests.workers import Workers
+
+
+def saving_group(timeout_s: float) -> Any:
+    import torch.distributed as dist
+
+    from hpc_parallel.training.saver import SavingGroup
+
+    def make() -> dist.ProcessGroup:
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    return SavingGroup(make(), make, timeout_s=timeout_s)
 
 
 def saves(folder: str) -> tuple[list[int], list[list[float]], list[bool]]:
@@ -28,7 +44,7 @@ def saves(folder: str) -> tuple[list[int], list[list[float]], list[bool]]:
     state = {"weights/replica": replica, "weights/shards": shards}
     saver = Saver(
         Path(folder), state=lambda: dict(state), about={}, training=TrainingConfig(keep_last=9),
-        device=torch.device("cpu"), group=dist.new_group(backend="gloo"),
+        device=torch.device("cpu"), saving=saving_group(1800.0),
     )  # fmt: skip
     made: list[int] = []
     create, write = DefaultSavePlanner._create_global_plan, Writer.write_data
@@ -72,3 +88,96 @@ def test_a_plan_is_made_once_and_anew_after_a_failed_save(workers: Workers, tmp_
     expected = [[step] * 3 + [10 * step] * 3 + [10 * step + 1] * 2 for step in (1, 2, 4)]
     assert values == other_values == expected
     assert intact == [True] * 3
+
+
+def slow_save(folder: str, kind: str, timeout_s: float) -> dict[str, Any]:
+    """Step 1 is written slowly by rank 1, step 2 at once: what each rank saw.
+
+    `kind`: `late` writes after the time-out of the others, `slow` before it, `stuck` never.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from hpc_parallel.config.schema import TrainingConfig
+    from hpc_parallel.training import saver as module
+    from hpc_parallel.training.checkpoint import Writer, read
+
+    rank, waits, weight = dist.get_rank(), [0], torch.zeros(3)
+    saving = saving_group(timeout_s)
+    saver = module.Saver(
+        Path(folder), state=lambda: {"weights/a": weight}, about={}, saving=saving,
+        training=TrainingConfig(checkpoint_async=kind != "slow", keep_last=9), device=torch.device("cpu"),
+        on_wait=lambda: waits.__setitem__(0, waits[0] + 1),
+    )  # fmt: skip
+    write, errors = Writer.write_data, io.StringIO()
+    failed = Path(f"{folder}.failed")  # written by rank 0 when it has given up
+    hold: Callable[[], object] = {
+        "late": lambda: until(failed.exists), "slow": lambda: until(lambda: waits[0] > 2),
+        "stuck": threading.Event().wait,
+    }[kind]  # fmt: skip
+
+    def held(self: Writer, *arguments: Any) -> Any:
+        if self._step == 1 and rank == 1:
+            hold()
+        return write(self, *arguments)
+
+    seen: dict[str, Any] = {}
+    patched = mock.patch.object(Writer, "write_data", held), mock.patch.object(module, "_MARK_EVERY_S", 0.05)
+    with patched[0], patched[1], contextlib.redirect_stderr(errors):
+        try:
+            for step in (1, 2):
+                weight.fill_(step)
+                saver.save(step)
+                if rank == 0 and kind == "late":
+                    assert saver._pending is not None
+                    saver._pending.add_done_callback(lambda done: failed.touch())
+                weight.fill_(step + 0.5)  # what the next step makes of it
+            saver.close()
+        except RuntimeError as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+    for step in (1, 2):
+        checkpoint = Checkpoint(Path(folder, f"step-{step}"), step)
+        if checkpoint.path.exists():
+            read(checkpoint, {"weights/a": weight})
+            seen[f"step {step}"] = weight.tolist()
+    return seen | {
+        "waited": waits[0] > 0,
+        "said": errors.getvalue(),
+        "renewed": saver._group is not saving.group,
+    }
+
+
+def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        threading.Event().wait(0.02)
+
+
+def test_ranks_that_write_late_fail_the_save_and_not_the_run(workers: Workers, tmp_path: Path) -> None:
+    first, second = workers.run(2, slow_save, str(tmp_path / "late"), "late", 1.0)
+    for seen in (first, second):
+        assert "error" not in seen
+        assert "step 1" not in seen
+        assert seen["step 2"] == [2.0] * 3
+        assert seen["renewed"]
+    assert first["said"] == (
+        "WARNING: the checkpoint of step 1 could not be written (not all ranks had written after "
+        "cluster.checkpoint_timeout_s = 1 seconds); the newest is that of step 0\n"
+    )
+    assert second["said"] == ""
+
+
+def test_a_save_without_a_copy_says_that_it_waits_and_keeps_the_training_back(
+    workers: Workers, tmp_path: Path
+) -> None:
+    for seen in workers.run(2, slow_save, str(tmp_path / "slow"), "slow", 1800.0):
+        assert seen["step 1"] == [1.0] * 3
+        assert seen["step 2"] == [2.0] * 3
+        assert (seen["waited"], seen["renewed"], seen["said"]) == (True, False, "")
+
+
+def test_a_rank_that_never_ends_its_save_is_named(workers: Workers, tmp_path: Path) -> None:
+    first, second = workers.run(2, slow_save, str(tmp_path / "stuck"), "stuck", 0.5)
+    clause = "has not written its part of the checkpoint of step 1 after"
+    assert second["error"].startswith(f"StuckSaveError: {clause}")
+    assert first["error"].startswith(f"FollowerError: ended with rank 1, which {clause}")
+    workers.close()  # its thread still writes

@@ -14,8 +14,8 @@ from tests.parity import in_full
 
 pytestmark = pytest.mark.processes
 
-QUICK = "de"
-SLOW = "abcfghijkl"
+QUICK = "abdefghi"
+SLOW = "cjkl"
 STOPPED = {"failed": "raise ValueError('no such kernel')", "killed by signal 9": "os.kill(os.getpid(), 9)",
            "out of time": "time.sleep(1000)"}  # fmt: skip
 
@@ -35,6 +35,15 @@ def test_each_part_works_on_the_cpu(letters: str, tmp_path: Path) -> None:
     assert "| d | attention | done |" in page({}, outcomes) or "d" not in letters
     if "e" in found:
         assert set(found["e"]["timeouts_s"].values()) == {found["e"]["expected_s"]}
+    if "d" in found:
+        assert found["d"]["ring_slice_8k"]["kernel"] == "CPU_FLASH"
+    if "f" in found:
+        assert set(found["f"]) == {"8b", "70b"}
+        assert all(figures["ranks"] == 32 for figures in found["f"].values())
+    if "l" in found:
+        measured = [figures for figures in found["l"].values() if isinstance(figures, dict)]
+        assert all(figures["tokens_per_s"] > 0 for figures in measured)
+        assert len(measured) >= 10
     if "g" in found:
         assert found["g"]["losses"]["tensor"] == pytest.approx(found["g"]["losses"]["plain"], rel=1e-2)
     if "j" in found:

@@ -298,11 +298,12 @@ def looked(folder: RunFolder, monkeypatch: pytest.MonkeyPatch, **events: object)
         number: acts[name] for name, numbers in events.items() if name in acts for number in numbers
     }
     monkeypatch.setattr(time, "monotonic", lambda: clock.now)
-    progress.mark("step", events.get("step", 2))  # type: ignore[arg-type]
+    progress.mark(events.get("phase", "step"), events.get("step", 2))  # type: ignore[arg-type]
     watchdog = _Watchdog(
         folder, world=World.discover({}), timeout_s=100.0, progress=progress, closed=threading.Event()
     )
     watchdog.closed = clock  # type: ignore[assignment]
+    watchdog.first_timeout_s = events.get("first_timeout_s", 100.0)  # type: ignore[assignment]
     return watchdog._until_hang()
 
 
@@ -311,10 +312,22 @@ def test_time_without_a_mark_is_a_hang(folder: RunFolder, monkeypatch: pytest.Mo
     assert hang_report.alarm(folder, attempt="alone")  # the others are told
 
 
-def test_marks_and_the_first_step_are_no_hang(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marks_are_no_hang(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     assert looked(folder, monkeypatch, mark=range(8, 42, 8)) is None
-    assert looked(folder, monkeypatch, step=1) is None  # it compiles, say
+    assert looked(folder, monkeypatch, phase="done") is None
+    assert looked(folder, monkeypatch, phase="start", step=0) is None
     assert not hang_report.alarm(folder, attempt="alone")
+
+
+def test_the_first_step_may_take_as_long_as_it_compiles(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert looked(folder, monkeypatch, step=1, first_timeout_s=600.0) is None  # within 40 looks of 10 s
+    assert not hang_report.alarm(folder, attempt="alone")
+    assert looked(folder, monkeypatch, step=1, first_timeout_s=300.0) == pytest.approx(300)
+    hang_report.forget(folder, world=World.discover({}))
+    assert looked(folder, monkeypatch, step=1) == pytest.approx(100)  # it does not compile
+    assert hang_report.alarm(folder, attempt="alone")
 
 
 def test_time_in_which_the_job_was_suspended_does_not_count(

@@ -174,6 +174,7 @@ def _ranges(config: RunConfig) -> Problems:
         ("cluster.port", 1024, 65535, True, 29500),
         ("cluster.start_timeout_s", 0, math.inf, False, 300),
         ("cluster.collective_timeout_s", 0, math.inf, False, 600),
+        ("cluster.checkpoint_timeout_s", 0, math.inf, False, 1800),
         ("cluster.hang_timeout_s", 0, math.inf, False, 300),
         ("data.validation_share", 0, 0.5, False, 0.05),
     ]

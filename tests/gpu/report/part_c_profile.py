@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from hpc_parallel.models import transformer
 from hpc_parallel.models.layered import materialise
-from hpc_parallel.strategies import precision
+from hpc_parallel.strategies import compiling, precision
 from tests.gpu.report import setting
 from tests.gpu.report.findings import Findings
 
@@ -29,10 +29,11 @@ def run(findings: Findings) -> None:
     eager = setting.step_of("data")
     findings.add(eager=profiled(lambda: eager(inputs, targets)))
     findings.add(peak_bytes=setting.peak_bytes(lambda: eager(inputs, targets)))
-    findings.add(peak_bytes_without_loss=without_loss(inputs))
+    findings.add(peak_bytes_without_loss=without_loss(inputs, compiled=False))
     compiled = setting.step_of("data", compiled=True)
     findings.add(compiled=profiled(lambda: compiled(inputs, targets)))
     findings.add(compiled_peak_bytes=setting.peak_bytes(lambda: compiled(inputs, targets)))
+    findings.add(compiled_peak_bytes_without_loss=without_loss(inputs, compiled=True))
 
 
 def ranged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,9 +99,11 @@ def copies(averages: Any) -> dict[str, int]:
     return dict(counts)
 
 
-def without_loss(inputs: Tensor) -> int | None:
+def without_loss(inputs: Tensor, *, compiled: bool) -> int | None:
     """The peak of forward and backward of all but the head and the loss."""
     model = setting.build(tied_head=False)
+    if compiled:
+        compiling.apply(model)
     precision.apply(model, precision="bfloat16", device_type=setting.device().type)
     materialise(model, seed=0, device=setting.device(), dtype=torch.float32)
     model.head = None  # the output is that of the last block

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from hpc_parallel.strategies import partial_attention
+from hpc_parallel.models import attention
+from hpc_parallel.strategies import attention_kernels
 from tests.gpu.report import setting
 from tests.gpu.report.findings import Findings
 
@@ -38,7 +38,7 @@ def inputs(seq: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Te
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return attention.attend(q, k, v, causal=True)
 
 
 def kernels(work: Any) -> list[str]:
@@ -54,12 +54,20 @@ def kernels(work: Any) -> list[str]:
     return [event.key[:90] for event in sorted(events, key=lambda event: -getattr(event, key))[:4]]
 
 
-def ring_slice(seq: int, width: int) -> dict[str, float]:
-    """A slice of ring attention as today, in float32, and fused attention in bfloat16, forward."""
-    q, k, v = inputs(seq, width, torch.bfloat16)
-    grouped = q.unflatten(1, (KV_HEADS, HEADS // KV_HEADS)).float()
-    fused_s = setting.seconds(lambda: attend(q, k, v), repeats=5)
-    slice_s = setting.seconds(
-        lambda: partial_attention.attend(grouped, k.float(), v.float(), causal=True), repeats=3, warm_up=1
-    )
-    return {"fused_s": fused_s, "slice_s": slice_s, "ratio": slice_s / fused_s}
+def ring_slice(seq: int, width: int) -> dict[str, Any]:
+    """What a ring computes for its own slice, both passes, and fused attention, in bfloat16."""
+    query, key, value = inputs(seq, width, torch.bfloat16)
+    kv, grad = torch.stack([key, value]), torch.randn_like(query)
+    kernel = attention_kernels.kernel_for(query)
+
+    def slice_of_ring() -> None:
+        output, lse = attention_kernels.accumulated(kernel.forward(query, kv, causal=True))
+        output = output.to(query.dtype)
+        kernel.backward(grad, query, kv, output=output, lse=lse, causal=True)
+
+    q, k, v = (x.detach().clone().requires_grad_() for x in (query, key, value))
+    fused_s = setting.seconds(lambda: attend(q, k, v).backward(grad), repeats=5)
+    slice_s = setting.seconds(slice_of_ring, repeats=5)
+    names = ("FLASH", "EFFICIENT", "CPU_FLASH", "STRIPS")
+    (chosen,) = [name for name in names if getattr(attention_kernels, name) is kernel]
+    return {"kernel": chosen, "fused_s": fused_s, "slice_s": slice_s, "ratio": slice_s / fused_s}

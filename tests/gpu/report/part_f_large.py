@@ -11,7 +11,7 @@ from hpc_parallel.config.batch_plan import batch_of
 from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.layout import layout_of
 from hpc_parallel.strategies.assemble import assemble, build_model
-from hpc_parallel.strategies.mesh import build_mesh
+from hpc_parallel.strategies.groups import make_groups
 from hpc_parallel.training.metrics import peak_memory_bytes
 from hpc_parallel.training.optimizer import build_optimizer
 from hpc_parallel.training.step import build_step
@@ -41,16 +41,16 @@ def large(model: str) -> dict[str, Any]:
     words = (
         "strategy=fsdp", f"nodes={RANKS // 8}", "gpus_per_node=8", f"model={model}", *small,
         "training.precision=bfloat16", "training.activation_checkpointing=full",
-        f"data.sequence_length={seq}",
+        f"data.sequence_length={seq}", "training.checkpoint_every=null",
         f"training.global_batch_size={RANKS}", "launcher=local", f"device={setting.device().type}",
     )  # fmt: skip
     config = resolve(composed(*words))[0]
     layout = layout_of(config.strategy, devices=config.devices)
-    mesh = build_mesh(layout, device_type=setting.device().type)
+    groups = make_groups(config, layout, device_type=setting.device().type)
     began = time.perf_counter()
     assembled = assemble(
-        build_model(config), config=config, batch=batch_of(config, layout), sample_shape=(seq,), mesh=mesh,
-        device=setting.device(),
+        build_model(config), config=config, batch=batch_of(config, layout), sample_shape=(seq,),
+        groups=groups, device=setting.device(),
     )  # fmt: skip
     setting.wait()
     materialise_s = time.perf_counter() - began

@@ -20,8 +20,8 @@ def run(findings: Findings) -> None:
     tensor.apply(model, axis=setting.mesh_of("tensor"), options=options)
     losses, seconds = {}, {}
     for name, step in {
-        "plain": setting.step_of("plain", microbatches=1),
-        "tensor": setting.step_of("plain", model=model, microbatches=1),
+        "plain": setting.step_of("plain", microbatches=1, chunked=False),
+        "tensor": setting.step_of("plain", model=model, microbatches=1, chunked=False),
     }.items():
         losses[name] = full(step(inputs, targets))
         seconds[name] = setting.seconds(lambda step=step: step(inputs, targets))

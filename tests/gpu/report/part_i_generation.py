@@ -1,4 +1,4 @@
-"""Generation with a cache: a token under autocast over float32 weights, and over bfloat16 weights."""
+"""Generation with a cache: a token of ours, which casts weights once, and over weights drawn in bfloat16."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 import torch
 
 from hpc_parallel.models.layered import LayeredModel, materialise
-from hpc_parallel.strategies import cache, precision
+from hpc_parallel.strategies import cache, precision, working_weights
 from tests.gpu.report import setting
 from tests.gpu.report.findings import Findings
 
@@ -18,16 +18,19 @@ PROMPT = 32
 @torch.no_grad()
 def run(findings: Findings) -> None:
     tokens = setting.sized(128, 4)
-    as_ours = token_s(model(torch.float32, autocast=True, length=PROMPT + tokens), tokens)
-    weights = token_s(model(torch.bfloat16, autocast=False, length=PROMPT + tokens), tokens)
+    as_ours = token_s(model(torch.float32, ours=True, length=PROMPT + tokens), tokens)
+    weights = token_s(model(torch.bfloat16, ours=False, length=PROMPT + tokens), tokens)
     findings.add(token_s=as_ours, token_s_bfloat16_weights=weights, ratio=as_ours / weights)
 
 
-def model(dtype: torch.dtype, *, autocast: bool, length: int) -> LayeredModel:
+def model(dtype: torch.dtype, *, ours: bool, length: int) -> LayeredModel:
+    """`ours`: as `assemble` prepares it for `task=generate`."""
     built = setting.build()
-    if autocast:
+    if ours:
         precision.apply(built, precision="bfloat16", device_type=setting.device().type)
     materialise(built, seed=0, device=setting.device(), dtype=dtype)
+    if ours:
+        working_weights.cast_for_good(built)
     return cache.apply(built, length=length).eval()
 
 

@@ -19,11 +19,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hpc_parallel.config.schema import AdamWConfig, StrategyConfig
-from hpc_parallel.models.layered import LayeredModel, materialise
+from hpc_parallel.models.layered import LayeredModel, Loss, materialise
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.strategies import checkpointing, compiling, precision, replicate, shard
-from hpc_parallel.strategies.forward_backward import Accumulate
+from hpc_parallel.strategies import (
+    checkpointing,
+    chunked_loss,
+    compiling,
+    precision,
+    replicate,
+    shard,
+    working_weights,
+)
+from hpc_parallel.strategies.forward_backward import Accumulate, ForwardBackward
 from hpc_parallel.strategies.loss_terms import LossTerms
 from hpc_parallel.supervise.progress import Progress
 from hpc_parallel.training.gradient_norm import GradientNorm, clip
@@ -95,9 +103,15 @@ def step_of(
     dtype: str = "bfloat16",
     model: LayeredModel | None = None,
     microbatches: int = 2,
+    chunked: bool = True,
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Our own step on one rank: `kind` is plain, data (DistributedDataParallel) or fsdp (fully_shard)."""
+    """Our own step on one rank: `kind` is plain, data (DistributedDataParallel) or fsdp (fully_shard).
+
+    By hand, because `assemble` leaves out a technique for an axis of one rank. chunked: the default loss.
+    """
     model = model or build()
+    if chunked:
+        chunked_loss.apply(model)
     checkpointing.apply(model, keeps=keeps, compiled=compiled)
     if compiled:
         compiling.apply(model)
@@ -108,9 +122,14 @@ def step_of(
         precision.apply(model, precision=dtype, device_type=device().type)
     materialise(model, seed=0, device=device(), dtype=torch.float32)
     runner = replicate.apply(model, axis=mesh_of("replicate"), options=options) if kind == "data" else model
-    schedule = Accumulate(
-        runner, model=model, loss=model.loss, terms=LossTerms(model), microbatches=microbatches
+    loss: Loss = model.loss
+    if chunked:
+        loss = chunked_loss.loss_of(model, dtype=precision.HALF.get(dtype), mesh=mesh_of("replicate"))
+    schedule: ForwardBackward = Accumulate(
+        runner, model=model, loss=loss, terms=LossTerms(model), microbatches=microbatches
     )
+    if dtype == "bfloat16" and kind != "fsdp" and not compiled:  # as `working_weights.applies` says
+        schedule = working_weights.CastOnce(schedule, parts=[model])
     parameters = dict(model.named_parameters())
     optimizer = build_optimizer(parameters, AdamWConfig())
     norm_of = GradientNorm(parameters.values(), axes=())

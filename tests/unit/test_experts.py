@@ -1,0 +1,55 @@
+"""Products of experts of any width, in every type that a GPU trains in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hpc_parallel.config.compose import resolve
+from hpc_parallel.models.experts import grouped_product
+from hpc_parallel.models.layered import materialise
+from hpc_parallel.strategies import precision
+from hpc_parallel.strategies.assemble import build_model
+from tests.composed import composed
+
+ENDS = torch.tensor([3, 3, 10], dtype=torch.int32)  # the second expert has no token
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+
+def one_by_one(rows: Tensor, weights: Tensor) -> Tensor:
+    return torch.cat([F.linear(rows[:3], weights[0]), F.linear(rows[3:], weights[2])])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 172), (172, 64), (5, 3), (64, 64)])
+def test_a_grouped_product_of_any_width(dtype: torch.dtype, inputs: int, outputs: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    rows, weights = (
+        torch.randn(*size, generator=draw, dtype=torch.float64).to(dtype).requires_grad_()
+        for size in ((10, inputs), (3, outputs, inputs))
+    )
+    factors = torch.randn(10, outputs, generator=draw, dtype=torch.float64)
+    (grouped_product(rows, weights, ENDS).double() * factors).sum().backward()
+    precise = [x.detach().double().requires_grad_() for x in (rows, weights)]
+    (one_by_one(*precise) * factors).sum().backward()
+    with torch.no_grad():
+        outcome = grouped_product(rows, weights, ENDS)
+        assert outcome.shape == (10, outputs)
+        for found, expected in ((outcome, one_by_one(*precise)), (rows.grad, precise[0].grad),
+                                (weights.grad, precise[1].grad)):  # fmt: skip
+            assert found is not None and expected is not None
+            assert found.dtype == dtype
+            difference = (found.double() - expected).norm() / expected.norm()
+            assert difference < TOLERANCE[dtype]
+
+
+def test_the_model_of_experts_trains_in_the_default_precision_of_gpus() -> None:
+    config = resolve(composed("model=moe_tiny", "strategy=single", "device=cpu", "launcher=local"))[0]
+    model = build_model(config)
+    precision.apply(model, precision="bfloat16", device_type="cpu")
+    materialise(model, seed=0, device="cpu", dtype=torch.float32)
+    tokens = torch.arange(64).reshape(2, 32)
+    model.loss(model(tokens), tokens).backward()
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in model.parameters())
