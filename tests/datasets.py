@@ -90,3 +90,17 @@ class Masked(Dataset[tuple[Tensor, Tensor]]):
         inputs, targets = self.tokens[index, :-1], self.tokens[index, 1:].clone()
         targets[: index * 7 % len(targets)] = self.ignored
         return inputs, targets
+
+
+class Table(Dataset[tuple[Tensor, Tensor]]):
+    """Rows of numbers with a class each."""
+
+    def __init__(self, count: int = 200, columns: int = 7) -> None:
+        self.count, self.columns = count, columns
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        row = torch.randn(self.columns, generator=torch.Generator().manual_seed(index))
+        return row, (row.sum() > 0).long() + (row[0] > 1).long()

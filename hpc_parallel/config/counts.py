@@ -36,8 +36,9 @@ BLOCKS_OF_CHANNELS = {
     SegmenterConfig._target_: ("the length of model.channels", 1, 0),
     UNetConfig._target_: ("2 x the length of model.channels - 1", 2, 1),
 }
-# For a user's class, which may have them.
-DEFAULT_KEYS = {"blocks": "layers", "vocabulary": "vocab_size", "experts": "experts"}
+# For a user's class. Only the model itself, once it is built, says how many blocks, heads and experts it has:
+# its `layers` may be something else.
+DEFAULT_KEYS = {"vocabulary": "vocab_size"}
 
 
 def count(config: RunConfig, what: str) -> tuple[str, int | None]:
@@ -47,7 +48,10 @@ def count(config: RunConfig, what: str) -> tuple[str, int | None]:
     if what == "blocks" and target in BLOCKS_OF_CHANNELS and isinstance(model.get("channels"), list):
         key, times, fewer = BLOCKS_OF_CHANNELS[target]
         return key, times * len(model["channels"]) - fewer
-    key = KEYS.get(str(model.get("_target_")), DEFAULT_KEYS).get(what, what)
+    keys = KEYS.get(str(target), DEFAULT_KEYS)
+    if what not in keys:
+        return "the model's blocks" if what == "blocks" else f"model.{what}", None
+    key = keys[what]
     value: object = model
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None

@@ -11,9 +11,7 @@ torchvision are such objects.
 from __future__ import annotations
 
 import hashlib
-import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -22,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hpc_parallel.data.generators import generator_states
+from hpc_parallel.data.generators import generator_states, restored, seed_all
 from hpc_parallel.data.sampler import Data, sample_order
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.user_code import UserCodeError, described
@@ -73,9 +71,9 @@ class DatasetSamples:
         """
         indices = self.indices(positions)
         samples = []
-        with _restored_generators():
+        with restored():
             for index, key in zip(indices, keys.tolist(), strict=True):
-                _seed(int(key))
+                seed_all(int(key))
                 samples.append(self._read(index))
         return self._stacked(indices, samples)
 
@@ -86,7 +84,7 @@ class DatasetSamples:
 
     def draws_at(self, positions: NDArray[np.int64]) -> bool:
         """Whether any of these samples draws from a global generator."""
-        with _restored_generators():
+        with restored():
             for index in self.indices(positions):
                 before = generator_states()
                 self._read(index)
@@ -249,18 +247,3 @@ def _look_at(*parts: DatasetSamples) -> tuple[tuple[int, ...], str]:
             [f"training samples have the shape {training_shape}, but held-out samples have {held_out_shape}."]
         )
     return shapes[0], digest.hexdigest()
-
-
-def _seed(key: int) -> None:
-    torch.default_generator.manual_seed(key)
-    np.random.seed(key % 2**32)
-    random.seed(key)
-
-
-@contextmanager
-def _restored_generators() -> Iterator[None]:
-    states = generator_states()
-    try:
-        yield
-    finally:
-        states.restore()

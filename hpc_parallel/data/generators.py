@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +38,31 @@ def generator_states() -> GeneratorStates:
         numpy_bytes=b" ".join(map(_bytes, parts)),
         python=random.getstate(),
     )
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Leave the generators as they were found."""
+    states = generator_states()
+    try:
+        yield
+    finally:
+        states.restore()
+
+
+@contextmanager
+def seeded(key: int) -> Iterator[None]:
+    """Let the block draw from generators that start with `key`, and leave them as they were found."""
+    with restored():
+        seed_all(key)
+        yield
+
+
+def seed_all(key: int) -> None:
+    """Let all three generators start with `key`, a number of 64 bits at most."""
+    torch.default_generator.manual_seed(key)
+    np.random.seed(key % 2**32)
+    random.seed(key)
 
 
 def _bytes(part: Any) -> bytes:

@@ -12,7 +12,6 @@ from torch.nn import Module, Parameter
 
 from hpc_parallel.config.axes import AVERAGED_AXES, BATCH_AXES, SAMPLE_AXES
 from hpc_parallel.config.batch_plan import BatchPlan
-from hpc_parallel.config.build import build
 from hpc_parallel.config.layout import DATAPARALLEL, PARAMETER_SERVER, tile_grid
 from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
@@ -47,7 +46,6 @@ from hpc_parallel.strategies.model_checks import is_own
 from hpc_parallel.strategies.own_metrics import MetricsOf, WithMetrics
 from hpc_parallel.strategies.parameter_server import Idle, ParameterServer
 from hpc_parallel.strategies.tile_maps import Maps, measure
-from hpc_parallel.user_code import UserCodeError
 
 
 @dataclass(frozen=True)
@@ -78,22 +76,6 @@ class Assembled:
         return {
             canonical.get(name, name): parameter for name, parameter in named.items() if name not in copies
         }
-
-
-def build_model(config: RunConfig) -> LayeredModel:
-    """The whole model of `config`, on meta. Raises ConfigError with the error of its class."""
-    try:
-        with torch.device("meta"):
-            model: LayeredModel = build(config.model, key="model")
-    except UserCodeError as error:
-        if "meta tensor" not in str(error):
-            raise
-        advice = (
-            "A model is built without memory (on meta). Build what needs numbers under "
-            '`with torch.device("cpu"):`'
-        )
-        raise UserCodeError([f"{error}. {advice}."]) from error
-    return model
 
 
 def assemble(
@@ -336,7 +318,9 @@ def replicate_parts(
         runner = dataparallel.apply(parts[0], degree=batch.data, device=device)
         return Replicas([runner], traffic=runner.transfers.devices)
     if strategy.execution == PARAMETER_SERVER:
-        server = ParameterServer(parts[0].parameters(), options=strategy, device=device)
+        server = ParameterServer(
+            parts[0].parameters(), options=strategy, device=device, finds_unused=is_own(config)
+        )
         return Replicas(parts, server=server)
     axis = joint(mesh, *AVERAGED_AXES) if trains and slicing_axis(mesh) is None else None
     if axis is None:

@@ -46,8 +46,11 @@ def split_attention(whole: Attention, *, axis: DeviceMesh, kind: str) -> Attenti
     return SplitAttention(axis=axis, exchange=EXCHANGES[kind], causal=whole.causal)
 
 
-def find_problems(model: LayeredModel, *, degree: int, sample_shape: tuple[int, ...]) -> Problems:
-    """Returns why the whole `model` on meta, or samples of this shape, can't be split over `degree`."""
+def find_problems(model: LayeredModel, *, degree: int, sample_shape: tuple[int, ...] | None) -> Problems:
+    """Returns why the whole `model` on meta, or samples of this shape, can't be split over `degree`.
+
+    `sample_shape`: None if it is not known yet.
+    """
     kinds = {type(module) for module in model.modules() if isinstance(module, Attention)}
     others = sorted(kind.__name__ for kind in kinds - {CausalAttention, FullAttention})
     rule = ""
@@ -59,7 +62,7 @@ def find_problems(model: LayeredModel, *, degree: int, sample_shape: tuple[int, 
         )
     elif any(getattr(module, "whole_sequences", False) for module in model.modules()):
         rule = f"can't be used: {type(model).__name__} has modules that need whole sequences"
-    elif not sample_shape or sample_shape[0] % (2 * degree):
+    elif sample_shape is not None and (not sample_shape or sample_shape[0] % (2 * degree)):
         rule = f"does not split samples of shape {list(sample_shape)} into two slices a device"
     elif clause := find_local_positions(model):
         rule = f"can't be used: {type(model).__name__}.{clause}, and a device has only a part of a sequence"

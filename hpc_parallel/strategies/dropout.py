@@ -47,7 +47,7 @@ class Part:
         size, full_size = x.shape[dim], shape.sizes[dim - 1]
         if size == full_size:
             return torch.arange(size, device=x.device)
-        if dim == shape.sequence_dim:
+        if dim in shape.sequence_dims:
             sequence = self.positions(full_size // self.context, device=x.device)
             return sequence if size == len(sequence) else self._slice(sequence, size)
         if self.tiles is not None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import Problems
 from hpc_parallel.torch_internals import DispatchMode, operator_arguments, operator_name
+from hpc_parallel.user_code import described
 
 ELEMENTWISE = (nn.Dropout,)
 CHANNELWISE = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -29,21 +30,25 @@ INPUT_TYPES = (torch.int64, torch.uint8, torch.float32)  # tokens, pixels, numbe
 class WholeShape:
     """The shape of one sample in the input of a dropout of the whole model.
 
-    name: of the model's class and of the layer; sizes: without the dim of the samples; sequence_dim: the dim
-    of the input (with that of the samples) that has the positions of a sequence, if there is one.
+    name: of the model's class and of the layer; sizes: without the dim of the samples; sequence_dims: the
+    dims of the input (counted with that of the samples) that have the positions of a sequence, if any.
     """
 
     name: str
     sizes: tuple[int, ...]
-    sequence_dim: int | None
+    sequence_dims: tuple[int, ...] = ()
 
 
 @dataclass
 class Pass:
-    """What one forward pass showed. random: clauses about operations that draw random numbers."""
+    """What one forward pass showed.
+
+    random: clauses about operations that draw random numbers; error: what ended the pass, if something did.
+    """
 
     inputs: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
     random: list[str] = field(default_factory=list)
+    error: Exception | None = None
 
 
 def dropouts(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -62,11 +67,9 @@ def whole_shapes(model: LayeredModel, *, sample_shape: tuple[int, ...]) -> dict[
     if not names:
         return {}
     full = dry_pass(model, sample_shape=sample_shape)
-    half = full
-    if full is not None and len(sample_shape) == 1 and sample_shape[0] > 1:
-        half = dry_pass(model, sample_shape=(sample_shape[0] // 2,))
-    if full is None or half is None:
+    if full.error is not None:
         return {}
+    half = _half_pass(model, sample_shape) or full
     label = type(model).__name__
     shapes = {
         name: _shape(f"{label}.{name}", full.inputs.get(name, []), half.inputs.get(name, []))
@@ -75,26 +78,53 @@ def whole_shapes(model: LayeredModel, *, sample_shape: tuple[int, ...]) -> dict[
     return {name: shape for name, shape in shapes.items() if shape is not None}
 
 
-def find_problems(model: LayeredModel, *, sample_shape: tuple[int, ...]) -> Problems:
-    """Returns why the whole `model` would draw other random numbers on several devices than on one."""
+def _half_pass(model: LayeredModel, sample_shape: tuple[int, ...]) -> Pass | None:
+    """A pass of samples half as long, which shows the dims of a sequence [seq] or [seq, features].
+
+    None if the samples are something else, such as images, or the model takes no other length: a row of a
+    table has none, and a layout can't split it.
+    """
+    if len(sample_shape) not in (1, 2) or sample_shape[0] < 2:
+        return None
+    half = dry_pass(model, sample_shape=(sample_shape[0] // 2, *sample_shape[1:]))
+    return half if half.error is None else None
+
+
+def find_problems(
+    model: LayeredModel, *, sample_shape: tuple[int, ...], dtype: torch.dtype | None = None
+) -> Problems:
+    """Returns why the whole `model` would draw other random numbers on several devices than on one.
+
+    `dtype`: of the samples, if it is known.
+    """
     label = type(model).__name__
     for name, module in model.named_modules():
         if isinstance(module, UNSUPPORTED) and module.p > 0:
             yield _other(f"{label}.{name} is {module}", "Use nn.Dropout, set its probability to 0")
             return
-    shown = dry_pass(model, sample_shape=sample_shape)
-    if shown is not None and shown.random:
+    shown = dry_pass(model, sample_shape=sample_shape, dtype=dtype)
+    if shown.random:
         yield _other(f"{label}.{shown.random[0]}", "Use a module nn.Dropout there, set its probability to 0")
         return
-    shapes = whole_shapes(model, sample_shape=sample_shape)
+    shapes = {} if shown.error is not None else whole_shapes(model, sample_shape=sample_shape)
     for name, module in dropouts(model):
-        if name not in shapes:
-            reason = (
-                f"{label}.{name} is {module}, and which elements of a sample it gets is not known: it must "
-                "be called once in a forward pass, with the samples as the first dim, on meta tensors too"
-            )
-            yield _other(reason, "Set its probability to 0")
-            return
+        if name in shapes:
+            continue
+        reason = f"{label}.{name} is {module}, and which elements of a sample it gets is not known"
+        if shown.error is not None:
+            yield _other(f"{_described(model, shown.error, sample_shape)}. {reason}", "Mend this")
+        else:
+            rule = "it must be called once in a forward pass, with the samples as the first dim"
+            yield _other(f"{reason}: {rule}", "Set its probability to 0")
+        return
+
+
+def _described(model: LayeredModel, error: Exception, sample_shape: tuple[int, ...]) -> str:
+    """The error of the user's own code, with its place there."""
+    return (
+        f"{described(error)}, raised by {type(model).__name__} for samples of shape {list(sample_shape)} "
+        "without memory (on meta)"
+    )
 
 
 def _other(reason: str, advice: str) -> str:
@@ -104,22 +134,33 @@ def _other(reason: str, advice: str) -> str:
     )
 
 
-def dry_pass(model: LayeredModel, *, sample_shape: tuple[int, ...]) -> Pass | None:
-    """Run the whole `model` on meta; None if it can't run there, because its code needs real numbers."""
-    for dtype in INPUT_TYPES:
-        tried = deepcopy(model).to("meta").train()
-        shown = Pass()
-        running: list[str] = []
-        for name, module in tried.named_modules():
-            module.register_forward_pre_hook(partial(_enter, name, running, shown))
-            module.register_forward_hook(partial(_leave, running))
-        try:
-            with torch.no_grad(), _RandomOperations(shown, running, {name for name, _ in dropouts(tried)}):
-                tried(torch.empty(BATCH, *sample_shape, dtype=dtype, device="meta"))
-        except Exception:  # of any kind: it is the user's code
-            continue
-        return shown
-    return None
+def dry_pass(model: LayeredModel, *, sample_shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Pass:
+    """Run the whole `model` on meta, with samples of `dtype` or of the first type that it takes.
+
+    It can fail there because its code needs real numbers, or because it is wrong.
+    """
+    shown = Pass()
+    kinds = INPUT_TYPES if dtype is None else (torch.float32 if dtype.is_floating_point else dtype,)
+    for kind in kinds:
+        shown = _pass(model, torch.empty(BATCH, *sample_shape, dtype=kind, device="meta"))
+        if shown.error is None:
+            break
+    return shown
+
+
+def _pass(model: LayeredModel, samples: Tensor) -> Pass:
+    tried = deepcopy(model).to("meta").train()
+    shown = Pass()
+    running: list[str] = []
+    for name, module in tried.named_modules():
+        module.register_forward_pre_hook(partial(_enter, name, running, shown))
+        module.register_forward_hook(partial(_leave, running))
+    try:
+        with torch.no_grad(), _RandomOperations(shown, running, {name for name, _ in dropouts(tried)}):
+            tried(samples)
+    except Exception as error:  # of any kind: it is the user's code
+        shown.error = error
+    return shown
 
 
 def _enter(name: str, running: list[str], shown: Pass, module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -138,9 +179,9 @@ def _shape(name: str, inputs: list[tuple[int, ...]], halves: list[tuple[int, ...
         return None
     (full,), (half,) = inputs, halves
     changed = [dim for dim, (a, b) in enumerate(zip(full, half, strict=True)) if a != b]
-    if full[0] != BATCH or len(changed) > 1:
+    if full[0] != BATCH or 0 in changed:
         return None
-    return WholeShape(name, full[1:], changed[0] if changed else None)
+    return WholeShape(name, full[1:], tuple(changed))
 
 
 class _RandomOperations(DispatchMode):

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import torch
+
 from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.schedules import stages_per_rank
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.layered import LayeredModel
-from hpc_parallel.problems import ConfigError, Problems
+from hpc_parallel.models.plain import PlainModel
+from hpc_parallel.problems import ConfigError, Problem, Problems
 from hpc_parallel.strategies import cache, context, dropout_shapes, expert, stages, tensor_roles
 
 PACKAGE = "hpc_parallel."
 TRAINS = ("train", "proof")
+NEEDS = {  # of the axes that can't split a plain module
+    "pipeline": "a LayeredModel, with a stem, blocks and a head",
+    "context": "a LayeredModel, with positions mixed in CausalAttention or FullAttention only",
+    "tensor": "a LayeredModel, with roles for its layers",
+    "tile": "a LayeredModel, with a stem, blocks and a head",
+    "expert": "a LayeredModel, with its experts in Experts",
+}
 
 
 def is_own(config: RunConfig) -> bool:
@@ -19,9 +29,21 @@ def is_own(config: RunConfig) -> bool:
 
 
 def find_problems(
-    model: LayeredModel, *, config: RunConfig, layout: Layout, sample_shape: tuple[int, ...]
+    model: LayeredModel,
+    *,
+    config: RunConfig,
+    layout: Layout,
+    sample_shape: tuple[int, ...] | None,
+    dtype: torch.dtype | None = None,
 ) -> Problems:
-    """Returns why the whole `model`, on meta, can't be split as `layout` says or can't do the task."""
+    """Returns why the whole `model`, on meta, can't be split as `layout` says or can't do the task.
+
+    `sample_shape`: None if only the job knows the data; what depends on it is checked there. `dtype`: of the
+    samples, if it is known.
+    """
+    if isinstance(model, PlainModel) and (uncut := [axis for axis in NEEDS if layout.degrees[axis] > 1]):
+        yield from (_uncut(model, axis, degree=layout.degrees[axis]) for axis in uncut)
+        return
     if layout.pipeline > 1:
         count = layout.pipeline * stages_per_rank(config.strategy)
         yield from stages.find_problems(
@@ -33,16 +55,36 @@ def find_problems(
         yield from expert.find_problems(model, degree=layout.expert)
     if layout.tensor > 1:
         yield from tensor_roles.find_problems(model, degree=layout.tensor, options=config.strategy)
-        yield from tensor_roles.find_fused_dropouts(model, degree=layout.tensor, sample_shape=sample_shape)
+        if sample_shape is not None:
+            yield from tensor_roles.find_fused_dropouts(
+                model, degree=layout.tensor, sample_shape=sample_shape
+            )
     if config.task.name == "generate":
         yield from cache.find_problems(model)
     verified = is_own(config) and config.strategy.verify != "never"
-    if config.devices > 1 and config.task.name in TRAINS and verified:
-        yield from dropout_shapes.find_problems(model, sample_shape=sample_shape)
+    if sample_shape is not None and config.devices > 1 and config.task.name in TRAINS and verified:
+        yield from dropout_shapes.find_problems(model, sample_shape=sample_shape, dtype=dtype)
 
 
-def require(model: LayeredModel, *, config: RunConfig, layout: Layout, sample_shape: tuple[int, ...]) -> None:
-    """Raises ConfigError with what `find_problems` returns."""
-    problems = list(find_problems(model, config=config, layout=layout, sample_shape=sample_shape))
+def _uncut(model: PlainModel, axis: str, *, degree: int) -> Problem:
+    rule = (
+        f"can't be used: {type(model).__name__} is a plain torch.nn.Module, and strategy.{axis} needs "
+        f"{NEEDS[axis]} (docs/own-model.md). strategy=data, fsdp, hsdp and parameter_server take it as it is"
+    )
+    return Problem(f"strategy.{axis}", degree, rule, (1,))
+
+
+def require(
+    model: LayeredModel,
+    *,
+    config: RunConfig,
+    layout: Layout,
+    sample_shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> None:
+    """Raises ConfigError with what `find_problems` returns. `dtype`: of the samples."""
+    problems = list(
+        find_problems(model, config=config, layout=layout, sample_shape=sample_shape, dtype=dtype)
+    )
     if problems:
         raise ConfigError(problems)

@@ -26,11 +26,21 @@ class ParameterServer:
     """This rank's part of the exchange, over all ranks of the default process group."""
 
     def __init__(
-        self, parameters: Iterable[Parameter], *, options: StrategyConfig, device: torch.device
+        self,
+        parameters: Iterable[Parameter],
+        *,
+        options: StrategyConfig,
+        device: torch.device,
+        finds_unused: bool = False,
     ) -> None:
+        """`finds_unused`: a weight that no worker's loss depends on gets no gradient, as on one device.
+
+        Without it, all weights get one, and no rank waits for its device to know which.
+        """
         self.serves = dist.get_rank() == SERVER
         self._server_trains = not options.dedicated_server
         self._workers = [rank for rank in range(dist.get_world_size()) if rank != SERVER]
+        self._finds_unused = finds_unused
         self._buckets = buckets(parameters, max_bytes=int(options.bucket_mb * 2**20))
         # gloo sends from host memory only, even as the backend of GPUs
         by_gloo = f"{device.type}:gloo" in dist.get_backend_config().split(",")
@@ -42,7 +52,7 @@ class ParameterServer:
             if self.serves:
                 self._average(bucket)
             else:
-                self._send(flat([gradient(parameter) for parameter in bucket]), target=SERVER)
+                self._send(self._gradients(bucket), target=SERVER)
                 for parameter in bucket:
                     parameter.grad = None
 
@@ -69,22 +79,37 @@ class ParameterServer:
     def _average(self, bucket: Sequence[Parameter]) -> None:
         first, *others = self._workers
         if self._server_trains:
-            total, others = flat([gradient(parameter) for parameter in bucket]), self._workers
+            total, others = self._gradients(bucket), self._workers
         else:
-            total = self._receive(bucket, source=first)
+            total = self._receive(bucket, source=first, more=self._flags(bucket))
         for worker in others:
-            total += self._receive(bucket, source=worker)
+            total += self._receive(bucket, source=worker, more=self._flags(bucket))
+        count = len(total) - self._flags(bucket)
+        used, total = total[count:].tolist() or [1] * len(bucket), total[:count]
         total /= len(self._workers) + self._server_trains
-        for parameter, piece in zip(bucket, pieces(total, like=bucket), strict=True):
-            parameter.grad = piece
+        for parameter, piece, uses in zip(bucket, pieces(total, like=bucket), used, strict=True):
+            parameter.grad = piece if uses else None
+
+    def _flags(self, bucket: Sequence[Parameter]) -> int:
+        """The numbers after a bucket's gradients: for each weight, whether it has one."""
+        return len(bucket) if self._finds_unused else 0
+
+    def _gradients(self, bucket: Sequence[Parameter]) -> Tensor:
+        """This rank's gradients, flat, with their flags."""
+        gradients = [gradient(parameter) for parameter in bucket]
+        if self._finds_unused:
+            used = [float(parameter.grad is not None) for parameter in bucket]
+            gradients.append(torch.tensor(used, dtype=bucket[0].dtype, device=bucket[0].device))
+        return flat(gradients)
 
     def _send(self, message: Tensor, *, target: int) -> None:
         message = message.to(self._message_device)
         with marked("send parameter server"):
             dist.send(message, dst=target)
 
-    def _receive(self, like: Sequence[Tensor], *, source: int) -> Tensor:
-        count = sum(parameter.numel() for parameter in like)
+    def _receive(self, like: Sequence[Tensor], *, source: int, more: int = 0) -> Tensor:
+        """`more`: the numbers that follow those of `like`."""
+        count = sum(parameter.numel() for parameter in like) + more
         message = torch.empty(count, dtype=like[0].dtype, device=self._message_device)
         with marked("recv parameter server"):
             dist.recv(message, src=source)

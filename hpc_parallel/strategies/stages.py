@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -82,11 +83,16 @@ class ContiguousGradient(torch.autograd.Function):
 
 
 def find_problems(
-    model: LayeredModel, *, stages: int, sample_shape: tuple[int, ...], options: StrategyConfig
+    model: LayeredModel, *, stages: int, sample_shape: tuple[int, ...] | None, options: StrategyConfig
 ) -> Problems:
-    """Returns why the whole `model` can't be cut into `stages`."""
+    """Returns why the whole `model` can't be cut into `stages`.
+
+    Without a `sample_shape` stages are balanced by parameters.
+    """
+    if sample_shape is None:
+        options = replace(options, balance="parameters")
     try:
-        divide(model, stages=stages, sample_shape=sample_shape, options=options)
+        divide(model, stages=stages, sample_shape=sample_shape or (), options=options)
     except ConfigError as error:
         yield from error.problems
 

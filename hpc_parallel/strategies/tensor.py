@@ -7,7 +7,7 @@ With `loss_parallel`, the loss is computed from logits that stay split by vocabu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,14 +121,15 @@ class EachPosition(LayerStyle):
 
     def __init__(self, between: Placement) -> None:
         self._between = between
+        self._forward: Callable[..., Tensor] | None = None
 
     def split(self, module: Module, mesh: DeviceMesh) -> Module:
         replicated = distribute_module(module, mesh)
-        replace_forward(replicated, _at_each_position(mesh, self._between), technique="EachPosition")
+        self._forward = self._forward or _at_each_position(mesh, self._between)  # one for all such layers
+        replace_forward(replicated, self._forward, technique="EachPosition")
         return replicated
 
 
-@lru_cache
 def _at_each_position(mesh: DeviceMesh, between: Placement) -> Callable[..., Tensor]:
     def forward(original: Forward, layer: Module, x: Tensor) -> Tensor:
         if isinstance(x, DTensor):  # inside a module of role `whole`

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hpc_parallel.data.sampler import Data, to_device
 from hpc_parallel.models.layered import LayeredModel, materialise
-from hpc_parallel.user_code import UserCodeError
+from hpc_parallel.problems import ConfigError
+from hpc_parallel.user_code import UserCodeError, described
 
 ROUNDING = 1e-5  # of a loss, where a model computes it in float32
 
@@ -27,10 +28,22 @@ def check_loss(model: LayeredModel, *, seed: int, data: Data, device: torch.devi
         materialise(model, seed=seed, device=device, dtype=torch.float64).eval()
         batch = data.train.batch(np.arange(2, dtype=np.int64) % len(data.train))
         inputs, targets = to_device(batch, device)
-        output = model(inputs.double() if inputs.is_floating_point() else inputs)
+        output = _output_of(model, inputs.double() if inputs.is_floating_point() else inputs)
         problems = [*_loss_problems(model, output, targets), *_terms_problems(model, targets)]
     if problems:
         raise UserCodeError([f"{type(model).__name__}.{problem}" for problem in problems])
+
+
+def _output_of(model: LayeredModel, inputs: Tensor) -> Any:
+    try:
+        return model(inputs)
+    except (ConfigError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UserCodeError([
+            f"{described(error)}, raised by {type(model).__name__} for samples of shape "
+            f"{list(inputs.shape[1:])} ({inputs.dtype})"
+        ]) from error  # fmt: skip
 
 
 def _loss_problems(model: LayeredModel, output: Any, targets: Tensor) -> Iterator[str]:

@@ -11,29 +11,29 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from hpc_parallel.config.layout import layout_of
 from hpc_parallel.config.typed_config import typed
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.strategies.assemble import build_model
 from hpc_parallel.strategies.model_checks import find_problems
+from hpc_parallel.strategies.whole_model import build_model
 
 
 def messages_of(values: Mapping[str, Any]) -> list[str]:
     """Returns why the model of a resolved configuration can't be built, or can't be split as it says."""
     config = typed(values)
-    # Balancing by FLOPs needs the shape of a sample, which only the data knows.
-    config = replace(config, strategy=replace(config.strategy, balance="parameters"))
     layout = layout_of(config.strategy, devices=config.devices)
-    length = config.data.get("sequence_length") or 2 * layout.context * layout.tensor
+    length = config.data.get("sequence_length")  # the shape of other samples is known in the job only
     try:
         model = build_model(config)
     except ConfigError as error:
         return [str(problem) for problem in error.problems]
     return [
-        str(problem) for problem in find_problems(model, config=config, layout=layout, sample_shape=(length,))
+        str(problem)
+        for problem in find_problems(
+            model, config=config, layout=layout, sample_shape=(length,) if length else None
+        )
     ]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -25,10 +26,11 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_yaml
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.strategies import exchange
-from hpc_parallel.strategies.assemble import Assembled, assemble, build_model
+from hpc_parallel.strategies.assemble import Assembled, assemble
 from hpc_parallel.strategies.groups import Groups, make_groups
 from hpc_parallel.strategies.model_checks import require
 from hpc_parallel.strategies.precision import WEIGHTS
+from hpc_parallel.strategies.whole_model import build_model
 from hpc_parallel.supervise.error_place import located
 from hpc_parallel.supervise.summary import summarise
 from hpc_parallel.training.writers import Writer
@@ -76,7 +78,8 @@ class Session:
         data = as_data(build(config.data, key="data"))
         require_equal_data(data.digest)
         model = build_model(config)
-        require(model, config=config, layout=layout, sample_shape=data.sample_shape)
+        dtype = data.train.batch(np.zeros(1, dtype=np.int64))[0].dtype
+        require(model, config=config, layout=layout, sample_shape=data.sample_shape, dtype=dtype)
         comparison = verify(config, data=data, groups=groups, device=device)
         assembled = assemble(
             model, config=config, batch=batch, sample_shape=data.sample_shape, groups=groups,

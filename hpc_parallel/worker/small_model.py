@@ -11,17 +11,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpc_parallel.config.batch_plan import batch_of
-from hpc_parallel.config.build import build
 from hpc_parallel.config.layout import DATAPARALLEL, Layout, divisors, layout_of, share_of
 from hpc_parallel.config.schedules import stages_per_rank
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.data.sampler import Data, to_device
 from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.strategies.dropout_shapes import dry_pass
+from hpc_parallel.strategies.whole_model import build_model, build_whole
 from hpc_parallel.worker.random_weights import randomise
 
 FEW_BLOCKS = 4
 MOST_REPLICAS = 8  # with samples of their own; others repeat them
 LEAST_POSITIONS = 16
+SAMPLES = 3  # in a microbatch of a replica: BatchNorm needs two, and makes +1 and -1 of two
 STEPS = 2  # the second one sees what the first one has written
 
 
@@ -29,9 +31,9 @@ STEPS = 2  # the second one sees what the first one has written
 class SmallRun:
     """A small copy of a run.
 
-    config: the run's, with one sample in each microbatch and without compilation.
-    inputs, targets: [STEPS * microbatches * distinct, ...]; each microbatch has a sample for each of
-    `distinct` replicas.
+    config: the run's, with SAMPLES samples in each microbatch and without compilation.
+    inputs, targets: [STEPS * microbatches * distinct * SAMPLES, ...]; each microbatch has SAMPLES samples for
+    each of `distinct` replicas.
     """
 
     config: RunConfig
@@ -43,18 +45,23 @@ class SmallRun:
     device: torch.device
 
     @classmethod
-    def of(cls, config: RunConfig, *, data: Data, device: torch.device) -> SmallRun:
-        """Take the first training samples, with sequences as short as the layout allows."""
+    def of(cls, config: RunConfig, *, model: LayeredModel, data: Data, device: torch.device) -> SmallRun:
+        """Take the first training samples, with sequences as short as the layout and the model allow.
+
+        `model`: from `build_small`.
+        """
         layout = layout_of(config.strategy, devices=config.devices)
         microbatches = _microbatches(config, layout)
         distinct = max(count for count in divisors(layout.data) if count <= MOST_REPLICAS)
-        indices = np.arange(STEPS * microbatches * distinct, dtype=np.int64) % len(data.train)
+        count = STEPS * microbatches * distinct * SAMPLES
+        indices = np.arange(count, dtype=np.int64) % len(data.train)
         inputs, targets = data.train.batch(indices)
         if inputs.dim() == 2 and targets.shape[:2] == inputs.shape[:2]:
             length = _short_length(inputs.shape[1], config=config, layout=layout)
-            inputs, targets = inputs[:, :length], targets[:, :length]
+            if _takes(model, inputs[:, :length]) or not _takes(model, inputs):
+                inputs, targets = inputs[:, :length], targets[:, :length]
         return cls(
-            config=_small_config(config, samples=layout.data * microbatches),
+            config=_small_config(config, samples=layout.data * microbatches * SAMPLES),
             layout=layout,
             inputs=inputs.double() if inputs.is_floating_point() else inputs,
             targets=targets,
@@ -69,7 +76,7 @@ class SmallRun:
 
     def all_rows(self, step: int) -> Tensor:
         """The indices of all samples of a 0-based step."""
-        count = self.microbatches * self.distinct
+        count = self.microbatches * self.distinct * SAMPLES
         return torch.arange(step * count, (step + 1) * count)
 
     def local_rows(self, step: int) -> Tensor:
@@ -91,10 +98,9 @@ def build_small(config: RunConfig, *, as_random: bool = True) -> LayeredModel:
     not fit together.
     """
     layout = layout_of(config.strategy, devices=config.devices)
-    with torch.device("meta"):
-        model: LayeredModel = build(config.model, key="model")
-        if model.small:
-            model = build({**config.model, **model.small}, key="model")
+    model = build_model(config)
+    if model.small:
+        model = build_whole({**config.model, **model.small}, seed=config.seed)
     blocks = list(model.blocks.values())
     count = max(FEW_BLOCKS, layout.pipeline * stages_per_rank(config.strategy))
     if len(blocks) > count and len({_shapes(block) for block in blocks}) == 1:
@@ -105,8 +111,9 @@ def build_small(config: RunConfig, *, as_random: bool = True) -> LayeredModel:
 
 def _small_config(config: RunConfig, *, samples: int) -> RunConfig:
     training = replace(
-        config.training, precision="float64", compile=False, microbatch_size=1, global_batch_size=samples
-    )
+        config.training, precision="float64", compile=False, microbatch_size=SAMPLES,
+        global_batch_size=samples,
+    )  # fmt: skip
     strategy = replace(config.strategy, cuts=None, balance="parameters", microbatches=None, shares=None)
     return replace(config, training=training, strategy=strategy)
 
@@ -120,6 +127,11 @@ def _short_length(length: int, *, config: RunConfig, layout: Layout) -> int:
     tensor = layout.tensor if config.strategy.sequence_parallel else 1
     unit = layout.context * math.lcm(2 if layout.context > 1 else 1, tensor)
     return min(length, unit * math.ceil(LEAST_POSITIONS / unit))
+
+
+def _takes(model: LayeredModel, inputs: Tensor) -> bool:
+    """Whether the model takes these inputs; False too if only real numbers can show it."""
+    return dry_pass(model, sample_shape=tuple(inputs.shape[1:]), dtype=inputs.dtype).error is None
 
 
 def _shapes(block: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -25,7 +25,7 @@ from hpc_parallel.strategies.loss_terms import LossTerms
 from hpc_parallel.torch_internals import DispatchMode, tree_leaves
 from hpc_parallel.training.optimizer import ModelOptimizer, Update
 from hpc_parallel.training.step import build_step
-from hpc_parallel.worker.small_model import STEPS, SmallRun
+from hpc_parallel.worker.small_model import SAMPLES, STEPS, SmallRun
 
 CACHED = 3  # positions whose logits are compared: two of them follow cached ones
 LOGITS = "logits of the next token"
@@ -149,7 +149,7 @@ def on_layout(run: SmallRun, model: LayeredModel, *, groups: Groups, reference: 
     assembled = assemble(
         model,
         config=run.config,
-        batch=BatchPlan(data=run.layout.data, microbatches=run.microbatches, microbatch_size=1),
+        batch=BatchPlan(data=run.layout.data, microbatches=run.microbatches, microbatch_size=SAMPLES),
         sample_shape=tuple(run.inputs.shape[1:]),
         groups=groups,
         device=run.device,

@@ -60,7 +60,7 @@ def verify(config: RunConfig, *, data: Data, groups: Groups, device: torch.devic
     if mode == "never":
         return _say(f"{omitted} (strategy.verify=never).")
     model = build_small(config)
-    run = SmallRun.of(config, data=data, device=device)
+    run = SmallRun.of(config, model=model, data=data, device=device)
     key = proof_key(run, model=model)
     folder = proofs_folder(os.environ)
     if mode == "auto" and exchange.broadcast(is_proven(key, folder=folder)):

@@ -159,8 +159,9 @@ def _cost(*overrides: str) -> tuple[int, int, int]:
 
     from hpc_parallel.config.batch_plan import plan_batch
     from hpc_parallel.config.typed_config import typed
-    from hpc_parallel.strategies.assemble import assemble, build_model
+    from hpc_parallel.strategies.assemble import assemble
     from hpc_parallel.strategies.groups import make_groups
+    from hpc_parallel.strategies.whole_model import build_model
     from tests.composed import prepared
 
     run = prepared(*overrides)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hpc_parallel.data.sampler import _mix
+from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.strategies.dropout import Part, keeps, mix64
 from hpc_parallel.strategies.dropout_shapes import WholeShape, find_problems, whole_shapes
 from tests.dropout_models import Images, Tokens
@@ -69,7 +71,7 @@ def test_the_hash_is_that_of_the_sample_order() -> None:
 
 def test_parts_of_a_tensor_axis() -> None:
     part = Part(tensor=(1, 2))
-    shape = WholeShape("Model.drop", (8, 12), sequence_dim=1)
+    shape = WholeShape("Model.drop", (8, 12), sequence_dims=(1,))
     assert part.indices(torch.empty(2, 4, 12), 1, shape).tolist() == [4, 5, 6, 7]
     assert part.indices(torch.empty(2, 8, 6), 2, shape).tolist() == [6, 7, 8, 9, 10, 11]
     assert part.indices(torch.empty(2, 3, 12), 1, shape) is None
@@ -79,12 +81,13 @@ def test_shapes_of_the_whole_model() -> None:
     with torch.device("meta"):
         tokens, images = Tokens(layers=1, width=8, rate=0.1), Images(width=4, rate=0.1)
     shapes = whole_shapes(tokens, sample_shape=(20,))
-    assert {name: (shape.sizes, shape.sequence_dim) for name, shape in shapes.items()} == {
-        "stem.1": ((20, 8), 1), "blocks.0.feed.hidden": ((20, 32), 1), "blocks.0.feed.out": ((20, 8), 1),
+    assert {name: (shape.sizes, shape.sequence_dims) for name, shape in shapes.items()} == {
+        "stem.1": ((20, 8), (1,)), "blocks.0.feed.hidden": ((20, 32), (1,)),
+        "blocks.0.feed.out": ((20, 8), (1,)),
     }  # fmt: skip
     shapes = whole_shapes(images, sample_shape=(1, 8, 24))
-    assert {name: (shape.sizes, shape.sequence_dim) for name, shape in shapes.items()} == {
-        "blocks.0.2": ((4, 8, 24), None), "blocks.1.2": ((4, 8, 24), None), "head.drop": ((4,), None),
+    assert {name: (shape.sizes, shape.sequence_dims) for name, shape in shapes.items()} == {
+        "blocks.0.2": ((4, 8, 24), ()), "blocks.1.2": ((4, 8, 24), ()), "head.drop": ((4,), ()),
     }  # fmt: skip
 
 
@@ -122,3 +125,89 @@ def test_what_is_refused(forward: Callable[[nn.Module, Tensor], Tensor], problem
     found = [str(text) for text in find_problems(model, sample_shape=(20,))]
     assert [text[: len(problem or "")] for text in found] == ([problem] if problem else [])
     assert all(text.endswith("or strategy.verify=never.") for text in found)
+
+
+class Rows(LayeredModel):
+    """Rows [columns] or windows [position, feature] by linear layers; `mixes` sees all positions at once."""
+
+    def __init__(self, columns: int, *, mixes: bool = False) -> None:
+        width = 6
+        block = nn.Sequential(nn.Linear(width, width), Scores() if mixes else nn.Dropout(0.5))
+        super().__init__(stem=nn.Linear(columns, width), blocks=[block], head=nn.Linear(width, 2))
+
+
+class Scores(nn.Module):
+    """Attention by hand, with dropout of the scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop((x @ x.transpose(1, 2)).softmax(-1)) @ x
+
+
+@pytest.mark.parametrize(
+    ("model", "sample_shape", "sizes", "sequence_dims"),
+    [
+        (lambda: Rows(7), (7,), (6,), ()),  # a row of a table has no half
+        (lambda: Rows(2), (10, 2), (10, 6), (1,)),
+        (lambda: Rows(2, mixes=True), (10, 2), (10, 10), (1, 2)),
+        (lambda: Fixed(), (10,), (10, 6), ()),
+    ],
+    ids=["a row", "features of a sequence", "scores", "a fixed window"],
+)
+def test_samples_of_any_shape(
+    model: Callable[[], LayeredModel],
+    sample_shape: tuple[int, ...],
+    sizes: tuple[int, ...],
+    sequence_dims: tuple[int, ...],
+) -> None:
+    with torch.device("meta"):
+        built = model()
+    assert list(find_problems(built, sample_shape=sample_shape)) == []
+    (shape,) = whole_shapes(built, sample_shape=sample_shape).values()
+    assert (shape.sizes, shape.sequence_dims) == (sizes, sequence_dims)
+
+
+class Fixed(LayeredModel):
+    """Takes windows of 10 tokens and of no other length."""
+
+    def __init__(self) -> None:
+        super().__init__(stem=Window(), blocks=[nn.Dropout(0.5)], head=nn.Linear(6, 2))
+
+
+class Window(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.table = nn.Embedding(256, 6), nn.Parameter(torch.empty(10, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tokens(x) + self.table
+
+
+def test_a_part_of_a_fixed_window_is_known_or_refused() -> None:
+    """Of a tensor axis it is a slice; a context axis has two slices, and the window is no sequence."""
+    shape = WholeShape("Model.drop", (8, 12))
+    assert Part(tensor=(1, 2)).indices(torch.empty(2, 4, 12), 1, shape).tolist() == [4, 5, 6, 7]  # type: ignore[union-attr]
+    assert Part(context=2).indices(torch.empty(2, 4, 12), 1, shape) is None
+
+
+def test_the_users_own_error_comes_first() -> None:
+    with torch.device("meta"):
+        model = Rows(5)
+        model.stem = Called(model.stem)
+    (found,) = find_problems(model, sample_shape=(7,), dtype=torch.float32)
+    assert re.match(
+        r"RuntimeError: a and b must have same reduction dim, but got \[3, 7\] X \[5, 6\]\. "
+        r"\(test_dropout.py:\d+\), raised by Rows for samples of shape \[7\] ", str(found)
+    )  # fmt: skip
+
+
+class Called(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)

@@ -14,7 +14,7 @@ from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.layered import LayeredModel, materialise
 from hpc_parallel.strategies import checkpointing, precision
-from hpc_parallel.strategies.assemble import build_model
+from hpc_parallel.strategies.whole_model import build_model
 from tests.composed import prepared
 
 WORDS = (

@@ -631,10 +631,21 @@ def test_an_internal_error_is_not_blamed_on_the_user(here: Path, monkeypatch: py
         main(["nodes=1"])
 
 
+MINE = """
+from torch import nn
+
+class Mine(nn.Module):
+    def __init__(self, **shape):
+        super().__init__()
+
+    def loss(self, output, target): ...
+"""
+
+
 def test_a_class_of_the_users_own_is_found_in_the_working_directory(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (here / "mymodel.py").write_text("class Mine:\n    def __init__(self, **shape): ...\n")
+    (here / "mymodel.py").write_text(MINE)
     assert main(["model._target_=mymodel.Mine", "launcher=script", "dry_run=true"]) == 0
     capsys.readouterr()
     told = refused(["model._target_=mymodel.Mien"], capsys)

@@ -16,10 +16,10 @@ from hpc_parallel.models.convnet import ConvNet
 from hpc_parallel.models.layered import Column, LayeredModel
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.strategies.assemble import build_model
 from hpc_parallel.strategies.local_positions import find_local_positions
 from hpc_parallel.strategies.model_checks import find_problems
 from hpc_parallel.strategies.tensor_roles import find_fused_dropouts
+from hpc_parallel.strategies.whole_model import build_model
 from tests.composed import composed, prepared
 from tests.dropout_models import Tokens
 from tests.random_models import RIGHT, RandomModel

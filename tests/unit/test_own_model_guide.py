@@ -13,12 +13,14 @@ import torch
 import yaml
 
 from hpc_parallel.config.layout import Layout
+from hpc_parallel.models.layered import materialise
+from hpc_parallel.models.plain import plain_model
 from hpc_parallel.strategies.model_checks import find_problems
 from tests.composed import prepared
 from tests.models_of_others import gpt
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs/own-model.md"
-ADAPTER, ATTENTION, SKIPS, ROLES = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+PLAIN, ADAPTER, ATTENTION, SKIPS, ROLES = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
 (KEYS,) = re.findall(r"nanogpt.yaml -->\n```yaml\n(.*?)```", GUIDE.read_text(), re.DOTALL)
 
 
@@ -35,6 +37,19 @@ def built(code: str, arguments: dict[str, Any], *, device: str) -> Any:
     exec(compile(code, "nanogpt.py", "exec"), names)
     with torch.device(device):
         return names["NanoGPT"](**arguments)
+
+
+def test_a_plain_module_is_a_model_as_it_is() -> None:
+    names: dict[str, Any] = {}
+    exec(compile(PLAIN, "tablenet.py", "exec"), names)
+    torch.manual_seed(1)
+    original = names["TableNet"](columns=7, width=32)
+    rows, target = torch.randn(8, 7), torch.randint(3, (8,))
+    state = {name: value.clone() for name, value in original.state_dict().items()}
+    wanted = torch.nn.functional.cross_entropy(original.eval()(rows), target)
+    model = materialise(plain_model(original), seed=1, device="cpu", dtype=torch.float32).eval()
+    torch.testing.assert_close(model.loss(model(rows), target) / 8, wanted)
+    assert {model.library_name(name) for name in model.state_dict()} == state.keys()
 
 
 def test_the_adapter_gives_the_originals_loss(arguments: dict[str, Any]) -> None:

@@ -34,8 +34,8 @@ class Tokens:
 def key(*overrides: str, shift: int = 0) -> str:
     config = prepared("launcher=local", "device=cpu", *PIPELINE, *overrides).config
     data: Any = SimpleNamespace(train=Tokens(shift))
-    run = SmallRun.of(config, data=data, device=torch.device("cpu"))
-    return proof_key(run, model=build_small(config))
+    model = build_small(config)
+    return proof_key(SmallRun.of(config, model=model, data=data, device=torch.device("cpu")), model=model)
 
 
 @pytest.mark.parametrize(
@@ -62,5 +62,6 @@ def test_two_microbatches_at_least_are_compared() -> None:
     config = prepared(
         "launcher=local", "device=cpu", "strategy=data", "nodes=2", "data.sequence_length=32"
     ).config
-    run = SmallRun.of(config, data=SimpleNamespace(train=Tokens(0)), device=torch.device("cpu"))  # type: ignore[arg-type]
+    data: Any = SimpleNamespace(train=Tokens(0))
+    run = SmallRun.of(config, model=build_small(config), data=data, device=torch.device("cpu"))
     assert run.microbatches == 2

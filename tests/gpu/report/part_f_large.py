@@ -10,8 +10,9 @@ import torch
 from hpc_parallel.config.batch_plan import batch_of
 from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.layout import layout_of
-from hpc_parallel.strategies.assemble import assemble, build_model
+from hpc_parallel.strategies.assemble import assemble
 from hpc_parallel.strategies.groups import make_groups
+from hpc_parallel.strategies.whole_model import build_model
 from hpc_parallel.training.metrics import peak_memory_bytes
 from hpc_parallel.training.optimizer import build_optimizer
 from hpc_parallel.training.step import build_step

@@ -1,0 +1,54 @@
+"""A plain nn.Module with a loss equals one device on every layout that leaves it whole."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+
+from tests.parity import STEPS, assert_follows, in_full
+from tests.workers import Trained, Workers
+
+COMMON = (
+    f"training.steps={STEPS}", "training.log_every=1", f"training.validate_every={STEPS}",
+    "training.validation_samples=16", "training.checkpoint_every=null", "training.measure_steps=0",
+    "training.global_batch_size=16", "training.precision=float64", "training.clip_norm=0.5",
+    "optimizer.warmup_steps=3", "optimizer.learning_rate=0.01",
+)  # fmt: skip
+TABLE = ("data=dataset", "data.dataset._target_=tests.datasets.Table")
+TEXT = ("data=text", "data.sequence_length=16", "data.max_bytes=100000")
+MODELS = {"TableNet": TABLE, "SharedNet": TEXT}
+LAYOUTS = {
+    "data 2, accumulating 2": "strategy=data nodes=2 training.microbatch_size=4",
+    "fsdp 2": "strategy=fsdp nodes=2",
+    "fsdp 2, compiled": "strategy=fsdp nodes=2 training.compile=true",
+    "hsdp 2 x 2": "strategy=hsdp nodes=2 gpus_per_node=2 training.activation_checkpointing=full",
+    "server": "strategy=parameter_server nodes=3",
+    "dataparallel 2": "strategy=dataparallel gpus_per_node=2",
+}
+FIRST = [("TableNet", "data 2, accumulating 2"), ("TableNet", "fsdp 2"), ("SharedNet", "fsdp 2")]
+CASES = [(model, layout) for model in MODELS for layout in LAYOUTS]
+
+Alone = Callable[[str, int], Trained]
+
+
+def words_of(model: str) -> tuple[str, ...]:
+    return *COMMON, *MODELS[model], "~model", f"+model={{_target_: tests.plain_models.{model}}}"
+
+
+@pytest.fixture(scope="module")
+def one_device(workers: Workers) -> Alone:
+    return functools.cache(
+        lambda model, microbatches: workers.train(
+            "strategy=single", *words_of(model), f"training.microbatch_size={16 // microbatches}"
+        )
+    )
+
+
+@pytest.mark.parametrize(("model", "layout"), [*FIRST, *in_full(case for case in CASES if case not in FIRST)])
+def test_layout_follows_one_device(workers: Workers, one_device: Alone, model: str, layout: str) -> None:
+    """The comparison at the start passes too. BatchNorm's moments are of a microbatch."""
+    split = workers.train(*words_of(model), *LAYOUTS[layout].split())
+    microbatches = 2 if "accumulating" in layout and model == "TableNet" else 1
+    assert_follows(split, one_device(model, microbatches), losses=1e-10, weights=1e-9)

@@ -1,0 +1,79 @@
+"""Models as PyTorch users write them: plain modules that know nothing of this package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class TableNet(nn.Module):
+    """Rows [batch, columns] of a table -> classes, by layers with BatchNorm and dropout.
+
+    Its constructor draws, reads a number of a tensor, fills a gate and keeps a plain tensor.
+    """
+
+    def __init__(self, columns: int = 7, width: int = 16, layers: int = 2, rate: float = 0.2) -> None:
+        super().__init__()
+        self.first = nn.Linear(columns, width)
+        rates = [value.item() for value in torch.linspace(0, rate, layers)]
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(width, width, bias=False), nn.BatchNorm1d(width), nn.GELU(), nn.Dropout(value)
+            )
+            for value in rates
+        )
+        self.gate = nn.Parameter(torch.full((width,), 0.5))
+        self.last = nn.Linear(width, 3)
+        self.scale = torch.tensor(0.5)
+        nn.init.orthogonal_(self.last.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x) + self.gate * x * self.scale
+        return self.last(x)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, reduction="sum")
+
+    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
+        return {"accuracy": (output.argmax(-1) == target).sum()}
+
+
+class SharedNet(nn.Module):
+    """Tokens [batch, seq] -> logits, with one embedding for both ends and one layer called twice."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, width)
+        self.layer = nn.Linear(width, width)
+        self.output = nn.Linear(width, 256, bias=False)
+        self.output.weight = self.embedding.weight
+        self.unused = nn.Linear(width, width)
+        self.register_buffer("decay", torch.linspace(0.5, 1, width))
+        self.decay: Tensor
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for _ in range(2):
+            x = x + torch.tanh(self.layer(x)) * self.decay
+        return self.output(x)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
+
+
+class Lossless(nn.Linear):
+    """Has no loss."""
+
+
+def not_a_module(**_: Any) -> int:
+    return 3
+
+
+def made(**arguments: Any) -> nn.Module:
+    """A function that makes a plain module."""
+    return SharedNet(**arguments)

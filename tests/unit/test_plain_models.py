@@ -1,0 +1,133 @@
+"""A plain nn.Module is built as its author knows it, and what can't be done with it is said."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hpc_parallel.config.layout import Layout
+from hpc_parallel.models.layered import LayeredModel, materialise
+from hpc_parallel.problems import ConfigError
+from hpc_parallel.strategies.model_checks import find_problems
+from hpc_parallel.strategies.whole_model import build_whole
+from hpc_parallel.user_code import UserCodeError
+from hpc_parallel.worker.loss_check import check_loss
+from tests.composed import prepared
+from tests.plain_models import SharedNet, TableNet
+
+SEED = 5
+
+
+def built(name: str, **arguments: Any) -> LayeredModel:
+    return build_whole({"_target_": f"tests.plain_models.{name}", **arguments}, seed=SEED)
+
+
+def original(kind: type[nn.Module]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(SEED)
+    return dict(kind().state_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("TableNet", TableNet), ("made", SharedNet), ("SharedNet", SharedNet)]
+)
+def test_it_starts_with_what_its_constructor_draws(name: str, kind: type[nn.Module]) -> None:
+    before = torch.get_rng_state()
+    model = built(name)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert type(model).__name__ == kind.__name__
+    assert all(weight.is_meta for weight in model.parameters())
+    materialise(model, seed=1, device="cpu", dtype=torch.float64)
+    state = {model.library_name(key): value for key, value in model.state_dict().items()}
+    wanted = original(kind)
+    assert state.keys() <= wanted.keys()
+    assert all(torch.equal(value, wanted[key].to(value.dtype)) for key, value in state.items())
+    if kind is SharedNet:
+        module = model.blocks["0"]
+        assert module.output.weight is module.embedding.weight
+        assert dict(model.tied) == {"blocks.0.output.weight": "blocks.0.embedding.weight"}
+
+
+def test_its_flops_are_counted() -> None:
+    """Each layer once for a row, not once for each column of the row."""
+    assert built("TableNet").forward_flops((7,)).total == 2 * (7 * 16 + 2 * 16 * 16 + 16 * 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("Lossless", r"Lossless \(model\) has no loss: define its method loss\(output, target\), which"),
+        ("not_a_module", r"tests.plain_models.not_a_module \(model\) is a int, not a torch.nn.Module."),
+    ],
+)
+def test_what_is_no_model_is_told_what_to_do(name: str, sentence: str) -> None:
+    sizes = {"in_features": 2, "out_features": 2} if name == "Lossless" else {}
+    with pytest.raises(ConfigError, match=sentence):
+        built(name, **sizes)
+
+
+@pytest.mark.parametrize("axis", ["pipeline", "context", "tensor", "tile", "expert"])
+def test_what_cuts_a_model_is_refused_with_what_it_needs(axis: str) -> None:
+    config = prepared("launcher=local").config
+    (found,) = find_problems(
+        built("TableNet"), config=config, layout=Layout(**{axis: 2}), sample_shape=(7,), dtype=torch.float32
+    )
+    start = (
+        f"strategy.{axis} = 2 can't be used: TableNet is a plain torch.nn.Module, and strategy.{axis} needs"
+    )
+    assert str(found).startswith(f"{start} a LayeredModel, with ")
+
+
+@pytest.mark.parametrize("axis", ["replicate", "shard"])
+def test_what_does_not_cut_it_has_no_problem(axis: str) -> None:
+    own = ("~model", "+model={_target_: tests.plain_models.TableNet}")
+    config = prepared("launcher=local", "nodes=2", "strategy=data", *own).config
+    layout = Layout(**{axis: 2})
+    assert not list(
+        find_problems(built("TableNet"), config=config, layout=layout, sample_shape=(7,), dtype=torch.float32)
+    )
+
+
+class Pixels:
+    """Rows of whole numbers, as images have them."""
+
+    def __init__(self, columns: int, dtype: torch.dtype) -> None:
+        self.columns, self.dtype = columns, dtype
+
+    def __len__(self) -> int:
+        return 8
+
+    def batch(self, indices: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones(len(indices), self.columns, dtype=self.dtype), torch.zeros(len(indices)).long()
+
+
+@pytest.mark.parametrize(
+    ("columns", "dtype", "error"),
+    [
+        (7, torch.uint8, r"RuntimeError: .*dtype.* \(plain_models.py:\d+\), raised by TableNet for samples "
+                         r"of shape \[7\] \(torch.uint8\)"),
+        (9, torch.float32, r"RuntimeError: .*2x9 and 7x16.* \(plain_models.py:\d+\), raised by TableNet"),
+    ],
+    ids=["whole numbers", "a wrong size"],
+)  # fmt: skip
+def test_samples_that_it_can_not_take_are_named_with_its_line(
+    columns: int, dtype: torch.dtype, error: str
+) -> None:
+    data: Any = SimpleNamespace(train=Pixels(columns, dtype))
+    with pytest.raises(UserCodeError, match=f"^{error}"):
+        check_loss(built("TableNet"), seed=1, data=data, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", "tensor", "expert"])
+def test_keys_of_a_users_class_mean_what_the_user_says(strategy: str) -> None:
+    """Its `layers`, `heads` and `experts` need not be what a technique splits."""
+    own = (
+        "~model",
+        "+model={_target_: tests.plain_models.TableNet, layers: 1, heads: 3, kv_heads: 3, experts: 5}",
+    )
+    words = ("launcher=local", "nodes=4", f"strategy={strategy}", "strategy.replicate=1")
+    words = (*words, "training.global_batch_size=16")
+    assert prepared(*words, *own).config.devices == 4
