@@ -73,7 +73,7 @@ def _tables(config: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     for index, callback in enumerate(config.training.callbacks):
         yield from class_tables(f"training.callbacks[{index}]", callback)
     optimizer = config.optimizer
-    classes = {"optimizer": optimizer._target_}
+    classes: dict[str, str | None] = {"optimizer": optimizer._target_}
     classes |= {f"optimizer.groups.{name}": rule.get("_target_") for name, rule in optimizer.groups.items()}
     classes["optimizer.schedule"] = optimizer.schedule if "." in optimizer.schedule else None
     for key, path in classes.items():
