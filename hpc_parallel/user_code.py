@@ -1,10 +1,13 @@
-"""Describe an error of the user's own code: its type, its message and the user's line."""
+"""Find a user's own class, and describe an error of their code: its type, its message and their line."""
 
 from __future__ import annotations
 
 import os
 import sysconfig
 import traceback
+from importlib import import_module
+from inspect import signature
+from typing import Any
 
 from hpc_parallel.problems import ConfigError
 
@@ -33,3 +36,41 @@ def user_line(error: BaseException) -> str | None:
         if os.path.isfile(path) and not path.startswith(tuple(f"{root}{os.sep}" for root in _NOT_THE_USERS)):
             return f"{os.path.basename(path)}:{frame.lineno}"
     return None
+
+
+def failure_of(key: str, table: dict[str, Any], *, advice: str = "") -> str | None:
+    """Why the class of `table` can't be imported or called with its arguments; None if it can.
+
+    advice: a sentence for a class that can't be imported here.
+    """
+    path = str(table["_target_"])
+    raised = f"raised by {path} ({key})"
+    try:
+        target = _find(path)
+    except BaseException as error:  # also SystemExit of a script
+        return f"{described(error)}, {raised}. {advice}".rstrip()
+    if table.get("_partial_") or not callable(target):
+        return None if callable(target) else f"{path} ({key}) is no class or function."
+    arguments = {name: value for name, value in table.items() if not name.startswith("_")}
+    try:
+        signature(target).bind(*table.get("_args_", ()), **arguments)
+    except TypeError as error:
+        return f"TypeError: {error}, {raised}."
+    except ValueError:  # some classes in C have no signature
+        pass
+    return None
+
+
+def _find(path: str) -> Any:
+    """The object at a dotted path: attributes of the longest part that is a module."""
+    parts = path.split(".")
+    value: Any = import_module(parts[0])
+    for end, part in enumerate(parts[1:], start=2):
+        if not hasattr(value, part):
+            try:
+                import_module(".".join(parts[:end]))
+            except ModuleNotFoundError as error:
+                if error.name != ".".join(parts[:end]):
+                    raise
+        value = getattr(value, part)
+    return value

@@ -85,7 +85,8 @@ class Workers:
 
     def prepare(self, *overrides: str) -> PreparedRun:
         """A run folder of this configuration, written and not started."""
-        fixed = ("launcher=local", "launcher.snapshot=false", "device=cpu")
+        # The ranks import the classes of the tests: no process of its own for each configuration before.
+        fixed = ("launcher=local", "launcher.snapshot=false", "launcher.check_imports=false", "device=cpu")
         run = prepared(f"run_dir={self._next_folder() / 'run'}", *fixed, *overrides)
         run.write()
         return run

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
@@ -34,6 +33,7 @@ from hpc_parallel.config.file_problems import refused_key, unreadable_file
 from hpc_parallel.config.key_suggestions import ACCUMULATION, choice_near, similar, suggest
 from hpc_parallel.config.layout import layout_of
 from hpc_parallel.config.node_devices import AUTO
+from hpc_parallel.config.ones_own import of_ones_own
 from hpc_parallel.config.quantities import same_quantity
 from hpc_parallel.config.trials import COMPOSE_ERRORS, Trials
 from hpc_parallel.problems import ConfigError, Problem, nearest, spell
@@ -191,11 +191,11 @@ def _no_such_site(value: str, *, choices: Sequence[str]) -> Problem | str | None
     )
 
 
-def _not_a_choice(key: str, value: str, *, choices: Sequence[str], default: str | None) -> Problem:
+def _not_a_choice(key: str, value: str, *, choices: Sequence[str], default: str | None) -> Problem | str:
     close = choice_near(key, value, choices)
     rule = f"is not one of {', '.join(choices)}"
-    if key == "data" and (kind := _kind_of_data(value)):
-        return Problem(key, value, rule, (kind,), along=(f"data.path={spell(value)}",))
+    if advice := of_ones_own(key, value):
+        return f"{key} = {spell(value)} {rule}. {advice}"
     if not close and key == "model":
         rule += f". A file of your own is found by --config-dir FOLDER, which holds model/{value}.yaml"
     elif not close:
@@ -203,15 +203,6 @@ def _not_a_choice(key: str, value: str, *, choices: Sequence[str], default: str 
     if kind := PLUGINS.get(key):
         rule += f", the installed {kind}s (the package of another is often hydra-{value}-{kind})"
     return Problem(key, value, rule, tuple(close))
-
-
-def _kind_of_data(value: str) -> str | None:
-    """The choice of `data` that reads a file or a folder; None if `value` is the name of neither."""
-    path = Path(value).expanduser()
-    kinds = {".npy": "tokens", ".bin": "tokens", ".parquet": "parquet", ".txt": "text"}
-    if path.is_dir():
-        return "text"
-    return kinds.get(path.suffix)
 
 
 def _refused_in_file(place: str, key: str, unknown: bool, *, plain: DictConfig) -> str:

@@ -196,8 +196,14 @@ ACCUMULATION = (
 
 def choice_near(key: str, value: str, choices: Sequence[str], *, most: int = 2) -> list[str]:
     """The choices of `key` that `value` was probably meant to be; none if no name is near."""
-    synonym = VALUES.get(key, {}).get(value.lower())
+    names = {_plain(name): choice for name, choice in VALUES.get(key, {}).items()}
+    names |= {_plain(choice): choice for choice in choices}
+    synonym = names.get(_plain(value))
     return [synonym] if synonym is not None and synonym in choices else nearest(value, choices, most=most)
+
+
+def _plain(name: str) -> str:
+    return name.lower().translate(dict.fromkeys(map(ord, "-_ ")))
 
 
 def suggest(key: str, keys: Iterable[str]) -> str | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 
-_MINUTES = {"s": 1 / 60, "m": 1.0, "min": 1.0, "h": 60.0, "d": 1440.0}
-_GIGABYTES = {"m": 1 / 1024, "g": 1.0, "t": 1024.0}
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_BYTES = {"": 1.0, "k": 2.0**10, "m": 2.0**20, "g": 2.0**30, "t": 2.0**40}
+_COUNTS = {"k": 1e3, "m": 1e6}
+_UNIT_OF_KEY = {"_minutes": 60.0, "_s": 1.0, "_mb": 2.0**20, "_gb": 2.0**30, "bytes": 1.0}  # seconds, bytes
 
 
 def minutes_of(clock: str) -> int | None:
@@ -22,7 +24,7 @@ def minutes_of(clock: str) -> int | None:
 
 
 def same_quantity(key: str, value: str) -> float | None:
-    """The number that `value` stands for, in the unit of `key`: `2h` for minutes, `64G`, `1e3`, `1_000`."""
+    """The number that `value` stands for, in the unit of `key`: `2h` for minutes, `64G`, `1e3`, `10k`."""
     if key.endswith("time_minutes") and (minutes := minutes_of(value)):
         return minutes
     match = re.fullmatch(r"([\d_]*\.?\d+(?:e\d+)?)\s*([a-z]*)", value.strip().lower())
@@ -31,9 +33,11 @@ def same_quantity(key: str, value: str) -> float | None:
     number, unit = float(match[1].replace("_", "")), match[2]
     if not unit:
         return number
-    if key.endswith("time_minutes"):
-        unit = unit if unit in _MINUTES else unit[:1]
-        return number * _MINUTES[unit] if unit in _MINUTES else None
-    if key.endswith("_gb") and unit.rstrip("ib") in _GIGABYTES:
-        return number * _GIGABYTES[unit.rstrip("ib")]
-    return None
+    end = next((end for end in _UNIT_OF_KEY if key.endswith(end)), None)
+    if end is None:
+        return number * _COUNTS[unit] if unit in _COUNTS else None
+    if end in ("_minutes", "_s"):
+        factor = _SECONDS.get(unit) or _SECONDS.get(unit[:1])
+    else:
+        factor = _BYTES.get(re.sub(r"i?b$", "", unit))
+    return None if factor is None else number * factor / _UNIT_OF_KEY[end]

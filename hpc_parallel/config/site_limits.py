@@ -38,9 +38,7 @@ def site_warnings(config: RunConfig) -> list[str]:
     """One line for each resource of which the partition does not have as much; empty if nobody knows."""
     launcher = config.launcher
     if launcher_kind(launcher.kind) == "local":
-        memory = local_warnings(config, memory_bytes=physical_memory_bytes(), environment=os.environ)
-        unused = "warning     launcher.container is for jobs: this run uses the Python of this machine."
-        return [*memory, *[unused] * (launcher.container is not None)]
+        return local_warnings(config, memory_bytes=physical_memory_bytes(), environment=os.environ)
     most = limits_of(config)
     where = f"partition {launcher.partition}" if launcher.partition else "the default partition"
     warnings = []

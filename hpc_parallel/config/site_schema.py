@@ -30,13 +30,18 @@ class LauncherConfig:
     memory_gb: float | None = None  # Memory of one node in GB; null: the partition's default.
     cpus_per_device: int = 1  # CPU cores for each device.
     modules: list[str] = field(default_factory=list)  # Names for `module load`, in this order.
+    # The Python of the job: a path, or a name that the job finds after `launcher.modules` and
+    # `launcher.setup`; null: that of `launcher.conda` or `launcher.venv`, or else the current one. With a
+    # container, that of the image.
+    python: str | None = None
+    conda: str | None = None  # A conda environment that the job activates: its name, or its folder.
     venv: str | None = None  # A virtual environment that the job activates.
     # Shell commands that run before the job; the job stops at the first command that fails.
     setup: list[str] = field(default_factory=list)
     container: str | None = None  # The image in which the ranks run; `cluster.container` says how.
     # Folders that the container sees beside the run folder: `/data` or `/data:/mnt`.
     container_mounts: list[str] = field(default_factory=list)
-    check_imports: bool = True  # Before a submission, import classes that are not this package's.
+    check_imports: bool = True  # Before a run starts, import classes that are not this package's.
     grace_s: int = 90  # Seconds before the time limit at which the run saves its state and ends.
     max_requeues: int = 20  # How often the job may start again after a time limit.
     max_restarts: int = 0  # How often the job may start again after a failure that a new start can repair.

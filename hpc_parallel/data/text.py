@@ -6,15 +6,18 @@ import fnmatch
 import hashlib
 import os
 import sysconfig
+from collections import Counter
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc_parallel.record.safe_read import is_foreign_link, open_regular
+from hpc_parallel.record.safe_read import DamagedError, is_foreign_link, open_regular, read_head
 
 if TYPE_CHECKING:
     from hpc_parallel.data.windows import Windows
 
 VOCAB_SIZE = 256
+_MOST_EXAMPLES = 1000  # files whose names are looked at for a suggestion
 # Folders of the standard library that are not library code, or whose source files are mostly tables.
 LEFT_OUT = {
     "site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo",
@@ -87,11 +90,30 @@ def find_files(path: str | None, *, pattern: str) -> dict[str, Path]:
             if os.path.isfile(file) and not is_foreign_link(file)
         }
     if not matches:
-        raise ValueError(
-            f"no file matches data.pattern = {pattern} in {root}: data.path must be a text file or a folder "
-            "of text files, and data.pattern must match their names"
-        )
+        usual = usual_pattern(root)
+        hint = f"Try data.pattern={usual}." if usual else "It must be a text file or a folder of text files."
+        raise ValueError(f"no file matches data.pattern = {pattern} in {root}. {hint}")
     return dict(sorted(matches.items()))
+
+
+def usual_pattern(folder: Path) -> str | None:
+    """The pattern of the most frequent suffix of the files in a folder; None if these are not text."""
+    files = (Path(place, name) for place, _, names in os.walk(folder) for name in sorted(names))
+    examples: dict[str, Path] = {}
+    counts: Counter[str] = Counter()
+    for file in islice(files, _MOST_EXAMPLES):
+        if file.suffix and not file.name.startswith("."):
+            examples.setdefault(file.suffix, file)
+            counts[file.suffix] += 1
+    if not counts:
+        return None
+    suffix = counts.most_common(1)[0][0]
+    try:
+        head = read_head(examples[suffix], limit_bytes=4096)
+    except (OSError, DamagedError):
+        return None
+    is_text = b"\0" not in head and "\ufffd" not in head[:-4].decode(errors="replace")
+    return f"*{suffix}" if is_text else None
 
 
 def split(texts: dict[str, bytes], *, share: float) -> tuple[bytes, bytes]:

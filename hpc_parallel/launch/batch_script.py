@@ -17,8 +17,10 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hpc_parallel.config.compose import find_folder
+from hpc_parallel.config.conda import find_environment
+from hpc_parallel.config.job_python import absolute, host_python, rank_python
+from hpc_parallel.config.site_schema import LauncherConfig
 from hpc_parallel.exit_codes import DONE
-from hpc_parallel.launch.import_check import job_python
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.record import owner
 from hpc_parallel.record.safe_write import write_text
@@ -182,15 +184,23 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
     launcher, cluster = run.config.launcher, run.config.cluster
     return {
         "job": JOB,
-        "python": job_python(run.config.launcher),
+        "python": host_python(launcher),
         "run_folder": str(run.folder.path),
         "log": ShellWord(f'{shlex.quote(str(run.folder.slurm))}/"{JOB}"{log_suffix}'),
         "import_path": "" if run.snapshot is None else os.pathsep.join(map(str, run.snapshot.import_path)),
         "modules": [*cluster.modules, *launcher.modules],
-        "venv": launcher.venv and str(Path(os.path.expanduser(launcher.venv)).absolute()),
+        "conda": launcher.conda and find_environment(launcher.conda),
+        "venv": launcher.venv and absolute(launcher.venv),
+        "program": _program(launcher),
         "setup": [*cluster.setup, *launcher.setup],
         **_start_values(run),
     }
+
+
+def _program(launcher: LauncherConfig) -> str | None:
+    """The name of `launcher.python` that the job must find on its PATH; None for a path or in an image."""
+    is_name = launcher.python is not None and os.sep not in launcher.python
+    return launcher.python if is_name and launcher.container is None else None
 
 
 def _start_values(run: PreparedRun) -> Mapping[str, object]:
@@ -211,7 +221,7 @@ def _start_values(run: PreparedRun) -> Mapping[str, object]:
         "mounts": launcher.container_mounts,
         "scratch": cluster.scratch and expandable(cluster.scratch),
         "container_arguments": (["--nv"] if cluster.gpus else []) if arguments is None else arguments,
-        "rank_python": job_python(launcher) if launcher.container is None or launcher.venv else "python3",
+        "rank_python": rank_python(launcher),
     }
 
 

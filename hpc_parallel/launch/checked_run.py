@@ -12,7 +12,6 @@ from hpc_parallel.config.compose import UnresolvedError
 from hpc_parallel.config.file_problems import unreadable_file
 from hpc_parallel.config.sweep_compose import compose_run
 from hpc_parallel.config.trials import COMPOSE_ERRORS
-from hpc_parallel.launch.import_check import check_model
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.launch.resume import resumed, warn_on_stderr
 from hpc_parallel.problems import ConfigError, Problem
@@ -41,10 +40,7 @@ def checked_run(line: CommandLine) -> PreparedRun:
     """The checked run of a command line. Raises ConfigError with all problems."""
     with reporting_all_problems(line):
         cell = compose_run(line.overrides, **line.places)
-        run = prepare(cell.config, overrides=cell.overrides, config_dir=line.extra_dir)
-        if problems := check_model(run.config, run.values).problems:
-            raise ConfigError(problems)
-        return run
+        return prepare(cell.config, overrides=cell.overrides, config_dir=line.extra_dir, build_model=True)
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""Import a user's classes before a submission, in a process of its own, as the job will import them.
+"""Import a user's classes before a run starts, in a process of its own, as the ranks will import them.
 
-    python -m hpc_parallel.launch.import_check < TABLES
+    python -m hpc_parallel.launch.import_check < QUESTION
 
-reads [[key, table], ...] as JSON and writes one message, or null, for each. Only `check_imports` starts it,
-for class paths that the user typed or that their configuration files name.
+reads {"tables": [[key, table], ...], "advice": TEXT} as JSON and writes a JSON list of messages. Only
+`check_imports` starts it, for class paths that the user typed or that their configuration files name.
 """
 
 from __future__ import annotations
@@ -12,21 +12,18 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
-from inspect import signature
-from pathlib import Path
 from typing import Any
 
 from hpc_parallel.config.checks.targets import class_tables
-from hpc_parallel.config.launcher_kind import choose_automatically
+from hpc_parallel.config.job_python import job_python
+from hpc_parallel.config.node_devices import launcher_kind
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.config.site_schema import LauncherConfig
-from hpc_parallel.user_code import described
+from hpc_parallel.user_code import failure_of
 
-OWN = "hpc_parallel."
+OWN = ("hpc_parallel.", "torch.optim.")  # these paths are checked without an import
 TIMEOUT_S = 60.0  # for imports from a slow file system
 IMPORT, MODEL = "hpc_parallel.launch.import_check", "hpc_parallel.worker.model_check"
 _SWITCH = "If only the job's nodes can import it, set launcher.check_imports=false."
@@ -40,59 +37,59 @@ class ImportCheck:
     note: str | None = None
 
 
-def check_imports(config: RunConfig) -> ImportCheck:
-    """Import the classes of `config` that are not this package's, if a job is to be submitted.
+def check_imports(config: RunConfig, *, values: Mapping[str, Any] | None = None) -> ImportCheck:
+    """Import the classes of `config` that are not this package's.
 
-    A run on this machine imports them at once anyway. A resumed run has imported them before, and its folder
-    may not be the user's, so nothing that it names is imported here.
+    values: the same configuration as plain values, to also build a model class of the user's without memory
+    and find what its hints refuse.
+
+    A resumed run has imported its classes before, and its folder may not be the user's, so nothing that it
+    names is imported here.
     """
-    tables = [
-        (key, table)
-        for group, values in (("model", config.model), ("data", config.data))
-        for key, table in class_tables(group, values)
-        if not str(table["_target_"]).startswith(OWN)
-    ]
-    if not tables or not _may_import(config):
+    launcher = config.launcher
+    tables = [(key, table) for key, table in _tables(config) if not _is_own(table)]
+    if not tables or not launcher.check_imports or config.resume is not None:
         return ImportCheck()
     paths = ", ".join(str(table["_target_"]) for _, table in tables)
-    if key := _environment_key(config):
+    is_local = launcher_kind(launcher.kind) == "local"  # such a run has this Python, and no setup
+    if not is_local and (key := _environment_key(config)):
         return ImportCheck(note=f"not imported here, because {key} changes the environment: {paths}")
-    return _tried(job_python(config.launcher), os.getcwd(), IMPORT, json.dumps(tables), paths)
+    question: dict[str, Any] = {"tables": tables, "advice": "" if is_local else _SWITCH}
+    module = IMPORT
+    if values is not None and not _is_own(config.model):
+        question["values"], module = values, MODEL
+    python = sys.executable if is_local else job_python(launcher)
+    return _tried(python, os.getcwd(), module, json.dumps(question), paths)
 
 
-def check_model(config: RunConfig, values: Mapping[str, Any]) -> ImportCheck:
-    """Build a model that is not this package's without memory, and find what its hints refuse.
+def _is_own(table: Mapping[str, Any]) -> bool:
+    return str(table["_target_"]).startswith(OWN)
 
-    `values`: the same configuration as plain values. Its classes can be imported.
-    """
-    path = str(config.model["_target_"])
-    if path.startswith(OWN) or not _may_import(config) or _environment_key(config):
-        return ImportCheck()
-    return _tried(job_python(config.launcher), os.getcwd(), MODEL, json.dumps(values), path)
+
+def _tables(config: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each class or function that the configuration names, with its arguments."""
+    yield from class_tables("model", config.model)
+    yield from class_tables("data", config.data)
+    for index, callback in enumerate(config.training.callbacks):
+        yield from class_tables(f"training.callbacks[{index}]", callback)
+    optimizer = config.optimizer
+    classes: dict[str, str | None] = {"optimizer": optimizer._target_}
+    classes |= {f"optimizer.groups.{name}": rule.get("_target_") for name, rule in optimizer.groups.items()}
+    classes["optimizer.schedule"] = optimizer.schedule if "." in optimizer.schedule else None
+    for key, path in classes.items():
+        if path is not None:  # the trainer adds the arguments
+            yield key, {"_target_": path, "_partial_": True}
 
 
 def _environment_key(config: RunConfig) -> str | None:
-    """The key of commands that run in the job before Python starts; None without any."""
+    """The key of commands that run in the job before Python starts, or of its image; None without any."""
     launcher, cluster = config.launcher, config.cluster
-    commands = {
+    commands: dict[str, str | list[str] | None] = {
+        "launcher.container": launcher.container,
         "launcher.setup": launcher.setup, "launcher.modules": launcher.modules,
         "cluster.setup": cluster.setup, "cluster.modules": cluster.modules,
     }  # fmt: skip
     return next((key for key, lines in commands.items() if lines), None)
-
-
-def _may_import(config: RunConfig) -> bool:
-    """Whether a job is to be submitted, with classes that this user chose."""
-    kind = config.launcher.kind
-    kind = choose_automatically(os.environ)[0] if kind == "auto" else kind
-    return kind != "local" and config.launcher.check_imports and config.resume is None
-
-
-def job_python(launcher: LauncherConfig) -> str:
-    """The Python interpreter of `launcher.venv`, or the current one."""
-    if launcher.venv is None:
-        return sys.executable
-    return str(Path(os.path.expanduser(launcher.venv)).absolute() / "bin" / "python")
 
 
 @cache  # all runs of a sweep have the same classes
@@ -114,50 +111,17 @@ def _tried(python: str, folder: str, module: str, content: str, paths: str) -> I
     except ValueError:  # killed, or without this package
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return ImportCheck(note=f"not imported here (exit code {done.returncode}, {last}): {paths}")
-    return ImportCheck(problems=tuple(filter(None, messages)))
+    return ImportCheck(problems=tuple(messages))
 
 
-def failure_of(key: str, table: dict[str, Any]) -> str | None:
-    """Why the class of `table` can't be imported or called with its arguments; None if it can."""
-    path = str(table["_target_"])
-    raised = f"raised by {path} ({key})"
-    try:
-        target = _find(path)
-    except BaseException as error:  # also SystemExit of a script
-        return f"{described(error)}, {raised}. {_SWITCH}"
-    if table.get("_partial_") or not callable(target):
-        return None if callable(target) else f"{path} ({key}) is no class or function."
-    arguments = {name: value for name, value in table.items() if not name.startswith("_")}
-    try:
-        signature(target).bind(*table.get("_args_", ()), **arguments)
-    except TypeError as error:
-        return f"TypeError: {error}, {raised}."
-    except ValueError:  # some classes in C have no signature
-        pass
-    return None
-
-
-def _find(path: str) -> Any:
-    """The object at a dotted path: attributes of the longest part that is a module."""
-    parts = path.split(".")
-    value: Any = import_module(parts[0])
-    for end, part in enumerate(parts[1:], start=2):
-        if not hasattr(value, part):
-            try:
-                import_module(".".join(parts[:end]))
-            except ModuleNotFoundError as error:
-                if error.name != ".".join(parts[:end]):
-                    raise
-        value = getattr(value, part)
-    return value
-
-
-def main(tables: Sequence[tuple[str, dict[str, Any]]]) -> None:
+def main() -> None:
     """Write the messages to stdout; what imported modules print goes to stderr."""
+    question = json.load(sys.stdin)
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)
-        answer.write(json.dumps([failure_of(key, table) for key, table in tables]))
+        failures = [failure_of(key, table, advice=question["advice"]) for key, table in question["tables"]]
+        answer.write(json.dumps([*filter(None, failures)]))
 
 
 if __name__ == "__main__":
-    main(json.load(sys.stdin))
+    main()

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig
 
+from hpc_parallel.config import job_python
 from hpc_parallel.config.batch_plan import BatchPlan, batch_of
 from hpc_parallel.config.checks import starting_weights
 from hpc_parallel.config.checks.all_checks import find_problems, in_order
@@ -84,7 +85,8 @@ class PreparedRun:
     def notes(self) -> list[str]:
         """Lines that the user should read before the run starts."""
         kept = () if self.snapshot is None else self.snapshot.notes
-        return [*site_warnings(self.config), *kept, *filter(None, [self.import_note])]
+        python = (f"warning     {text}" for text in job_python.warnings(self.config))
+        return [*site_warnings(self.config), *python, *kept, *filter(None, [self.import_note])]
 
     @property
     def resumes(self) -> bool:
@@ -221,17 +223,19 @@ def prepare(
     overrides: Sequence[str],
     config_dir: str | Path | None = None,
     plan: Callable[..., Snapshot] = plan_snapshot,
+    build_model: bool = False,
 ) -> PreparedRun:
     """Resolve and check a configuration.
 
     plan: `plan_snapshot`, or a version that caches git's answers for many runs.
+    build_model: also build a model class of the user's, without memory.
 
     Raises ConfigError with every problem.
     """
     config, values = resolve(composed)
     if problems := [*find_problems(config, overrides), *starting_weights.find_problems(config)]:
         raise ConfigError(in_order(problems, overrides))
-    imports = check_imports(config)
+    imports = check_imports(config, values=values if build_model else None)
     if imports.problems:
         raise ConfigError(imports.problems)
     path = Path(os.path.expanduser(config.run_dir)) if config.run_dir else RUNS / config.name / new_run_id()

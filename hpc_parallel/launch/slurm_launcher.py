@@ -18,6 +18,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor
 
 from hpc_parallel import job as job_entry
+from hpc_parallel.config.job_python import job_python
 from hpc_parallel.exit_codes import DONE
 from hpc_parallel.launch.batch_script import (
     environment_block,
@@ -26,7 +27,6 @@ from hpc_parallel.launch.batch_script import (
     sbatch_flags,
     srun_arguments,
 )
-from hpc_parallel.launch.import_check import job_python
 from hpc_parallel.launch.launcher import SiteRefusedError
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.record import owner

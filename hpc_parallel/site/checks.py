@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, distributions, requires, version
 from pathlib import Path
 
 import psutil
-from packaging.requirements import Requirement
 
 from hpc_parallel.config.fabric_kinds import AUTO, RDMA
 from hpc_parallel.config.node_devices import ask, launcher_kind
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.site_limits import site_warnings
 from hpc_parallel.launch.batch_script import render
-from hpc_parallel.launch.import_check import job_python
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.launch.slurm_launcher import refusal_message, test_only
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.job_state import controller_answers
 from hpc_parallel.record.trust import require_trusted
 from hpc_parallel.site.line import ERROR, OK, WARNING, Line
+from hpc_parallel.site.python_lines import python_lines
 from hpc_parallel.site.shell_checks import environment_line, module_lines, scratch_lines
 from hpc_parallel.supervise.fabric_kind import fabric_devices
 from hpc_parallel.supervise.host_facts import disk
 
-PACKAGE = "hpc-parallel"
 _LEAST_FREE_BYTES = 2**30
 _OF_ONE_HOST = {"tmpfs", "ramfs", "overlay"}  # file systems that other hosts never see
 _PATIENCE_S = 5.0
@@ -45,60 +41,12 @@ def site_lines(run: PreparedRun) -> Iterator[Line]:
 def other_lines(run: PreparedRun, *, submits: bool) -> Iterator[Line]:
     """The checks of the site. submits: whether Slurm is asked about the script of this run."""
     yield from python_lines(run.config)
-    yield from torch_lines(run.config)
     yield environment_line(run.config)
     yield from module_lines(run.config)
     yield from slurm_lines(run, submits=submits)
     yield fabric_line(run.config)
     yield from scratch_lines(run.config)
     yield from folder_lines(run)
-
-
-def python_lines(config: RunConfig) -> Iterator[Line]:
-    """The interpreter of the job, and packages whose versions do not fit this package."""
-    yield Line(OK, "python", f"{sys.version.split()[0]}, {job_python(config.launcher)}")
-    try:
-        needed = [Requirement(text) for text in requires(PACKAGE) or ()]
-    except PackageNotFoundError:
-        text = "hpc_parallel is not installed, so its requirements are unknown. Try pip install -e ."
-        yield Line(WARNING, "packages", text)
-        return
-    wrong = [unmet for requirement in needed if (unmet := _unmet(requirement)) is not None]
-    if wrong:
-        yield Line(ERROR, "packages", f"{'; '.join(wrong)}. Try pip install -e . again.")
-    else:
-        count = sum(1 for _ in distributions())
-        text = f"{PACKAGE} {version(PACKAGE)}; {count} installed; all that it requires fit"
-        yield Line(OK, "packages", text)
-
-
-def _unmet(requirement: Requirement) -> str | None:
-    if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-        return None
-    try:
-        installed = version(requirement.name)
-    except PackageNotFoundError:
-        return f"{requirement.name} is missing"
-    if requirement.specifier.contains(installed, prereleases=True):
-        return None
-    return f"{requirement.name} {installed} is not {requirement.specifier}"
-
-
-def torch_lines(config: RunConfig) -> Iterator[Line]:
-    """torch's version and what it was built for, by its packages: importing it takes seconds."""
-    installed = version("torch")
-    build = installed.partition("+")[2]
-    nccl = [
-        f"NCCL {package.version}" for package in distributions()
-        if (package.name or "").startswith("nvidia-nccl-cu")
-    ]  # fmt: skip
-    if nccl or build.startswith(("cu", "rocm")):
-        yield Line(OK, "torch", ", ".join([installed, *nccl]))
-    elif config.cluster.gpus and config.device != "cpu" and launcher_kind(config.launcher.kind) != "local":
-        text = f"{installed} looks like a build without CUDA or ROCm, and the job asks for GPUs"
-        yield Line(WARNING, "torch", f"{text}. Try a build with GPUs, or cluster=cpu.")
-    else:
-        yield Line(OK, "torch", f"{installed} (gloo)")
 
 
 def slurm_lines(run: PreparedRun, *, submits: bool = True) -> Iterator[Line]:

@@ -1,8 +1,9 @@
-"""Builds a model without memory and finds what its hints and its code refuse, before a submission.
+"""Imports a user's classes and builds their model without memory, before a run starts.
 
-    python -m hpc_parallel.worker.model_check < VALUES
+    python -m hpc_parallel.worker.model_check < QUESTION
 
-reads the resolved configuration as JSON and writes a JSON list of messages.
+reads {tables, advice, values} as JSON: those of launch/import_check.py, and the resolved configuration. It
+writes a JSON list of messages: why a class can't be imported, or else what the model's hints and code refuse.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from hpc_parallel.config.typed_config import typed
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies.model_checks import find_problems
 from hpc_parallel.strategies.whole_model import build_model
+from hpc_parallel.user_code import failure_of
 
 
 def messages_of(values: Mapping[str, Any]) -> list[str]:
@@ -38,11 +40,12 @@ def messages_of(values: Mapping[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Write the messages to stdout; what the model prints goes to stderr."""
-    values = json.load(sys.stdin)
+    """Write the messages to stdout; what imported modules print goes to stderr."""
+    question = json.load(sys.stdin)
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)
-        answer.write(json.dumps(messages_of(values)))
+        failures = [failure_of(key, table, advice=question["advice"]) for key, table in question["tables"]]
+        answer.write(json.dumps([*filter(None, failures)] or messages_of(question["values"])))
 
 
 if __name__ == "__main__":

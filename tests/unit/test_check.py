@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from importlib.metadata import requires, version
 from pathlib import Path
@@ -13,7 +14,7 @@ from packaging.requirements import Requirement
 
 from hpc_parallel.__main__ import main
 from hpc_parallel.config import launcher_kind
-from hpc_parallel.site import checks, shell_checks
+from hpc_parallel.site import checks, python_lines, shell_checks
 from hpc_parallel.supervise.fabric_kind import FabricDevices, Port
 from tests.composed import prepared
 
@@ -135,12 +136,32 @@ def test_slurm_is_wanted_and_missing(capsys: pytest.CaptureFixture[str]) -> None
 def test_packages_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = [Requirement(text) for text in requires("hpc-parallel") or ()]
     assert len(needed) > 5
-    monkeypatch.setattr(checks, "requires", lambda name: ["numpy<1", "no-such-package", "torch>=2"])
-    packages = list(checks.python_lines(prepared().config))[-1]
+    monkeypatch.setattr(python_lines, "requires", lambda name: ["numpy<1", "no-such-package", "torch>=2"])
+    _, packages, _ = python_lines.python_lines(prepared().config)
     assert packages.state == "error"
     assert packages.text == (
-        f"numpy {version('numpy')} is not <1; no-such-package is missing. Try pip install -e . again."
+        f"numpy {version('numpy')} is not <1; no-such-package is missing. "
+        "Try pip install -e . with this Python."
     )
+
+
+def test_the_python_of_the_job_is_asked_and_not_this_one(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = here / "python3.99"
+    python.write_text("""#!/bin/sh\necho '["3.99.1", [["Torch", "9.1+cpu"], ["numpy", "0.5"]]]'\n""")
+    python.chmod(0o755)
+    monkeypatch.setattr(python_lines, "requires", lambda name: ["numpy>=1", "submitit"])
+    config = prepared("launcher=script", "cluster=cpu", f"launcher.python={python}").config
+    found, packages, torch = python_lines.python_lines(config)
+    assert (found.state, found.text) == ("ok", f"3.99.1, {python}")
+    assert packages.text == (
+        "numpy 0.5 is not >=1; submitit is missing. Try pip install -e . with this Python."
+    )
+    assert torch.text == "9.1+cpu (gloo)"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    (line,) = python_lines.python_lines(config)
+    assert (line.state, line.text) == (
+        "error", f"{python} does not run here. Try launcher.python={sys.executable}.",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -152,11 +173,10 @@ def test_packages_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         (("device=cpu",), "ok"),
     ],
 )
-def test_a_torch_without_gpus(words: tuple[str, ...], state: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "version", lambda name: "2.13.0+cpu")
-    monkeypatch.setattr(checks, "distributions", list)
-    (line,) = checks.torch_lines(prepared("launcher=script", *words).config)
-    assert line.state == state
+def test_a_torch_without_gpus(words: tuple[str, ...], state: str) -> None:
+    config = prepared("launcher=script", *words).config
+    assert python_lines.torch_line(config, {"torch": "2.13.0+cpu"}).state == state
+    assert python_lines.torch_line(config, {"torch": "2.13.0", "nvidia-nccl-cu13": "2.28"}).state == "ok"
 
 
 INFINIBAND = FabricDevices([Port("mlx5_0", "1", "InfiniBand", Path("/sys"))], [], [])

@@ -7,6 +7,7 @@ import ast
 import importlib.util
 import re
 import shlex
+import shutil
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -78,12 +79,13 @@ CHECKED = {
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the files that the pages show, a file of tokens, and a folder of texts."""
+    """A folder with the files that the pages show, the GPT that they adapt, and a file of tokens."""
     for page in PAGES:
         for block in blocks(page):
             if block.mark == "file":
                 (tmp_path / block.value).parent.mkdir(parents=True, exist_ok=True)
                 (tmp_path / block.value).write_text(block.text + "\n")
+    shutil.copy(ROOT / "tests/models_of_others/gpt.py", tmp_path / "model.py")
     np.save(tmp_path / "tokens.npy", np.zeros(100_000, dtype=np.uint16))
     (tmp_path / "tokens.json").write_text('{"vocab_size": 256, "tokenizer": "bytes", "count": 100000}')
     monkeypatch.chdir(tmp_path)

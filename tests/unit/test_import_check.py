@@ -1,4 +1,4 @@
-"""A class that can't be imported is refused before a submission, with the user's error and line first."""
+"""A class that can't be imported is refused before a run starts, with the user's error and line first."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from hpc_parallel.launch import import_check
-from hpc_parallel.launch.import_check import IMPORT, ImportCheck, failure_of
+from hpc_parallel.launch.import_check import IMPORT, ImportCheck
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.run import main as run
-from hpc_parallel.user_code import described
+from hpc_parallel.user_code import described, failure_of
 from tests.composed import prepared
 
 SCRIPT = ("launcher=script", "launcher.snapshot=false")
@@ -53,7 +53,7 @@ def test_the_users_error_comes_first(here: Path, source: str, name: str, message
     (here / f"{name}.py").write_text(source)
     found = failure_of("model", {"_target_": f"{name}.M"})
     assert found is not None
-    assert found.removesuffix(f" {import_check._SWITCH}") == f"{message} {name}.M (model)."
+    assert found == f"{message} {name}.M (model)."
 
 
 def test_a_value_is_no_class(here: Path) -> None:
@@ -76,12 +76,13 @@ def test_an_error_below_the_users_line_names_the_users_line(here: Path) -> None:
 
 def test_it_is_refused_before_a_submission(here: Path) -> None:
     (here / "broken.py").write_text("print('noise')\nclass M(Modul): ...\n")
+    message = "NameError: name 'Modul' is not defined (broken.py:2), raised by broken.M (model)."
     with pytest.raises(ConfigError) as caught:
         prepared(*SCRIPT, "model._target_=broken.M")
-    assert str(caught.value).startswith(
-        "NameError: name 'Modul' is not defined (broken.py:2), raised by broken.M"
-    )
-    assert prepared("launcher=local", "model._target_=broken.M").notes == []  # fails at once, in the run
+    assert str(caught.value) == f"{message} {import_check._SWITCH}"
+    with pytest.raises(ConfigError) as caught:
+        prepared("launcher=local", "launcher.setup=[true]", "model._target_=broken.M")
+    assert str(caught.value) == message  # here no setup runs, and no job's nodes import anything else
     switched_off = prepared(*SCRIPT, "model._target_=broken.M", "launcher.check_imports=false")
     assert switched_off.notes == []
     (note,) = prepared(*SCRIPT, "model._target_=broken.M", "launcher.setup=[true]").notes
@@ -100,7 +101,7 @@ def test_what_can_not_be_known_is_a_note(here: Path, monkeypatch: pytest.MonkeyP
     (here / "slow.py").write_text("import time\ntime.sleep(60)\n")
     (here / "dead.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
     monkeypatch.setattr(import_check, "TIMEOUT_S", 0.1)
-    table = '[["model", {"_target_": "%s.M"}]]'
+    table = '{"tables": [["model", {"_target_": "%s.M"}]], "advice": ""}'
     assert import_check._tried(sys.executable, str(here), IMPORT, table % "slow", "slow.M") == ImportCheck(
         note="not imported here within 0.1 s: slow.M"
     )
@@ -122,3 +123,46 @@ def test_a_model_that_the_layout_can_not_split_is_refused_before_a_submission(
     assert "strategy.pipeline = 2 stages are more than the model's 1 blocks" in message
     assert "strategy.context = 2 can't be used: Bigram has no CausalAttention" in message
     assert run([*SCRIPT, "model._target_=small.Bigram", "dry_run=true"]) == 0
+
+
+OWN = """
+import torch
+from torch import nn
+from hpc_parallel.models.layered import LayeredModel
+
+class Bigram(LayeredModel):
+    def __init__(self, width=4, **shape):
+        super().__init__(stem=nn.Embedding(256, width), blocks=[nn.Linear(width, wdth)], head=nn.Identity())
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model._target_=mine.Bigram"],
+         "NameError: name 'wdth' is not defined (mine.py:8), raised by mine.Bigram (model)"),
+        (["data=dataset", "data.dataset._target_=points.Points", "+data.dataset.width=3"],
+         "TypeError: got an unexpected keyword argument 'width', raised by points.Points (data.dataset)."),
+        (["training.callbacks=[{_target_:torn.Note}]"],
+         "SyntaxError: '(' was never closed (torn.py:2), raised by torn.Note (training.callbacks[0])."),
+        (["optimizer=custom", "optimizer._target_=torn.Sgd"],
+         "SyntaxError: '(' was never closed (torn.py:2), raised by torn.Sgd (optimizer)."),
+        (["+optimizer.groups.slow={match:['*'],_target_:torn.Sgd}"],
+         "SyntaxError: '(' was never closed (torn.py:2), raised by torn.Sgd (optimizer.groups.slow)."),
+        (["optimizer.schedule=torn.warm"],
+         "SyntaxError: '(' was never closed (torn.py:2), raised by torn.warm (optimizer.schedule)."),
+    ],
+    ids=["a name of the model", "an argument of the data", "callback", "optimizer", "group", "schedule"],
+)  # fmt: skip
+def test_a_run_on_this_machine_is_refused_too_and_leaves_no_folder(
+    here: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], message: str
+) -> None:
+    (here / "mine.py").write_text(OWN)
+    (here / "points.py").write_text("class Points:\n    def __init__(self, depth=2): ...\n")
+    (here / "torn.py").write_text("import os\nprint((1)\n")
+    assert run(["launcher=local", "training.steps=1", *overrides]) == 2
+    refusal, first, *others = capsys.readouterr().err.splitlines()
+    assert (refusal, others) == ("1 problem in the configuration; nothing was started.", [])
+    assert first.strip() == message
+    assert not (here / "runs").exists()

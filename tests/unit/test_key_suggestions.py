@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import random
 import string
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +49,12 @@ LINES = {
     "launcher.memory_gb=64G": "Try launcher.memory_gb=64.",
     "launcher.memory_gb=512MiB": "Try launcher.memory_gb=0.5.",
     "data=words.npy": "Try data=tokens data.path=words.npy.",
+    "strategy=zero-3": "Try strategy=fsdp.",
+    "strategy=Parameter-Server": "Try strategy=parameter_server.",
+    "training.steps=10k": "Try training.steps=10000.",
+    "launcher.grace_s=5min": "Try launcher.grace_s=300.",
+    "launcher.snapshot_mb=1G": "Try launcher.snapshot_mb=1024.",
+    "data.max_bytes=64M": "Try data.max_bytes=67108864.",
     "model=mymodel": "is found by --config-dir FOLDER, which holds model/mymodel.yaml.",
 }
 
@@ -113,3 +120,57 @@ def test_edits_are_counted(a: str, b: str, distance: int) -> None:
     assert edits(a, b) == edits(b, a) == distance
     matches = sum(block.size for block in difflib.SequenceMatcher(None, a, b).get_matching_blocks())
     assert distance <= len(a) + len(b) - 2 * matches  # inserting and deleting alone
+
+
+FOLDERS = {
+    "data=notes": "Try data=text data.path=notes data.pattern=*.txt.",
+    "data.path=notes": "no file matches data.pattern = *.py in notes. Try data.pattern=*.txt.",
+    "data.path=notes data.pattern=*.c": "no file matches data.pattern = *.c in notes. Try data.pattern="
+    "*.txt.",
+    "data.path=pictures": "in pictures. It must be a text file or a folder of text files.",
+    "data=pictures": "Try data=text.",
+    "data=tables": "Try data=parquet data.path=tables.",
+    "data=mydata.Points": "Try data=dataset data.dataset._target_=mydata.Points.",
+    "model=mine": "Try --config-dir site model=mine.",
+    "model=site/model/mine.yaml": "Try --config-dir site model=mine.",
+    "model=mymodel.Net": "chosen by a file site/model/mine.yaml with the line `_target_: mymodel.Net` and "
+    "its arguments. Then try --config-dir site model=mine.",
+    "model=lib/mymodel.py": "with the line `_target_: lib.mymodel.CLASS` and its arguments. Then try "
+    "--config-dir site model=mine.",
+    "model._target_=mymodel.Net": "names no class: there is no module mymodel here, but in HERE/lib: start "
+    "in that folder, or with PYTHONPATH=HERE/lib.",
+    "model._target_=trian.Net": "names no class: there is no module trian here, in this folder or on "
+    "PYTHONPATH. Try model._target_=train.Net.",
+    "optimizer=custom optimizer._target_=mymodel.Sgd": "there is no module mymodel here, but in HERE/lib: "
+    "start in that folder, or with PYTHONPATH=HERE/lib.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", FOLDERS)
+def test_what_a_user_has_here_is_found(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {
+        "notes/a.txt": b"one", "notes/deep/b.txt": b"two", "notes/README.md": b"three",
+        "pictures/a.png": b"\x89PNG\0\xff", "tables/part-0.parquet": b"PAR1",
+        "site/model/mine.yaml": b"_target_: mymodel.Net\n", "lib/mymodel.py": b"class Net: ...\n",
+        "train.py": b"class Net: ...\n",
+    }  # fmt: skip
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    assert main([*words.split(), "launcher=script"]) == 2
+    problem = capsys.readouterr().err.splitlines()[1]
+    assert problem.endswith(FOLDERS[words].replace("HERE", str(tmp_path)))
+
+
+def test_a_run_from_a_folder_below_names_the_one_above(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/__init__.py").write_text("class Net: ...\n")
+    (tmp_path / "results").mkdir()
+    monkeypatch.chdir(tmp_path / "results")
+    assert main(["model._target_=mine.Net", "launcher=script"]) == 2
+    assert f"PYTHONPATH={tmp_path}." in capsys.readouterr().err

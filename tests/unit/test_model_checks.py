@@ -101,7 +101,7 @@ def test_a_column_without_a_row_and_parts_that_do_not_divide() -> None:
 def test_dropout_that_depends_on_the_layout_is_refused_on_several_devices() -> None:
     model = random_model()
     model.blocks["1"].drop = nn.AlphaDropout(0.1)
-    own = ("~model", "+model={_target_: tests.random_models.RandomModel}")
+    own = ("~model", "+model={_target_: tests.random_models.RandomModel}", "launcher.check_imports=false")
     config = prepared("strategy=data", "nodes=2", "launcher=local", *own).config
     (found,) = find_problems(model, config=config, layout=Layout(replicate=2), sample_shape=(32,))
     assert "RandomModel.blocks.1.drop is AlphaDropout(p=0.1" in str(found)

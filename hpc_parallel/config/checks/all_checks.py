@@ -21,6 +21,7 @@ from hpc_parallel.config.checks import (
     optimizer_checks,
     parquet_checks,
     profile_checks,
+    python_checks,
     site_checks,
     switch_checks,
     task_checks,
@@ -77,8 +78,8 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> list[Prob
         _counts, _choices, _ranges, optimizer_checks.find_problems, execution_checks.find_problems,
         layout_checks.find_problems, _model, _callbacks, _data, parquet_checks.find_problems,
         huggingface_checks.find_problems, image_checks.find_problems, task_checks.find_problems,
-        cluster_checks.find_problems, site_checks.find_problems, switch_checks.find_problems,
-        profile_checks.find_problems, machine_checks.find_problems,
+        cluster_checks.find_problems, site_checks.find_problems, python_checks.find_problems,
+        switch_checks.find_problems, profile_checks.find_problems, machine_checks.find_problems,
     )  # fmt: skip
     return in_order([problem for check in checks for problem in check(config)], overrides)
 

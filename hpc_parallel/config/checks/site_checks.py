@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +88,6 @@ def _launcher(config: RunConfig) -> Problems:
     for key, flags in (("launcher.extra", launcher.extra), ("cluster.extra", config.cluster.extra)):
         for flag, value in flags.items():
             yield from _extra_flag(key, str(flag), value)
-    if launcher.venv is not None and not os.path.exists(os.path.expanduser(f"{launcher.venv}/bin/activate")):
-        current = Path(sys.prefix)
-        legal = (current if (current / "bin" / "activate").exists() else None,)
-        rule = "is not a virtual environment (it has no bin/activate)"
-        yield Problem("launcher.venv", launcher.venv, rule, legal)
     for key, modules in (("cluster", config.cluster.modules), ("launcher", launcher.modules)):
         for index, module in enumerate(modules):
             if not module.strip() or not module.isprintable():

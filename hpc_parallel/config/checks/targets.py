@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -11,7 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.problems import nearest
+from hpc_parallel.problems import nearest, spell
+from hpc_parallel.record.safe_read import is_real_folder, list_folder
 
 
 def class_tables(key: str, table: Any) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -45,7 +47,7 @@ def missing_part(target: str, *, kind: str = "class") -> tuple[str, tuple[str, .
         # By its last name: for a folder without __init__.py the full name needs an imported parent.
         spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
     if spec is None:
-        return f"names no {kind}: there is no module {dotted} here", ()
+        return _without_module(target, dotted, kind=kind)
     if not spec.origin or not spec.origin.endswith(".py"):
         return None
     names = _names_in(Path(spec.origin))
@@ -53,6 +55,33 @@ def missing_part(target: str, *, kind: str = "class") -> tuple[str, tuple[str, .
         return None
     near = nearest(name, [other for other in names if other[:1].isupper() == (kind == "class")])
     return f"names no {kind}: there is no {name} in {dotted}", tuple(f"{dotted}.{other}" for other in near)
+
+
+def _without_module(target: str, module: str, *, kind: str) -> tuple[str, tuple[str, ...]]:
+    """The rule that a class of a missing module breaks: where the module is, or a similar one here."""
+    rule = f"names no {kind}: there is no module {module} here"
+    if "." in module:
+        return rule, ()
+    if (folder := _folder_of(module)) is not None:
+        return f"{rule}, but in {folder}: start in that folder, or with PYTHONPATH={spell(folder)}", ()
+    stems = [Path(entry.name).stem for entry in list_folder(Path.cwd()) if entry.name.endswith(".py")]
+    similar = [target.replace(module, stem, 1) for stem in nearest(module, stems)]
+    return f"{rule}, in this folder or on PYTHONPATH", tuple(similar)
+
+
+def _folder_of(module: str) -> Path | None:
+    """Where a module of this user is that is not on Python's path: above, beside or below this folder."""
+    current = Path.cwd()
+    near = [*_folders_in(current), *_folders_in(current.parent)]
+    for folder in (*current.parents, *near):
+        for file in (folder / f"{module}.py", folder / module / "__init__.py"):
+            if file.is_file() and file.stat().st_uid == os.geteuid():
+                return folder
+    return None
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    return sorted(Path(entry.path) for entry in list_folder(folder) if is_real_folder(entry))
 
 
 def _top_level(module: str) -> ModuleSpec | None:
