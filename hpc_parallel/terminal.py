@@ -15,15 +15,37 @@ from hpc_parallel.shell import complain
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
     from rich.text import Text
 
 _UNBOUND_COLUMNS = 1000  # for a file or a pipe, so that every run has one line
+_BAR_FROM_COLUMNS = 60  # a narrower terminal gets no bar
+_BAR_COLUMNS, _LEFT_COLUMNS = 24, 8  # of the bar and of the time left, each with a space
 
 
 def console() -> Console:
     from rich.console import Console
 
     return Console() if sys.stdout.isatty() else Console(width=_UNBOUND_COLUMNS)
+
+
+def progress_bars(console: Console, *, timed: bool = True) -> Progress:
+    """Bars with a description and, if `timed`, the time left; on a narrow terminal without the bar itself."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        *([BarColumn(bar_width=_BAR_COLUMNS - 1)] if console.width >= _BAR_FROM_COLUMNS else []),
+        TextColumn("{task.description}", markup=False),
+        *([TimeRemainingColumn()] if timed else []),
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+
+def room_beside_bar(console: Console, *, timed: bool = True) -> int:
+    """The columns that the description of a bar may have."""
+    bar = _BAR_COLUMNS if console.width >= _BAR_FROM_COLUMNS else 0
+    return console.width - bar - (_LEFT_COLUMNS if timed else 0)
 
 
 def print_json(value: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 
-from hpc_parallel.record.metrics_file import per_second
+from hpc_parallel.record.metrics_file import duration, figure, per_second
 from hpc_parallel.record.names import label
 from hpc_parallel.record.recorded import RecordedRun
 from hpc_parallel.record.recorded_slow_ranks import slow_lines
@@ -123,23 +123,12 @@ def cells(row: Row) -> tuple[str, ...]:
         shape,
         state,
         step,
-        "" if row.loss is None else f"{row.loss:.4g}",
+        "" if row.loss is None else figure(row.loss),
         "" if row.samples_per_s is None else per_second(row.samples_per_s),
         "" if row.time_left_s is None else duration(row.time_left_s),
         str(row.restarts or ""),
         row.job_id or "",
     )
-
-
-def duration(seconds: float) -> str:
-    """The two largest units: `42 s`, `3 min 20 s`, `5 h 7 min`, `2 d 3 h`."""
-    rounded = round(seconds)
-    minutes, hours, days = rounded // 60, rounded // 3600, rounded // 86400
-    if days:
-        return f"{days} d {hours % 24} h"
-    if hours:
-        return f"{hours} h {minutes % 60} min"
-    return f"{minutes} min {rounded % 60} s" if minutes else f"{rounded} s"
 
 
 def count_states(rows: Sequence[Row]) -> Mapping[str, int]:

@@ -13,13 +13,13 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from hpc_parallel.commands import grid, roles
-from hpc_parallel.commands.run_rows import Row, duration, rows_of
+from hpc_parallel.commands.run_rows import Row, rows_of
 from hpc_parallel.exit_codes import DONE
 from hpc_parallel.problems import printable, spell
 from hpc_parallel.record.checkpoint_index import complete, skipped
 from hpc_parallel.record.device_states import device_lines
 from hpc_parallel.record.find import find_run
-from hpc_parallel.record.metrics_file import milliseconds, per_second, size
+from hpc_parallel.record.metrics_file import duration, figure, milliseconds, per_second, size
 from hpc_parallel.record.network import topology_lines, transport_lines
 from hpc_parallel.record.recorded import RecordedRun
 from hpc_parallel.record.recorded_preflight import difference_lines, finding_lines
@@ -43,7 +43,7 @@ def _share(value: float) -> str:
 
 
 def _plain(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return figure(value) if isinstance(value, float) else str(value)
 
 
 def _rate(value: float) -> str:

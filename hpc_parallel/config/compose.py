@@ -19,8 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 from hpc_parallel.config.default_batch import default_batch_size, usual_batch_size
 from hpc_parallel.config.gpu_defaults import OF_CPUS, default_precision, default_share
 from hpc_parallel.config.key_suggestions import suggest
-from hpc_parallel.config.node_devices import AUTO, NodeShare, devices_of_a_node
+from hpc_parallel.config.node_devices import AUTO, NodeShare, devices_of_a_node, launcher_kind
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.tasks import JOB_SECONDS, LOCAL_SECONDS
 from hpc_parallel.config.typed_config import filled, typed
 from hpc_parallel.problems import ConfigError, Problem
 
@@ -60,7 +61,7 @@ def resolve(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
 
     Raises UnresolvedError with every key that is missing or unknown to the schemas.
     """
-    config = _with_batch(_with_gpu_defaults(_with_devices(config)))
+    config = _with_time_budget(_with_batch(_with_gpu_defaults(_with_devices(config))))
     if (run := _resolve_valid(config)) is not None:
         return run, asdict(run)
     problems: list[Problem | str] = [
@@ -130,6 +131,20 @@ def _with_batch(config: DictConfig) -> DictConfig:
     except (OmegaConfBaseException, KeyError):  # `resolve` reports it with all other keys
         size = usual_batch_size(OmegaConf.select(config, "model"))
     return with_batch_size(config, size)
+
+
+def _with_time_budget(config: DictConfig) -> DictConfig:
+    """The configuration with a number for `task.seconds`, if the task has this key."""
+    if OmegaConf.select(config, "task.seconds", default=0) is not None:
+        return config
+    try:
+        is_local = launcher_kind(config.launcher.kind) == "local"
+        seconds = LOCAL_SECONDS if is_local else min(JOB_SECONDS, 30.0 * config.launcher.time_minutes)
+    except OmegaConfBaseException:  # `resolve` reports it with all other keys
+        return config
+    config = copy.deepcopy(config)
+    config.task.seconds = seconds
+    return config
 
 
 def with_batch_size(config: DictConfig, size: int) -> DictConfig:

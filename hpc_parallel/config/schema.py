@@ -197,7 +197,10 @@ class InferConfig(TaskConfig):
 
     name: str = "infer"  # The name of the task.
     batch_sizes: list[int] | None = None  # Samples over all replicas; null: 1, 2, 4, ... for each replica.
-    repeats: int = 100  # The number of timed passes of each batch size.
+    repeats: int = 100  # The most timed passes of each batch size.
+    # Seconds for all passes, which decide their number and the largest batch size; null: 60 on this machine,
+    # 300 in a job (at most half of its time limit).
+    seconds: float | None = None
 
 
 @dataclass
@@ -222,7 +225,9 @@ class CollectivesConfig(TaskConfig):
     min_bytes: int = 8  # The smallest size, counted as nccl-tests counts it.
     max_bytes: int | None = None  # The largest size; null: 1 GiB on GPUs, 64 MiB on CPUs.
     factor: int = 4  # Each size is so many times the one before.
-    seconds: float = 0.5  # The time for one collective of one size; at least eight rounds are run.
+    # Seconds for all measurements, which decide the rounds and the largest size; null: 60 on this machine,
+    # 300 in a job (at most half of its time limit).
+    seconds: float | None = None
 
 
 @dataclass
@@ -233,6 +238,9 @@ class PreflightTaskConfig(TaskConfig):
     message_bytes: int = 2**24  # What two hosts send to each other, and what a node sums.
     read_bytes: int = 2**27  # The size of the file that each process reads.
     storage: str | None = None  # The folder of these files; null: the run folder.
+    # Seconds for all measurements: what does not fit is left out; null: 60 on this machine, 300 in a job (at
+    # most half of its time limit).
+    seconds: float | None = None
 
 
 TASKS: dict[str, type[TaskConfig]] = {

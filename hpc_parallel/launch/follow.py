@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TaskID
 
-from hpc_parallel.problems import printable
+from hpc_parallel.problems import printable, quoted
+from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.log_noise import is_noise
-from hpc_parallel.record.metrics_file import MetricsReader, describe
+from hpc_parallel.record.metrics_file import (
+    SEPARATOR,
+    MetricsReader,
+    described,
+    figure,
+    fitting,
+    is_lasting,
+    time_left,
+)
 from hpc_parallel.record.names import from_here
+from hpc_parallel.record.phase import read_phase
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json, read_tail
 from hpc_parallel.record.values import integer, number, text
-from hpc_parallel.supervise.failure import CONFIGURATION
+from hpc_parallel.supervise.conclude_run import cancelled_by
+from hpc_parallel.supervise.failure import CONFIGURATION, signal_name
+from hpc_parallel.terminal import progress_bars, room_beside_bar
 
+RUN = ("python", "-m", "hpc_parallel.run")
 _TAIL_LINES = 12
 
 
 class Follower:
     """Shows the progress of a run step by step, and its outcome.
 
-    The launcher calls `poll` repeatedly while the run runs, and `finish` after it has ended.
+    The launcher calls `poll` repeatedly while the run runs, and `finish` after it has ended. Lines that the
+    folder has when the follower is made are those of an earlier start and are not shown.
     """
 
     def __init__(self, folder: RunFolder, *, steps: int, console: Console | None = None) -> None:
@@ -36,33 +51,54 @@ class Follower:
         self._reader = MetricsReader(folder.metrics)
         self._last: dict[str, Any] = {}
         self._validation: list[float] = []
+        self._has_new = False
         self._note = ""
+        self._phase: str | None = None
         self._bar: Progress | None = None
         self._task: TaskID | None = None
+        for metrics in self._reader.read():
+            self._keep(metrics)
 
     def note(self, text: str) -> None:
         """Show what the run waits for (a place in the queue, its start); repeats are not shown."""
         if text == self._note:
             return
         self._note = text
+        self._announce(text)
+
+    def poll(self) -> None:
+        """Show the steps logged since the last call; and which part of the start or the end begins."""
+        for metrics in self._reader.read():
+            self._has_new = True
+            self._keep(metrics)
+            parts = described(metrics, steps=self._steps)
+            if not self._console.is_terminal:
+                self._say(SEPARATOR.join(parts))
+                continue
+            if is_lasting(metrics):
+                lasting = parts[1:] if "measured" in metrics else parts  # the bar has their number
+                self._say(fitting(lasting, columns=self._console.width))
+            self._show_bar(self._progress(parts))
+        if (phase := read_phase(self._folder)) not in (None, self._phase):
+            self._phase = phase
+            self._announce(str(phase) if self._has_new else f"starting: {phase}")
+
+    def _announce(self, text: str) -> None:
         if self._console.is_terminal:
-            self._show_bar(text)
+            self._show_bar([text])
         else:
             self._say(text)
 
-    def poll(self) -> None:
-        """Show the steps logged since the last call."""
-        for metrics in self._reader.read():
-            self._last = metrics
-            if (loss := number(metrics.get("validation_loss"))) is not None:
-                self._validation.append(loss)
-            if not self._console.is_terminal:
-                self._say(describe(metrics, steps=self._steps))
-            else:
-                self._show_bar(describe(metrics, steps=self._steps), validation=self._validation[-1:])
+    def _keep(self, metrics: dict[str, Any]) -> None:
+        self._last = metrics
+        if (loss := number(metrics.get("validation_loss"))) is not None:
+            self._validation.append(loss)
 
-    def finish(self) -> int:
-        """Show the outcome; after a failure the cause comes last. Returns the exit code: 0 if completed."""
+    def finish(self, signals: Sequence[int] = ()) -> int:
+        """Show the outcome; after a failure the cause comes last. Returns the exit code: 0 if completed.
+
+        signals: those by which the user ended the run.
+        """
         self.poll()
         if self._bar is not None:
             self._bar.stop()
@@ -73,24 +109,36 @@ class Follower:
                 self._say(line)
         for line in results(self._folder, summary):
             self._say(line)
-        self._say(self._outcome(summary))
+        self._say(self._outcome(summary, signals))
         self._say(f"results: {from_here(self._folder.path)}")
         if self._last or self._drawn():
             self._say(f"plots: {self._plots()}")
-        if failure is not None:
-            self._say(text(failure.get("line")) or "")
-        elif summary["outcome"] != "completed" and (stopped := read_json(self._folder.stopped)) is not None:
-            self._say(text(stopped.get("line")) or "")
+        if summary["outcome"] != "completed":
+            self._say_how_to_go_on(failure)
         return int(summary["outcome"] != "completed")
 
-    def _outcome(self, summary: dict[str, Any]) -> str:
+    def _say_how_to_go_on(self, failure: dict[str, Any] | None) -> None:
+        """The command that continues from the newest checkpoint, then the cause."""
+        ended = read_json(self._folder.stopped) if failure is None else failure
+        line = text((ended or {}).get("line")) or ""
+        checkpoints = complete(self._folder.checkpoints)
+        if checkpoints and "resume=" not in line:
+            command = shlex.join([*RUN, f"resume={quoted(from_here(self._folder.path))}"])
+            self._say(f"continue after step {checkpoints[0].step}: {command}")
+        if line:
+            self._say(line)
+
+    def _outcome(self, summary: dict[str, Any], signals: Sequence[int]) -> str:
         step = self._last.get("step", 0)
-        parts = [str(summary["outcome"]) + (f": step {step} of {self._steps}" if self._steps else "")]
+        outcome = str(summary["outcome"])
+        if outcome == "cancelled" and signals:
+            outcome = cancelled_by(signal_name(signals[0]))
+        parts = [outcome + (f": step {step} of {self._steps}" if self._steps else "")]
         if (loss := number(self._last.get("loss"))) is not None:
-            parts.append(f"loss {loss:.4g}")
+            parts.append(f"loss {figure(loss)}")
         if self._validation:
-            first, last = self._validation[0], self._validation[-1]
-            parts.append(f"validation loss {first:.4g}" + (f" -> {last:.4g}" if last != first else ""))
+            first, last = map(figure, (self._validation[0], self._validation[-1]))
+            parts.append(f"validation loss {first}" + (f" -> {last}" if last != first else ""))
         return ", ".join(parts)
 
     def _plots(self) -> str:
@@ -120,20 +168,26 @@ class Follower:
                 lines = [line for line in log.decode(errors="replace").splitlines() if not is_noise(line)]
         return [str(line) for line in lines[-_TAIL_LINES:]] if isinstance(lines, list) else []
 
-    def _show_bar(self, text: str, *, validation: list[float] | None = None) -> None:
+    def _progress(self, parts: list[str]) -> list[str]:
+        """What the bar says of the newest line; the last validation stays in view."""
+        if "measured" in self._last:
+            return list(filter(None, [f"{parts[0].strip()} measured", time_left(self._last)]))
+        if self._validation and self._last.get("validation_loss") is None:
+            return [*parts, f"validation loss {figure(self._validation[-1])}"]
+        return parts
+
+    def _show_bar(self, parts: list[str]) -> None:
+        timed = self._steps > 0  # other tasks say how much time is left
         if self._bar is None:
-            self._bar = Progress(
-                BarColumn(),
-                TextColumn("{task.description}", markup=False),
-                TimeRemainingColumn(),
-                console=self._console,
-            )
-            self._task = self._bar.add_task("", total=self._steps)
+            self._bar = progress_bars(self._console, timed=timed)
+            self._task = self._bar.add_task("", total=None)
             self._bar.start()
         assert self._task is not None
-        if validation and self._last.get("validation_loss") is None:
-            text += f"  validation loss {validation[-1]:.4g}"  # keep the last measured one in view
-        self._bar.update(self._task, description=text, completed=self._last.get("step", 0), refresh=True)
+        description = fitting(parts, columns=room_beside_bar(self._console, timed=timed))
+        self._bar.update(
+            self._task, description=description, completed=self._last.get("step", 0),
+            total=integer(self._last.get("steps")) or self._steps or None, refresh=True,
+        )  # fmt: skip
 
     def _say(self, line: str) -> None:
         """Print a line without markup or wrapping: paths and tracebacks contain brackets and are long."""

@@ -20,6 +20,7 @@ from hpc_parallel.record import owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import open_append
+from hpc_parallel.supervise.failure import signal_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -90,8 +91,8 @@ def follow_agent(
                     is_shown = False
                 time.sleep(PERIOD_S)
         finally:
-            process.end(cancelled=bool(signals))
-    return follower.finish() if is_shown else 1
+            process.end(signals=signals)
+    return follower.finish(signals) if is_shown else 1
 
 
 def watched_agent(run: PreparedRun) -> threading.Thread:
@@ -110,7 +111,7 @@ def watched_agent(run: PreparedRun) -> threading.Thread:
                 # `cancel` ends the owner of a run. It must not end this process, which may be a notebook.
                 owner.hand_to_process(run.folder, agent.pid)
             except BaseException:
-                agent.end(cancelled=True)
+                agent.end(signals=[signal.SIGTERM])
                 raise
         except BaseException as error:
             started.set_exception(error)
@@ -119,7 +120,7 @@ def watched_agent(run: PreparedRun) -> threading.Thread:
         with contextlib.suppress(ChildProcessError):  # other code in this process has reaped it
             while not agent.has_ended():
                 time.sleep(PERIOD_S)
-        agent.end(cancelled=False)
+        agent.end()
 
     thread = threading.Thread(target=watch, name=f"run {run.folder.path.name}", daemon=True)
     thread.start()
@@ -157,11 +158,14 @@ class Agent:
         """Let the agent end in order after the first of the received `signals`; kill it after the second."""
         _signal(self._process, signals)
 
-    def end(self, *, cancelled: bool) -> None:
-        """Kill all remaining processes, and make sure that the run folder records how the run ended."""
+    def end(self, *, signals: Sequence[int] = ()) -> None:
+        """Kill all remaining processes, and make sure that the run folder records how the run ended.
+
+        signals: those that asked it to end.
+        """
         returncode = _end(self._process)
         if returncode != 0:
-            _conclude(self._folder, returncode=returncode, log=str(self._log), cancelled=cancelled)
+            _conclude(self._folder, returncode=returncode, log=str(self._log), signals=signals)
 
 
 def _command(folder: RunFolder, agent: Sequence[str]) -> list[str]:
@@ -170,7 +174,7 @@ def _command(folder: RunFolder, agent: Sequence[str]) -> list[str]:
 
 def _signal(process: subprocess.Popen[bytes], signals: list[int]) -> None:
     if len(signals) == 1:
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signals[0])
     else:
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -187,12 +191,14 @@ def _end(process: subprocess.Popen[bytes]) -> int:
     return process.wait()
 
 
-def _conclude(folder: RunFolder, *, returncode: int, log: str, cancelled: bool) -> None:
+def _conclude(folder: RunFolder, *, returncode: int, log: str, signals: Sequence[int]) -> None:
     """Record how the run ended if the agent could not, because it was killed or never started."""
     if folder.summary.exists():
         return
     command = [sys.executable, "-m", "hpc_parallel.job", "conclude", str(folder.path), str(returncode)]
-    flags = ["--log", log] + (["--cancelled"] if cancelled else [])
+    flags = ["--log", log]
+    if signals:
+        flags += ["--cancelled", "--by", signal_name(signals[0])]
     subprocess.run([*command, *flags], stderr=subprocess.DEVNULL, check=False)
 
 

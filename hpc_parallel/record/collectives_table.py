@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpc_parallel.problems import printable
+from hpc_parallel.record.metrics_file import size
 from hpc_parallel.record.values import integer, number, table, text
 
 COLUMNS = (
@@ -90,6 +91,15 @@ def short_table(rows: Rows) -> list[str]:
             *_compared(best),
         ))  # fmt: skip
     return _aligned(cells if with_predictions else [line[:-2] for line in cells])
+
+
+def row_cells(row: Mapping[str, Any]) -> list[str]:
+    """A row for the screen, the most important cells first; the cells of all rows have the same widths."""
+    return [
+        row["operation"].ljust(14), size(row["size_bytes"]).rjust(9),
+        f"{row['time_s'] * 1e6:.1f} us".rjust(11), row["dtype"].ljust(8),
+        f"{row['busbw_bytes_per_s'] / 1e9:.3f} GB/s".rjust(12), row["group"],
+    ]  # fmt: skip
 
 
 def _compared(row: Mapping[str, Any]) -> tuple[str, str]:

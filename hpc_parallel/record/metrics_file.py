@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hpc_parallel.problems import printable
 from hpc_parallel.record.safe_read import LINES_BYTES, MAX_LINES, MIB, open_regular, parse_line, read_tail
-from hpc_parallel.record.values import integer, number
+from hpc_parallel.record.values import integer, number, text
 
 _TAIL_BYTES = 2048  # holds a line or two
+SEPARATOR = "  "  # between the parts of a described line
+MOST_CELLS = 16  # of a measured row
 _MAX_TAIL_BYTES = MIB  # the last whole line is searched in this many bytes
 
 
 class MetricsReader:
-    """Reads the lines that a running run has added since the last read. The file may have any length."""
+    """Reads the lines that a running run has added since the last read. The file may have any length.
+
+    A restart replaces the file by one without the steps that are trained again. Lines that this reader has
+    returned before are not returned again: two lines differ in their step or their time.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset_bytes = 0
+        self._returned: set[tuple[Any, Any]] = set()  # (step, time)
 
     def read(self) -> list[dict[str, Any]]:
         """The new whole lines; a line without its line end is left for the next read. Raises DamagedError."""
@@ -34,7 +42,16 @@ class MetricsReader:
         complete = added[: added.rfind(b"\n") + 1]
         self._offset_bytes += len(complete)
         values = [_parse(line) for line in complete.splitlines()]
-        return [line for line in values if line is not None]
+        new = [line for line in values if line is not None and self._is_new(line)]
+        self._returned.update(map(_identity, new))
+        return new
+
+    def _is_new(self, line: dict[str, Any]) -> bool:
+        return "time" not in line or _identity(line) not in self._returned
+
+
+def _identity(line: dict[str, Any]) -> tuple[Any, Any]:
+    return line["step"], text(line.get("time"))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -71,26 +88,78 @@ def last_line(path: Path) -> dict[str, Any] | None:
 
 def describe(metrics: dict[str, Any], *, steps: int) -> str:
     """Format a metrics line as `step 120/600  loss 2.413  512 samples/s`, or what another task measures."""
+    return SEPARATOR.join(described(metrics, steps=steps))
+
+
+def described(metrics: Mapping[str, Any], *, steps: int) -> list[str]:
+    """The parts of `describe`, the most important first."""
+    if isinstance(cells := metrics.get("measured"), list):
+        return [of_total(metrics), *(printable(cell) for cell in cells[:MOST_CELLS])]
     parts = [f"step {metrics['step']}/{steps}"]
     if "loss" in metrics:
         loss = number(metrics["loss"])
-        parts.append("loss is not finite" if loss is None else f"loss {loss:.4g}")
+        parts.append("loss is not finite" if loss is None else f"loss {figure(loss)}")
     if (validation_loss := number(metrics.get("validation_loss"))) is not None:
-        parts.append(f"validation loss {validation_loss:.4g}")
+        parts.append(f"validation loss {figure(validation_loss)}")
     for key, value in metrics.items():
         if key.startswith("validation_") and key != "validation_loss" and number(value) is not None:
-            parts.append(f"{printable(key.removeprefix('validation_'))} {value:.4g}")
+            parts.append(f"{printable(key.removeprefix('validation_'))} {figure(value)}")
     if (latency_s := number(metrics.get("latency_s"))) is not None and "batch_size" in metrics:
-        parts.append(f"batch size {metrics['batch_size']}  latency {milliseconds(latency_s)}")
+        parts += [f"batch size {metrics['batch_size']}", f"latency {milliseconds(latency_s)}"]
     if (rate := number(metrics.get("samples_per_s"))) is not None:
         parts.append(f"{per_second(rate)} samples/s")
     elif (rate := number(metrics.get("tokens_per_s"))) is not None:
         parts.append(f"{per_second(rate)} tokens/s")
-    return "  ".join(parts)
+    return parts
+
+
+def of_total(metrics: Mapping[str, Any]) -> str:
+    """` 7/183`: the number of a measured row and of all rows, in the same width for all."""
+    total = str(integer(metrics.get("steps")) or "?")
+    return f"{metrics['step']:>{len(total)}}/{total}"
+
+
+def fitting(parts: Sequence[str], *, columns: int) -> str:
+    """As many of the first parts as a line of `columns` characters has room for; the first in any case."""
+    line = parts[0]
+    for part in parts[1:]:
+        if len(line) + len(SEPARATOR) + len(part.rstrip()) > columns:
+            break
+        line += SEPARATOR + part
+    return line.rstrip()
+
+
+def is_lasting(metrics: Mapping[str, Any]) -> bool:
+    """Whether a line stays on a terminal: a result, and not only the progress of a training."""
+    return any(key in metrics for key in ("validation_loss", "batch_size", "measured"))
+
+
+def time_left(metrics: Mapping[str, Any]) -> str | None:
+    """The time that a measuring task will take at most, as its line says."""
+    left_s = number(metrics.get("time_left_s"))
+    return None if left_s is None else f"at most {duration(left_s)} left"
+
+
+def duration(seconds: float) -> str:
+    """The two largest units: `42 s`, `3 min 20 s`, `5 h 7 min`, `2 d 3 h`."""
+    rounded = round(seconds)
+    minutes, hours, days = rounded // 60, rounded // 3600, rounded // 86400
+    if days:
+        return f"{days} d {hours % 24} h"
+    if hours:
+        return f"{hours} h {minutes % 60} min"
+    return f"{minutes} min {rounded % 60} s" if minutes else f"{rounded} s"
+
+
+def figure(value: float, *, digits: int = 4) -> str:
+    """Format with so many significant digits, without an exponent from 0.0001 up: 1520, not 1.52e+03."""
+    if abs(value) >= 10 ** (digits - 1):
+        return f"{value:.0f}"
+    return f"{value:.{digits}g}"
 
 
 def per_second(rate: float) -> str:
-    return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
+    return figure(rate, digits=3)
 
 
 def milliseconds(seconds: float) -> str:

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpc_parallel.problems import printable
 from hpc_parallel.record.collectives_table import is_row, short_table, valid_rows, warning_lines
 from hpc_parallel.record.machine_check_table import machine_lines
-from hpc_parallel.record.metrics_file import milliseconds, per_second
+from hpc_parallel.record.metrics_file import milliseconds, per_second, read_metrics
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import MIB, list_folder, parse_line, read_head, read_json
 from hpc_parallel.record.values import integer, number, table, text
@@ -33,12 +34,14 @@ def results(folder: RunFolder, summary: Mapping[str, Any]) -> list[str]:
         return collectives(measured, folder)
     elif checked := read_json(folder.machine_check):
         return machine_lines(checked)
+    elif rows := _rows_so_far(folder, summary):
+        return [*short_table(rows), f"all sizes: {folder.metrics}"]
     elif generated := _first_lines(folder.generated):
         lines = texts(generated, show=integer(table(folder.read_config().get("task")).get("show")) or 0)
     if lines and (weights := text(summary.get("weights"))):
         initial = "the weights are the initial ones: nothing was trained or restored"
         lines.append(initial if weights == INITIAL else f"the weights are those of {weights}")
-    notes = (text(summary.get("comparison")), text(summary.get("ended_early")))
+    notes = (text(summary.get("comparison")), text(summary.get("ended_early")), text(summary.get("left_out")))
     return [*lines, *(note for note in notes if note), *profiles(folder)]
 
 
@@ -53,11 +56,19 @@ def profiles(folder: RunFolder) -> list[str]:
     ]
 
 
+def _rows_so_far(folder: RunFolder, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The measured rows of `task=collectives` that was killed before it could write its tables."""
+    is_training = bool(summary.get("steps")) or summary.get("outcome") == "completed"
+    return [] if is_training else valid_rows({"rows": read_metrics(folder.metrics)})
+
+
 def collectives(content: Mapping[str, Any], folder: RunFolder) -> list[str]:
     """The all-reduce of 2^20 numbers, a short table, and where the full one is."""
     first = table(content.get("sum"))
     lines = [first_line(first)] if is_row(first) else []
     lines += [*short_table(valid_rows(content)), *warning_lines(content)]
+    if left_out := text(content.get("left_out")):
+        lines.append(printable(left_out))
     return [*lines, f"all sizes: {folder.collectives_table}"]
 
 

@@ -68,6 +68,11 @@ class RunFolder:
         return self.path / "stopped.json"
 
     @property
+    def phase(self) -> Path:
+        """What the start does before its first line of metrics (`record/phase.py`)."""
+        return self.path / "phase"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 
@@ -195,6 +200,7 @@ class RunFolder:
         read them to check whether the run can be resumed.
         """
         number = self._count_set_aside() + 1
+        self.phase.unlink(missing_ok=True)  # of the last start
         try:
             for path in (self.code, *self.outcome):
                 if path.exists():

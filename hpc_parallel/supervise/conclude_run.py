@@ -47,12 +47,14 @@ def conclude(
     returncode: int,
     text: str = "",
     cancelled: bool | None = None,
+    asked_by: str | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> str | None:
     """Find the root cause; write `failure.json` and, if rank 0 wrote none, `summary.json`.
 
     returncode, text: exit code of the job and end of its log, used if no rank wrote a record;
     cancelled: whether the run was asked to end, None to infer this from the records and the log;
+    asked_by: the name of the signal that asked, if another one was sent to the ranks;
     environment: Slurm's variables of the job.
 
     Returns one line that names the cause, or None if nothing failed.
@@ -62,7 +64,8 @@ def conclude(
     if summary is not None and summary.get("outcome") in ("completed", "preempted"):
         return None
     if (stopped := read_json(folder.stopped)) is not None:
-        return _conclude_stop(folder, stopped=stopped, environment=environment)
+        asked = {**stopped, "signal": asked_by or stopped["signal"]}
+        return _conclude_stop(folder, stopped=asked, environment=environment)
     records = failure.records(folder)
     records += killed_tasks(folder, text=text, recorded={record.rank for record in records})
     if returncode == 0 and not records and not cancelled:
@@ -71,8 +74,9 @@ def conclude(
     if cause is not None and cause.kind in (failure.HANG, failure.LOST_PEER, failure.STOPPED):
         cause = cause_of(folder, records) or cause
     if cancelled or (cancelled is None and _looks_cancelled(cause, returncode=returncode, text=text)):
-        by = f" by {cause.signal}, first rank {cause.rank} on {cause.host}" if cause and cause.signal else ""
-        line, outcome, how = f"cancelled{by}", "cancelled", "cancelled"
+        first = f", first rank {cause.rank} on {cause.host}" if cause and cause.signal else ""
+        name = asked_by or (cause.signal if cause else None)
+        line, outcome, how = f"{cancelled_by(name)}{first}", "cancelled", "cancelled"
         ended: dict[str, Any] = {"host": None, "details": {}}
     else:
         lost = _slurm_failure(folder, cause, records=records, text=text) if cancelled is None else None
@@ -83,6 +87,12 @@ def conclude(
         attempts.end(folder, how=how, host=ended["host"], exclude=texts(ended["details"].get("exclude")))
         write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
     return line
+
+
+def cancelled_by(signal_name: str | None) -> str:
+    """The cancellation in the words of the user who caused it."""
+    words = {"SIGINT": "Ctrl-C", "SIGHUP": "the end of its terminal (SIGHUP)"}
+    return "cancelled" if signal_name is None else f"cancelled by {words.get(signal_name, signal_name)}"
 
 
 def _looks_cancelled(cause: Record | None, *, returncode: int, text: str) -> bool:
@@ -134,17 +144,21 @@ def _conclude_stop(folder: RunFolder, *, stopped: Mapping[str, Any], environment
     how = restart.why_stopped(stopped["signal"], environment=environment)
     attempts.end(folder, how=how)
     launcher = folder.read_config()["launcher"]
-    restarts = restart.allowed(folder, how=how, recoverable=False, launcher=launcher)
+    continues = "step" in stopped  # else the task begins again, which a time limit would end again
+    allowed = restart.allowed(folder, how=how, recoverable=False, launcher=launcher)
+    restarts = allowed and (continues or how != restart.TIME_LIMIT)
     reasons = {
         restart.TIME_LIMIT: f"the time limit of {launcher['time_minutes']} min was near",
         restart.PREEMPTED: "preempted by Slurm",
-        restart.CANCELLED: f"cancelled by {stopped['signal']}",
+        restart.CANCELLED: cancelled_by(stopped["signal"]),
     }
-    line = f"{reasons[how]}: saved at step {stopped['step']}"
+    kept = f"saved at step {stopped['step']}" if continues else f"{stopped['kept']} are kept"
+    line = f"{reasons[how]}: {kept}"
     if how == restart.TIME_LIMIT and not restarts:
-        line += f"; launcher.max_requeues={launcher['max_requeues']} are used up"
+        if continues:
+            line += f"; launcher.max_requeues={launcher['max_requeues']} are used up"
         write_json(folder.failure, _without_rank(kind=failure.TIME_LIMIT, message=line, line=line))
-    if not restarts:
+    if continues and not restarts:
         line += f"; go on with resume={folder.path}"
     outcome = "preempted" if restarts else "cancelled" if how == restart.CANCELLED else "failed"
     write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
@@ -259,6 +273,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--log", type=Path, help="the job's log, used if no rank wrote a record")
     parser.add_argument("--again", action="store_true", help="restart the Slurm job if this is allowed")
     parser.add_argument("--cancelled", action="store_true", default=None, help="the run was asked to end")
+    parser.add_argument("--by", metavar="SIGNAL", help="the signal that asked it to end")
     options = parser.parse_args(arguments)
     for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(signal_number, signal.SIG_IGN)  # Slurm ends a requeued job, but this must finish first
@@ -269,8 +284,9 @@ def main(arguments: Sequence[str]) -> None:
         with suppress(FileNotFoundError, DamagedError):
             text = read_tail(options.log).decode(errors="replace")
     line = conclude(
-        folder, returncode=options.returncode, text=text, cancelled=options.cancelled, environment=environment
-    )
+        folder, returncode=options.returncode, text=text, cancelled=options.cancelled, asked_by=options.by,
+        environment=environment,
+    )  # fmt: skip
     if line:
         print(line, file=sys.stderr, flush=True)
     if "SLURM_JOB_ID" in environment and may_restart(folder):

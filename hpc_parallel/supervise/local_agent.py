@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_parallel.config.layout import processes_per_node, recorded_strategy
 from hpc_parallel.record import owner
+from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.supervise import failure
@@ -56,7 +57,8 @@ def run(run_folder: str, *, load_entry: Callable[[], Entry]) -> int:
     per_node = processes_per_node(strategy, gpus_per_node=config["gpus_per_node"])
 
     def leave(number: int, frame: FrameType | None) -> None:
-        conclude(folder, returncode=-number, cancelled=True, environment={})
+        asked_by = failure.signal_name(number)
+        conclude(folder, returncode=-number, cancelled=True, asked_by=asked_by, environment={})
         os._exit(1)
 
     # Both before the import of torch: OpenMP reads its variables when it is loaded.
@@ -77,6 +79,7 @@ def _attempt(
     environments = rank_environments(nodes=config["nodes"], per_node=per_node)
     folder.begin_anew()
     failure.forget_all(folder)
+    note_phase(folder, "importing torch")
     owner.take(folder)  # if the launcher is killed, the ranks still save their state before they end
     try:
         watch = _start(
@@ -93,7 +96,8 @@ def _attempt(
     cancelled = watch.wait()
     failed = any(watch.returncodes.values()) or len(watch.returncodes) < len(environments)
     if failed or cancelled:
-        conclude(folder, returncode=1, cancelled=cancelled, environment={})
+        asked_by = failure.signal_name(watch.signals[0]) if cancelled else None
+        conclude(folder, returncode=1, cancelled=cancelled, asked_by=asked_by, environment={})
     summary = read_json(folder.summary)
     return int(summary is None or summary["outcome"] != "completed")
 

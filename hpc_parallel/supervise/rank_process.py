@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
+from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.supervise import failure
 from hpc_parallel.supervise.fabric import site_variables
@@ -40,6 +41,8 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER) -> None:
     failure.forget(folder, rank=world.rank)
     config = folder.read_config()
     site_variables(config["cluster"]["environment"], os.environ)  # before torch loads OpenMP
+    if world.rank == 0:
+        note_phase(folder, "importing torch")
     for number in _IGNORED:
         signal.signal(number, _ignore)  # not SIG_IGN, which the worker would inherit
     try:

@@ -25,6 +25,7 @@ MEASURED = (
     "ring_all_reduce",
     "comparison",
     "ended_early",
+    "left_out",
     "slow_ranks",
     "shares",
     "rank_memory_bytes",
@@ -61,6 +62,7 @@ def summarise(
       several devices, that moves most.
     - `unknown_collectives`: collectives whose bytes are not known; traffic is then null.
     - `ended_early`: why a callback ended the training before its last step.
+    - `left_out`: what a task did not measure, because `task.seconds` were used.
     - `slow_ranks`: ranks that were slower than their peers for a while, with the cause and the steps.
     - `shares`: the speeds by which `strategy.shares` split the batch or the pipeline.
     - `rank_memory_bytes`: peak memory by rank, in the newest start.
@@ -80,7 +82,9 @@ def summarise(
         "samples_per_s": None,
         "step_time_s": None,
         "latency_s": None,
-        "peak_memory_bytes": max((line["peak_memory_bytes"] for line in lines), default=None),
+        "peak_memory_bytes": max(
+            (line["peak_memory_bytes"] for line in lines if "peak_memory_bytes" in line), default=None
+        ),
         **{key: measured.get(key) for key in MEASURED},
         "predicted": None,
         "weights": measured.get("weights", config.get("weights") or INITIAL),
@@ -119,7 +123,7 @@ def _trained(lines: Lines) -> dict[str, Any]:
 
 def _inferred(lines: Lines) -> dict[str, Any]:
     """The latency of one sample per replica, and the throughput of the best batch size."""
-    columns = ("batch_size", "latency_s", "latency_p99_s", "samples_per_s", "tokens_per_s")
+    columns = ("batch_size", "latency_s", "latency_p99_s", "samples_per_s", "tokens_per_s", "passes")
     rows = [{key: line[key] for key in columns if key in line} for line in lines if "batch_size" in line]
     return {
         "samples": _last(lines, "samples") or 0,
@@ -141,8 +145,15 @@ def _generated(lines: Lines) -> dict[str, Any]:
     }
 
 
+def _measured(lines: Lines) -> dict[str, Any]:
+    """The figures of the machine are in files of their own."""
+    return {}
+
+
 # Figures of the tasks that do not train.
-FIGURES: dict[str, Callable[[Lines], dict[str, Any]]] = {"infer": _inferred, "generate": _generated}
+FIGURES: dict[str, Callable[[Lines], dict[str, Any]]] = {
+    "infer": _inferred, "generate": _generated, "collectives": _measured, "preflight": _measured,
+}  # fmt: skip
 
 
 def _validated(lines: Lines) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from hpc_parallel.config.trials import Trials
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
 from hpc_parallel.launch.launcher import SiteRefusedError
 from hpc_parallel.problems import ConfigError, Problem, Problems, quoted
+from hpc_parallel.record.metrics_file import figure
 from hpc_parallel.record.names import from_here
 from hpc_parallel.record.sweep_folder import (
     MANIFEST,
@@ -163,7 +164,7 @@ def _report(trial: Trial, stopped: Exception | None, *, names: Sequence[str]) ->
     rows, failed = [], False
     for run in sweep.runs:
         result = read_result(run.run_dir, names=names)
-        figures = [f"{result.figures[name]:.6g}" if name in result.figures else "" for name in names]
+        figures = [figure(result.figures[name], digits=6) if name in result.figures else "" for name in names]
         label = " ".join(override for override in run.overrides if key_of(override) not in fixed)
         rows.append((os.path.relpath(run.run_dir), label, *figures, result.failure or "completed"))
         failed = failed or result.failure is not None

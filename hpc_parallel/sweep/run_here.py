@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections import deque
 
@@ -60,7 +61,7 @@ class _Runner:
                 time.sleep(PERIOD_S)
         finally:
             for agent in self.active.values():
-                agent.end(cancelled=True)
+                agent.end(signals=self._signals or [signal.SIGTERM])
 
     def _start_waiting(self) -> None:
         while self.waiting and len(self.active) < self._limit and not self._signals:
@@ -74,5 +75,5 @@ class _Runner:
 
     def _end_finished(self) -> None:
         for planned in [planned for planned, agent in self.active.items() if agent.has_ended()]:
-            self.active.pop(planned).end(cancelled=bool(self._signals))
+            self.active.pop(planned).end(signals=self._signals)
             self.completed = self._view.end(planned) and self.completed

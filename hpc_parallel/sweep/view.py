@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import TaskID
 
-from hpc_parallel.record.metrics_file import MetricsReader, describe
+from hpc_parallel.record.metrics_file import MetricsReader, described, figure, fitting, per_second
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.values import integer
 from hpc_parallel.sweep.plan import PlannedRun
+from hpc_parallel.terminal import progress_bars, room_beside_bar
 
 
 class SweepView:
@@ -27,13 +30,7 @@ class SweepView:
         self._readers: dict[Path, MetricsReader] = {}
         self._tasks: dict[Path, TaskID] = {}
         self._notes: dict[Path, str] = {}
-        self._bars = Progress(
-            BarColumn(bar_width=24),
-            TextColumn("{task.description}", markup=False),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
+        self._bars = progress_bars(self._console)
         self._total = self._bars.add_task(f"0 of {count} ended", total=count)
 
     def __enter__(self) -> SweepView:
@@ -49,7 +46,7 @@ class SweepView:
         """Add a run that was started or waits in a queue."""
         path = planned.run.folder.path
         self._readers[path] = MetricsReader(planned.run.folder.metrics)
-        self._tasks[path] = self._bars.add_task(f"{planned.label}: {note}", total=planned.run.steps)
+        self._tasks[path] = self._bars.add_task("", total=planned.run.steps)
         self.note(planned, note)
 
     def note(self, planned: PlannedRun, note: str) -> None:
@@ -58,7 +55,7 @@ class SweepView:
         if self._notes.get(path) == note:
             return
         self._notes[path] = note
-        self._bars.update(self._tasks[path], description=f"{planned.label}: {note}")
+        self._bars.update(self._tasks[path], description=self._fitting([f"{planned.label}:", note]))
         if not self._console.is_terminal:
             self.say(f"{planned.label}: {note}")
 
@@ -66,8 +63,11 @@ class SweepView:
         """Show the newest logged step of a run."""
         path = planned.run.folder.path
         if lines := self._readers[path].read():
-            text = f"{planned.label}: {describe(lines[-1], steps=planned.run.steps)}"
-            self._bars.update(self._tasks[path], description=text, completed=lines[-1]["step"])
+            parts = [f"{planned.label}:", *described(lines[-1], steps=planned.run.steps)]
+            self._bars.update(
+                self._tasks[path], description=self._fitting(parts), completed=lines[-1]["step"],
+                total=integer(lines[-1].get("steps")) or planned.run.steps,
+            )  # fmt: skip
 
     def end(self, planned: PlannedRun) -> bool:
         """Print how a run ended, with the cause of a failure. Returns whether it completed."""
@@ -87,6 +87,9 @@ class SweepView:
         self._bars.update(self._total, completed=len(self._ended), description=text)
         self.say(f"[{len(self._ended)}/{self._count}] {planned.label}: {line}")
 
+    def _fitting(self, parts: Sequence[str]) -> str:
+        return fitting(parts, columns=room_beside_bar(self._console))
+
     def say(self, text: str) -> None:
         """Print a line above the bars."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -105,7 +108,7 @@ def outcome_line(folder: RunFolder) -> tuple[str, str]:
         return outcome, f"failed: {failure['line']}"
     parts = [outcome]
     if summary.get("final_loss") is not None:
-        parts.append(f"loss {summary['final_loss']:.4g}")
+        parts.append(f"loss {figure(summary['final_loss'])}")
     if summary.get("samples_per_s") is not None:
-        parts.append(f"{summary['samples_per_s']:.3g} samples/s")
+        parts.append(f"{per_second(summary['samples_per_s'])} samples/s")
     return outcome, ", ".join(parts)

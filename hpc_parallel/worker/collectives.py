@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,12 +27,10 @@ from hpc_parallel.profiling.collective_cases import (
     OPERATIONS,
     Case,
     Group,
-    Operation,
     Patterns,
     elements,
     group_of,
     same_ranks,
-    sizes,
 )
 from hpc_parallel.profiling.link_rates import synchronize
 from hpc_parallel.profiling.machine_comparison import compare
@@ -44,11 +43,14 @@ from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.strategies.exchange import all_gather, all_gather_numbers
 from hpc_parallel.strategies.mesh import axis_of, build_host_mesh, build_mesh
+from hpc_parallel.training.writers import FileWriter
+from hpc_parallel.worker.collectives_plan import BATCHES, ROW_S, Cell, Plan
 from hpc_parallel.worker.run_plots import draw_plots
-from hpc_parallel.worker.session import complete
+from hpc_parallel.worker.session import complete, note_stop
+from hpc_parallel.worker.stop import Stop
+from hpc_parallel.worker.time_budget import TimeBudget
 
 WARM_UP = 3  # rounds: the first allocate buffers and connect ranks
-BATCHES = 8  # of rounds: their spread shows how steady a time is
 MOST_ROUNDS = 2000  # in a batch
 BUFFERS = 4  # arrays of the largest size that a check holds at the same time
 PROFILE_HEAD = """\
@@ -82,7 +84,8 @@ def measure_collectives(
 ) -> None:
     """Measure as `config.task` says, on all ranks of the default process group.
 
-    Rank 0 writes `collectives.json`, `collectives.csv`, `machine.yaml` and `summary.json`.
+    Rank 0 writes a line of `metrics.jsonl` for each row at once, and at the end or after a signal
+    `collectives.json`, `collectives.csv` and `machine.yaml`; then `summary.json`, or `stopped.json`.
 
     Raises WrongResultError on all ranks.
     """
@@ -94,14 +97,27 @@ def measure_collectives(
         attempts.begin(folder, step=0, environment=environment)
     groups = named_groups(config, device=device)
     most_bytes = largest_size(task, device=device)
-    bench = Bench(device=device, seconds=task.seconds)
-    first = bench.measure("all_reduce", group=("world", groups["world"]), dtype=torch.float32,
-                          size_bytes=4 * SUM_ELEMENTS)  # fmt: skip
-    say(first_line(first))
-    rows = list(measurements(task, bench=bench, groups=groups, most_bytes=most_bytes))
-    if rank == 0:
-        write_results(folder, first=first, rows=rows, config=config, device=device)
-    complete(values, folder=folder, lines=[], writers=[])
+    bench = Bench(device=device, seconds=ROW_S)
+    writer = FileWriter(folder, steps=0)
+    with Stop(step=0, period_s=0.0) as stop:  # until all is written
+        first = bench.measure("all_reduce", group=("world", groups["world"]), dtype=torch.float32,
+                              size_bytes=4 * SUM_ELEMENTS)  # fmt: skip
+        say(first_line(first))
+        plan = Plan.of(task, groups=groups, most_bytes=most_bytes)
+        budget = TimeBudget(task.seconds)
+        signalled = None
+        for _ in plan.measure(partial(measure_cell, device=device, groups=groups), budget):
+            if rank == 0:
+                writer.write(plan.metrics_line(budget))
+            if (signalled := stop.after(len(plan.rows))) is not None:
+                break
+        if rank == 0:
+            write_results(folder, first=first, plan=plan, config=config, device=device)
+        if signalled is not None:
+            kept = f"{len(plan.rows)} of {len(plan.cells)} rows"
+            note_stop(folder, [], signalled=signalled, about={"kept": kept})
+            return
+        complete(values, folder=folder, lines=[], writers=[])
     if rank == 0:
         print(*results(folder, read_json(folder.summary) or {}), sep="\n", flush=True)
         draw_plots(folder, lasted_s=time.monotonic() - began)
@@ -111,22 +127,36 @@ def write_results(
     folder: RunFolder,
     *,
     first: dict[str, Any],
-    rows: list[dict[str, Any]],
+    plan: Plan,
     config: RunConfig,
     device: torch.device,
 ) -> None:
     """Write the rows, beside what a machine profile predicts, and the machine profile of this run."""
+    rows = plan.sorted_rows()
     comparison = compare(rows, machine=config.machine, device_type=device.type)
     if config.machine.collectives:
         pairs = zip(rows, comparison.predicted_s, strict=True)
         rows = [{**row, "predicted_s": time_s} for row, time_s in pairs]
-    content = {"device": device.type, "backend": dist.get_backend(), "sum": first, "rows": rows}
-    write_json(folder.collectives, content | {"warnings": comparison.warnings})
+    content = {
+        "device": device.type, "backend": dist.get_backend(), "sum": first, "rows": rows,
+        "left_out": plan.left_out, "warnings": comparison.warnings,
+    }  # fmt: skip
+    write_json(folder.collectives, content)
     write_text(folder.collectives_table, full_table(rows))
     write_text(folder.collectives.with_suffix(".csv"), as_csv(rows))
     today = datetime.now(UTC).date().isoformat()
     profile = machine_profile(rows, site=config.cluster.name, device_type=device.type, measured=today)
     write_text(folder.machine, PROFILE_HEAD + OmegaConf.to_yaml(profile))
+
+
+def measure_cell(
+    cell: Cell, seconds: float, *, device: torch.device, groups: Mapping[str, Group]
+) -> dict[str, Any]:
+    name, kind, dtype = cell.series
+    bench = Bench(device=device, seconds=seconds)
+    return bench.measure(
+        kind, group=(name, groups[name]), dtype=getattr(torch, dtype), size_bytes=cell.size_bytes
+    )
 
 
 def named_groups(config: RunConfig, *, device: torch.device) -> dict[str, Group]:
@@ -182,26 +212,6 @@ def free_bytes(device: torch.device) -> float:
     machines = all_gather(Path("/proc/sys/kernel/random/boot_id").read_text())
     available = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
     return int(available[1]) * 1024 / machines.count(machines[dist.get_rank()]) if available else 0.0
-
-
-def measurements(
-    task: CollectivesConfig, *, bench: Bench, groups: Mapping[str, Group], most_bytes: int
-) -> Iterator[dict[str, Any]]:
-    """Yields a row for each group, operation, type and size."""
-    for name, group in groups.items():
-        for kind in task.operations or OPERATIONS:
-            operation = OPERATIONS[kind]
-            if group.ranks < operation.least_ranks:
-                continue
-            for dtype in task.dtypes if operation.has_size else ["float32"]:
-                for size_bytes in swept(task, operation=operation, most_bytes=most_bytes):
-                    yield bench.measure(
-                        kind, group=(name, group), dtype=getattr(torch, dtype), size_bytes=size_bytes
-                    )
-
-
-def swept(task: CollectivesConfig, *, operation: Operation, most_bytes: int) -> list[int]:
-    return sizes(task.min_bytes, most_bytes, factor=task.factor) if operation.has_size else [0]
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from hpc_parallel.training.load_weights import start_from
 from hpc_parallel.training.metrics import peak_memory_bytes
 from hpc_parallel.training.writers import open_writers
 from hpc_parallel.worker.cache_check import CACHED, CacheCheck
-from hpc_parallel.worker.session import Session, complete
+from hpc_parallel.worker.session import Session, complete, phases_of
 
 Choose = Callable[[Tensor, int], Tensor]
 """Takes logits [batch, vocab] and the position of the next token; returns the tokens [batch]."""
@@ -57,12 +57,16 @@ def generate(
     rank, progress = dist.get_rank(), progress or Progress()
     if rank == 0:
         attempts.begin(folder, step=0, environment=environment)
-    session = Session.open(without_split_positions(config), device=device, trains=False)
+    on_phase = phases_of(folder, rank=rank)
+    session = Session.open(without_split_positions(config), device=device, trains=False, on_phase=on_phase)
+    on_phase("loading the weights")
     weights = start_from(config, session.assembled)
     prompts = prompts_of(session)
     writers = open_writers(config, folder=folder, values=values) if rank == 0 else []
     lines: list[dict[str, Any]] = []
     clock = Clock(config, device=device, prompts=len(prompts))
+
+    on_phase("reading the prompts")
 
     def on_token(step: int) -> None:
         progress.mark("step", step)

@@ -29,8 +29,10 @@ from hpc_parallel.training.load_weights import start_from
 from hpc_parallel.training.metrics import peak_memory_bytes
 from hpc_parallel.training.validation import validate as validated
 from hpc_parallel.training.writers import open_writers
-from hpc_parallel.worker.session import Session, complete
+from hpc_parallel.worker.session import Session, complete, phases_of
+from hpc_parallel.worker.time_budget import TimeBudget, advice
 
+LEAST_PASSES = 5  # that are timed
 WARM_UP = 3  # passes: the first allocates buffers and infers shapes, the next choose kernels
 
 
@@ -52,11 +54,15 @@ def infer(
     rank, progress = dist.get_rank(), progress or Progress()
     if rank == 0:
         attempts.begin(folder, step=0, environment=environment)
-    session = Session.open(config, device=device, trains=False)
+    on_phase = phases_of(folder, rank=rank)
+    session = Session.open(config, device=device, trains=False, on_phase=on_phase)
+    on_phase("loading the weights")
     weights = start_from(config, session.assembled)
     writers = open_writers(config, folder=folder, values=values) if rank == 0 else []
     lines: list[dict[str, Any]] = []
-    for step, figures in enumerate(measurements(session, progress), start=1):
+    on_phase("validation")
+    sizes = Sizes(session, progress)
+    for step, figures in enumerate(sizes.measure(), start=1):
         (peaks,) = all_gather_numbers([float(peak_memory_bytes(device))], device=device)
         now = datetime.now(UTC).isoformat()
         lines.append({"step": step, **figures, "peak_memory_bytes": int(max(peaks)), "time": now})
@@ -68,17 +74,40 @@ def infer(
         folder=folder,
         lines=lines,
         writers=writers,
-        measured={"weights": weights, "comparison": session.comparison},
+        measured={"weights": weights, "comparison": session.comparison, "left_out": sizes.left_out},
     )
     if rank == 0:
         print(*results(folder, read_json(folder.summary) or {}), sep="\n", flush=True)
 
 
-def measurements(session: Session, progress: Progress) -> Iterator[dict[str, Any]]:
-    """Yields the metrics of each line."""
-    yield validate(session, progress)
-    for size in batch_sizes(session.config):
-        yield time_batch(session, progress, batch_size=size)
+class Sizes:
+    """Measures the validation loss, then one batch size after another until the time is used."""
+
+    def __init__(self, session: Session, progress: Progress) -> None:
+        self.session, self.progress = session, progress
+        self.sizes = batch_sizes(session.config)
+        self.left_out: str | None = None  # with the reason
+
+    def measure(self) -> Iterator[dict[str, Any]]:
+        """Yields the metrics of each line. The smallest batch size is measured in any case."""
+        yield validate(self.session, self.progress)
+        task = self.session.config.task
+        assert isinstance(task, InferConfig)
+        budget = TimeBudget(task.seconds)
+        least_s = 0.0  # of one batch size, if a pass takes as many times longer as it has more samples
+        for number, size in enumerate(self.sizes):
+            rest = self.sizes[number:]
+            if number > 0:
+                least_s *= size / self.sizes[number - 1]
+            if number > 0 and budget.left_s(after_s=least_s) < 0:
+                needed_s = sum(least_s * larger / size for larger in rest)
+                names = ", ".join(map(str, rest))
+                self.left_out = f"left out: batch sizes {names}: {advice(budget, needed_s=needed_s)}"
+                return
+            seconds = max(0.0, budget.left_s()) / len(rest)
+            figures = time_batch(self.session, self.progress, batch_size=size, seconds=seconds)
+            least_s = (WARM_UP + LEAST_PASSES) * figures["latency_s"]
+            yield figures
 
 
 def validate(session: Session, progress: Progress) -> dict[str, Any]:
@@ -106,8 +135,10 @@ def watched(schedule: ForwardBackward, progress: Progress) -> Callable[[Tensor, 
     return evaluate
 
 
-def time_batch(session: Session, progress: Progress, *, batch_size: int) -> dict[str, Any]:
+def time_batch(session: Session, progress: Progress, *, batch_size: int, seconds: float) -> dict[str, Any]:
     """Time a batch of `batch_size` samples from its start on all ranks to its end on the last rank.
+
+    `task.repeats` passes are timed; fewer, but at least LEAST_PASSES, if they take longer than `seconds`.
 
     A sample is ready when its batch is, so this is also the latency of one sample. The time includes the
     loss, but not the copy of the batch to the device.
@@ -118,22 +149,33 @@ def time_batch(session: Session, progress: Progress, *, batch_size: int) -> dict
     evaluate = watched(session.assembled.build_schedule(plan.microbatches), progress)
     batches = session.batches(session.data.validation, seed=None, batch=plan)
     inputs, targets = to_device(batches.at(0), session.device)
-    times_s: list[float] = []
-    for _ in range(WARM_UP + task.repeats):
-        dist.barrier()  # otherwise a rank begins a pass while another still ends the last
-        synchronize(session.device)
-        started = time.perf_counter()
-        evaluate(inputs, targets)
-        synchronize(session.device)
-        times_s.append(time.perf_counter() - started)
-    by_rank = all_gather_numbers(times_s[WARM_UP:], device=session.device)
-    slowest = torch.tensor([max(times) for times in by_rank], dtype=torch.float64)
-    latency_s, p99_s = slowest.quantile(torch.tensor([0.5, 0.99], dtype=torch.float64)).tolist()
+
+    def timed(passes: int) -> list[float]:
+        """Seconds of each pass on the slowest rank."""
+        times_s: list[float] = []
+        for _ in range(passes):
+            dist.barrier()  # otherwise a rank begins a pass while another still ends the last
+            synchronize(session.device)
+            started = time.perf_counter()
+            evaluate(inputs, targets)
+            synchronize(session.device)
+            times_s.append(time.perf_counter() - started)
+        return [max(times) for times in all_gather_numbers(times_s, device=session.device)]
+
+    pass_s = min(timed(WARM_UP))
+    left_s = seconds - WARM_UP * pass_s
+    slowest = timed(min(task.repeats, max(LEAST_PASSES, int(left_s / pass_s))))
+    latency_s, p99_s = (
+        torch.tensor(slowest, dtype=torch.float64)
+        .quantile(torch.tensor([0.5, 0.99], dtype=torch.float64))
+        .tolist()
+    )
     figures = {
         "batch_size": batch_size,
         "latency_s": latency_s,
         "latency_p99_s": p99_s,
         "samples_per_s": batch_size / latency_s,
+        "passes": len(slowest),
     }
     length = getattr(session.data, "sequence_length", None)
     return figures if length is None else figures | {"tokens_per_s": length * batch_size / latency_s}

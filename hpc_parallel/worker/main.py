@@ -48,7 +48,7 @@ from hpc_parallel.worker.machine_check import check_machine
 from hpc_parallel.worker.parity_record import prove
 from hpc_parallel.worker.rank_logs import redirect
 from hpc_parallel.worker.rendezvous import hosts, meet
-from hpc_parallel.worker.session import read_config
+from hpc_parallel.worker.session import phases_of, read_config
 from hpc_parallel.worker.signed_objects import require_signatures
 from hpc_parallel.worker.signed_store import SignedStore
 from hpc_parallel.worker.train import train
@@ -83,7 +83,10 @@ def main(run_folder: str) -> int:
             reasons |= torch_variables.use_expandable_segments(os.environ)
         device = prepare_device(config, world)
         xids = XidEvents(nvml_module(), preflight.gpu_uuid(device))
+        on_phase = phases_of(folder, rank=world.rank)
+        on_phase(f"connecting {world.world_size} rank{'s' * (world.world_size > 1)}")
         store = join(folder, config=config, world=world, device=device, reasons=reasons)
+        on_phase("checks of the hosts")
         preflight.check(folder, config=config, world=world, device=device, xids=xids)
         task = TASKS[config.task.name]
         watched = watch(

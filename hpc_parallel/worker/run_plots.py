@@ -9,6 +9,7 @@ from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
+from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.run_folder import RunFolder
 
 MODULE = "hpc_parallel.report.run_plot"
@@ -20,6 +21,7 @@ def draw_plots(folder: RunFolder, *, lasted_s: float) -> None:
     """Draw the plots of a run that lasted at least SHORTEST_S; a failure does not affect the run."""
     if lasted_s < SHORTEST_S:
         return
+    note_phase(folder, "drawing the plots")
     command = [sys.executable, "-m", MODULE, str(folder.path)]
     with suppress(OSError, subprocess.TimeoutExpired):
         subprocess.run(command, stdin=subprocess.DEVNULL, timeout=PATIENCE_S, check=False)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +25,7 @@ from hpc_parallel.config.typed_config import typed
 from hpc_parallel.data.dataset import as_data
 from hpc_parallel.data.sampler import Batches, Data, Samples, validation_steps
 from hpc_parallel.record import attempts
+from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_yaml
 from hpc_parallel.record.safe_write import write_json
@@ -59,10 +63,18 @@ class Session:
 
     @classmethod
     @located("loading")
-    def open(cls, config: RunConfig, *, device: torch.device, trains: bool = True) -> Session:
+    def open(
+        cls,
+        config: RunConfig,
+        *,
+        device: torch.device,
+        trains: bool = True,
+        on_phase: Callable[[str], object] = lambda text: None,
+    ) -> Session:
         """Read the data and assemble the model, on all ranks of the default process group.
 
         If not `trains`, nothing for the backward pass is set up, and the model is in evaluation mode.
+        `on_phase` is told which part begins.
 
         Raises ConfigError if the model or the data do not fit the layout and only building them can show it.
         """
@@ -75,12 +87,16 @@ class Session:
         strategy = config.strategy
         batch = batch_of(config, layout)
         replica, _ = share_of(dist.get_rank(), layout=layout, strategy=strategy)
+        on_phase("reading the data")
         data = as_data(build(config.data, key="data"))
         require_equal_data(data.digest)
+        on_phase("building the model")
         model = build_model(config)
         dtype = data.train.batch(np.zeros(1, dtype=np.int64))[0].dtype
         require(model, config=config, layout=layout, sample_shape=data.sample_shape, dtype=dtype)
+        on_phase("comparing the layout with one device")
         comparison = verify(config, data=data, groups=groups, device=device)
+        on_phase("distributing the model")
         assembled = assemble(
             model, config=config, batch=batch, sample_shape=data.sample_shape, groups=groups,
             device=device, weight=batch.weight(replica), trains=trains,
@@ -121,6 +137,11 @@ class Session:
         )
 
 
+def phases_of(folder: RunFolder, *, rank: int) -> Callable[[str], None]:
+    """Returns what says which part of the start begins; only rank 0 does."""
+    return partial(note_phase, folder) if rank == 0 else lambda text: None
+
+
 def complete(
     values: dict[str, Any],
     *,
@@ -139,6 +160,21 @@ def complete(
             measured=measured,
         )
         write_json(folder.summary, summary)
+    for writer in writers:
+        writer.close()
+    dist.barrier()  # srun treats a rank that ends long before the others as lost
+
+
+def note_stop(
+    folder: RunFolder, writers: Sequence[Writer], *, signalled: signal.Signals, about: Mapping[str, Any]
+) -> None:
+    """End a task that a signal stopped: rank 0 records it, then all ranks leave together.
+
+    about: the `step` whose checkpoint is complete, or what was `kept` of a task that can't continue.
+    """
+    if dist.get_rank() == 0:
+        now = datetime.now(UTC).isoformat()
+        write_json(folder.stopped, {"signal": signalled.name, **about, "time": now})
     for writer in writers:
         writer.close()
     dist.barrier()  # srun treats a rank that ends long before the others as lost

@@ -34,16 +34,18 @@ def remember(number: int, frame: FrameType | None) -> None:
 class Stop:
     """This rank's flag and the agreement of all ranks; inside the context the signals only set the flag.
 
-    About every two seconds the flags are reduced in one collective of two numbers, at a step that all ranks
-    compute alike; the steps between have none. A second signal ends the process at once.
+    About every `period_s` seconds the flags are reduced in one collective of two numbers, at a step that all
+    ranks compute alike; the steps between have none. A second signal ends the process at once.
     """
 
-    def __init__(self, *, step: int, time_limit: TimeLimit | None = None) -> None:
+    def __init__(self, *, step: int, time_limit: TimeLimit | None = None, period_s: float = PERIOD_S) -> None:
         """`step`: the last step done.
 
         `time_limit`: of the job, on one rank. When it is near, the ranks stop as after Slurm's SIGUSR2.
+        `period_s`: between two collectives; 0: after each step, if steps take very different times.
         """
         self._time_limit = time_limit
+        self._period_s = period_s
         self._flag = 0  # 1 + index in STOP_SIGNALS
         self._flag_s = math.nan  # when a signal set the flag
         self._reduced_step, self._reduced_s = step, time.monotonic()
@@ -73,7 +75,7 @@ class Stop:
         dist.all_reduce(torch.from_numpy(maxima), op=dist.ReduceOp.MAX)
         flag, step_s = maxima
         self._reduced_step, self._reduced_s = step, now
-        self._next_step = step + max(1, int(PERIOD_S / max(step_s, 1e-6)))
+        self._next_step = step + max(1, int(self._period_s / max(step_s, 1e-6)))
         return STOP_SIGNALS[int(flag) - 1] if flag else None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

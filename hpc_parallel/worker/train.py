@@ -6,7 +6,6 @@ import contextlib
 import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -48,10 +47,10 @@ from hpc_parallel.training.saver import Saver, SavingGroup
 from hpc_parallel.training.state_bytes import state_by_rank
 from hpc_parallel.training.step import Step, build_step
 from hpc_parallel.training.trainer import Observers, Samples, Trainer
-from hpc_parallel.training.writers import Writer, open_writers
+from hpc_parallel.training.writers import open_writers
 from hpc_parallel.worker.preflight import gpu_uuid
 from hpc_parallel.worker.run_plots import draw_plots, span_s
-from hpc_parallel.worker.session import Session, complete
+from hpc_parallel.worker.session import Session, complete, note_stop, phases_of
 from hpc_parallel.worker.stop import Stop
 from hpc_parallel.worker.time_limit import time_limit_of
 
@@ -74,11 +73,13 @@ def train(
     signal stops the training before the last step. Raises what `Session.open` raises, and SaveError if the
     last checkpoint can't be written.
     """
-    session = Session.open(config, device=device)
+    on_phase = phases_of(folder, rank=dist.get_rank())
+    session = Session.open(config, device=device, on_phase=on_phase)
     assembled = session.assembled
     split = bool(weight_axes(assembled.mesh))
     optimizer = build_optimizer(assembled.named_parameters(), config.optimizer, split=split)
     state = partial(state_of, assembled, optimizer)
+    on_phase("loading the weights")
     steps_done, last_save_s = restore_or_start(session, folder, optimizer=optimizer, environment=environment)
     check = replicas_check(session)
     check(steps_done)
@@ -101,6 +102,7 @@ def train(
         stop=stop.after, steps_done=steps_done,
     )  # fmt: skip
     # `stop` until all is written: a signal must not end a run that is almost done.
+    on_phase("first steps (torch.compile)" if config.training.compile else "first steps")
     with contextlib.closing(samples.ahead), stop:
         signalled = fit(trainer, saver=saver)
         observers.recording.close()
@@ -111,7 +113,7 @@ def train(
                 state_bytes=state_by_rank(step.held_bytes, optimizer),
             )  # fmt: skip
         else:
-            note_stop(folder, observers.writers, signalled=signalled, step=trainer.steps_done)
+            note_stop(folder, observers.writers, signalled=signalled, about={"step": trainer.steps_done})
     return assembled
 
 
@@ -309,16 +311,6 @@ def finish(
     complete(values, folder=folder, lines=lines, writers=observers.writers, measured=measured)
     if rank == 0:
         draw_plots(folder, lasted_s=span_s(lines))
-
-
-def note_stop(folder: RunFolder, writers: Sequence[Writer], *, signalled: signal.Signals, step: int) -> None:
-    """Record that a signal stopped the training after `step`, whose checkpoint is complete."""
-    if dist.get_rank() == 0:
-        now = datetime.now(UTC).isoformat()
-        write_json(folder.stopped, {"signal": signalled.name, "step": step, "time": now})
-    for writer in writers:
-        writer.close()
-    dist.barrier()  # srun treats a rank that ends long before the others as lost
 
 
 def traffic_of(session: Session) -> dict[str, Any]:

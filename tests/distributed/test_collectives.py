@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +19,8 @@ import yaml
 
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.launch.checked_run import checked_run
+from hpc_parallel.record.metrics_file import MetricsReader
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.worker.collectives import Bench, group_of
 from tests.workers import Workers, do_here
 
@@ -29,11 +36,12 @@ FACTORS = {  # of nccl-tests (PERFORMANCE.md), by the number of ranks
 }
 
 
+TWO_BY_TWO = ("task=collectives", "strategy=fsdp", "nodes=2", "gpus_per_node=2", "strategy.replicate=2",
+              "strategy.shard=2")  # fmt: skip
+
+
 def test_all_are_measured_in_every_group(workers: Workers) -> None:
-    folder = workers.do(
-        "task=collectives", "strategy=fsdp", "nodes=2", "gpus_per_node=2", "strategy.replicate=2",
-        "strategy.shard=2", "task.max_bytes=4096", "task.factor=512", "task.seconds=0.001",
-    )  # fmt: skip
+    folder = workers.do(*TWO_BY_TWO, "task.min_bytes=4096", "task.max_bytes=4096", "task.seconds=0.001")
     content = json.loads((folder / "collectives.json").read_text())
     first = content["sum"]
     assert (first["size_bytes"], first["ranks"], first["dtype"]) == (4 * 2**20, 4, "float32")
@@ -43,20 +51,31 @@ def test_all_are_measured_in_every_group(workers: Workers) -> None:
     assert groups == {"world": 4, "inside a node": 2, "across nodes": 2}
     names = {"world": [], "inside a node": ["axis shard"], "across nodes": ["axis replicate"]}
     assert {row["group"]: row["also"] for row in rows} == names
-    profile = yaml.safe_load((folder / "machine.yaml").read_text())["collectives"]
-    assert profile["inside a node"]["also"] == ["axis shard"]
-    assert len(rows) == 3 * (7 * 2 * 2 + 1)
+    assert len(rows) == 3 * (7 * 2 + 1)  # the smallest size is measured in any case
+    assert content["left_out"] is None
     for row in rows:
         assert row["busbw_bytes_per_s"] == pytest.approx(
             row["size_bytes"] / row["time_s"] * FACTORS[row["operation"]][row["ranks"]]
         )
-        assert row["operation"] == "barrier" or row["size_bytes"] in (4096, 8, 16)
+        assert row["operation"] == "barrier" or row["size_bytes"] == 4096
         slices = row["ranks"] if row["operation"] in ("all_gather", "reduce_scatter", "all_to_all") else 1
         width = {"float32": 4, "bfloat16": 2}[row["dtype"]]
         assert row["count"] * width * slices == row["size_bytes"]
         assert row["redop"] == ("sum" if "reduce" in row["operation"] else "none")
         assert row["rounds"] >= 8
     assert (folder / "machine.yaml").exists()
+
+
+def test_the_profile_has_the_other_names_of_a_group(workers: Workers) -> None:
+    words = (
+        "task.operations=[all_reduce]",
+        "task.dtypes=[float32]",
+        "task.max_bytes=4096",
+        "task.factor=512",
+    )
+    folder = workers.do(*TWO_BY_TWO, *words, "task.seconds=60")
+    profile = yaml.safe_load((folder / "machine.yaml").read_text())["collectives"]
+    assert profile["inside a node"]["also"] == ["axis shard"]
 
 
 def test_axes_that_are_no_nodes_have_groups_of_their_own(workers: Workers) -> None:
@@ -98,7 +117,7 @@ def test_a_wrong_value_on_one_rank_stops_all(workers: Workers) -> None:
 
 def test_a_run_is_compared_with_the_profile_of_another(workers: Workers, tmp_path: Path) -> None:
     words = ("task=collectives", "strategy=data", "gpus_per_node=2", "task.operations=[all_reduce]",
-             "task.max_bytes=65536", "task.factor=256", "task.seconds=0.001")  # fmt: skip
+             "task.max_bytes=65536", "task.factor=256", "task.seconds=60")  # fmt: skip
     good = workers.do(*words)
     profiles = tmp_path / "site" / "machine"
     profiles.mkdir(parents=True)
@@ -117,3 +136,32 @@ def test_a_run_is_compared_with_the_profile_of_another(workers: Workers, tmp_pat
     per_byte_s = 1 / fit["bandwidth_bytes_per_s"] if fit["bandwidth_bytes_per_s"] else 0
     expected = [fit["latency_s"] + size * per_byte_s for size in (8, 2048, 65536)]  # two ranks: factor 1
     assert [row["predicted_s"] for row in rows] == pytest.approx([*expected, None, None, None])
+
+
+def test_ctrl_c_keeps_the_rows_that_are_done(tmp_path: Path) -> None:
+    words = ["task=collectives", "gpus_per_node=2", "strategy=data", "device=cpu", "launcher=local",
+             "launcher.snapshot=false", "task.seconds=3600", f"run_dir={tmp_path / 'run'}"]  # fmt: skip
+    folder = RunFolder(tmp_path / "run")
+    command = subprocess.Popen(
+        [sys.executable, "-m", "hpc_parallel.run", *words], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}, cwd=tmp_path,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert command.stdout
+    shown = []
+    for line in command.stdout:
+        shown.append(line.rstrip())
+        if re.match(r" *3/183 ", line):
+            command.send_signal(signal.SIGINT)
+    assert command.wait() == 1
+    metrics = MetricsReader(folder.metrics).read()
+    assert 3 <= len(metrics) < 183
+    content = json.loads(folder.collectives.read_text())
+    measured = [(row["operation"], row["dtype"], row["time_s"]) for row in metrics]
+    assert sorted((row["operation"], row["dtype"], row["time_s"]) for row in content["rows"]) == sorted(
+        measured
+    )
+    assert (folder.machine.exists(), folder.collectives_table.exists()) == (True, True)
+    assert json.loads(folder.summary.read_text())["outcome"] == "cancelled"
+    assert shown[-1] == f"cancelled by Ctrl-C: {len(metrics)} of 183 rows are kept"
+    assert not folder.failure.exists()

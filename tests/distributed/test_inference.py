@@ -13,6 +13,7 @@ import torch
 from hydra.utils import instantiate
 
 from hpc_parallel.models.layered import materialise
+from hpc_parallel.worker.inference import LEAST_PASSES
 from hpc_parallel.worker.session import read_config
 from tests.parity import in_full
 from tests.workers import Workers
@@ -124,7 +125,8 @@ def test_an_inference_writes_its_results(workers: Workers) -> None:
         assert 0 < line["latency_s"] <= line["latency_p99_s"]
         assert line["samples_per_s"] == pytest.approx(line["batch_size"] / line["latency_s"])
         assert line["tokens_per_s"] == pytest.approx(32 * line["samples_per_s"])
-    kept = ("batch_size", "latency_s", "latency_p99_s", "samples_per_s", "tokens_per_s")
+    assert {line["passes"] for line in lines[1:]} == {3}
+    kept = ("batch_size", "latency_s", "latency_p99_s", "samples_per_s", "tokens_per_s", "passes")
     assert summary["batch_sizes"] == [{key: line[key] for key in kept} for line in lines[1:]]
     assert summary["latency_s"] == lines[1]["latency_s"]
     assert summary["latency_p99_s"] == lines[1]["latency_p99_s"]
@@ -146,3 +148,13 @@ def test_a_time_is_that_of_the_slowest_rank(workers: Workers, layout: Sequence[s
     replicas = one["batch_size"]
     assert one["latency_s"] > PAUSE_S
     assert 4 / replicas * PAUSE_S < four["latency_s"]
+
+
+def test_the_budget_of_an_inference_leaves_large_batches_out(workers: Workers) -> None:
+    words = ("task.batch_sizes=[1,2,4]", "task.seconds=0.000001", "task.repeats=50")
+    lines, summary = read(workers.do(*COMMON, *TEXT, "strategy=single", *words))
+    assert [line.get("batch_size") for line in lines] == [None, 1]
+    assert lines[1]["passes"] == LEAST_PASSES  # of the smallest batch in any case
+    assert summary["left_out"].startswith(
+        "left out: batch sizes 2, 4: the time of task.seconds=1e-06 is used."
+    )

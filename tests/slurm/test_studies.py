@@ -56,7 +56,7 @@ def test_collectives_find_the_rate_of_the_links(cluster: Cluster, tmp_path: Path
     """An all-reduce of two hosts over 1 Gbit/s: 0.125 GB/s less what TCP and gloo take."""
     site = Site(cluster, tmp_path)
     words = ("task=collectives", "nodes=2", "task.operations=[all_reduce]", "task.dtypes=[float32]",
-             "task.max_bytes=33554432", "task.seconds=1", "launcher.wait=true", "run_dir=links")  # fmt: skip
+             "task.max_bytes=33554432", "task.seconds=60", "launcher.wait=true", "run_dir=links")  # fmt: skip
     cluster.shape("1gbit")
     try:
         done = site.run(*words, timeout_s=200)

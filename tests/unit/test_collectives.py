@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+import re
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from hpc_parallel.config.tasks import COLLECTIVES
 from hpc_parallel.profiling.collective_cases import OPERATIONS, Group, Patterns, elements, sizes
 from hpc_parallel.profiling.machine_profile import fit_link, machine_profile
 from hpc_parallel.record.collectives_table import COLUMNS, as_csv, full_table, short_table, valid_rows
+from hpc_parallel.worker.collectives_plan import BATCHES, Cell, Plan
 from tests.composed import composed
 
 CPU = torch.device("cpu")
@@ -125,5 +129,103 @@ def test_wrong_options_are_refused_together() -> None:
         "task.dtypes = [] must name some of float32, bfloat16. Try task.dtypes=[float32].",
         "task.max_bytes = 4 is below task.min_bytes = 8. Try task.max_bytes=8.",
         "task.factor = 1 must be at least 2. Try task.factor=4.",
-        "task.seconds = 0 must be above 0. Try task.seconds=0.5.",
+        "task.seconds = 0 must be above 0. Try task.seconds=60.",
+    ]
+
+
+class Clock:
+    """A time budget on a clock that stands still between two measurements."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.used_s = seconds, 0.0
+
+    def left_s(self, *, after_s: float = 0.0) -> float:
+        return self.seconds - self.used_s - after_s
+
+    def measure(self, cell: Cell, seconds: float) -> dict[str, Any]:
+        """Three rounds to warm up, one to estimate, then as many as `seconds` allow; 4 ms for the checks."""
+        name, operation, dtype = cell.series
+        time_s = LATENCY_S + cell.size_bytes / 1e8
+        rounds = BATCHES * max(1, int(seconds / BATCHES / time_s))
+        self.used_s += (4 + rounds) * time_s + 4e-3
+        return {**row(cell.size_bytes, operation=operation, dtype=dtype), "group": name, "rounds": rounds,
+                "time_s": time_s}  # fmt: skip
+
+
+def planned(*words: str, groups: Mapping[str, Group] | None = None) -> Plan:
+    config, _ = resolve(composed("task=collectives", *words))
+    return Plan.of(config.task, groups=groups or {"world": group(2)}, most_bytes=2**26)
+
+
+def measured(plan: Plan, seconds: float) -> Clock:
+    clock = Clock(seconds)
+    list(plan.measure(clock.measure, clock))  # type: ignore[arg-type]
+    return clock
+
+
+def test_the_budget_decides_the_largest_size() -> None:
+    """As on a machine that sends 0.1 GB/s: all 183 rows would take minutes."""
+    plan = planned()
+    assert len(plan.cells) == 7 * 2 * 13 + 1
+    clock = measured(plan, 30.0)
+    assert 10 < clock.used_s < 30
+    sizes_of: dict[tuple[str, str], list[int]] = {}
+    for line in plan.sorted_rows():
+        sizes_of.setdefault((line["operation"], line["dtype"]), []).append(line["size_bytes"])
+    assert sizes_of.pop(("barrier", "float32")) == [0]
+    assert len(sizes_of) == 14
+    assert len(set(map(tuple, sizes_of.values()))) == 1  # all have the same sizes
+    largest = 8 * 4 ** (len(sizes_of["all_reduce", "float32"]) - 1)
+    assert sizes_of["all_reduce", "float32"][-1] == largest < 2**26
+    assert min(line["rounds"] for line in plan.rows) >= BATCHES
+    left = 183 - len(plan.rows)
+    words = rf"left out: {left} of 183 rows, from {4 * largest:,} bytes on: .*Try task.seconds=(\d+)"
+    advised = re.fullmatch(words, str(plan.left_out))
+    assert advised
+    again = planned()
+    assert measured(again, float(advised[1])).used_s < float(advised[1])
+    assert (len(again.rows), again.left_out) == (183, None)
+
+
+def test_a_long_budget_measures_no_longer_than_the_rows_need() -> None:
+    plan = planned("task.operations=[all_reduce]", "task.dtypes=[float32]", "task.max_bytes=4096")
+    assert measured(plan, 1e6).used_s < 0.6 * len(plan.cells) + 30
+
+
+def test_the_smallest_size_is_measured_in_any_case() -> None:
+    plan = planned()
+    measured(plan, 1e-9)
+    assert [line["size_bytes"] for line in plan.rows] == [8] * 14 + [0]
+
+
+def test_rows_say_how_many_there_are_and_how_long_they_take() -> None:
+    plan, clock = planned(), Clock(30.0)
+    lines = []
+    for _ in plan.measure(clock.measure, clock):  # type: ignore[arg-type]
+        lines.append(plan.metrics_line(clock))  # type: ignore[arg-type]
+        assert lines[-1]["time_left_s"] <= 30 - clock.used_s
+    assert [line["step"] for line in lines] == list(range(1, len(plan.rows) + 1))
+    assert {line["steps"] for line in lines} == {183}
+    assert valid_rows({"rows": lines})[0]["size_bytes"] == 8
+
+
+@pytest.mark.parametrize("task", ["collectives", "infer", "preflight"])
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [
+        (["launcher=local"], 60),
+        (["launcher=slurm"], 300),
+        (["launcher=script"], 300),
+        (["launcher=slurm", "launcher.time_minutes=4"], 120),
+        (["launcher=slurm", "task.seconds=7"], 7),
+    ],
+)
+def test_the_default_time_is_bounded(task: str, words: list[str], seconds: float) -> None:
+    assert resolve(composed(f"task={task}", *words))[0].task.seconds == seconds
+
+
+def test_a_budget_above_the_time_limit_is_refused() -> None:
+    words = ["task=collectives", "launcher=slurm", "launcher.time_minutes=10", "task.seconds=900"]
+    assert [str(problem) for problem in find_problems(resolve(composed(*words))[0], words)] == [
+        "task.seconds = 900 is more than launcher.time_minutes = 10. Try task.seconds=540."
     ]

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from hpc_parallel.launch.follow import Follower, MetricsReader, describe
+from hpc_parallel.launch.follow import Follower
+from hpc_parallel.record.checkpoint_index import MARKER
+from hpc_parallel.record.collectives_table import row_cells
+from hpc_parallel.record.metrics_file import MetricsReader, describe, described, figure, fitting
+from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 
@@ -29,9 +35,11 @@ def add(folder: RunFolder, text: str) -> None:
         file.write(text)
 
 
-def follower(folder: RunFolder, *, terminal: bool = False) -> tuple[Follower, io.StringIO]:
+def follower(
+    folder: RunFolder, *, terminal: bool = False, columns: int = 100
+) -> tuple[Follower, io.StringIO]:
     shown = io.StringIO()
-    console = Console(file=shown, force_terminal=terminal, width=100)
+    console = Console(file=shown, force_terminal=terminal, width=columns)
     return Follower(folder, steps=600, console=console), shown
 
 
@@ -124,7 +132,7 @@ def test_a_bar_in_a_terminal(folder: RunFolder) -> None:
     write_json(folder.summary, {"outcome": "completed"})
     assert following.finish() == 0
     assert "PENDING (Resources)" in shown.getvalue()
-    assert "step 130/600  loss 2.413  512 samples/s  validation loss 2.5" in shown.getvalue()
+    assert "step 130/600  loss 2.413  512 samples/s" in shown.getvalue()
     assert "━" in shown.getvalue()
 
 
@@ -208,3 +216,161 @@ def test_a_generation_ends_with_its_first_texts(folder: RunFolder) -> None:
         "'é' -> '\ufffd'",
         "and 2 more in generated.jsonl",
     ]
+
+
+def line(step: int, *, attempt: int = 1, **figures: Any) -> str:
+    """A line of metrics; each attempt has times of its own."""
+    loss = round(3 - step / 1000, 3)
+    return (
+        json.dumps({"step": step, "loss": loss, "time": f"2026-11-25T0{attempt}:00:{step:02}", **figures})
+        + "\n"
+    )
+
+
+def test_a_resumed_run_shows_only_its_new_lines(folder: RunFolder) -> None:
+    """The start removes the lines of the steps that it trains again, so the file gets shorter."""
+    add(folder, line(10, validation_loss=5.5) + line(20) + line(30))
+    following, shown = follower(folder)
+    following.poll()
+    folder.metrics.write_text(line(10, validation_loss=5.5) + line(20))  # it continues after step 20
+    following.poll()
+    add(folder, line(30, attempt=2) + line(40, attempt=2))
+    write_json(folder.summary, {"outcome": "completed"})
+    following.finish()
+    assert shown.getvalue().splitlines()[:3] == [
+        "step 30/600  loss 2.97",
+        "step 40/600  loss 2.96",
+        "completed: step 40 of 600, loss 2.96, validation loss 5.5",
+    ]
+
+
+def test_a_restart_does_not_show_lines_again(folder: RunFolder) -> None:
+    reader = MetricsReader(folder.metrics)
+    add(folder, line(10) + line(20) + line(30))
+    assert [metrics["step"] for metrics in reader.read()] == [10, 20, 30]
+    folder.metrics.write_text(line(10))
+    assert reader.read() == []
+    add(folder, line(20, attempt=2))
+    assert [metrics["step"] for metrics in reader.read()] == [20]
+
+
+def plain(shown: io.StringIO) -> str:
+    """What a terminal got, without control sequences."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
+
+
+def test_results_stay_in_the_scroll_back(folder: RunFolder) -> None:
+    """A bar is drawn over itself (carriage return); a line that stays has its end."""
+    following, shown = follower(folder, terminal=True)
+    for text in (line(10), line(20, validation_loss=5.5), line(30)):
+        add(folder, text)
+        following.poll()
+    write_json(folder.summary, {"outcome": "completed"})
+    following.finish()
+    lasting = [text.rpartition("\r")[2] for text in plain(shown).split("\n")]
+    assert "step 20/600  loss 2.98  validation loss 5.5" in lasting
+    assert "step 10/600  loss 2.99" not in lasting
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_a_terminal_gets_as_much_as_it_has_room_for(folder: RunFolder, columns: int) -> None:
+    following, shown = follower(folder, terminal=True, columns=columns)
+    add(folder, line(20, validation_loss=5.5, validation_accuracy=0.125, samples_per_s=1520.4))
+    following.poll()
+    write_json(folder.summary, {"outcome": "completed"})
+    assert following._bar is not None
+    following._bar.stop()
+    drawn = [part.rstrip() for text in plain(shown).split("\n") for part in text.split("\r")]
+    assert max(map(len, drawn)) <= columns
+    assert ("━" in plain(shown)) == (columns >= 60)
+    assert any("step 20/600  loss 2.98" in text for text in drawn)
+    assert any("1520 samples/s" in text for text in drawn) == (columns >= 80)
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "shown"),
+    [(1520.4, 3, "1520"), (99.96, 3, "100"), (12345.6, 4, "12346"), (2.41318, 4, "2.413"),
+     (0.00031, 3, "0.00031"), (-15200.0, 4, "-15200"), (0.0, 4, "0")],
+)  # fmt: skip
+def test_no_figure_of_a_thousand_has_an_exponent(value: float, digits: int, shown: str) -> None:
+    assert figure(value, digits=digits) == shown
+
+
+def test_the_start_names_what_it_does(folder: RunFolder) -> None:
+    following, shown = follower(folder)
+    following.note("starting")
+    for phase in ("importing torch", "connecting 2 ranks", "connecting 2 ranks"):
+        note_phase(folder, phase)
+        following.poll()
+        following.note("starting")
+    add(folder, line(10))
+    following.poll()
+    note_phase(folder, "drawing the plots")
+    following.poll()
+    assert shown.getvalue().splitlines() == [
+        "starting", "starting: importing torch", "starting: connecting 2 ranks", "step 10/600  loss 2.99",
+        "drawing the plots",
+    ]  # fmt: skip
+
+
+def test_a_phase_of_others_is_harmless(folder: RunFolder) -> None:
+    following, shown = follower(folder)
+    folder.phase.write_bytes(b"\x1b[2J" + b"x" * 10_000)
+    following.poll()
+    assert "\x1b" not in shown.getvalue()
+    assert len(shown.getvalue()) < 200
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(signal.SIGINT, "cancelled by Ctrl-C"), (signal.SIGTERM, "cancelled by SIGTERM")],
+)
+def test_ctrl_c_is_called_ctrl_c(folder: RunFolder, number: int, words: str) -> None:
+    write_json(folder.summary, {"outcome": "cancelled"})
+    following, shown = follower(folder)
+    assert following.finish([number]) == 1
+    assert shown.getvalue().splitlines()[0] == f"{words}: step 0 of 600"
+
+
+def test_a_failed_run_prints_the_line_that_continues_it(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.path.parent)
+    for step in (10, 20):
+        (folder.checkpoints / f"step-{step}").mkdir(parents=True)
+        (folder.checkpoints / f"step-{step}" / MARKER).write_text("x")
+    write_json(folder.failure, {"rank": 1, "signal": "SIGKILL", "line": "rank 1 failed first"})
+    write_json(folder.summary, {"outcome": "failed"})
+    following, shown = follower(folder)
+    following.finish()
+    assert shown.getvalue().splitlines()[-2:] == [
+        """continue after step 20: python -m hpc_parallel.run 'resume='"'"'run [1]'"'"''""",
+        "rank 1 failed first",
+    ]
+
+
+ROW = {"group": "world", "ranks": 2, "operation": "all_reduce", "dtype": "float32", "size_bytes": 2**20,
+       "time_s": 621.7e-6, "spread": 0.1, "rounds": 8, "algbw_bytes_per_s": 1e9,
+       "busbw_bytes_per_s": 1e9}  # fmt: skip
+
+
+def test_measured_rows_are_shown_as_they_come(folder: RunFolder) -> None:
+    measured = {"step": 7, "steps": 183, "measured": row_cells(ROW), "time_left_s": 42.0, **ROW}
+    parts = described(measured, steps=0)
+    assert "  ".join(parts) == (
+        "  7/183  all_reduce        1.0 MiB     621.7 us  float32     1.000 GB/s  world"
+    )
+    assert fitting(parts[1:], columns=40) == "all_reduce        1.0 MiB     621.7 us"
+    following, shown = follower(folder, terminal=True, columns=80)
+    add(folder, json.dumps(measured) + "\n")
+    following.poll()
+    assert "all_reduce        1.0 MiB     621.7 us  float32     1.000 GB/s  world\n" in plain(shown)
+    assert "7/183 measured  at most 42 s left" in plain(shown)
+
+
+def test_a_killed_measurement_shows_the_rows_that_are_done(folder: RunFolder) -> None:
+    add(folder, json.dumps({"step": 1, "steps": 183, "measured": row_cells(ROW), **ROW}) + "\n")
+    write_json(folder.summary, {"outcome": "cancelled"})
+    following, shown = follower(folder)
+    following.finish()
+    assert "world (2)  all_reduce  float32  621.7 us     1.000 GB/s  1048576 B" in shown.getvalue()

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from hpc_parallel.__main__ import main
-from hpc_parallel.commands.run_rows import duration
 from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.job_state import JobState, _listed
+from hpc_parallel.record.metrics_file import duration
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, SweepRun, write_sweep
 from tests.recorded_runs import failed, finished, foreign, half_written, living, own, prepared, started

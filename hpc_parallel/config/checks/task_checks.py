@@ -16,7 +16,7 @@ from hpc_parallel.config.schema import (
     PreflightTaskConfig,
     RunConfig,
 )
-from hpc_parallel.config.tasks import COLLECTIVE_DTYPES, COLLECTIVES
+from hpc_parallel.config.tasks import COLLECTIVE_DTYPES, COLLECTIVES, LOCAL_SECONDS
 from hpc_parallel.data.codec import encode, reads_bytes
 from hpc_parallel.problems import Problem, Problems, nearest
 
@@ -26,6 +26,7 @@ def find_problems(config: RunConfig) -> Problems:
         layout = layout_of(config.strategy, devices=config.devices)
     except (ValueError, ZeroDivisionError):  # layout_checks reports it
         return
+    yield from _seconds(config)
     if isinstance(config.task, InferConfig):
         yield from _infer(config.task, layout)
     elif isinstance(config.task, GenerateConfig):
@@ -36,6 +37,18 @@ def find_problems(config: RunConfig) -> Problems:
     elif isinstance(config.task, PreflightTaskConfig):
         yield from _preflight(config.task)
         yield from _storage(config.task, launcher=config.launcher.kind)
+
+
+def _seconds(config: RunConfig) -> Problems:
+    """The time budget of the tasks that measure."""
+    seconds, launcher = getattr(config.task, "seconds", None), config.launcher
+    if seconds is None:
+        return
+    if not seconds > 0:
+        yield Problem("task.seconds", seconds, "must be above 0", (LOCAL_SECONDS,))
+    elif launcher_kind(launcher.kind) != "local" and seconds > 60 * launcher.time_minutes:
+        rule = f"is more than launcher.time_minutes = {launcher.time_minutes}"
+        yield Problem("task.seconds", seconds, rule, (max(30, 60 * (launcher.time_minutes - 1)),))
 
 
 def _infer(task: InferConfig, layout: Layout) -> Problems:
@@ -68,8 +81,6 @@ def _collectives(task: CollectivesConfig) -> Problems:
         yield Problem("task.max_bytes", task.max_bytes, rule, (task.min_bytes,))
     if task.factor < 2:
         yield Problem("task.factor", task.factor, "must be at least 2", (CollectivesConfig.factor,))
-    if not task.seconds > 0:
-        yield Problem("task.seconds", task.seconds, "must be above 0", (CollectivesConfig.seconds,))
 
 
 def _preflight(task: PreflightTaskConfig) -> Problems:
