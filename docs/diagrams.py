@@ -4,7 +4,8 @@
     python docs/diagrams.py --check    # exits with 1 and names what is stale
 
 The drawings come from the configuration of each command, as `show` prints it for a run. The tables come from
-the example report.
+the example report. Approaches that it lacks have theirs from `counted_runs.csv`: lines of a `report.csv` with
+the figures that do not depend on the speed of a machine.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from hpc_parallel.report.diagram import draw  # noqa: E402
 from hpc_parallel.report.tables import digits  # noqa: E402
 
 PAGE, IMAGES, REPORT = DOCS / "approaches.md", DOCS / "images", DOCS / "example_report/report.csv"
+COUNTED = DOCS / "counted_runs.csv"
 INTRODUCTION = """\
 <!-- Written by docs/diagrams.py: edit that. -->
 
@@ -52,8 +54,9 @@ The figures are those of the [example report](example_report/report.md): `-m job
 model of 20 million weights, 12 samples of 128 bytes in each step, 2 CPU cores, four simulated hosts with
 links of 1 Gbit/s, gloo, float32. All devices share two cores, so twice the throughput of `single` is the
 ideal there, and memory includes the interpreter and its libraries.
-[Performance](performance.md) has the machine and the command. A picture has the layout and the model of the
-figures below it.
+[Performance](performance.md) has the machine and the command. Approaches that this report lacks were counted
+in a run of their own; their state is the weights, gradients and optimizer state of a device. A picture has
+the layout and the model of the figures below it.
 """
 FIGURES = (
     # title, key of the report, its unit, what a unit is
@@ -64,18 +67,27 @@ FIGURES = (
     ("exposed communication, %", "exposed_communication_share", 0.01),
     ("bubble, %", "bubble_share", 0.01),
 )
+COUNTED_FIGURES = (
+    ("memory per device, GB", "peak_memory_bytes", 1e9),
+    ("state per device, MB", "state_bytes", 1e6),
+    ("traffic per step, MB", "traffic_bytes", 1e6),
+)
 
 
 @dataclass(frozen=True)
 class Approach:
-    """One section. run: its row in the example report; measure: the command that measures it, if none has."""
+    """One section. run: its row in the example report; counted: that in COUNTED, if it has none there.
+
+    measure: the command of the run in COUNTED.
+    """
 
     name: str
     title: str
     command: str
     text: str
     run: str | None = None
-    measure: str | None = None
+    counted: str = ""
+    measure: str = ""
     image: str | None = None  # the end of the drawing's name, if not `name`
 
     @property
@@ -123,7 +135,7 @@ APPROACHES = (
         "strategy=hsdp model=20m nodes=2 gpus_per_node=2",
         "Weights are collected inside a node only. Between nodes, each device exchanges the gradients of "
         "its own slice once a step.",
-        measure="-m jobs=communication",
+        counted="hsdp 2 x 2", measure="-m jobs=communication",
     ),
     Approach(
         "tensor", "Tensor parallel", "strategy=tensor model=20m nodes=4",
@@ -155,13 +167,13 @@ APPROACHES = (
         "expert", "Expert parallel", "strategy=expert model=moe_tiny nodes=4",
         "Each device has a part of the batch and some of the experts. Tokens travel to the devices of "
         "their experts and back. All other weights are replicas.",
-        measure="strategy=expert model=moe_tiny nodes=4 training.steps=7",
+        counted="expert 4 x 1", measure="strategy=expert model=moe_tiny nodes=4 training.steps=7",
     ),
     Approach(
         "tile", "Tiles of images", "strategy=tile model=segmenter data=cells gpus_per_node=4",
         "Each device has one tile of every image. Before each convolution it fetches the pixels beyond "
         "its borders. BatchNorm takes its moments over all tiles.",
-        measure="-m jobs=tiles",
+        counted="tile 1 x 4", measure="-m jobs=tiles",
     ),
     Approach(
         "hybrid", "Hybrid", "strategy=hybrid model=20m nodes=4 strategy.pipeline=2",
@@ -173,6 +185,7 @@ APPROACHES = (
         "hybrid", "Three axes at once", "strategy=hybrid model=20m nodes=2 gpus_per_node=4 strategy.tensor=2",
         "The layers are split between neighbours inside a node, replicas are inside a node too, and the "
         "pipeline crosses nodes: the approach with the most traffic has the nearest devices.",
+        counted="hybrid 2 x 4",
         measure="strategy=hybrid model=20m nodes=2 gpus_per_node=4 strategy.tensor=2 training.steps=7",
         image="hybrid_three",
     ),
@@ -220,20 +233,30 @@ def layout_text(setup: Setup) -> str:
 
 
 def figures(approach: Approach) -> str:
-    """The measured table, or the command that measures it."""
-    if approach.run is None:
-        command = f"`python -m hpc_parallel.run {approach.measure}`"
-        return f"Not measured here. Measure it with {command}, then `show` or `report`."
-    with REPORT.open(newline="") as file:
-        rows = {row["run"]: row for row in csv.DictReader(file)}
-    row = rows[approach.run]
+    """The measured table; without speeds for an approach that is not in the example report."""
+    if approach.run is not None:
+        return table(approach, file=REPORT, run=approach.run, columns=FIGURES)
+    command = f"`python -m hpc_parallel.run {approach.measure}`"
+    note = (
+        f"Counted in a run of {command} on 2 CPU cores. Its speed is not in the example report; "
+        "that command, then `show` or `report`, measures it."
+    )
+    counted = table(approach, file=COUNTED, run=approach.counted, columns=COUNTED_FIGURES)
+    return f"{counted}\n\n{fill(note, 120, break_long_words=False, break_on_hyphens=False)}"
+
+
+def table(approach: Approach, *, file: Path, run: str, columns: tuple[tuple[str, str, float], ...]) -> str:
+    """columns: title, key and unit of each."""
+    with file.open(newline="") as lines:
+        rows = {row["run"]: row for row in csv.DictReader(lines)}
+    row = rows[run]
     setup, nodes, gpus_per_node = setup_of(approach.command)
     shape = (layout_text(setup), str(nodes), str(gpus_per_node))
     if (row["layout"], row["nodes"], row["gpus_per_node"]) != shape:
-        raise ValueError(f"{approach.command} has another layout than {approach.run} in {REPORT.name}")
-    cells = [figure(row, key, unit, setup) for _, key, unit in FIGURES]
-    titles = [title for title, *_ in FIGURES]
-    return "\n".join("| " + " | ".join(line) + " |" for line in (titles, ["---:"] * len(FIGURES), cells))
+        raise ValueError(f"{approach.command} has another layout than {run} in {file.name}")
+    cells = [figure(row, key, unit, setup) for _, key, unit in columns]
+    titles = [title for title, *_ in columns]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (titles, ["---:"] * len(columns), cells))
 
 
 def figure(row: dict[str, str], key: str, unit: float, setup: Setup) -> str:

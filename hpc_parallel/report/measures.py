@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_parallel.report.gather import Row
-from hpc_parallel.report.tables import Series, digits, spread_text, unit_of
+from hpc_parallel.report.tables import Series, digits, equally_fast, spread_text, unit_of
 
 BACKED, CONTRADICTED, EVEN, OPEN = "backed", "contradicted", "no difference seen", "not measured here"
 NO_VERDICT = "no verdict on a CPU"  # its figure includes the interpreter, libraries and malloc's cache
@@ -127,7 +127,7 @@ def in_one_unit(kind: str, *values: tuple[float, str]) -> str:
 def _are_even(key: str, a: Row, b: Row) -> bool:
     """Whether the difference of two runs shows nothing."""
     x, y = _value(key, a), _value(key, b)
-    varies = key == "samples_per_s" and a.spread.overlaps(b.spread)
+    varies = key == "samples_per_s" and equally_fast(a, b)
     return varies or abs(x - y) <= NOISE * max(x, y)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from hpc_parallel.config.axes import AXES
 from hpc_parallel.report.figures import number
 from hpc_parallel.report.gather import FIGURES, PARTS, RUN_KEYS, SPEEDLESS, Row, identity
+from hpc_parallel.report.spread import overlap
 
 UNMEASURED = "not measured"
 STRONG, WEAK = "strong", "weak"
@@ -194,9 +195,20 @@ def best_of(column: Column, rows: Sequence[Row], unit: Unit) -> set[int]:
         best_rows |= first
         if column.timed:
             best_rows |= {
-                index for index in shown if any(rows[index].spread.overlaps(rows[at].spread) for at in first)
+                index for index in shown if any(equally_fast(rows[index], rows[at]) for at in first)
             }
     return best_rows
+
+
+def equally_fast(one: Row, other: Row) -> bool:
+    """Whether two throughputs can't be told apart. A run without a spread has its throughput alone."""
+    ranges = []
+    for row in (one, other):
+        rate = row.figures["samples_per_s"]
+        if row.spread.limits is None and rate is None:
+            return False
+        ranges.append(row.spread.limits or (rate or 0.0, rate or 0.0))
+    return overlap(*ranges)
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def _answer(rows: Sequence[Row], question: Question) -> str:
     others = [row for index, row in enumerate(measured) if index not in best]
     first = winners[0]
     answer = f"{_names(winners, tie)}: {_figure(first, column, unit)}{question.what}"
-    basis = question.basis or _timing(first)
+    basis = question.basis or _timing(first, [row for row in measured if row is not first])
     return f"{answer}, {_lead(first, others, column, unit, tied=len(winners) > 1)} {basis}"
 
 
@@ -134,10 +134,14 @@ def _lead(winner: Row, others: Sequence[Row], column: Column, unit: Unit, *, tie
     return f"{digits(100 * min(values) / max(values), 3)} % of {name}."
 
 
-def _timing(row: Row) -> str:
-    """The timed steps of a speed and its spread."""
+def _timing(row: Row, others: Sequence[Row]) -> str:
+    """The timed steps of a speed and its spread, and how many runs it can't be told from for want of one."""
+    unknown = [other.label for other in others if not spread_text(other, "samples_per_s")]
+    more = f" and {len(unknown) - SHOWN_RUNS} more" * (len(unknown) > SHOWN_RUNS)
+    unsure = f" Too few timed steps for a spread: {'; '.join(unknown[:SHOWN_RUNS])}{more}." if unknown else ""
     steps = f"{row.spread.timed_steps} timed step{'s' * (row.spread.timed_steps != 1)}"
     spread = spread_text(row, "samples_per_s")
     if not spread:
-        return f"It has {steps}, which is too few for a spread."
-    return f"It is the median of the logged means of {steps}; the middle half of them is {spread} samples/s."
+        return f"It has {steps}, which is too few for a spread.{unsure}"
+    middle = f"the middle half of them is {spread} samples/s"
+    return f"It is the median of the logged means of {steps}; {middle}.{unsure}"

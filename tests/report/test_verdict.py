@@ -15,7 +15,7 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.report.gather import Gathered, Row, gather
 from hpc_parallel.report.page import render, table
-from hpc_parallel.report.spread import Spread, throughput_spread
+from hpc_parallel.report.spread import Spread, overlap, throughput_spread
 from hpc_parallel.report.tables import compare, scaling
 from hpc_parallel.report.verdict import scope, verdicts
 from tests.report.measured_runs import ended, note, started, state
@@ -84,9 +84,18 @@ def test_no_strangers_line_is_a_speed(key: str, value: Any) -> None:
 
 
 def test_ranges_overlap_if_they_have_a_speed_in_common() -> None:
-    one = Spread(9, (10.0, 20.0))
-    others = {(20.0, 30.0): True, (5.0, 40.0): True, (21.0, 30.0): False, (1.0, 9.0): False, None: False}
-    assert {limits: one.overlaps(Spread(9, limits)) for limits in others} == others
+    others = {(20.0, 30.0): True, (5.0, 40.0): True, (21.0, 30.0): False, (1.0, 9.0): False}
+    assert {limits: overlap((10.0, 20.0), limits) for limits in others} == others
+
+
+def test_a_speed_without_a_spread_is_inside_of_others_or_not(tmp_path: Path, new: Callable[[], Path]) -> None:
+    timed(ended(new(), *PIPELINE, samples_per_s=42), 40, 42, 43)
+    timed(ended(new(), *DATA, samples_per_s=41), 41)
+    timed(ended(new(), "strategy=single", samples_per_s=39), 39)
+    assert [cells[0].best for cells in compare(rows(tmp_path)).cells] == [True, True, False]
+    fastest = texts(tmp_path)["Fastest"]
+    assert fastest.startswith("pipeline 2 x 1; data 2 x 1 (can't be told apart): 42.0 samples/s")
+    assert fastest.endswith(" Too few timed steps for a spread: data 2 x 1; single 1 x 1.")
 
 
 def test_three_lines_name_the_winner_the_lead_and_the_spread(tmp_path: Path, new: Callable[[], Path]) -> None:
@@ -98,7 +107,7 @@ def test_three_lines_name_the_winner_the_lead_and_the_spread(tmp_path: Path, new
     assert texts(tmp_path) == {
         "Fastest": "pipeline 2 x 1: 50.0 samples/s, 1.25 times as much as data 2 x 1 (40.0 samples/s). It is "
         "the median of the logged means of 15 timed steps; the middle half of them is 48.0 to 51.0 "
-        "samples/s.",
+        "samples/s. Too few timed steps for a spread: single 1 x 1.",
         "Leanest": "pipeline 2 x 1: 300 kB on the fullest device, 75.0 % of data 2 x 1 (400 kB). It is the "
         "peak of the run, and has no spread.",
         "Quietest": "pipeline 2 x 1: 3.00 kB sent by all devices in one step, 33.3 % of data 2 x 1 (9.00 "
