@@ -550,8 +550,8 @@ def test_nccls_watchdog_names_the_missing_rank(folder: RunFolder) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "[rank1]:[E1121] [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with "
-        "exception: NCCL error: remote process exited or there was a network error, NCCL version 2.27.5",
+        "[rank1]:[E1121] [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated "
+        "with exception: NCCL error: remote process exited or there was a network error, NCCL version 2.27.5",
         "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting early.",
     ],
 )
