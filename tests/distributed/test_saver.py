@@ -185,7 +185,8 @@ def test_a_rank_that_never_ends_its_save_is_named(workers: Workers, tmp_path: Pa
 
 SMALL = (
     "nodes=2", "gpus_per_node=2", "training.steps=1", "training.checkpoint_every=1",
-    "training.validate_every=null", "training.measure_steps=0", "training.global_batch_size=8", "data.max_bytes=100000",
+    "training.validate_every=null", "training.measure_steps=0", "training.global_batch_size=8",
+    "data.max_bytes=100000",
     "data.sequence_length=16", "model.layers=4", "model.dim=32", "model.heads=4", "model.kv_heads=4",
     "model.ffn_dim=64",
 )  # fmt: skip
