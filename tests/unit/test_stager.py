@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint import filesystem
 
-from hpc_parallel.torch_internals import forget_plans, planner_with_memory
-from hpc_parallel.training.checkpoint import Writer
 from hpc_parallel.training.stager import PIN_FROM_BYTES, Pinning, Stager
 
 WEIGHT = torch.arange(PIN_FROM_BYTES // 4, dtype=torch.float32).view(2, -1)  # just large enough
@@ -100,30 +95,3 @@ def test_the_device_is_waited_for_after_all_copies() -> None:
     stager = Stager(wait=lambda: events.append(len(stager._buffers)))
     stager.stage(state())
     assert events == [3]
-
-
-def test_no_save_takes_the_loader_that_uses_device_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's loader that copies ahead runs in the thread of the save, where GPU 0 is current."""
-    made: list[str] = []
-
-    def noting(loader: type) -> Callable[..., object]:
-        def make(*arguments: object, **options: object) -> object:
-            made.append(loader.__name__)
-            return loader(*arguments, **options)
-
-        return make
-
-    loaders = filesystem._OverlappingCpuLoader, filesystem._SerialCpuLoader
-    for loader in loaders:
-        monkeypatch.setattr(filesystem, loader.__name__, noting(loader))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    writer = Writer(tmp_path / "a", folder=tmp_path, step=1, about={}, prune=lambda: None)
-    planner = planner_with_memory("a test")
-    state = {"weights/a": torch.ones(3)}
-    planner.set_up_planner(state, is_coordinator=True)
-    plan, _ = planner.create_global_plan([planner.create_local_plan()])
-    (tmp_path / "a").mkdir()
-    writer.set_up_storage_writer(True)
-    writer.write_data(writer.prepare_local_plan(planner.finish_plan(plan[0])), planner)
-    assert made == ["_SerialCpuLoader"]
-    forget_plans("a test")
