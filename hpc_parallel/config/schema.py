@@ -137,6 +137,8 @@ class TrainingConfig:
     precision: str = "float32"
     loss_scale: float = 65536.0  # The factor of the loss at the start, with float16.
     loss_scale_every: int = 2000  # Finite steps after which float16 doubles the factor of the loss.
+    # Two runs on the same devices have the same bits: slower kernels, and an error where torch has none.
+    deterministic: bool = False
     clip_norm: float | None = 1.0  # The largest norm of the gradient; null: gradients are not clipped.
     # What happens after a loss or gradient that is not finite: `stop` the run, `skip` the step on all ranks,
     # or `rollback` to the checkpoint before, once.

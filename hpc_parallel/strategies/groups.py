@@ -20,6 +20,8 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.strategies.mesh import axis_of, build_mesh, joint, slicing_axis
 from hpc_parallel.torch_internals import set_timeout
 
+SAVING = "saving"  # the description of the group of saves, as the flight recorder shows it
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -54,7 +56,7 @@ def make_saving_group(config: RunConfig) -> dist.ProcessGroup:
     Its time-out is longer than that of collectives: a rank may write long after its peers.
     """
     timeout = timedelta(seconds=config.cluster.checkpoint_timeout_s)
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout, group_desc=SAVING)
     return group
 
 

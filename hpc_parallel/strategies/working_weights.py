@@ -32,11 +32,11 @@ def applies(config: RunConfig) -> bool:
     """Whether a step of `config` without fully_shard, which casts weights itself, uses cast weights.
 
     A schedule that splits the backward pass computes gradients of the weights that a module holds. The
-    replicas of nn.DataParallel and compiled blocks hold weights of their own.
+    replicas of nn.DataParallel hold weights of their own.
     """
     strategy = config.strategy
     outside = strategy.execution == DATAPARALLEL or schedule_of(strategy).splits_backward
-    return config.training.precision == "bfloat16" and not outside and not config.training.compile
+    return config.training.precision == "bfloat16" and not outside
 
 
 def cast_for_good(model: LayeredModel) -> None:

@@ -157,8 +157,8 @@ def record_death(folder: RunFolder, *, world: World, returncode: int, stopped: b
         kind, message = ERROR, f"ended with exit code {returncode} and wrote no reason"
     elif stopped:
         kind, message = STOPPED, f"ended by {name} after another rank's failure"
-    elif name == "SIGABRT" and (timeout := _last_timeout(folder, rank=world.rank)):
-        kind, message = COLLECTIVE_TIMEOUT, timeout  # NCCL's watchdog ends the process with SIGABRT
+    elif name == "SIGABRT" and (reason := _watchdogs_reason(folder, rank=world.rank)):
+        kind, message = reason  # NCCL's watchdog ends the process with SIGABRT
     else:
         kind, message = KILLED, f"killed by {name}"
     _write(folder, world=world, kind=kind, message=message, signal_name=name)
@@ -236,13 +236,22 @@ def _kind_of_one(error: BaseException) -> str:
     return ERROR
 
 
-def _last_timeout(folder: RunFolder, *, rank: int) -> str | None:
-    """The last time-out in the rank's log, where NCCL's watchdog writes what it waited for."""
+def _watchdogs_reason(folder: RunFolder, *, rank: int) -> tuple[str, str] | None:
+    """The kind and the line of the rank's log in which NCCL's watchdog says why it ended the process.
+
+    A time-out says what it waited for; a remote error follows the end of another rank. None without a line.
+    """
     with contextlib.suppress(OSError, DamagedError):
         log = read_tail(folder.log(rank, "err"), limit_bytes=_LOG_END_BYTES)
-        lines = log.decode(errors="replace").splitlines()
-        timeout = next((line for line in reversed(lines) if _TIMEOUT.search(line)), None)
-        return None if timeout is None else timeout.strip()[:_MESSAGE_CHARACTERS]
+        lines = log.decode(errors="replace").splitlines()[::-1]
+        of_nccl = [line for line in lines if "nccl" in line.lower()]
+        for pattern, kind, candidates in (
+            (_TIMEOUT, COLLECTIVE_TIMEOUT, lines),
+            (_LOST_PEER, LOST_PEER, of_nccl),
+        ):
+            for line in candidates:
+                if pattern.search(line):
+                    return kind, line.strip()[:_MESSAGE_CHARACTERS]
     return None
 
 

@@ -26,5 +26,10 @@ def use_expandable_segments(environment: MutableMapping[str, str]) -> dict[str, 
     return set_unset(environment, {ALLOCATOR[-1]: "expandable_segments:True"}, reason=reason)
 
 
+def use_fixed_workspaces(environment: MutableMapping[str, str]) -> dict[str, str]:
+    """Let cuBLAS use the same workspaces in each call, without which torch refuses to be deterministic."""
+    return set_unset(environment, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, reason="training.deterministic")
+
+
 def configures_allocator(environment: Mapping[str, str]) -> bool:
     return any(name in environment for name in ALLOCATOR)

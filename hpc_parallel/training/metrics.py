@@ -15,15 +15,20 @@ from hpc_parallel.record.values import finite
 from hpc_parallel.strategies.exchange import all_gather_numbers
 from hpc_parallel.training.step import StepResult
 
-# Dense bf16 peaks from the vendor's data sheets, FLOP/s, by a part of the device's name; the first that fits
-# counts. Cards have lower clocks or fewer cores than SXM modules. mfu is null on any other device.
+# Dense peaks from the vendor's data sheets in FLOP/s: of bfloat16 and float16, and of float32 without TF32.
+# By a part of the device's name; the first that fits counts. Cards have lower clocks or fewer cores than SXM
+# modules. mfu is null on any other device.
 PEAK_FLOPS = {
-    "A100": 312e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100 80GB HBM3": 989e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,  # and GH200
+    "A100": (312e12, 19.5e12),
+    "H100 PCIe": (756e12, 51e12),
+    "H100 NVL": (835e12, 60e12),
+    "H100 80GB HBM3": (989e12, 67e12),
+    "H200 NVL": (835e12, 60e12),
+    "H200": (989e12, 67e12),  # and GH200
+    "GB200": (2500e12, 80e12),
+    "B200": (2250e12, 75e12),
+    "L40S": (362e12, 91.6e12),
+    "MI250X": (191.5e12, 47.9e12),  # of one of its two dies, which is a device to torch
 }
 
 
@@ -133,15 +138,24 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """Returns the peak of one device in dense bf16, in FLOP/s; None if `PEAK_FLOPS` does not list it."""
+def peak_flops(device: torch.device, *, precision: str) -> float | None:
+    """Returns the peak of one device in `training.precision`, in FLOP/s; None if it is not known."""
     if device.type != "cuda":
         return None
-    return peak_of(torch.cuda.get_device_name(device))
+    return peak_of(
+        torch.cuda.get_device_name(device), precision=precision, tf32=torch.backends.cuda.matmul.allow_tf32
+    )
 
 
-def peak_of(name: str) -> float | None:
-    """The peak of a device by its full name; None for a part of one (MIG)."""
-    if " MIG " in name:
+def peak_of(name: str, *, precision: str, tf32: bool = False) -> float | None:
+    """The peak of a device by its full name; None for a part of one (MIG), and in float64.
+
+    tf32: products of float32 use it; its peak is half of that of bfloat16 on NVIDIA's devices.
+    """
+    peaks = next((peaks for part, peaks in PEAK_FLOPS.items() if part in name), None)
+    if peaks is None or " MIG " in name or precision == "float64":
         return None
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    of_half, of_float32 = peaks
+    if precision != "float32":
+        return of_half
+    return of_half / 2 if tf32 else of_float32

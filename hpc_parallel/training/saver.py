@@ -25,6 +25,7 @@ from hpc_parallel.torch_internals import forget_plans, planner_with_memory
 from hpc_parallel.training.checkpoint import State, Writer, random_state
 from hpc_parallel.training.nonfinite import FollowerError
 from hpc_parallel.training.stager import Stager, stager_for
+from hpc_parallel.training.written_parts import WrittenParts
 
 _MARK_EVERY_S = 2.0
 _PATIENCE = 2  # times `checkpoint_timeout_s`, after which a rank that still writes ends the run
@@ -94,6 +95,7 @@ class Saver:
         self._training = training
         self._device = device
         self._group, self._saving = saving.group, saving
+        self._parts = WrittenParts()
         self._thread: ThreadPoolExecutor | None = None  # of saves without a copy
         self._began_s = 0.0
         self._saved_step = saved_step
@@ -140,7 +142,7 @@ class Saver:
         if dist.get_rank() == 0:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             shutil.rmtree(unfinished, ignore_errors=True)  # left by a save that failed
-        state: dict[str, Any] = {**self._state(), **random_state(self._device)}
+        state: dict[str, Any] = self._parts.of({**self._state(), **random_state(self._device)})
         training = self._training
         writer = Writer(
             unfinished,

@@ -81,6 +81,8 @@ def main(run_folder: str) -> int:
             reasons |= torch_variables.use_compiler_cache(folder, os.environ)
         if config.device != "cpu" and torch.cuda.is_available():
             reasons |= torch_variables.use_expandable_segments(os.environ)
+        if config.training.deterministic:
+            reasons |= torch_variables.use_fixed_workspaces(os.environ)
         device = prepare_device(config, world)
         xids = XidEvents(nvml_module(), preflight.gpu_uuid(device))
         on_phase = phases_of(folder, rank=world.rank)
@@ -154,6 +156,11 @@ def prepare_device(config: RunConfig, world: World) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.allow_tf32 = False  # by default torch's convolutions use TF32: 11 of 24 bits
+    if config.training.deterministic:
+        torch.use_deterministic_algorithms(True)
+        settings: Any = torch.utils.deterministic
+        settings.fill_uninitialized_memory = False  # for debugging only, and one more kernel each time
+        torch.backends.cudnn.benchmark = False
     torch.set_num_threads(fabric.cpu_threads(world, os.environ))
     return device
 

@@ -338,5 +338,5 @@ def scale_of(session: Session, *, replicas: int) -> Scale:
         flops_per_sample=3 * session.assembled.forward_flops,  # a backward pass costs two forward passes
         devices=session.config.nodes * session.config.gpus_per_node,
         replicas=replicas,
-        peak_flops=peak_flops(session.device),
+        peak_flops=peak_flops(session.device, precision=session.config.training.precision),
     )

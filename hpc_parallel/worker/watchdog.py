@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ import torch
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import replacing
+from hpc_parallel.strategies.groups import SAVING
 from hpc_parallel.supervise import failure, hang_report
 from hpc_parallel.supervise.flight_recorder import Collective, collective_of, device_progress, recorded
 from hpc_parallel.supervise.hang_report import HangReport
@@ -186,13 +188,21 @@ def collectives() -> dict[str, Any]:
 
 
 def last_collective(entries: Sequence[Mapping[str, Any]]) -> Collective:
-    """The collective that this process waits in, or the last one that it began."""
-    last = entries[-1]
-    for entry in reversed(entries):  # if several are in progress, the others wait for the first
+    """The collective that this process waits in, or the last one that it began.
+
+    A group retires its collectives in order, for each backend. So the first that is pending in some group is
+    the one that all later ones wait for. A save beside the training may be pending for long.
+    """
+    pending: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for index, entry in enumerate(entries):
+        queue = pending[str(entry["process_group"][0]), str(entry["profiling_name"]).partition(":")[0]]
         if entry["retired"]:
-            break
-        last = entry
-    return collective_of(last)
+            queue.clear()
+        else:
+            queue.append(index)
+    first = sorted(queue[0] for queue in pending.values() if queue)
+    of_training = [index for index in first if entries[index]["process_group"][1] != SAVING]
+    return collective_of(entries[([*of_training, *first] or [-1])[0]])
 
 
 def _address_of_store(folder: RunFolder, *, world: World) -> tuple[str, int] | None:

@@ -17,7 +17,7 @@ from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models import transformer
 from hpc_parallel.models.layered import materialise
 from hpc_parallel.models.transformer import Transformer
-from hpc_parallel.strategies import checkpointing, compiling, dropout, shard
+from hpc_parallel.strategies import checkpointing, compiling, dropout, precision, shard, working_weights
 from hpc_parallel.strategies.dropout_shapes import whole_shapes
 from tests.dropout_models import Tokens
 from tests.parity import COMMON, EXACTNESS, Alone, assert_follows
@@ -164,3 +164,36 @@ def test_compiled_decoder_with_recomputation(monkeypatch: pytest.MonkeyPatch, ke
     torch._dynamo.reset()
     assert tables == [False]
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("keeps", ["none", "selective"])
+def test_compiled_blocks_use_the_weights_that_a_step_casts(
+    monkeypatch: pytest.MonkeyPatch, keeps: str
+) -> None:
+    """New tensors take the place of the weights in each step, and no step compiles again."""
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    tokens = torch.arange(64).reshape(2, 32) % 8
+    outcomes = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        model = Transformer(layers=3, dim=16, heads=2, kv_heads=2, ffn_dim=24, vocab_size=8)
+        if compiled:
+            checkpointing.apply(model, keeps=keeps, compiled=True)
+            compiling.apply(model)
+        precision.apply(model, precision="bfloat16", device_type="cpu")
+        materialise(model, seed=0, device="cpu", dtype=torch.float32)
+        for _ in range(3):
+            with working_weights.cast_weights([model]):
+                output = model(tokens)
+                model.loss(output, tokens).backward()
+        outcomes.append((output.dtype, [weight.grad for weight in model.parameters()]))
+    assert counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
+    (of_source, expected), (of_compiled, gradients) = outcomes
+    assert of_source == of_compiled == torch.bfloat16
+    for gradient, other in zip(gradients, expected, strict=True):
+        assert gradient.dtype == torch.float32
+        torch.testing.assert_close(gradient, other, rtol=2**-6, atol=2**-8 * other.abs().max().item())

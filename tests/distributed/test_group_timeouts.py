@@ -47,9 +47,8 @@ def timeouts_s(folders: list[str]) -> list[dict[str, list[float]]]:
             module.default_pg_timeout, module.default_pg_nccl_timeout = earlier
         kinds: dict[str, list[float]] = {"default": [], "saving": [], "others": []}
         for group in module._world.pg_map:
-            kind = (
-                "default" if group is dist.group.WORLD else "saving" if group is groups.saving else "others"
-            )
+            named = {id(dist.group.WORLD): "default", id(groups.saving): "saving"}
+            kind = named.get(id(group), "others")
             if group not in before or kind == "default":
                 options = group._get_backend(torch.device("cpu")).options
                 kinds[kind].append(options._timeout.total_seconds())

@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 from hpc_parallel.record.checkpoint_index import Checkpoint
-from tests.workers import Workers
+from tests.workers import Workers, do_here
 
 
 def saving_group(timeout_s: float) -> Any:
@@ -181,3 +181,47 @@ def test_a_rank_that_never_ends_its_save_is_named(workers: Workers, tmp_path: Pa
     assert second["error"].startswith(f"StuckSaveError: {clause}")
     assert first["error"].startswith(f"FollowerError: ended with rank 1, which {clause}")
     workers.close()  # its thread still writes
+
+
+SMALL = (
+    "nodes=2", "gpus_per_node=2", "training.steps=1", "training.checkpoint_every=1",
+    "training.validate_every=null", "training.measure_steps=0", "training.global_batch_size=8",
+    "data.max_bytes=100000",
+    "data.sequence_length=16", "model.layers=4", "model.dim=32", "model.heads=4", "model.kv_heads=4",
+    "model.ffn_dim=64",
+)  # fmt: skip
+LAYOUTS = (
+    ("strategy=data",), ("strategy=hsdp",), ("strategy=fsdp",), ("strategy=tensor",), ("strategy=pipeline",),
+    ("strategy=hybrid",), ("strategy=data", "strategy.context=2"),
+    ("strategy=expert", "strategy.expert=2", "strategy.replicate=2", "model=moe_tiny"),
+)  # fmt: skip
+
+
+def staged_bytes(folders: list[str]) -> list[int]:
+    """What this rank copies to the host for the checkpoint of each run."""
+    from hpc_parallel.training.stager import Stager
+
+    stage, sizes = Stager.stage, []
+
+    def counted(self: Stager, state: dict[str, Any]) -> Any:
+        copies = stage(self, state)
+        sizes.append(sum(buffer.nbytes for name, buffer in self._buffers.items() if name in state))
+        return copies
+
+    with mock.patch.object(Stager, "stage", counted):
+        for folder in folders:
+            do_here(folder)
+    return sizes
+
+
+def test_each_part_of_the_state_is_copied_and_written_by_one_rank(workers: Workers) -> None:
+    """The reference is the index of the checkpoint: all names with their sizes, each once."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    folders = [workers.prepare(*SMALL, *layout).folder for layout in LAYOUTS]
+    by_layout = zip(*workers.run(4, staged_bytes, [str(folder.path) for folder in folders]), strict=True)
+    for layout, folder, sizes in zip(LAYOUTS, folders, by_layout, strict=True):
+        stored = FileSystemReader(folder.checkpoints / "step-1").read_metadata().state_dict_metadata
+        total = sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in stored.values())
+        assert sum(sizes) == total, layout
+        assert max(sizes) < 0.5 * total, layout  # the largest weight alone is a sixth

@@ -547,6 +547,30 @@ def test_nccls_watchdog_names_the_missing_rank(folder: RunFolder) -> None:
     assert not flight_recorder.dump_of(folder, rank=6).exists()
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[rank1]:[E1121] [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated "
+        "with exception: NCCL error: remote process exited or there was a network error, NCCL version 2.27.5",
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting early.",
+    ],
+)
+def test_a_rank_that_nccl_ended_after_its_peer_is_a_follower(folder: RunFolder, line: str) -> None:
+    folder.log(1, "err").write_text(f"the user's server: connection refused\n{line}\nterminate called\n")
+    failure.record_death(folder, world=world(1), returncode=-6)
+    failure.record_death(folder, world=world(5), returncode=-9)  # later, by the clock of its host
+    kinds = {record.rank: (record.kind, record.message) for record in failure.records(folder)}
+    assert kinds == {1: ("lost_peer", line), 5: ("killed", "killed by SIGKILL")}
+    assert conclude(folder, returncode=134).startswith("rank 5 on n2 failed first: killed by SIGKILL")
+
+
+def test_an_abort_of_another_reason_is_no_follower(folder: RunFolder) -> None:
+    folder.log(1, "err").write_text("the user's server: connection refused\nterminate called\n")
+    failure.record_death(folder, world=world(1), returncode=-6)
+    (record,) = failure.records(folder)
+    assert (record.kind, record.message) == ("killed", "killed by SIGABRT")
+
+
 def test_a_dump_that_would_run_code_is_refused(folder: RunFolder) -> None:
     class Evil:
         def __reduce__(self) -> object:

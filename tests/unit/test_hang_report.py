@@ -24,7 +24,7 @@ from hpc_parallel.supervise.progress import Progress
 from hpc_parallel.supervise.supervisor import Supervisor, spot_of, stack_of
 from hpc_parallel.supervise.world import World
 from hpc_parallel.worker import hang_meeting
-from hpc_parallel.worker.watchdog import _Watchdog
+from hpc_parallel.worker.watchdog import _Watchdog, last_collective
 
 HOSTS = ("n1", "n1", "n2", "n3")
 STORE = "10.0.0.1:4000"
@@ -138,6 +138,28 @@ def test_the_progress_of_a_gpu_is_that_of_its_entries() -> None:
     assert progress.next == Collective("all_reduce", "default_pg", 8, complete=False)
     assert progress.completed == {"0 default_pg": 2, "3 default_pg": 7}
     assert device_progress([{**entry(3, "scheduled"), "profiling_name": "gloo:all_reduce"}]) is None
+
+
+def test_the_first_pending_collective_of_a_group_is_the_one_that_hangs() -> None:
+    """A stuck reduce_scatter was told as a later all_gather, because a collective of gloo ended between."""
+    stuck = {**entry(7, "started", group="3"), "profiling_name": "nccl:reduce_scatter"}
+    of_gloo = {**entry(4, "retired"), "profiling_name": "gloo:all_reduce"}
+    later = {**entry(8, "scheduled", group="3"), "profiling_name": "nccl:all_gather"}
+    assert last_collective([entry(6, "retired", group="3"), stuck, of_gloo, later]) == Collective(
+        "reduce_scatter", "default_pg", 7, complete=False
+    )
+    # The same number of another backend of the group says nothing about this one.
+    assert last_collective([entry(2, "started"), of_gloo]).sequence == 2
+    # What a later collective of its group has overtaken does not hang.
+    forgotten = entry(1, "started", group="9")
+    assert last_collective([forgotten, entry(2, "retired", group="9"), stuck]).sequence == 7
+    assert last_collective([entry(6, "retired"), of_gloo]) == Collective(
+        "all_reduce", "default_pg", 4, complete=True
+    )
+    # A save beside the training waits for its slowest rank.
+    save = {**entry(3, "started"), "profiling_name": "gloo:gather", "process_group": ["1", "saving"]}
+    assert last_collective([save, stuck]).sequence == 7
+    assert last_collective([save]).sequence == 3
 
 
 LOG: dict[str, object] = {"phase": "log", "where": "metrics.py:7 in line"}  # where every host needs the loss

@@ -145,11 +145,11 @@ def test_first_weights_are_spread_as_the_library_spreads_them() -> None:
             assert weight.mean().item() == pytest.approx(theirs.mean().item(), abs=5e-3), name
 
 
-def test_flops_count_each_weight_and_both_products_of_attention() -> None:
+def test_flops_count_each_weight_and_what_attention_sees() -> None:
     model = build("qwen3", torch.float32, {"head_dim": 16, "tie_word_embeddings": False})
     matrices = 4 * 32 * 64 + 3 * 32 * 48  # query, key, value, output of 4 heads of 16; gate, up, down
     flops = model.forward_flops((10,))
-    assert flops.blocks == (2 * 10 * matrices + 4 * 10 * 10 * 64,) * 3
+    assert flops.blocks == (2 * 10 * matrices + 4 * 55 * 64,) * 3  # 1 + 2 + ... + 10 pairs
     assert (flops.stem, flops.head) == (0, 2 * 10 * 32 * 64)
 
 

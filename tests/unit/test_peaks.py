@@ -18,9 +18,24 @@ from hpc_parallel.training.metrics import peak_of
         ("NVIDIA H200 NVL", 835),
         ("NVIDIA GH200 480GB", 989),
         ("NVIDIA A100 80GB PCIe", 312),
+        # 5,000, 4,500 and 733; AMD gives 383 for both dies.
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA L40S", 362),
+        ("AMD Instinct MI250X", 191.5),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA GeForce RTX 4090", None),
     ],
 )
-def test_a_part_has_its_own_peak(name: str, tflops: int | None) -> None:
-    assert peak_of(name) == (None if tflops is None else tflops * 1e12)
+def test_a_part_has_its_own_peak(name: str, tflops: float | None) -> None:
+    for precision in ("bfloat16", "float16"):
+        assert peak_of(name, precision=precision) == (None if tflops is None else tflops * 1e12)
+    assert peak_of(name, precision="float64") is None
+
+
+def test_a_run_in_float32_is_judged_by_the_peak_of_float32() -> None:
+    """With TF32: 989 in the data sheet of the H100 SXM with sparsity, so 494.5 without."""
+    h100 = "NVIDIA H100 80GB HBM3"
+    assert peak_of(h100, precision="float32") == 67e12
+    assert peak_of(h100, precision="float32", tf32=True) == 494.5e12
+    assert peak_of("NVIDIA GeForce RTX 4090", precision="float32") is None

@@ -42,7 +42,7 @@ def large(model: str) -> dict[str, Any]:
     words = (
         "strategy=fsdp", f"nodes={RANKS // 8}", "gpus_per_node=8", f"model={model}", *small,
         "training.precision=bfloat16", "training.activation_checkpointing=full",
-        f"data.sequence_length={seq}", "training.checkpoint_every=null",
+        f"data.sequence_length={seq}",
         f"training.global_batch_size={RANKS}", "launcher=local", f"device={setting.device().type}",
     )  # fmt: skip
     config = resolve(composed(*words))[0]

@@ -1,8 +1,8 @@
 """Tokens per second and MFU of about 1B and of 8B's width, an ablation, and a plain compiled loop beside it.
 
 MFU: 3 times the forward FLOPs of `LanguageModel.forward_flops` (2 for each weight and token, and the two
-attention products with their masked half; PaLM, app. B), divided by the device's dense bfloat16 peak. FP8
-is divided by the same peak, so its figure can be above 1.
+attention products without their masked half), divided by the device's dense bfloat16 peak. FP8 is divided by
+the same peak, so its figure can be above 1.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ TOKENS = 8192  # of a step
 def run(findings: Findings) -> None:
     setting.join()
     setting.compile_quickly()
-    findings.add(peak_flops=peak_flops(setting.device()), rule=" ".join((__doc__ or "").split()))
+    peak = peak_flops(setting.device(), precision="bfloat16")
+    findings.add(peak_flops=peak, rule=" ".join((__doc__ or "").split()))
     titan = importlib.util.find_spec("torchtitan") is not None
     findings.add(torchtitan="installed, not measured" if titan else NOT_AVAILABLE)
     for name, length, what, words in CASES:

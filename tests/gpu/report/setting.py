@@ -38,6 +38,7 @@ from hpc_parallel.training.gradient_norm import GradientNorm, clip
 from hpc_parallel.training.optimizer import build_optimizer
 from hpc_parallel.worker.session import read_config
 from hpc_parallel.worker.train import train
+from tests.benchmarks.peers.world_size import new_fake_group
 from tests.composed import prepared
 
 GPU = {"layers": 12, "dim": 768, "heads": 12, "kv_heads": 4, "ffn_dim": 2048, "vocab_size": 32000}
@@ -77,6 +78,7 @@ def join(*, ranks: int = 1, backend: str | None = None, timeout_s: float = 77.0)
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+        dist.new_group = partial(new_fake_group, dist.new_group)  # that of saves asks for gloo
         return
     dist.init_process_group(
         backend or sized("cuda:nccl,cpu:gloo", "gloo"), store=dist.HashStore(), rank=0, world_size=1,
@@ -128,7 +130,7 @@ def step_of(
     schedule: ForwardBackward = Accumulate(
         runner, model=model, loss=loss, terms=LossTerms(model), microbatches=microbatches
     )
-    if dtype == "bfloat16" and kind != "fsdp" and not compiled:  # as `working_weights.applies` says
+    if dtype == "bfloat16" and kind != "fsdp":  # as `working_weights.applies` says
         schedule = working_weights.CastOnce(schedule, parts=[model])
     parameters = dict(model.named_parameters())
     optimizer = build_optimizer(parameters, AdamWConfig())

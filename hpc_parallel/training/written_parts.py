@@ -1,0 +1,57 @@
+"""Which rank writes which part of a checkpoint: of the ranks that hold the same part, one.
+
+torch.distributed.checkpoint removes duplicates too, but only after each replica has copied its entire state
+to the host, and has sent the plan for all of it to rank 0.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpc_parallel.strategies import exchange
+from hpc_parallel.training.checkpoint import State
+from hpc_parallel.training.replicas import digest, holding
+
+
+class WrittenParts:
+    """This rank's choice, made with all ranks at the first save and when the state of any rank changes."""
+
+    def __init__(self) -> None:
+        self._keys: dict[str, int] = {}
+        self._written: frozenset[str] = frozenset()
+
+    def of(self, state: State) -> State:
+        """Returns what this rank writes of its `state`. All ranks must call it together."""
+        keys = {name: digest(holding(name, tensor)) for name, tensor in state.items()}
+        changed = float(keys != self._keys)
+        if max(exchange.all_gather_numbers([changed], device=exchange.CPU)[0]):
+            self._keys, self._written = keys, written(keys)
+        return {name: tensor for name, tensor in state.items() if name in self._written}
+
+
+def written(keys: dict[str, int]) -> frozenset[str]:
+    """The names that this rank writes. `keys`: equal on two ranks that hold the same part of a tensor."""
+    rank = dist.get_rank()
+    table = all_keys(list(keys.values())).numpy()  # [rank, key]
+    order = table.ravel().argsort(kind="stable")  # so that the holders of a key are in the order of ranks
+    ordered = table.ravel()[order]
+    names: set[str] = set()
+    for name, key in keys.items():
+        first, end = np.searchsorted(ordered, key, "left"), np.searchsorted(ordered, key, "right")
+        holders = np.unique(order[first:end] // table.shape[1])
+        if holders[key % len(holders)] == rank:
+            names.add(name)
+    return frozenset(names)
+
+
+def all_keys(keys: list[int]) -> Tensor:
+    """The keys of all ranks: [rank, key], int64, filled up with -1, which is no key."""
+    (counts,) = exchange.all_gather_numbers([float(len(keys))], device=exchange.CPU)
+    row = torch.full((int(max(counts)),), -1, dtype=torch.int64)
+    row[: len(keys)] = torch.tensor(keys, dtype=torch.int64)
+    rows = [torch.empty_like(row) for _ in counts]
+    dist.all_gather(rows, row)
+    return torch.stack(rows)
