@@ -71,6 +71,22 @@ def check_model(config: RunConfig, values: Mapping[str, Any]) -> ImportCheck:
     return _tried(job_python(config.launcher), os.getcwd(), MODEL, json.dumps(values), path)
 
 
+def check_models(runs: Sequence[tuple[RunConfig, Mapping[str, Any]]]) -> list[list[str]]:
+    """What `check_model` finds in each of several layouts of one model, also of local runs, in one process.
+
+    runs: configurations, typed and as plain values. No messages for models of this package, and if the
+    process can't tell.
+    """
+    nothing: list[list[str]] = [[] for _ in runs]
+    config, _ = runs[0]
+    path = str(config.model["_target_"])
+    if path.startswith(OWN) or not config.launcher.check_imports or _environment_key(config):
+        return nothing
+    content = json.dumps([values for _, values in runs])
+    answer = _answered(job_python(config.launcher), os.getcwd(), MODEL, content, path)
+    return nothing if isinstance(answer, str) else answer
+
+
 def _environment_key(config: RunConfig) -> str | None:
     """The key of commands that run in the job before Python starts; None without any."""
     launcher, cluster = config.launcher, config.cluster
@@ -97,7 +113,14 @@ def job_python(launcher: LauncherConfig) -> str:
 
 @cache  # all runs of a sweep have the same classes
 def _tried(python: str, folder: str, module: str, content: str, paths: str) -> ImportCheck:
-    """Run a module that reads `content` and writes a list of messages."""
+    answer = _answered(python, folder, module, content, paths)
+    if isinstance(answer, str):
+        return ImportCheck(note=answer)
+    return ImportCheck(problems=tuple(filter(None, answer)))
+
+
+def _answered(python: str, folder: str, module: str, content: str, paths: str) -> list[Any] | str:
+    """Run a module that reads `content` and writes a list of messages; the list, or why there is none."""
     command = [python, "-m", module]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     try:
@@ -106,15 +129,15 @@ def _tried(python: str, folder: str, module: str, content: str, paths: str) -> I
             timeout=TIMEOUT_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return ImportCheck(note=f"not imported here within {TIMEOUT_S:g} s: {paths}")
+        return f"not imported here within {TIMEOUT_S:g} s: {paths}"
     except OSError as error:
-        return ImportCheck(note=f"not imported here, because {python} can't be started ({error}): {paths}")
+        return f"not imported here, because {python} can't be started ({error}): {paths}"
     try:
-        messages = json.loads(done.stdout)
+        messages: list[Any] = json.loads(done.stdout)
     except ValueError:  # killed, or without this package
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return ImportCheck(note=f"not imported here (exit code {done.returncode}, {last}): {paths}")
-    return ImportCheck(problems=tuple(filter(None, messages)))
+        return f"not imported here (exit code {done.returncode}, {last}): {paths}"
+    return messages
 
 
 def failure_of(key: str, table: dict[str, Any]) -> str | None:

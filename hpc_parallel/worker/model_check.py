@@ -2,7 +2,8 @@
 
     python -m hpc_parallel.worker.model_check < VALUES
 
-reads the resolved configuration as JSON and writes a JSON list of messages.
+reads the resolved configuration as JSON and writes a JSON list of messages; for a list of configurations, a
+list of such lists.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ def messages_of(values: Mapping[str, Any]) -> list[str]:
 
 def main() -> None:
     """Write the messages to stdout; what the model prints goes to stderr."""
-    values = json.load(sys.stdin)
+    given = json.load(sys.stdin)
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)
-        answer.write(json.dumps(messages_of(values)))
+        several = isinstance(given, list)
+        answer.write(json.dumps([messages_of(values) for values in given] if several else messages_of(given)))
 
 
 if __name__ == "__main__":
