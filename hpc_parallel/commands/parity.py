@@ -21,8 +21,9 @@ from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
 from hpc_parallel.launch.choose_launcher import choose
 from hpc_parallel.launch.launcher import SiteRefusedError
 from hpc_parallel.launch.prepare import PreparedRun
-from hpc_parallel.parity.cases import Case, plan
+from hpc_parallel.parity.cases import Case, plan, without_refused
 from hpc_parallel.parity.compare import TOLERANCES, Tolerance, Verdict, compare
+from hpc_parallel.parity.pace import Pace
 from hpc_parallel.parity.parity_table import Table
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.safe_read import read_json
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     register()
     try:
         cases, notes = plan(given.overrides, extra_dir=given.config_dir)
+        cases = without_refused(cases, given.overrides)
     except ConfigError as error:
         return refuse(error.problems)
     runs = [case.run for case in cases if case.run is not None]
@@ -59,41 +61,55 @@ def main(arguments: Sequence[str]) -> int:
     except SiteRefusedError as refusal:
         complain([refusal])
         return REFUSED
-    except KeyboardInterrupt:  # the launcher has ended what it had started
-        return FAILED
 
 
 def prove(cases: Sequence[Case], notes: Sequence[str], *, precision: str) -> int:
-    """Run and compare case by case, a line of the table each; returns the exit code."""
+    """Run and compare case by case, a line of the table each; returns the exit code.
+
+    After each row `parity.json` has all rows so far. Ctrl-C ends the table after the rows that are done.
+    """
     tolerance = TOLERANCES[precision]
     table = Table(tolerance, precision=precision)
+    pace = Pace(cases)
+    table.begin(pace.plan())
+    folder = next(case.run.folder.path.parent for case in cases if case.run is not None)
+    bounds = {name: getattr(tolerance, name) for name in ("losses", "gradients", "weights")}
     alone: dict[str, str | None] = {}  # folder of one device's run -> why it failed
     lines: list[dict[str, Any]] = []
-    for number, case in enumerate(cases, start=1):
-        with table.working(f"{number} of {len(cases)}: {case.row.strategy}, {case.net}, {case.layout}"):
-            verdict = judge(case, tolerance, alone)
-        table.add(case, verdict)
-        lines.append(
-            {"strategy": case.row.strategy, "net": case.net, "layout": case.layout, **asdict(verdict)}
-        )
+    is_interrupted = False
+    try:
+        for number, case in enumerate(cases, start=1):
+            what = f"{number} of {len(cases)}: {case.row.strategy}, {case.net}, {case.layout}"
+            with table.working([what, *pace.figures()]):
+                verdict = judge(case, tolerance, alone, pace=pace)
+            table.add(case, verdict)
+            lines.append(
+                {"strategy": case.row.strategy, "net": case.net, "layout": case.layout, **asdict(verdict)}
+            )
+            if folder.is_dir():  # not before the first run
+                write_json(folder / "parity.json", {"precision": precision, "bounds": bounds, "rows": lines})
+    except KeyboardInterrupt:  # the launcher has ended what it had started
+        is_interrupted = True
     counts = Counter(line["word"] for line in lines)
-    folder = next(case.run.folder.path.parent for case in cases if case.run is not None)
-    table.end(counts, notes, folder=folder)
-    bounds = {name: getattr(tolerance, name) for name in ("losses", "gradients", "weights")}
-    write_json(folder / "parity.json", {"precision": precision, "bounds": bounds, "rows": lines})
-    return FAILED if counts["MISS"] or counts["failed"] else DONE
+    if is_interrupted:
+        notes = [*notes, f"ended by Ctrl-C: {len(lines)} of {len(cases)} rows are done and kept"]
+    table.end(counts, [*notes, pace.total()], folder=folder)
+    return FAILED if is_interrupted or counts["MISS"] or counts["failed"] else DONE
 
 
-def judge(case: Case, tolerance: Tolerance, alone: dict[str, str | None]) -> Verdict:
+def judge(case: Case, tolerance: Tolerance, alone: dict[str, str | None], *, pace: Pace) -> Verdict:
     """Run what is still to be run, and compare."""
     if case.run is None or case.alone is None:
         return Verdict("left out", [str(problem) for problem in case.problems])
     key = str(case.alone.folder.path)
     if key not in alone:
-        alone[key] = run_quietly(case.alone)
+        with pace.run():
+            alone[key] = run_quietly(case.alone)
     if alone[key] is not None:
         return Verdict("failed", [f"one device: {alone[key]}"])
-    if cause := run_quietly(case.run):
+    with pace.run():
+        cause = run_quietly(case.run)
+    if cause:
         refused = (read_json(case.run.folder.failure) or {}).get("kind") == CONFIGURATION
         return Verdict("left out" if refused else "failed", [cause, f"results: {case.run.folder.path}"])
     try:

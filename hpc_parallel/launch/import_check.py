@@ -57,7 +57,7 @@ def check_imports(config: RunConfig, *, values: Mapping[str, Any] | None = None)
     question: dict[str, Any] = {"tables": tables, "advice": "" if is_local else _SWITCH}
     module = IMPORT
     if values is not None and not _is_own(config.model):
-        question["values"], module = values, MODEL
+        question["values"], module = [values], MODEL
     python = sys.executable if is_local else job_python(launcher)
     return _tried(python, os.getcwd(), module, json.dumps(question), paths)
 
@@ -81,6 +81,22 @@ def _tables(config: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
             yield key, {"_target_": path, "_partial_": True}
 
 
+def check_models(runs: Sequence[tuple[RunConfig, Mapping[str, Any]]]) -> list[list[str]]:
+    """What a model class of the user's refuses in each of several layouts, all built in one process.
+
+    runs: configurations, typed and as plain values. No messages for models of this package, and if the
+    process can't tell.
+    """
+    nothing: list[list[str]] = [[] for _ in runs]
+    config, _ = runs[0]
+    path = str(config.model["_target_"])
+    if path.startswith(OWN) or not config.launcher.check_imports or _environment_key(config):
+        return nothing
+    content = json.dumps({"tables": [], "advice": "", "values": [values for _, values in runs]})
+    answer = _answered(job_python(config.launcher), os.getcwd(), MODEL, content, path)
+    return nothing if isinstance(answer, str) else answer
+
+
 def _environment_key(config: RunConfig) -> str | None:
     """The key of commands that run in the job before Python starts, or of its image; None without any."""
     launcher, cluster = config.launcher, config.cluster
@@ -94,7 +110,14 @@ def _environment_key(config: RunConfig) -> str | None:
 
 @cache  # all runs of a sweep have the same classes
 def _tried(python: str, folder: str, module: str, content: str, paths: str) -> ImportCheck:
-    """Run a module that reads `content` and writes a list of messages."""
+    answer = _answered(python, folder, module, content, paths)
+    if isinstance(answer, str):
+        return ImportCheck(note=answer)
+    return ImportCheck(problems=tuple(message for messages in answer for message in messages))
+
+
+def _answered(python: str, folder: str, module: str, content: str, paths: str) -> list[Any] | str:
+    """Run a module that reads `content` and writes a list of messages; the list, or why there is none."""
     command = [python, "-m", module]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     try:
@@ -103,15 +126,15 @@ def _tried(python: str, folder: str, module: str, content: str, paths: str) -> I
             timeout=TIMEOUT_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return ImportCheck(note=f"not imported here within {TIMEOUT_S:g} s: {paths}")
+        return f"not imported here within {TIMEOUT_S:g} s: {paths}"
     except OSError as error:
-        return ImportCheck(note=f"not imported here, because {python} can't be started ({error}): {paths}")
+        return f"not imported here, because {python} can't be started ({error}): {paths}"
     try:
-        messages = json.loads(done.stdout)
+        messages: list[Any] = json.loads(done.stdout)
     except ValueError:  # killed, or without this package
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return ImportCheck(note=f"not imported here (exit code {done.returncode}, {last}): {paths}")
-    return ImportCheck(problems=tuple(messages))
+        return f"not imported here (exit code {done.returncode}, {last}): {paths}"
+    return messages
 
 
 def main() -> None:
@@ -120,7 +143,7 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)
         failures = [failure_of(key, table, advice=question["advice"]) for key, table in question["tables"]]
-        answer.write(json.dumps([*filter(None, failures)]))
+        answer.write(json.dumps([[*filter(None, failures)]]))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from hpc_parallel.config.model_data_schema import (
 )
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.trials import COMPOSE_ERRORS, Trials
+from hpc_parallel.launch.import_check import check_models
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.parity.compare import TOLERANCES
 from hpc_parallel.parity.rows import COMMON, IMAGES, NETS, ROWS, TWO, Row
@@ -180,6 +181,21 @@ class _Planner:
             return self._trials.compose(overrides).copy()
         except COMPOSE_ERRORS as error:
             raise _RefusedError(overrides, error) from error
+
+
+def without_refused(cases: Sequence[Case], overrides: Sequence[str]) -> list[Case]:
+    """The cases, without the runs of those that the hints of the user's own model refuse.
+
+    Raises ConfigError if no row is left that can run.
+    """
+    runs = [case.run for case in cases if case.run is not None]
+    refusals = iter(check_models([(run.config, run.values) for run in runs]))
+    checked = []
+    for case in cases:
+        problems = next(refusals) if case.run is not None else []
+        checked.append(replace(case, run=None, alone=None, problems=problems) if problems else case)
+    _require_rows(checked, overrides)
+    return checked
 
 
 def nets_that_read(data: DictConfig) -> tuple[str, ...]:

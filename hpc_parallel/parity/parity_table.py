@@ -13,10 +13,14 @@ from rich.status import Status
 from rich.text import Text
 
 from hpc_parallel.parity.compare import Tolerance, Verdict
+from hpc_parallel.record.metrics_file import fitting
 
 if TYPE_CHECKING:
     from hpc_parallel.parity.cases import Case
 
+WIDTHS = (16, 6, None, 9, 9, 9, 8)  # of strategy, data, layout, the measures, verdict
+WIDE, NARROW = 80, (0, 2, 6)  # below so many columns: strategy, layout and verdict; parity.json has all
+SPINNER_COLUMNS = 2
 WIDTH = 100  # if stdout is a file or a pipe
 MEASURES = ("losses", "gradients", "weights")
 STYLES = {"equal": "green", "MISS": "bold red", "failed": "bold red", "left out": "yellow"}
@@ -31,14 +35,22 @@ class Table:
         self._console.file = self._console.file  # keeps this stdout while a run's is redirected
         self._tolerance = tolerance
         self._precision = precision
-        self._say("Largest relative difference from one device: of the loss over all steps, of any tensor's")
-        self._say("gradient at step 1, and of any tensor's weights after the last step, by tensor norm.\n")
-        self._line("strategy", "data", "layout", *MEASURES, "verdict", style="bold")
-        bounds = (f"<= {getattr(tolerance, measure):g}" for measure in MEASURES)
-        self._line("", "", "", *bounds, "", style="dim")
 
-    def working(self, text: str) -> Status:
-        return self._console.status(Text(text))
+    def begin(self, plan: str) -> None:
+        """Say what will be started, then the head of the table."""
+        self._say(f"{plan}\n")
+        self._say(
+            "Largest relative difference from one device: of the loss over all steps, of any tensor's "
+            "gradient at step 1, and of any tensor's weights after the last step, by tensor norm.\n"
+        )
+        self._line("strategy", "data", "layout", *MEASURES, "verdict", style="bold")
+        bounds = (f"<= {getattr(self._tolerance, measure):g}" for measure in MEASURES)
+        if self._is_wide:
+            self._line("", "", "", *bounds, "", style="dim")
+
+    def working(self, parts: Sequence[str]) -> Status:
+        """Show on a terminal which row runs, how fast, and what is left."""
+        return self._console.status(Text(fitting(parts, columns=self._console.width - SPINNER_COLUMNS)))
 
     def add(self, case: Case, verdict: Verdict) -> None:
         differences = (str(verdict.differences.get(measure, "")) for measure in MEASURES)
@@ -60,6 +72,10 @@ class Table:
             )
         self._console.print(f"results: {folder}", markup=False, soft_wrap=True)
 
+    @property
+    def _is_wide(self) -> bool:
+        return self._console.width >= WIDE
+
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False)
 
@@ -68,9 +84,11 @@ class Table:
         line = rich_table.Table(
             box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0), expand=True
         )
-        for width in (16, 6, None, 9, 9, 9, 8):
+        shown = range(len(WIDTHS)) if self._is_wide else NARROW
+        for number in shown:
+            width = WIDTHS[number]
             line.add_column(width=width, ratio=None if width else 1, overflow="fold")
-        texts = [Text(cell) for cell in cells]
+        texts = [Text(cells[number]) for number in shown]
         texts[-1].stylize(last_style)
         line.add_row(*texts, style=style)
         self._console.print(line)

@@ -18,14 +18,20 @@ REPEATS = 3
 
 
 def link_rates(
-    first_ranks: Sequence[int], *, rounds: Sequence[Sequence[Pair]], device: torch.device, size_bytes: int
+    first_ranks: Sequence[int],
+    *,
+    rounds: Sequence[Sequence[Pair]],
+    device: torch.device,
+    size_bytes: int,
+    is_late: Callable[[], bool] = lambda: False,
 ) -> dict[Pair, float]:
     """Pair of hosts -> bytes per second in each direction, both at the same time; a collective call.
 
     All pairs of a round exchange at the same time. While a link seems slow, all are measured again, and the
     fastest time of each counts, because noise seldom comes three times to the same one.
 
-    first_ranks: the first rank of each host; rounds: of `links.rounds`, all or some of them.
+    first_ranks: the first rank of each host; rounds: of `links.rounds`, all or some of them;
+    is_late: whether the rest is left out, a collective call.
     """
     rank = dist.get_rank()
     by_gloo = f"{device.type}:gloo" in dist.get_backend_config().split(",")
@@ -34,6 +40,8 @@ def link_rates(
     best: dict[Pair, float] = {}
     for _ in range(MOST_TRIES):
         for pairs in rounds:
+            if best and is_late():
+                return best
             peers = {first_ranks[a]: first_ranks[b] for a, b in pairs}
             peers |= {other: one for one, other in peers.items()}
             dist.barrier()

@@ -100,8 +100,12 @@ def _findings(measured: Mapping[str, Any]) -> Iterator[str]:
             yield f"{printable(host)}: {printable(what)}"
             is_excludable = finding.get("harmful") is True and finding.get("excludable") is not False
             harmful += [printable(host)] * is_excludable
+    if left_out := text(measured.get("left_out")):
+        yield printable(left_out)
     if harmful:
         yield f"--exclude={','.join(dict.fromkeys(harmful))}"
+    elif measured.get("judged") is None and "judged" in measured:
+        return  # the other parts are still to be measured
     elif measured.get("judged") is False:
         yield "nodes that share one machine are not compared"
     else:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -19,14 +21,18 @@ from hpc_parallel.planning.collective_times import bus_factor
 from hpc_parallel.profiling.link_rates import fastest_s, link_rates
 from hpc_parallel.profiling.links import rounds
 from hpc_parallel.record import attempts
+from hpc_parallel.record.machine_check_table import machine_lines
+from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.recorded_preflight import listed_hosts
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.mesh import build_host_mesh
+from hpc_parallel.supervise.preflight_findings import Finding
 from hpc_parallel.supervise.world import World
 from hpc_parallel.training.nonfinite import FollowerError
+from hpc_parallel.training.writers import FileWriter
 from hpc_parallel.worker.direct_storage import direct_rates, missing
 from hpc_parallel.worker.machine_findings import MachineMeasurement, machine_findings, slow_rates
 from hpc_parallel.worker.preflight_act import PreflightError, act_on
@@ -34,6 +40,7 @@ from hpc_parallel.worker.read_scaling import BLOCK_BYTES, rates_by_readers, read
 from hpc_parallel.worker.run_plots import draw_plots
 from hpc_parallel.worker.session import complete
 from hpc_parallel.worker.start_times import matrix_times_s
+from hpc_parallel.worker.time_budget import TimeBudget, advice
 
 MOST_TRIES = 3  # of the all-reduce inside hosts, while one seems slow
 COPIED_BYTES = 2**28
@@ -50,6 +57,8 @@ def check_machine(
 ) -> None:
     """Measure as `config.task` says, on all ranks. Rank 0 writes `machine_check.json` and `summary.json`.
 
+    After each part, rank 0 writes what is measured so far and a line of `metrics.jsonl`.
+
     Raises PreflightError or FollowerError after that, as `preflight.act` says.
     """
     began = time.monotonic()
@@ -57,45 +66,123 @@ def check_machine(
     if rank == 0:
         attempts.begin(folder, step=0, environment=environment)
     names = host_names(config, environment)
-    measured = measure(config, names=names, folder=folder, device=device)
     simulated = any(NODE in name for name in names)  # nodes that share the cores of one machine
-    findings = [] if simulated else machine_findings(measured)
-    if rank == 0:
-        records = [finding.as_record() for finding in findings]
-        write_json(
-            folder.machine_check, measured.as_record() | {"findings": records, "judged": not simulated}
-        )
+    check = MachineCheck(config, names=names, folder=folder, device=device)
+    report = Report(folder, check, judged=not simulated) if rank == 0 else None
+    for number, count, name in check.measure():
+        if report is not None:
+            report.before(number, count, name)
+    findings = [] if simulated else machine_findings(check.measured)
+    if report is not None:
+        report.end(findings)
         print(*results(folder, {}), sep="\n", flush=True)
         draw_plots(folder, lasted_s=time.monotonic() - began)
     dist.barrier()  # a rank that fails ends the others
-    act_on(findings, act=config.preflight.act, host=names[rank], hosts=measured.hosts)
+    act_on(findings, act=config.preflight.act, host=names[rank], hosts=check.hosts)
     complete(values, folder=folder, lines=[], writers=[])
 
 
-def measure(
-    config: RunConfig, *, names: Sequence[str], folder: RunFolder, device: torch.device
-) -> MachineMeasurement:
-    """Measure everything on all ranks; the result is the same on each.
+class Report:
+    """What rank 0 writes: each part when it is measured, then all with the findings."""
 
-    names: host of each rank.
-    """
-    task = config.task
-    assert isinstance(task, PreflightTaskConfig)
-    hosts = list(dict.fromkeys(names))
-    matrix_s = matrix_times_s(device)
-    copies = exchange.all_gather(copy_rates(device))
-    reads, direct = read_rates(
-        Path(task.storage or folder.path), names=names, size_bytes=task.read_bytes, device=device
-    )
-    inside = inside_rates(config, device=device, size_bytes=task.message_bytes)
-    rates = link_rates(
-        [names.index(host) for host in hosts], rounds=rounds(len(hosts)), device=device,
-        size_bytes=task.message_bytes,
-    )  # fmt: skip
-    return MachineMeasurement(
-        device_type=device.type, names=names, matrix_s=matrix_s, copies=copies, reads=reads, direct=direct,
-        inside=dict(zip(hosts, inside, strict=True)), links=rates,
-    )  # fmt: skip
+    def __init__(self, folder: RunFolder, check: MachineCheck, *, judged: bool) -> None:
+        self._folder, self._check, self._judged = folder, check, judged
+        self._writer = FileWriter(folder, steps=0)
+        self._said: list[str] = []
+        self._part = (0, 0)
+
+    def before(self, number: int, count: int, name: str) -> None:
+        """The part `name` begins, and the one before has ended."""
+        self._write_part()
+        self._part = number, count
+        note_phase(self._folder, f"measuring {name}")
+
+    def end(self, findings: Sequence[Finding]) -> None:
+        self._write_part()
+        self._write(findings=[finding.as_record() for finding in findings], judged=self._judged)
+
+    def _write_part(self) -> None:
+        number, count = self._part
+        if number == 0:
+            return
+        lines = machine_lines(self._write(findings=[], judged=None))
+        for line in lines:
+            if line not in self._said:
+                self._writer.write({
+                    "step": number, "steps": count, "measured": [line],
+                    "time_left_s": max(0.0, self._check.budget.seconds - self._check.budget.used_s),
+                    "time": datetime.now(UTC).isoformat(),
+                })  # fmt: skip
+        self._said = lines
+
+    def _write(self, *, findings: list[dict[str, Any]], judged: bool | None) -> dict[str, Any]:
+        left_out = self._check.left_out
+        reason = advice(self._check.budget, needed_s=self._check.budget.used_s)
+        content = self._check.measured.as_record() | {
+            "findings": findings, "judged": judged,
+            "left_out": f"left out: {', '.join(left_out)}: {reason}" if left_out else None,
+        }  # fmt: skip
+        write_json(self._folder.machine_check, content)
+        return content
+
+
+class MachineCheck:
+    """Measures part after part until the time is used; the storage last, because it may be slow."""
+
+    def __init__(
+        self, config: RunConfig, *, names: Sequence[str], folder: RunFolder, device: torch.device
+    ) -> None:
+        """names: host of each rank."""
+        assert isinstance(config.task, PreflightTaskConfig)
+        self.config, self.task, self.names, self.device = config, config.task, names, device
+        self.storage = Path(config.task.storage or folder.path)
+        self.measured = MachineMeasurement(device_type=device.type, names=names)
+        self.hosts = self.measured.hosts
+        self.budget = TimeBudget(config.task.seconds)
+        self.left_out: list[str] = []
+        self._parts: dict[str, Callable[[], dict[str, Any]]] = {
+            "matrix products": lambda: {"matrix_s": matrix_times_s(device)},
+            "copies between host and device": lambda: {"copies": exchange.all_gather(copy_rates(device))},
+            "an all-reduce inside each host": self._inside,
+            "links between hosts": self._links,
+            "reads from the storage": self._reads,
+        }
+
+    def measure(self) -> Iterator[tuple[int, int, str]]:
+        """Yields the number of a part, their count, and the part's name before it is measured.
+
+        `measured` and `left_out` are the same on all ranks. The first part is measured in any case.
+        """
+        for number, (name, part) in enumerate(self._parts.items(), start=1):
+            if number > 1 and self._is_late():
+                self.left_out.append(name)
+                continue
+            yield number, len(self._parts), name
+            self.measured = replace(self.measured, **part())
+
+    def _is_late(self) -> bool:
+        return self.budget.left_s() < 0
+
+    def _inside(self) -> dict[str, Any]:
+        rates = inside_rates(self.config, device=self.device, size_bytes=self.task.message_bytes)
+        return {"inside": dict(zip(self.hosts, rates, strict=True))}
+
+    def _links(self) -> dict[str, Any]:
+        pairs = rounds(len(self.hosts))
+        rates = link_rates(
+            [self.names.index(host) for host in self.hosts], rounds=pairs, device=self.device,
+            size_bytes=self.task.message_bytes, is_late=self._is_late,
+        )  # fmt: skip
+        if missing := sum(map(len, pairs)) - len(rates):
+            self.left_out.append(f"{missing} links between hosts")
+        return {"links": rates}
+
+    def _reads(self) -> dict[str, Any]:
+        reads, direct = read_rates(
+            self.storage, names=self.names, size_bytes=self.task.read_bytes, device=self.device,
+            is_late=self._is_late,
+        )  # fmt: skip
+        return {"reads": reads, "direct": direct}
 
 
 def host_names(config: RunConfig, environment: Mapping[str, str]) -> list[str]:
@@ -123,18 +210,24 @@ def copy_rates(device: torch.device) -> dict[str, float]:
 
 
 def read_rates(
-    storage: Path, *, names: Sequence[str], size_bytes: int, device: torch.device
+    storage: Path,
+    *,
+    names: Sequence[str],
+    size_bytes: int,
+    device: torch.device,
+    is_late: Callable[[], bool] = lambda: False,
 ) -> tuple[dict[str, dict[str, float]], dict[str, Any]]:
     """The rates of `rates_by_readers`, and those into device memory of `direct_rates`.
 
     Each rank reads a file of its own, which is not in the page cache. A collective call.
 
-    names: host of each rank. Raises PreflightError, FollowerError and ReadingError.
+    names: host of each rank; is_late: whether no more processes are to read together, a collective call.
+    Raises PreflightError, FollowerError and ReadingError.
     """
     read_bytes = size_bytes // BLOCK_BYTES * BLOCK_BYTES
     with opened_file(storage, names=names, size_bytes=read_bytes, is_named=not missing(device)) as file:
         read = partial(read_or_error, file.fileno(), where=f"{names[dist.get_rank()]}: {storage}")
-        reads = rates_by_readers(read, names=names, size_bytes=read_bytes)
+        reads = rates_by_readers(read, names=names, size_bytes=read_bytes, is_late=is_late)
         return reads, direct_rates(Path(str(file.name)), names=names, size_bytes=read_bytes, device=device)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median, median_low
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ Host = TypeVar("Host", str, int)
 
 @dataclass(frozen=True)
 class MachineMeasurement:
-    """Figures of all ranks and hosts.
+    """Figures of all ranks and hosts; a part that was left out is empty.
 
     names: host of each rank; matrix_s: of one product on each rank; copies: of `copy_rates` on each rank;
     reads, direct: of `read_rates`; inside: host -> bus bandwidth, None for one rank; links: of `link_rates`.
@@ -29,12 +29,12 @@ class MachineMeasurement:
 
     device_type: str
     names: Sequence[str]
-    matrix_s: Sequence[float]
-    copies: Sequence[Mapping[str, float]]
-    reads: Mapping[str, Mapping[str, float]]
-    direct: Mapping[str, Any]
-    inside: Mapping[str, float | None]
-    links: Rates
+    matrix_s: Sequence[float] = ()
+    copies: Sequence[Mapping[str, float]] = ()
+    reads: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    direct: Mapping[str, Any] = field(default_factory=dict)
+    inside: Mapping[str, float | None] = field(default_factory=dict)
+    links: Rates = field(default_factory=dict)
 
     @property
     def hosts(self) -> list[str]:
@@ -44,11 +44,12 @@ class MachineMeasurement:
     def as_record(self) -> dict[str, Any]:
         """The content of `machine_check.json` without findings."""
         hosts = self.hosts
+        copies = self.copies or [{}] * len(self.names)
         flops = 2 * SIDES[self.device_type] ** 3
         return {
             "device": self.device_type, "hosts": hosts,
             "ranks": [{"host": host, "flops": flops / time_s, **copied}
-                      for host, time_s, copied in zip(self.names, self.matrix_s, self.copies, strict=True)],
+                      for host, time_s, copied in zip(self.names, self.matrix_s, copies, strict=True)],
             "reads_bytes_per_s": self.reads, "direct_reads": self.direct,
             "inside_busbw_bytes_per_s": self.inside,
             "links": [{"hosts": [hosts[a], hosts[b]], "bytes_per_s": rate}
@@ -85,7 +86,7 @@ def slow_rates(by_host: Mapping[Host, float]) -> dict[Host, float]:
 
 def slow_copies(names: Sequence[str], copies: Sequence[Mapping[str, float]]) -> Iterator[Finding]:
     """names: host of each rank; copies: of `copy_rates` on each. The slowest device of a host counts."""
-    for title, key in COPIES.items():
+    for title, key in COPIES.items() if copies else ():
         slowest: dict[str, float] = {}
         for host, rates in zip(names, copies, strict=True):
             if key in rates:
@@ -110,7 +111,7 @@ def _slow_hosts(title: str, by_host: Mapping[str, float]) -> Iterator[Finding]:
 def slow_storage(reads: Mapping[str, Mapping[str, float]]) -> Iterator[Finding]:
     """reads: of `read_rates`; the rate with most processes counts."""
     most = {host: list(rates.values())[-1] for host, rates in reads.items()}
-    usual = median(most.values())
+    usual = median(most.values()) if most else 0.0
     for host, rate in most.items():
         if rate * SLOW_READ < usual and len(most) > 2:
             yield Finding(host, f"reads {rate / 1e6:.0f} MB/s, and {usual / 1e6:.0f} elsewhere")

@@ -2,8 +2,9 @@
 
     python -m hpc_parallel.worker.model_check < QUESTION
 
-reads {tables, advice, values} as JSON: those of launch/import_check.py, and the resolved configuration. It
-writes a JSON list of messages: why a class can't be imported, or else what the model's hints and code refuse.
+reads {tables, advice, values} as JSON: those of launch/import_check.py, and resolved configurations. It writes
+as JSON, for each configuration, a list of messages: why a class can't be imported, or else what the model's
+hints and code refuse.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ def main() -> None:
     question = json.load(sys.stdin)
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)
-        failures = [failure_of(key, table, advice=question["advice"]) for key, table in question["tables"]]
-        answer.write(json.dumps([*filter(None, failures)] or messages_of(question["values"])))
+        tried = (failure_of(key, table, advice=question["advice"]) for key, table in question["tables"])
+        failures = [*filter(None, tried)]
+        answer.write(json.dumps([failures or messages_of(values) for values in question["values"]]))
 
 
 if __name__ == "__main__":

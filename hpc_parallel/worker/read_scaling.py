@@ -18,18 +18,24 @@ class ReadingError(RuntimeError):
 
 
 def rates_by_readers(
-    read_s: Callable[[], float | str], *, names: Sequence[str], size_bytes: int
+    read_s: Callable[[], float | str],
+    *,
+    names: Sequence[str],
+    size_bytes: int,
+    is_late: Callable[[], bool] = lambda: False,
 ) -> dict[str, dict[str, float]]:
     """Host -> number of processes that read at the same time -> bytes per second of all of them.
 
     A collective call. read_s: reads this rank's file of `size_bytes`, and returns seconds or an error; names:
-    host of each rank. Raises ReadingError.
+    host of each rank; is_late: whether larger numbers are left out, a collective call. Raises ReadingError.
     """
     rank = dist.get_rank()
     place = sum(host == names[rank] for host in names[:rank])  # among the ranks of this host
     most = max(names.count(host) for host in names)
     table: dict[str, dict[str, float]] = {host: {} for host in dict.fromkeys(names)}
     for readers in powers(most):
+        if readers > 1 and is_late():
+            break
         dist.barrier()
         times = exchange.all_gather(read_s() if place < readers else 0.0)
         if errors := [error for error in times if isinstance(error, str)]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from hpc_parallel.config.checks.all_checks import find_problems
 from hpc_parallel.config.compose import resolve
 from hpc_parallel.record.machine_check_table import machine_lines
+from hpc_parallel.record.metrics_file import MetricsReader
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.report import run_plot
 from hpc_parallel.training.nonfinite import FollowerError
@@ -56,6 +57,31 @@ def test_all_is_measured(workers: Workers) -> None:
     run_plot.main([str(folder)])
     assert (folder / "plots" / "links_1.png").read_bytes().startswith(b"\x89PNG")
     assert not list(folder.glob("tmp*"))
+    lines = MetricsReader(RunFolder(folder).metrics).read()
+    assert [line["step"] for line in lines] == sorted(line["step"] for line in lines)
+    assert {line["steps"] for line in lines} == {5}
+    shown = [line["measured"][0] for line in lines]
+    final = [line for line in machine_lines(checked) if not line.startswith("nodes that share")]
+    assert sorted(shown) == sorted(final)
+
+
+def test_the_budget_of_a_check_leaves_parts_out(workers: Workers) -> None:
+    """The first part uses it; the others are named, and nobody is accused of what was not measured."""
+    folder = workers.do("task=preflight", "strategy=data", "gpus_per_node=2", "task.seconds=0.000001")
+    checked = json.loads((folder / "machine_check.json").read_text())
+    assert len(checked["ranks"]) == 2
+    assert (checked["links"], checked["reads_bytes_per_s"]) == ([], {})
+    assert checked["left_out"].startswith(
+        "left out: copies between host and device, an all-reduce inside each host, links between hosts, "
+        "reads from the storage: the time of task.seconds=1e-06 is used. Try task.seconds="
+    )
+    assert checked["left_out"] in machine_lines(checked)
+    assert json.loads((folder / "summary.json").read_text())["outcome"] == "completed"
+
+
+def test_a_check_that_was_ended_shows_what_it_has() -> None:
+    content = {"ranks": [{"host": "n1", "flops": 2e9}], "findings": [], "judged": None}
+    assert machine_lines(content) == ["matrix product: 2.0 GFLOP/s for each device (median), 2.0 (slowest)"]
 
 
 def judged(run_folder: str, slow_rank: int) -> str:

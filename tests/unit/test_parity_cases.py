@@ -12,11 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpc_parallel.commands.parity import main
+from hpc_parallel.commands import parity as command
+from hpc_parallel.commands.parity import main, prove
 from hpc_parallel.config.checks.all_checks import CHOICES
 from hpc_parallel.config.compose import find_folder
-from hpc_parallel.parity.cases import plan
-from hpc_parallel.parity.compare import TOLERANCES, compare
+from hpc_parallel.parity import parity_table
+from hpc_parallel.parity.cases import plan, without_refused
+from hpc_parallel.parity.compare import TOLERANCES, Verdict, compare
+from hpc_parallel.parity.pace import Pace
 from hpc_parallel.parity.rows import ROWS
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.run_folder import RunFolder
@@ -123,7 +126,8 @@ def test_a_wrong_configuration_starts_nothing(
 
 WITHOUT_TORCH = """
 import sys
-from hpc_parallel.commands.parity import main
+from hpc_parallel.commands import parity as command
+from hpc_parallel.commands.parity import main, prove
 assert main(["strategy=fsdp", "nodes=2", "dry_run=true"]) == 0
 assert "torch" not in sys.modules
 """
@@ -222,3 +226,86 @@ def test_a_run_that_left_nothing_is_no_proof(tmp_path: Path) -> None:
             wanted,
             tolerance=EXACT,
         )
+
+
+BIGRAM = """
+from torch import nn
+from hpc_parallel.models.layered import LayeredModel
+
+class Bigram(LayeredModel):
+    def __init__(self, **shape):
+        blocks = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        super().__init__(stem=nn.Embedding(256, 4), blocks=blocks, head=nn.Linear(4, 256))
+"""
+
+
+def test_rows_that_the_model_refuses_are_left_out_before_processes_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The refusal is that of the job: nothing says how Bigram's layers are split, and it has no experts."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    (tmp_path / "small.py").write_text(BIGRAM)
+    words = ["model._target_=small.Bigram", "nodes=2"]
+    planned, _ = plan(words)
+    cases = {case.row.strategy: case for case in without_refused(planned, words) if case.net == "text"}
+    assert {strategy for strategy, case in cases.items() if case.run is not None} >= {
+        "data",
+        "fsdp",
+        "pipeline",
+    }
+    for strategy in ("tensor", "context"):
+        assert (cases[strategy].run, cases[strategy].alone) == (None, None)
+        assert any("Bigram" in str(problem) for problem in cases[strategy].problems)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_pace_of_a_proof() -> None:
+    """Two runs of 10 s and 12 s: 11 s for each of the rest."""
+    cases, _ = plan(["strategy=fsdp"])
+    seconds = iter([0.0, 10.0, 100.0, 112.0])
+    pace = Pace(cases, clock=lambda: next(seconds))
+    runs = len(cases) + len({case.alone.folder.path for case in cases})
+    assert pace.figures() == []
+    assert pace.plan() == f"{len(cases)} rows to run, {runs - len(cases)} more on one device to compare with"
+    for _ in range(2):
+        with pace.run():
+            pass
+    minutes, left_s = divmod(11 * (runs - 2), 60)
+    assert pace.figures() == ["11 s a run", f"about {minutes} min {left_s} s left"]
+    assert pace.total() == "2 runs in 22 s (11 s a run)"
+
+
+def test_ctrl_c_keeps_the_rows_that_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases, _ = plan(["strategy=fsdp", f"run_dir={tmp_path}"])
+    verdicts = [Verdict("equal"), Verdict("left out", ["no"])]
+
+    def judged(*_: object, **__: object) -> Verdict:
+        if not verdicts:
+            raise KeyboardInterrupt
+        return verdicts.pop(0)
+
+    monkeypatch.setattr(command, "judge", judged)
+    assert prove(cases, [], precision="float32") == 1
+    kept = json.loads((tmp_path / "parity.json").read_text())["rows"]
+    assert [row["word"] for row in kept] == ["equal", "left out"]
+    shown = capsys.readouterr().out
+    assert f"ended by Ctrl-C: 2 of {len(cases)} rows are done and kept" in shown
+    assert "2 rows in float32: 1 equal, 1 left out." in shown
+
+
+@pytest.mark.parametrize(("columns", "has_measures"), [(40, False), (80, True), (120, True)])
+def test_a_narrow_terminal_gets_fewer_columns(
+    columns: int, has_measures: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(parity_table, "WIDTH", columns)
+    cases, _ = plan(["strategy=pipeline"])
+    table = parity_table.Table(TOLERANCES["float32"], precision="float32")
+    table.begin("3 rows to run")
+    table.add(cases[0], Verdict("equal"))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert any("gradients" in line and "verdict" in line for line in lines) == has_measures
+    assert any(line.startswith("pipeline") and line.rstrip().endswith("equal") for line in lines)
