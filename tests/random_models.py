@@ -22,6 +22,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "gate": ("no", "no", "zero"),
     "state": ("no", "no", "count", "mean"),
     "unused": (False, False, True),
+    "shared": ("no", "no", "no", "no", "blocks", "pairs", "linear", "weight", "mix"),
     "bias": (True, False),
     "tied": (True, False),
     "dropout": ("no", "no", "hidden", "heads", "scores", "functional"),
@@ -33,7 +34,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 RATE = 0.2
 RIGHT = {
     "layers": 2, "positions": "stem", "attention": "mix", "norm": "layer", "norm_after": False,
-    "feed": "mlp", "gate": "no", "state": "no", "unused": False, "bias": True, "tied": True,
+    "feed": "mlp", "gate": "no", "state": "no", "unused": False, "shared": "no", "bias": True, "tied": True,
     "dropout": "hidden", "roles": "right",
 }  # fmt: skip
 """A model that is right on every layout."""
@@ -43,7 +44,7 @@ class RandomModel(LayeredModel):
     """Tokens [batch, seq] -> logits [batch, seq, vocab]; `spec` has a value of each of CHOICES."""
 
     def __init__(self, *, spec: dict[str, Any], vocab_size: int, dim: int, **_: Any) -> None:
-        blocks = [Block(dim, spec) for _ in range(spec["layers"])]
+        blocks = blocks_of(dim, spec)
         stem, head = Stem(vocab_size, dim, spec["positions"]), Head(dim, vocab_size, spec)
         super().__init__(stem=stem, blocks=blocks, head=head)
         if spec["tied"]:
@@ -60,6 +61,26 @@ class RandomModel(LayeredModel):
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
+
+
+def blocks_of(dim: int, spec: dict[str, Any]) -> list[nn.Module]:
+    """Blocks that share nothing, are one block or pairs of it, or share a layer, a weight or an attention."""
+    count, kind = spec["layers"], spec["shared"]
+    if kind == "blocks":
+        return [Block(dim, spec)] * count
+    if kind == "pairs":
+        count = 2 * (count // 2)
+        return [block for _ in range(count // 2) for block in [Block(dim, spec)] * 2]
+    blocks = [Block(dim, spec) for _ in range(count)]
+    first, last = blocks[0], blocks[-1]
+    if kind in ("linear", "weight") and spec["feed"] != "no":
+        if kind == "linear":
+            last.feed.up = first.feed.up
+        else:
+            last.feed.up.weight = first.feed.up.weight
+    if kind == "mix" and spec["attention"] != "no":
+        last.attention.mix = first.attention.mix
+    return list(blocks)
 
 
 EXTRA_ROLES = {"feed.mix": "alike", "gate": "position", "unused": "position"}
