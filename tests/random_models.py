@@ -18,10 +18,10 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "attention": ("mix", "mix", "fused", "by_hand", "kernel", "no"),
     "norm": ("layer", "rms", "no"),
     "norm_after": (False, True),
-    "feed": ("mlp", "gated", "no", "shift", "gains", "conv", "recurrent"),
+    "feed": ("mlp", "gated", "no", "shift", "gains", "conv", "recurrent", "mixture"),
     "gate": ("no", "no", "zero"),
     "state": ("no", "no", "count", "mean"),
-    "unused": (False, False, True),
+    "unused": (False, False, True, "some"),
     "shared": ("no", "no", "no", "no", "blocks", "pairs", "linear", "weight", "mix"),
     "bias": (True, False),
     "tied": (True, False),
@@ -89,7 +89,7 @@ EXTRA_ROLES = {"feed.mix": "alike", "gate": "position", "unused": "position"}
 def _has(name: str, spec: dict[str, Any]) -> bool:
     """Whether a block has one of EXTRA_ROLES."""
     if name == "feed.mix":
-        return spec["feed"] in ("conv", "recurrent")
+        return spec["feed"] in ("conv", "recurrent", "mixture")
     return spec[name] not in ("no", False)
 
 
@@ -112,6 +112,8 @@ def roles_of(spec: dict[str, Any]) -> dict[str, str | Column]:
         roles |= {"blocks.*.feed": "whole", "blocks.*.feed.up": "column", "blocks.*.feed.down": "row"}
         if spec["feed"] == "gated":
             roles["blocks.*.feed.gate"] = "column"
+        if spec["feed"] == "mixture":
+            roles |= {"blocks.*.feed.other": "column", "blocks.*.feed.back": "row"}
     roles |= {f"blocks.*.{name}": role for name, role in EXTRA_ROLES.items() if _has(name, spec)}
     if spec["roles"] == "alike" and spec["feed"] != "no":
         roles = {name: role for name, role in roles.items() if not name.startswith("blocks.*.feed.")}
@@ -167,8 +169,14 @@ class Block(nn.Module):
         self.state = nn.Identity() if spec["state"] == "no" else State(spec["state"])
         if spec["unused"]:
             self.unused = nn.Linear(dim, dim)
+        self.uses_some = spec["unused"] == "some"
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.uses_some:  # a layer that runs for some samples only, and for none of some microbatches
+            chosen = x[:, 0, 0] > 0
+            if chosen.any():
+                x = x.clone()
+                x[chosen] = x[chosen] + self.unused(x[chosen])
         for name, norm in (("attention", self.norm), ("feed", self.feed_norm)):
             layer = getattr(self, name, nn.Identity())
             x = norm(x + self.gate(layer(x))) if self.after else x + self.gate(layer(norm(x)))
@@ -259,6 +267,9 @@ class Feed(nn.Module):
             self.mix: nn.Module = nn.Conv1d(dim, dim, 3, groups=dim)
         if self.kind == "recurrent":
             self.mix = nn.Linear(dim, dim, bias=False)
+        if self.kind == "mixture":
+            self.mix = nn.Linear(dim, 2, bias=False)  # the router
+            self.other, self.back = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim, bias=False)
         if self.kind == "gains":  # whose gradients are the same tensor
             self.first, self.second = nn.Parameter(torch.empty(dim)), nn.Parameter(torch.empty(dim))
         self.drop = nn.Dropout(RATE if spec["dropout"] == "hidden" else 0.0)
@@ -276,6 +287,10 @@ class Feed(nn.Module):
             for index in range(1, x.shape[1]):
                 states.append(torch.tanh(self.mix(states[-1]) + x[:, index]))
             x = torch.stack(states, 1)
+        if self.kind == "mixture":
+            gates, experts = self.mix(x).softmax(-1), ((self.up, self.down), (self.other, self.back))
+            outputs = [down(F.gelu(up(x))) for up, down in experts]
+            return outputs[0] * gates[..., :1] + outputs[1] * gates[..., 1:]
         hidden = self.up(x)
         hidden = F.silu(self.gate(x)) * hidden if self.kind == "gated" else F.gelu(hidden)
         output: Tensor = self.down(self.drop(hidden))

@@ -21,6 +21,7 @@ from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.config.shares import stage_shares
 from hpc_parallel.models.layered import LayeredModel, PartCosts, keep, part_of
 from hpc_parallel.problems import ConfigError, Problem, Problems
+from hpc_parallel.strategies.dropout_shapes import dry_pass
 from hpc_parallel.strategies.replace_forward import replace_forward
 from hpc_parallel.strategies.tied_ends import ENDS
 from hpc_parallel.torch_internals import is_view
@@ -91,12 +92,32 @@ def find_problems(
 
     Without a `sample_shape` stages are balanced by parameters.
     """
+    if schedule_of(options).splits_backward and (name := _used_again(model, sample_shape)):
+        rule = (
+            f"can't be used: it splits the backward pass, and {type(model).__name__} uses {name} several "
+            "times in a forward pass, which torch can't split"
+        )
+        yield Problem("strategy.schedule", options.schedule, rule, ("1f1b", "interleaved"))
     if sample_shape is None:
         options = replace(options, balance="parameters")
     try:
         divide(model, stages=stages, sample_shape=sample_shape or (), options=options)
     except ConfigError as error:
         yield from error.problems
+
+
+def _used_again(model: LayeredModel, sample_shape: tuple[int, ...] | None) -> str | None:
+    """A weight with several names, or a module with weights that runs several times; None without one.
+
+    The second is seen only if the samples are known and the model runs on meta.
+    """
+    if pairs := _within(model):
+        return pairs[0][1]
+    calls = {} if sample_shape is None else dry_pass(model, sample_shape=sample_shape).inputs
+    for name, module in model.named_modules():
+        if len(calls.get(name, [])) > 1 and any(True for _ in module.parameters(recurse=False)):
+            return name
+    return None
 
 
 def divide(

@@ -124,7 +124,10 @@ class EachPosition(LayerStyle):
 
     def split(self, module: Module, mesh: DeviceMesh) -> Module:
         def enter(_: Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> DTensor:
-            return DTensor.from_local(inputs[0], mesh, [self._between], run_check=False)
+            (x,) = inputs
+            if isinstance(x, DTensor):  # in a module of the role whole, which has all positions
+                return x
+            return DTensor.from_local(x, mesh, [self._between], run_check=False)
 
         def leave(_: Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
             return output.to_local()
@@ -199,7 +202,12 @@ def _with_plain_weights(original: OriginalForward, _: Forward, __: Module, *inpu
     plain = {
         name: OwnGradient.apply(weight.to_local()) for name, weight in weights if isinstance(weight, DTensor)
     }
-    return functional_call(original, plain, inputs)  # type: ignore[no-any-return]
+    return functional_call(original, plain, tuple(map(_full, inputs)))  # type: ignore[no-any-return]
+
+
+def _full(x: Any) -> Any:
+    """A plain tensor; a module of the role whole gives its layers a distributed one."""
+    return x.redistribute(placements=[Replicate()]).to_local() if isinstance(x, DTensor) else x
 
 
 class OwnGradient(torch.autograd.Function):

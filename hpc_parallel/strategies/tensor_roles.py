@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.layered import Column, LayeredModel, part_of
@@ -18,6 +18,8 @@ FULL = ("alike", "classes")  # every device computes these from the full input
 ROLES = ("vocabulary", "whole", "column", "row", "position", "position_table", "heads", "logits", *FULL)
 
 
+NORMS = (nn.LayerNorm, nn.RMSNorm)
+SEQUENTIAL = (nn.RNNBase, nn.RNNCellBase, nn.Conv1d)
 BY_ROWS = {"vocabulary", "logits", "classes"}  # which split a weight alike
 
 
@@ -35,7 +37,7 @@ def find_problems(model: LayeredModel, *, degree: int, options: StrategyConfig) 
         return
     roles = roles_of(model)
     rules = [*_missing(model, roles), *_unpaired(roles), *_parts(model, roles, degree), *_fused(model, roles)]
-    rules += _of_shared(model, roles)
+    rules += [*_of_shared(model, roles), *_sequential(model, roles)]
     if options.sequence_parallel:
         rules += [*_full_and_sliced(roles), *_sliced_inputs(roles)]
     for rule in rules:
@@ -85,7 +87,31 @@ def _missing(model: LayeredModel, roles: Mapping[str, str | Column]) -> Iterator
     owners = {name for name, role in roles.items() if role != "whole"}
     left_out = [name for name, _ in model.named_parameters() if not _within(name, owners)]
     if left_out:
-        yield f"has no role for {', '.join(left_out[:3])}"
+        yield f"has no role for {', '.join(left_out[:3])}. {_advice(model, left_out[0].rpartition('.')[0])}"
+
+
+def _advice(model: LayeredModel, name: str) -> str:
+    """Which role the module `name` may have."""
+    module = model.get_submodule(name)
+    if isinstance(module, nn.Embedding):
+        return f"{name} may have the role vocabulary, or position_table if it is read at positions"
+    if isinstance(module, nn.Linear) and part_of(name) == "head":
+        return f"{name} may have the role logits, or classes in a model without positions"
+    if isinstance(module, NORMS):
+        return f"{name} may have the role position"
+    return f"{name} may have the role alike, with strategy.sequence_parallel=false, whatever it computes"
+
+
+def _sequential(model: LayeredModel, roles: Mapping[str, str | Column]) -> Iterator[str]:
+    """A recurrence or convolution sees other positions, so it can't have the role position."""
+    for name, role in roles.items():
+        module = model.get_submodule(name)
+        if role == "position" and isinstance(module, SEQUENTIAL):
+            yield (
+                f"has the role position for {name}, a {type(module).__name__}, which needs all positions. "
+                "Give it the role alike, with strategy.sequence_parallel=false"
+            )
+            return
 
 
 def _unpaired(roles: Mapping[str, str | Column]) -> Iterator[str]:
