@@ -18,10 +18,11 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "attention": ("mix", "mix", "fused", "by_hand", "kernel", "no"),
     "norm": ("layer", "rms", "no"),
     "norm_after": (False, True),
-    "feed": ("mlp", "gated", "no", "shift", "gains", "conv", "recurrent", "normed"),
+    "feed": ("mlp", "gated", "no", "shift", "gains", "conv", "recurrent", "normed", "mixture"),
     "gate": ("no", "no", "zero"),
     "state": ("no", "no", "count", "mean"),
-    "unused": (False, False, True),
+    "unused": (False, False, True, "some"),
+    "shared": ("no", "no", "no", "no", "blocks", "pairs", "linear", "weight", "mix"),
     "bias": (True, False),
     "tied": (True, False),
     "dropout": ("no", "no", "hidden", "heads", "scores", "functional"),
@@ -33,7 +34,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 RATE = 0.2
 RIGHT = {
     "layers": 2, "positions": "stem", "attention": "mix", "norm": "layer", "norm_after": False,
-    "feed": "mlp", "gate": "no", "state": "no", "unused": False, "bias": True, "tied": True,
+    "feed": "mlp", "gate": "no", "state": "no", "unused": False, "shared": "no", "bias": True, "tied": True,
     "dropout": "hidden", "roles": "right",
 }  # fmt: skip
 """A model that is right on every layout."""
@@ -43,7 +44,7 @@ class RandomModel(LayeredModel):
     """Tokens [batch, seq] -> logits [batch, seq, vocab]; `spec` has a value of each of CHOICES."""
 
     def __init__(self, *, spec: dict[str, Any], vocab_size: int, dim: int, **_: Any) -> None:
-        blocks = [Block(dim, spec) for _ in range(spec["layers"])]
+        blocks = blocks_of(dim, spec)
         stem, head = Stem(vocab_size, dim, spec["positions"]), Head(dim, vocab_size, spec)
         super().__init__(stem=stem, blocks=blocks, head=head)
         if spec["tied"]:
@@ -62,13 +63,33 @@ class RandomModel(LayeredModel):
         return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
 
 
+def blocks_of(dim: int, spec: dict[str, Any]) -> list[nn.Module]:
+    """Blocks that share nothing, are one block or pairs of it, or share a layer, a weight or an attention."""
+    count, kind = spec["layers"], spec["shared"]
+    if kind == "blocks":
+        return [Block(dim, spec)] * count
+    if kind == "pairs":
+        count = 2 * (count // 2)
+        return [block for _ in range(count // 2) for block in [Block(dim, spec)] * 2]
+    blocks = [Block(dim, spec) for _ in range(count)]
+    first, last = blocks[0], blocks[-1]
+    if kind in ("linear", "weight") and spec["feed"] != "no":
+        if kind == "linear":
+            last.feed.up = first.feed.up
+        else:
+            last.feed.up.weight = first.feed.up.weight
+    if kind == "mix" and spec["attention"] != "no":
+        last.attention.mix = first.attention.mix
+    return list(blocks)
+
+
 EXTRA_ROLES = {"feed.mix": "alike", "gate": "position", "unused": "position"}
 
 
 def _has(name: str, spec: dict[str, Any]) -> bool:
     """Whether a block has one of EXTRA_ROLES."""
     if name == "feed.mix":
-        return spec["feed"] in ("conv", "recurrent")
+        return spec["feed"] in ("conv", "recurrent", "mixture")
     return spec[name] not in ("no", False)
 
 
@@ -91,6 +112,8 @@ def roles_of(spec: dict[str, Any]) -> dict[str, str | Column]:
         roles |= {"blocks.*.feed": "whole", "blocks.*.feed.up": "column", "blocks.*.feed.down": "row"}
         if spec["feed"] == "gated":
             roles["blocks.*.feed.gate"] = "column"
+        if spec["feed"] == "mixture":
+            roles |= {"blocks.*.feed.other": "column", "blocks.*.feed.back": "row"}
     roles |= {f"blocks.*.{name}": role for name, role in EXTRA_ROLES.items() if _has(name, spec)}
     if spec["feed"] == "normed":
         roles["blocks.*.feed.mix"] = "position"
@@ -148,8 +171,14 @@ class Block(nn.Module):
         self.state = nn.Identity() if spec["state"] == "no" else State(spec["state"])
         if spec["unused"]:
             self.unused = nn.Linear(dim, dim)
+        self.uses_some = spec["unused"] == "some"
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.uses_some:  # a layer that runs for some samples only, and for none of some microbatches
+            chosen = x[:, 0, 0] > 0
+            if chosen.any():
+                x = x.clone()
+                x[chosen] = x[chosen] + self.unused(x[chosen])
         for name, norm in (("attention", self.norm), ("feed", self.feed_norm)):
             layer = getattr(self, name, nn.Identity())
             x = norm(x + self.gate(layer(x))) if self.after else x + self.gate(layer(norm(x)))
@@ -242,6 +271,9 @@ class Feed(nn.Module):
             self.mix = nn.Linear(dim, dim, bias=False)
         if self.kind == "normed":
             self.mix = nn.LayerNorm(dim)
+        if self.kind == "mixture":
+            self.mix = nn.Linear(dim, 2, bias=False)  # the router
+            self.other, self.back = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim, bias=False)
         if self.kind == "gains":  # whose gradients are the same tensor
             self.first, self.second = nn.Parameter(torch.empty(dim)), nn.Parameter(torch.empty(dim))
         self.drop = nn.Dropout(RATE if spec["dropout"] == "hidden" else 0.0)
@@ -261,6 +293,10 @@ class Feed(nn.Module):
             for index in range(1, x.shape[1]):
                 states.append(torch.tanh(self.mix(states[-1]) + x[:, index]))
             x = torch.stack(states, 1)
+        if self.kind == "mixture":
+            gates, experts = self.mix(x).softmax(-1), ((self.up, self.down), (self.other, self.back))
+            outputs = [down(F.gelu(up(x))) for up, down in experts]
+            return outputs[0] * gates[..., :1] + outputs[1] * gates[..., 1:]
         hidden = self.up(x)
         hidden = F.silu(self.gate(x)) * hidden if self.kind == "gated" else F.gelu(hidden)
         output: Tensor = self.down(self.drop(hidden))

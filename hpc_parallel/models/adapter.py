@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.models.layered import LayeredModel, with_ties
 
 
 class Adapter(LayeredModel):
@@ -35,12 +35,7 @@ class Adapter(LayeredModel):
             raise ValueError(
                 f"{type(self).__name__} has {', '.join(lost[:3])} in no part: stem, blocks or head"
             )
-        canonical = {id(parameter): name for name, parameter in self.named_parameters()}
-        self.tied = {
-            name: canonical[id(parameter)]
-            for name, parameter in self.named_parameters(remove_duplicate=False)
-            if canonical[id(parameter)] != name
-        }
+        with_ties(self)
         self.original_names = {
             name: originals[id(tensor)][-1 if name in self.tied else 0] if id(tensor) in originals else name
             for name, tensor in parts.items()

@@ -74,7 +74,7 @@ class LayeredModel(nn.Module):
     stem: nn.Module | None
     head: nn.Module | None
     tied: Mapping[str, str] = MappingProxyType({})
-    """Alias of a tied parameter -> its canonical name."""
+    """Alias of a shared parameter -> its canonical name; what is shared need not be declared."""
     tensor_roles: Mapping[str, str | Column] = MappingProxyType({})
     """How layers split over devices: name of a module (`*`: any block) -> its role.
 
@@ -105,6 +105,11 @@ class LayeredModel(nn.Module):
         self.stem = stem
         self.blocks = nn.ModuleDict({str(index): block for index, block in enumerate(blocks)})
         self.head = head
+
+    @property
+    def distinct_blocks(self) -> list[nn.Module]:
+        """The blocks, each once: a model may use one several times, as ALBERT does."""
+        return list(dict.fromkeys(self.blocks.values()))
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Run the present parts in order; a stage without a stem takes the previous stage's outputs."""
@@ -191,6 +196,20 @@ class LayeredModel(nn.Module):
 def as_tuple(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """What a part returns, as the arguments of the next part."""
     return output if isinstance(output, tuple) else (output,)
+
+
+def with_ties(model: LayeredModel) -> LayeredModel:
+    """Add every parameter that the whole `model` has under several names to its `tied`; returns it."""
+    canonical = {id(weight): name for name, weight in model.named_parameters()}
+    names = [(name, canonical[id(w)]) for name, w in model.named_parameters(remove_duplicate=False)]
+    model.tied = {**model.tied, **{alias: name for alias, name in names if alias != name}}
+    return model
+
+
+def part_of(name: str) -> str:
+    """The part of a model that has the parameter or module `name`: `stem`, `head`, `blocks.3`."""
+    names = name.split(".")
+    return ".".join(names[:2] if names[0] == "blocks" else names[:1])
 
 
 def keep(model: LayeredModel, *, blocks: Iterable[int], stem: bool, head: bool) -> LayeredModel:

@@ -17,7 +17,7 @@ from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.positions import Positions
 from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.strategies.local_positions import find_local_positions
-from hpc_parallel.strategies.replace_forward import Forward, replace_forward
+from hpc_parallel.strategies.replace_forward import Forward, replace_forward, replace_modules
 
 
 def find_problems(model: LayeredModel) -> Problems:
@@ -27,10 +27,23 @@ def find_problems(model: LayeredModel) -> Problems:
         rule = f"can't be used: {type(model).__name__} has FullAttention, which sees later tokens"
     elif not any(isinstance(module, CausalAttention) for module in model.modules()):
         rule = f"needs a model with CausalAttention, and {type(model).__name__} has none"
+    elif name := _used_again(model):
+        rule = f"can't be used: {type(model).__name__}.{name} is used in several places, and has one cache"
     elif clause := find_local_positions(model):
         rule = f"can't be used: {type(model).__name__}.{clause}, and a new token is computed alone"
     if rule:
         yield Problem("task", "generate", rule, ("infer",))
+
+
+def _used_again(model: LayeredModel) -> str | None:
+    """The second name of an attention that the model has under several."""
+    seen: set[int] = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, CausalAttention):
+            if id(module) in seen:
+                return str(name)
+            seen.add(id(module))
+    return None
 
 
 def apply(model: LayeredModel, *, length: int) -> LayeredModel:
@@ -40,9 +53,7 @@ def apply(model: LayeredModel, *, length: int) -> LayeredModel:
     must have found nothing.
     """
     past = model.sample_positions = Past()
-    for name, module in list(model.named_modules()):
-        if isinstance(module, CausalAttention):
-            model.set_submodule(name, CachedAttention(past, length=length))
+    replace_modules(model, CausalAttention, lambda _: CachedAttention(past, length=length))
     replace_forward(model, partial(count_positions, past), technique="Cached")
     if model.head is not None:
         replace_forward(model.head, last_position, technique="LastPosition")

@@ -43,7 +43,7 @@ def apply(model: LayeredModel, *, keeps: str, compiled: bool) -> LayeredModel:
         raise ConfigError([problem])
     if keeps != "none":
         checkpointed = partial(checkpointed_forward, keeps == "selective", compiled, model.sample_indices)
-        for block in model.blocks.values():
+        for block in model.distinct_blocks:
             replace_forward(block, checkpointed, technique="Checkpointed")
     return model
 

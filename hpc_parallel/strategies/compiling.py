@@ -26,7 +26,7 @@ def apply(model: LayeredModel, *, memory_budget: float | None = None) -> Layered
     allow_recompiles(SHAPES * len(model.blocks))
     guard_sharded_modules()
     run = partial(run_compiled, cache(partial(torch.compile, fullgraph=True, dynamic=False)))
-    for block in model.blocks.values():
+    for block in model.distinct_blocks:
         replace_forward(block, run, technique="Compiled")
     return model
 

@@ -10,6 +10,7 @@ terms, so gradients are averaged over devices as over replicas.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from hpc_parallel.models.product_dtype import product_dtype
 from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.strategies.all_to_all_attention import HeadsAttention
 from hpc_parallel.strategies.local_positions import find_local_positions
+from hpc_parallel.strategies.replace_forward import replace_modules
 from hpc_parallel.strategies.ring import Exchange, Gather, Ring, SequenceAttention, slices_of
 
 # By strategy.context_attention, which may also be:
@@ -33,9 +35,7 @@ ALL_TO_ALL = "all_to_all"
 def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> LayeredModel:
     """Let every attention of `model` (or a stage of it) see the whole sequence, which `axis` splits."""
     model.sample_positions = SlicedPositions(axis)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, Attention):
-            model.set_submodule(name, split_attention(module, axis=axis, kind=options.context_attention))
+    replace_modules(model, Attention, partial(split_attention, axis=axis, kind=options.context_attention))
     return model
 
 

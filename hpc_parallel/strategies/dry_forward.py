@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hpc_parallel.models.attention import Attention
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.positions import Positions
+from hpc_parallel.strategies.replace_forward import replace_modules
 from hpc_parallel.torch_internals import DispatchMode, operator_name
 
 LENGTH = 23  # of the sequence that is tried; a dim of this size is most likely its positions
@@ -28,9 +29,7 @@ def first_clause(model: LayeredModel, judge: Judge) -> str | None:
     """
     tried = deepcopy(model).to("meta")  # a table that a constructor computes has values
     tried.sample_positions = _Counted()
-    for name, module in list(tried.named_modules()):
-        if isinstance(module, Attention):
-            tried.set_submodule(name, _Attention(_Counted()))
+    replace_modules(tried, Attention, lambda _: _Attention(_Counted()))
     watch = _Watch(judge, _enter_modules(tried))
     try:
         with torch.no_grad(), watch:

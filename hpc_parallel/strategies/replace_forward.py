@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.nn import Module
 
 Forward = Callable[..., Tensor]
+Kind = TypeVar("Kind", bound=Module)
 
 
 def replace_forward(module: Module, forward: Callable[..., Tensor], *, technique: str) -> None:
@@ -22,6 +23,16 @@ def replace_forward(module: Module, forward: Callable[..., Tensor], *, technique
     nn.DataParallel makes would compute with its weights.
     """
     module.__class__ = _subclass(type(module), forward, technique)  # type: ignore[arg-type]
+
+
+def replace_modules(model: Module, kind: type[Kind], replacement: Callable[[Kind], Module]) -> None:
+    """Put `replacement(module)` in the place of each module of this `kind`; what is shared stays shared."""
+    replacements: dict[int, Module] = {}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(module, kind):
+            if id(module) not in replacements:
+                replacements[id(module)] = replacement(module)
+            model.set_submodule(name, replacements[id(module)])
 
 
 class OriginalForward(Module):

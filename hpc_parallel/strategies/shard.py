@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import cast
 
 import torch
@@ -20,7 +21,8 @@ def apply(
     """Shard weights over the last axis of `mesh`; on a mesh of two axes the first holds replicas (HSDP).
 
     Blocks are gathered one at a time, so a device holds about two full blocks. Stem and head are groups of
-    their own, or one group if they share a weight; the head stays gathered between forward and backward.
+    their own; the head stays gathered between forward and backward. Parts that share a weight with another
+    part are one group, which stays gathered too. A block that is used several times is gathered each time.
     Without `reshard`, all blocks stay gathered, so only gradients and optimizer state are sharded (ZeRO-2).
     They also stay gathered in a `staged` model, a stage of a pipeline, between the microbatches of a step.
     With bfloat16 and float16, weights are gathered and used in that type; gradients are summed in float32.
@@ -30,28 +32,29 @@ def apply(
         param_dtype=HALF.get(precision), reduce_dtype=torch.float32 if mixed else None
     )
     reshard = options.reshard and not staged
-    for block in model.blocks.values():
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    for end in _separate_ends(model):
-        keeps = end is model.head or not reshard
-        fully_shard(end, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps)
+    for part in _separate_parts(model):
+        keeps = part is model.head or not reshard
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     if options.prefetch is not None:
         _prefetch(model, ahead=options.prefetch)
     return model
 
 
-def _separate_ends(model: LayeredModel) -> list[Module]:
-    """Stem and head, if each has weights and none of them is shared by both."""
-    ends = [end for end in (model.stem, model.head) if end is not None]
-    weights = [{id(weight) for weight in end.parameters()} for end in ends]
-    shared = len(ends) == 2 and not weights[0].isdisjoint(weights[1])
-    return [] if shared else [end for end, ids in zip(ends, weights, strict=True) if ids]
+def _separate_parts(model: LayeredModel) -> list[Module]:
+    """The blocks, and the stem and head that have weights, without those that share one with another part."""
+    ends = [
+        end for end in (model.stem, model.head) if end is not None and any(True for _ in end.parameters())
+    ]
+    parts = [*model.distinct_blocks, *ends]
+    holders = Counter(id(weight) for part in parts for weight in part.parameters())
+    return [part for part in parts if all(holders[id(weight)] == 1 for weight in part.parameters())]
 
 
 def _prefetch(model: LayeredModel, *, ahead: int) -> None:
     """Gather the next `ahead` blocks while one is computed; a device holds as many more full blocks."""
-    root, *blocks = (cast(FSDPModule, module) for module in (model, *model.blocks.values()))
+    blocks: list[FSDPModule] = [block for block in model.distinct_blocks if isinstance(block, FSDPModule)]
+    root = cast(FSDPModule, model)
     for index, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + ahead])
         previous = blocks[max(0, index - ahead) : index]

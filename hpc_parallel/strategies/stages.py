@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate, pairwise
+from math import inf
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ from hpc_parallel.config.checks.pipeline_checks import cuts_problem
 from hpc_parallel.config.schedules import schedule_of, stages_of, stages_per_rank
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.config.shares import stage_shares
-from hpc_parallel.models.layered import LayeredModel, PartCosts, keep
+from hpc_parallel.models.layered import LayeredModel, PartCosts, keep, part_of
 from hpc_parallel.problems import ConfigError, Problem, Problems
+from hpc_parallel.strategies.dropout_shapes import dry_pass
 from hpc_parallel.strategies.replace_forward import replace_forward
+from hpc_parallel.strategies.tied_ends import ENDS
 from hpc_parallel.torch_internals import is_view
 
 
@@ -89,6 +92,12 @@ def find_problems(
 
     Without a `sample_shape` stages are balanced by parameters.
     """
+    if schedule_of(options).splits_backward and (name := _used_again(model, sample_shape)):
+        rule = (
+            f"can't be used: it splits the backward pass, and {type(model).__name__} uses {name} several "
+            "times in a forward pass, which torch can't split"
+        )
+        yield Problem("strategy.schedule", options.schedule, rule, ("1f1b", "interleaved"))
     if sample_shape is None:
         options = replace(options, balance="parameters")
     try:
@@ -97,21 +106,71 @@ def find_problems(
         yield from error.problems
 
 
+def _used_again(model: LayeredModel, sample_shape: tuple[int, ...] | None) -> str | None:
+    """A weight with several names, or a module with weights that runs several times; None without one.
+
+    The second is seen only if the samples are known and the model runs on meta.
+    """
+    if pairs := _within(model):
+        return pairs[0][1]
+    calls = {} if sample_shape is None else dry_pass(model, sample_shape=sample_shape).inputs
+    for name, module in model.named_modules():
+        if len(calls.get(name, [])) > 1 and any(True for _ in module.parameters(recurse=False)):
+            return name
+    return None
+
+
 def divide(
     model: LayeredModel, *, stages: int, sample_shape: tuple[int, ...], options: StrategyConfig
 ) -> list[range]:
     """The blocks of each stage, in order, by `strategy.cuts`, or by `strategy.balance` and `strategy.shares`.
 
-    Raises ConfigError if the model has too few blocks, which is known only after the model is built.
+    Parts that share a weight are in one stage, except for stem and head, which have a copy each.
+
+    Raises ConfigError if the model has too few blocks, or too few of them share no weight with others; this
+    is known only after the model is built.
     """
     count = len(model.blocks)
+    between = separable(model)
     if options.cuts is not None:
         if problem := cuts_problem(options.cuts, stages=stages, blocks=count):
             raise ConfigError([problem])
+        if not between.issuperset(options.cuts):
+            raise ConfigError(
+                [_shared_problem(model, Problem("strategy.cuts", list(options.cuts), ""), between)]
+            )
         return [range(start, end) for start, end in pairwise((0, *options.cuts, count))]
     by_parameters = options.balance == "parameters"
     costs = parameters(model) if by_parameters else model.forward_flops(sample_shape)
-    return balance(costs, stages=stages, speeds=stage_speeds(options, stages=stages))
+    if len(between) < stages - 1 <= count - 1:
+        raise ConfigError([_shared_problem(model, Problem("strategy.pipeline", stages, "", (1,)), between)])
+    return balance(costs, stages=stages, speeds=stage_speeds(options, stages=stages), between=between)
+
+
+def separable(model: LayeredModel) -> set[int]:
+    """The blocks before which the whole `model` can be cut, so that no two stages share a weight.
+
+    Stem and head may share one (tied_ends.py).
+    """
+    count = len(model.blocks)
+    places = {"stem": 0, "head": count - 1, **{f"blocks.{i}": i for i in range(count)}}
+    spans = [sorted((places[part_of(alias)], places[part_of(name)])) for alias, name in _within(model)]
+    return {cut for cut in range(1, count) if not any(first < cut <= last for first, last in spans)}
+
+
+def _within(model: LayeredModel) -> list[tuple[str, str]]:
+    """The shared weights that must stay in one stage."""
+    return [pair for pair in model.tied.items() if {*map(part_of, pair)} != ENDS]
+
+
+def _shared_problem(model: LayeredModel, problem: Problem, between: set[int]) -> Problem:
+    alias, name = _within(model)[0]
+    cuts = f"before block {', '.join(map(str, sorted(between)))} only" if between else "nowhere"
+    rule = (
+        f"can't be used: {alias} of {type(model).__name__} is {name}, and stages share no weights. This "
+        f"model can be cut {cuts}"
+    )
+    return replace(problem, rule=rule)
 
 
 def stage_speeds(options: StrategyConfig, *, stages: int) -> list[float]:
@@ -125,11 +184,18 @@ def stage_speeds(options: StrategyConfig, *, stages: int) -> list[float]:
     return speeds
 
 
-def balance(costs: PartCosts, *, stages: int, speeds: Sequence[float] | None = None) -> list[range]:
+def balance(
+    costs: PartCosts,
+    *,
+    stages: int,
+    speeds: Sequence[float] | None = None,
+    between: Container[int] | None = None,
+) -> list[range]:
     """The blocks of each stage, in order, such that the longest time of a stage is minimal.
 
     The time is the cost divided by the stage's speed; all `speeds` are equal if not given. The stem counts in
-    the first stage, the head in the last.
+    the first stage, the head in the last. `between`: the blocks that may begin a stage, enough for all; every
+    block without it.
 
     Raises ConfigError if there are more stages than blocks.
     """
@@ -152,9 +218,11 @@ def balance(costs: PartCosts, *, stages: int, speeds: Sequence[float] | None = N
             return time(start, count, stage=stage), (count,)
         options = []
         for end in range(start + 1, count - remaining + 2):
+            if between is not None and end not in between:
+                continue
             longest, cuts = best(end, remaining - 1)
             options.append((max(time(start, end, stage=stage), longest), (end, *cuts)))
-        return min(options)
+        return min(options, default=(inf, ()))
 
     return [range(start, end) for start, end in pairwise((0, *best(0, stages)[1]))]
 

@@ -6,7 +6,7 @@ With `loss_parallel`, the loss is computed from logits that stay split by vocabu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -121,23 +121,18 @@ class EachPosition(LayerStyle):
 
     def __init__(self, between: Placement) -> None:
         self._between = between
-        self._forward: Callable[..., Tensor] | None = None
 
     def split(self, module: Module, mesh: DeviceMesh) -> Module:
-        replicated = distribute_module(module, mesh)
-        self._forward = self._forward or _at_each_position(mesh, self._between)  # one for all such layers
-        replace_forward(replicated, self._forward, technique="EachPosition")
-        return replicated
+        def enter(_: Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> DTensor:
+            (x,) = inputs
+            if isinstance(x, DTensor):  # in a module of the role whole, which has all positions
+                return x
+            return DTensor.from_local(x, mesh, [self._between], run_check=False)
 
+        def leave(_: Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+            return output.to_local()
 
-def _at_each_position(mesh: DeviceMesh, between: Placement) -> Callable[..., Tensor]:
-    def forward(original: Forward, layer: Module, x: Tensor) -> Tensor:
-        if isinstance(x, DTensor):  # inside a module of role `whole`
-            return original(layer, x)
-        output = original(layer, DTensor.from_local(x, mesh, [between], run_check=False))
-        return output.to_local()  # type: ignore[attr-defined, no-any-return]
-
-    return forward
+        return distribute_module(module, mesh, None, enter, leave)  # type: ignore[arg-type]
 
 
 class PositionTable(LayerStyle):
@@ -201,25 +196,18 @@ class Alike(LayerStyle):
         return module
 
 
-def _with_plain_weights(original: OriginalForward, _: Forward, __: Module, *inputs: Any) -> Any:
+def _with_plain_weights(original: OriginalForward, _: Forward, __: Module, *inputs: Any) -> Tensor:
     # Read in every call, because fully_shard replaces the parameter objects.
     weights = original.named_parameters()
     plain = {
         name: OwnGradient.apply(weight.to_local()) for name, weight in weights if isinstance(weight, DTensor)
     }
-    mesh = next((x.device_mesh for x in inputs if isinstance(x, DTensor)), None)
-    output = functional_call(original, plain, tuple(map(_whole, inputs)))
-    # Inside a module of role `whole` the next layer returns a partial gradient, which is summed here.
-    return output if mesh is None else DTensor.from_local(output, mesh, [Replicate()], run_check=False)
+    return functional_call(original, plain, tuple(map(_full, inputs)))  # type: ignore[no-any-return]
 
 
-def _whole(x: Any) -> Any:
-    """Every device has the full gradient of `x`, as of all that it computes alike."""
-    return (
-        x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
-        if isinstance(x, DTensor)
-        else x
-    )
+def _full(x: Any) -> Any:
+    """A plain tensor; a module of the role whole gives its layers a distributed one."""
+    return x.redistribute(placements=[Replicate()]).to_local() if isinstance(x, DTensor) else x
 
 
 class OwnGradient(torch.autograd.Function):

@@ -6,16 +6,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpc_parallel.config.schema import StrategyConfig
-from hpc_parallel.models.layered import Column, LayeredModel
+from hpc_parallel.models.layered import Column, LayeredModel, part_of
 from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.strategies.dropout_shapes import whole_shapes
 from hpc_parallel.strategies.dry_forward import first_clause
 
 FULL = ("alike", "classes")  # every device computes these from the full input
 ROLES = ("vocabulary", "whole", "column", "row", "position", "position_table", "heads", "logits", *FULL)
+
+
+NORMS = (nn.LayerNorm, nn.RMSNorm)
+SEQUENTIAL = (nn.RNNBase, nn.RNNCellBase, nn.Conv1d)
+BY_ROWS = {"vocabulary", "logits", "classes"}  # which split a weight alike
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -32,6 +37,7 @@ def find_problems(model: LayeredModel, *, degree: int, options: StrategyConfig) 
         return
     roles = roles_of(model)
     rules = [*_missing(model, roles), *_unpaired(roles), *_parts(model, roles, degree), *_fused(model, roles)]
+    rules += [*_of_shared(model, roles), *_sequential(model, roles)]
     if options.sequence_parallel:
         rules += [*_full_and_sliced(roles), *_sliced_inputs(roles)]
     for rule in rules:
@@ -49,7 +55,7 @@ def find_fused_dropouts(model: LayeredModel, *, degree: int, sample_shape: tuple
         return
     for dropout, shape in whole_shapes(model, sample_shape=sample_shape).items():
         for name, layer in fused:
-            if _part(dropout) == _part(name) and getattr(layer, "out_features", None) == shape.sizes[-1]:
+            if part_of(dropout) == part_of(name) and getattr(layer, "out_features", None) == shape.sizes[-1]:
                 clause = f"splits the columns of {name}, and {dropout} drops all its projections together"
                 yield _problem(
                     model, degree, f"{clause}. Give each projection a dropout, or set its rate to 0"
@@ -81,13 +87,37 @@ def _missing(model: LayeredModel, roles: Mapping[str, str | Column]) -> Iterator
     owners = {name for name, role in roles.items() if role != "whole"}
     left_out = [name for name, _ in model.named_parameters() if not _within(name, owners)]
     if left_out:
-        yield f"has no role for {', '.join(left_out[:3])}"
+        yield f"has no role for {', '.join(left_out[:3])}. {_advice(model, left_out[0].rpartition('.')[0])}"
+
+
+def _advice(model: LayeredModel, name: str) -> str:
+    """Which role the module `name` may have."""
+    module = model.get_submodule(name)
+    if isinstance(module, nn.Embedding):
+        return f"{name} may have the role vocabulary, or position_table if it is read at positions"
+    if isinstance(module, nn.Linear) and part_of(name) == "head":
+        return f"{name} may have the role logits, or classes in a model without positions"
+    if isinstance(module, NORMS):
+        return f"{name} may have the role position"
+    return f"{name} may have the role alike, with strategy.sequence_parallel=false, whatever it computes"
+
+
+def _sequential(model: LayeredModel, roles: Mapping[str, str | Column]) -> Iterator[str]:
+    """A recurrence or convolution sees other positions, so it can't have the role position."""
+    for name, role in roles.items():
+        module = model.get_submodule(name)
+        if role == "position" and isinstance(module, SEQUENTIAL):
+            yield (
+                f"has the role position for {name}, a {type(module).__name__}, which needs all positions. "
+                "Give it the role alike, with strategy.sequence_parallel=false"
+            )
+            return
 
 
 def _unpaired(roles: Mapping[str, str | Column]) -> Iterator[str]:
     """Outputs of a column layer are slices, which only a row layer of the same block makes full again."""
-    columns = {_part(name) for name, role in roles.items() if _is_column(role)}
-    rows = {_part(name) for name, role in roles.items() if role == "row"}
+    columns = {part_of(name) for name, role in roles.items() if _is_column(role)}
+    rows = {part_of(name) for name, role in roles.items() if role == "row"}
     for part in sorted(columns - rows):
         yield f"splits columns in {part} without a row layer that follows"
     for part in sorted(rows - columns):
@@ -103,6 +133,24 @@ def _parts(model: LayeredModel, roles: Mapping[str, str | Column], degree: int) 
                 yield f"has {role} for {name}, which is not a linear layer"
             elif outputs % unit:
                 yield f"has {role} for {name}, whose {outputs} outputs do not divide by {unit}"
+
+
+def _of_shared(model: LayeredModel, roles: Mapping[str, str | Column]) -> Iterator[str]:
+    """A weight under several names is split once, so all its modules must split it alike."""
+
+    def role_of(weight: str) -> str | Column | None:
+        names = weight.split(".")[:-1]
+        owners = (".".join(names[:end]) for end in range(len(names), 0, -1))
+        return next((roles[owner] for owner in owners if roles.get(owner, "whole") != "whole"), None)
+
+    for alias, name in model.tied.items():
+        pair = role_of(alias), role_of(name)
+        if None not in pair and pair[0] != pair[1] and not set(pair) <= BY_ROWS:
+            yield (
+                f"has the role {pair[1]} for {name} and the role {pair[0]} for {alias}, which are one "
+                "weight. Give both one role, such as alike with strategy.sequence_parallel=false"
+            )
+            return
 
 
 def _fused(model: LayeredModel, roles: Mapping[str, str | Column]) -> Iterator[str]:
@@ -151,12 +199,6 @@ def _sliced_inputs(roles: Mapping[str, str | Column]) -> Iterator[str]:
 
 def _is_column(role: str | Column) -> bool:
     return role == "column" or isinstance(role, Column)
-
-
-def _part(name: str) -> str:
-    """The stem, head or block of a module."""
-    names = name.split(".")
-    return ".".join(names[:2] if names[0] == "blocks" else names[:1])
 
 
 def _within(name: str, modules: set[str]) -> bool:

@@ -1,4 +1,7 @@
-"""Tied weights of a pipeline's first and last stage: each stage has a copy, and both stay equal."""
+"""Tied weights of a pipeline's first and last stage: each stage has a copy, and both stay equal.
+
+Other shared weights are in one stage (`stages.divide`), which has them once.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.models.layered import LayeredModel, part_of
 from hpc_parallel.strategies.mesh import local_gradients
 from hpc_parallel.strategies.ranges import marked
+
+ENDS = {"stem", "head"}
 
 
 class TiedEnds:
@@ -30,7 +35,8 @@ class TiedEnds:
 
         `v_shaped`: the first and the last stage are on one rank, in every pipeline.
         """
-        names = dict(pair for stage in stages for pair in stage.tied.items())
+        pairs = [pair for stage in stages for pair in stage.tied.items()]
+        names = {alias: name for alias, name in pairs if {part_of(alias), part_of(name)} == ENDS}
         local = dict(pair for stage in stages for pair in stage.named_parameters())
         self.copies = [local[alias] for alias in names if alias in local]  # in the last stage
         originals = [local[name] for name in names.values() if name in local]

@@ -12,7 +12,7 @@ from torch import nn
 from hpc_parallel.config.build import build
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.data.generators import seeded
-from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.models.layered import LayeredModel, with_ties
 from hpc_parallel.models.plain import plain_model
 from hpc_parallel.user_code import UserCodeError
 
@@ -34,7 +34,7 @@ def build_whole(table: Mapping[str, Any], *, seed: int) -> LayeredModel:
         with torch.device("meta"):
             built = _built(table)
         if isinstance(built, LayeredModel):
-            return built
+            return with_ties(built)
     with seeded(seed), torch.device("cpu"):
         module = build(table, key="model")
     kind = type(module)

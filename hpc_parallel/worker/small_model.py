@@ -15,7 +15,7 @@ from hpc_parallel.config.layout import DATAPARALLEL, Layout, divisors, layout_of
 from hpc_parallel.config.schedules import stages_per_rank
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.data.sampler import Data, to_device
-from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.models.layered import LayeredModel, part_of
 from hpc_parallel.strategies.dropout_shapes import dry_pass
 from hpc_parallel.strategies.whole_model import build_model, build_whole
 from hpc_parallel.worker.random_weights import randomise
@@ -95,7 +95,7 @@ def build_small(config: RunConfig, *, as_random: bool = True) -> LayeredModel:
     It starts with random numbers (random_weights.py), or not `as_random` with its own starting weights.
 
     The first blocks and the last one stay. All stay if their weights have different shapes, because they may
-    not fit together.
+    not fit together, or if they share weights.
     """
     layout = layout_of(config.strategy, devices=config.devices)
     model = build_model(config)
@@ -103,7 +103,8 @@ def build_small(config: RunConfig, *, as_random: bool = True) -> LayeredModel:
         model = build_whole({**config.model, **model.small}, seed=config.seed)
     blocks = list(model.blocks.values())
     count = max(FEW_BLOCKS, layout.pipeline * stages_per_rank(config.strategy))
-    if len(blocks) > count and len({_shapes(block) for block in blocks}) == 1:
+    shared = any(part_of(alias) not in ("stem", "head") for alias in model.tied)
+    if len(blocks) > count and not shared and len({_shapes(block) for block in blocks}) == 1:
         kept = [*blocks[: count - 1], blocks[-1]]
         model.blocks = nn.ModuleDict({str(index): block for index, block in enumerate(kept)})
     return randomise(model, seed=config.seed) if as_random else model

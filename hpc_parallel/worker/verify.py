@@ -24,6 +24,7 @@ from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.groups import Groups
 from hpc_parallel.strategies.model_checks import is_own
 from hpc_parallel.supervise.error_place import located
+from hpc_parallel.user_code import UserCodeError, described
 from hpc_parallel.worker.loss_check import check_loss
 from hpc_parallel.worker.proof_key import proof_key
 from hpc_parallel.worker.small_model import SmallRun, build_small
@@ -113,7 +114,18 @@ def compare(run: SmallRun, *, model: LayeredModel, groups: Groups) -> float:
         if not as_random:
             _say(f"{_name(config)} starts with its own weights here: with random ones, it is not finite")
             reference = on_one_device(run, build_small(config, as_random=False))
-        result = on_layout(run, build_small(config, as_random=as_random), groups=groups, reference=reference)
+        try:
+            small = build_small(config, as_random=as_random)
+            result = on_layout(run, small, groups=groups, reference=reference)
+        except ConfigError:
+            raise
+        except Exception as error:  # of the user's code: it worked on one device
+            if run.layout.tensor == 1:
+                raise
+            raise UserCodeError([
+                f"{described(error)}, raised by {_name(config)} on {run.layout}, but not on one device."
+                f"{_advice(config)}"
+            ]) from error  # fmt: skip
     noise = NOISE_OF_FLOAT32 if reference.rounds else NOISE
     by_rank: list[dict[str, float]] = exchange.all_gather(dict(_differences(result, reference, noise=noise)))
     differences: dict[str, float] = {}
@@ -123,8 +135,8 @@ def compare(run: SmallRun, *, model: LayeredModel, groups: Groups) -> float:
     if reasons := list(_reasons(result.losses, differences, reference=reference)):
         raise DifferenceError([
             f"{_name(config)} does not equal one device on {run.layout}: {'; '.join(reasons)}. Its code or "
-            "its hints do not fit this layout (docs/own-model.md). To start nevertheless, set "
-            "strategy.verify=never."
+            f"its hints do not fit this layout (docs/own-model.md).{_advice(config)} To start nevertheless, "
+            "set strategy.verify=never."
         ])  # fmt: skip
     if written := [name for name in reference.written if not name.endswith(STATISTICS)]:
         _say(
@@ -132,6 +144,17 @@ def compare(run: SmallRun, *, model: LayeredModel, groups: Groups) -> float:
             "microbatch: results depend on their number."
         )
     return OWN_SHARE * max(differences.values(), default=0.0)
+
+
+def _advice(config: RunConfig) -> str:
+    """A way that works for every layer, if roles may be wrong."""
+    if layout_of(config.strategy, devices=config.devices).tensor == 1:
+        return ""
+    along = ", with strategy.sequence_parallel=false" if config.strategy.sequence_parallel else ""
+    return (
+        " Every device computes all of a module of the role alike: give it to the module around layers that "
+        f"are not split{along}."
+    )
 
 
 def _differences(result: Results, reference: Results, *, noise: float) -> Iterator[tuple[str, float]]:

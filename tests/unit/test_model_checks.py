@@ -13,11 +13,12 @@ from torch import nn
 from hpc_parallel.config.layout import Layout
 from hpc_parallel.models.attention import CausalAttention
 from hpc_parallel.models.convnet import ConvNet
-from hpc_parallel.models.layered import Column, LayeredModel
+from hpc_parallel.models.layered import Column, LayeredModel, with_ties
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies.local_positions import find_local_positions
 from hpc_parallel.strategies.model_checks import find_problems
+from hpc_parallel.strategies.stages import divide
 from hpc_parallel.strategies.tensor_roles import find_fused_dropouts
 from hpc_parallel.strategies.whole_model import build_model
 from tests.composed import composed, prepared
@@ -27,7 +28,7 @@ from tests.random_models import RIGHT, RandomModel
 CONTEXT, TENSOR = Layout(context=2), Layout(tensor=2)
 
 
-def problems(model: LayeredModel, layout: Layout, *, length: int = 32, **strategy: bool) -> list[str]:
+def problems(model: LayeredModel, layout: Layout, *, length: int = 32, **strategy: Any) -> list[str]:
     config = prepared("strategy=data", "launcher=local").config
     config = replace(config, strategy=replace(config.strategy, **strategy))
     return [str(p) for p in find_problems(model, config=config, layout=layout, sample_shape=(length,))]
@@ -35,7 +36,7 @@ def problems(model: LayeredModel, layout: Layout, *, length: int = 32, **strateg
 
 def random_model(**spec: Any) -> RandomModel:
     with torch.device("meta"):
-        return RandomModel(spec={**RIGHT, **spec}, vocab_size=64, dim=16)
+        return with_ties(RandomModel(spec={**RIGHT, **spec}, vocab_size=64, dim=16))
 
 
 WRONG = {
@@ -57,7 +58,24 @@ WRONG = {
         "blocks.0.attention cuts the outputs of blocks.0.attention.qkv into 3. Give it the role Column(parts",
     ),
     "column layers that get slices": ({"roles": "no_whole"}, TENSOR, "in no module of the role whole"),
-    "no roles": ({"roles": "none"}, TENSOR, "has no role for stem.tokens.weight, stem.table.weight"),
+    "no roles": (
+        {"roles": "none"}, TENSOR, "has no role for stem.tokens.weight, stem.table.weight, blocks.0."
+        "attention.query.weight. stem.tokens may have the role vocabulary, or position_table if"
+    ),
+    "one block as all blocks": (
+        {"shared": "blocks"}, Layout(pipeline=2),
+        "strategy.pipeline = 2 can't be used: blocks.1.attention.query.weight of RandomModel is blocks.0."
+        "attention.query.weight, and stages share no weights. This model can be cut nowhere. Try "
+        "strategy.pipeline=1."
+    ),
+    "two blocks with one layer": (
+        {"shared": "linear", "layers": 4}, Layout(pipeline=2),
+        "blocks.3.feed.up.weight of RandomModel is blocks.0."
+    ),
+    "two blocks with one weight": (
+        {"shared": "weight", "layers": 4}, Layout(pipeline=2),
+        "blocks.3.feed.up.weight of RandomModel is blocks.0."
+    ),
 }  # fmt: skip
 
 
@@ -165,5 +183,93 @@ def test_a_weight_without_a_role_is_refused() -> None:
         model = Forgetful(layers=1, dim=8, heads=2, kv_heads=2, ffn_dim=8, vocab_size=8)
     assert problems(model, TENSOR) == [
         "strategy.tensor = 2 can't be used: Forgetful.tensor_roles has no role for head.norm.weight. "
-        "Try strategy.tensor=1."
+        "head.norm may have the role position. Try strategy.tensor=1."
     ]
+
+
+PAIRS = {"layers": 4, "shared": "pairs"}
+
+
+def test_a_pipeline_is_cut_where_no_weight_is_shared() -> None:
+    """Balanced stages of [a, a, b, b, c, c] would begin at block 3."""
+    model = random_model(layers=6, shared="pairs")
+    options = prepared("strategy=pipeline", "nodes=2", "launcher=local").config.strategy
+    assert divide(model, stages=3, sample_shape=(32,), options=options) == [
+        range(2),
+        range(2, 4),
+        range(4, 6),
+    ]
+    assert [len(part) for part in divide(model, stages=2, sample_shape=(32,), options=options)] in (
+        [2, 4],
+        [4, 2],
+    )
+    with pytest.raises(
+        ConfigError, match=r"strategy.cuts = \[3\] can't be used: .* cut before block 2, 4 only\."
+    ):
+        divide(model, stages=2, sample_shape=(32,), options=replace(options, cuts=(3,)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [(PAIRS, "blocks.0.attention.query.weight"), ({"feed": "recurrent"}, "blocks.0.feed.mix"), ({}, None)],
+    ids=["a block", "a layer in a loop", "nothing"],
+)
+def test_a_split_backward_pass_refuses_what_is_used_again(spec: dict[str, Any], name: str | None) -> None:
+    """torch raises an error for it, or waits for ever."""
+    model = random_model(**spec, tied=True)
+    found = problems(model, Layout(pipeline=2), schedule="interleaved_zero_bubble", stages_per_rank=1)
+    start = "strategy.schedule = interleaved_zero_bubble can't be used: it splits the backward pass, and"
+    assert [text.startswith(f"{start} RandomModel uses {name} several") for text in found] == [True] * bool(
+        name
+    )
+    assert problems(model, Layout(pipeline=2), schedule="1f1b", stages_per_rank=1) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "role", "sentence"),
+    [
+        (
+            nn.LSTM(16, 16),
+            "position",
+            "the role position for blocks.0.extra, a LSTM, which needs all positions. Give",
+        ),
+        (
+            nn.LSTM(16, 16),
+            None,
+            "extra may have the role alike, with strategy.sequence_parallel=false, whatever",
+        ),
+        (
+            nn.Linear(16, 16),
+            "row",
+            "the role vocabulary for stem.tokens.weight and the role row for blocks.0.extra.",
+        ),
+    ],
+    ids=["a recurrence", "without a role", "one weight of two roles"],
+)
+def test_a_role_that_works_is_named(module: nn.Module, role: str | None, sentence: str) -> None:
+    model = random_model()
+    model.blocks["0"].extra = module
+    if isinstance(module, nn.Linear):
+        module.weight = model.stem.tokens.weight
+    roles = {} if role is None else {"blocks.*.extra": role, "blocks.*.extra.*": role}
+    model.tensor_roles = {**model.tensor_roles, **roles}
+    assert any(sentence in text for text in problems(with_ties(model), TENSOR))
+
+
+def test_the_head_may_have_logits() -> None:
+    model = random_model()
+    model.tensor_roles = {name: role for name, role in model.tensor_roles.items() if name != "head.logits"}
+    model.head.logits.weight, model.tied = nn.Parameter(torch.empty(64, 16, device="meta")), {}
+    (found,) = problems(model, TENSOR)
+    assert (
+        "for head.logits.weight. head.logits may have the role logits, or classes in a model without" in found
+    )
+
+
+def test_an_attention_in_two_blocks_can_not_have_one_cache() -> None:
+    config = prepared("strategy=single", "launcher=local").config
+    config = replace(config, task=replace(config.task, name="generate"))
+    model = random_model(shared="mix")
+    (found,) = find_problems(model, config=config, layout=Layout(), sample_shape=(32,))
+    assert "RandomModel.blocks.1.attention.mix is used in several places, and has one cache" in str(found)
+    assert problems(model, CONTEXT) == []
