@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.schedules import stages_per_rank
 from hpc_parallel.config.schema import RunConfig
@@ -22,6 +24,12 @@ def find_problems(
     model: LayeredModel, *, config: RunConfig, layout: Layout, sample_shape: tuple[int, ...]
 ) -> Problems:
     """Returns why the whole `model`, on meta, can't be split as `layout` says or can't do the task."""
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            yield (
+                f"{type(model).__name__}.{name} is {type(module).__name__} with sparse=True: clipping, the "
+                "optimizers and the layouts need dense gradients. Try sparse=False."
+            )
     if layout.pipeline > 1:
         count = layout.pipeline * stages_per_rank(config.strategy)
         yield from stages.find_problems(

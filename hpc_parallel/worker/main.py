@@ -82,6 +82,7 @@ def main(run_folder: str) -> int:
         if config.device != "cpu" and torch.cuda.is_available():
             reasons |= torch_variables.use_expandable_segments(os.environ)
         device = prepare_device(config, world)
+        fabric.require_interfaces(os.environ, host=world.host, nccl=device.type == "cuda")
         xids = XidEvents(nvml_module(), preflight.gpu_uuid(device))
         store = join(folder, config=config, world=world, device=device, reasons=reasons)
         preflight.check(folder, config=config, world=world, device=device, xids=xids)

@@ -167,3 +167,15 @@ def test_a_weight_without_a_role_is_refused() -> None:
         "strategy.tensor = 2 can't be used: Forgetful.tensor_roles has no role for head.norm.weight. "
         "Try strategy.tensor=1."
     ]
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(replicate=2)])
+def test_sparse_gradients_are_refused_by_name(layout: Layout) -> None:
+    model = random_model()
+    assert not [problem for problem in problems(model, layout) if "sparse" in problem]
+    model.stem.tokens.sparse = True
+    (found,) = [problem for problem in problems(model, layout) if "sparse" in problem]
+    assert found == (
+        "RandomModel.stem.tokens is Embedding with sparse=True: clipping, the optimizers and the layouts "
+        "need dense gradients. Try sparse=False."
+    )
