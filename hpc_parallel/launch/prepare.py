@@ -18,6 +18,7 @@ from hpc_parallel.config.batch_plan import BatchPlan, batch_of
 from hpc_parallel.config.checks import starting_weights
 from hpc_parallel.config.checks.all_checks import find_problems, in_order
 from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.container_paths import container_warnings
 from hpc_parallel.config.layout import Layout, layout_of, processes_per_node, servers
 from hpc_parallel.config.node_devices import launcher_kind
 from hpc_parallel.config.schema import RunConfig
@@ -87,8 +88,15 @@ class PreparedRun:
     def notes(self) -> list[str]:
         """Lines that the user should read before the run starts."""
         kept = () if self.snapshot is None else self.snapshot.notes
-        python = (f"warning     {text}" for text in job_python.warnings(self.config))
-        return [*site_warnings(self.config), *python, *kept, *filter(None, [self.import_note])]
+        texts = (*job_python.warnings(self.config), *self.container_warnings)
+        warnings = [*site_warnings(self.config), *(f"warning     {text}" for text in texts)]
+        return [*warnings, *kept, *filter(None, [self.import_note])]
+
+    @property
+    def container_warnings(self) -> list[str]:
+        """Paths that the container of the job would not see."""
+        import_path = () if self.snapshot is None else self.snapshot.import_path
+        return list(container_warnings(self.config, run_folder=self.folder.path, source=import_path))
 
     @property
     def resumes(self) -> bool:
