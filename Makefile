@@ -28,6 +28,7 @@ help:  ## this list
 
 train: $(TRAINS)  ## the reference transformer over two simulated nodes
 	$(RUN) -m hpc_parallel.run strategy=pipeline nodes=2 launcher=local
+	@echo "To use this environment in your shell: source $(VENV)/bin/activate"
 
 test: $(STAMP)  ## every feature once, with a real Slurm where this machine can have one; what CI runs
 	@$(RUN) tests/slurm/cluster.py install || echo "make test leaves out the tests that need a real Slurm."
@@ -86,12 +87,12 @@ cluster: $(STAMP)  ## the four-host Slurm of the tests, to try things by hand
 cluster-down:  ## stop it
 	$(RUN) tests/slurm/cluster.py down
 
-# What training needs. torch first and by the exact version of constraints.txt: whatever build of it pip has
+# What training and the plots of reports need. torch first and by the exact version of constraints.txt: whatever build of it pip has
 # here decides.
 $(TRAINS): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --constraint constraints.txt torch setuptools
-	$(RUN) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable .
+	$(RUN) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[report]"
 	touch $@
 
 # And what the tests need: transformers, wandb, optuna and others.

@@ -15,6 +15,9 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _NOT_THE_USERS = tuple({_PACKAGE, *map(os.path.abspath, sysconfig.get_paths().values())})
 
 
+_MOST_CHARACTERS = 200  # of the message of one cause
+
+
 class UserCodeError(ConfigError):
     """An error of a class that the configuration names. Its place in the user's code matters."""
 
@@ -26,7 +29,24 @@ def described(error: BaseException) -> str:
         text, place = error.msg, f"{os.path.basename(error.filename)}:{error.lineno}"
     text = " ".join(text.split())
     message = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return f"{message} ({place})" if place else message
+    return (f"{message} ({place})" if place else message) + causes_of(error)
+
+
+def causes_of(error: BaseException) -> str:
+    """The exceptions that led to `error`, as in its traceback: `, caused by KeyError: 'x'`, or nothing."""
+    said, text, seen = str(error), "", {id(error)}
+    while (cause := _cause_of(error)) is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        message = " ".join(str(cause).split())[:_MOST_CHARACTERS]
+        if not message or message not in said + text:
+            word = "caused by" if error.__cause__ is cause else "after"
+            text += f", {word} {type(cause).__name__}" + f": {message}" * bool(message)
+        error = cause
+    return text
+
+
+def _cause_of(error: BaseException) -> BaseException | None:
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def user_line(error: BaseException) -> str | None:

@@ -12,7 +12,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,13 +56,15 @@ def main(arguments: Sequence[str]) -> int:
 
         print_json(records(gathered.rows, scaling(gathered.rows)))
         return DONE
-    from hpc_parallel.report.page import render
+    from hpc_parallel.report.page import WITHOUT_PLOTS, can_draw, render
 
     try:
         write(render(gathered), output)
     except OSError as error:  # for example a full disk
         complain([f"{output} can't be written: {error.strerror or error}"])
         return FAILED
+    if not can_draw():
+        complain([WITHOUT_PLOTS])
     print(f"{len(gathered.rows)} run{'s' * (len(gathered.rows) > 1)}: {output / PAGE}")
     return DONE
 
@@ -88,8 +89,6 @@ def output_problems(output: Path) -> Iterator[Problem | str]:
         yield Problem(
             "--output", output, f"can't be made: {parent} is no folder that you may write", ("report",)
         )
-    if find_spec("matplotlib") is None:
-        yield 'The plots need matplotlib: pip install "hpc_parallel[report]", or matplotlib itself.'
 
 
 def is_report(path: Path) -> bool:

@@ -106,7 +106,7 @@ def share_by_sinfo(listing: str, *, partition: str | None, gpu_type: str | None)
     """
     shares = []
     for fields in _lines_of(listing, partition=partition):
-        count = _gpu_count(fields[1], gpu_type=gpu_type)
+        count = gpu_count(fields[1], gpu_type=gpu_type)
         numbers = [field.rstrip("+") for field in fields[2:4]]
         if count and len(numbers) == 2 and all(number.isdecimal() for number in numbers):
             cpus, megabytes = map(int, numbers)
@@ -123,7 +123,7 @@ def gpus_by_sinfo(listing: str, *, partition: str | None, gpu_type: str | None) 
     listing: lines `partition|gres|...` of sinfo, where a star marks the default partition.
     """
     lines = _lines_of(listing, partition=partition)
-    return sorted({_gpu_count(fields[1], gpu_type=gpu_type) for fields in lines} - {0})
+    return sorted({gpu_count(fields[1], gpu_type=gpu_type) for fields in lines} - {0})
 
 
 def _lines_of(listing: str, *, partition: str | None) -> Iterator[list[str]]:
@@ -136,7 +136,8 @@ def _lines_of(listing: str, *, partition: str | None) -> Iterator[list[str]]:
             yield fields
 
 
-def _gpu_count(gres: str, *, gpu_type: str | None) -> int:
+def gpu_count(gres: str, *, gpu_type: str | None) -> int:
+    """The GPUs in the generic resources of a node, as sinfo writes them: `gpu:a100:4(S:0-1)`."""
     matches = [match for match in _GPUS.finditer(gres) if gpu_type in (None, match["type"])]
     return sum(int(match["count"]) for match in matches)
 

@@ -9,29 +9,30 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 from hpc_parallel.config.layout import layout_of, processes_per_node
 from hpc_parallel.config.model_bytes import GIB, least_bytes
-from hpc_parallel.config.node_devices import ask, launcher_kind, period, visible_gpus
+from hpc_parallel.config.node_devices import ask, gpu_count, launcher_kind, period, visible_gpus
 from hpc_parallel.config.quantities import minutes_of
 from hpc_parallel.config.schema import RunConfig
 
-_KIND_OF_NODE = re.compile(r"^([^|\n]+)\|(\d+)\|(\d+)\+?\|?(.*)", re.MULTILINE)
+_KIND_OF_NODE = re.compile(r"^([^|\n]+)\|(\d+)\|(\d+)\+?\|?([^|\n]*)\|?([^|\n]*)\|?(\d*)", re.MULTILINE)
 _PATIENCE_S = 3.0  # with a controller that does not answer: the submission does not wait for it
 _UNSET_MB = 1  # what Slurm shows of nodes whose memory the site has not configured
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The most nodes, memory and GPUs of a node, and minutes of a job; None: unknown, or no limit."""
+    """The most nodes, memory, GPUs and CPUs of a node, and minutes of a job; None: unknown, or no limit."""
 
     nodes: int | None = None
     memory_mb: float | None = None
     time_minutes: int | None = None
     gpus_per_node: int | None = None
+    cpus: int | None = None
 
 
 def site_warnings(config: RunConfig) -> list[str]:
@@ -41,28 +42,42 @@ def site_warnings(config: RunConfig) -> list[str]:
         return local_warnings(config, memory_bytes=physical_memory_bytes(), environment=os.environ)
     most = limits_of(config)
     where = f"partition {launcher.partition}" if launcher.partition else "the default partition"
-    warnings = []
+    warnings = [*_of_the_job(config, most, where), *_of_a_node(config, most, where)]
+    return [f"warning     {line}" for line in warnings]
+
+
+def _of_the_job(config: RunConfig, most: Limits, where: str) -> Iterator[str]:
+    """Warnings about nodes and time."""
+    launcher = config.launcher
     if most.nodes is not None and most.nodes < config.nodes:
         plural = "s" * (most.nodes > 1)
-        warnings.append(
-            f"nodes={config.nodes}: {where} has {most.nodes} node{plural}. Try nodes={most.nodes}."
-        )
-    if (launcher.memory_gb or 0) * 1024 > (most.memory_mb or math.inf):
-        assert most.memory_mb is not None
-        most_gb = most.memory_mb // 1024 or math.floor(most.memory_mb / 1024 * 1000) / 1000
-        key = f"launcher.memory_gb={launcher.memory_gb:g}"
-        largest = f"the largest node of {where} has {most.memory_mb / 1024:.1f} GB"
-        warnings.append(f"{key}: {largest}. Try launcher.memory_gb={most_gb:g}.")
-    if most.gpus_per_node is not None and most.gpus_per_node < config.gpus_per_node:
-        key = f"gpus_per_node={config.gpus_per_node}"
-        warnings.append(
-            f"{key}: nodes of {where} have {most.gpus_per_node}. Try gpus_per_node={most.gpus_per_node}."
-        )
+        yield f"nodes={config.nodes}: {where} has {most.nodes} node{plural}. Try nodes={most.nodes}."
     if most.time_minutes is not None and most.time_minutes < launcher.time_minutes:
         key = f"launcher.time_minutes={launcher.time_minutes}"
         legal = f"Try launcher.time_minutes={most.time_minutes}."
-        warnings.append(f"{key}: {where} allows {most.time_minutes} minutes. {legal}")
-    return [f"warning     {line}" for line in warnings]
+        yield f"{key}: {where} allows {most.time_minutes} minutes. {legal}"
+
+
+def _of_a_node(config: RunConfig, most: Limits, where: str) -> Iterator[str]:
+    """Warnings about memory, GPUs and CPUs."""
+    launcher, devices = config.launcher, config.gpus_per_node
+    if (launcher.memory_gb or 0) * 1024 > (most.memory_mb or math.inf):
+        assert most.memory_mb is not None
+        most_gb = most.memory_mb // 1024 or math.floor(most.memory_mb / 1024 * 1000) / 1000
+        largest = f"the largest node of {where} has {most.memory_mb / 1024:.1f} GB"
+        key = f"launcher.memory_gb={launcher.memory_gb:g}"
+        yield f"{key}: {largest}. Try launcher.memory_gb={most_gb:g}."
+    if most.gpus_per_node is not None and most.gpus_per_node < devices:
+        advice = f"{most.gpus_per_node}. Try gpus_per_node={most.gpus_per_node}."
+        if not most.gpus_per_node:
+            advice = "no GPU, and others have. Try another launcher.partition, or cluster=cpu."
+        yield f"gpus_per_node={devices}: nodes of {where} have {advice}"
+    needed = launcher.cpus_per_device * devices
+    if most.cpus is not None and most.cpus < needed:
+        key = f"launcher.cpus_per_device={launcher.cpus_per_device}"
+        largest = f"the largest node of {where} has {most.cpus}"
+        legal = f"Try launcher.cpus_per_device={max(1, most.cpus // devices)}."
+        yield f"{key}: {devices} devices need {needed} CPUs, and {largest}. {legal}"
 
 
 def limits_of(config: RunConfig) -> Limits:
@@ -70,7 +85,8 @@ def limits_of(config: RunConfig) -> Limits:
     partition = config.launcher.partition
     written = config.cluster.partitions.get(partition or "")
     if written is None:
-        return limits(_sinfo(period()), partition=partition)
+        gpu_type = config.cluster.gpu_type
+        return limits(_sinfo(period()), partition=partition, gpus=config.cluster.gpus, gpu_type=gpu_type)
     memory_gb = written.get("memory_gb")
     return Limits(
         nodes=written.get("nodes"),
@@ -102,26 +118,33 @@ def physical_memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def limits(listing: str, *, partition: str | None) -> Limits:
+def limits(listing: str, *, partition: str | None, gpus: bool = True, gpu_type: str | None = None) -> Limits:
     """The limits of a partition (None: the default one), or the largest of several.
 
-    listing: lines `partition|nodes|memory|time` of sinfo, one for each kind of node.
+    listing: lines `partition|nodes|memory|time|gres|cpus` of sinfo, one for each kind of node; gpus: whether
+    GPUs are asked for; gpu_type: of this type only.
     """
     nodes: dict[str, int] = {}
-    memory_mb = 0
+    memory_mb, cpus, most_gpus = 0, 0, 0
     minutes: list[int | None] = []
-    for name, count, memory, time in _KIND_OF_NODE.findall(listing):
+    kinds = _KIND_OF_NODE.findall(listing)
+    for name, count, memory, time, gres, cores in kinds:
         if name.rstrip("*") in partition.split(",") if partition else name.endswith("*"):
             nodes[name] = nodes.get(name, 0) + int(count)
             memory_mb = max(memory_mb, int(memory))
+            cpus = max(cpus, int(cores or 0))
+            most_gpus = max(most_gpus, gpu_count(gres, gpu_type=gpu_type))
             minutes.append(minutes_of(time))
+    lists_gpus = any(gpu_count(kind[4], gpu_type=gpu_type) for kind in kinds)  # else the site counts none
     return Limits(
         nodes=max(nodes.values(), default=None),
         memory_mb=memory_mb if memory_mb > _UNSET_MB else None,
         time_minutes=None if None in minutes else max(filter(None, minutes), default=None),
+        gpus_per_node=most_gpus if nodes and gpus and lists_gpus else None,
+        cpus=cpus or None,
     )
 
 
 @lru_cache(maxsize=1)
 def _sinfo(minute: int) -> str:
-    return ask("sinfo", "-h", "-o", "%P|%D|%m|%l", patience_s=_PATIENCE_S) or ""
+    return ask("sinfo", "-h", "-o", "%P|%D|%m|%l|%G|%c", patience_s=_PATIENCE_S) or ""

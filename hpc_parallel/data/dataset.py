@@ -27,6 +27,7 @@ from hpc_parallel.user_code import UserCodeError, described
 
 SPLIT_SEED = 0x5EED  # of the choice of held-out samples, the same for every run
 CHECKED = 4  # samples of each part that are read at the start, twice
+NARROW = (torch.uint8, torch.int8, torch.int16)  # nor an embedding for these
 UNSUITED = (torch.uint16, torch.uint32, torch.uint64)  # torch has no embedding and no sums for them
 
 
@@ -116,13 +117,19 @@ class DatasetSamples:
             self._refuse(index, f"is a {type(sample).__name__}: __getitem__ must return (input, target)")
         tensors = [self._tensor(part, index) for part in sample]
         self._require_tokens(tensors[0], index)
+        if self.vocab_size is not None and tensors[0].dtype in NARROW:
+            tensors[0] = tensors[0].long()
         return tensors[0], tensors[1]
 
     def _tensor(self, part: Any, index: int) -> Tensor:
         try:
-            tensor = torch.tensor(part) if isinstance(part, np.ndarray) else torch.as_tensor(part)
+            if isinstance(part, np.ndarray):  # torch has no negative strides and no foreign byte order
+                part = torch.from_numpy(np.array(part, dtype=part.dtype.newbyteorder("="), order="C"))
+            tensor = torch.as_tensor(part)
         except (TypeError, ValueError, RuntimeError):
             kind = f"{type(part).__module__}.{type(part).__qualname__}"
+            if isinstance(part, np.ndarray):
+                kind = f"numpy array of {part.dtype}"
             self._refuse(index, f"has a {kind}: return a tensor, an array or a number")
         return tensor.long() if tensor.dtype in UNSUITED else tensor
 
@@ -132,8 +139,9 @@ class DatasetSamples:
             return
         if tokens.is_floating_point():
             self._refuse(index, f"has inputs of {tokens.dtype}, but data.vocab_size is for token ids")
-        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
-            worst = int(tokens.min() if tokens.min() < 0 else tokens.max())
+        least, most = int(tokens.min()), int(tokens.max())  # a vocabulary of 256 is 0 as uint8
+        if least < 0 or most >= self.vocab_size:
+            worst = least if least < 0 else most
             self._refuse(index, f"has the token {worst}, but data.vocab_size = {self.vocab_size}")
 
     def _require_like(

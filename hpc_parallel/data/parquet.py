@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from hpc_parallel.data.dataset import DatasetData
-from hpc_parallel.data.table_files import find_files
+from hpc_parallel.data.table_files import find_files, with_rows
 from hpc_parallel.data.tokens import Description, sampled_digest
 from hpc_parallel.data.windows import Windows
 
@@ -52,7 +52,7 @@ class ParquetData:
         vocab_size: int | None = None,
         validation_share: float = 0.05,
     ) -> None:
-        rows = open_rows(find_files(path), columns=[input] if target is None else [input, target])
+        rows = open_rows(with_rows(find_files(path)), columns=[input] if target is None else [input, target])
         if target is not None:
             samples = Rows(rows, input=input, target=target)
             data = DatasetData(

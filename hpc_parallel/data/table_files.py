@@ -7,6 +7,7 @@ both; no code of the file is executed.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,32 @@ def find_files(path: str) -> list[Path]:
     return files
 
 
+def with_rows(files: Iterable[Path]) -> list[Path]:
+    """The files that have rows: a parquet file without any has no column type, and datasets can't read it.
+
+    Raises ValueError if a file can't be read, or if none has a row.
+    """
+    files = list(files)
+    filled = [file for file in files if file.suffix != ".parquet" or _opened(file)[0].num_rows]
+    if not filled:
+        raise ValueError(f"{files[0]} has no row, nor has any other file")
+    return filled
+
+
 def read_columns(file: Path, names: tuple[str, ...]) -> dict[str, Column]:
     """The columns of `file` by name.
 
     Raises ValueError if one is missing, or if the file can't be read.
     """
+    metadata, schema = _opened(file)
+    missing = [name for name in names if name not in schema.names]
+    if missing:
+        raise ValueError(f"{file} has no column {missing[0]!r}, but {', '.join(schema.names) or 'none'}")
+    return {name: _column(schema.field(name).type, _largest(metadata, name)) for name in names}
+
+
+def _opened(file: Path) -> tuple[Any, Any]:
+    """The metadata of a parquet file, or None, and the schema. Raises ValueError if it can't be read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -56,15 +78,10 @@ def read_columns(file: Path, names: tuple[str, ...]) -> dict[str, Column]:
     try:
         if file.suffix == ".parquet":
             metadata = pq.read_metadata(file)
-            schema = metadata.schema.to_arrow_schema()
-        else:
-            metadata, schema = None, pa.ipc.open_stream(pa.memory_map(str(file))).schema
+            return metadata, metadata.schema.to_arrow_schema()
+        return None, pa.ipc.open_stream(pa.memory_map(str(file))).schema
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{file} can't be read: {error}") from error
-    missing = [name for name in names if name not in schema.names]
-    if missing:
-        raise ValueError(f"{file} has no column {missing[0]!r}, but {', '.join(schema.names) or 'none'}")
-    return {name: _column(schema.field(name).type, _largest(metadata, name)) for name in names}
 
 
 def _column(kind: Any, largest: int | None) -> Column:

@@ -18,7 +18,9 @@ from hpc_parallel.config.batch_plan import BatchPlan, batch_of
 from hpc_parallel.config.checks import starting_weights
 from hpc_parallel.config.checks.all_checks import find_problems, in_order
 from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.container_paths import container_warnings
 from hpc_parallel.config.layout import Layout, layout_of, processes_per_node, servers
+from hpc_parallel.config.node_devices import launcher_kind
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.site_limits import site_warnings
 from hpc_parallel.config.tasks import total_steps
@@ -35,6 +37,7 @@ from hpc_parallel.record.safe_read import YAML_BYTES, require_plain
 from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.record.snapshot import Snapshot, plan_snapshot
 from hpc_parallel.record.trust import require_trusted
+from hpc_parallel.supervise import fabric
 
 # The libyaml dumper, if PyYAML was built with it, writes the same text in a quarter of the time.
 _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -85,8 +88,15 @@ class PreparedRun:
     def notes(self) -> list[str]:
         """Lines that the user should read before the run starts."""
         kept = () if self.snapshot is None else self.snapshot.notes
-        python = (f"warning     {text}" for text in job_python.warnings(self.config))
-        return [*site_warnings(self.config), *python, *kept, *filter(None, [self.import_note])]
+        texts = (*job_python.warnings(self.config), *self.container_warnings)
+        warnings = [*site_warnings(self.config), *(f"warning     {text}" for text in texts)]
+        return [*warnings, *kept, *filter(None, [self.import_note])]
+
+    @property
+    def container_warnings(self) -> list[str]:
+        """Paths that the container of the job would not see."""
+        import_path = () if self.snapshot is None else self.snapshot.import_path
+        return list(container_warnings(self.config, run_folder=self.folder.path, source=import_path))
 
     @property
     def resumes(self) -> bool:
@@ -235,6 +245,8 @@ def prepare(
     config, values = resolve(composed)
     if problems := [*find_problems(config, overrides), *starting_weights.find_problems(config)]:
         raise ConfigError(in_order(problems, overrides))
+    if launcher_kind(config.launcher.kind) == "local":
+        _require_interfaces(config)
     imports = check_imports(config, values=values if build_model else None)
     if imports.problems:
         raise ConfigError(imports.problems)
@@ -252,6 +264,16 @@ def prepare(
         overrides=overrides, config_dir=Path(config_dir).absolute() if config_dir else None,
         import_note=imports.note,
     )  # fmt: skip
+
+
+def _require_interfaces(config: RunConfig) -> None:
+    """Raises ConfigError if gloo is told an interface that this machine does not have."""
+    variables = dict(os.environ)
+    fabric.site_variables(config.cluster.environment, variables)
+    try:
+        fabric.require_interfaces(variables, host="this machine", nccl=False)
+    except fabric.DeviceError as error:
+        raise ConfigError([str(error)]) from error
 
 
 def _snapshot(config: RunConfig, folder: RunFolder, plan: Callable[..., Snapshot]) -> Snapshot | None:

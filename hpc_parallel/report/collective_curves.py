@@ -6,18 +6,19 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
-
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+from typing import TYPE_CHECKING, Any
 
 from hpc_parallel.config.tasks import COLLECTIVES
 from hpc_parallel.problems import printable
 from hpc_parallel.record.collectives_table import valid_rows
 from hpc_parallel.record.safe_read import read_json
-from hpc_parallel.report.drawing import MAX_CURVES, Plot, canvas, first_of, plot, short, spread, style
 from hpc_parallel.report.figures import number
 from hpc_parallel.report.gather import Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from hpc_parallel.report.drawing import Plot
 
 MICRO, GIGA = 1e-6, 1e9
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
@@ -83,6 +84,8 @@ def _lines(row: Row) -> list[Mapping[str, Any]]:
 
 def plots(rows: Sequence[Row]) -> Iterator[Plot]:
     """Yields a plot for each collective that moves data, with one curve for each group of each run."""
+    from hpc_parallel.report.drawing import MAX_CURVES, first_of, plot  # needs matplotlib
+
     by_operation: dict[str, list[Curve]] = defaultdict(list)
     for curve in curves(rows):
         if sum(point.size_bytes > 0 for point in curve.points) > 1:
@@ -97,6 +100,10 @@ def plots(rows: Sequence[Row]) -> Iterator[Plot]:
 
 
 def _figure(shown: Sequence[Curve]) -> Figure:
+    from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+
+    from hpc_parallel.report.drawing import canvas, short, spread, style
+
     figure, (times, rates) = canvas(4.4, columns=2)
     points = [point for curve in shown for point in curve.points if point.size_bytes > 0]
     for index, curve in enumerate(shown):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.figure import Figure
-
-from hpc_parallel.report.drawing import Note, annotate, canvas, short, spread, style
 from hpc_parallel.report.figures import number
 from hpc_parallel.report.gather import Row
 from hpc_parallel.report.spreadsheet import to_csv
 from hpc_parallel.report.tables import unit_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from hpc_parallel.report.drawing import Note
 
 MAX_SIZES = 200  # batch sizes of one run: a real measurement has fewer
 KEYS = ("batch_size", "latency_s", "latency_p99_s", "samples_per_s", "tokens_per_s")
@@ -71,6 +73,8 @@ def table(curves: Sequence[Curve]) -> str:
 
 def figure(curves: Sequence[Curve]) -> Figure:
     """Plot latency over throughput, one curve per run."""
+    from hpc_parallel.report.drawing import Note, annotate, canvas, short, spread, style  # needs matplotlib
+
     drawing, axes = canvas(4.6)
     points = [point for curve in curves for point in curve.points]
     unit = unit_of("seconds", (point.latency_s for point in points))

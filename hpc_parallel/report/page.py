@@ -7,24 +7,25 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hpc_parallel.problems import alternatives, printable
 from hpc_parallel.report import collective_curves, latency, markdown
 from hpc_parallel.report.claims import Runs, judged
-from hpc_parallel.report.gather import PARTS, Gathered
+from hpc_parallel.report.gather import PARTS, Gathered, Row
 from hpc_parallel.report.machines import machines
 from hpc_parallel.report.model_metrics import own_metrics
 from hpc_parallel.report.networks import networks
-from hpc_parallel.report.plots import Plot, draw
 from hpc_parallel.report.seeds import pools
 from hpc_parallel.report.spreadsheet import to_csv
 from hpc_parallel.report.tables import (
     UNMEASURED,
     Comparison,
+    Prediction,
     Series,
     compare,
     digits,
@@ -35,6 +36,10 @@ from hpc_parallel.report.tables import (
 )
 from hpc_parallel.report.verdict import scope, verdicts
 
+if TYPE_CHECKING:
+    from hpc_parallel.report.drawing import Plot
+
+WITHOUT_PLOTS = 'No plots: they need matplotlib (pip install "hpc_parallel[report]", or matplotlib itself).'
 # Control characters, characters that change the text direction, and lone surrogates, which no file can hold.
 _NO_TEXT = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 DEFINITIONS = (
@@ -73,7 +78,7 @@ def render(gathered: Gathered) -> Report:
     rows = gathered.rows
     comparison, series, predicted = compare(rows), scaling(rows), predictions(rows)
     timed = latency.curves(rows)
-    plots = draw(rows, series=series, predictions=predicted)
+    plots = _plots(rows, series=series, predictions=predicted)
     parts = [row for row in rows if row.parts is not None]
     values: dict[str, Any] = {
         "title": f"Report on {alternatives_of(gathered.folders)}",
@@ -110,6 +115,21 @@ def render(gathered: Gathered) -> Report:
     return Report(page, plain, table(gathered, series), latency.table(timed), plots)
 
 
+def can_draw() -> bool:
+    """Whether matplotlib, which is an extra, is installed."""
+    return find_spec("matplotlib") is not None
+
+
+def _plots(
+    rows: Sequence[Row], *, series: Sequence[Series], predictions: Sequence[Prediction]
+) -> Sequence[Plot]:
+    if not can_draw():
+        return []
+    from hpc_parallel.report.plots import draw
+
+    return draw(rows, series=series, predictions=predictions)
+
+
 def _fill(name: str, values: dict[str, Any], **settings: Any) -> str:
     """Render the template with every value escaped and characters that are not text replaced."""
     templates = Environment(
@@ -143,7 +163,8 @@ def _summary(gathered: Gathered) -> str:
     states = ", ".join(f"{count} {state}" for state, count in counts.most_common())
     now = datetime.now(UTC)
     total = len(gathered.rows)
-    return f"{total} run{'s' * (total > 1)}: {states}. Made {now:%Y-%m-%d %H:%M} UTC."
+    text = f"{total} run{'s' * (total > 1)}: {states}. Made {now:%Y-%m-%d %H:%M} UTC."
+    return text if can_draw() else f"{text} {WITHOUT_PLOTS}"
 
 
 def _best_note(comparison: Comparison) -> str:

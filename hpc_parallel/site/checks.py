@@ -41,6 +41,7 @@ def site_lines(run: PreparedRun) -> Iterator[Line]:
 def other_lines(run: PreparedRun, *, submits: bool) -> Iterator[Line]:
     """The checks of the site. submits: whether Slurm is asked about the script of this run."""
     yield from python_lines(run.config)
+    yield from (Line(WARNING, "container", text) for text in run.container_warnings)
     yield environment_line(run.config)
     yield from module_lines(run.config)
     yield from slurm_lines(run, submits=submits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.schedules import stages_per_rank
@@ -41,6 +42,7 @@ def find_problems(
     `sample_shape`: None if only the job knows the data; what depends on it is checked there. `dtype`: of the
     samples, if it is known.
     """
+    yield from _sparse(model)
     if isinstance(model, PlainModel) and (uncut := [axis for axis in NEEDS if layout.degrees[axis] > 1]):
         yield from (_uncut(model, axis, degree=layout.degrees[axis]) for axis in uncut)
         return
@@ -64,6 +66,15 @@ def find_problems(
     verified = is_own(config) and config.strategy.verify != "never"
     if sample_shape is not None and config.devices > 1 and config.task.name in TRAINS and verified:
         yield from dropout_shapes.find_problems(model, sample_shape=sample_shape, dtype=dtype)
+
+
+def _sparse(model: LayeredModel) -> Problems:
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            yield (
+                f"{type(model).__name__}.{name} is {type(module).__name__} with sparse=True: clipping, the "
+                "optimizers and the layouts need dense gradients. Try sparse=False."
+            )
 
 
 def _uncut(model: PlainModel, axis: str, *, degree: int) -> Problem:

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from hpc_parallel.problems import nearest
 from hpc_parallel.supervise.world import World
 
 REACHES = "the interface that reaches the run's other hosts"
@@ -117,6 +118,29 @@ def set_sockets(
                 environment["GLOO_SOCKET_IFNAME"] = interface
                 return reasons | {"GLOO_SOCKET_IFNAME": REACHES}  # the same text on all hosts
     return reasons
+
+
+def require_interfaces(environment: Mapping[str, str], *, host: str, nccl: bool) -> None:
+    """Raise DeviceError if gloo's or NCCL's variable names no network interface of this host.
+
+    nccl: whether NCCL carries data too.
+    """
+    local = [
+        name for name, entries in psutil.net_if_addrs().items()
+        if any(entry.family in (socket.AF_INET, socket.AF_INET6) for entry in entries)
+    ]  # fmt: skip
+    gloo = [name for name in environment.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    of_nccl = environment.get("NCCL_SOCKET_IFNAME", "")
+    missing = {"GLOO_SOCKET_IFNAME": next((name for name in gloo if name not in local), None)}
+    if nccl and of_nccl and not of_nccl.startswith("^") and not _selected(of_nccl, local, prefixes=True):
+        missing["NCCL_SOCKET_IFNAME"] = of_nccl
+    for variable, name in missing.items():
+        if name is not None:
+            near = (nearest(name, local) or [name for name in local if name != "lo"] or local)[0]
+            raise DeviceError(
+                f"{variable}={environment[variable]}: {host} has no network interface {name} with an "
+                f"address, but {', '.join(local)}. Try {variable}={near}, or unset {variable}."
+            )
 
 
 def listening_address(environment: Mapping[str, str], *, world: World, suffix: str = "") -> str | None:

@@ -84,6 +84,7 @@ def main(run_folder: str) -> int:
         if config.training.deterministic:
             reasons |= torch_variables.use_fixed_workspaces(os.environ)
         device = prepare_device(config, world)
+        fabric.require_interfaces(os.environ, host=world.host, nccl=device.type == "cuda")
         xids = XidEvents(nvml_module(), preflight.gpu_uuid(device))
         on_phase = phases_of(folder, rank=world.rank)
         on_phase(f"connecting {world.world_size} rank{'s' * (world.world_size > 1)}")

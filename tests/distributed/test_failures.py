@@ -20,6 +20,7 @@ from tests.workers import Workers, train_here
 SMALL = (
     "device=cpu",
     "launcher.snapshot=false",
+    "launcher.check_imports=false",  # the ranks import these classes
     "training.steps=6",
     "training.log_every=1",
     "training.validate_every=null",

@@ -24,8 +24,8 @@ VICTIM = 2
 STEP = 7
 SMALL = (
     "nodes=2", "gpus_per_node=2", "device=cpu", "launcher=local", "launcher.snapshot=false",
-    "training.steps=100000", "training.log_every=1", "training.validate_every=null",
-    "training.measure_steps=0", "data.max_bytes=300000",
+    "launcher.check_imports=false", "training.steps=100000", "training.log_every=1",
+    "training.validate_every=null", "training.measure_steps=0", "data.max_bytes=300000",
     "data.sequence_length=16", "model.layers=1", "model.dim=32", "model.heads=2", "model.kv_heads=2",
     "model.ffn_dim=64", "cluster.hang_timeout_s=10",
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import io
 import json
 import os
@@ -10,7 +11,6 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from importlib import util
 from pathlib import Path
 
 import pytest
@@ -170,24 +170,44 @@ def test_all_errors_are_reported_at_once(
 ) -> None:
     (runs.parent / "empty").mkdir()
     (runs.parent / "file").write_text("")
-    find_spec = util.find_spec
-    monkeypatch.setattr(
-        "hpc_parallel.commands.report.find_spec",
-        lambda name: None if name == "matplotlib" else find_spec(name),
-    )
     monkeypatch.chdir(runs.parent)
     before = sorted(runs.parent.rglob("*"))
     assert report("rums", "empty", "file", "--output", "file/out") == 2
     assert capsys.readouterr().err.splitlines() == [
-        "5 problems; nothing was written.",
+        "4 problems; nothing was written.",
         f"  {runs.parent}/rums is not there. Try {runs}.",
         f"  {runs.parent}/empty holds no run, nor does any folder in it. Try runs, where `run` puts them.",
         f"  {runs.parent}/file is a file, and a report is on folders.",
         f"  --output = {runs.parent}/file/out can't be made: {runs.parent}/file is no folder that you may "
         "write. Try --output=report.",
-        '  The plots need matplotlib: pip install "hpc_parallel[report]", or matplotlib itself.',
     ]
     assert sorted(runs.parent.rglob("*")) == before
+
+
+@pytest.mark.processes
+def test_without_matplotlib_the_tables_are_the_same(reported: Path, tmp_path: Path) -> None:
+    hidden = "import sys; sys.modules['matplotlib'] = None; from hpc_parallel.__main__ import main; "
+    words = ["report", str(reported), "--output", str(tmp_path / "plain")]
+    done = subprocess.run(
+        [sys.executable, "-c", f"{hidden}sys.exit(main(sys.argv[1:]))", *words],
+        capture_output=True,
+        text=True,
+    )
+    missing = 'No plots: they need matplotlib (pip install "hpc_parallel[report]", or matplotlib itself).'
+    assert (done.returncode, done.stderr) == (0, f"{missing}\n")
+    plain, whole = tmp_path / "plain", reported / "report"
+    assert sorted(path.name for path in plain.rglob("*") if path.is_file()) == [
+        "index.html", "report.csv", "report.md",
+    ]  # fmt: skip
+    assert (plain / "report.csv").read_text() == (whole / "report.csv").read_text()
+    tables = [
+        [line for line in (folder / "report.md").read_text().splitlines() if line.startswith("|")]
+        for folder in (plain, whole)
+    ]
+    assert len(tables[0]) > 10
+    assert tables[0] == tables[1]
+    assert missing in html.unescape((plain / "index.html").read_text())
+    assert missing not in html.unescape((whole / "index.html").read_text())
 
 
 def test_runs_in_every_condition(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

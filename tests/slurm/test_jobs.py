@@ -455,3 +455,31 @@ def test_inside_an_allocation_local_is_chosen(site: Site) -> None:
     output = site.cluster.run("salloc", "--quiet", "--nodes=1", "--gpus-per-node=2", "bash", "-c", script)
     assert "launcher local: already inside the allocation of job" in output
     assert read(site.home / "inside", "summary.json")["outcome"] == "completed"
+
+
+PYTHON = """#!/bin/sh
+case "$*" in *submitit.core._submit*) echo "$CONDA_PREFIX" >> {calls} ;; esac
+exec {python} "$@"
+"""
+HOOK = """
+conda() { [ "$1" = activate ] && [ -d "$2/conda-meta" ] && export CONDA_PREFIX="$2" PATH="$2/bin:$PATH"; }
+"""
+
+
+def test_the_ranks_run_the_python_of_a_conda_environment(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an installation of the test: the hook that `conda activate` needs, and a Python that takes notes."""
+    base, calls = site.home / "my conda", site.home / "calls"
+    folder = base / "envs" / "torch"
+    for place in (base / "etc/profile.d", base / "bin", folder / "bin", folder / "conda-meta"):
+        place.mkdir(parents=True)
+    (base / "etc/profile.d/conda.sh").write_text(HOOK)
+    (base / "bin/conda").touch(mode=0o755)
+    python = folder / "bin/python"
+    python.write_text(PYTHON.format(calls=shlex.quote(str(calls)), python=shlex.quote(sys.executable)))
+    python.chmod(0o755)
+    words = ("strategy=data", "nodes=2", "launcher=slurm", "launcher.wait=true", "launcher.conda=torch")
+    monkeypatch.setenv("CONDA_EXE", str(base / "bin/conda"))
+    done = site.run(*words, *SMALL, timeout_s=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert calls.read_text().splitlines() == [str(folder)] * 2
+    assert read(only_run(site), "summary.json")["outcome"] == "completed"

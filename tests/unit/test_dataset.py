@@ -96,6 +96,7 @@ def test_reading_leaves_the_generators_alone() -> None:
         ({"dataset": Unseeded(9)}, "returns other samples when it is read again"),
         ({"dataset": [(1, 2, 3)] * 9}, r"^sample \d of list \(training\) is a tuple: __getitem__ must"),
         ({"dataset": [("one", 1)] * 9}, "has a builtins.str: return a tensor, an array or a number"),
+        ({"dataset": [(np.array([None, "a"]), 1)] * 9}, "has a numpy array of object: return a"),
         ({"dataset": iter(())}, "has no __len__ and no __getitem__"),
         ({"dataset": Sentences(9), "sequence_length": 31},
          r"data.sequence_length = 31 is not the length of a sample, whose input is \[32\]"),
@@ -106,6 +107,51 @@ def test_reading_leaves_the_generators_alone() -> None:
 def test_what_can_not_be_used_is_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DatasetData(**arguments)
+
+
+class Turned:
+    """Arrays as slices and files give them: against the direction of memory, of another machine's order."""
+
+    turns = (
+        lambda array: array[::-1, ::-1], lambda array: array.T, lambda array: array[::2, 1::3],
+        lambda array: array.astype(array.dtype.newbyteorder()), np.asfortranarray,
+        lambda array: np.broadcast_to(array[:1], array.shape),
+    )  # fmt: skip
+
+    def __init__(self, turn: int, dtype: str) -> None:
+        self.turn, self.values = self.turns[turn], RANDOM.integers(0, 99, size=(20, 7, 9)).astype(dtype)
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        return self.turn(self.values[index]), self.values[index, 0, 0].reshape(()).astype(">i8")
+
+
+RANDOM = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint16", "int64", "float32", "float64", "bool"])
+@pytest.mark.parametrize("turn", range(len(Turned.turns)))
+def test_any_array_of_numbers_is_a_sample(turn: int, dtype: str) -> None:
+    dataset = Turned(turn, dtype)
+    samples = DatasetData(dataset=dataset).train
+    inputs, targets = samples.batch(np.arange(5))
+    for index, found, target in zip(samples.indices(np.arange(5)), inputs, targets, strict=True):
+        assert found.tolist() == dataset[index][0].tolist()
+        assert target.tolist() == dataset[index][1].tolist()
+    assert inputs.dtype == getattr(torch, dtype.replace("uint16", "int64"))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "uint16", "int32"])
+def test_narrow_tokens_are_compared_and_fit_an_embedding(dtype: str) -> None:
+    """255 is a token of 256, although 256 is none of uint8."""
+    most = min(255, np.iinfo(dtype).max)
+    tokens = np.array([0, 3, most], dtype=dtype)
+    inputs, _ = DatasetData(dataset=[(tokens, 0)] * 9, vocab_size=most + 1).train.batch(np.arange(2))
+    assert torch.nn.Embedding(most + 1, 2)(inputs).shape == (2, 3, 2)
+    with pytest.raises(ConfigError, match=f"has the token {most}, but data.vocab_size = {most}"):
+        DatasetData(dataset=[(tokens, 0)] * 9, vocab_size=most)
 
 
 def test_other_data_has_another_digest() -> None:

@@ -5,10 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
+from hpc_parallel.problems import ConfigError
 from hpc_parallel.supervise import fabric
 from hpc_parallel.supervise.world import World
+from tests.composed import prepared
 
 V2 = {"GLOO_ENABLE_STORE_V2_API": "1"}
 
@@ -213,3 +216,47 @@ def test_many_ranks_connect_when_they_send() -> None:
         return environment.get("TORCH_GLOO_LAZY_INIT")
 
     assert (lazy(32), lazy(40)) == (None, "1")
+
+
+@pytest.mark.parametrize(
+    ("variables", "nccl", "message"),
+    [
+        ({"GLOO_SOCKET_IFNAME": "eth77"}, False,
+         "GLOO_SOCKET_IFNAME=eth77: n1 has no network interface eth77 with an address, but lo, eth0, ib0. "
+         "Try GLOO_SOCKET_IFNAME=eth0, or unset GLOO_SOCKET_IFNAME."),
+        ({"GLOO_SOCKET_IFNAME": "eth0,down0"}, False, "has no network interface down0 with an address"),
+        ({"GLOO_SOCKET_IFNAME": "eth"}, False, "has no network interface eth with"),  # gloo knows no prefixes
+        ({"NCCL_SOCKET_IFNAME": "hsn"}, True, "NCCL_SOCKET_IFNAME=hsn: n1 has no network interface hsn with"),
+        ({"NCCL_SOCKET_IFNAME": "=eth"}, True, "has no network interface =eth with"),
+        ({"NCCL_SOCKET_IFNAME": "hsn"}, False, None),
+        ({"NCCL_SOCKET_IFNAME": "^docker,lo"}, True, None),
+        ({"NCCL_SOCKET_IFNAME": "eth"}, True, None),
+        ({"GLOO_SOCKET_IFNAME": "ib0,eth0"}, True, None),
+        ({"GLOO_SOCKET_IFNAME": ""}, True, None),
+    ],
+)  # fmt: skip
+def test_an_interface_that_this_host_lacks_is_named(
+    variables: dict[str, str], nccl: bool, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    internet = SimpleNamespace(family=socket.AF_INET)
+    entries = {"lo": [internet], "eth0": [internet], "down0": [SimpleNamespace(family=17)], "ib0": [internet]}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: entries)
+    if message is None:
+        fabric.require_interfaces(variables, host="n1", nccl=nccl)
+        return
+    with pytest.raises(fabric.DeviceError) as raised:
+        fabric.require_interfaces(variables, host="n1", nccl=nccl)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("words", [(), ("+cluster.environment.GLOO_SOCKET_IFNAME=eth78",)])
+def test_a_run_here_is_refused_before_it_starts(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not words:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
+    with pytest.raises(
+        ConfigError, match=r"^GLOO_SOCKET_IFNAME=eth7\d: this machine has no network interface"
+    ):
+        prepared("launcher=local", *words)
+    prepared("launcher=script", *words)  # hosts of a job have other interfaces

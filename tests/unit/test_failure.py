@@ -7,11 +7,12 @@ import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,6 +30,7 @@ from hpc_parallel.supervise.desync import compare
 from hpc_parallel.supervise.error_place import at_step, located
 from hpc_parallel.supervise.failure import Record
 from hpc_parallel.supervise.world import World
+from hpc_parallel.user_code import causes_of
 
 SUMMARY_KEYS = {
     "weights",
@@ -382,6 +384,59 @@ def test_the_line_of_a_gpu_out_of_memory(folder: RunFolder) -> None:
     assert read_json(folder.failure)["details"] == {
         "where": "block 7", "asked_bytes": round(2.1 * 2**30), "free_bytes": 300 * 2**20,
     }  # fmt: skip
+
+
+def test_the_causes_of_a_chained_exception_are_in_the_line(folder: RunFolder) -> None:
+    def read() -> None:
+        try:
+            raise KeyError("row")
+        except KeyError as error:
+            raise OSError("a bad file b.parquet") from error
+
+    def generate() -> None:
+        try:
+            read()
+        except OSError:
+            raise RuntimeError("An error occurred") from None
+
+    chains: dict[int, Callable[[], None]] = {0: read, 1: generate}
+    wanted = {
+        0: "OSError: a bad file b.parquet, caused by KeyError: 'row'",
+        1: "RuntimeError: An error occurred",  # whose author says that nothing led to it
+    }
+    for rank, chain in chains.items():
+        with pytest.raises((OSError, RuntimeError)) as raised:
+            chain()
+        failure.record_exception(folder, world=world(rank), error=raised.value)
+        assert json.loads((folder.logs / f"rank-{rank}.failure.json").read_text())["message"] == wanted[rank]
+    outer, middle, inner = RuntimeError("outer"), ValueError("middle"), KeyError("inner")
+    outer.__cause__, middle.__context__, inner.__cause__ = middle, inner, outer  # and a circle
+    assert causes_of(outer) == ", caused by ValueError: middle, after KeyError: 'inner'"
+    repeated = RuntimeError("wrapped: middle")
+    repeated.__cause__ = middle
+    assert causes_of(repeated) == ", after KeyError: 'inner', caused by RuntimeError: outer"
+
+
+@pytest.mark.parametrize(
+    ("layer", "dtype", "remedy"),
+    [
+        (torch.nn.Conv2d(1, 1, 3), torch.uint8, "has uint8: try x.float() / 255 for images"),
+        (torch.nn.Linear(4, 4), torch.uint8, "has uint8: try x.float() / 255 for images"),
+        (torch.nn.Embedding(4, 2), torch.uint8, "and x.long() for token ids"),
+        (torch.nn.Conv2d(1, 1, 3), torch.int64, "whole numbers: try x.float() in the data or the stem"),
+        (torch.nn.Linear(4, 4), torch.int64, "whole numbers: try x.float() in the data or the stem"),
+        (torch.nn.Linear(4, 4), torch.int32, "whole numbers: try x.float() in the data or the stem"),
+    ],
+)
+def test_numbers_of_a_type_that_a_layer_does_not_take_have_a_remedy(
+    folder: RunFolder, layer: torch.nn.Module, dtype: torch.dtype, remedy: str
+) -> None:
+    with pytest.raises(RuntimeError) as raised:
+        layer(torch.zeros(2, 1, 4, 4, dtype=dtype))
+    failure.record_exception(folder, world=world(1), error=raised.value)
+    message = json.loads((folder.logs / "rank-1.failure.json").read_text())["message"]
+    assert message.startswith("RuntimeError: ")
+    assert remedy in message, message
 
 
 def test_the_innermost_place_stands() -> None:

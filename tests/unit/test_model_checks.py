@@ -273,3 +273,15 @@ def test_an_attention_in_two_blocks_can_not_have_one_cache() -> None:
     (found,) = find_problems(model, config=config, layout=Layout(), sample_shape=(32,))
     assert "RandomModel.blocks.1.attention.mix is used in several places, and has one cache" in str(found)
     assert problems(model, CONTEXT) == []
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(replicate=2)])
+def test_sparse_gradients_are_refused_by_name(layout: Layout) -> None:
+    model = random_model()
+    assert not [problem for problem in problems(model, layout) if "sparse" in problem]
+    model.stem.tokens.sparse = True
+    (found,) = [problem for problem in problems(model, layout) if "sparse" in problem]
+    assert found == (
+        "RandomModel.stem.tokens is Embedding with sparse=True: clipping, the optimizers and the layouts "
+        "need dense gradients. Try sparse=False."
+    )

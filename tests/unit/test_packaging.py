@@ -125,3 +125,16 @@ def test_tokens_can_be_made(installed: Path, tmp_path: Path) -> None:
 def test_the_checkout_stays_clean(installed: Path) -> None:
     assert not (ROOT / "build").exists()
     assert not list(ROOT.glob("*.egg-info"))
+
+
+def test_make_train_installs_the_plots_and_says_how_to_use_its_environment(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["make", "--dry-run", "train", f"VENV={tmp_path}/env"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    (editable,) = [line for line in lines if "--editable" in line]
+    assert editable.endswith('--editable ".[report]"')
+    assert lines[-1] == f'echo "To use this environment in your shell: source {tmp_path}/env/bin/activate"'
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
+    assert any(line.startswith("matplotlib==") for line in pinned)

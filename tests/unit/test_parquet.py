@@ -70,6 +70,41 @@ def test_all_rows_are_one_row_of_tokens(tmp_path: Path, ending: str) -> None:
 
 @pytest.mark.parametrize("ending", [".parquet", ".arrow"])
 @pytest.mark.usefixtures("cache")
+def test_files_without_a_row_are_left_out(tmp_path: Path, ending: str) -> None:
+    """Spark and pandas write them, also as the first file and without the type of the column."""
+    from hpc_parallel.data.parquet import ParquetData
+
+    folder = write_texts(tmp_path / "data", ending)
+    whole = ParquetData(path=str(folder), sequence_length=10, vocab_size=200)
+    empty = pa.array([], pa.list_(pa.int32()))
+    for name in ("-", "1-", "9"):
+        write(folder / f"{name}{ending}", {"input_ids": empty, "text": pa.array([], pa.string())})
+    if ending == ".parquet":
+        write(folder / f"99{ending}", {"input_ids": pa.array([], pa.null())})
+    found = ParquetData(path=str(folder), sequence_length=10, vocab_size=200)
+    assert found.digest == whole.digest
+    words = ("data=parquet", f"data.path={folder}", "data.sequence_length=10", "data.vocab_size=256")
+    prepared(*words, "launcher=local")
+
+
+def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
+    from hpc_parallel.data.parquet import ParquetData
+
+    write(tmp_path / "a.parquet", {"input_ids": pa.array([], pa.list_(pa.int32()))})
+    words = ("data=parquet", f"data.path={tmp_path}", "data.sequence_length=10", "data.vocab_size=256")
+    with pytest.raises(ConfigError, match=r"a.parquet has no row, nor has any other file"):
+        prepared(*words)
+    (tmp_path / "b.parquet").touch()
+    with pytest.raises(ConfigError, match=r"b.parquet can't be read: .*0 bytes"):
+        prepared(*words)
+    with pytest.raises(
+        ValueError, match=r"b.parquet can't be read: .*0 bytes"
+    ):  # beyond those that are checked
+        ParquetData(path=str(tmp_path), sequence_length=10, vocab_size=256)
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".arrow"])
+@pytest.mark.usefixtures("cache")
 def test_rows_are_samples(tmp_path: Path, ending: str) -> None:
     from hpc_parallel.data.parquet import ParquetData
 

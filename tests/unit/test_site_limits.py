@@ -7,17 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from hpc_parallel.config import site_limits
+from hpc_parallel.config import container_paths, site_limits
+from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.container_paths import container_warnings
 from hpc_parallel.config.site_limits import Limits, limits
 from hpc_parallel.run import main
+from tests.composed import composed
 
-# As sinfo -o "%P|%D|%m|%l": one line for each kind of node, a star at the default partition.
+# As sinfo -o "%P|%D|%m|%l|%G|%c": one line for each kind of node, a star at the default partition.
 SINFO = """main*|3|256000|1-00:00:00
 main*|1|512000+|1-00:00:00
 big|16|1024000|infinite
 short|2|256000|30:00
 unset|2|1|2:00:00
 an error
+"""
+GPUS = """gpu|4|256000|1:00:00|gpu:a100:4(S:0-1),gpu:h100:2|64
+gpu|4|256000|1:00:00|(null)|128+
+cores*|4|256000|1:00:00|(null)|16
 """
 
 
@@ -50,7 +57,22 @@ def warnings(capsys: pytest.CaptureFixture[str], *words: str) -> str:
      ("main,short", Limits(4, 512000, 1440)), ("unset", Limits(2, None, 120)), ("hidden", Limits())],
 )  # fmt: skip
 def test_limits_of_a_partition(partition: str | None, expected: Limits) -> None:
-    assert limits(SINFO, partition=partition) == expected
+    assert limits(SINFO, partition=partition, gpus=False) == expected
+
+
+@pytest.mark.parametrize(
+    ("partition", "gpu_type", "gpus", "cpus"),
+    [("gpu", None, 6, 128), ("gpu", "a100", 4, 128), ("gpu", "v100", None, 128), ("cores", None, 0, 16),
+     ("gpu,cores", "h100", 2, 128), (None, None, 0, 16), ("hidden", None, None, None)],
+)  # fmt: skip
+def test_gpus_and_cores_of_the_largest_node(
+    partition: str | None, gpu_type: str | None, gpus: int | None, cpus: int | None
+) -> None:
+    found = limits(GPUS, partition=partition, gpu_type=gpu_type)
+    assert (found.gpus_per_node, found.cpus) == (gpus, cpus)
+    assert (
+        limits(GPUS.partition("\n")[2], partition="cores").gpus_per_node is None
+    )  # a site that counts no GPUs
 
 
 @pytest.mark.parametrize(
@@ -87,6 +109,27 @@ def test_warnings(words: tuple[str, ...], warning: str, capsys: pytest.CaptureFi
     assert warnings(capsys, "launcher=script", *words) == warning
 
 
+@pytest.mark.parametrize(
+    ("words", "warning"),
+    [
+        (("gpus_per_node=8", "launcher.partition=gpu"),
+         "warning     gpus_per_node=8: nodes of partition gpu have 6. Try gpus_per_node=6.\n"),
+        (("gpus_per_node=4", "launcher.partition=cores"),
+         "warning     gpus_per_node=4: nodes of partition cores have no GPU, and others have. "
+         "Try another launcher.partition, or cluster=cpu.\n"),
+        (("gpus_per_node=4", "launcher.partition=cores", "cluster=cpu"), ""),
+        (("gpus_per_node=4", "launcher.partition=cores", "cluster=cpu", "launcher.cpus_per_device=5"),
+         "warning     launcher.cpus_per_device=5: 4 devices need 20 CPUs, and the largest node of partition "
+         "cores has 16. Try launcher.cpus_per_device=4.\n"),
+    ],
+)  # fmt: skip
+def test_warnings_of_gpus_and_cores(
+    words: tuple[str, ...], warning: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sinfo(here, f"printf '%s' '{GPUS}'")
+    assert warnings(capsys, "launcher=script", *words) == warning
+
+
 def test_a_run_here_does_not_use_the_container(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("launcher=local", "launcher.container=a.sif", "cluster.container=apptainer")
     expected = "warning     launcher.container is for jobs: this run uses the Python of this machine.\n"
@@ -104,3 +147,72 @@ def test_a_silent_controller_does_not_hold_the_submission(
     monkeypatch.setattr(site_limits, "_PATIENCE_S", 0.2)
     sinfo(here, script)
     assert warnings(capsys, "launcher=script", "nodes=9") == ""
+
+
+SIF = (
+    "launcher=script",
+    "launcher.snapshot=false",
+    "launcher.container=a.sif",
+    "cluster.container=apptainer",
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "hidden", "mounts"),
+    [
+        ((), ["BIG/texts (data.path)"], "[BIG/texts]"),
+        (("launcher.container_mounts=[BIG]",), [], ""),
+        (("launcher.container_mounts=['BIG:BIG:ro']",), [], ""),
+        (("launcher.container_mounts=['BIG:/mnt']",), ["BIG/texts (data.path)"], "[BIG:/mnt,BIG/texts]"),
+        (("launcher.container_mounts=[BIG/texts]", "launcher.venv=BIG/venv"), ["BIG/venv (launcher.venv)"],
+         "[BIG/texts,BIG/venv]"),
+        (("launcher.venv=BIG/venv", "weights=BIG/w.safetensors"),
+         ["BIG/w.safetensors (weights)", "BIG/venv (launcher.venv)", "BIG/texts (data.path)"],
+         "[BIG/w.safetensors,BIG/venv,BIG/texts]"),
+        (("data.path=link",), ["BIG/texts (data.path)"], "[BIG/texts]"),  # in the current folder
+        (("data.path=mine",), [], ""),
+        (("data.path=mine", "cluster.container_arguments=[--nv,--contain]"), ["HERE/mine (data.path)"],
+         "[HERE/mine]"),
+        (("data.path=mine", "cluster.container_arguments=[--no-home]"), ["HERE/mine (data.path)"],
+         "[HERE/mine]"),
+        (("data.path=mine", "cluster.container=pyxis"), ["HERE/mine (data.path)"], "[HERE/mine]"),
+        (("data.path=mine", "cluster.container=pyxis", "launcher.container_mounts=[HERE]"), [], ""),
+        (("launcher=local",), [], ""),
+    ],
+)  # fmt: skip
+def test_paths_that_the_container_does_not_see_are_named(
+    here: Path, words: tuple[str, ...], hidden: list[str], mounts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(container_paths, "_OF_APPTAINER", ())  # the folders of this test are in /tmp
+    home, big = here / "home", here / "big"
+    for folder in (home / "mine", big / "texts", big / "venv/bin"):
+        folder.mkdir(parents=True)
+        (folder / "a.py").write_text("x = 1\n" * 99)
+    (big / "venv/bin/activate").touch()
+    (big / "w.safetensors").touch()
+    (home / "link").symlink_to(big / "texts")
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("HOME", str(home))
+    words = tuple(
+        word.replace("BIG", str(big)).replace("HERE", str(home))
+        for word in (*SIF, "data.path=BIG/texts", *words)
+    )
+    config = composed(*words)
+    found = list(container_warnings(resolve(config)[0], run_folder=home / "runs/x"))
+    if hidden:
+        named = ", ".join(hidden)
+        text = f"the container does not see {named}. Try launcher.container_mounts={mounts}."
+        assert found == [text.replace("BIG", str(big)).replace("HERE", str(home))]
+    else:
+        assert found == []
+
+
+def test_source_that_is_not_kept_is_named_too(here: Path) -> None:
+    config = resolve(composed(*SIF))[0]
+    (found,) = container_warnings(
+        config, run_folder=here / "run", source=[here / "run/code", Path("/opt/mine")]
+    )
+    assert (
+        found
+        == "the container does not see /opt/mine (PYTHONPATH). Try launcher.container_mounts=[/opt/mine]."
+    )

@@ -9,7 +9,7 @@ from typing import Any
 from hpc_parallel.config.counts import count
 from hpc_parallel.config.model_data_schema import ParquetDataConfig
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.data.table_files import Column, find_files, read_columns
+from hpc_parallel.data.table_files import Column, find_files, read_columns, with_rows
 from hpc_parallel.problems import Problem, Problems
 
 MOST_FILES = 256  # whose schemas are read; the job reads all
@@ -27,7 +27,7 @@ def find_problems(config: RunConfig) -> Problems:
         return
     names = {"data.input": data["input"]} | ({"data.target": data["target"]} if data["target"] else {})
     try:
-        files = find_files(data["path"])[:MOST_FILES]
+        files = with_rows(find_files(data["path"])[:MOST_FILES])
         columns = [read_columns(file, tuple(names.values())) for file in files]
     except (ValueError, OSError) as error:
         yield f"data.path = {data['path']} can't be used: {error}."
