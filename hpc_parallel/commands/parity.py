@@ -46,7 +46,6 @@ def main(arguments: Sequence[str]) -> int:
     register()
     try:
         cases, notes = plan(given.overrides, extra_dir=given.config_dir)
-        cases = without_refused(cases, given.overrides)
     except ConfigError as error:
         return refuse(error.problems)
     runs = [case.run for case in cases if case.run is not None]
@@ -55,8 +54,9 @@ def main(arguments: Sequence[str]) -> int:
             print(run)
         return DONE
     try:
+        cases = without_refused(cases, given.overrides)
         return prove(cases, notes, precision=runs[0].config.training.precision)
-    except ConfigError as error:  # a run folder can't be made
+    except ConfigError as error:  # the model refuses every row, or a run folder can't be made
         return refuse(error.problems)
     except SiteRefusedError as refusal:
         complain([refusal])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,8 @@ from hpc_parallel.terminal import console, print_json, say
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+LESS_NEEDED = ("restarts", "job", "strategy", "nodes x devices", "samples/s", "left", "loss")
+LEAST_RUN = 16  # characters of a name on a narrow screen
 NEWEST = 10  # runs that are shown if none is named
 PERIOD_S = 2.0  # between two updates of --watch: Slurm's controller serves many users
 COLOURS = {"completed": "green", "running": "cyan", "starting": "cyan", "failed": "red", "timeout": "red",
@@ -101,7 +103,8 @@ def _watch(runs: Sequence[RecordedRun]) -> list[Row]:
 def _table(rows: Sequence[Row], *, columns: int) -> RenderableType:
     """The table for a screen of `columns` characters.
 
-    On a narrow screen, columns without values are omitted and words are wrapped.
+    On a narrow screen, words are wrapped, and columns are omitted: those without values, then those of
+    LESS_NEEDED until the rest fits.
     """
     from rich import box
     from rich.cells import cell_len
@@ -111,14 +114,15 @@ def _table(rows: Sequence[Row], *, columns: int) -> RenderableType:
     lines = [tuple(map(printable, cells(row))) for row in rows]
     widths = [max(map(cell_len, column)) + 2 for column in zip(HEADINGS, *lines, strict=True)]
     narrow = sum(widths) > columns
-    columns_shown = [i for i in range(len(HEADINGS)) if not narrow or any(line[i] for line in lines)]
+    narrow_widths = _narrow_widths(lines, columns=columns)
+    columns_shown = list(narrow_widths) if narrow else list(range(len(HEADINGS)))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0 if narrow else 1, 0, 0))
     cells_by_column: list[list[Text]] = []
     for index in columns_shown:
         heading, texts = HEADINGS[index], [line[index] for line in lines]
         table.add_column(
             heading, justify="right" if heading in RIGHT else "left", overflow="fold",
-            width=_width(heading, texts) if narrow else None, no_wrap=not narrow,
+            width=narrow_widths.get(index) if narrow else None, no_wrap=not narrow,
         )  # fmt: skip
         if heading == "run" and narrow:
             texts = [text.replace("/", "/\n") for text in texts]
@@ -131,6 +135,31 @@ def _table(rows: Sequence[Row], *, columns: int) -> RenderableType:
     table.caption = ", ".join(f"{count} {word}" for word, count in count_states(rows).items())
     table.caption_justify = "left"
     return table
+
+
+def _narrow_widths(lines: Sequence[Sequence[str]], *, columns: int) -> dict[int, int]:
+    """Column -> width, of the columns that a narrow screen has room for. The names of runs are folded first.
+
+    lines: the cells of each run.
+    """
+    widths = {
+        i: _width(heading, [line[i] for line in lines])
+        for i, heading in enumerate(HEADINGS)
+        if any(line[i] for line in lines)
+    }
+    run = HEADINGS.index("run")
+    for heading in LESS_NEEDED:
+        if _total(widths) - widths.get(run, 0) + LEAST_RUN <= columns:
+            break
+        widths.pop(HEADINGS.index(heading), None)
+    if run in widths:
+        widths[run] = min(widths[run], max(LEAST_RUN, columns - _total(widths) + widths[run]))
+    return widths
+
+
+def _total(widths: Mapping[int, int]) -> int:
+    """The columns of the table, with a space on each side of each."""
+    return sum(widths.values()) + len(widths) + 1
 
 
 def _width(heading: str, texts: Sequence[str]) -> int:

@@ -37,6 +37,15 @@ RUN = ("python", "-m", "hpc_parallel.run")
 _TAIL_LINES = 12
 
 
+def lasting_line(metrics: dict[str, Any], parts: list[str], *, columns: int) -> str:
+    """A result for a terminal of so many columns: what it measured comes before the rest if not all fits."""
+    if "measured" in metrics:
+        return fitting(parts[1:], columns=columns)  # the bar has its number
+    if len(SEPARATOR.join(parts)) > columns:
+        parts = sorted(parts, key=lambda part: not part.startswith(("step", "batch size", "validation")))
+    return fitting(parts, columns=columns)
+
+
 class Follower:
     """Shows the progress of a run step by step, and its outcome.
 
@@ -76,8 +85,7 @@ class Follower:
                 self._say(SEPARATOR.join(parts))
                 continue
             if is_lasting(metrics):
-                lasting = parts[1:] if "measured" in metrics else parts  # the bar has their number
-                self._say(fitting(lasting, columns=self._console.width))
+                self._say(lasting_line(metrics, parts, columns=self._console.width))
             self._show_bar(self._progress(parts))
         if (phase := read_phase(self._folder)) not in (None, self._phase):
             self._phase = phase

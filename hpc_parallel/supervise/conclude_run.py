@@ -145,8 +145,8 @@ def _conclude_stop(folder: RunFolder, *, stopped: Mapping[str, Any], environment
     attempts.end(folder, how=how)
     launcher = folder.read_config()["launcher"]
     continues = "step" in stopped  # else the task begins again, which a time limit would end again
-    allowed = restart.allowed(folder, how=how, recoverable=False, launcher=launcher)
-    restarts = allowed and (continues or how != restart.TIME_LIMIT)
+    is_repeatable = continues or how != restart.TIME_LIMIT
+    restarts = is_repeatable and restart.allowed(folder, how=how, recoverable=False, launcher=launcher)
     reasons = {
         restart.TIME_LIMIT: f"the time limit of {launcher['time_minutes']} min was near",
         restart.PREEMPTED: "preempted by Slurm",

@@ -9,10 +9,12 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import TaskID
 
+from hpc_parallel.problems import printable
 from hpc_parallel.record.metrics_file import MetricsReader, described, figure, fitting, per_second
+from hpc_parallel.record.phase import read_phase
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
-from hpc_parallel.record.values import integer
+from hpc_parallel.record.values import integer, text
 from hpc_parallel.sweep.plan import PlannedRun
 from hpc_parallel.terminal import progress_bars, room_beside_bar
 
@@ -30,6 +32,7 @@ class SweepView:
         self._readers: dict[Path, MetricsReader] = {}
         self._tasks: dict[Path, TaskID] = {}
         self._notes: dict[Path, str] = {}
+        self._begun: set[Path] = set()  # runs that have shown a step
         self._bars = progress_bars(self._console)
         self._total = self._bars.add_task(f"0 of {count} ended", total=count)
 
@@ -55,14 +58,19 @@ class SweepView:
         if self._notes.get(path) == note:
             return
         self._notes[path] = note
-        self._bars.update(self._tasks[path], description=self._fitting([f"{planned.label}:", note]))
+        self._bars.update(self._tasks[path], description=f"{planned.label}: {note}")
         if not self._console.is_terminal:
             self.say(f"{planned.label}: {note}")
 
     def poll(self, planned: PlannedRun) -> None:
-        """Show the newest logged step of a run."""
+        """Show the newest logged step of a run; before the first one, what its start does."""
         path = planned.run.folder.path
-        if lines := self._readers[path].read():
+        lines = self._readers[path].read()
+        if not lines and path not in self._begun and (phase := read_phase(planned.run.folder)):
+            start = f"{planned.label}: starting: {phase}"
+            self._bars.update(self._tasks[path], description=start[: room_beside_bar(self._console)])
+        if lines:
+            self._begun.add(path)
             parts = [f"{planned.label}:", *described(lines[-1], steps=planned.run.steps)]
             self._bars.update(
                 self._tasks[path], description=self._fitting(parts), completed=lines[-1]["step"],
@@ -106,6 +114,8 @@ def outcome_line(folder: RunFolder) -> tuple[str, str]:
     outcome = str(summary["outcome"])
     if outcome == "failed" and (failure := read_json(folder.failure)) is not None:
         return outcome, f"failed: {failure['line']}"
+    if outcome == "cancelled" and (stopped := read_json(folder.stopped)) is not None:
+        return outcome, printable(text(stopped.get("line")) or outcome)
     parts = [outcome]
     if summary.get("final_loss") is not None:
         parts.append(f"loss {figure(summary['final_loss'])}")

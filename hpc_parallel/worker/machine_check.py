@@ -106,11 +106,13 @@ class Report:
         if number == 0:
             return
         lines = machine_lines(self._write(findings=[], judged=None))
+        budget = self._check.budget
+        left_s = max(0.0, budget.seconds - budget.used_s) if number < count else 0.0
         for line in lines:
             if line not in self._said:
                 self._writer.write({
                     "step": number, "steps": count, "measured": [line],
-                    "time_left_s": max(0.0, self._check.budget.seconds - self._check.budget.used_s),
+                    "time_left_s": left_s,
                     "time": datetime.now(UTC).isoformat(),
                 })  # fmt: skip
         self._said = lines

@@ -32,7 +32,7 @@ from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.assemble import Assembled, assemble
 from hpc_parallel.strategies.groups import Groups, make_groups
-from hpc_parallel.strategies.model_checks import require
+from hpc_parallel.strategies.model_checks import is_own, require
 from hpc_parallel.strategies.precision import WEIGHTS
 from hpc_parallel.strategies.whole_model import build_model
 from hpc_parallel.supervise.error_place import located
@@ -94,7 +94,8 @@ class Session:
         model = build_model(config)
         dtype = data.train.batch(np.zeros(1, dtype=np.int64))[0].dtype
         require(model, config=config, layout=layout, sample_shape=data.sample_shape, dtype=dtype)
-        on_phase("comparing the layout with one device")
+        if is_own(config) or strategy.verify == "always":
+            on_phase("comparing the layout with one device")
         comparison = verify(config, data=data, groups=groups, device=device)
         on_phase("distributing the model")
         assembled = assemble(

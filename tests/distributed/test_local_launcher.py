@@ -295,7 +295,7 @@ def test_ctrl_c_in_a_terminal_leaves_no_process(tmp_path: Path) -> None:
     os.close(keyboard)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())  # without control sequences
     assert "Traceback" not in text
-    assert "cancelled: step 0 of 5" in text
+    assert "cancelled by Ctrl-C: step 0 of 5" in text
 
 
 def test_a_killed_login_process_leaves_no_process(tmp_path: Path) -> None:

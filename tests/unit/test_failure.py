@@ -36,7 +36,7 @@ SUMMARY_KEYS = {
     "weights",
     "comparison",
     "slow_ranks", "shares", "rank_memory_bytes", "rank_state_bytes",
-    "ended_early",
+    "ended_early", "left_out",
     "outcome", "strategy", "layout", "nodes", "gpus_per_node", "world_size", "steps", "samples",
     "final_loss", "validation_loss", "samples_per_s", "step_time_s", "latency_s", "peak_memory_bytes",
     "exposed_communication_share", "bubble_share", "step_parts_s", "traffic_bytes",
@@ -223,6 +223,33 @@ def test_a_cancelled_job(folder: RunFolder) -> None:
     summary = read_json(folder.summary)
     assert summary is not None
     assert summary["outcome"] == "cancelled"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("SIGINT", "Ctrl-C"), ("SIGHUP", "the end of its terminal (SIGHUP)"), ("SIGTERM", "SIGTERM")],
+)
+def test_a_cancellation_is_named_as_the_user_caused_it(folder: RunFolder, name: str, words: str) -> None:
+    """The ranks of a local run get SIGTERM, whatever the user sent."""
+    write_json(folder.stopped, {"signal": "SIGTERM", "step": 30})
+    line = conclude(folder, returncode=1, cancelled=True, asked_by=name, environment={})
+    assert line == f"cancelled by {words}: saved at step 30; go on with resume={folder.path}"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "outcome"),
+    [("SIGINT", "cancelled by Ctrl-C", "cancelled"),
+     ("SIGUSR2", "the time limit of 60 min was near", "failed")],
+)  # fmt: skip
+def test_a_task_that_can_not_continue_keeps_its_rows_and_is_not_requeued(
+    folder: RunFolder, name: str, reason: str, outcome: str
+) -> None:
+    write_json(folder.stopped, {"signal": name, "kept": "37 of 183 rows"})
+    line = conclude(folder, returncode=1, environment={})
+    assert line == f"{reason}: 37 of 183 rows are kept"
+    summary = read_json(folder.summary)
+    assert summary is not None
+    assert summary["outcome"] == outcome
 
 
 def test_a_clean_up_after_a_lost_peer_is_not_a_cancellation() -> None:

@@ -284,6 +284,9 @@ def test_a_terminal_gets_as_much_as_it_has_room_for(folder: RunFolder, columns: 
     assert max(map(len, drawn)) <= columns
     assert ("━" in plain(shown)) == (columns >= 60)
     assert any("step 20/600  loss 2.98" in text for text in drawn)
+    assert any(
+        "step 20/600  validation loss 5.5" in text or "loss 2.98  validation" in text for text in drawn
+    )
     assert any("1520 samples/s" in text for text in drawn) == (columns >= 80)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -10,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from hpc_parallel.__main__ import main
+from hpc_parallel.commands.run_rows import rows_of
+from hpc_parallel.commands.status import _table
 from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.job_state import JobState, _listed
 from hpc_parallel.record.metrics_file import duration
+from hpc_parallel.record.recorded import read_run
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, SweepRun, write_sweep
 from tests.recorded_runs import failed, finished, foreign, half_written, living, own, prepared, started
@@ -238,3 +243,22 @@ def _note(event: str, given: tuple[Any, ...], under: str) -> None:
     if event == "subprocess.Popen" or (event in ("open", "os.scandir") and str(given[0]).startswith(under)):
         assert _events is not None
         _events.append(event)
+
+
+@pytest.mark.parametrize(
+    ("columns", "headings"),
+    [
+        (200, {"run", "strategy", "state", "step", "loss", "samples/s"}),
+        (80, {"run", "strategy", "state", "step", "loss", "samples/s"}),
+        (40, {"run", "state", "step"}),
+    ],
+)
+def test_a_narrow_terminal_gets_fewer_columns(columns: int, headings: set[str], tmp_path: Path) -> None:
+    run = read_run(finished(tmp_path / "runs/pipeline/20261125-214720-1d7d574a", *PIPELINE).path)
+    shown = io.StringIO()
+    Console(file=shown, width=columns).print(_table(rows_of([run]), columns=columns))
+    lines = shown.getvalue().splitlines()
+    assert max(map(len, lines)) <= columns
+    words = set(" ".join(lines[: 1 + next(i for i, line in enumerate(lines) if "─" in line)]).split())
+    assert words & {"run", "strategy", "state", "step", "loss", "samples/s"} == headings
+    assert "completed" in shown.getvalue()  # not folded
