@@ -30,7 +30,12 @@ from hpc_parallel.config.compose import (
     resolve,
     unknown_keys,
 )
-from hpc_parallel.config.file_problems import refused_key, unreadable_file
+from hpc_parallel.config.file_problems import (
+    misplaced_file,
+    refused_key,
+    unreadable_file,
+    unusable_file,
+)
 from hpc_parallel.config.key_suggestions import ACCUMULATION, choice_near, similar, suggest
 from hpc_parallel.config.layout import layout_of
 from hpc_parallel.config.node_devices import AUTO
@@ -163,16 +168,24 @@ def _explain(override: str, *, error: Exception, trials: Trials, accepted: Seque
     if isinstance(error, YAMLError):
         return unreadable_file(error)
     plain = trials.compose(accepted)
-    if (refused := refused_key(error)) is not None:
+    if (refused := refused_key(error, plain)) is not None:
         return _refused_in_file(*refused, plain=plain)
     if choices:
-        site = _no_such_site(value, choices=choices) if key == "cluster" else None
-        return site or _not_a_choice(key, value, choices=choices, default=trials.defaults().get(key))
+        if value in choices:
+            return f"{override}: {unusable_file(error)}"
+        return _no_such_file(key, value, choices=choices, default=trials.defaults().get(key))
     if "Could not override" in str(error) or "not in" in text:
         return _unknown(override, key=key, value=value, plain=plain)
     if isinstance(error.__cause__, OmegaConfBaseException):
         return Problem(key, value, f"is not {_kind(plain, key)}", _near(plain, key=key, value=value))
     return f"{override}: {text.splitlines()[0].rstrip('.')}."
+
+
+def _no_such_file(key: str, value: str, *, choices: Sequence[str], default: str | None) -> Problem | str:
+    if (misplaced := misplaced_file(key, value)) is not None:
+        return f"{key} = {spell(value)} is not found: {misplaced}"
+    site = _no_such_site(value, choices=choices) if key == "cluster" else None
+    return site or _not_a_choice(key, value, choices=choices, default=default)
 
 
 def _no_such_site(value: str, *, choices: Sequence[str]) -> Problem | str | None:
