@@ -31,8 +31,9 @@ from hpc_parallel.config.compose import (
     unknown_keys,
 )
 from hpc_parallel.config.file_problems import (
+    RefusedKey,
     misplaced_file,
-    refused_key,
+    refused_keys,
     unreadable_file,
     unusable_file,
 )
@@ -83,7 +84,9 @@ def try_each(
         for single in singles[1:] if firsts_compose else singles:
             error = _refusal([*accepted, single], trials)
             if error is not None:
-                problems.append(_explain(single, error=error, trials=trials, accepted=accepted))
+                plain = trials.compose(accepted)
+                in_file = [_refused_in_file(refusal, plain=plain) for refusal in refused_keys(error, plain)]
+                problems += in_file or [_explain(single, error=error, trials=trials, accepted=accepted)]
         if problems:
             refused[override] = problems
         else:
@@ -168,8 +171,6 @@ def _explain(override: str, *, error: Exception, trials: Trials, accepted: Seque
     if isinstance(error, YAMLError):
         return unreadable_file(error)
     plain = trials.compose(accepted)
-    if (refused := refused_key(error, plain)) is not None:
-        return _refused_in_file(*refused, plain=plain)
     if choices:
         if value in choices:
             return f"{override}: {unusable_file(error)}"
@@ -227,8 +228,9 @@ def _kind_of_data(value: str) -> str | None:
     return kinds.get(path.suffix)
 
 
-def _refused_in_file(place: str, key: str, unknown: bool, *, plain: DictConfig) -> str:
-    if not unknown:
+def _refused_in_file(refused: RefusedKey, *, plain: DictConfig) -> str:
+    place, key = refused.place, refused.key
+    if not refused.unknown:
         return f"{place}: {key} is not {_kind(plain, key)}."
     name = (suggest(key, flat(plain)) or "").partition("=")[0]
     if name.rpartition(".")[0] == key.rpartition(".")[0] and name:

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 _REFUSED = re.compile(r"In '([^']+)': (\w+) raised while composing config:\n(.*)\n\s+full_key: ?(\S*)\n")
+
+
+@dataclass(frozen=True)
+class RefusedKey:
+    """A key of a file. place: `site/cluster/mysite.yaml, line 3`; unknown: it does not exist."""
+
+    place: str
+    key: str
+    unknown: bool
 
 
 def unreadable_file(error: yaml.YAMLError) -> str:
@@ -41,25 +52,43 @@ def misplaced_file(group: str, name: str) -> str | None:
     return None
 
 
-def refused_key(error: Exception, plain: DictConfig) -> tuple[str, str, bool] | None:
-    """The key of a group's file that its schema refuses.
+def refused_keys(error: Exception, plain: DictConfig) -> list[RefusedKey]:
+    """The keys of a group's file that its schema refuses; empty if the error is about something else.
 
     plain: the configuration without this file.
-
-    Returns the place (`site/cluster/mysite.yaml, line 3`), the dotted key and whether the key is unknown, or
-    None if the error is about something else.
     """
     match = _REFUSED.match(str(error))
     if match is None:
-        return None
-    name, kind, _, key = match.groups()
+        return []
+    name, kind, _, first = match.groups()
     path = _path(name)
     if path is None:
-        return (name, key, kind == "ConfigKeyError") if key else None
-    if not key and (key := _wrong_shape(path, group=name.rpartition("/")[0], plain=plain)) is None:
-        return None
-    line = _line(path, key.split("."))
-    return (str(path) if line is None else f"{path}, line {line}"), key, kind == "ConfigKeyError"
+        return [RefusedKey(name, first, kind == "ConfigKeyError")] if first else []
+    group = name.rpartition("/")[0].replace("/", ".")
+    refused = _each_refused(path, group=group, plain=plain)
+    if not refused and first:
+        refused = {first: kind == "ConfigKeyError"}
+    return [RefusedKey(_place(path, key), key, unknown) for key, unknown in refused.items()]
+
+
+def _each_refused(path: Path, *, group: str, plain: DictConfig) -> dict[str, bool]:
+    """Key -> whether it is unknown, of all keys that the group's schema refuses: Hydra stops at the first.
+
+    Empty if the file chooses its schema itself, by `defaults`.
+    """
+    schema, values = OmegaConf.select(plain, group), yaml.safe_load(path.read_text())
+    refused: dict[str, bool] = {}
+    if not isinstance(values, dict) or "defaults" in values or not OmegaConf.is_dict(schema):
+        return refused
+    for key, value in values.items():
+        try:
+            OmegaConf.merge(schema, {key: value})
+        except OmegaConfBaseException as error:
+            full_key = error.full_key or ""
+            if not full_key.startswith(f"{group}.{key}"):  # a list is in the place of a table, or the reverse
+                full_key = f"{group}.{key}"
+            refused[full_key] = isinstance(error, ConfigKeyError)
+    return refused
 
 
 def _path(name: str) -> Path | None:
@@ -68,19 +97,9 @@ def _path(name: str) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def _wrong_shape(path: Path, *, group: str, plain: DictConfig) -> str | None:
-    """The first key with a list in the place of a table or the reverse: OmegaConf does not name it."""
-    root = yaml.compose(path.read_text())
-    for key, value in root.value if isinstance(root, yaml.MappingNode) else []:
-        full_key = f"{group.replace('/', '.')}.{key.value}"
-        default = OmegaConf.select(plain, full_key)
-        for wrong, has_other in (
-            (yaml.SequenceNode, OmegaConf.is_dict),
-            (yaml.MappingNode, OmegaConf.is_list),
-        ):
-            if isinstance(value, wrong) and has_other(default):
-                return full_key
-    return None
+def _place(path: Path, key: str) -> str:
+    line = _line(path, key.split("."))
+    return str(path) if line is None else f"{path}, line {line}"
 
 
 def _line(path: Path, key: Sequence[str]) -> int | None:

@@ -702,6 +702,22 @@ def test_a_profile_that_can_not_be_used_says_why(
     assert capsys.readouterr().err.splitlines()[1:] == [f"  {line.format(here=tmp_path)}"]
 
 
+def test_all_keys_that_a_profile_has_wrong_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "site" / "cluster" / "mine.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("name: mine\ngpus_per_node: four\nacount: m1\nenvironment: [A=1]\nmodules: gcc\n")
+    assert main(["--config-dir=site", "cluster=mine", "dry_run=true", "launcher=script"]) == 2
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        f"  {file}, line 2: cluster.gpus_per_node is not a whole number.",
+        f"  {file}, line 3: there is no key cluster.acount. Try account.",
+        f"  {file}, line 4: cluster.environment is not a table {{key: value}}.",
+        f"  {file}, line 5: cluster.modules is not a list [a,b] of texts.",
+    ]
+
+
 def test_a_switch_has_two_values(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fabric.require=maybe", "dry_run=true"]) == 2
     assert capsys.readouterr().err.splitlines()[1:] == [
