@@ -718,6 +718,19 @@ def test_all_keys_that_a_profile_has_wrong_are_named(
     ]
 
 
+def test_a_profile_without_a_name_is_checked_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "site" / "cluster").mkdir(parents=True)
+    (tmp_path / "site" / "cluster" / "mine.yaml").write_text("start: sru\n")
+    assert main(["--config-dir=site", "cluster=mine", "dry_run=true", "launcher=script"]) == 2
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "  cluster.name has no value and no default. Try cluster.name=mysite.",
+        "  cluster.start = sru is not one of srun, torchrun, mpirun. Try cluster.start=srun.",
+    ]
+
+
 def test_a_switch_has_two_values(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fabric.require=maybe", "dry_run=true"]) == 2
     assert capsys.readouterr().err.splitlines()[1:] == [
