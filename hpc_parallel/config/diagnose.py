@@ -80,13 +80,16 @@ def try_each(
     firsts_compose = _refusal(firsts, trials) is None  # then only the other values need a trial
     # The choice of a group decides which keys exist, so groups come before values.
     for override in sorted(overrides, key=lambda text: not _choices(text.partition("=")[0])):
-        singles, problems = values[override], []
+        singles = values[override]
+        problems: list[Problem | str] = []
         for single in singles[1:] if firsts_compose else singles:
             error = _refusal([*accepted, single], trials)
             if error is not None:
                 plain = trials.compose(accepted)
                 in_file = [_refused_in_file(refusal, plain=plain) for refusal in refused_keys(error, plain)]
-                problems += in_file or [_explain(single, error=error, trials=trials, accepted=accepted)]
+                problems += in_file
+                if not in_file:
+                    problems.append(_explain(single, error=error, trials=trials, accepted=accepted))
         if problems:
             refused[override] = problems
         else:
