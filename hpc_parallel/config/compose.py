@@ -27,7 +27,7 @@ from hpc_parallel.problems import ConfigError, Problem
 
 OWN_SITES = "site"  # the folder in which init-cluster puts a profile
 # Keys without a default, with an example.
-REQUIRED = {"data.path": "tokens.npy", "data.dataset._target_": "mydata.MyDataset"}
+REQUIRED = {"cluster.name": "mysite", "data.path": "tokens.npy", "data.dataset._target_": "mydata.MyDataset"}
 
 
 class UnresolvedError(ConfigError):

@@ -30,7 +30,13 @@ from hpc_parallel.config.compose import (
     resolve,
     unknown_keys,
 )
-from hpc_parallel.config.file_problems import refused_key, unreadable_file
+from hpc_parallel.config.file_problems import (
+    RefusedKey,
+    misplaced_file,
+    refused_keys,
+    unreadable_file,
+    unusable_file,
+)
 from hpc_parallel.config.key_suggestions import ACCUMULATION, choice_near, similar, suggest
 from hpc_parallel.config.layout import layout_of
 from hpc_parallel.config.node_devices import AUTO
@@ -75,11 +81,16 @@ def try_each(
     firsts_compose = _refusal(firsts, trials) is None  # then only the other values need a trial
     # The choice of a group decides which keys exist, so groups come before values.
     for override in sorted(overrides, key=lambda text: not _choices(text.partition("=")[0])):
-        singles, problems = values[override], []
+        singles = values[override]
+        problems: list[Problem | str] = []
         for single in singles[1:] if firsts_compose else singles:
             error = _refusal([*accepted, single], trials)
             if error is not None:
-                problems.append(_explain(single, error=error, trials=trials, accepted=accepted))
+                plain = trials.compose(accepted)
+                in_file = [_refused_in_file(refusal, plain=plain) for refusal in refused_keys(error, plain)]
+                problems += in_file
+                if not in_file:
+                    problems.append(_explain(single, error=error, trials=trials, accepted=accepted))
         if problems:
             refused[override] = problems
         else:
@@ -164,16 +175,22 @@ def _explain(override: str, *, error: Exception, trials: Trials, accepted: Seque
     if isinstance(error, YAMLError):
         return unreadable_file(error)
     plain = trials.compose(accepted)
-    if (refused := refused_key(error)) is not None:
-        return _refused_in_file(*refused, plain=plain)
     if choices:
-        site = _no_such_site(value, choices=choices) if key == "cluster" else None
-        return site or _not_a_choice(key, value, choices=choices, default=trials.defaults().get(key))
+        if value in choices:
+            return f"{override}: {unusable_file(error)}"
+        return _no_such_file(key, value, choices=choices, default=trials.defaults().get(key))
     if "Could not override" in str(error) or "not in" in text:
         return _unknown(override, key=key, value=value, plain=plain)
     if isinstance(error.__cause__, OmegaConfBaseException):
         return Problem(key, value, f"is not {_kind(plain, key)}", _near(plain, key=key, value=value))
     return f"{override}: {text.splitlines()[0].rstrip('.')}."
+
+
+def _no_such_file(key: str, value: str, *, choices: Sequence[str], default: str | None) -> Problem | str:
+    if (misplaced := misplaced_file(key, value)) is not None:
+        return f"{key} = {spell(value)} is not found: {misplaced}"
+    site = _no_such_site(value, choices=choices) if key == "cluster" else None
+    return site or _not_a_choice(key, value, choices=choices, default=default)
 
 
 def _no_such_site(value: str, *, choices: Sequence[str]) -> Problem | str | None:
@@ -206,8 +223,9 @@ def _not_a_choice(key: str, value: str, *, choices: Sequence[str], default: str 
     return Problem(key, value, rule, tuple(close))
 
 
-def _refused_in_file(place: str, key: str, unknown: bool, *, plain: DictConfig) -> str:
-    if not unknown:
+def _refused_in_file(refused: RefusedKey, *, plain: DictConfig) -> str:
+    place, key = refused.place, refused.key
+    if not refused.unknown:
         return f"{place}: {key} is not {_kind(plain, key)}."
     name = (suggest(key, flat(plain)) or "").partition("=")[0]
     if name.rpartition(".")[0] == key.rpartition(".")[0] and name:

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-_REFUSED = re.compile(r"In '([^']+)': (\w+) raised while composing config:\n(.*)\n\s+full_key: (\S+)")
+_REFUSED = re.compile(r"In '([^']+)': (\w+) raised while composing config:\n(.*)\n\s+full_key: ?(\S*)\n")
+
+
+@dataclass(frozen=True)
+class RefusedKey:
+    """A key of a file. place: `site/cluster/mysite.yaml, line 3`; unknown: it does not exist."""
+
+    place: str
+    key: str
+    unknown: bool
 
 
 def unreadable_file(error: yaml.YAMLError) -> str:
@@ -19,26 +31,75 @@ def unreadable_file(error: yaml.YAMLError) -> str:
     return f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}: {error.problem}."
 
 
-def refused_key(error: Exception) -> tuple[str, str, bool] | None:
-    """The key of a group's file that its schema refuses.
+def unusable_file(error: Exception) -> str:
+    """Why the file of a group can't be used, if no single key of it is to blame."""
+    match = _REFUSED.match(str(error))
+    if match is not None and (path := _path(match[1])) is not None:
+        return f"{path} must be a table of keys ({match[3]})."
+    return f"{str(error).splitlines()[0].rstrip('.')}."
 
-    Returns the place (`site/cluster/mysite.yaml, line 3`), the dotted key and whether the key is unknown, or
-    None if the error is about something else.
+
+def misplaced_file(group: str, name: str) -> str | None:
+    """Where a file of the user is that Hydra does not find, with a suggestion; None if there is none."""
+    for source in GlobalHydra.instance().config_loader().get_sources():
+        if source.scheme() != "file":
+            continue
+        folder = Path(source.path)
+        if (path := folder / group / f"{name}.yml").is_file():
+            return f"{path} must end in .yaml. Try mv {path} {path.with_suffix('.yaml')}."
+        if folder.name == group and (folder / f"{name}.yaml").is_file():
+            return f"{name}.yaml is in {folder} itself. Try --config-dir {folder.parent} {group}={name}."
+    return None
+
+
+def refused_keys(error: Exception, plain: DictConfig) -> list[RefusedKey]:
+    """The keys of a group's file that its schema refuses; empty if the error is about something else.
+
+    plain: the configuration without this file.
     """
     match = _REFUSED.match(str(error))
     if match is None:
-        return None
-    name, kind, _, key = match.groups()
-    return _place(name, key), key, kind == "ConfigKeyError"
+        return []
+    name, kind, _, first = match.groups()
+    path = _path(name)
+    if path is None:
+        return [RefusedKey(name, first, kind == "ConfigKeyError")] if first else []
+    group = name.rpartition("/")[0].replace("/", ".")
+    refused = _each_refused(path, group=group, plain=plain)
+    if not refused and first:
+        refused = {first: kind == "ConfigKeyError"}
+    return [RefusedKey(_place(path, key), key, unknown) for key, unknown in refused.items()]
 
 
-def _place(name: str, key: str) -> str:
-    for source in GlobalHydra.instance().config_loader().get_sources():
-        path = Path(source.path, f"{name}.yaml")
-        if source.scheme() == "file" and path.is_file():
-            line = _line(path, key.split("."))
-            return f"{path}, line {line}" if line is not None else str(path)
-    return name
+def _each_refused(path: Path, *, group: str, plain: DictConfig) -> dict[str, bool]:
+    """Key -> whether it is unknown, of all keys that the group's schema refuses: Hydra stops at the first.
+
+    Empty if the file chooses its schema itself, by `defaults`.
+    """
+    schema, values = OmegaConf.select(plain, group), yaml.safe_load(path.read_text())
+    refused: dict[str, bool] = {}
+    if not isinstance(values, dict) or "defaults" in values or not OmegaConf.is_dict(schema):
+        return refused
+    for key, value in values.items():
+        try:
+            OmegaConf.merge(schema, {key: value})
+        except OmegaConfBaseException as error:
+            full_key = error.full_key or ""
+            if not full_key.startswith(f"{group}.{key}"):  # a list is in the place of a table, or the reverse
+                full_key = f"{group}.{key}"
+            refused[full_key] = isinstance(error, ConfigKeyError)
+    return refused
+
+
+def _path(name: str) -> Path | None:
+    sources = GlobalHydra.instance().config_loader().get_sources()
+    paths = [Path(source.path, f"{name}.yaml") for source in sources if source.scheme() == "file"]
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _place(path: Path, key: str) -> str:
+    line = _line(path, key.split("."))
+    return str(path) if line is None else f"{path}, line {line}"
 
 
 def _line(path: Path, key: Sequence[str]) -> int | None:

@@ -108,13 +108,15 @@ def problem_of(findings: Findings, *, require: bool) -> str | None:
     expectation = f"the fabric should be {findings.expected} ({_devices(findings)})"
     if findings.transport is None:
         return f"gloo sends between nodes through sockets, and {expectation}" if require else None
+    library = findings.transport.library
     if not findings.transport.pairs.get(nccl_log.ACROSS):
-        hidden = f"NCCL's log does not say what carries data between nodes: unset {nccl_log.DEBUG}"
+        hidden = f"{library}'s log does not say what carries data between nodes: unset {nccl_log.DEBUG}"
         return f"{hidden}; {expectation}"
     if nccl_log.SOCKETS not in findings.transport.across:
         return None
-    plugin = "; the plugin aws-ofi-nccl was not loaded" if findings.expected in (SLINGSHOT, EFA) else ""
-    return f"NCCL sends between nodes through sockets ({nccl_log.SOCKETS}), and {expectation}{plugin}"
+    name = f"aws-ofi-{library.lower()}"
+    plugin = f"; the plugin {name} was not loaded" if findings.expected in (SLINGSHOT, EFA) else ""
+    return f"{library} sends between nodes through sockets ({nccl_log.SOCKETS}), and {expectation}{plugin}"
 
 
 def report(problem: str, *, require: bool) -> None:

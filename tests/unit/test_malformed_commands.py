@@ -682,6 +682,66 @@ def test_a_profile_without_its_folder_is_found(
     assert main(["--config-dir", "site", f"cluster={name}", "dry_run=true", "launcher=script"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "folder", "line"),
+    [
+        ("site/cluster/mine.yaml", "environment: [A=1]", "site",
+         "{here}/site/cluster/mine.yaml, line 2: cluster.environment is not a table {{key: value}}."),
+        ("site/cluster/mine.yaml", "modules: {gcc: 13}", "site",
+         "{here}/site/cluster/mine.yaml, line 2: cluster.modules is not a list [a,b] of texts."),
+        ("site/cluster/mine.yaml", None, "site",
+         "cluster=mine: {here}/site/cluster/mine.yaml must be a table of keys (Merge error: list is not a "
+         "subclass of ClusterConfig. value: ['mine'])."),
+        ("site/cluster/mine.yaml", "defaults: [/model: nothing]", "site",
+         "cluster=mine: In 'cluster/mine': Could not find 'model/nothing'."),
+        ("site/cluster/mine.yml", "gpus: true", "site",
+         "cluster = mine is not found: {here}/site/cluster/mine.yml must end in .yaml. "
+         "Try mv {here}/site/cluster/mine.yml {here}/site/cluster/mine.yaml."),
+        ("other/cluster/mine.yaml", "gpus: true", "other/cluster",
+         "cluster = mine is not found: mine.yaml is in {here}/other/cluster itself. "
+         "Try --config-dir {here}/other cluster=mine."),
+    ],
+)  # fmt: skip
+def test_a_profile_that_can_not_be_used_says_why(
+    file: str, content: str | None, folder: str, line: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text("[mine]\n" if content is None else f"name: mine\n{content}\n")
+    assert main(["--config-dir", folder, "cluster=mine", "dry_run=true", "launcher=script"]) == 2
+    assert capsys.readouterr().err.splitlines()[1:] == [f"  {line.format(here=tmp_path)}"]
+
+
+def test_all_keys_that_a_profile_has_wrong_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "site" / "cluster" / "mine.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("name: mine\ngpus_per_node: four\nacount: m1\nenvironment: [A=1]\nmodules: gcc\n")
+    assert main(["--config-dir=site", "cluster=mine", "dry_run=true", "launcher=script"]) == 2
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        f"  {file}, line 2: cluster.gpus_per_node is not a whole number.",
+        f"  {file}, line 3: there is no key cluster.acount. Try account.",
+        f"  {file}, line 4: cluster.environment is not a table {{key: value}}.",
+        f"  {file}, line 5: cluster.modules is not a list [a,b] of texts.",
+    ]
+
+
+def test_a_profile_without_a_name_is_checked_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "site" / "cluster").mkdir(parents=True)
+    (tmp_path / "site" / "cluster" / "mine.yaml").write_text("start: sru\n")
+    assert main(["--config-dir=site", "cluster=mine", "dry_run=true", "launcher=script"]) == 2
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "  cluster.name has no value and no default. Try cluster.name=mysite.",
+        "  cluster.start = sru is not one of srun, torchrun, mpirun. Try cluster.start=srun.",
+    ]
+
+
 def test_a_switch_has_two_values(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fabric.require=maybe", "dry_run=true"]) == 2
     assert capsys.readouterr().err.splitlines()[1:] == [

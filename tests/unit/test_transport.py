@@ -61,6 +61,15 @@ def test_the_problem_is_one_sentence(findings: Findings, require: bool, problem:
     assert problem_of(findings, require=require) == problem
 
 
+def test_the_library_and_its_plugin_are_named() -> None:
+    rccl = Transport(library="RCCL", pairs={ACROSS: Counter(["NET/Socket"])})
+    hosts = dict.fromkeys(["n1", "n2"], "slingshot")
+    assert problem_of(Findings("slingshot", hosts, dict.fromkeys(hosts, "hsn0"), rccl), require=True) == (
+        "RCCL sends between nodes through sockets (NET/Socket), and the fabric should be slingshot (hsn0); "
+        "the plugin aws-ofi-rccl was not loaded"
+    )
+
+
 def test_a_required_fabric_stops_the_run() -> None:
     with pytest.raises(FabricError, match=r"^through sockets \(fabric.require=true\)$"):
         report("through sockets", require=True)
