@@ -35,6 +35,7 @@ from hpc_parallel.worker.hang_meeting import HangStore, meet_hang
 
 _POLL_S = 0.2
 COMPILES = 6  # times the time-out that a first step may take if it compiles
+FIRST_S = 60.0  # that a first step may take at least: it connects the ranks and loads kernels
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -52,7 +53,7 @@ def watch(
     If there is no mark for `timeout_s` from the first step on, or if another rank raises the alarm, this
     rank writes its stacks and its report. After all ranks have done so, the process ends with code 1.
     They learn that through the start's `store`; without it, each waits for a time that suffices.
-    If the first step `compiles`, it may take longer.
+    The first step may take a minute at least, and longer if it `compiles`.
     """
     progress = Progress()
     if timeout_s is None:
@@ -62,7 +63,7 @@ def watch(
     closed = threading.Event()
     watchdog = _Watchdog(folder, world=world, timeout_s=timeout_s, progress=progress, closed=closed)
     watchdog.store = store
-    watchdog.first_timeout_s = timeout_s * COMPILES if compiles else timeout_s
+    watchdog.first_timeout_s = max(FIRST_S, timeout_s * COMPILES if compiles else timeout_s)
     threading.Thread(target=watchdog.run, name="watchdog", daemon=True).start()
     try:
         yield progress

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from statistics import median
 
 import pytest
 
+from tests.benchmarks.peers import world_size
 from tests.benchmarks.peers.ratio import blocks_s, interval_places, ratio_of
 from tests.benchmarks.peers.side_by_side import largest_difference
 
@@ -40,3 +42,13 @@ def test_blocks_are_complete() -> None:
 
 def test_curves_are_compared_where_both_have_a_loss() -> None:
     assert largest_difference({1: 2.0, 10: 1.0}, {1: 2.0, 2: 9.0, 10: 1.25}) == pytest.approx(0.2)
+
+
+@pytest.mark.processes
+def test_the_costs_of_a_world_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `make bench` measures them; their seconds say nothing beside other tests."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    row = world_size.measure("nowhere", worlds=(8, 16))
+    for ranks in (8, 16):
+        assert set(world_size.PER_STEP) < row["seconds"][ranks].keys() == row["growth"].keys()
+        assert all(seconds > 0 for seconds in row["seconds"][ranks].values())

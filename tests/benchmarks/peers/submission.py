@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -104,7 +105,8 @@ def seconds_to_sbatch(words: Sequence[str], environment: Mapping[str, str], *, f
             os.killpg(process.pid, signal.SIGKILL)
         if words[0] != "-m":  # the launcher waits for its job, which will not run
             time.sleep(0.5)
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended before: its log says why
+                os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if not called.exists():
         raise RuntimeError(f"{' '.join(words)} never called sbatch:\n{log.read_text()}")

@@ -71,11 +71,9 @@ def costs_s(ranks: int, folder: Path) -> dict[str, float]:
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     dist.new_group = partial(new_fake_group, dist.new_group)
-    group = dist.group.WORLD
-    assert group is not None
     return {
         **trainer_s(ranks, folder),
-        "agreement to stop": stop_s(group),
+        "agreement to stop": stop_s(),
         "line of metrics": line_s(ranks),
         "indices of a batch": indices_s(ranks),
         "mesh of 3 axes": mesh_s(ranks),
@@ -131,11 +129,11 @@ def repeated_s(work: Callable[[], object], *, repeats: int = REPEATS) -> float:
     return median(times)
 
 
-def stop_s(group: Any) -> float:
+def stop_s() -> float:
     """An exchange of the flags, which happens about every two seconds only."""
     from hpc_parallel.worker.stop import Stop
 
-    return repeated_s(lambda: Stop(group=group, step=0).after(1))
+    return repeated_s(lambda: Stop(step=0).after(1))
 
 
 def line_s(ranks: int) -> float:
