@@ -15,9 +15,20 @@ from hpc_parallel.config.tasks import COLLECTIVES
 from hpc_parallel.problems import printable
 from hpc_parallel.record.collectives_table import valid_rows
 from hpc_parallel.record.safe_read import read_json
-from hpc_parallel.report.drawing import MAX_CURVES, Plot, canvas, first_of, plot, short, spread, style
+from hpc_parallel.report.drawing import (
+    MAX_CURVES,
+    Plot,
+    add_legend,
+    canvas,
+    first_of,
+    logarithmic,
+    plot,
+    style,
+    words_of,
+)
 from hpc_parallel.report.figures import number
 from hpc_parallel.report.gather import Row
+from hpc_parallel.report.labels import legend
 
 MICRO, GIGA = 1e-6, 1e9
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
@@ -42,10 +53,6 @@ class Curve:
     ranks: int
     dtype: str
     points: Sequence[Point]
-
-    @property
-    def label(self) -> str:
-        return f"{self.row.label}, {self.group} ({self.ranks}), {self.dtype}"
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -89,20 +96,39 @@ def plots(rows: Sequence[Row]) -> Iterator[Plot]:
             by_operation[curve.operation].append(curve)
     for operation, of_one in by_operation.items():
         yield plot(
-            f"collectives_{operation}", "collectives", operation,
+            f"collectives_{operation}", "collectives", f"{operation} by size{_common(of_one)}",
             "Left: time of one call on the slowest rank. Right: bus bandwidth, as nccl-tests defines it."
             + first_of(MAX_CURVES, len(of_one)),
             partial(_figure, of_one[:MAX_CURVES]),
         )  # fmt: skip
 
 
+def _words(curves: Sequence[Curve]) -> list[Sequence[str]]:
+    """The parts of the labels of curves, of which a legend keeps what differs."""
+    by_run = words_of([curve.row for curve in curves])
+    return [
+        (*words, f"{curve.group} ({curve.ranks})", curve.dtype)
+        for words, curve in zip(by_run, curves, strict=True)
+    ]
+
+
+def _common(curves: Sequence[Curve]) -> str:
+    """What all curves have in common, which their legend leaves out."""
+    first, *others = _words(curves)
+    common = [word for word in first if all(word in words for words in others)]
+    return f": {', '.join(common)}" if common else ""
+
+
 def _figure(shown: Sequence[Curve]) -> Figure:
-    figure, (times, rates) = canvas(4.4, columns=2)
+    figure, ((times, rates),) = canvas(3.6, columns=2)
     points = [point for curve in shown for point in curve.points if point.size_bytes > 0]
+    name = f"time of {shown[0].operation}, us"
+    logarithmic(times.yaxis, [point.time_s / MICRO for point in points], name=name)
+    handles = []
     for index, curve in enumerate(shown):
         drawn = [point for point in curve.points if point.size_bytes > 0]
         sizes = [point.size_bytes for point in drawn]
-        times.plot(sizes, [point.time_s / MICRO for point in drawn], label=short(curve.label), **style(index))
+        handles += times.plot(sizes, [point.time_s / MICRO for point in drawn], **style(index))
         rates.plot(sizes, [point.bus_rate / GIGA for point in drawn], **style(index))
     for axes in (times, rates):
         axes.set_xscale("log", base=2)
@@ -110,10 +136,9 @@ def _figure(shown: Sequence[Curve]) -> Figure:
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("size")
-    spread(times.yaxis, [point.time_s / MICRO for point in points], name=f"time of {shown[0].operation}, us")
     rates.set_ylim(bottom=0)
     rates.set_ylabel("bus bandwidth, GB/s")
-    figure.legend(loc="outside lower left", ncols=2, fontsize=9)
+    add_legend(figure, handles, legend(_words(shown)))
     return figure
 
 

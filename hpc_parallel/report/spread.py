@@ -9,6 +9,7 @@ from typing import Any
 
 from hpc_parallel.report.figures import is_count, number
 
+NOISE = 0.05  # relative: a smaller difference between two measured figures shows nothing
 FEWEST_LINES = 3  # with fewer timed lines of metrics, a range says nothing
 
 
