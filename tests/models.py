@@ -35,50 +35,6 @@ class Encoder(Transformer):
                 self.set_submodule(name, FullAttention())
 
 
-class MaskedBlock(nn.Module):
-    """Causal attention with T5's learned bias by distance (Raffel et al. 2020), and keys that nobody sees."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.mix, self.distances, self.heads = CausalAttention(), nn.Embedding(8, heads), heads
-
-    def bias(self, queries: Tensor, keys: Tensor) -> Tensor:
-        distance = (queries[:, None] - keys).clamp(0, 7)
-        return self.distances(distance).permute(2, 0, 1)  # type: ignore[no-any-return]
-
-    def forward(self, x: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-        parts = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = self.mix(*parts, bias=self.bias, key_mask=kept > 0)
-        return x + self.out(mixed.transpose(1, 2).flatten(2)), kept
-
-
-class MaskedStem(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.table = nn.Embedding(256, dim)
-
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.table(tokens)
-        return x, (tokens % 5 != 0).to(x.dtype)  # a fifth of the tokens counts as padding
-
-
-class MaskedHead(nn.Linear):
-    def forward(self, x: Tensor, kept: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x)
-
-
-class Masked(LayeredModel):
-    """A decoder whose attention has a learned bias and a mask of keys."""
-
-    def __init__(self, **shape: object) -> None:
-        blocks = [MaskedBlock(16, heads=4) for _ in range(4)]
-        super().__init__(stem=MaskedStem(16), blocks=blocks, head=MaskedHead(16, 256))
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
-
-
 class Bigram(LayeredModel):
     """Guesses a token from the last one alone."""
 

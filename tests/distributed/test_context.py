@@ -190,21 +190,6 @@ def test_attention_with_a_bias_and_a_mask_is_one_devices(workers: Workers, way: 
                 assert wanted.abs().max() > 0
 
 
-MASKED_LAYOUTS = {
-    "context, ring": ("strategy=context", "nodes=2"),
-    "context, all_to_all": ("strategy=context", "nodes=2", "strategy.context_attention=all_to_all"),
-    "shard 2 x context 2": ("strategy=fsdp", "nodes=2", "gpus_per_node=2", "strategy.context=2"),
-    "pipeline": ("strategy=pipeline", "nodes=2"),
-}
-
-
-@pytest.mark.parametrize("layout", MASKED_LAYOUTS)
-def test_a_model_with_a_bias_and_a_mask_follows_one_device(
-    workers: Workers, alone: Alone, layout: str
-) -> None:
-    follow_one_device(workers, alone, ("model._target_=tests.models.Masked", *MASKED_LAYOUTS[layout]))
-
-
 def _in_strips(
     scores: int | None, way: str, shape: tuple[int, ...], causal: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
