@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from hpc_parallel.config.tasks import COLLECTIVES
 from hpc_parallel.problems import printable
@@ -21,6 +21,7 @@ from hpc_parallel.report.drawing import (
     add_legend,
     canvas,
     first_of,
+    is_wide,
     logarithmic,
     plot,
     style,
@@ -132,6 +133,7 @@ def _figure(shown: Sequence[Curve]) -> Figure:
         rates.plot(sizes, [point.bus_rate / GIGA for point in drawn], **style(index))
     for axes in (times, rates):
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(LogLocator(2, numticks=6 if is_wide() else 5))  # names of sizes are long
         axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: bytes_text(size)))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_minor_formatter(NullFormatter())

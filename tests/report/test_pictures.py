@@ -123,6 +123,16 @@ def test_times_are_logarithmic_where_sizes_are(tmp_path: Path, drawn: Drawn) -> 
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
 
 
+def test_names_of_sizes_do_not_cover_each_other(tmp_path: Path, drawn: Drawn) -> None:
+    measured(tmp_path / "a", *rows("all_reduce", sizes=tuple(8 * 4**n for n in range(12))))
+    for axes in drawn()["collectives_all_reduce"].axes:
+        low, high = axes.get_xlim()
+        shown = [label for label in axes.get_xticklabels() if low <= label.get_position()[0] <= high]
+        boxes = sorted(label.get_window_extent().intervalx.tolist() for label in shown)
+        assert len(boxes) >= 3
+        assert all(left[1] < right[0] for left, right in itertools.pairwise(boxes))
+
+
 def test_ticks_are_1_2_or_5_times_a_power_of_ten(tmp_path: Path, drawn: Drawn) -> None:
     for nodes, rate in ((1, 33.0), (2, 61.0), (4, 114.0)):
         ended(
