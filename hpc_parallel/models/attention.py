@@ -7,12 +7,20 @@ technique needs to know the model's class.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hpc_parallel.models.positions import Positions
 from hpc_parallel.models.product_dtype import product_dtype
+
+Bias = Callable[[Tensor, Tensor], Tensor]
+"""(indices of queries [q], indices of keys [k]) -> what is added to the scores: [heads or 1, q, k].
+
+It may have weights, as T5's relative positions do; ALiBi has none. -inf hides a key.
+"""
 
 
 class Attention(nn.Module):
@@ -27,12 +35,73 @@ class Attention(nn.Module):
         super().__init__()
         self.positions = positions or Positions()
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Returns the outputs, like `query`.
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        bias: Bias | None = None,
+        key_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Returns the outputs, like `query`; zeros for a query that sees no key.
 
-        All are [batch, head, seq, head_dim]; `key` and `value` may have fewer heads than `query`.
+        All are [batch, head, seq, head_dim]; `key` and `value` may have fewer heads than `query`. `key_mask`:
+        [batch, seq] bool of this device's positions, False where no query may see the key (padding).
         """
-        return attend(query, key, value, causal=self.causal)
+        if bias is None and key_mask is None:
+            return attend(query, key, value, causal=self.causal)
+        indices = self.positions(query.shape[2], device=query.device)
+        scores = scores_of(query, (indices, indices), causal=self.causal, bias=bias, key_mask=key_mask)
+        return attend_with(scores, query, key, value)
+
+
+def scores_of(
+    query: Tensor,
+    indices: tuple[Tensor, Tensor],
+    *,
+    causal: bool,
+    bias: Bias | None,
+    key_mask: Tensor | None,
+) -> Tensor:
+    """What is added to the scores: [batch or 1, heads or 1, q, k], -inf where a key is hidden.
+
+    `indices`: in the sample, of queries and of keys. Raises ValueError for a bias of another shape.
+    """
+    rows, columns = indices
+    scores = torch.zeros(1, len(rows), len(columns), dtype=product_dtype(query), device=query.device)
+    if bias is not None:
+        scores = bias(rows, columns).to(scores.dtype)
+        require_shape(scores, heads=query.shape[1], indices=indices)
+    if causal:
+        scores = scores.masked_fill(columns > rows[:, None], -torch.inf)
+    scores = scores[None]
+    if key_mask is None:
+        return scores
+    return scores.masked_fill(~key_mask[:, None, None, :], -torch.inf)
+
+
+def require_shape(scores: Tensor, *, heads: int, indices: tuple[Tensor, Tensor]) -> None:
+    """Raises ValueError if a bias does not have one head or all, and a number for each query and key."""
+    places = tuple(len(of) for of in indices)
+    if scores.dim() == 3 and scores.shape[0] in (1, heads) and scores.shape[1:] == places:
+        return
+    raise ValueError(
+        f"The bias of an attention has the shape {list(scores.shape)}, and [{heads} heads or 1, "
+        f"{places[0]} queries, {places[1]} keys] is needed. With strategy.tensor a device has only some of "
+        "the heads: a bias that differs between heads needs strategy.tensor=1."
+    )
+
+
+def attend_with(scores: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention with `scores` added; zeros where they hide all keys, for which torch's kernels differ."""
+    blind = (scores == -torch.inf).all(-1, keepdim=True)
+    scores = scores.masked_fill(blind, 0.0)
+    if query.shape[1] != key.shape[1]:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    scores = scores.expand(len(query), query.shape[1], -1, -1)
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=scores)
+    return output.masked_fill(blind, 0.0)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from hpc_parallel.config.batch_plan import plan_batch
 from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.schedules import SCHEDULES
-from hpc_parallel.report.drawing import Note, annotate, canvas, ink, short, spread, style
+from hpc_parallel.report.drawing import Note, add_legend, annotate, canvas, ink, spread, style
 from hpc_parallel.report.figures import number
-from hpc_parallel.report.gather import RUN_KEYS, SPEEDLESS, Row, identity
+from hpc_parallel.report.gather import Row, identity
+from hpc_parallel.report.labels import RUN_KEYS, SPEEDLESS, legend
 from hpc_parallel.report.tables import unit_of
 
 CLOSED_FORM = ("gpipe", "1f1b", "naive")
@@ -28,7 +30,7 @@ class PipelineRun:
     row: Row
     microbatches: int
     bubble_share: float
-    peak_memory_bytes: float
+    peak_memory_bytes: float | None  # None on a CPU, where it contains the interpreter
     formula: float | None  # bubble share from the closed form of its schedule, if there is one
 
 
@@ -36,12 +38,15 @@ class PipelineRun:
 class Family:
     """Runs that differ only in their number of microbatches, sorted by it."""
 
-    label: str
+    words: Sequence[str]  # its label
     points: Sequence[PipelineRun]
 
 
 def families(rows: Sequence[Row]) -> list[Family]:
-    """The families of completed pipelines with both figures; empty if there is only one such run."""
+    """The families of completed pipelines with a bubble; empty if there is only one such run.
+
+    On a GPU they also have a peak of memory.
+    """
     groups: dict[str, list[PipelineRun]] = defaultdict(list)
     for row in rows:
         if (point := _pipeline_run(row)) is not None:
@@ -66,10 +71,11 @@ def closed_form(schedule: str, *, stages: int, microbatches: int) -> float | Non
 
 
 def _pipeline_run(row: Row) -> PipelineRun | None:
-    share, memory = row.figures["bubble_share"], row.figures["peak_memory_bytes"]
+    share = row.figures["bubble_share"]
+    memory = None if row.on_cpu else row.figures["peak_memory_bytes"]
     stages = row.layout.get("pipeline", 1)
     count = _microbatches(row)
-    if not row.completed or stages < 2 or share is None or memory is None or memory <= 0 or count is None:
+    if not row.completed or stages < 2 or share is None or count is None or not (memory or row.on_cpu):
         return None
     formula = closed_form(_schedule(row), stages=stages, microbatches=count)
     return PipelineRun(row, count, share, memory, formula)
@@ -98,48 +104,53 @@ def _identity_without_microbatches(row: Row) -> str:
     config = {key: value for key, value in row.config.items() if key not in (*RUN_KEYS, "seed")}
     for name, excluded in (("training", (*SPEEDLESS, *MICROBATCHES)), ("strategy", MICROBATCHES)):
         config[name] = {key: value for key, value in row.section(name).items() if key not in excluded}
-    return f"{row.shape} {identity(config)}"
+    return f"{row.shape} {row.machine} {identity(config)}"
 
 
-def _label(row: Row) -> str:
-    """`1f1b, pipeline 4 x 1`, and other options in which the run differs."""
+def _label(row: Row) -> Sequence[str]:
+    """`1f1b`, `pipeline 4 x 1`, and other options in which the run differs."""
     excluded = tuple(f"{key}=" for key in (*MICROBATCHES, "schedule"))
     options = [option for option in row.differs if not option.startswith(excluded)]
-    return ", ".join([_schedule(row), f"{row.strategy} {row.shape}", *options])
+    return _schedule(row), f"{row.strategy} {row.shape}", *options
+
+
+def have_memory(families: Sequence[Family]) -> bool:
+    """Whether all runs have a peak of memory, which is then the horizontal axis."""
+    return all(point.peak_memory_bytes for family in families for point in family.points)
 
 
 def figure(families: Sequence[Family]) -> Figure:
-    """Plot bubble over memory for every run; hollow markers show the formula."""
-    drawing, axes = canvas(4.6)
+    """Plot the bubble of every run over memory, or over microbatches; hollow markers show the formula."""
+    drawing, ((axes,),) = canvas(3.8)
     points = [point for family in families for point in family.points]
+    by_memory = have_memory(families)
     unit = unit_of("bytes", (point.peak_memory_bytes for point in points))
-    notes = []
-    for index, family in enumerate(families):
-        curve_style = style(index)
-        memory = [point.peak_memory_bytes / unit.size for point in family.points]
-        shares = [100 * point.bubble_share for point in family.points]
-        axes.plot(memory, shares, label=short(family.label), **curve_style)
-        notes += [
-            Note(x, share, str(point.microbatches))
-            for x, share, point in zip(memory, shares, family.points, strict=True)
-        ]
-        formulas = [
-            (x, 100 * point.formula)
-            for x, point in zip(memory, family.points, strict=True)
-            if point.formula is not None
-        ]
-        axes.plot(
-            [x for x, _ in formulas], [share for _, share in formulas], color=curve_style["color"],
-            marker=curve_style["marker"], linestyle="none", fillstyle="none",
-        )  # fmt: skip
-    spread(axes.xaxis, [point.peak_memory_bytes / unit.size for point in points],
-           name=f"memory per device, {unit.name}")  # fmt: skip
+
+    def x_of(point: PipelineRun) -> float:
+        return (point.peak_memory_bytes or 0) / unit.size if by_memory else point.microbatches
+
+    name = f"memory per device, {unit.name}" if by_memory else "microbatches"
+    spread(axes.xaxis, [x_of(point) for point in points], name=name)
+    handles = [_draw(axes, family, index, x_of) for index, family in enumerate(families)]
+    labels = legend(family.words for family in families)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("bubble, %")
-    handles, labels = axes.get_legend_handles_labels()
     if any(point.formula is not None for point in points):
         handles.append(Line2D([], [], color=ink(), marker="o", linestyle="none", fillstyle="none"))
         labels.append("formula: (P-1)/(M+P-1)")
-    drawing.legend(handles, labels, loc="outside lower left", ncols=2, fontsize=9)
-    annotate(drawing, axes, notes)
+    add_legend(drawing, handles, labels)
+    annotate(drawing, axes, [Note(x_of(p), 100 * p.bubble_share, str(p.microbatches)) for p in points])
     return drawing
+
+
+def _draw(axes: Axes, family: Family, index: int, x_of: Callable[[PipelineRun], float]) -> Line2D:
+    """Draw a family and its formula; returns the line."""
+    curve_style = style(index)
+    x = [x_of(point) for point in family.points]
+    (line,) = axes.plot(x, [100 * point.bubble_share for point in family.points], **curve_style)
+    with_formula = [point for point in family.points if point.formula is not None]
+    axes.plot(
+        [x_of(point) for point in with_formula], [100 * (point.formula or 0) for point in with_formula],
+        color=curve_style["color"], marker=curve_style["marker"], linestyle="none", fillstyle="none",
+    )  # fmt: skip
+    return line

@@ -1,12 +1,11 @@
-"""What `task=collectives` measured: a table of all runs, and a plot for each collective."""
+"""What `task=collectives` measured in all runs, by size."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpc_parallel.config.tasks import COLLECTIVES
 from hpc_parallel.problems import printable
@@ -14,11 +13,6 @@ from hpc_parallel.record.collectives_table import valid_rows
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.report.figures import number
 from hpc_parallel.report.gather import Row
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from hpc_parallel.report.drawing import Plot
 
 MICRO, GIGA = 1e-6, 1e9
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
@@ -43,10 +37,6 @@ class Curve:
     ranks: int
     dtype: str
     points: Sequence[Point]
-
-    @property
-    def label(self) -> str:
-        return f"{self.row.label}, {self.group} ({self.ranks}), {self.dtype}"
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -80,48 +70,6 @@ def _lines(row: Row) -> list[Mapping[str, Any]]:
     except (OSError, ValueError):
         return []
     return [line for line in lines if line["operation"] in COLLECTIVES]
-
-
-def plots(rows: Sequence[Row]) -> Iterator[Plot]:
-    """Yields a plot for each collective that moves data, with one curve for each group of each run."""
-    from hpc_parallel.report.drawing import MAX_CURVES, first_of, plot  # needs matplotlib
-
-    by_operation: dict[str, list[Curve]] = defaultdict(list)
-    for curve in curves(rows):
-        if sum(point.size_bytes > 0 for point in curve.points) > 1:
-            by_operation[curve.operation].append(curve)
-    for operation, of_one in by_operation.items():
-        yield plot(
-            f"collectives_{operation}", "collectives", operation,
-            "Left: time of one call on the slowest rank. Right: bus bandwidth, as nccl-tests defines it."
-            + first_of(MAX_CURVES, len(of_one)),
-            partial(_figure, of_one[:MAX_CURVES]),
-        )  # fmt: skip
-
-
-def _figure(shown: Sequence[Curve]) -> Figure:
-    from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
-
-    from hpc_parallel.report.drawing import canvas, short, spread, style
-
-    figure, (times, rates) = canvas(4.4, columns=2)
-    points = [point for curve in shown for point in curve.points if point.size_bytes > 0]
-    for index, curve in enumerate(shown):
-        drawn = [point for point in curve.points if point.size_bytes > 0]
-        sizes = [point.size_bytes for point in drawn]
-        times.plot(sizes, [point.time_s / MICRO for point in drawn], label=short(curve.label), **style(index))
-        rates.plot(sizes, [point.bus_rate / GIGA for point in drawn], **style(index))
-    for axes in (times, rates):
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: bytes_text(size)))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.set_xlabel("size")
-    spread(times.yaxis, [point.time_s / MICRO for point in points], name=f"time of {shown[0].operation}, us")
-    rates.set_ylim(bottom=0)
-    rates.set_ylabel("bus bandwidth, GB/s")
-    figure.legend(loc="outside lower left", ncols=2, fontsize=9)
-    return figure
 
 
 def bytes_text(size: float) -> str:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from hpc_parallel.config.axes import AXES, with_all_axes
 from hpc_parallel.config.layout import Layout, layout_of, recorded_strategy
-from hpc_parallel.problems import printable, spell
+from hpc_parallel.problems import printable
 from hpc_parallel.record import attempts
 from hpc_parallel.record.credentials import without_secret_values
 from hpc_parallel.record.recorded import RecordedRun, find_runs
@@ -24,6 +24,7 @@ from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.sweep_folder import MANIFEST, Sweep, read_sweep
 from hpc_parallel.record.values import flatten, table
 from hpc_parallel.report.figures import is_count, number
+from hpc_parallel.report.labels import RUN_KEYS, SPEEDLESS, Label, labels_of
 from hpc_parallel.report.rank_state import fullest
 from hpc_parallel.report.spread import Spread, throughput_spread
 from hpc_parallel.supervise.run_state import states
@@ -36,15 +37,8 @@ FIGURES = (  # of summary.json, with the keys and units of its contract
     "steps", "samples",
 )  # fmt: skip
 PARTS = ("compute", "communication", "bubble", "data", "other")  # of a step's time
-# Keys of `training` that change how long a run trains or what it writes, but not the speed of a step.
-SPEEDLESS = (
-    "steps", "log_every", "validate_every", "validation_samples", "measure_steps", "checkpoint_every",
-    "checkpoint_async", "keep_last", "keep_every", "tensorboard", "wandb",
-)  # fmt: skip
-# Keys in which runs of one command differ without computing something else.
-RUN_KEYS = ("name", "run_dir", "resume", "dry_run", "launcher", "sweep", "nodes", "gpus_per_node", "jobs")
-CLASS = "._target_"
-STRATEGY = ("name", "execution", *AXES)
+# Keys of `training` that change how a step is computed, but not its result.
+SAME_RESULT = ("microbatch_size", "compile", "activation_checkpointing")
 MAX_STARTS, MAX_RANKS, MAX_CHUNKS = 1000, 256, 10_000
 MAX_OVERLAP = 4  # chunks of a rank at the same time: its compute and its transfers
 SWEEPS = ("", "*/", "*/*/")  # where sweep folders are in a folder of runs
@@ -57,7 +51,7 @@ class Row:
     run: RecordedRun
     state: str
     ended: bool
-    label: str
+    names: Label
     layout: Mapping[str, int]  # axis -> degree
     devices: int | None
     # FIGURES, `device_hours`, `exposed_communication_s` (of a step) and `state_bytes` (of the fullest rank);
@@ -65,7 +59,15 @@ class Row:
     figures: Mapping[str, float | None]
     parts: Mapping[str, float] | None  # PARTS of a profiled step, seconds
     spread: Spread  # of the throughput
-    differs: Sequence[str] = ()  # options in which it differs from most runs of its strategy
+
+    @property
+    def label(self) -> str:
+        return str(self.names)
+
+    @property
+    def differs(self) -> Sequence[str]:
+        """The options in which it differs from most runs of its strategy."""
+        return self.names.options
 
     @property
     def completed(self) -> bool:
@@ -152,10 +154,40 @@ class Row:
         size = self.section("training").get("global_batch_size")
         return size if is_count(size) else None
 
-    @property
+    @cached_property
     def work(self) -> tuple[object, ...]:
         """What one step computes: times, bytes and shares of the same work are comparable."""
         return *self.workload, self.global_batch_size
+
+    @cached_property
+    def settings(self) -> tuple[object, ...]:
+        """All that decides the work of a step and the device that does it: then speeds are comparable.
+
+        Two runs with the same settings may differ in how a step is computed (strategy, devices, microbatches,
+        compilation, recomputation), and in numbers that change no speed, such as the learning rate.
+        """
+        numbers = ("learning_rate", "weight_decay", "betas", "eps", "schedule", "warmup_steps", "final_share")
+        optimizer = {k: v for k, v in self.section("optimizer").items() if k not in (*numbers, "decay_share")}
+        return identity({**self._result, "optimizer": optimizer, "seed": None}), self.machine
+
+    @cached_property
+    def loss_settings(self) -> str:
+        """All that decides the loss after a number of samples."""
+        return identity(self._result)
+
+    @property
+    def _result(self) -> dict[str, Any]:
+        """The configuration without what changes no result."""
+        config = {key: value for key, value in self.config.items() if key not in (*RUN_KEYS, "strategy")}
+        training = {k: v for k, v in self.section("training").items() if k not in (*SPEEDLESS, *SAME_RESULT)}
+        return {**config, "training": training}
+
+    @property
+    def machine(self) -> tuple[object, ...]:
+        """What a device is: its name, and the cores of its process. None where it is not recorded."""
+        environment = self.run.environment or {}
+        cores = self.section("launcher").get("cpus_per_device")
+        return repr(environment.get("device")), self.on_cpu, repr(cores)
 
 
 @dataclass(frozen=True)
@@ -176,10 +208,10 @@ def identity(config: Mapping[Any, Any]) -> str:
 def gather(folders: Sequence[Path]) -> Gathered:
     """Read the runs of run folders, sweep folders, and folders that contain such folders, each run once."""
     runs = list({run.path: run for folder in folders for run in find_runs(folder)}.values())
-    labels, differs = _labels(runs)
+    labels = labels_of(runs, [str(Layout(**_layout(run))) for run in runs])
     rows = [
-        _row(run, state=state.name, ended=state.ended, label=label, differs=options)
-        for run, state, label, options in zip(runs, states(runs), labels, differs, strict=True)
+        _row(run, state=state.name, ended=state.ended, names=label)
+        for run, state, label in zip(runs, states(runs), labels, strict=True)
     ]
     paths = {run.path for run in runs}
     sweeps = _sweeps(folders)
@@ -226,7 +258,7 @@ def _is_drawable(rank: Mapping[str, Any]) -> bool:
     return length_s > 0 and busy_s <= MAX_OVERLAP * length_s
 
 
-def _row(run: RecordedRun, *, state: str, ended: bool, label: str, differs: Sequence[str]) -> Row:
+def _row(run: RecordedRun, *, state: str, ended: bool, names: Label) -> Row:
     summary = run.summary or _summary_so_far(run)
     figures = {key: _figure(key, summary.get(key)) for key in FIGURES}
     parts = summary.get("step_parts_s")
@@ -241,10 +273,9 @@ def _row(run: RecordedRun, *, state: str, ended: bool, label: str, differs: Sequ
     figures["state_bytes"] = fullest(summary)
     figures["exposed_communication_s"] = None if share is None or step_s is None else share * step_s
     return Row(
-        run, state=state, ended=ended, label=label, layout=layout, devices=devices, figures=figures,
+        run, state=state, ended=ended, names=names, layout=layout, devices=devices, figures=figures,
         parts=None if not parts or None in parts.values() else parts,
         spread=throughput_spread(run.metrics),
-        differs=differs,
     )  # fmt: skip
 
 
@@ -308,73 +339,6 @@ def device_hours(run: RecordedRun, *, devices: int | None) -> float | None:
 
 def _time(text: str) -> datetime:
     return datetime.fromisoformat(text)
-
-
-def _labels(runs: Sequence[RecordedRun]) -> tuple[list[str], list[Sequence[str]]]:
-    """The label of each run, and the options in which it differs from most runs of its strategy.
-
-    A label is `pipeline 2 x 1` and these options. If most runs have no common value of an option, every
-    run shows its value. If labels are still the same, the layout is appended, then the run id.
-    """
-    differs = _differences(runs)
-    labels = []
-    for run, options in zip(runs, differs, strict=True):
-        shape = f"{run.nodes or '?'} x {run.gpus_per_node or '?'}"
-        labels.append(", ".join([printable(f"{run.strategy or run.run_id} {shape}"), *options]))
-    layouts = [str(Layout(**_layout(run))) for run in runs]
-    labels = _distinguish(labels, [f", {layout}" for layout in layouts])
-    return _distinguish(labels, [printable(f" ({run.run_id})") for run in runs]), differs
-
-
-def _differences(runs: Sequence[RecordedRun]) -> list[Sequence[str]]:
-    run_options = [_options(run) for run in runs]
-    counts: dict[tuple[str | None, str], Counter[str]] = defaultdict(Counter)
-    for run, options in zip(runs, run_options, strict=True):
-        for key, value in options.items():
-            counts[run.strategy, key][spell(value)] += 1
-    usual = {
-        key: value
-        for key, counter in counts.items()
-        for value, count in counter.most_common(1)
-        if 2 * count > counter.total()
-    }
-    differs: list[Sequence[str]] = []
-    for run, options in zip(runs, run_options, strict=True):
-        unusual = {
-            key: value for key, value in options.items() if usual.get((run.strategy, key)) != spell(value)
-        }
-        differs.append(tuple(map(printable, _spelled(unusual))))
-    return differs
-
-
-def _distinguish(labels: Sequence[str], suffixes: Sequence[str]) -> list[str]:
-    """Append the suffix to labels that several runs have, if their suffixes differ."""
-    by_label: dict[str, set[str]] = defaultdict(set)
-    for label, suffix in zip(labels, suffixes, strict=True):
-        by_label[label].add(suffix)
-    return [
-        label + suffix if len(by_label[label]) > 1 else label
-        for label, suffix in zip(labels, suffixes, strict=True)
-    ]
-
-
-def _spelled(options: Mapping[str, Any]) -> Iterable[str]:
-    """`microbatches=8`; for another class only its name, which says more than all of its keys."""
-    classes = {key.removesuffix(CLASS): value for key, value in options.items() if key.endswith(CLASS)}
-    for key, value in options.items():
-        section = key.partition(".")[0]
-        if section not in classes:
-            yield f"{key.removesuffix('.name').rpartition('.')[2]}={spell(value)}"
-        elif key == section + CLASS:
-            yield f"{section}={str(value).rpartition('.')[2]}"
-
-
-def _options(run: RecordedRun) -> dict[str, Any]:
-    """The options in which runs may differ, besides strategy and devices."""
-    config = {key: value for key, value in (run.config or {}).items() if key not in RUN_KEYS}
-    speedless = [key for key in SPEEDLESS if key != "steps" or run.task not in (None, "train")]
-    excluded = {f"strategy.{key}" for key in STRATEGY} | {f"training.{key}" for key in speedless}
-    return {key: value for key, value in flatten(config).items() if key not in excluded}
 
 
 def _sweeps(folders: Sequence[Path]) -> dict[Path, Sweep]:

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpc_parallel.report.figures import number
 from hpc_parallel.report.gather import Row
 from hpc_parallel.report.spreadsheet import to_csv
-from hpc_parallel.report.tables import unit_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from hpc_parallel.report.drawing import Note
 
 MAX_SIZES = 200  # batch sizes of one run: a real measurement has fewer
 KEYS = ("batch_size", "latency_s", "latency_p99_s", "samples_per_s", "tokens_per_s")
@@ -69,32 +63,3 @@ def table(curves: Sequence[Curve]) -> str:
             for point in curve.points
         ),
     )
-
-
-def figure(curves: Sequence[Curve]) -> Figure:
-    """Plot latency over throughput, one curve per run."""
-    from hpc_parallel.report.drawing import Note, annotate, canvas, short, spread, style  # needs matplotlib
-
-    drawing, axes = canvas(4.6)
-    points = [point for curve in curves for point in curve.points]
-    unit = unit_of("seconds", (point.latency_s for point in points))
-    ends: list[Note] = []
-    between: list[Note] = []
-    for index, curve in enumerate(curves):
-        rates = [point.samples_per_s for point in curve.points]
-        latencies = [point.latency_s / unit.size for point in curve.points]
-        percentiles = [(point.latency_p99_s or point.latency_s) / unit.size for point in curve.points]
-        curve_style = style(index)
-        axes.vlines(rates, latencies, percentiles, color=curve_style["color"], linewidth=0.8, alpha=0.6)
-        axes.plot(rates, latencies, label=short(curve.row.label), **curve_style)
-        notes = [
-            Note(rate, latency, str(point.batch_size))
-            for rate, latency, point in zip(rates, latencies, curve.points, strict=True)
-        ]
-        ends += notes[:1] + notes[1:][-1:]
-        between += notes[1:-1]
-    spread(axes.xaxis, [point.samples_per_s for point in points], name="throughput, samples/s")
-    spread(axes.yaxis, [point.latency_s for point in points], name=f"latency of a batch, {unit.name}")
-    drawing.legend(loc="outside lower left", ncols=2, fontsize=9)
-    annotate(drawing, axes, [*ends, *between])
-    return drawing

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from hpc_parallel.record.machine_check_table import links
 from hpc_parallel.record.safe_read import read_json
-from hpc_parallel.report.drawing import WIDTH, Plot, plot, short
+from hpc_parallel.report.drawing import NARROW, WIDTH, Plot, is_wide, plot, short
 from hpc_parallel.report.figures import number
 from hpc_parallel.report.gather import Row
 
@@ -44,7 +44,8 @@ def _figure(rates: Mapping[tuple[str, str], float]) -> Figure:
     for (one, other), rate in rates.items():
         a, b = hosts.index(one), hosts.index(other)
         table[a][b] = table[b][a] = rate / GIGA
-    figure = Figure(figsize=(WIDTH * 0.7, WIDTH * 0.6), layout="constrained")
+    width = WIDTH * 0.7 if is_wide() else NARROW
+    figure = Figure(figsize=(width, width * 0.86), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(table, cmap="cividis", vmin=0)
     axes.grid(visible=False)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_parallel.report.gather import Row
-from hpc_parallel.report.tables import Series, digits, equally_fast, spread_text, unit_of
+from hpc_parallel.report.spread import NOISE
+from hpc_parallel.report.tables import Series, digits, spread_text, unit_of
 
 BACKED, CONTRADICTED, EVEN, OPEN = "backed", "contradicted", "no difference seen", "not measured here"
 NO_VERDICT = "no verdict on a CPU"  # its figure includes the interpreter, libraries and malloc's cache
 ONE_MACHINE = "no verdict: one machine"  # its nodes are processes on the same host
 NO_FIGURE = "no figure decides it"  # of a claim without a measure
-NOISE = 0.05  # relative: a smaller difference between two figures shows nothing
 CLOSE_TO_IDEAL = 0.8  # smallest efficiency that counts as "n times as fast"
 FEW_DEVICES = 8  # largest number of devices for the claim of near-ideal speed-up
 FIGURE_NAMES = {  # key -> name, kind of unit
@@ -65,7 +65,7 @@ def versus(strategy: str, other: str, key: str, *, more: bool) -> Measure:
             (a, b)
             for a in measured(runs.rows, strategy, key)
             for b in measured(runs.rows, other, key)
-            if a.work == b.work and (a.devices == b.devices or other == "single")
+            if a.settings == b.settings and (a.devices == b.devices or other == "single")
         ]
         if not pairs:
             return Evidence()
@@ -91,7 +91,7 @@ def slower_across_machines(strategy: str) -> Measure:
             for across in rows
             for inside in rows
             if across.run.gpus_per_node == 1 and inside.run.nodes == 1
-            if (across.work, across.layout) == (inside.work, inside.layout)
+            if (across.settings, across.layout) == (inside.settings, inside.layout)
         ]
         if not pairs:
             return Evidence()
@@ -127,7 +127,7 @@ def in_one_unit(kind: str, *values: tuple[float, str]) -> str:
 def _are_even(key: str, a: Row, b: Row) -> bool:
     """Whether the difference of two runs shows nothing."""
     x, y = _value(key, a), _value(key, b)
-    varies = key == "samples_per_s" and equally_fast(a, b)
+    varies = key == "samples_per_s" and a.spread.overlaps(b.spread)
     return varies or abs(x - y) <= NOISE * max(x, y)
 
 
@@ -179,7 +179,9 @@ def workers_near_ideal(runs: Runs) -> Evidence:
         (row, single)
         for row in measured(runs.rows, "parameter_server", "samples_per_s")
         for single in measured(runs.rows, "single", "samples_per_s")
-        if row.work == single.work and 1 < workers(row) <= FEW_DEVICES and single.figures["samples_per_s"]
+        if row.settings == single.settings
+        and 1 < workers(row) <= FEW_DEVICES
+        and single.figures["samples_per_s"]
     ]
     if not pairs:
         return Evidence()
@@ -207,7 +209,7 @@ def ahead_of_all(strategy: str, key: str, *, best: Callable[..., Any]) -> Measur
                 rival
                 for other in {row.strategy for row in runs.rows} - {strategy}
                 for rival in measured(runs.rows, other, key)
-                if rival.devices == row.devices and row.work == rival.work and not rival.is_alike(row)
+                if rival.devices == row.devices and row.settings == rival.settings and not rival.is_alike(row)
             ]
             if rivals:
                 first = best(rivals, key=lambda rival: rival.figures[key])

@@ -11,13 +11,13 @@ from hpc_parallel.report.measures import (
     CONTRADICTED,
     EVEN,
     FIGURE_NAMES,
-    NOISE,
     Evidence,
     Runs,
     in_one_unit,
     measured,
 )
 from hpc_parallel.report.rank_state import RankState, rank_states
+from hpc_parallel.report.spread import NOISE
 
 SERVER = "parameter_server"
 SPLITTING_AXES = ("pipeline", "tensor")  # of a hybrid: their product is the number of parts of the model
@@ -42,7 +42,7 @@ def workers_hold_less_than_the_server(runs: Runs) -> Evidence:
 def workers_hold_less_than_a_replica(runs: Runs) -> Evidence:
     for row, _, worker in _served(runs.rows):
         for replica in measured(runs.rows, "data", "state_bytes"):
-            if replica.work == row.work and replica.devices == row.devices:
+            if replica.settings == row.settings and replica.devices == row.devices:
                 total = replica.figures["state_bytes"] or 0.0
                 values = (worker.total, f"fullest worker, {row.label}"), (total, f"replica, {replica.label}")
                 return _holds_less(*values)

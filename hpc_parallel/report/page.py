@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -15,21 +15,23 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hpc_parallel.problems import alternatives, printable
 from hpc_parallel.report import collective_curves, latency, markdown
-from hpc_parallel.report.claims import Runs, judged
-from hpc_parallel.report.gather import PARTS, Gathered, Row
+from hpc_parallel.report.claims import Approach, Claim, judged
+from hpc_parallel.report.gather import Gathered, Row
 from hpc_parallel.report.machines import machines
+from hpc_parallel.report.measures import Evidence, Runs
 from hpc_parallel.report.model_metrics import own_metrics
 from hpc_parallel.report.networks import networks
+from hpc_parallel.report.predictions import Prediction, predictions
 from hpc_parallel.report.seeds import pools
+from hpc_parallel.report.spread import NOISE
 from hpc_parallel.report.spreadsheet import to_csv
 from hpc_parallel.report.tables import (
     UNMEASURED,
     Comparison,
-    Prediction,
     Series,
     compare,
     digits,
-    predictions,
+    parts_of,
     records,
     scaling,
     unit_of,
@@ -57,9 +59,29 @@ DEFINITIONS = (
     "'not measured': the run folder has no such figure. Nothing is estimated.",
     "On CPUs all devices of a machine share its cores. Speeds are comparable only if each has its own cores.",
 )
+SECTIONS = {  # section of the plots -> title, and why it may have none
+    "scaling": (
+        "Scaling",
+        "no two completed runs differ only in their number of devices (with the same global batch, or the "
+        "same batch per device).",
+    ),
+    "latency": ("Latency against throughput", "no run has timed a batch (task=infer)."),
+    "parts": ("Where the time of a step goes", "no run profiled a step (training.measure_steps)."),
+    "memory": ("Memory", "no run has counted its state, or the peak of a GPU."),
+    "bubble": (
+        "Bubble of pipelines",
+        "no two completed runs of a pipeline profiled a step (training.measure_steps).",
+    ),
+    "loss": ("Loss", "no run has logged two losses."),
+    "timeline": ("A pipeline's step", "no pipeline profiled a step (training.measure_steps)."),
+    "predicted": ("Predicted and measured", "no run has a plan with a figure that it also measured."),
+}  # fmt: skip
 COLLECTIVE_COLUMNS = (
     "ranks", "operation", "type", "least time, us", "largest bus bandwidth, GB/s", "at size"
 )  # fmt: skip
+
+
+Judged = list[tuple[Approach, list[tuple[Claim, Evidence]]]]
 
 
 @dataclass(frozen=True)
@@ -80,6 +102,7 @@ def render(gathered: Gathered) -> Report:
     timed = latency.curves(rows)
     plots = _plots(rows, series=series, predictions=predicted)
     parts = [row for row in rows if row.parts is not None]
+    claims = judged(Runs(rows, series))
     values: dict[str, Any] = {
         "title": f"Report on {alternatives_of(gathered.folders)}",
         "summary": _summary(gathered),
@@ -96,16 +119,18 @@ def render(gathered: Gathered) -> Report:
         "latency_unit": unit_of("seconds", (point.latency_s for curve in timed for point in curve.points)),
         "series": series,
         "parts": parts,
-        "part_names": PARTS,
+        "part_names": parts_of(rows),
+        "unmeasured": _unmeasured({plot.section for plot in plots}) if can_draw() else [],
         "parts_unit": unit_of("seconds", (sum((row.parts or {}).values()) for row in parts)),
-        "predictions": predicted,
+        "predictions": [prediction for prediction in predicted if prediction.measured is not None],
         "pools": pools(rows),
         "own_metrics": own_metrics(rows),
         "networks": networks(rows),
         "machines": machines(rows),
         "collectives": collective_curves.curves(rows),
         "collective_columns": COLLECTIVE_COLUMNS,
-        "claims": judged(Runs(rows, series)),
+        "claims": _decided(claims),
+        "open_claims": _open(claims),
         "definitions": DEFINITIONS,
         "plots": plots,
         "zip": zip,
@@ -158,6 +183,30 @@ def alternatives_of(folders: Sequence[Path]) -> str:
     return alternatives(names[:3]).replace(" or ", " and ") + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
+def _unmeasured(drawn: Set[str]) -> list[tuple[str, str]]:
+    """The titles of the sections without a figure, and why they have none."""
+    return [text for section, text in SECTIONS.items() if section not in drawn]
+
+
+def _decided(claims: Judged) -> Judged:
+    """The claims for which these runs have a figure."""
+    decided = [
+        (approach, [(claim, evidence) for claim, evidence in judged_claims if evidence.figure])
+        for approach, judged_claims in claims
+    ]
+    return [(approach, judged_claims) for approach, judged_claims in decided if judged_claims]
+
+
+def _open(claims: Judged) -> list[tuple[str, Claim]]:
+    """The claims for which these runs have no figure, with the name of their approach."""
+    return [
+        (approach.name, claim)
+        for approach, judged_claims in claims
+        for claim, evidence in judged_claims
+        if not evidence.figure
+    ]
+
+
 def _summary(gathered: Gathered) -> str:
     counts = Counter(row.state for row in gathered.rows)
     states = ", ".join(f"{count} {state}" for state, count in counts.most_common())
@@ -170,12 +219,13 @@ def _summary(gathered: Gathered) -> str:
 def _best_note(comparison: Comparison) -> str:
     text = (
         "The best figure of the completed runs is marked in each column, unless all are equal. "
-        "Speeds whose ranges overlap can't be told apart and share the mark. "
-        "A column without a figure is left out."
+        "Nothing is marked where the difference is within the spread of the speeds, or below "
+        f"{NOISE:.0%} for other measured figures. A column without a figure is left out."
     )
-    if comparison.workloads > 1:
+    if comparison.settings > 1:
         text += (
-            f" There are {comparison.workloads} kinds of work (model, data, task, global batch), and each "
-            "has its own best figure. Losses, restarts and device-hours are compared after equal samples."
+            f" The runs have {comparison.settings} different settings (model, data, task, global batch, "
+            "precision, optimizer, device), and each has its own best figure. Losses, restarts and "
+            "device-hours are compared after equal samples."
         )
     return text

@@ -25,11 +25,10 @@ def main(arguments: Sequence[str]) -> None:
 
 def draw(folder: RunFolder) -> None:
     """Write the plots of the run's losses, if it logged two, of its collectives and of its links."""
-    from hpc_parallel.report import collective_curves, link_heat_maps
-    from hpc_parallel.report.plots import loss_plots
+    from hpc_parallel.report import collective_plots, link_heat_maps, loss_curves
 
     rows = gather([folder.path]).rows
-    for plot in (*loss_plots(rows), *collective_curves.plots(rows), *link_heat_maps.plots(rows)):
+    for plot in (*loss_curves.plots(rows), *collective_plots.plots(rows), *link_heat_maps.plots(rows)):
         folder.plots.mkdir(mode=0o700, exist_ok=True)
         write_bytes(folder.plots / f"{plot.name}.png", plot.png)
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 
-from hpc_parallel.report.gather import RUN_KEYS, Row, identity
+from hpc_parallel.report.gather import Row, identity
+from hpc_parallel.report.labels import RUN_KEYS
 from hpc_parallel.report.tables import digits
 
 KEYS = ("final_loss", "samples_per_s", "step_time_s")

@@ -9,6 +9,7 @@ from typing import Any
 
 from hpc_parallel.report.figures import is_count, number
 
+NOISE = 0.05  # relative: a smaller difference between two measured figures shows nothing
 FEWEST_LINES = 3  # with fewer timed lines of metrics, a range says nothing
 
 
@@ -28,10 +29,11 @@ class Spread:
         low, high = self.limits or (None, None)
         return {"samples_per_s_low": low, "samples_per_s_high": high, "timed_steps": self.timed_steps}
 
-
-def overlap(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Whether two ranges have a speed in common: the throughputs can't be told apart."""
-    return one[0] <= other[1] and other[0] <= one[1]
+    def overlaps(self, other: Spread) -> bool:
+        """Whether two throughputs can't be told apart; False if a range is unknown."""
+        if self.limits is None or other.limits is None:
+            return False
+        return self.limits[0] <= other.limits[1] and other.limits[0] <= self.limits[1]
 
 
 def throughput_spread(lines: Sequence[Mapping[str, Any]]) -> Spread:

@@ -1,26 +1,22 @@
-"""The tables of a report: comparison with best figures, scaling, predictions."""
+"""The tables of a report: comparison with best figures, and scaling."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 from hpc_parallel.config.axes import AXES
-from hpc_parallel.report.figures import number
-from hpc_parallel.report.gather import FIGURES, PARTS, RUN_KEYS, SPEEDLESS, Row, identity
-from hpc_parallel.report.spread import overlap
+from hpc_parallel.report.gather import FIGURES, PARTS, Row, identity
+from hpc_parallel.report.labels import RUN_KEYS, SPEEDLESS
+from hpc_parallel.report.spread import NOISE
 
 UNMEASURED = "not measured"
 STRONG, WEAK = "strong", "weak"
-PREDICTABLE = (
-    "step_time_s", "samples_per_s", "latency_s", "peak_memory_bytes", "bubble_share",
-    "exposed_communication_share", "traffic_bytes",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,6 +30,7 @@ class Column:
     competes: Callable[[Row], bool] = lambda row: True  # whether the figure is meaningful for a run
     same_samples: bool = False  # comparable only after the same number of samples
     timed: bool = False  # equal if the ranges of throughput overlap
+    noise: float = 0.0  # relative difference that shows nothing; 0 for what is counted
 
 
 def _parallel(row: Row) -> bool:
@@ -46,22 +43,27 @@ def _sends(row: Row) -> bool:
     return (row.devices or 1) > 1 and not (row.on_cpu and row.processes == 1)
 
 
+def _on_device(row: Row) -> bool:
+    """Whether its peak is of the device: on a CPU it is of the process, with the interpreter."""
+    return not row.on_cpu
+
+
 def _pipelined(row: Row) -> bool:
     return row.layout.get("pipeline", 1) > 1
 
 
 COLUMNS = (
     Column("samples_per_s", "throughput", "rate", max, timed=True),
-    Column("latency_s", "latency", "seconds", min),
+    Column("latency_s", "latency", "seconds", min, noise=NOISE),
     Column("step_time_s", "step time", "seconds", min, timed=True),
-    Column("peak_memory_bytes", "memory per device", "bytes", min),
+    Column("peak_memory_bytes", "memory per device", "bytes", min, _on_device, noise=NOISE),
     Column("state_bytes", "state per device", "bytes", min),
-    Column("bubble_share", "bubble", "share", min, _pipelined),
-    Column("exposed_communication_share", "exposed communication", "share", min, _parallel),
+    Column("bubble_share", "bubble", "share", min, _pipelined, noise=NOISE),
+    Column("exposed_communication_share", "exposed communication", "share", min, _parallel, noise=NOISE),
     Column("traffic_bytes", "traffic per step", "bytes", min, _sends),
     Column("final_loss", "final loss", "loss", min, same_samples=True),
     Column("restarts", "restarts", "count", min, same_samples=True),
-    Column("device_hours", "device-hours", "hours", min, same_samples=True),
+    Column("device_hours", "device-hours", "hours", min, same_samples=True, noise=NOISE),
 )
 SCALES = {
     "seconds": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")),
@@ -121,7 +123,7 @@ class Comparison:
     columns: Sequence[Column]  # those with a figure of at least one run
     units: Sequence[Unit]
     cells: Sequence[Sequence[Cell]]
-    workloads: int  # kinds of work in the table; the best is marked within each
+    settings: int  # different settings in the table; the best is marked within each
 
     def titles(self) -> list[str]:
         """The titles of the columns with their units."""
@@ -130,10 +132,10 @@ class Comparison:
 
 
 def compare(rows: Sequence[Row]) -> Comparison:
-    """Compare all rows; mark in each column the best of the completed runs of the same work."""
+    """Compare all rows; mark in each column the best of the completed runs with the same settings."""
     columns = [column for column in COLUMNS if any(_has_figure(column, row) for row in rows)]
     units = [unit_of(column.kind, [row.figures[column.key] for row in rows]) for column in columns]
-    best = [best_of(column, rows, unit) for column, unit in zip(columns, units, strict=True)]
+    best = [_starred(column, rows, unit) for column, unit in zip(columns, units, strict=True)]
     cells = [
         [
             Cell(
@@ -146,7 +148,7 @@ def compare(rows: Sequence[Row]) -> Comparison:
         ]
         for index, row in enumerate(rows)
     ]
-    return Comparison(rows, columns, units, cells, len({row.work for row in rows}))
+    return Comparison(rows, columns, units, cells, len({row.settings for row in rows}))
 
 
 def column_of(key: str) -> Column:
@@ -175,40 +177,60 @@ def spread_text(row: Row, key: str) -> str:
 
 
 def best_of(column: Column, rows: Sequence[Row], unit: Unit) -> set[int]:
-    """Indices of the best rows of each kind of work.
+    """Indices of the best rows with the same settings, and of those that can't be told apart from them.
 
-    A figure that only one run has is never the best. Runs that are equal in the digits shown are tied, and
-    speeds also if their ranges overlap. If all runs are equal in the digits shown, none is the best.
+    A figure that only one run has is never the best. Runs that are equal in the digits shown are tied;
+    speeds also if their ranges overlap, and other measured figures if they differ by less than the noise. If
+    all runs are equal in the digits shown, none is the best.
     """
+    return {index for leaders, _ in _races(column, rows, unit) for index in leaders}
+
+
+def _starred(column: Column, rows: Sequence[Row], unit: Unit) -> set[int]:
+    """Indices of the rows that get a star: the best if it can be told apart from all others.
+
+    Equal counts share the star. A speed needs a known spread, as do all its rivals.
+    """
+    exact = not column.timed and not column.noise
+    return {
+        index
+        for leaders, others in _races(column, rows, unit)
+        for index in leaders
+        if exact
+        or (
+            len(leaders) == 1
+            and not (column.timed and any(rows[at].spread.limits is None for at in (index, *others)))
+        )
+    }
+
+
+def _races(column: Column, rows: Sequence[Row], unit: Unit) -> Iterator[tuple[set[int], set[int]]]:
+    """The leaders and the others of each group of rows with the same settings."""
     groups: dict[Any, dict[int, str]] = defaultdict(dict)
     for index, row in enumerate(rows):
         value = row.figures[column.key]
         if row.completed and value is not None and column.competes(row):
-            key = (row.work, row.figures["samples"] if column.same_samples else None)
+            key = (row.settings, *((row.loss_settings, row.figures["samples"]) * column.same_samples))
             groups[key][index] = unit.show(value)
-    best_rows: set[int] = set()
     for shown in groups.values():
         best = column.best([float(text) for text in shown.values()])
         first = {index for index, text in shown.items() if float(text) == best}
         if len(first) == len(shown):
             continue
-        best_rows |= first
-        if column.timed:
-            best_rows |= {
-                index for index in shown if any(equally_fast(rows[index], rows[at]) for at in first)
-            }
-    return best_rows
+        leaders = {
+            index
+            for index in shown
+            if index in first or any(_is_even(column, rows[index], rows[at]) for at in first)
+        }
+        yield leaders, set(shown) - leaders
 
 
-def equally_fast(one: Row, other: Row) -> bool:
-    """Whether two throughputs can't be told apart. A run without a spread has its throughput alone."""
-    ranges = []
-    for row in (one, other):
-        rate = row.figures["samples_per_s"]
-        if row.spread.limits is None and rate is None:
-            return False
-        ranges.append(row.spread.limits or (rate or 0.0, rate or 0.0))
-    return overlap(*ranges)
+def _is_even(column: Column, a: Row, b: Row) -> bool:
+    """Whether the difference of two figures is within their spread or the noise."""
+    if column.timed:
+        return a.spread.overlaps(b.spread)
+    x, y = (row.figures[column.key] or 0.0 for row in (a, b))
+    return abs(x - y) <= column.noise * max(x, y)
 
 
 @dataclass(frozen=True)
@@ -234,13 +256,21 @@ class Series:
     """One configuration on increasing numbers of devices along one axis."""
 
     kind: str  # strong (same global batch) or weak (same batch per device)
-    label: str
+    words: Sequence[str]  # its label
     points: Sequence[Point]
+
+    @property
+    def label(self) -> str:
+        return ", ".join(self.words)
+
+
+# kind, axis, configuration, batch and shape -> number of devices -> runs
+Groups = dict[tuple[str, str, str, str, str], dict[int, list[Row]]]
 
 
 def scaling(rows: Sequence[Row]) -> list[Series]:
     """Every group of completed runs that differ only in their number of devices."""
-    groups: dict[tuple[str, str, str, str], dict[int, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    groups: Groups = defaultdict(lambda: defaultdict(list))
     for row in rows:
         batch, devices = row.global_batch_size, row.devices
         if not row.completed or not row.layout or batch is None or not devices or devices < 1:
@@ -250,20 +280,32 @@ def scaling(rows: Sequence[Row]) -> list[Series]:
         config = _identity_without_devices(row)
         for axis in AXES:
             others = json.dumps({other: row.layout[other] for other in AXES if other != axis})
-            groups[STRONG, axis, config + others, f"{batch}"][devices].append(row)
-            groups[WEAK, axis, config + others, f"{batch / devices:g}"][devices].append(row)
+            groups[STRONG, axis, config + others, f"{batch}", ""][devices].append(row)
+            groups[WEAK, axis, config + others, f"{batch / devices:g}", ""][devices].append(row)
     by_axis = [
-        (axis, _series(kind, axis, by_devices))
-        for (kind, axis, *_), by_devices in groups.items()
+        (axis, _series(kind, axis, by_devices, shape))
+        for (kind, axis, _, _, shape), by_devices in _by_shape(groups).items()
         if len(by_devices) > 1
     ]
     counts = Counter((series.kind, series.label) for _, series in by_axis)
     return [
-        replace(series, label=f"{series.label}, by {axis}")
+        replace(series, words=(*series.words, f"by {axis}"))
         if counts[series.kind, series.label] > 1
         else series
         for axis, series in by_axis
     ]
+
+
+def _by_shape(groups: Groups) -> Groups:
+    """Divide the groups that reach one number of devices in two ways: 1 x 4 is not 4 x 1."""
+    divided: Groups = defaultdict(lambda: defaultdict(list))
+    for key, by_devices in groups.items():
+        ambiguous = any(len({row.shape for row in rows}) > 1 for rows in by_devices.values())
+        for devices, rows in by_devices.items():
+            for row in rows:
+                shape = f"{row.run.gpus_per_node} a node" if ambiguous else ""
+                divided[*key[:-1], shape][devices].append(row)
+    return divided
 
 
 def records(rows: Sequence[Row], series: Sequence[Series]) -> list[dict[str, Any]]:
@@ -294,7 +336,7 @@ def records(rows: Sequence[Row], series: Sequence[Series]) -> list[dict[str, Any
     ]
 
 
-def _series(kind: str, axis: str, by_devices: dict[int, list[Row]]) -> Series:
+def _series(kind: str, axis: str, by_devices: dict[int, list[Row]], shape: str) -> Series:
     rates = {n: median(row.figures["samples_per_s"] or 0 for row in rows) for n, rows in by_devices.items()}
     fewest = min(rates)
     points = []
@@ -310,42 +352,24 @@ def _series(kind: str, axis: str, by_devices: dict[int, list[Row]]) -> Series:
         option for option in first.differs if option in common and not option.startswith("global_batch_size=")
     ]
     constant = f"batch {batch}" if kind == STRONG else f"batch {batch / fewest:g} per device"
-    return Series(kind, ", ".join([first.strategy, *degrees, *options, constant]), points)
+    return Series(kind, (first.strategy, *degrees, *options, *filter(None, [shape]), constant), points)
 
 
 def _identity_without_devices(row: Row) -> str:
-    """The part of the configuration that determines the speed of a step, without the devices."""
-    config = {key: value for key, value in row.config.items() if key not in (*RUN_KEYS, "optimizer", "seed")}
+    """All that determines the speed of a step, without the number of devices.
+
+    Of the optimizer that is all but the learning rate, which is often scaled with the batch.
+    """
+    config = {key: value for key, value in row.config.items() if key not in (*RUN_KEYS, "seed")}
+    optimizer = {k: v for k, v in row.section("optimizer").items() if k != "learning_rate"}
     training = {
         k: v for k, v in row.section("training").items() if k not in (*SPEEDLESS, "global_batch_size")
     }
     strategy = {k: v for k, v in row.section("strategy").items() if k not in AXES}
-    return identity({**config, "training": training, "strategy": strategy})
+    parts = {"training": training, "strategy": strategy, "optimizer": optimizer}
+    return f"{row.machine} {identity({**config, **parts})}"
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """A planned figure of a run, and the measured figure."""
-
-    row: Row
-    key: str
-    predicted: float
-    measured: float | None
-
-    @property
-    def ratio(self) -> float | None:
-        """Measured divided by predicted."""
-        return self.measured / self.predicted if self.measured and self.predicted else None
-
-
-def predictions(rows: Sequence[Row]) -> list[Prediction]:
-    """The predictions of every run that has a plan."""
-    result = []
-    for row in rows:
-        predicted = (row.run.summary or {}).get("predicted")
-        if not isinstance(predicted, dict):
-            continue
-        for key in PREDICTABLE:
-            if (value := number(predicted.get(key))) is not None and value >= 0:
-                result.append(Prediction(row, key, value, row.figures[key]))
-    return result
+def parts_of(rows: Sequence[Row]) -> list[str]:
+    """The parts of a step that took any time in one of these runs."""
+    return [part for part in PARTS if any((row.parts or {}).get(part) for row in rows)]

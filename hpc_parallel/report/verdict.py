@@ -41,8 +41,9 @@ LEANEST_BY_PEAK = Question(
     basis="It is the peak of the run, and has no spread.",
 )  # fmt: skip
 LEANEST_PROCESS = Question(
-    "Leanest", "peak_memory_bytes", what=" in the fullest process", unmeasured="not measured.",
-    basis="It is the peak of the run and has no spread. On a CPU it includes the interpreter and libraries.",
+    "Leanest", "peak_memory_bytes",
+    unmeasured="not measured: on a CPU the peak of a process contains the interpreter, and not every run has "
+    "counted its state.",
 )  # fmt: skip
 QUIETEST = Question(
     "Quietest", "traffic_bytes", what=" sent by all devices in one step",
@@ -64,16 +65,17 @@ def scope(rows: Sequence[Row]) -> str:
     if len(same) == completed:
         return ""
     return (
-        f"The verdict is about {len(same)} of {completed} completed runs: those that do the same work "
-        "(model, data, task, global batch). For a verdict on other runs, make a report on their folders only."
+        f"The verdict is about {len(same)} of {completed} completed runs: those with the same settings "
+        "(model, data, task, global batch, precision, optimizer, device). For a verdict on other runs, make "
+        "a report on their folders only."
     )
 
 
 def _largest_group(rows: Sequence[Row]) -> tuple[list[Row], int]:
-    """The largest group of completed runs that do the same work, and the number of all completed runs."""
+    """The largest group of completed runs with the same settings, and the number of all completed runs."""
     completed = [row for row in rows if row.completed]
-    works = Counter(row.work for row in completed).most_common(1)
-    return [row for row in completed for work, _ in works if row.work == work], len(completed)
+    largest = Counter(row.settings for row in completed).most_common(1)
+    return [row for row in completed for settings, _ in largest if row.settings == settings], len(completed)
 
 
 def _leanest(rows: Sequence[Row]) -> Question:
@@ -91,13 +93,13 @@ def _answer(rows: Sequence[Row], question: Question) -> str:
         return question.unmeasured
     unit = unit_of(column.kind, [row.figures[column.key] for row in measured])
     best = best_of(column, measured, unit)
-    tie = "can't be told apart" if best and column.timed else "equal"
+    tie = "can't be told apart" if best and (column.timed or column.noise) else "equal"
     best = best or set(range(len(measured)))
     winners = sorted((measured[index] for index in best), key=lambda row: _place(column, row))
     others = [row for index, row in enumerate(measured) if index not in best]
     first = winners[0]
     answer = f"{_names(winners, tie)}: {_figure(first, column, unit)}{question.what}"
-    basis = question.basis or _timing(first, [row for row in measured if row is not first])
+    basis = question.basis or _timing(first)
     return f"{answer}, {_lead(first, others, column, unit, tied=len(winners) > 1)} {basis}"
 
 
@@ -134,14 +136,10 @@ def _lead(winner: Row, others: Sequence[Row], column: Column, unit: Unit, *, tie
     return f"{digits(100 * min(values) / max(values), 3)} % of {name}."
 
 
-def _timing(row: Row, others: Sequence[Row]) -> str:
-    """The timed steps of a speed and its spread, and how many runs it can't be told from for want of one."""
-    unknown = [other.label for other in others if not spread_text(other, "samples_per_s")]
-    more = f" and {len(unknown) - SHOWN_RUNS} more" * (len(unknown) > SHOWN_RUNS)
-    unsure = f" Too few timed steps for a spread: {'; '.join(unknown[:SHOWN_RUNS])}{more}." if unknown else ""
+def _timing(row: Row) -> str:
+    """The timed steps of a speed and its spread."""
     steps = f"{row.spread.timed_steps} timed step{'s' * (row.spread.timed_steps != 1)}"
     spread = spread_text(row, "samples_per_s")
     if not spread:
-        return f"It has {steps}, which is too few for a spread.{unsure}"
-    middle = f"the middle half of them is {spread} samples/s"
-    return f"It is the median of the logged means of {steps}; {middle}.{unsure}"
+        return f"It has {steps}, which is too few for a spread."
+    return f"It is the median of the logged means of {steps}; the middle half of them is {spread} samples/s."

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpc_parallel.models.attention import Attention
+from hpc_parallel.models.attention import Attention, Bias, attend_with, scores_of
 from hpc_parallel.models.positions import Positions
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies.ranges import marked
-from hpc_parallel.strategies.ring import from_sequence, in_sequence
+from hpc_parallel.strategies.ring import from_sequence, gather_mask, in_sequence
 
 
 class HeadsAttention(Attention):
@@ -29,7 +29,15 @@ class HeadsAttention(Attention):
         self.causal = causal
         self._axis = axis
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        bias: Bias | None = None,
+        key_mask: Tensor | None = None,
+    ) -> Tensor:
         degree, group = self._axis.size(), self._axis.get_group()
         heads, kv_heads = query.shape[1], key.shape[1]
         require_heads(heads, kv_heads, degree=degree)
@@ -41,7 +49,16 @@ class HeadsAttention(Attention):
         sent = torch.cat(per_device, dim=2).movedim(1, 0)  # [device, batch, its heads, seq, head_dim]
         received = in_sequence(AllToAll.apply(sent, group))
         kv = kv_heads * copies // degree
-        output = super().forward(*received.split([heads // degree, kv, kv], dim=1))
+        parts = received.split([heads // degree, kv, kv], dim=1)
+        if bias is None and key_mask is None:
+            output = super().forward(*parts)
+        else:
+            indices = torch.arange(received.shape[2], device=query.device)
+            mask = None if key_mask is None else gather_mask(key_mask, group)
+            scores = scores_of(query, (indices, indices), causal=self.causal, bias=bias, key_mask=mask)
+            if scores.shape[1] > 1:  # the bias of all heads: take that of this device's
+                scores = scores.unflatten(1, (degree, -1))[:, self._axis.get_local_rank()]
+            output = attend_with(scores, *parts)
         returned: Tensor = AllToAll.apply(from_sequence(output, degree=degree), group)
         return returned.movedim(0, 1).flatten(1, 2)
 

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from hpc_parallel.models.attention import Attention, CausalAttention, attend
+from hpc_parallel.models.attention import (
+    Attention,
+    Bias,
+    CausalAttention,
+    attend,
+    attend_with,
+    scores_of,
+)
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.positions import Positions
 from hpc_parallel.problems import Problem, Problems
@@ -97,20 +104,38 @@ class CachedAttention(CausalAttention):
 
     keys: Tensor  # [batch, kv_head, length, head_dim], filled from the front
     values: Tensor
+    masks: Tensor  # [batch, length] bool, if the model masks keys
 
     def __init__(self, past: Past, *, length: int) -> None:
         super().__init__(past)
         self._past = past
         self._length = length
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        bias: Bias | None = None,
+        key_mask: Tensor | None = None,
+    ) -> Tensor:
         """Like `CausalAttention.forward`; after the first pass `query` has one position, which sees all."""
         start, end = self._past.length, self._past.length + key.shape[2]
         if start == 0:  # the number of local heads and the dtype are known only now
             self.keys, self.values = (
                 part.new_empty(*part.shape[:2], self._length, part.shape[3]) for part in (key, value)
             )
+            if key_mask is not None:
+                self.masks = key_mask.new_empty(len(key_mask), self._length)
         self.keys[:, :, start:end], self.values[:, :, start:end] = key, value
-        if start == 0:
-            return super().forward(query, key, value)
-        return attend(query, self.keys[:, :, :end], self.values[:, :, :end], causal=False)
+        if key_mask is not None:
+            self.masks[:, start:end] = key_mask
+            key_mask = self.masks[:, :end]
+        if bias is None and key_mask is None:
+            if start == 0:
+                return super().forward(query, key, value)
+            return attend(query, self.keys[:, :, :end], self.values[:, :, :end], causal=False)
+        indices = self.positions(query.shape[2], device=query.device), torch.arange(end, device=query.device)
+        scores = scores_of(query, indices, causal=True, bias=bias, key_mask=key_mask)
+        return attend_with(scores, query, self.keys[:, :, :end], self.values[:, :, :end])

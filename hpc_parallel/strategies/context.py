@@ -17,7 +17,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpc_parallel.config.schema import StrategyConfig
-from hpc_parallel.models.attention import Attention, CausalAttention, FullAttention
+from hpc_parallel.models.attention import (
+    Attention,
+    Bias,
+    CausalAttention,
+    FullAttention,
+    attend_with,
+    scores_of,
+)
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.positions import Positions
 from hpc_parallel.models.product_dtype import product_dtype
@@ -25,7 +32,15 @@ from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.strategies.all_to_all_attention import HeadsAttention
 from hpc_parallel.strategies.local_positions import find_local_positions
 from hpc_parallel.strategies.replace_forward import replace_modules
-from hpc_parallel.strategies.ring import Exchange, Gather, Ring, SequenceAttention, slices_of
+from hpc_parallel.strategies.ring import (
+    Exchange,
+    Gather,
+    GatherKv,
+    Ring,
+    SequenceAttention,
+    gather_mask,
+    slices_of,
+)
 
 # By strategy.context_attention, which may also be:
 EXCHANGES: dict[str, Exchange] = {"ring": Ring(), "gather": Gather()}
@@ -93,10 +108,27 @@ class SplitAttention(Attention):
         self._axis = axis
         self._exchange = exchange
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        bias: Bias | None = None,
+        key_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Like `Attention.forward`. With a bias or a mask, every device gathers all keys and values."""
         dtype = product_dtype(query)  # torch applies autocast to its own attention
         query, key, value = (x.to(dtype) for x in (query, key, value))
+        group = self._axis.get_group()
         with torch.autocast(query.device.type, enabled=False):  # parts are merged in float32
-            group = self._axis.get_group()
-            out: Tensor = SequenceAttention.apply(query, key, value, group, self._exchange, self.causal)
-            return out
+            if bias is None and key_mask is None:
+                out: Tensor = SequenceAttention.apply(query, key, value, group, self._exchange, self.causal)
+                return out
+            kv: Tensor = GatherKv.apply(torch.stack((key, value)), group)
+            rows = self.positions(query.shape[2], device=query.device)
+            columns = torch.arange(kv.shape[-2], device=query.device)
+            if key_mask is not None:
+                key_mask = gather_mask(key_mask, group)
+            scores = scores_of(query, (rows, columns), causal=self.causal, bias=bias, key_mask=key_mask)
+            return attend_with(scores, query, *kv)

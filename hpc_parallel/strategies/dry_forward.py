@@ -52,7 +52,7 @@ class _Counted(Positions):
 class _Attention(Attention):
     """Attention that is not judged."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **masks: Any) -> Tensor:
         return value.new_empty(*query.shape[:3], value.shape[3])
 
 

@@ -212,6 +212,20 @@ class Gather:
         return grad_query, scatter_grad_kv(grad_kv, group)
 
 
+class GatherKv(torch.autograd.Function):
+    """Keys and values of all devices in the order of the sequence; their gradients go back to the owners."""
+
+    @staticmethod
+    def forward(ctx: Any, kv: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gather_kv(kv, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return scatter_grad_kv(gradients[0], ctx.group), None
+
+
 class Passing:
     """Sends a tensor to the next device of a ring while the previous device's one arrives."""
 
@@ -258,6 +272,11 @@ def gather_kv(kv: Tensor, group: dist.ProcessGroup) -> Tensor:
     with marked("all_gather context"):
         all_gather(all_kv.flatten(0, 1), kv, group=group)
     return in_sequence(all_kv)
+
+
+def gather_mask(key_mask: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[batch, seq] of this device's two slices -> [batch, seq] of the whole sequence, bool."""
+    return gather_kv(key_mask[..., None].to(torch.uint8), group)[..., 0].bool()
 
 
 def scatter_grad_kv(grad_kv: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -2,9 +2,9 @@
 
     python -m hpc_parallel.worker.model_check < QUESTION
 
-reads {tables, advice, values} as JSON: those of launch/import_check.py, and resolved configurations. It writes
-as JSON, for each configuration, a list of messages: why a class can't be imported, or else what the model's
-hints and code refuse.
+reads {tables, advice, values} as JSON: those of launch/import_check.py, and resolved configurations. It
+writes as JSON, for each configuration, a list of messages: why a class can't be imported, or else what the
+model's hints and code refuse.
 """
 
 from __future__ import annotations

@@ -141,6 +141,55 @@ def test_attention_is_one_devices(
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
+def _biased(way: str, causal: bool, heads: int, kv_heads: int) -> tuple[list[Tensor], list[Tensor]]:
+    """As `_attention`, with ALiBi's slopes as weights and a mask; the gradient of the slopes is the last."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from hpc_parallel.models.attention import CausalAttention, FullAttention
+    from hpc_parallel.strategies.context import split_attention
+
+    degree, half = dist.get_world_size(), 3
+    length = 2 * half * degree
+    mesh = init_device_mesh("cpu", (degree,), mesh_dim_names=("context",))
+    whole = CausalAttention() if causal else FullAttention()
+    split = split_attention(whole, axis=mesh, kind=way)
+    mine = split.positions(2 * half, device=torch.device("cpu"))
+    numbers = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=numbers)
+
+    inputs = drawn(2, heads, length, 4), *(drawn(2, kv_heads, length, 4) for _ in range(2))
+    weight, kept = drawn(2, heads, length, 4), drawn(2, length) > -0.5
+    kept[0, :3] = False  # the first queries of a causal attention see no key
+    found = []
+    for attention, places in ((split, mine), (whole, torch.arange(length))):
+        slopes = torch.linspace(0.1, 1, heads, dtype=torch.float64, requires_grad=True)
+        taken = [tensor[:, :, places].requires_grad_() for tensor in inputs]
+        out = attention(
+            *taken, bias=lambda q, k, of=slopes: -of[:, None, None] * (q[:, None] - k).abs(),
+            key_mask=kept[:, places],
+        )  # fmt: skip
+        (out * weight[:, :, places]).sum().backward()
+        assert slopes.grad is not None
+        if attention is split:
+            dist.all_reduce(slopes.grad)
+        results = [out.detach(), *(tensor.grad for tensor in taken)]
+        found.append([*(r if attention is split else r[:, :, mine] for r in results), slopes.grad])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_attention_with_a_bias_and_a_mask_is_one_devices(workers: Workers, way: str, causal: bool) -> None:
+    for degree, heads, kv_heads in ((2, 4, 2), (3, 3, 3)):
+        for split, whole in workers.run(degree, _biased, way, causal, heads, kv_heads):
+            for found, wanted in zip(split, whole, strict=True):
+                torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+                assert wanted.abs().max() > 0
+
+
 def _in_strips(
     scores: int | None, way: str, shape: tuple[int, ...], causal: bool
 ) -> tuple[list[Tensor], list[Tensor]]:

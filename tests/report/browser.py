@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from html import unescape
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -72,15 +72,22 @@ class Opened:
     asked: list[str]
 
 
-def open_page(page: Path, script: str, *, scratch: Path, dark: bool = False) -> Opened:
-    """Open a copy of `page` from the disk, run `script` (the body of a function) in it once it is loaded."""
+def open_page(page: Path, script: str, *, scratch: Path, dark: bool = False, width: int = 0) -> Opened:
+    """Open a copy of `page` from the disk, run `script` (the body of a function) in it once it is loaded.
+
+    `width`: of the screen in pixels, which a frame has, because no window is narrower than 500.
+    """
     copy, log = scratch / "page.html", scratch / "net.json"
     asking = (
         f'<script>addEventListener("load", () => {{ const said = document.createElement("pre"); '
         f'said.id = "{ANSWER}"; said.textContent = JSON.stringify((() => {{ {script} }})()); '
-        "document.body.append(said); });</script>"
+        "parent.document.body.append(said); });</script>"
     )
-    copy.write_text(page.read_text(encoding="utf-8").replace("</body>", f"{asking}</body>"), encoding="utf-8")
+    text = page.read_text(encoding="utf-8").replace("</body>", f"{asking}</body>")
+    if width:
+        style = f"width: {width}px; height: 2000px; border: 0"
+        text = f'<!doctype html><body><iframe style="{style}" srcdoc="{escape(text)}"></iframe></body>'
+    copy.write_text(text, encoding="utf-8")
     done = _chromium(
         copy, "--dump-dom", "--enable-logging=stderr", f"--log-net-log={log}", scratch=scratch, dark=dark
     )

@@ -65,7 +65,7 @@ def test_there_is_a_plot_for_each_collective(reported: Path) -> None:
     figure = page.split('<figure id="collectives_all_reduce">')[1].split("</figure>")[0]
     texts = set(re.findall(r">([^<>]+)</text>", figure))
     assert {"time of all_reduce, us", "bus bandwidth, GB/s", "4 KiB"} <= texts
-    assert sum(text.endswith("world (2), float32") for text in texts) == 2  # one curve for each run
+    assert {"(a)", "(b)", "all_reduce by size: data 2 x 1, world (2), float32"} <= texts  # two curves
     assert "exploit" not in page
     assert "<b>" not in page
     assert "\x1b" not in page

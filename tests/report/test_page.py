@@ -49,7 +49,7 @@ def ask(runs: Path, tmp_path: Path) -> Ask:
 def test_it_opens_without_an_error_or_a_request(ask: Ask) -> None:
     opened = ask("return document.querySelectorAll('figure svg').length;")
     assert (opened.console, opened.asked) == ([], [])
-    assert opened.answer == 4  # parts, memory, bubble, loss
+    assert opened.answer == 8  # parts, memory, bubble, loss, each for wide and narrow screens
 
 
 def test_the_browser_would_have_seen_an_error_and_a_request(ask: Ask) -> None:
@@ -151,7 +151,62 @@ def luminance(colour: list[float]) -> float:
     return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
-def test_nothing_is_wider_than_a_laptops_screen(ask: Ask) -> None:
-    opened = ask("return [document.documentElement.scrollWidth, innerWidth];")
-    width, window = opened.answer
-    assert width <= window
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_is_cut_on_a_phone_or_a_laptop(ask: Ask, width: int) -> None:
+    """Neither a table, a code block or a text of a plot lies outside the window or its own box."""
+    opened = ask(
+        "document.querySelectorAll('details').forEach(details => details.open = true);"
+        "const cut = [...document.querySelectorAll('main *')].filter(element => {"
+        " const box = element.getBoundingClientRect();"
+        " return box.width && (box.right > innerWidth + 1 || box.left < -1"
+        "  || (!element.ownerSVGElement && element.scrollWidth > element.clientWidth + 1"
+        "      && getComputedStyle(element).overflowX !== 'visible')); });"
+        "const texts = [...document.querySelectorAll('figure svg text')]"
+        ".filter(t => t.getClientRects().length);"
+        "return [innerWidth, cut.map(e => e.outerHTML.slice(0, 80)), texts.length,"
+        " Math.min(...texts.map(t => t.getBoundingClientRect().height))];",
+        width=width,
+    )
+    window, cut, texts, height = opened.answer
+    assert (window, cut) == (width, [])
+    assert texts > 40
+    assert height >= 8  # pixels of the smallest text in a plot
+
+
+def test_the_report_begins_with_the_verdict_and_folds_what_has_no_figure(ask: Ask) -> None:
+    opened = ask(
+        "const titles = [...document.querySelectorAll('h2')].map(h => h.textContent);"
+        "const folded = [...document.querySelectorAll('details')];"
+        "const after = document.querySelector('header').nextElementSibling;"
+        "return [after.querySelector('h2').textContent,"
+        " titles, folded.map(details => details.open),"
+        " [...document.querySelectorAll('#unmeasured li')].map(li => li.textContent.split(':')[0]),"
+        " document.querySelectorAll('#open-claims tbody tr').length > 0];"
+    )
+    first, titles, is_open, unmeasured, has_claims = opened.answer
+    assert first == "Verdict"
+    assert unmeasured == [
+        "Scaling",
+        "Latency against throughput",
+        "A pipeline's step",
+        "Predicted and measured",
+    ]
+    assert not set(unmeasured) & set(titles)
+    assert is_open == [False, False]
+    assert has_claims
+
+
+def test_the_cells_of_a_phones_table_have_the_titles_of_their_columns(ask: Ask) -> None:
+    opened = ask(
+        "return [...rows[1].cells].map(cell => [...cell.children].map(e =>"
+        " [e.textContent, getComputedStyle(e).display !== 'none' && e.getClientRects().length > 0]));",
+        width=390,
+    )
+    (title, name), *cells = opened.answer
+    assert (title[1], name[1]) == (False, True)
+    assert [cell[0] for cell in cells][:3] == [
+        ["state", True],
+        ["layout", True],
+        ["throughput, samples/s", True],
+    ]
+    assert cells[0][1] == ["completed", True]

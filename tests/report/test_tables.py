@@ -24,6 +24,7 @@ from hpc_parallel.report.claims import judged
 from hpc_parallel.report.gather import Gathered, Row, gather, timeline
 from hpc_parallel.report.measures import BACKED, CONTRADICTED, EVEN, NO_FIGURE, NO_VERDICT, OPEN, Runs
 from hpc_parallel.report.page import table
+from hpc_parallel.report.predictions import predictions
 from hpc_parallel.report.tables import (
     COLUMNS,
     STRONG,
@@ -31,7 +32,6 @@ from hpc_parallel.report.tables import (
     WEAK,
     compare,
     digits,
-    predictions,
     records,
     scaling,
     unit_of,
@@ -86,7 +86,7 @@ def test_only_comparable_runs_can_be_best(tmp_path: Path, new: Callable[[], Path
     started(new(), "strategy=pipeline", "nodes=2", samples_per_s=99)
     ended(new(), "strategy=data", "nodes=2", samples_per_s=15)
     found = best(tmp_path)
-    assert found["samples_per_s"] == [1, 2]  # alike to the digits shown
+    assert found["samples_per_s"] == []  # two are alike to the digits shown
     assert found["bubble_share"] == []  # one alone
     assert found["exposed_communication_share"] == [2]
     assert found["traffic_bytes"] == [1]
@@ -98,6 +98,60 @@ def test_only_comparable_runs_can_be_best(tmp_path: Path, new: Callable[[], Path
     }
     assert "latency_s" not in texts  # nobody measured it
     assert texts["bubble_share"] == ["-", "-", "40.0", "10.0", UNMEASURED, UNMEASURED]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("training.precision=bfloat16",), ("optimizer=sgd",), ("model.layers=8",), ("training.clip_norm=null",)],
+    ids=str,
+)
+def test_no_star_is_won_across_other_settings(
+    tmp_path: Path, new: Callable[[], Path], words: tuple[str, ...]
+) -> None:
+    figures = {"peak_memory_bytes": 100, "rank_state_bytes": state(100), "samples_per_s": 10.0}
+    ended(new(), "strategy=data", "nodes=2", **figures)
+    ended(new(), "strategy=data", "nodes=2", *words, **{**figures, "samples_per_s": 20.0, "final_loss": 0.1})
+    assert not any(best(tmp_path).values())
+
+
+def test_no_star_is_won_on_another_device(tmp_path: Path, new: Callable[[], Path]) -> None:
+    for device, rate in (("A", 10), ("B", 20)):
+        folder = ended(new(), "strategy=data", "nodes=2", samples_per_s=rate)
+        write_json(folder.environment, {"cuda": "13", "device": device})
+    assert not any(best(tmp_path).values())
+
+
+def test_settings_that_change_no_speed_don_t_part_speeds_but_losses(
+    tmp_path: Path, new: Callable[[], Path]
+) -> None:
+    for seed, rate in ((1, 10), (2, 20)):
+        words = (f"seed={seed}", f"optimizer.learning_rate={seed}e-3")
+        ended(new(), "strategy=data", "nodes=2", *words, samples_per_s=rate, final_loss=3.0 / seed)
+    found = best(tmp_path)
+    assert (found["samples_per_s"], found["final_loss"]) == ([1], [])
+
+
+def test_no_star_is_won_within_the_noise_or_without_a_spread(tmp_path: Path, new: Callable[[], Path]) -> None:
+    """5 % for measured figures; bytes that were counted are exact. The peak of a process on a CPU is none."""
+    for memory, counted in ((100.0, 1000), (104.0, 1001)):
+        ended(
+            new(), "strategy=pipeline", "nodes=2", peak_memory_bytes=int(memory), latency_s=memory,
+            bubble_share=memory / 1000, traffic_bytes=counted,
+        )  # fmt: skip
+    found = best(tmp_path)
+    assert [key for key, places in found.items() if places] == []  # 1000 and 1001 are equal as shown
+    ended(new(), "strategy=pipeline", "nodes=2", peak_memory_bytes=50, traffic_bytes=990, samples_per_s=500)
+    found = best(tmp_path)
+    assert [key for key, places in found.items() if places] == [
+        "samples_per_s", "step_time_s", "peak_memory_bytes", "traffic_bytes",
+    ]  # fmt: skip
+    short = ended(new(), "strategy=pipeline", "nodes=2", peak_memory_bytes=50, samples_per_s=1)
+    lines = short.metrics.read_text().splitlines()[:2]
+    short.metrics.write_text("\n".join(lines))
+    assert best(tmp_path)["samples_per_s"] == []
+    for row in rows(tmp_path):
+        write_json(RunFolder(row.run.path).environment, {"cuda": None})
+    assert best(tmp_path)["peak_memory_bytes"] == []
 
 
 def test_losses_compare_after_as_many_samples_of_the_same_work(

@@ -87,7 +87,7 @@ def test_latencies_are_those_of_the_run_folders(inferred: Path) -> None:
 def test_a_plot_of_latencies_names_units_runs_and_batch_sizes(inferred: Path) -> None:
     page = (inferred / "report/index.html").read_text()
     texts = set(re.findall(r">([^<>]+)</text>", page.split('<figure id="latency">')[1].split("</figure>")[0]))
-    runs = {"single 1 x 1", "data 2 x 1, task=infer", "tensor 2 x 1"}
+    runs = {"single 1 x 1", "data 2 x 1", "tensor 2 x 1"}
     assert {"throughput, samples/s", "latency of a batch, ms", "1", "4", "16", "2", *runs} <= texts
 
 
@@ -112,7 +112,7 @@ def test_without_latencies_there_is_no_table_of_them(tmp_path: Path) -> None:
     assert main(["report", str(tmp_path / "a")]) == 0
     made = tmp_path / "a" / "report"
     assert not (made / "latency.csv").exists()
-    assert "no run has timed a batch" in (made / "report.md").read_text()
+    assert "- Latency against throughput: no run has timed a batch" in (made / "report.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -151,5 +151,5 @@ def test_pipelines_that_differ_in_microbatches_alone_are_one_line(tmp_path: Path
     figure = (root / "report/index.html").read_text().split('<figure id="bubble">')[1].split("</figure>")[0]
     texts = set(re.findall(r">([^<>]+)</text>", figure))
     assert {"bubble, %", "memory per device, MB", "4", "8", "16", "formula: (P-1)/(M+P-1)"} <= texts
-    assert {"gpipe, pipeline 4 x 1", "1f1b, pipeline 4 x 1"} <= texts
+    assert {"gpipe", "1f1b"} <= texts
     assert len(bubble.families(gather([root / "a"]).rows)) == 0  # one run alone compares with nothing

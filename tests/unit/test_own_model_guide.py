@@ -20,7 +20,7 @@ from tests.composed import prepared
 from tests.models_of_others import gpt
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs/own-model.md"
-PLAIN, ADAPTER, ATTENTION, SKIPS, ROLES = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+PLAIN, ADAPTER, ATTENTION, SKIPS, ROLES, *_ = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
 (KEYS,) = re.findall(r"nanogpt.yaml -->\n```yaml\n(.*?)```", GUIDE.read_text(), re.DOTALL)
 
 

@@ -1,0 +1,158 @@
+"""Labels that tell runs apart: what differs between them, and not what they have in common."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_parallel.config.axes import AXES
+from hpc_parallel.problems import printable, spell
+from hpc_parallel.record.recorded import RecordedRun
+from hpc_parallel.record.values import flatten
+
+# Keys of `training` that change how long a run trains or what it writes, but not the speed of a step.
+SPEEDLESS = (
+    "steps", "log_every", "validate_every", "validation_samples", "measure_steps", "checkpoint_every",
+    "checkpoint_async", "keep_last", "keep_every", "tensorboard", "wandb",
+)  # fmt: skip
+# Keys in which runs of one command differ without computing something else.
+RUN_KEYS = ("name", "run_dir", "resume", "dry_run", "launcher", "sweep", "nodes", "gpus_per_node", "jobs")
+CLASS = "._target_"
+STRATEGY = ("name", "execution", *AXES)
+ROOM = 48  # characters of a label in a legend
+MOST_OPTIONS = 3  # in the title of a kind of work
+
+
+@dataclass(frozen=True)
+class Label:
+    """`pipeline 2 x 1`, and the options in which the run differs from most runs of its strategy.
+
+    The layout and the run id follow if nothing else distinguishes two runs.
+    """
+
+    parts: Sequence[str]
+    options: Sequence[str] = ()  # those of `parts`
+    run_id: str = ""
+
+    def __str__(self) -> str:
+        return ", ".join(self.parts) + f" ({self.run_id})" * bool(self.run_id)
+
+    @property
+    def words(self) -> Sequence[str]:
+        """Its parts and the run id, of which a legend keeps those that differ."""
+        return (*self.parts, *([f"({self.run_id})"] if self.run_id else ()))
+
+
+def labels_of(runs: Sequence[RecordedRun], layouts: Sequence[str]) -> list[Label]:
+    """The label of each run. `layouts`: what is appended to equal labels, before the run id.
+
+    If most runs of a strategy have no common value of an option, every one of them shows its value.
+    """
+    labels = []
+    for run, options in zip(runs, _differences(runs), strict=True):
+        shape = f"{run.nodes or '?'} x {run.gpus_per_node or '?'}"
+        name = printable(f"{run.strategy or run.run_id} {shape}")
+        labels.append(Label((name, *options), options))
+    for index in _equal(labels, layouts):
+        label = labels[index]
+        labels[index] = Label((*label.parts, layouts[index]), label.options)
+    ids = [printable(run.run_id) for run in runs]
+    for index in _equal(labels, ids):
+        labels[index] = Label(labels[index].parts, labels[index].options, ids[index])
+    return labels
+
+
+def _equal(labels: Sequence[Label], suffixes: Sequence[str]) -> list[int]:
+    """Indices of labels that several runs have, and which the suffixes would tell apart."""
+    by_label: dict[str, set[str]] = defaultdict(set)
+    for label, suffix in zip(labels, suffixes, strict=True):
+        by_label[str(label)].add(suffix)
+    return [index for index, label in enumerate(labels) if len(by_label[str(label)]) > 1]
+
+
+def _differences(runs: Sequence[RecordedRun]) -> list[Sequence[str]]:
+    """The options in which each run differs from most runs of its strategy."""
+    run_options = [options_of(run) for run in runs]
+    counts: dict[tuple[str | None, str], Counter[str]] = defaultdict(Counter)
+    for run, options in zip(runs, run_options, strict=True):
+        for key, value in options.items():
+            counts[run.strategy, key][spell(value)] += 1
+    usual = {
+        key: value
+        for key, counter in counts.items()
+        for value, count in counter.most_common(1)
+        if 2 * count > counter.total()
+    }
+    differs: list[Sequence[str]] = []
+    for run, options in zip(runs, run_options, strict=True):
+        unusual = {
+            key: value for key, value in options.items() if usual.get((run.strategy, key)) != spell(value)
+        }
+        differs.append(tuple(map(printable, _spelled(unusual))))
+    return differs
+
+
+def _spelled(options: Mapping[str, Any]) -> Iterator[str]:
+    """`microbatches=8`; for another class only its name, which says more than all of its keys."""
+    classes = {key.removesuffix(CLASS): value for key, value in options.items() if key.endswith(CLASS)}
+    for key, value in options.items():
+        section = key.partition(".")[0]
+        if section not in classes:
+            yield f"{key.removesuffix('.name').rpartition('.')[2]}={spell(value)}"
+        elif key == section + CLASS:
+            yield f"{section}={str(value).rpartition('.')[2]}"
+
+
+def options_of(run: RecordedRun) -> dict[str, Any]:
+    """The options in which runs may differ, besides strategy and devices."""
+    config = {key: value for key, value in (run.config or {}).items() if key not in RUN_KEYS}
+    speedless = [key for key in SPEEDLESS if key != "steps" or run.task not in (None, "train")]
+    excluded = {f"strategy.{key}" for key in STRATEGY} | {f"training.{key}" for key in speedless}
+    return {key: value for key, value in flatten(config).items() if key not in excluded}
+
+
+def titles_of_work(runs: Sequence[RecordedRun], *, with_batch: bool = True) -> list[str]:
+    """What differs between runs of different work: `task=infer`, `layers=12, width=768`.
+
+    `with_batch`: whether another global batch is other work.
+    """
+    works = [
+        {
+            key: value
+            for key, value in flatten(run.config or {}).items()
+            if key.partition(".")[0] in ("task", "model", "data")
+            or (with_batch and key == "training.global_batch_size")
+        }
+        for run in runs
+    ]
+    keys = dict.fromkeys(key for work in works for key in work)
+    differing = [key for key in keys if len({spell(work.get(key)) for work in works}) > 1]
+    titles = []
+    for work in works:
+        texts = list(_spelled({key: work[key] for key in differing if key in work}))
+        more = f" and {len(texts) - MOST_OPTIONS} more" if len(texts) > MOST_OPTIONS else ""
+        titles.append(printable(", ".join(texts[:MOST_OPTIONS]) + more))
+    return titles
+
+
+def legend(labels: Iterable[Sequence[str]], *, room: int = ROOM) -> list[str]:
+    """The texts of a legend: of each label the parts that not all have, cut to `room` and still different."""
+    words = [tuple(label) for label in labels]
+    common = set.intersection(*map(set, words)) if len(words) > 1 else set()
+    distinct = [[word for word in label if word not in common] for label in words]
+    texts = [", ".join(label) for label in (distinct if all(distinct) else words)]
+    for cut in (_cut_end, _cut_start):
+        shown = [cut(text, room) for text in texts]
+        if len(set(shown)) == len(set(texts)):
+            return shown
+    return [f"{_cut_end(text, room - 5)} ({number})" for number, text in enumerate(texts, start=1)]
+
+
+def _cut_end(text: str, room: int) -> str:
+    return text if len(text) <= room else f"{text[: room - 1]}…"
+
+
+def _cut_start(text: str, room: int) -> str:
+    return text if len(text) <= room else f"…{text[1 - room :]}"

@@ -1,0 +1,99 @@
+"""Attention with a bias and a mask of keys, against the formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpc_parallel.models.attention import Attention, CausalAttention, FullAttention
+from hpc_parallel.strategies.cache import CachedAttention, Past
+
+BATCH, HEADS, KV_HEADS, LENGTH, WIDTH = 2, 4, 2, 6, 3
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def slopes() -> Tensor:
+    return torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
+
+
+def alibi(queries: Tensor, keys: Tensor) -> Tensor:
+    """-slope x distance (Press et al. 2022)."""
+    return -slopes()[:, None, None] * (queries[:, None] - keys).abs()
+
+
+def by_the_formula(query: Tensor, key: Tensor, value: Tensor, *, kept: Tensor, causal: bool) -> Tensor:
+    """Query by query, over the keys that it sees."""
+    output = torch.zeros_like(query)
+    for sample in range(BATCH):
+        for head in range(HEADS):
+            for place in range(LENGTH):
+                seen = [k for k in range(LENGTH) if kept[sample, k] and (k <= place or not causal)]
+                if not seen:
+                    continue
+                keys, values = (x[sample, head // (HEADS // KV_HEADS), seen] for x in (key, value))
+                scores = keys @ query[sample, head, place] / WIDTH**0.5
+                scores -= slopes()[head] * torch.tensor([abs(place - k) for k in seen], dtype=torch.float64)
+                output[sample, head, place] = scores.softmax(0) @ values
+    return output
+
+
+@pytest.fixture
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    return drawn(BATCH, HEADS, LENGTH, WIDTH), *(
+        drawn(BATCH, KV_HEADS, LENGTH, WIDTH + n)[..., :WIDTH] for n in (0, 1)
+    )
+
+
+@pytest.fixture
+def kept() -> Tensor:
+    """Padding on the left of one sample and on the right of the other."""
+    return torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]], dtype=torch.bool)
+
+
+@pytest.mark.parametrize("attention", [CausalAttention(), FullAttention()])
+def test_a_bias_and_a_mask_follow_the_formula(
+    attention: Attention, inputs: tuple[Tensor, Tensor, Tensor], kept: Tensor
+) -> None:
+    output = attention(*inputs, bias=alibi, key_mask=kept)
+    expected = by_the_formula(*inputs, kept=kept, causal=attention.causal)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+    if attention.causal:
+        assert not output[0, :, :2].any()  # they see no key
+
+
+def test_a_bias_of_nothing_changes_nothing(inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+    plain = CausalAttention()(*inputs)
+    zero = CausalAttention()(*inputs, bias=lambda q, k: torch.zeros(1, len(q), len(k)))
+    masked = CausalAttention()(*inputs, key_mask=torch.ones(BATCH, LENGTH, dtype=torch.bool))
+    torch.testing.assert_close(zero, plain, rtol=0, atol=1e-12)
+    torch.testing.assert_close(masked, plain, rtol=0, atol=1e-12)
+
+
+def test_a_cache_continues_with_the_bias_and_the_mask(
+    inputs: tuple[Tensor, Tensor, Tensor], kept: Tensor
+) -> None:
+    """A prompt of three positions, then one at a time."""
+    past = Past()
+    cached = CachedAttention(past, length=LENGTH)
+    outputs = []
+    for start, end in ((0, 3), (3, 4), (4, 5), (5, 6)):
+        part = [x[:, :, start:end] for x in inputs]
+        outputs.append(cached(*part, bias=alibi, key_mask=kept[:, start:end]))
+        past.grow(end - start)
+    expected = by_the_formula(*inputs, kept=kept, causal=True)
+    torch.testing.assert_close(torch.cat(outputs, dim=2), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(HEADS // 2, LENGTH, LENGTH), (LENGTH, LENGTH), (1, LENGTH, 1)])
+def test_a_bias_of_another_shape_is_refused(
+    shape: tuple[int, ...], inputs: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """Also one that would broadcast: a device of strategy.tensor has fewer heads than the bias."""
+    with pytest.raises(
+        ValueError, match=r"The bias of an attention has the shape .* needs strategy.tensor=1"
+    ):
+        CausalAttention()(*inputs, bias=lambda q, k: torch.zeros(shape))
