@@ -116,7 +116,7 @@ def _used_again(model: LayeredModel, sample_shape: tuple[int, ...] | None) -> st
     calls = {} if sample_shape is None else dry_pass(model, sample_shape=sample_shape).inputs
     for name, module in model.named_modules():
         if len(calls.get(name, [])) > 1 and any(True for _ in module.parameters(recurse=False)):
-            return name
+            return str(name)
     return None
 
 
