@@ -123,9 +123,8 @@ def sometimes_used(run: SmallRun, model: LayeredModel) -> list[str]:
     model.train()
     schedule = Accumulate(model, model=model, loss=model.loss, terms=LossTerms(model), microbatches=1)
     used: list[set[str]] = []
-    for rows in (
-        run.all_rows(0).unflatten(0, (run.microbatches, -1, run.distinct)).transpose(1, 2).flatten(0, 1)
-    ):
+    for row in run.all_rows(0):
+        rows = row.repeat(2)  # BatchNorm can't train on a single sample
         schedule.train(*run.samples(rows))
         used.append({name for name, weight in model.named_parameters() if weight.grad is not None})
         for weight in model.parameters():
