@@ -311,3 +311,42 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.logits(self.norm(x))  # type: ignore[no-any-return]
+
+
+CHOICES_OF_ROWS: dict[str, tuple[Any, ...]] = {
+    "blocks": (2, 3, 4),
+    "norm": ("batch", "layer", "no"),
+    "dropout": (False, True),
+    "shared": (False, False, True),
+    "unused": (False, True),
+}
+"""The values of each argument of `RandomRows`."""
+RIGHT_ROWS = {"blocks": 2, "norm": "batch", "dropout": True, "shared": False, "unused": True}
+
+
+class RandomRows(LayeredModel):
+    """Rows [batch, 7] of a table, which have no sequence, -> classes; `spec` has a value of each choice."""
+
+    tensor_roles: ClassVar[dict[str, str]] = {"stem": "alike", "blocks.*": "alike", "head": "classes"}
+
+    def __init__(self, *, spec: dict[str, Any], width: int = 12) -> None:
+        blocks = [RowBlock(width, spec) for _ in range(spec["blocks"])]
+        if spec["shared"]:
+            blocks = blocks[:1] * len(blocks)
+        super().__init__(stem=nn.Linear(7, width), blocks=blocks, head=nn.Linear(width, 4))
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, reduction="sum")
+
+
+class RowBlock(nn.Module):
+    def __init__(self, width: int, spec: dict[str, Any]) -> None:
+        super().__init__()
+        norms = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm, "no": nn.Identity}
+        self.norm, self.linear = norms[spec["norm"]](width), nn.Linear(width, width)
+        self.drop = nn.Dropout(RATE if spec["dropout"] else 0.0)
+        if spec["unused"]:
+            self.unused = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(F.gelu(self.linear(self.norm(x))))  # type: ignore[no-any-return]

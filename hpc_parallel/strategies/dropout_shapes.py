@@ -108,7 +108,7 @@ def find_problems(
         return
     shapes = {} if shown.error is not None else whole_shapes(model, sample_shape=sample_shape)
     for name, module in dropouts(model):
-        if name in shapes:
+        if name in shapes or (shown.error is None and name not in shown.inputs):  # known, or never called
             continue
         reason = f"{label}.{name} is {module}, and which elements of a sample it gets is not known"
         if shown.error is not None:

@@ -114,9 +114,10 @@ def _used_again(model: LayeredModel, sample_shape: tuple[int, ...] | None) -> st
     if pairs := _within(model):
         return pairs[0][1]
     calls = {} if sample_shape is None else dry_pass(model, sample_shape=sample_shape).inputs
+    name: str
     for name, module in model.named_modules():
         if len(calls.get(name, [])) > 1 and any(True for _ in module.parameters(recurse=False)):
-            return name
+            return str(name)
     return None
 
 

@@ -117,6 +117,22 @@ def on_one_device(run: SmallRun, model: LayeredModel) -> Reference:
     return _train_alone(run, model)
 
 
+def sometimes_used(run: SmallRun, model: LayeredModel) -> list[str]:
+    """The weights of `model`, on meta, that get a gradient from some samples and not from others."""
+    materialise(model, seed=run.config.seed, device=run.device, dtype=torch.float64)
+    model.train()
+    schedule = Accumulate(model, model=model, loss=model.loss, terms=LossTerms(model), microbatches=1)
+    used: list[set[str]] = []
+    for row in run.all_rows(0):
+        rows = row.repeat(2)  # BatchNorm can't train on a single sample
+        schedule.train(*run.samples(rows))
+        used.append({name for name, weight in model.named_parameters() if weight.grad is not None})
+        for weight in model.parameters():
+            weight.grad = None
+    some = set().union(*used) - used[0].intersection(*used)
+    return [name for name, _ in model.named_parameters() if name in some]
+
+
 def _train_alone(run: SmallRun, model: LayeredModel) -> Reference:
     schedule = Accumulate(
         model, model=model, loss=model.loss, terms=LossTerms(model), microbatches=run.microbatches

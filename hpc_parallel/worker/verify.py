@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_parallel.config.layout import layout_of
+from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.data.sampler import Data
 from hpc_parallel.models.layered import STATISTICS, LayeredModel
@@ -28,7 +29,7 @@ from hpc_parallel.user_code import UserCodeError, described
 from hpc_parallel.worker.loss_check import check_loss
 from hpc_parallel.worker.proof_key import proof_key
 from hpc_parallel.worker.small_model import SmallRun, build_small
-from hpc_parallel.worker.small_results import BUFFER, Results, on_layout, on_one_device
+from hpc_parallel.worker.small_results import BUFFER, Results, on_layout, on_one_device, sometimes_used
 
 OWN_SHARE = 1e-5  # of a gradient's own norm: far above float64's rounding, far below a wrong layout
 # Of the entire gradient's norm: one that is zero in exact arithmetic is noise, of float64 or of float32.
@@ -114,6 +115,7 @@ def compare(run: SmallRun, *, model: LayeredModel, groups: Groups) -> float:
         if not as_random:
             _say(f"{_name(config)} starts with its own weights here: with random ones, it is not finite")
             reference = on_one_device(run, build_small(config, as_random=False))
+        _require_gradients(run, build_small(config, as_random=as_random))
         try:
             small = build_small(config, as_random=as_random)
             result = on_layout(run, small, groups=groups, reference=reference)
@@ -144,6 +146,18 @@ def compare(run: SmallRun, *, model: LayeredModel, groups: Groups) -> float:
             "microbatch: results depend on their number."
         )
     return OWN_SHARE * max(differences.values(), default=0.0)
+
+
+def _require_gradients(run: SmallRun, model: LayeredModel) -> None:
+    """Some techniques wait for the same gradients on every rank. `model`: on meta."""
+    splits = schedule_of(run.config.strategy).splits_backward and run.layout.averaged > 1
+    trains = run.config.task.name == "train"
+    if trains and (run.layout.by_fully_shard or splits) and (names := sometimes_used(run, model)):
+        raise ConfigError([
+            f"{_name(run.config)} uses {names[0]} for some samples only, and {run.layout} waits for its "
+            "gradient on every device. Use it for all samples (times zero where it should not count), or "
+            "strategy=data."
+        ])  # fmt: skip
 
 
 def _advice(config: RunConfig) -> str:

@@ -17,7 +17,7 @@ from hpc_parallel.config.layout import layout_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import ConfigError, spell
 from tests.parity import in_full, largest_difference
-from tests.random_models import CHOICES, RIGHT
+from tests.random_models import CHOICES, CHOICES_OF_ROWS, RIGHT, RIGHT_ROWS
 from tests.workers import Workers, do_here, train_here
 
 LAYOUTS = (
@@ -43,7 +43,27 @@ COMMON = (
     "training.measure_steps=0", "training.global_batch_size=8", "training.precision=float64",
     "data.sequence_length=32", "data.max_bytes=100000",
 )  # fmt: skip
-SPECS = st.fixed_dictionaries({key: st.sampled_from(values) for key, values in CHOICES.items()})
+ROWS = (
+    "data=dataset", "data.dataset._target_=tests.datasets.Table", "~model",
+    "+model._target_=tests.random_models.RandomRows",
+    *(word for word in COMMON if not word.startswith(("model", "data"))),
+)  # fmt: skip
+LAYOUTS_OF_ROWS = (
+    "strategy=data nodes=2 training.microbatch_size=2",
+    "strategy=fsdp nodes=2",
+    "strategy=hsdp nodes=2 gpus_per_node=2",
+    "strategy=parameter_server nodes=3 strategy.dedicated_server=true",
+    "strategy=pipeline nodes=2 strategy.microbatches=2",
+    "strategy=tensor nodes=2",
+)
+
+
+def specs(choices: dict[str, tuple[Any, ...]]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({key: st.sampled_from(values) for key, values in choices.items()})
+
+
+TEXT_CASES = st.tuples(specs(CHOICES), st.sampled_from(LAYOUTS))
+ROW_CASES = st.tuples(specs(CHOICES_OF_ROWS), st.sampled_from(LAYOUTS_OF_ROWS))
 EQUAL = "equal"
 
 Try = Callable[[dict[str, Any], str], str]
@@ -54,7 +74,7 @@ def attempt(workers: Workers, tmp_path: Path) -> Try:
     """Trains a model on a layout: EQUAL, or the reason why it was refused. Fails if it trains otherwise."""
 
     def attempt(spec: dict[str, Any], layout: str) -> str:
-        words = (*COMMON, f"+model.spec={spell(spec)}")
+        words = (*(COMMON if spec.keys() == RIGHT.keys() else ROWS), f"+model.spec={spell(spec)}")
         run = workers.prepare(*words, *layout.split())
         reasons = workers.run(run.processes, train_or_refuse, str(run.folder.path), str(tmp_path / "cache"))
         if any(reasons):
@@ -70,8 +90,8 @@ def attempt(workers: Workers, tmp_path: Path) -> Try:
 
 
 def alike_batches(config: RunConfig, spec: dict[str, Any]) -> tuple[str, ...]:
-    """A state is written once for each microbatch, so one device has as many; other models need not."""
-    if spec["state"] == "no":
+    """States and BatchNorm's moments depend on microbatches, so one device has as many; others need not."""
+    if spec.get("state", "no") == "no" and spec["norm"] != "batch":
         return ()
     count = batch_of(config, layout_of(config.strategy, devices=config.devices)).microbatches
     return (f"training.microbatch_size={config.training.global_batch_size // count}",)
@@ -111,6 +131,10 @@ CASES = {
         {"state": "mean"}, "strategy=data nodes=2",
         "buffer blocks.0.state.seen, which the forward pass writes: off by",
     ),
+    "a weight that some samples use": (
+        {"unused": "some", "dropout": "no"}, "strategy=fsdp nodes=2",
+        "RandomModel uses blocks.0.unused.weight for some samples only, and shard 2 waits for its gradient",
+    ),
 }  # fmt: skip
 
 
@@ -118,6 +142,7 @@ FIRST = (
     "positions counted otherwise",
     "positions mixed behind a gate of zero",
     "a buffer that ranks write differently",
+    "a weight that some samples use",
 )
 
 
@@ -133,8 +158,12 @@ def test_a_wrong_model_is_refused(attempt: Try, case: str) -> None:
         ({"attention": "fused", "gate": "zero"}, "strategy=tensor nodes=2"),
         ({"state": "count", "unused": True}, "strategy=data nodes=2"),
         ({"feed": "normed"}, "strategy=tensor nodes=2"),
-        ({"feed": "normed"}, "strategy=tensor nodes=2 strategy.sequence_parallel=false"),
         ({"feed": "conv", "gate": "zero"}, "strategy=tensor nodes=2 strategy.sequence_parallel=false"),
+        ({"shared": "blocks", "dropout": "no"}, "strategy=fsdp nodes=2 training.microbatch_size=2"),
+        (
+            {"shared": "pairs", "layers": 4, "dropout": "no"},
+            "strategy=pipeline nodes=2 strategy.microbatches=2",
+        ),
         (
             {"feed": "gains", "roles": "alike"},
             "strategy=tensor nodes=2 strategy.sequence_parallel=false training.microbatch_size=2",
@@ -142,6 +171,12 @@ def test_a_wrong_model_is_refused(attempt: Try, case: str) -> None:
         *in_full(
             [
                 ({}, "strategy=context nodes=2"),
+                ({"unused": "some", "dropout": "no"}, "strategy=data nodes=2 training.microbatch_size=1"),
+                ({"unused": "some", "dropout": "no"}, "strategy=parameter_server nodes=3"),
+                ({"feed": "mixture"}, "strategy=tensor nodes=2 strategy.sequence_parallel=false"),
+                ({"shared": "linear"}, "strategy=fsdp nodes=2 gpus_per_node=2 strategy.tensor=2"),
+                ({"shared": "weight"}, "strategy=tensor nodes=2"),
+                ({"shared": "mix"}, "strategy=context nodes=2"),
                 ({"attention": "fused"}, "strategy=fsdp nodes=2 gpus_per_node=2 strategy.tensor=2"),
                 ({}, "strategy=parameter_server nodes=3"),
                 ({}, "strategy=dataparallel gpus_per_node=2"),
@@ -151,6 +186,47 @@ def test_a_wrong_model_is_refused(attempt: Try, case: str) -> None:
 )
 def test_a_right_model_equals_one_device(attempt: Try, spec: dict[str, Any], layout: str) -> None:
     assert attempt({**RIGHT, **spec}, layout) == EQUAL
+
+
+@pytest.mark.parametrize(
+    ("spec", "layout"),
+    [
+        ({}, "strategy=pipeline nodes=2 strategy.microbatches=2"),
+        *in_full(({"norm": norm}, layout) for norm in ("batch", "layer") for layout in LAYOUTS_OF_ROWS),
+        *in_full([({"shared": True, "dropout": False}, "strategy=fsdp nodes=2")]),
+    ],
+)
+def test_a_model_of_rows_equals_one_device(attempt: Try, spec: dict[str, Any], layout: str) -> None:
+    assert attempt({**RIGHT_ROWS, **spec}, layout) == EQUAL
+
+
+ZERO_BUBBLE = "strategy.schedule=interleaved_zero_bubble strategy.stages_per_rank=1 strategy.microbatches=4"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "strategy=pipeline nodes=2 strategy.microbatches=2",
+        *in_full(
+            [
+                (f"strategy=pipeline nodes=4 strategy.pipeline=2 strategy.replicate=2 {ZERO_BUBBLE}",),
+                ("strategy=pipeline nodes=4 strategy.pipeline=2 strategy.shard=2 strategy.microbatches=2",),
+                ("strategy=tensor nodes=2",),
+                ("strategy=context nodes=2",),
+                ("strategy=fsdp nodes=2 gpus_per_node=2 strategy.tensor=2",),
+            ]
+        ),
+    ],
+)
+def test_a_weight_that_the_loss_does_not_use_stays(workers: Workers, layout: str) -> None:
+    """Without gradient, not with one of zero, by which weight decay would change it."""
+    words = (*COMMON, "optimizer.weight_decay=0.5", f"+model.spec={spell({**RIGHT, 'unused': True})}")
+    alone = workers.train("strategy=single", *words)
+    split = workers.train(*layout.split(), *words)
+    names = [name for name in alone.weights if ".unused." in name]
+    assert len(names) == 4
+    assert split.gradients.keys() == alone.gradients.keys() == alone.weights.keys() - set(names)
+    assert all(split.weights[name].equal(alone.weights[name]) for name in names)
 
 
 @pytest.mark.parametrize(
@@ -213,9 +289,9 @@ def test_no_random_model_trains_wrong(attempt: Try) -> None:
         max_examples=200, deadline=None, database=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
-    @given(spec=SPECS, layout=st.sampled_from(LAYOUTS))
-    def search(spec: dict[str, Any], layout: str) -> None:
-        counts[attempt(spec, layout).partition(":")[0]] += 1
+    @given(case=TEXT_CASES | TEXT_CASES | TEXT_CASES | ROW_CASES)
+    def search(case: tuple[dict[str, Any], str]) -> None:
+        counts[attempt(*case).partition(":")[0]] += 1
         print(counts.total(), dict(counts), flush=True)
 
     search()

@@ -113,15 +113,14 @@ class Odd(nn.Module):
         (lambda m, x: m.drop(m.drop(x)), "Tokens.blocks.0.drop is Dropout(p=0.5, inplace=False), and which"),
         (lambda m, x: m.drop(x.transpose(0, 1)).transpose(0, 1), "Tokens.blocks.0.drop is Dropout(p=0.5"),
         (lambda m, x: F.scaled_dot_product_attention(x, x, x), None),
+        (lambda m, x: x + 1, None),
     ],
-    ids=["functional", "attention", "twice", "samples are not first", "attention without"],
+    ids=["functional", "attention", "twice", "samples are not first", "attention without", "never called"],
 )
 def test_what_is_refused(forward: Callable[[nn.Module, Tensor], Tensor], problem: str | None) -> None:
     with torch.device("meta"):
         model = Tokens(layers=1, width=8, rate=0.0)
         model.blocks["0"] = Odd(forward)
-        if problem is None:
-            model.blocks["0"].drop = None
     found = [str(text) for text in find_problems(model, sample_shape=(20,))]
     assert [text[: len(problem or "")] for text in found] == ([problem] if problem else [])
     assert all(text.endswith("or strategy.verify=never.") for text in found)
