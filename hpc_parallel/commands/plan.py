@@ -1,8 +1,12 @@
-"""`python -m hpc_parallel plan --table FILE --output OUT hardware=NAME`: plan the time of training steps.
+"""`python -m hpc_parallel plan hardware=NAME [OVERRIDES]`: plan the time of training steps, without a job.
 
-The table is CSV with the columns gpus, global_batch, micro_batch, hidden, heads, layers, sequence, tensor,
-data and pipeline; OUT has the same rows with `planned_ms`. `--explain ROW` prints the numbers of one row,
-from 1, with their formulas. Exit codes: 0 done, 1 OUT can't be written, 2 the table or the command is wrong.
+    python -m hpc_parallel plan strategy=fsdp model=8b nodes=8 gpus_per_node=8 hardware=b200_node8_3200gbit
+    python -m hpc_parallel plan --table iterations.csv --output planned.csv hardware=a100_80gb_node8_800gbit
+
+The overrides are those of a run. A table is CSV with the columns gpus, global_batch, micro_batch, hidden,
+heads, layers, sequence, tensor, data and pipeline; the output has the same rows with `planned_ms`.
+`--explain` prints all numbers with their formulas. Exit codes: 0 done, 1 the output can't be written, 2 the
+configuration, the table or the command is wrong.
 """
 
 from __future__ import annotations
@@ -23,17 +27,40 @@ from hpc_parallel.shell import complain, refuse
 from hpc_parallel.terminal import say
 
 HARDWARE = "hardware="
+TOKENS = 1e12
 _T = TypeVar("_T")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Plan a table; returns the exit code. Nothing is written unless it returns 0."""
-    options, words = _parser().parse_known_intermixed_args(list(arguments))
-    words = [*options.overrides, *words]
+    """Plan a configuration or a table; returns the exit code. Nothing is written unless it returns 0."""
+    options = _parser().parse_intermixed_args(list(arguments))
     try:
-        return _plan_table(options, words)
+        if options.table is not None:
+            return _plan_table(options, options.overrides)
+        return _plan_run(options, options.overrides)
     except ConfigError as error:
         return refuse(error.problems)
+
+
+def _plan_run(options: argparse.Namespace, words: Sequence[str]) -> int:
+    problems: list[Problem | str] = []
+    if options.output is not None:
+        problems.append("--output is for the rows of a table. Try it with --table iterations.csv.")
+    if not 0 < options.tokens < float("inf"):
+        problems.append(f"--tokens {options.tokens:g} is not a positive number. Try --tokens {TOKENS:g}.")
+    chosen = [word for word in words if word.startswith(HARDWARE)]
+    overrides = [word for word in words if word not in chosen]
+    hardware = _read(lambda: hardware_of(words, user_folder=options.config_dir), problems)
+    if problems or hardware is None:
+        raise ConfigError(problems)
+    from hpc_parallel.commands.plan_run import planned_run, report
+
+    name = chosen[-1].removeprefix(HARDWARE)
+    config, work, step = planned_run(overrides, hardware=hardware, name=name, user_folder=options.config_dir)
+    if options.explain is not None:
+        say(*explanation(step, hardware))
+    say(*report(config, work, step, hardware=hardware, tokens=options.tokens))
+    return DONE
 
 
 def _plan_table(options: argparse.Namespace, words: Sequence[str]) -> int:
@@ -60,8 +87,6 @@ def _option_problems(options: argparse.Namespace, words: Sequence[str]) -> Itera
     for word in words:
         if not word.startswith(HARDWARE):
             yield f"{word}: a plan of a table takes {HARDWARE}NAME only. Try it without {word}."
-    if options.table is None:
-        yield "--table is missing. Try --table iterations.csv."
     if options.output is None and options.explain is None:
         yield "--output is missing. Try --output planned.csv, or --explain 1."
     if options.output is None:
@@ -120,6 +145,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--table", type=Path, help="a CSV of iterations")
     parser.add_argument("--output", type=Path, help=f"the CSV to write, with {PLANNED}")
-    parser.add_argument("--explain", type=int, metavar="ROW", help="print the numbers of a row with formulas")
+    parser.add_argument(
+        "--explain",
+        type=int,
+        nargs="?",
+        const=1,
+        metavar="ROW",
+        help="print all numbers (of a row) with formulas",
+    )
+    parser.add_argument(
+        "--tokens", type=float, default=TOKENS, help="tokens of the training (default %(default)g)"
+    )
     parser.add_argument("--config-dir", type=Path, help="a folder whose hardware/ has files of your own")
     return parser

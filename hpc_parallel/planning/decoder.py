@@ -13,6 +13,7 @@ SPLIT_BYTES = 28  # of a device's part: the activation (16 at four times the wid
 SCORE_BYTES = 9  # of a score: scaled softmax (4), dropout and its mask (5)
 UNFUSED_BYTES = 24  # more for a score if scale, mask and softmax in float32 are kernels of their own
 EMBEDDING_BYTES = (8, 12)  # of a token's width, forward and backward
+SCORES = "scores"  # a flash kernel does not keep them for the backward pass
 LOSS_FORWARD = 0.6  # the share of the loss's traffic
 
 
@@ -42,10 +43,19 @@ class Decoder:
         return self.vocabulary * self.dim
 
     @property
+    def block_flops(self) -> float:
+        """Of one sample in a block, as `models/language.py` counts them: weights, and all scores."""
+        return 2 * self.sequence * self.block_weights + 4 * self.sequence**2 * self.dim
+
+    @property
+    def head_flops(self) -> float:
+        """Of one sample's logits."""
+        return 2 * self.sequence * self.end_weights
+
+    @property
     def forward_flops(self) -> float:
-        """Of one sample, as `models/language.py` counts them: weights, and scores without a mask."""
-        weights = self.layers * self.block_weights + self.end_weights
-        return 2 * self.sequence * weights + 4 * self.layers * self.sequence**2 * self.dim
+        """Of one sample in the whole model."""
+        return self.layers * self.block_flops + self.head_flops
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,7 @@ class Share:
         flash, seq = decoder.flash, decoder.sequence
         return [
             Product("queries, keys, values", tokens, (dim + 2 * decoder.kv_heads * width) / tensor, dim),
-            Product("scores", seq, seq, width, batch=head_batch, in_cache=flash),
+            Product(SCORES, seq, seq, width, batch=head_batch, in_cache=flash),
             Product("weighted values", seq, width, seq, batch=head_batch, in_cache=flash),
             Product("attention output", tokens, dim, dim / tensor),
             Product("feed-forward up", tokens, (decoder.ffn_matrices - 1) * columns, dim),
@@ -91,7 +101,14 @@ class Share:
             Move("softmax", score_bytes * scores * self.traffic.attention, kernels=3),
         ]
 
-    def block_gradients(self) -> Move:
+    def block_backward(self) -> list[Operation]:
+        """The backward pass of one block, without what `training.activation_checkpointing` computes again."""
+        forward = self.block()
+        again = [one for one in forward if isinstance(one, Product) and one.name == SCORES and one.in_cache]
+        gradients = [gradient for one in forward for gradient in one.backward()]
+        return [*again, *gradients, self._block_gradients()]
+
+    def _block_gradients(self) -> Move:
         """Add the gradients of one block's weights to those of earlier microbatches."""
         weights = self.decoder.block_weights / self.tensor
         return Move("sum of gradients", GRADIENT_BYTES * weights, kernels=20)

@@ -19,6 +19,7 @@ from hpc_parallel.planning.hardware import hardware_names, read_hardware
 from hpc_parallel.planning.iteration_table import plan_row, read_table
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, Pipeline, orders
 from hpc_parallel.planning.pipeline_times import simulate
+from hpc_parallel.planning.step_time import stage_blocks
 from tests.benchmarks.calibrate_plan import FOLDERS, NAME, TABLE, errors, good_choices, sample
 
 ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv", "dualpipev")
@@ -142,7 +143,15 @@ def test_all_problems_of_a_table_at_once(tmp_path: Path, capsys: pytest.CaptureF
     table.write_text(
         f"{header}\n8,16,1,1024,16,12,1024,2,2,1\nx,8,3,1024,16,12,1024,1,2,1\n2,8,3,1024,16,12,9,1,2,1\n"
     )
-    words = ["plan", "--table", str(table), "--output", str(tmp_path / "out.csv"), "hardware=a100", "nodes=2"]
+    words = [
+        "plan",
+        "--table",
+        str(table),
+        "--output",
+        str(tmp_path / "out.csv"),
+        "hardware=a100_80gb",
+        "nodes=2",
+    ]
     assert command(words) == 2
     message = capsys.readouterr().err
     for text in (
@@ -161,3 +170,71 @@ def test_hardware_files_are_complete(name: str) -> None:
     hardware = read_hardware(name, folders=FOLDERS)
     assert hardware.products.peak_share < 1
     assert hardware.device.peak_flops
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
+    """The figures of a plan by their names."""
+    assert command(["plan", f"hardware={NAME}", "data.sequence_length=1024", *words]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    return dict((part.strip() for part in line.split("  ", maxsplit=1)) for line in lines)
+
+
+def test_figures_of_a_configuration_fit_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("strategy=data", "model=124m", "gpus_per_node=8", "training.global_batch_size=64")
+    figures = planned(capsys, *words, "--tokens", "1e9")
+    step_s = float(figures["step time"].removesuffix(" s"))
+    tokens_per_s = float(figures["tokens/s"].replace(",", ""))
+    assert tokens_per_s == pytest.approx(64 * 1024 / step_s, rel=1e-3)
+    # 12 blocks of 4 x 768^2 + 3 x 768 x 2048 weights and a head of 50257 x 768; scores: 4 x 1024 x 768
+    weights = 12 * (4 * 768**2 + 3 * 768 * 2048) + 50257 * 768
+    flops = 3 * (2 * weights + 12 * 4 * 1024 * 768) * tokens_per_s
+    assert float(figures["model FLOP utilisation"].removesuffix(" %")) == pytest.approx(
+        100 * flops / (8 * 312e12), abs=0.06
+    )
+    hours = float(
+        figures["to 1e+09 tokens"].partition(", ")[2].removesuffix(" device-hours").replace(",", "")
+    )
+    assert hours == pytest.approx(8 * 1e9 / tokens_per_s / 3600, abs=0.51)
+    assert figures["bubble"] == "0.0 %"
+
+
+def test_layouts_change_a_plan_as_they_must(capsys: pytest.CaptureFixture[str]) -> None:
+    def step_s(*words: str) -> float:
+        figures = planned(capsys, "model=1b", "training.global_batch_size=64", *words)
+        return float(figures["step time"].removesuffix(" s"))
+
+    one = step_s("strategy=data", "gpus_per_node=1", "training.microbatch_size=4")
+    eight = step_s("strategy=data", "gpus_per_node=8", "training.microbatch_size=4")
+    assert one / 8 < eight < one / 6
+    recomputed = step_s(
+        "strategy=data",
+        "gpus_per_node=8",
+        "training.microbatch_size=4",
+        "training.activation_checkpointing=full",
+    )
+    assert 1.15 * eight < recomputed < 1.4 * eight
+    few = step_s("strategy=pipeline", "gpus_per_node=4", "strategy.microbatches=4")
+    many = step_s("strategy=pipeline", "gpus_per_node=4", "strategy.microbatches=16")
+    assert many < few
+    inside = step_s("strategy=tensor", "gpus_per_node=8")
+    across = step_s("strategy=tensor", "gpus_per_node=4", "nodes=2", "strategy.tensor=8")
+    assert across > 1.1 * inside
+
+
+def test_what_is_not_planned_is_refused_together(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", f"hardware={NAME}", "strategy=context", "gpus_per_node=16", "task=infer", "model=1b"]
+    assert command(words) == 2
+    message = capsys.readouterr().err
+    assert "task = infer is not planned, only training is. Try task=train." in message
+    assert "strategy.context = 16 is not planned yet. Try strategy.context=1." in message
+    assert "gpus_per_node = 16 is more than the hardware's 8. Try gpus_per_node=8." in message
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "head", "expected"),
+    [(8, 1, 5.0, [8]), (8, 4, 0.0, [2, 2, 2, 2]), (9, 4, 2.0, [3, 3, 2, 1]), (16, 4, 4.1, [5, 5, 5, 1])],
+)
+def test_the_stage_with_the_head_has_fewer_blocks(
+    layers: int, stages: int, head: float, expected: list[int]
+) -> None:
+    assert stage_blocks(layers, stages=stages, head=head) == expected
