@@ -59,7 +59,8 @@ def _plan_run(options: argparse.Namespace, words: Sequence[str]) -> int:
     config, work, step = planned_run(overrides, hardware=hardware, name=name, user_folder=options.config_dir)
     if options.explain is not None:
         say(*explanation(step, hardware))
-    say(*report(config, work, step, hardware=hardware, tokens=options.tokens))
+    explain = options.explain is not None
+    say(*report(config, (work, step), hardware=hardware, tokens=options.tokens, explain=explain))
     return DONE
 
 
@@ -140,9 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hpc_parallel plan", description="Plan the time of training steps, without a job."
     )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="hardware=NAME, a file of conf/hardware"
-    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="hardware=NAME, and keys of a run")
     parser.add_argument("--table", type=Path, help="a CSV of iterations")
     parser.add_argument("--output", type=Path, help=f"the CSV to write, with {PLANNED}")
     parser.add_argument(

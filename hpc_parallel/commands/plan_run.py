@@ -48,27 +48,37 @@ def planned_run(
 
 
 def report(
-    config: RunConfig, work: Work, step: StepTime, *, hardware: Hardware, tokens: float
+    config: RunConfig, plan: tuple[Work, StepTime], *, hardware: Hardware, tokens: float, explain: bool
 ) -> Iterator[str]:
-    """One figure a line, then what the plan assumes."""
+    """One figure a line, with its formula if `explain`; then what the plan assumes."""
+    work, step = plan
     layout = layout_of(config.strategy, devices=config.devices)
-    total_s, per_step = step.total_s, work.samples * work.decoder.sequence
-    flops = (1 + BACKWARD_COST) * work.decoder.forward_flops * work.samples
-    mfu = flops / (total_s * work.devices * hardware.device.peak_flops[work.precision])
-    training_s = tokens / per_step * total_s
     pipeline = f", {work.schedule}" if work.pipeline > 1 else ""
     yield f"{layout} on {work.devices} x {hardware.device.name}{pipeline}, {work.precision}"
     yield f"{work.data} replicas x {work.microbatches} microbatches x {work.microbatch_size} samples"
-    for label, value in (
-        ("step time", f"{total_s:.4g} s"),
-        ("tokens/s", f"{per_step / total_s:,.0f}"),
-        ("model FLOP utilisation", f"{100 * mfu:.1f} %"),
-        ("bubble", f"{100 * step.timeline.bubble_share:.1f} %"),
-        ("exposed communication", f"{100 * step.exposed_s / total_s:.1f} %"),
-        (
-            f"to {tokens:.3g} tokens",
-            f"{duration(training_s)}, {training_s * work.devices / 3600:,.0f} device-hours",
-        ),
-    ):
-        yield f"  {label:<24} {value}"
+    for label, value, formula in _figures(work, step, hardware=hardware, tokens=tokens):
+        yield f"  {label:<24} {value}" + f" = {formula}" * explain
     yield from assumptions(config, hardware)
+
+
+def _figures(
+    work: Work, step: StepTime, *, hardware: Hardware, tokens: float
+) -> Iterator[tuple[str, str, str]]:
+    """Label, value and formula."""
+    total_s, per_step, peak = step.total_s, work.samples * work.decoder.sequence, hardware.device.peak_flops
+    flops = (1 + BACKWARD_COST) * work.decoder.forward_flops * work.samples
+    rate = work.devices * peak[work.precision]
+    training_s, busy = tokens / per_step * total_s, step.timeline
+    hours = training_s * work.devices / 3600
+    ends = f"gradients {step.gradients_s:.4g} s + update {step.update_s:.4g} s"
+    yield "step time", f"{total_s:.4g} s", f"microbatches {busy.total_s:.4g} s + {ends}"
+    yield "tokens/s", f"{per_step / total_s:,.0f}", f"{per_step} tokens / {total_s:.4g} s"
+    text = f"{flops:.4g} FLOP / ({total_s:.4g} s x {rate:.4g} FLOP/s)"
+    yield "model FLOP utilisation", f"{100 * flops / (total_s * rate):.1f} %", text
+    ranks = len(busy.busy_s)
+    text = f"1 - {sum(busy.busy_s):.4g} s of {ranks} ranks / ({ranks} x {busy.total_s:.4g} s)"
+    yield "bubble", f"{100 * busy.bubble_share:.1f} %", text
+    text = f"{step.exposed_s:.4g} s of tensor sums, gathers and gradients / {total_s:.4g} s"
+    yield "exposed communication", f"{100 * step.exposed_s / total_s:.1f} %", text
+    text = f"{tokens:.4g} / {per_step} x {total_s:.4g} s, x {work.devices} devices"
+    yield f"to {tokens:.3g} tokens", f"{duration(training_s)}, {hours:,.0f} device-hours", text

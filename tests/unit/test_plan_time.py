@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import subprocess
 import sys
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,13 @@ def test_every_stage_runs_every_microbatch_once(schedule: str) -> None:
     expected = {(kind, stage, m) for kind in kinds for stage in range(pipeline.stages) for m in range(8)}
     assert set(actions) == expected
     assert len(actions) == len(expected)
+
+
+def test_a_stage_of_1f1b_keeps_as_many_microbatches_as_stages_follow() -> None:
+    for rank, order in enumerate(orders(Pipeline("1f1b", 4, 8))):
+        live = list(accumulate(1 if kind is FORWARD else -1 for kind, _, _ in order))
+        assert max(live) == 4 - rank  # Narayanan et al. 2021
+        assert live[-1] == 0
 
 
 @pytest.mark.parametrize(("pipeline", "replicate", "tensor"), [(2, 4, 2), (4, 2, 8), (1, 4, 16), (2, 8, 1)])
