@@ -34,6 +34,7 @@ COMMANDS = {
     "export": Command("hpc_parallel.commands.export", "write a checkpoint's weights to one safetensors file"),
     "init-cluster": Command("hpc_parallel.commands.init_cluster", "write a first profile of this cluster"),
     "check": Command("hpc_parallel.commands.check", "check the site and a configuration without a job"),
+    "plan": Command("hpc_parallel.commands.plan", "plan the time of training steps without a job"),
     "tokenize": Command("hpc_parallel.commands.tokenize", "convert texts to tokens for training"),
 }
 

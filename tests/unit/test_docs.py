@@ -111,6 +111,8 @@ def test_a_command_is_accepted(
         code = composes(words[3:])
     elif words[:3] == ["python", "-m", "hpc_parallel"] and words[3] in ("run", "check", "parity"):
         code = command([*words[3:], "dry_run=true"]) if words[3] == "parity" else composes(words[4:])
+    elif words[:4] == ["python", "-m", "hpc_parallel", "plan"]:
+        code = command(words[3:])  # it starts nothing
     elif words[:3] == ["python", "-m", "hpc_parallel"]:
         assert words[3] in COMMANDS
         parse_only(monkeypatch)

@@ -1,0 +1,159 @@
+"""`python -m hpc_parallel plan hardware=NAME [OVERRIDES]`: plan the time of training steps, without a job.
+
+    python -m hpc_parallel plan strategy=fsdp model=8b nodes=8 gpus_per_node=8 hardware=b200_node8_3200gbit
+    python -m hpc_parallel plan --table iterations.csv --output planned.csv hardware=a100_80gb_node8_800gbit
+
+The overrides are those of a run. A table is CSV with the columns gpus, global_batch, micro_batch, hidden,
+heads, layers, sequence, tensor, data and pipeline; the output has the same rows with `planned_ms`.
+`--explain` prints all numbers with their formulas. Exit codes: 0 done, 1 the output can't be written, 2 the
+configuration, the table or the command is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from hpc_parallel.config.compose import find_folder
+from hpc_parallel.exit_codes import DONE, FAILED
+from hpc_parallel.planning.hardware import Hardware, hardware_names, read_hardware
+from hpc_parallel.planning.iteration_table import PLANNED, plan_row, read_table, table_text, with_planned
+from hpc_parallel.planning.step_time import StepTime
+from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.record.safe_write import write_text
+from hpc_parallel.shell import complain, refuse
+from hpc_parallel.terminal import say
+
+HARDWARE = "hardware="
+TOKENS = 1e12
+_T = TypeVar("_T")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Plan a configuration or a table; returns the exit code. Nothing is written unless it returns 0."""
+    options = _parser().parse_intermixed_args(list(arguments))
+    try:
+        if options.table is not None:
+            return _plan_table(options, options.overrides)
+        return _plan_run(options, options.overrides)
+    except ConfigError as error:
+        return refuse(error.problems)
+
+
+def _plan_run(options: argparse.Namespace, words: Sequence[str]) -> int:
+    problems: list[Problem | str] = []
+    if options.output is not None:
+        problems.append("--output is for the rows of a table. Try it with --table iterations.csv.")
+    if not 0 < options.tokens < float("inf"):
+        problems.append(f"--tokens {options.tokens:g} is not a positive number. Try --tokens {TOKENS:g}.")
+    chosen = [word for word in words if word.startswith(HARDWARE)]
+    overrides = [word for word in words if word not in chosen]
+    hardware = _read(lambda: hardware_of(words, user_folder=options.config_dir), problems)
+    if problems or hardware is None:
+        raise ConfigError(problems)
+    from hpc_parallel.commands.plan_run import planned_run, report
+
+    name = chosen[-1].removeprefix(HARDWARE)
+    config, work, step = planned_run(overrides, hardware=hardware, name=name, user_folder=options.config_dir)
+    if options.explain is not None:
+        say(*explanation(step, hardware))
+    explain = options.explain is not None
+    say(*report(config, (work, step), hardware=hardware, tokens=options.tokens, explain=explain))
+    return DONE
+
+
+def _plan_table(options: argparse.Namespace, words: Sequence[str]) -> int:
+    problems: list[Problem | str] = list(_option_problems(options, words))
+    hardware = _read(lambda: hardware_of(words, user_folder=options.config_dir), problems)
+    rows = _read(lambda: read_table(options.table), problems) if options.table else None
+    if rows and options.explain is not None and not 1 <= options.explain <= len(rows):
+        problems.append(f"--explain {options.explain}: the table has rows 1 to {len(rows)}. Try --explain 1.")
+    if problems or hardware is None or rows is None:
+        raise ConfigError(problems)
+    if options.explain is not None:
+        say(*explanation(plan_row(rows[options.explain - 1], hardware), hardware))
+    if options.output is not None:
+        try:
+            write_text(options.output, table_text(with_planned(rows, hardware)), mode=0o666)
+        except OSError as error:
+            complain([f"{options.output} can't be written: {error.strerror or error}."])
+            return FAILED
+        say(f"{options.output}: {len(rows)} rows with {PLANNED}. {origin(hardware)}")
+    return DONE
+
+
+def _option_problems(options: argparse.Namespace, words: Sequence[str]) -> Iterator[str]:
+    for word in words:
+        if not word.startswith(HARDWARE):
+            yield f"{word}: a plan of a table takes {HARDWARE}NAME only. Try it without {word}."
+    if options.output is None and options.explain is None:
+        yield "--output is missing. Try --output planned.csv, or --explain 1."
+    if options.output is None:
+        return
+    if not options.output.parent.is_dir():
+        folder = options.output.parent
+        yield f"--output {options.output}: there is no folder {folder}. Try mkdir -p {folder}."
+    elif options.output.is_dir():
+        yield f"--output {options.output} is a folder. Try --output {options.output / 'planned.csv'}."
+
+
+def _read(read: Callable[[], _T], problems: list[Problem | str]) -> _T | None:
+    """What `read` returns; its problems are appended and it is None."""
+    try:
+        return read()
+    except ConfigError as error:
+        problems += error.problems
+        return None
+
+
+def hardware_of(words: Sequence[str], *, user_folder: Path | None) -> Hardware:
+    """The hardware that `hardware=NAME` chooses; the user's files come first. Raises ConfigError."""
+    folders = [folder / "hardware" for folder in (user_folder, find_folder("conf")) if folder is not None]
+    names = [word.removeprefix(HARDWARE) for word in words if word.startswith(HARDWARE)]
+    if not names:
+        choices = ", ".join(hardware_names(folders))
+        raise ConfigError([f"{HARDWARE}NAME is missing. Choose one of {choices}."])
+    return read_hardware(names[-1], folders=folders)
+
+
+def origin(hardware: Hardware) -> str:
+    """One sentence: where the coefficients come from."""
+    if hardware.calibration is None:
+        return (
+            "Not calibrated: shares of peaks and launch times are those of an A100, so expect larger errors."
+        )
+    return f"Calibrated: {hardware.calibration}."
+
+
+def explanation(step: StepTime, hardware: Hardware) -> Iterator[str]:
+    """Every number of a plan, its formula and inputs, then their sum."""
+    for term in step.terms:
+        yield f"{1e3 * term.seconds:12.4f} ms  {term.name} = {term.formula}"
+    parts = (step.timeline.total_s, step.gradients_s, step.update_s)
+    text = " + ".join(f"{1e3 * part:.4f}" for part in parts)
+    yield f"{1e3 * step.total_s:12.4f} ms  step = {text} (microbatches + gradients + update)"
+    yield origin(hardware)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hpc_parallel plan", description="Plan the time of training steps, without a job."
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="hardware=NAME, and keys of a run")
+    parser.add_argument("--table", type=Path, help="a CSV of iterations")
+    parser.add_argument("--output", type=Path, help=f"the CSV to write, with {PLANNED}")
+    parser.add_argument(
+        "--explain",
+        type=int,
+        nargs="?",
+        const=1,
+        metavar="ROW",
+        help="print all numbers (of a row) with formulas",
+    )
+    parser.add_argument(
+        "--tokens", type=float, default=TOKENS, help="tokens of the training (default %(default)g)"
+    )
+    parser.add_argument("--config-dir", type=Path, help="a folder whose hardware/ has files of your own")
+    return parser

@@ -1,0 +1,84 @@
+"""The plan of one configuration: its step time, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hpc_parallel.commands.run_rows import duration
+from hpc_parallel.config.checks.all_checks import find_problems
+from hpc_parallel.config.command_line import CommandLine
+from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.layout import layout_of
+from hpc_parallel.config.schema import RunConfig, register
+from hpc_parallel.config.sweep_compose import compose_run
+from hpc_parallel.launch.checked_run import reporting_all_problems
+from hpc_parallel.planning.hardware import Hardware
+from hpc_parallel.planning.run_work import assumptions, unplanned, work_of_run
+from hpc_parallel.planning.step_time import StepTime, Work, step_time
+from hpc_parallel.problems import ConfigError
+
+CPU = "cpu"  # the precisions of its plans are those of runs on CPUs
+BACKWARD_COST = (
+    2  # forward passes: so MFU counts three, whatever is computed again (PaLM, Chowdhery et al. 2022)
+)
+
+
+def planned_run(
+    words: Sequence[str], *, hardware: Hardware, name: str, user_folder: Path | None
+) -> tuple[RunConfig, Work, StepTime]:
+    """Compose, check and plan a configuration. Raises ConfigError with all problems."""
+    register()
+    kind = "cpu" if name == CPU else "cuda"
+    known = [f"device={kind}"] if not any(word.startswith("device=") for word in words) else []
+    flags = ["--config-dir", str(user_folder)] if user_folder is not None else []
+    line = CommandLine.parse([*flags, *words, *known])
+    if line.sweeps or line.explains:
+        raise ConfigError(["plan takes one configuration. Try it without -m and without flags of Hydra."])
+    with reporting_all_problems(line):
+        config, _ = resolve(compose_run(line.overrides, **line.places).config)
+        if problems := find_problems(config, line.overrides):
+            raise ConfigError(problems)
+        layout = layout_of(config.strategy, devices=config.devices)
+        if problems := list(unplanned(config, layout, hardware)):
+            raise ConfigError(problems)
+    work, node = work_of_run(config), replace(hardware.node, devices=config.gpus_per_node)
+    return config, work, step_time(work, replace(hardware, node=node))
+
+
+def report(
+    config: RunConfig, plan: tuple[Work, StepTime], *, hardware: Hardware, tokens: float, explain: bool
+) -> Iterator[str]:
+    """One figure a line, with its formula if `explain`; then what the plan assumes."""
+    work, step = plan
+    layout = layout_of(config.strategy, devices=config.devices)
+    pipeline = f", {work.schedule}" if work.pipeline > 1 else ""
+    yield f"{layout} on {work.devices} x {hardware.device.name}{pipeline}, {work.precision}"
+    yield f"{work.data} replicas x {work.microbatches} microbatches x {work.microbatch_size} samples"
+    for label, value, formula in _figures(work, step, hardware=hardware, tokens=tokens):
+        yield f"  {label:<24} {value}" + f" = {formula}" * explain
+    yield from assumptions(config, hardware)
+
+
+def _figures(
+    work: Work, step: StepTime, *, hardware: Hardware, tokens: float
+) -> Iterator[tuple[str, str, str]]:
+    """Label, value and formula."""
+    total_s, per_step, peak = step.total_s, work.samples * work.decoder.sequence, hardware.device.peak_flops
+    flops = (1 + BACKWARD_COST) * work.decoder.forward_flops * work.samples
+    rate = work.devices * peak[work.precision]
+    training_s, busy = tokens / per_step * total_s, step.timeline
+    hours = training_s * work.devices / 3600
+    ends = f"gradients {step.gradients_s:.4g} s + update {step.update_s:.4g} s"
+    yield "step time", f"{total_s:.4g} s", f"microbatches {busy.total_s:.4g} s + {ends}"
+    yield "tokens/s", f"{per_step / total_s:,.0f}", f"{per_step} tokens / {total_s:.4g} s"
+    text = f"{flops:.4g} FLOP / ({total_s:.4g} s x {rate:.4g} FLOP/s)"
+    yield "model FLOP utilisation", f"{100 * flops / (total_s * rate):.1f} %", text
+    ranks = len(busy.busy_s)
+    text = f"1 - {sum(busy.busy_s):.4g} s of {ranks} ranks / ({ranks} x {busy.total_s:.4g} s)"
+    yield "bubble", f"{100 * busy.bubble_share:.1f} %", text
+    text = f"{step.exposed_s:.4g} s of tensor sums, gathers and gradients / {total_s:.4g} s"
+    yield "exposed communication", f"{100 * step.exposed_s / total_s:.1f} %", text
+    text = f"{tokens:.4g} / {per_step} x {total_s:.4g} s, x {work.devices} devices"
+    yield f"to {tokens:.3g} tokens", f"{duration(training_s)}, {hours:,.0f} device-hours", text

@@ -1,0 +1,139 @@
+"""The operations of a decoder-only transformer on one device, for one microbatch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpc_parallel.planning.hardware import Traffic
+from hpc_parallel.planning.operations import GRADIENT_BYTES, NUMBER_BYTES, Move, Operation, Product
+
+# Bytes that move for each number of the kind, with 16-bit numbers, in a forward pass.
+WHOLE_BYTES = 22  # of a token's width: two norms (4 each), two sums with dropout and its mask (7 each)
+SPLIT_BYTES = 28  # of a device's part: the activation (16 at four times the width), transposed heads (12)
+SCORE_BYTES = 9  # of a score: scaled softmax (4), dropout and its mask (5)
+UNFUSED_BYTES = 24  # more for a score if scale, mask and softmax in float32 are kernels of their own
+EMBEDDING_BYTES = (8, 12)  # of a token's width, forward and backward
+SCORES = "scores"  # a flash kernel does not keep them for the backward pass
+LOSS_FORWARD = 0.6  # the share of the loss's traffic
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The sizes of a decoder. ffn_matrices: 2, or 3 with a gate. flash: scores do not reach memory."""
+
+    layers: int
+    dim: int
+    heads: int
+    kv_heads: int
+    ffn_dim: int
+    vocabulary: int
+    sequence: int
+    ffn_matrices: int = 2
+    flash: bool = False
+
+    @property
+    def block_weights(self) -> float:
+        """The weights of the matrices of one block."""
+        key_values = 2 * self.dim * self.kv_heads * self.dim / self.heads
+        return 2 * self.dim**2 + key_values + self.ffn_matrices * self.dim * self.ffn_dim
+
+    @property
+    def end_weights(self) -> int:
+        """The weights of the embedding, or of the head."""
+        return self.vocabulary * self.dim
+
+    @property
+    def block_flops(self) -> float:
+        """Of one sample in a block, as `models/language.py` counts them: weights, and all scores."""
+        return 2 * self.sequence * self.block_weights + 4 * self.sequence**2 * self.dim
+
+    @property
+    def head_flops(self) -> float:
+        """Of one sample's logits."""
+        return 2 * self.sequence * self.end_weights
+
+    @property
+    def forward_flops(self) -> float:
+        """Of one sample in the whole model."""
+        return self.layers * self.block_flops + self.head_flops
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a decoder that one device computes: `samples` samples on one of `tensor` devices."""
+
+    decoder: Decoder
+    samples: int
+    tensor: int
+    traffic: Traffic
+
+    @property
+    def tokens(self) -> int:
+        return self.samples * self.decoder.sequence
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of what passes between two blocks."""
+        return NUMBER_BYTES * self.tokens * self.decoder.dim
+
+    @property
+    def unfused(self) -> bool:
+        """Whether Megatron's softmax runs as several kernels: its own takes multiples of four heads."""
+        return not self.decoder.flash and (self.samples * self.decoder.heads / self.tensor) % 4 != 0
+
+    def block(self) -> list[Operation]:
+        """The forward pass of one block."""
+        decoder, tokens, tensor = self.decoder, self.tokens, self.tensor
+        dim, width = decoder.dim, decoder.dim / decoder.heads
+        columns, head_batch = decoder.ffn_dim / tensor, self.samples * decoder.heads / tensor
+        scores = head_batch * decoder.sequence**2
+        score_bytes = 0 if decoder.flash else SCORE_BYTES + UNFUSED_BYTES * self.unfused
+        moved = tokens * dim * (WHOLE_BYTES + SPLIT_BYTES / tensor) * self.traffic.elementwise
+        flash, seq = decoder.flash, decoder.sequence
+        return [
+            Product("queries, keys, values", tokens, (dim + 2 * decoder.kv_heads * width) / tensor, dim),
+            Product(SCORES, seq, seq, width, batch=head_batch, in_cache=flash),
+            Product("weighted values", seq, width, seq, batch=head_batch, in_cache=flash),
+            Product("attention output", tokens, dim, dim / tensor),
+            Product("feed-forward up", tokens, (decoder.ffn_matrices - 1) * columns, dim),
+            Product("feed-forward down", tokens, dim, columns),
+            Move("norms, activation, sums", moved, kernels=7),
+            Move("softmax", score_bytes * scores * self.traffic.attention, kernels=3),
+        ]
+
+    def block_backward(self) -> list[Operation]:
+        """The backward pass of one block, without what `training.activation_checkpointing` computes again."""
+        forward = self.block()
+        again = [one for one in forward if isinstance(one, Product) and one.name == SCORES and one.in_cache]
+        gradients = [gradient for one in forward for gradient in one.backward()]
+        return [*again, *gradients, self._block_gradients()]
+
+    def _block_gradients(self) -> Move:
+        """Add the gradients of one block's weights to those of earlier microbatches."""
+        weights = self.decoder.block_weights / self.tensor
+        return Move("sum of gradients", GRADIENT_BYTES * weights, kernels=20)
+
+    def head(self) -> list[Operation]:
+        """The forward pass of the last layer and the loss."""
+        return [self._logits(), Move("loss", LOSS_FORWARD * self._loss_bytes)]
+
+    def head_backward(self) -> list[Operation]:
+        moves = Move("loss: gradient", (1 - LOSS_FORWARD) * self._loss_bytes)
+        return [moves, *self._logits().backward(), self._end_gradients()]
+
+    def embedding(self) -> list[Operation]:
+        return [Move("embedding", EMBEDDING_BYTES[0] * self.tokens * self.decoder.dim)]
+
+    def embedding_backward(self) -> list[Operation]:
+        moved = EMBEDDING_BYTES[1] * self.tokens * self.decoder.dim
+        return [Move("embedding: gradient", moved), self._end_gradients()]
+
+    def _logits(self) -> Product:
+        return Product("logits", self.tokens, self.decoder.vocabulary / self.tensor, self.decoder.dim)
+
+    @property
+    def _loss_bytes(self) -> float:
+        return self.traffic.loss_bytes * self.tokens * self.decoder.vocabulary / self.tensor
+
+    def _end_gradients(self) -> Move:
+        return Move("sum of gradients", GRADIENT_BYTES * self.decoder.end_weights / self.tensor)

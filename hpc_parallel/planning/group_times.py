@@ -1,0 +1,82 @@
+"""The times of collectives on the groups of a layout: which of their ranks share a node and its adapters."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hpc_parallel.planning.collective_times import bus_factor
+from hpc_parallel.planning.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class Group:
+    """`ranks` ranks, each `stride` after the one before; nodes hold `per_node` ranks in a row."""
+
+    ranks: int
+    stride: int
+    node_devices: int
+
+    @property
+    def local(self) -> int:
+        """The number of its ranks on one node."""
+        return min(self.ranks, max(1, self.node_devices // self.stride))
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes that it reaches."""
+        return math.ceil(self.ranks / self.local)
+
+    @property
+    def sharing(self) -> int:
+        """The number of such groups that use the adapters of a node at the same time."""
+        return max(1, self.node_devices // self.local)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One collective of `bytes` (as nccl-tests counts them) in a group."""
+
+    name: str
+    operation: str
+    bytes: float
+    group: Group
+
+    def seconds(self, hardware: Hardware) -> float:
+        """Latency of each step + bytes on the bus / bandwidth (alpha-beta; Hockney 1994)."""
+        if self.group.ranks == 1:
+            return 0.0
+        return self._latency_s(hardware) + self._bus_bytes / bus_bytes_per_s(self.group, hardware)
+
+    @property
+    def _bus_bytes(self) -> float:
+        return self.bytes * bus_factor(self.operation, self.group.ranks)
+
+    def _latency_s(self, hardware: Hardware) -> float:
+        turns = 2 if self.operation == "all_reduce" else 1
+        inside = turns * (self.group.local - 1) * hardware.node.collective.latency_s
+        return inside + math.log2(self.group.nodes) * hardware.network.latency_s
+
+    def formula(self, hardware: Hardware) -> str:
+        group = self.group
+        where = f"{group.ranks} ranks on {group.nodes} nodes" if group.nodes > 1 else f"{group.ranks} ranks"
+        return (
+            f"{self.operation} of {self.bytes:.4g} B, {where}: {self._latency_s(hardware) * 1e6:.1f} us + "
+            f"{self._bus_bytes:.4g} B on the bus / {bus_bytes_per_s(group, hardware) / 1e9:.4g} GB/s"
+        )
+
+
+def bus_bytes_per_s(group: Group, hardware: Hardware) -> float:
+    """The bandwidth inside a node, or a share of the node's adapters if that is less."""
+    inside = hardware.node.collective.bytes_per_s
+    if group.nodes == 1:
+        return inside
+    return min(inside, hardware.network.bytes_per_s * hardware.network.share / group.sharing)
+
+
+def send_s(size_bytes: float, hardware: Hardware, *, crosses: bool, senders: int) -> float:
+    """Seconds of a message to another rank. senders: ranks of a node that send to other nodes together."""
+    rate = hardware.node.send.bytes_per_s
+    if crosses:
+        rate = min(rate, hardware.network.bytes_per_s * hardware.network.share / senders)
+    return hardware.node.send.latency_s + size_bytes / rate

@@ -1,0 +1,195 @@
+"""What a plan knows of the hardware: the files of `conf/hardware/`, as typed values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+import yaml
+
+from hpc_parallel.problems import ConfigError, Problem, nearest
+
+EXTENDS = "extends"  # the key that names the file whose values hold where this file has none
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device. peak_flops: dense, by precision. multiprocessors: how many work on tiles of a product."""
+
+    name: str
+    peak_flops: dict[str, float]
+    memory_bytes: float
+    memory_bytes_per_s: float
+    multiprocessors: int
+
+
+@dataclass(frozen=True)
+class Products:
+    """The rate of matrix products as a share of the peak.
+
+    peak_share: of an endless product. tile_intensity: a tile of m x n reaches I / (I + tile_intensity) of it,
+    with I = m n / (m + n). depth: a product that sums over K reaches K / (K + depth) of it.
+    """
+
+    peak_share: float
+    tile_intensity: float
+    depth: float
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What is bound by the memory of the device.
+
+    share: of the data sheet's bandwidth. kernel_s: the least time of a kernel. elementwise, attention:
+    factors of the bytes that norms, activations and sums, or the softmax, move. loss_bytes: moved for each
+    logit, forward and backward. optimizer_bytes: moved for each weight by its update.
+    """
+
+    share: float
+    kernel_s: float
+    elementwise: float
+    attention: float
+    loss_bytes: float
+    optimizer_bytes: float
+
+
+@dataclass(frozen=True)
+class Host:
+    """Seconds that the process needs to launch the work, beside which the device computes.
+
+    forward_s, backward_s: for a block; the backward pass includes the second forward pass. collective_s: for
+    a collective. unfused_s: more for a block if the softmax is not one kernel. microbatch_s: for embedding
+    and head. action_s: for an action of a pipeline. step_s: for the update. sharpness: the exponent p of
+    (device^p + host^p)^(1/p), the time of launches and computation that overlap.
+    """
+
+    forward_s: float
+    backward_s: float
+    collective_s: float
+    unfused_s: float
+    microbatch_s: float
+    action_s: float
+    step_s: float
+    sharpness: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """latency_s: of one step of a ring. bytes_per_s: the bus bandwidth of nccl-tests."""
+
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Node:
+    """Links inside a node. collective: of a ring over its devices. send: from one device to another."""
+
+    devices: int
+    collective: Link
+    send: Link
+
+
+@dataclass(frozen=True)
+class Network:
+    """Links between nodes.
+
+    latency_s: for each doubling of the nodes. bytes_per_s: of all adapters of a node, in one direction.
+    share: what collectives reach of it. spread: the relative standard deviation of the nodes' speeds; the
+    slowest of N is expected spread * sqrt(2 ln N) behind the mean.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    share: float
+    spread: float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A device, its node and the network.
+
+    calibration: where the coefficients come from; null for a machine that nobody has measured.
+    """
+
+    device: Device
+    node: Node
+    network: Network
+    products: Products
+    traffic: Traffic
+    host: Host
+    calibration: str | None
+
+
+def hardware_names(folders: Sequence[Path]) -> list[str]:
+    """The names of all files."""
+    return sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
+
+
+def read_hardware(name: str, *, folders: Sequence[Path]) -> Hardware:
+    """The hardware of a file `NAME.yaml` in the first of the folders that has it.
+
+    Raises ConfigError with all missing and wrong values.
+    """
+    problems: list[Problem | str] = []
+    hardware = _typed(Hardware, _values(name, folders), f"{name}.yaml", problems)
+    if problems:
+        raise ConfigError(problems)
+    return hardware
+
+
+def _values(name: str, folders: Sequence[Path], *, by: tuple[str, ...] = ()) -> dict[str, Any]:
+    names = hardware_names(folders)
+    if name not in names or name in by:
+        rule = "extends itself" if name in by else f"is none of {', '.join(names)}"
+        raise ConfigError([Problem("hardware", name, rule, tuple(nearest(name, names) or names[:1]))])
+    file = next(folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file())
+    try:
+        values = yaml.safe_load(file.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError([f"{file} is not YAML: {' '.join(str(error).split())}."]) from error
+    if not isinstance(values, dict):
+        raise ConfigError([f"{file} has no table of values."])
+    base = values.pop(EXTENDS, None)
+    return _merged(_values(str(base), folders, by=(*by, name)), values) if base else values
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    both = {
+        key: _merged(base[key], value)
+        if isinstance(value, dict) and isinstance(base.get(key), dict)
+        else value
+        for key, value in over.items()
+    }
+    return {**base, **both}
+
+
+def _typed(kind: type[_T], values: Any, place: str, problems: list[Problem | str]) -> _T:
+    """Values as a dataclass; what is wrong with them is appended to `problems`."""
+    table = values if isinstance(values, dict) else {}
+    hints = get_type_hints(kind)
+    made: dict[str, Any] = {}
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    problems += [f"{place}: there is no key {key}." for key in table if key not in names]
+    for name in names:
+        hint, value = hints[name], table.get(name)
+        if is_dataclass(hint):
+            made[name] = _typed(hint, value, f"{place}: {name}", problems)  # type: ignore[arg-type]
+        elif name in ("name", "calibration"):
+            made[name] = value
+        elif (
+            name == "peak_flops" and isinstance(value, dict) and value and all(map(_positive, value.values()))
+        ):
+            made[name] = {str(key): float(number) for key, number in value.items()}
+        elif name != "peak_flops" and _positive(value):
+            made[name] = hint(value)
+        else:
+            problems.append(f"{place}: {name} = {value!r} is not a positive number.")
+    return kind(**made) if not problems else object.__new__(kind)
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")

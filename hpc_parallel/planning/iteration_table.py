@@ -1,0 +1,120 @@
+"""Tables of iterations of GPT models with Megatron-LM: read the rows, add the planned time to each.
+
+The software is that of the measured data in `tests/data/`: mixed precision with float16, full recomputation,
+1F1B, gradients averaged after the backward pass, a vocabulary of 50,257 padded to a multiple of 128 on each
+device.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpc_parallel.planning.decoder import Decoder
+from hpc_parallel.planning.hardware import Hardware
+from hpc_parallel.planning.step_time import StepTime, Work, step_time
+from hpc_parallel.problems import ConfigError
+from hpc_parallel.record.safe_read import read_bytes
+
+COLUMNS = (
+    "gpus", "global_batch", "micro_batch", "hidden", "heads", "layers", "sequence",
+    "tensor", "data", "pipeline",
+)  # fmt: skip
+PLANNED = "planned_ms"
+VOCABULARY, PADDING = 50257, 128
+MOST_PROBLEMS = 20
+TABLE_BYTES = 64 << 20
+Row = dict[str, str]
+
+
+def read_rows(text: str, *, name: str) -> list[Row]:
+    """The rows of a table. Raises ConfigError with all missing columns and wrong values."""
+    reader = csv.DictReader(text.splitlines())
+    columns = reader.fieldnames or []
+    missing = [column for column in COLUMNS if column not in columns]
+    if missing:
+        raise ConfigError([f"{name} has no column {column}." for column in missing])
+    rows = list(reader)
+    problems = [
+        f"{name}:{number}: {problem}" for number, row in enumerate(rows, 2) for problem in _problems(row)
+    ]
+    if not rows:
+        problems = [f"{name} has no rows."]
+    if problems:
+        more = len(problems) - MOST_PROBLEMS
+        raise ConfigError(problems[:MOST_PROBLEMS] + [f"{name}: {more} more problems."] * (more > 0))
+    return rows
+
+
+def _problems(row: Mapping[str, str | None]) -> list[str]:
+    """Why a row is no iteration that can run."""
+    values = {column: _integer(row.get(column)) for column in COLUMNS}
+    wrong = [column for column, value in values.items() if value is None]
+    if wrong:
+        return [f"{column} = {row.get(column)!r} is not a positive integer." for column in wrong]
+    numbers = {column: value or 0 for column, value in values.items()}
+    factors = ("tensor", "data", "pipeline")
+    devices = math.prod(numbers[factor] for factor in factors)
+    problems = []
+    if devices != numbers["gpus"]:
+        problems.append(f"tensor x data x pipeline = {devices}, but gpus = {numbers['gpus']}.")
+    for part, whole, divisor in (
+        ("data x micro_batch", "global_batch", numbers["data"] * numbers["micro_batch"]),
+        ("heads", "hidden", numbers["heads"]),
+        ("tensor", "heads", numbers["tensor"]),
+        ("pipeline", "layers", numbers["pipeline"]),
+    ):
+        if numbers[whole] % divisor:
+            problems.append(f"{part} = {divisor} does not divide {whole} = {numbers[whole]}.")
+    return problems
+
+
+def _integer(text: str | None) -> int | None:
+    try:
+        value = int(text or "")
+    except ValueError:
+        return None
+    return value if 0 < value < 2**31 else None
+
+
+def work_of(row: Mapping[str, str]) -> Work:
+    """The step of a row that `read_rows` has accepted."""
+    _, batch, micro, hidden, heads, layers, sequence, tensor, data, pipeline = (int(row[c]) for c in COLUMNS)
+    padding = PADDING * tensor
+    decoder = Decoder(
+        layers, hidden, heads=heads, kv_heads=heads, ffn_dim=4 * hidden, sequence=sequence,
+        vocabulary=math.ceil(VOCABULARY / padding) * padding,
+    )  # fmt: skip
+    return Work(decoder, tensor, data, pipeline, micro, microbatches=batch // data // micro)
+
+
+def plan_row(row: Mapping[str, str], hardware: Hardware) -> StepTime:
+    return step_time(work_of(row), hardware)
+
+
+def with_planned(rows: Sequence[Row], hardware: Hardware) -> list[Row]:
+    """The rows with `planned_ms`, the planned time of one iteration."""
+    return [{**row, PLANNED: f"{1e3 * plan_row(row, hardware).total_s:.6f}"} for row in rows]
+
+
+def table_text(rows: Sequence[Row]) -> str:
+    """Rows as CSV."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def read_table(file: Path) -> list[Row]:
+    """Raises ConfigError as `read_rows`, or if the file can't be read."""
+    try:
+        text = read_bytes(file, limit_bytes=TABLE_BYTES, follow=True).decode()
+    except OSError as error:
+        raise ConfigError([f"--table {file} can't be read: {error.strerror or error}."]) from error
+    except ValueError as error:  # not UTF-8, or too large
+        raise ConfigError([f"--table {file} can't be read: {error}."]) from error
+    return read_rows(text, name=str(file))

@@ -1,0 +1,91 @@
+"""The operations of a device, and their times by a roofline (Williams et al. 2009)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from hpc_parallel.planning.hardware import Hardware
+
+TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))  # of cuBLAS and CUTLASS
+NUMBER_BYTES = 2  # float16 and bfloat16
+GRADIENT_BYTES = 10  # to add a gradient of two bytes to a buffer of float32: read both, write one
+
+
+@dataclass(frozen=True)
+class Product:
+    """`batch` products of [rows, depth] and [depth, columns].
+
+    in_cache: the largest matrix stays in the cache.
+    """
+
+    name: str
+    rows: float
+    columns: float
+    depth: float
+    batch: float = 1
+    in_cache: bool = False
+
+    @property
+    def flops(self) -> float:
+        return 2 * self.rows * self.columns * self.depth * self.batch
+
+    @property
+    def bytes(self) -> float:
+        """Each matrix once."""
+        sides = (self.rows * self.depth, self.depth * self.columns, self.rows * self.columns)
+        return NUMBER_BYTES * self.batch * (sum(sides) - self.in_cache * max(sides))
+
+    def seconds(self, hardware: Hardware, *, peak: float) -> float:
+        """The longer of computation and memory traffic, and the least time of a kernel."""
+        compute_s = self.flops / (peak * hardware.products.peak_share * self.efficiency(hardware))
+        memory_s = self.bytes / (hardware.device.memory_bytes_per_s * hardware.traffic.share)
+        return max(compute_s, memory_s) + hardware.traffic.kernel_s
+
+    def efficiency(self, hardware: Hardware) -> float:
+        """What the best tile reaches: its own rate, times the share of all multiprocessors with work."""
+        products, processors = hardware.products, hardware.device.multiprocessors
+        best = 0.0
+        for rows, columns in TILES:
+            tiles = math.ceil(self.rows / rows) * math.ceil(self.columns / columns) * math.ceil(self.batch)
+            turns = math.ceil(tiles / processors)
+            filled = self.rows * self.columns * self.batch / (turns * processors * rows * columns)
+            intensity = rows * columns / (rows + columns)
+            best = max(best, filled * intensity / (intensity + products.tile_intensity))
+        return best * self.depth / (self.depth + products.depth)
+
+    def backward(self) -> list[Product]:
+        """The products that make the gradients of both matrices."""
+        return [
+            replace(self, name=f"{self.name}: gradient of inputs", columns=self.depth, depth=self.columns),
+            replace(self, name=f"{self.name}: gradient of weights", rows=self.depth, depth=self.rows),
+        ]
+
+    def formula(self) -> str:
+        shape = f"{self.rows:g} x {self.columns:g} x {self.depth:g}" + f" x {self.batch:g}" * (
+            self.batch != 1
+        )
+        return f"max(2 x {shape} FLOP / rate, {self.bytes:.4g} B / memory bandwidth) + kernel"
+
+
+@dataclass(frozen=True)
+class Move:
+    """Operations that only move `bytes` through memory, in a number of kernels."""
+
+    name: str
+    bytes: float
+    kernels: int = 0
+
+    def seconds(self, hardware: Hardware, *, peak: float) -> float:
+        rate = hardware.device.memory_bytes_per_s * hardware.traffic.share
+        return self.bytes / rate + self.kernels * hardware.traffic.kernel_s
+
+    def backward(self) -> list[Move]:
+        """The gradient reads the inputs again."""
+        return [Move(f"{self.name}: gradient", 2 * self.bytes, 2 * self.kernels)]
+
+    def formula(self) -> str:
+        return f"{self.bytes:.4g} B / memory bandwidth + {self.kernels} kernels"
+
+
+Operation = Product | Move

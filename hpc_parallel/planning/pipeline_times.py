@@ -1,0 +1,85 @@
+"""Simulate a pipeline action by action: when each rank computes, and when it waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, Action, Kind, Pipeline, orders
+
+
+def _free(source: int, target: int) -> float:
+    return 0.0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The time of all actions of a step, and the time in which each rank computes."""
+
+    total_s: float
+    busy_s: tuple[float, ...]
+
+    @property
+    def bubble_share(self) -> float:
+        """The share of all ranks' time in which they don't compute."""
+        return 1 - sum(self.busy_s) / (len(self.busy_s) * self.total_s)
+
+
+def simulate(
+    pipeline: Pipeline,
+    *,
+    action_s: Callable[[Kind, int], float],
+    transfer_s: Callable[[int, int], float] = _free,
+) -> Timeline:
+    """Run each rank's actions in the order of its schedule, as soon as their inputs have arrived.
+
+    action_s: seconds of an action of a kind on a stage. transfer_s: seconds from one stage to a neighbouring
+    stage on another rank; transfers run beside the computation, and a link takes several at once.
+
+    Raises ValueError if ranks wait for each other.
+    """
+    inputs = _Inputs(pipeline, transfer_s)
+    costs = {(kind, stage): action_s(kind, stage) for kind in Kind for stage in range(pipeline.stages)}
+    left = [iter(order) for order in orders(pipeline)]
+    upcoming = [next(order, None) for order in left]
+    free_s, busy_s = [0.0] * pipeline.ranks, [0.0] * pipeline.ranks
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(left):
+            while (action := upcoming[rank]) is not None and (ready_s := inputs.ready_s(action)) is not None:
+                cost = costs[action[:2]]
+                free_s[rank] = inputs.ends[action] = max(free_s[rank], ready_s) + cost
+                busy_s[rank] += cost
+                upcoming[rank] = next(order, None)
+                moved = True
+    if any(action is not None for action in upcoming):
+        raise ValueError(f"the ranks of {pipeline} wait for each other")
+    return Timeline(max(free_s), tuple(busy_s))
+
+
+class _Inputs:
+    """The ends of the actions so far, and what they make ready."""
+
+    def __init__(self, pipeline: Pipeline, transfer_s: Callable[[int, int], float]) -> None:
+        self.ends: dict[Action, float] = {}
+        self._last = pipeline.stages - 1
+        owner = {stage: rank for rank in range(pipeline.ranks) for stage in pipeline.stages_of(rank)}
+        self._links = {
+            (source, target): transfer_s(source, target) if owner[source] != owner[target] else 0.0
+            for source in owner
+            for target in (source - 1, source + 1)
+            if target in owner
+        }
+
+    def ready_s(self, action: Action) -> float | None:
+        """When the action's input is on its rank; None if what makes it has not run."""
+        kind, stage, microbatch = action
+        if kind is FORWARD and stage == 0:
+            return 0.0
+        if kind is FORWARD or (kind is BACKWARD and stage < self._last):
+            source = stage - 1 if kind is FORWARD else stage + 1
+            end = self.ends.get((kind, source, microbatch))
+            return None if end is None else end + self._links[source, stage]
+        before = FORWARD if kind is BACKWARD else BACKWARD
+        return self.ends.get((before, stage, microbatch))

@@ -1,0 +1,117 @@
+"""The step of a configured run, as far as a plan knows how to time it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpc_parallel.config.batch_plan import batch_of
+from hpc_parallel.config.counts import count
+from hpc_parallel.config.layout import SPMD, Layout, layout_of
+from hpc_parallel.config.model_bytes import parameters, trains
+from hpc_parallel.config.model_data_schema import TransformerConfig
+from hpc_parallel.config.schedules import stages_per_rank
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.planning.decoder import Decoder
+from hpc_parallel.planning.hardware import Hardware
+from hpc_parallel.planning.step_time import Work
+from hpc_parallel.problems import Problem, Problems
+
+MEGABYTE = 1e6
+FLOAT32_BYTES = 4  # gradients: weights are float32
+UNPLANNED_AXES = ("expert", "context", "tile")
+
+
+def unplanned(config: RunConfig, layout: Layout, hardware: Hardware) -> Problems:
+    """Why a checked configuration can't be planned."""
+    if not trains(config):
+        yield Problem("task", config.task.name, "is not planned, only training is", ("train",))
+    if config.gpus_per_node > hardware.node.devices:
+        devices = hardware.node.devices
+        yield Problem(
+            "gpus_per_node", config.gpus_per_node, f"is more than the hardware's {devices}", (devices,)
+        )
+    if config.strategy.execution != SPMD:
+        yield Problem(
+            "strategy", config.strategy.name, "is not planned: it is no layout of devices", ("data",)
+        )
+    for axis in UNPLANNED_AXES:
+        if layout.degrees[axis] > 1:
+            yield Problem(f"strategy.{axis}", layout.degrees[axis], "is not planned yet", (1,))
+    if config.strategy.cuts is not None:
+        yield Problem("strategy.cuts", config.strategy.cuts, "is not planned, only even stages are", (None,))
+    if config.strategy.shares is not None:
+        yield Problem(
+            "strategy.shares", config.strategy.shares, "is not planned, only even parts are", (None,)
+        )
+    target = config.model.get("_target_") if isinstance(config.model, dict) else None
+    if target != TransformerConfig._target_ or parameters(config) is None:
+        yield f"model: the class {target} is not planned, only the reference decoder is. Try model=1b."
+    if sequence_of(config) is None:
+        yield "data: the length of a sequence is not known. Try data=text."
+    if config.training.precision not in hardware.device.peak_flops:
+        legal = tuple(hardware.device.peak_flops)
+        yield Problem(
+            "training.precision", config.training.precision, "has no peak in the hardware's file", legal
+        )
+
+
+def sequence_of(config: RunConfig) -> int | None:
+    """The tokens of one sample."""
+    length = config.data.get("sequence_length") if isinstance(config.data, dict) else None
+    return length if isinstance(length, int) else None
+
+
+def work_of_run(config: RunConfig) -> Work:
+    """The step of a configuration that `unplanned` accepts."""
+    layout = layout_of(config.strategy, devices=config.devices)
+    batch = batch_of(config, layout)
+    ddp = not layout.by_fully_shard
+    return Work(
+        _decoder(config),
+        tensor=layout.tensor,
+        data=layout.data,
+        pipeline=layout.pipeline,
+        microbatch_size=batch.microbatch_size,
+        microbatches=batch.microbatches,
+        precision=config.training.precision,
+        schedule=config.strategy.schedule,
+        per_rank=stages_per_rank(config.strategy) if layout.pipeline > 1 else 1,
+        recompute=config.training.activation_checkpointing == "full",
+        blocking=False,
+        balanced=config.strategy.balance == "flops",
+        shard=layout.shard,
+        gradient_bytes=FLOAT32_BYTES,
+        bucket_bytes=config.strategy.bucket_mb * MEGABYTE if ddp else 0.0,
+    )
+
+
+def assumptions(config: RunConfig, hardware: Hardware) -> Iterator[str]:
+    """What the plan of this configuration takes for granted."""
+    yield "This is a prediction. Memory, data loading, checkpoints and validation are not in it."
+    yield "Its coefficients come from runs of Megatron-LM; no run of this program was compared with it."
+    if config.training.activation_checkpointing == "selective":
+        yield "training.activation_checkpointing=selective is planned as none: expect a longer step."
+    if config.training.compile:
+        yield "training.compile is planned as false: expect a shorter step."
+    if hardware.calibration is None:
+        yield (
+            "This hardware is not calibrated: shares of peaks and launch times are those of an A100. "
+            "Expect larger errors."
+        )
+
+
+def _decoder(config: RunConfig) -> Decoder:
+    sizes = {
+        name: count(config, name)[1] or 0 for name in ("blocks", "heads", "kv_heads", "columns", "vocabulary")
+    }
+    return Decoder(
+        layers=sizes["blocks"],
+        dim=config.model["dim"],
+        heads=sizes["heads"],
+        kv_heads=sizes["kv_heads"],
+        ffn_dim=sizes["columns"],
+        vocabulary=sizes["vocabulary"],
+        sequence=sequence_of(config) or 0,
+        ffn_matrices=3,
+        flash=True,
+    )

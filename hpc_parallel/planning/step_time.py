@@ -1,0 +1,320 @@
+"""The time of one training step of a decoder: compute, collectives, pipeline and update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from hpc_parallel.config.schedules import SCHEDULES
+from hpc_parallel.planning.decoder import Decoder, Share
+from hpc_parallel.planning.group_times import Exchange, Group, bus_bytes_per_s, send_s
+from hpc_parallel.planning.hardware import Hardware
+from hpc_parallel.planning.operations import NUMBER_BYTES, Operation
+from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, Kind, Pipeline
+from hpc_parallel.planning.pipeline_times import Timeline, simulate
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step.
+
+    data: all parts of the batch; `shard` of their devices in a row slice the weights (ZeRO-3). recompute:
+    blocks run forward again in the backward pass. blocking: a stage waits until what it sends has arrived.
+    bucket_bytes: gradients are averaged in such messages beside the backward pass of the last microbatch;
+    None: after it. balanced: the last stage has fewer blocks, because it has the head.
+    """
+
+    decoder: Decoder
+    tensor: int
+    data: int
+    pipeline: int
+    microbatch_size: int
+    microbatches: int
+    precision: str = "float16"
+    schedule: str = "1f1b"
+    per_rank: int = 1
+    recompute: bool = True
+    blocking: bool = True
+    shard: int = 1
+    gradient_bytes: int = NUMBER_BYTES
+    bucket_bytes: float | None = None
+    balanced: bool = False
+
+    @property
+    def devices(self) -> int:
+        return self.tensor * self.data * self.pipeline
+
+    @property
+    def samples(self) -> int:
+        """The samples of one step."""
+        return self.data * self.microbatches * self.microbatch_size
+
+
+@dataclass(frozen=True)
+class Term:
+    """One number of a plan, with the formula and the inputs that it comes from."""
+
+    name: str
+    seconds: float
+    formula: str
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The parts of a step's time. exposed_s: communication beside which a device does not compute."""
+
+    timeline: Timeline
+    gradients_s: float
+    update_s: float
+    exposed_s: float
+    terms: tuple[Term, ...] = field(repr=False)
+
+    @property
+    def total_s(self) -> float:
+        return self.timeline.total_s + self.gradients_s + self.update_s
+
+
+def step_time(work: Work, hardware: Hardware) -> StepTime:
+    """Raises KeyError if the data sheet has no peak for the precision."""
+    return _Step(work, hardware).result()
+
+
+class _Step:
+    """The terms of a step, collected while they are computed."""
+
+    def __init__(self, work: Work, hardware: Hardware) -> None:
+        self.work, self.hardware = work, hardware
+        self.share = Share(work.decoder, work.microbatch_size, work.tensor, hardware.traffic)
+        self._peak = hardware.device.peak_flops[work.precision]
+        self._terms: list[Term] = []
+        self._pipeline = Pipeline(work.schedule, work.pipeline, work.microbatches, work.per_rank)
+        self._last = self._pipeline.stages - 1
+        self._unhidden_s: dict[Kind, float] = {}  # gathers of a block that its computation does not hide
+
+    def result(self) -> StepTime:
+        work, transfers = self.work, {} if self.work.blocking else self._transfers
+        timeline = simulate(
+            self._pipeline,
+            action_s=self._action_s,
+            transfer_s=lambda source, target: transfers.get(min(source, target), 0.0),
+        )
+        text = f"{work.schedule}, {work.pipeline} ranks, {work.microbatches} microbatches, simulated"
+        self._add("all microbatches", timeline.total_s, text)
+        gradients_s, update_s = self._gradients_s(), self._update_s()
+        blocks = work.decoder.layers / work.pipeline * work.microbatches
+        sums = 6 if work.recompute else 4
+        exposed_s = gradients_s + blocks * (sums * self._tensor_sum_s + sum(self._unhidden_s.values()))
+        return StepTime(timeline, gradients_s, update_s, exposed_s, tuple(self._terms))
+
+    def _add(self, name: str, seconds: float, formula: str) -> float:
+        self._terms.append(Term(name, seconds, formula))
+        return seconds
+
+    def _sum_s(self, where: str, operations: Iterable[Operation]) -> float:
+        return sum(
+            self._add(f"{where}: {one.name}", one.seconds(self.hardware, peak=self._peak), one.formula())
+            for one in operations
+        )
+
+    def _exchange_s(self, exchange: Exchange) -> float:
+        seconds = exchange.seconds(self.hardware)
+        return self._add(exchange.name, seconds, exchange.formula(self.hardware)) if seconds else 0.0
+
+    def _group(self, ranks: int, *, stride: int) -> Group:
+        return Group(ranks, stride, self.hardware.node.devices)
+
+    @cached_property
+    def _tensor_sum_s(self) -> float:
+        group = self._group(self.work.tensor, stride=1)
+        size = self.share.activation_bytes
+        return self._exchange_s(Exchange("sum over the tensor axis", "all_reduce", size, group))
+
+    @cached_property
+    def _block_s(self) -> dict[Kind, tuple[float, float]]:
+        """Seconds of the device and of the host for one block, forward and backward."""
+        host, share = self.hardware.host, self.share
+        sums_s = 2 * self._tensor_sum_s
+        forward_s = self._sum_s("block forward", share.block()) + sums_s
+        backward_s = self._sum_s("block backward", share.block_backward()) + sums_s
+        split, unfused_s = self.work.tensor > 1, share.unfused * host.unfused_s
+        host_forward_s = host.forward_s + 2 * split * host.collective_s + unfused_s
+        host_backward_s = host.backward_s + 4 * split * host.collective_s + 2 * unfused_s
+        if self.work.recompute:
+            backward_s += forward_s
+        if self._gathers:
+            waits = {
+                FORWARD: self._gather_s - forward_s,
+                BACKWARD: self._gather_s + self._scatter_s - backward_s,
+            }
+            self._unhidden_s = {kind: max(0.0, wait) for kind, wait in waits.items()}
+            forward_s += self._unhidden_s[FORWARD]
+            backward_s += self._unhidden_s[BACKWARD]
+        return {FORWARD: (forward_s, host_forward_s), BACKWARD: (backward_s, host_backward_s)}
+
+    @cached_property
+    def _blocks(self) -> list[int]:
+        """The number of blocks of each stage."""
+        decoder = self.work.decoder
+        head = decoder.head_flops / decoder.block_flops if self.work.balanced else 0.0
+        return stage_blocks(decoder.layers, stages=self._pipeline.stages, head=head)
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether each block's weights are gathered for each microbatch."""
+        return self.work.shard > 1 and self.work.pipeline == 1
+
+    def _sliced_s(self, name: str, operation: str, weights: float, *, number_bytes: int) -> float:
+        group = self._group(self.work.shard, stride=self.work.tensor)
+        return self._exchange_s(Exchange(name, operation, number_bytes * weights / self.work.tensor, group))
+
+    @cached_property
+    def _gather_s(self) -> float:
+        weights = self.work.decoder.block_weights
+        return self._sliced_s("weights of a block", "all_gather", weights, number_bytes=NUMBER_BYTES)
+
+    @cached_property
+    def _scatter_s(self) -> float:
+        weights, size = self.work.decoder.block_weights, self.work.gradient_bytes
+        return self._sliced_s("gradients of a block", "reduce_scatter", weights, number_bytes=size)
+
+    @cached_property
+    def _ends_s(self) -> dict[tuple[Kind, str], float]:
+        """Seconds of the device for the embedding and the head."""
+        share = self.share
+        return {
+            (FORWARD, "first"): self._sum_s("embedding", share.embedding()) + self._tensor_sum_s,
+            (BACKWARD, "first"): self._sum_s("embedding", share.embedding_backward()),
+            (FORWARD, "last"): self._sum_s("head", share.head()),
+            (BACKWARD, "last"): self._sum_s("head", share.head_backward()) + self._tensor_sum_s,
+        }
+
+    def _action_s(self, kind: Kind, stage: int) -> float:
+        """The time of a stage: the host launches its operations in order, the device runs them in order."""
+        if not SCHEDULES[self.work.schedule].splits_backward:
+            return 0.0 if kind is WEIGHTS else self._whole_s(kind, stage)
+        if kind is FORWARD:
+            return self._whole_s(kind, stage)
+        return (
+            self._whole_s(BACKWARD, stage) / 2
+        )  # the gradients of inputs and of weights cost about the same
+
+    def _whole_s(self, kind: Kind, stage: int) -> float:
+        host, layers = self.hardware.host, self._blocks[stage]
+        ends = [name for name, at in (("first", 0), ("last", self._last)) if stage == at]
+        before = "first" if kind is FORWARD else "last"
+        device_s = host_s = 0.0
+        if before in ends:
+            host_s += host.microbatch_s
+            device_s = max(self._ends_s[kind, before], host_s)
+        block_device_s, block_host_s = self._block_s[kind]
+        host_s += layers * block_host_s
+        device_s = _overlapped(device_s + layers * block_device_s, host_s, sharpness=host.sharpness)
+        after = [name for name in ends if name != before]
+        if after:
+            host_s += host.microbatch_s
+            device_s = max(device_s + self._ends_s[kind, after[0]], host_s)
+        return self._waited_s(kind, stage, device_s)
+
+    def _waited_s(self, kind: Kind, stage: int, compute_s: float) -> float:
+        """With what an action of a pipeline waits for, and the delay of the slowest node."""
+        seconds = compute_s
+        if self.work.pipeline > 1:
+            seconds += self.hardware.host.action_s
+            if self.work.blocking:
+                target = stage + 1 if kind is FORWARD else stage - 1
+                seconds += self._transfers.get(min(stage, target), 0.0) if 0 <= target <= self._last else 0.0
+        nodes = max(1.0, self.work.devices / self.hardware.node.devices)
+        seconds *= 1 + self.hardware.network.spread * math.sqrt(2 * math.log(nodes))
+        name = f"stage {stage} {kind.name.lower()}"
+        return self._add(
+            name, seconds, f"blocks and ends {compute_s:.6g} s, pipeline, slowest of {nodes:g} nodes"
+        )
+
+    @cached_property
+    def _transfers(self) -> dict[int, float]:
+        """Seconds from each stage to the next one, and back. A part of the activations goes each way."""
+        share, stride, devices = self.share, self.work.tensor * self.work.data, self.hardware.node.devices
+        owner = {
+            stage: rank for rank in range(self.work.pipeline) for stage in self._pipeline.stages_of(rank)
+        }
+        seconds: dict[int, float] = {}
+        for stage in range(self._last):
+            source, target = owner[stage] * stride // devices, owner[stage + 1] * stride // devices
+            if owner[stage] == owner[stage + 1]:
+                continue
+            size, senders = share.activation_bytes / share.tensor, min(stride, devices)
+            seconds[stage] = send_s(size, self.hardware, crosses=source != target, senders=senders)
+            if share.tensor > 1:  # the receivers put the parts together
+                whole = self._group(share.tensor, stride=1)
+                seconds[stage] += share.activation_bytes / bus_bytes_per_s(whole, self.hardware)
+            self._add(f"send from stage {stage}", seconds[stage], f"{size:.4g} B, {senders} senders a node")
+        return seconds
+
+    @property
+    def _weights(self) -> float:
+        """Those of the device with the most work: its blocks, and the embedding or head."""
+        decoder = self.work.decoder
+        blocks = decoder.layers / self.work.pipeline * decoder.block_weights
+        return (blocks + decoder.end_weights) / self.work.tensor
+
+    def _gradients_s(self) -> float:
+        """What the device waits for: means over replicas, slices, and the weight that both ends share."""
+        work = self.work
+        size = work.gradient_bytes * self._weights / work.shard
+        replicas = self._group(work.data // work.shard, stride=work.tensor * work.shard)
+        seconds = self._exchange_s(Exchange("mean of gradients", "all_reduce", size, replicas))
+        if work.shard > 1:
+            seconds += self._slices_s()
+        if work.bucket_bytes is not None:
+            seconds = self._beside_backward_s(seconds, last=min(1.0, work.bucket_bytes / size))
+        if work.pipeline > 1:
+            ends = Group(2, work.tensor * work.data * (work.pipeline - 1), self.hardware.node.devices)
+            size = work.gradient_bytes * work.decoder.end_weights / work.tensor
+            seconds += self._exchange_s(Exchange("gradient of the shared weight", "all_reduce", size, ends))
+        return seconds
+
+    def _slices_s(self) -> float:
+        """Gathers and sums over `shard` once a step: a stage's weights, or those outside of the blocks."""
+        weights = self.work.decoder.end_weights if self._gathers else self._weights * self.work.tensor
+        size = self.work.gradient_bytes
+        gather = self._sliced_s("weights of a step", "all_gather", weights, number_bytes=NUMBER_BYTES)
+        return gather + self._sliced_s("gradients of a step", "reduce_scatter", weights, number_bytes=size)
+
+    def _beside_backward_s(self, seconds: float, *, last: float) -> float:
+        """What is left after the last backward pass, at least the last message. last: its part of all."""
+        hidden_s = self._whole_s(BACKWARD, 0)
+        left_s = max(last * seconds, seconds - hidden_s)
+        return self._add(
+            "exposed gradients", left_s, f"{seconds:.6g} s beside {hidden_s:.6g} s of computation"
+        )
+
+    def _update_s(self) -> float:
+        traffic, device = self.hardware.traffic, self.hardware.device
+        moved = traffic.optimizer_bytes * self._weights / self.work.shard
+        seconds = moved / (device.memory_bytes_per_s * traffic.share) + self.hardware.host.step_s
+        return self._add("update", seconds, f"{moved:.4g} B / memory bandwidth + launches of a step")
+
+
+def stage_blocks(layers: int, *, stages: int, head: float) -> list[int]:
+    """The blocks of each stage, so that the longest stage is shortest; the first have one more in a tie.
+
+    head: the cost of the head, which the last stage has too, in blocks.
+    """
+    if stages == 1:
+        return [layers]
+
+    def longest(last: int) -> tuple[float, float]:
+        return max(last + head, math.ceil((layers - last) / (stages - 1))), abs(last - layers / stages)
+
+    last = min(range(1, max(2, layers - stages + 2)), key=longest)
+    each, more = divmod(layers - last, stages - 1)
+    return [each + (stage < more) for stage in range(stages - 1)] + [last]
+
+
+def _overlapped(device_s: float, host_s: float, *, sharpness: float) -> float:
+    """(device^p + host^p)^(1/p), without an overflow."""
+    longer, shorter = max(device_s, host_s), min(device_s, host_s)
+    overlapped: float = longer * (1 + (shorter / longer) ** sharpness) ** (1 / sharpness)
+    return overlapped

@@ -1,0 +1,189 @@
+"""Calibrate conf/hardware/a100_80gb_node8_800gbit.yaml, and print the errors of the plans.
+
+    python tests/benchmarks/calibrate_plan.py                   # errors of the coefficients in the file
+    python tests/benchmarks/calibrate_plan.py --fit             # fit them to 100 random rows, print both
+    python tests/benchmarks/calibrate_plan.py --leave-out       # fit without a model size, plan that size
+
+Each coefficient starts from what a data sheet or a profile of a similar machine says, and the fit pays for
+leaving it: the sum of squared relative errors over ERROR (linear above HUBER, Huber 1964), plus the squared
+logarithms of the changes over the tolerances below. A coefficient that the rows say nothing about stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpc_parallel.planning.hardware import Hardware, read_hardware
+from hpc_parallel.planning.iteration_table import Row, plan_row, read_table
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE, FOLDERS = ROOT / "tests" / "data" / "a100_iterations.csv", [ROOT / "conf" / "hardware"]
+NAME = "a100_80gb_node8_800gbit"
+SEED, ROWS, ERROR, HUBER = 0, 100, 0.03, 1.0
+# Coefficient: the expected value, and the tolerance of its logarithm.
+EXPECTED = {
+    "products.peak_share": (0.9, 0.06),
+    "products.tile_intensity": (14.0, 0.4),
+    "products.depth": (60.0, 0.5),
+    "traffic.share": (0.85, 0.1),
+    "traffic.kernel_s": (4e-6, 0.3),
+    "traffic.elementwise": (1.0, 0.2),
+    "traffic.attention": (1.0, 0.2),
+    "traffic.loss_bytes": (80.0, 0.3),
+    "traffic.optimizer_bytes": (40.0, 0.3),
+    "host.forward_s": (0.7e-3, 0.5),
+    "host.backward_s": (2.5e-3, 0.5),
+    "host.collective_s": (20e-6, 0.7),
+    "host.unfused_s": (0.3e-3, 0.7),
+    "host.microbatch_s": (0.75e-3, 0.7),
+    "host.action_s": (0.3e-3, 0.7),
+    "host.step_s": (5e-3, 0.7),
+    "host.sharpness": (8.0, 0.5),
+    "node.collective.latency_s": (20e-6, 0.7),
+    "node.collective.bytes_per_s": (200e9, 0.2),
+    "node.send.latency_s": (50e-6, 0.7),
+    "node.send.bytes_per_s": (100e9, 0.5),
+    "network.latency_s": (40e-6, 0.5),
+    "network.share": (0.85, 0.1),
+    "network.spread": (0.03, 0.4),
+}
+CENTRE = np.log([value for value, _ in EXPECTED.values()])
+TOLERANCE = np.array([tolerance for _, tolerance in EXPECTED.values()])
+Vector = Any  # a numpy array
+
+
+def sample(rows: Sequence[Row], seed: int = SEED) -> list[int]:
+    """The rows of the calibration."""
+    return sorted(random.Random(seed).sample(range(len(rows)), min(ROWS, len(rows))))
+
+
+def with_coefficients(hardware: Hardware, logarithms: Vector) -> Hardware:
+    for name, value in zip(EXPECTED, np.exp(logarithms), strict=True):
+        hardware = _set(hardware, name.split("."), float(value))
+    return hardware
+
+
+def _set(owner: Any, path: Sequence[str], value: float) -> Any:
+    inner = _set(getattr(owner, path[0]), path[1:], value) if len(path) > 1 else value
+    return replace(owner, **{path[0]: inner})
+
+
+def measured_s(row: Row) -> float:
+    return float(row["iteration_ms"]) / 1e3
+
+
+def fit(rows: Sequence[Row], hardware: Hardware) -> Vector:
+    """The logarithms of the coefficients (Levenberg-Marquardt on the logarithms of the times)."""
+
+    def residuals(logarithms: Vector) -> Vector:
+        machine = with_coefficients(hardware, logarithms)
+        return np.array([math.log(plan_row(row, machine).total_s / measured_s(row)) / ERROR for row in rows])
+
+    def cost(residual: Vector, logarithms: Vector) -> float:
+        size = abs(residual)
+        robust = np.where(size < HUBER, size**2, 2 * HUBER * size - HUBER**2)
+        return float(robust.sum() + (((logarithms - CENTRE) / TOLERANCE) ** 2).sum())
+
+    point, damping = CENTRE.copy(), 1.0
+    residual = residuals(point)
+    best = cost(residual, point)
+    for _ in range(25):
+        slopes = _slopes(residuals, point, residual)
+        weights = np.minimum(1, HUBER / np.maximum(abs(residual), 1e-12))
+        curvature = slopes.T @ (weights[:, None] * slopes) + np.diag(1 / TOLERANCE**2)
+        gradient = slopes.T @ (weights * residual) + (point - CENTRE) / TOLERANCE**2
+        for _ in range(8):
+            trial = point - np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), gradient)
+            trial_residual = residuals(trial)
+            value = cost(trial_residual, trial)
+            if value < best:
+                break
+            damping *= 4
+        else:
+            return point
+        gain, point, residual, best, damping = best - value, trial, trial_residual, value, damping / 4
+        if gain < 0.01:
+            break
+    return point
+
+
+def _slopes(residuals: Callable[[Vector], Vector], point: Vector, residual: Vector) -> Vector:
+    step = 1e-4
+    moved = [residuals(point + step * unit) - residual for unit in np.eye(len(point))]
+    return np.stack(moved, axis=1) / step
+
+
+def errors(rows: Sequence[Row], hardware: Hardware) -> list[tuple[Row, float]]:
+    """The relative error of each row's plan."""
+    return [(row, plan_row(row, hardware).total_s / measured_s(row) - 1) for row in rows]
+
+
+def good_choices(planned: Sequence[tuple[Row, float]]) -> tuple[int, int]:
+    """Groups of rows that differ in layout and microbatch only: those whose planned best is within 5 % of
+    the measured best, and all of at least two rows.
+    """
+    groups = defaultdict(list)
+    for row, error in planned:
+        key = tuple(row[k] for k in ("gpus", "global_batch", "hidden", "heads", "layers", "sequence"))
+        groups[key].append((measured_s(row) * (1 + error), measured_s(row)))
+    several = [group for group in groups.values() if len(group) > 1]
+    good = sum(min(group)[1] <= 1.05 * min(measured for _, measured in group) for group in several)
+    return good, len(several)
+
+
+def line(name: str, planned: Sequence[tuple[Row, float]]) -> str:
+    parts = []
+    for label, where in (("one node", lambda n: n <= 8), ("several nodes", lambda n: n > 8)):
+        sizes = [100 * abs(error) for row, error in planned if where(int(row["gpus"]))]
+        mean = f"{sum(sizes) / len(sizes):5.2f} %" if sizes else "   -   "
+        parts.append(f"{label} {mean} of {len(sizes):3}")
+    good, count = good_choices(planned)
+    return f"{name:<34} {', '.join(parts)}, best layout {good} of {count}"
+
+
+def leave_out(rows: Sequence[Row], hardware: Hardware) -> None:
+    """For each model size: fit to 100 rows of other sizes, and plan its rows."""
+    together: list[tuple[Row, float]] = []
+    sizes = sorted({(int(row["hidden"]), int(row["layers"])) for row in rows})
+    for size in sizes:
+        inside = [row for row in rows if (int(row["hidden"]), int(row["layers"])) == size]
+        others = [row for row in rows if row not in inside]
+        machine = with_coefficients(hardware, fit([others[i] for i in sample(others)], hardware))
+        planned = errors(inside, machine)
+        together += planned
+        print(line(f"without hidden {size[0]}, layers {size[1]}", planned), flush=True)
+    print(line("all sizes left out in turn", together))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--leave-out", action="store_true")
+    parser.add_argument("--seed", type=int, default=SEED)
+    options = parser.parse_args()
+    rows, hardware = read_table(TABLE), read_hardware(NAME, folders=FOLDERS)
+    if options.leave_out:
+        leave_out(rows, hardware)
+        return
+    chosen = sample(rows, options.seed)
+    if options.fit:
+        logarithms = fit([rows[i] for i in chosen], hardware)
+        hardware = with_coefficients(hardware, logarithms)
+        for (name, (value, tolerance)), number in zip(EXPECTED.items(), np.exp(logarithms), strict=True):
+            print(f"{name:<30} {number:.4g}  (expected {value:.4g}, tolerance {tolerance:g})")
+    planned = errors(rows, hardware)
+    print(line("rows of the calibration", [planned[i] for i in chosen]))
+    print(line("other rows", [one for i, one in enumerate(planned) if i not in set(chosen)]))
+
+
+if __name__ == "__main__":
+    main()
