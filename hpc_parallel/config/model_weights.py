@@ -99,7 +99,7 @@ def weights_of(model: Any, *, sample_shape: tuple[int, ...]) -> ModelWeights | N
 
 
 def sample_shape_of(model: Any, data: Any) -> tuple[int, ...] | None:
-    """The shape of a sample of recorded `data`: [seq], or [channel, height, width]; None if it is not said."""
+    """The shape of a sample of recorded `data`: [seq], or [channel, height, width]; None if unknown."""
     if not isinstance(model, dict) or not isinstance(data, dict):
         return None
     image = (model.get("in_channels"), data.get("height"), data.get("width"))
@@ -152,8 +152,10 @@ def _used_experts(model: Mapping[str, Any]) -> int:
 def _llama(model: Mapping[str, Any], sample_shape: tuple[int, ...]) -> ModelWeights | None:
     """huggingface.py with a type whose layers are those of Llama; None for another one."""
     config = {key: value for key, value in model["config"].items() if value is not None}
-    known = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-             "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings", "model_type"}  # fmt: skip
+    known = {
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings", "model_type",
+    }  # fmt: skip
     if config["model_type"] != "llama" or not config.keys() <= known:
         return None
     (seq,), dim, width = sample_shape, config["hidden_size"], config["intermediate_size"]

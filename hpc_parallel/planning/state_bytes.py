@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -51,7 +52,7 @@ class Division:
     config: RunConfig
     layout: Layout
     model: ModelWeights
-    _kinds_by_stages: dict[tuple[int, ...], list[Weight]] = field(default_factory=dict, repr=False)
+    _firsts: dict[Hashable, list[int]] = field(default_factory=dict, repr=False)
 
     @property
     def number_bytes(self) -> int:
@@ -90,23 +91,26 @@ class Division:
 
     def local_shape(self, weight: Weight, holding: Holding) -> Shape:
         """The shape of a device's part of `weight`; fully_shard slices what the other axes leave."""
+        first, *others = self.unsliced_shape(weight, holding)
+        return chunk(first, holding.model.get(SLICE, WHOLE)), *others
+
+    def unsliced_shape(self, weight: Weight, holding: Holding) -> Shape:
+        """The shape of that part while fully_shard has gathered it."""
         shape, parts = list(weight.shape), holding.model
         if weight.tensor_dim is not None:
             shape[weight.tensor_dim] = chunk(shape[weight.tensor_dim], parts.get(LAYER, WHOLE))
         if weight.of_experts:
             shape[0] = chunk(shape[0], parts.get(EXPERTS, WHOLE))
-        shape[0] = chunk(shape[0], parts.get(SLICE, WHOLE))
         return tuple(shape)
 
-    def shapes(self, stages: tuple[int, ...], holding: Holding) -> tuple[Shape, ...]:
-        """The shapes of a device's parts of weights that differ; devices with equal ones are alike."""
-        return tuple(self.local_shape(weight, holding) for weight in self._kinds(stages))
-
-    def _kinds(self, stages: tuple[int, ...]) -> list[Weight]:
-        if stages not in self._kinds_by_stages:
-            kinds = {(w.shape, w.tensor_dim, w.of_experts): w for w in self.weights(stages)}
-            self._kinds_by_stages[stages] = list(kinds.values())
-        return self._kinds_by_stages[stages]
+    def alike(self, stages: tuple[int, ...], holding: Holding) -> Hashable:
+        """The same for devices whose parts of these stages have the same shapes."""
+        slices, layer, experts = (holding.model.get(kind, WHOLE) for kind in (SLICE, LAYER, EXPERTS))
+        key = (stages, layer.indices, experts.indices)
+        if key not in self._firsts:
+            weights = self.weights(stages)
+            self._firsts[key] = sorted({self.unsliced_shape(weight, holding)[0] for weight in weights})
+        return (*key, *(chunk(first, slices) for first in self._firsts[key]))
 
     def gradient_shape(self, weight: Weight, holding: Holding) -> Shape:
         """That of the part, except for an embedding that is split by rows.
@@ -135,8 +139,7 @@ class States:
 
     def __init__(self, division: Division) -> None:
         self._division = division
-        self._owners_by_stages: dict[tuple[int, ...], dict[str, tuple[Place, Place]]] = {}
-        self._seen: dict[object, StateBytes] = {}
+        self._owned_by_stages: dict[tuple[int, ...], dict[Place, dict[Place, int]]] = {}
 
     @property
     def unknown(self) -> list[str]:
@@ -144,18 +147,15 @@ class States:
         weights = self._division.model.weights
         return sorted({self._division.settings(weight).target for weight in weights} - KINDS.keys())
 
+    def alike(self, holding: Holding) -> Hashable:
+        """The same for devices that hold the same."""
+        stages = holding.model.get(STAGE, WHOLE).indices
+        shapes = self._division.alike(stages, holding)
+        return shapes, self._owned_bytes(holding), holding.keeps, holding.samples is None
+
     def of(self, holding: Holding) -> StateBytes:
         """What the device of `holding` keeps between two steps."""
-        division = self._division
         stages = holding.model.get(STAGE, WHOLE).indices
-        # Most devices of a large world have slices of the same lengths, and own no whole weights.
-        owned = tuple(name for name in self._owners(holding) if self._owns(name, holding))
-        key = (stages, division.shapes(stages, holding), owned, holding.keeps)
-        if key not in self._seen:
-            self._seen[key] = self._count(stages, holding)
-        return self._seen[key]
-
-    def _count(self, stages: tuple[int, ...], holding: Holding) -> StateBytes:
         division, keeps = self._division, {*holding.keeps}
         parameters = sum(
             math.prod(division.local_shape(weight, holding)) for weight in division.weights(stages)
@@ -169,40 +169,49 @@ class States:
         )
 
     def _optimizer(self, weights: list[Weight], holding: Holding) -> int:
-        division, total = self._division, 0
+        division, total = self._division, self._owned_bytes(holding)
         for weight in weights:
             settings = division.settings(weight)
             kind = KINDS.get(settings.target)
-            if kind is None:
-                continue
-            if weight.name in self._owners(holding) and not self._owns(weight.name, holding):
-                continue
-            shape = weight.shape if kind.whole else division.local_shape(weight, holding)
-            total += kind.state_bytes(shape, settings.options, number_bytes=division.number_bytes)
+            if kind is not None and not self._has_owner(weight):
+                shape = weight.shape if kind.whole else division.local_shape(weight, holding)
+                total += kind.state_bytes(shape, settings.options, number_bytes=division.number_bytes)
         return total
 
-    def _owns(self, name: str, holding: Holding) -> bool:
-        degrees, owner = self._owners(holding)[name]
-        places = zip(degrees, owner, self._division.place(holding), strict=True)
-        return all(degree == 1 or its == mine for degree, its, mine in places)
+    def _has_owner(self, weight: Weight) -> bool:
+        """Whether the ranks that hold parts of it leave its update to one of them."""
+        return self._division.distributed(weight) and self._division.settings(weight).target in WHOLE_KINDS
 
-    def _owners(self, holding: Holding) -> dict[str, tuple[Place, Place]]:
-        """Of each split weight that is updated as a whole: the degrees of the axes, and its owner's place."""
+    def _owned_bytes(self, holding: Holding) -> int:
+        """The state of the weights that the device of `holding` owns."""
+        place, total = self._division.place(holding), 0
+        for degrees, bytes_by_owner in self._owned(holding).items():
+            masked = tuple(index if degree > 1 else 0 for index, degree in zip(place, degrees, strict=True))
+            total += bytes_by_owner.get(masked, 0)
+        return total
+
+    def _owned(self, holding: Holding) -> dict[Place, dict[Place, int]]:
+        """The bytes of each owner, by the degrees of the axes that split its weights."""
         stages = holding.model.get(STAGE, WHOLE).indices
-        if stages not in self._owners_by_stages:
-            division = self._division
-            groups: defaultdict[str, list[Weight]] = defaultdict(list)
-            for weight in division.optimized(stages):
-                settings = division.settings(weight)
-                if division.distributed(weight) and settings.target in WHOLE_KINDS:
-                    groups[repr(settings)].append(weight)
-            found = self._owners_by_stages[stages] = {}
-            for weights in groups.values():
-                degrees = [division.degrees(weight, holding) for weight in weights]
-                chosen = owners(zip((weight.numel for weight in weights), degrees, strict=True))
-                names = (weight.name for weight in weights)
-                found |= dict(zip(names, zip(degrees, chosen, strict=True), strict=True))
-        return self._owners_by_stages[stages]
+        if stages in self._owned_by_stages:
+            return self._owned_by_stages[stages]
+        division = self._division
+        groups: defaultdict[str, list[Weight]] = defaultdict(list)
+        for weight in filter(self._has_owner, division.optimized(stages)):
+            groups[repr(division.settings(weight))].append(weight)
+        found: dict[Place, dict[Place, int]] = {}
+        for weights in groups.values():
+            settings = division.settings(weights[0])
+            degrees = [division.degrees(weight, holding) for weight in weights]
+            chosen = owners(zip((weight.numel for weight in weights), degrees, strict=True))
+            for weight, split, owner in zip(weights, degrees, chosen, strict=True):
+                size = KINDS[settings.target].state_bytes(
+                    weight.shape, settings.options, number_bytes=division.number_bytes
+                )
+                table = found.setdefault(split, {})
+                table[owner] = table.get(owner, 0) + size
+        self._owned_by_stages[stages] = found
+        return found
 
 
 def chunk(length: int, part: Part) -> int:

@@ -113,9 +113,10 @@ class Role:
         return torch.zeros((self._batch.microbatch_size, *self._shape), dtype=dtype, device=device)
 
     def _targets(self) -> Tensor:
-        classifies = len(self._shape) == 3 and not self._assembled.parts[0].pixelwise
-        labels = () if classifies else self._shape[-2:]
-        return torch.zeros((self._batch.microbatch_size, *labels), dtype=torch.int64)
+        pixelwise = self._assembled.parts[0].pixelwise
+        labels = self._shape[-2:] if pixelwise or len(self._shape) == 1 else ()
+        dtype = torch.uint8 if pixelwise else torch.int64
+        return torch.zeros((self._batch.microbatch_size, *labels), dtype=dtype)
 
     def measure(self) -> Measured:
         """Run one step with one microbatch."""
