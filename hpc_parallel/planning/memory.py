@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 from hpc_parallel.config.batch_plan import batch_of
-from hpc_parallel.config.holdings import STAGE, Holding, holdings
+from hpc_parallel.config.holdings import FIRST, OTHER, STAGE, Holding, holdings
 from hpc_parallel.config.layout import Layout, layout_of
 from hpc_parallel.config.model_weights import ModelWeights, sample_shape_of, weights_of
 from hpc_parallel.config.schedules import stages_per_rank
@@ -128,8 +128,10 @@ class _Planner:
         yield "cast weights", working_memory.cast_weights(division, stages, holding)
         yield "gathered weights", working_memory.gathered_weights(division, stages, holding)
         blocks = [division.blocks[stage] for stage in stages]
-        if blocks[-1].stop == division.model.blocks:
-            loss = working_memory.loss_buffers(division, samples=self._samples, sample_shape=self._shape)
+        if blocks[-1].stop == division.model.blocks and holding.role != OTHER:
+            gathers = holding.role == FIRST  # the outputs of all replicas
+            samples = self._samples * (self._layout.data if gathers else 1)
+            loss = working_memory.loss_buffers(division, samples=samples, sample_shape=self._shape)
             yield "logits and loss", loss
         if kept is None:
             return

@@ -34,6 +34,7 @@ from hpc_parallel.models.drawing import without_values
 from hpc_parallel.models.experts import Experts
 from hpc_parallel.models.layered import LayeredModel, as_tuple
 from hpc_parallel.problems import ConfigError
+from hpc_parallel.profiling.traffic import Traffic
 from hpc_parallel.record.safe_read import read_yaml
 from hpc_parallel.strategies import working_weights
 from hpc_parallel.strategies.assemble import Assembled, assemble, build_model, surround
@@ -51,12 +52,17 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes of one rank. activations: what each of its stages keeps of one microbatch."""
+    """Bytes of one rank.
+
+    activations: what each of its stages keeps of one microbatch. sent: what this rank sends for it, by kind of
+    collective, without what a schedule sends between stages and what averages over replicas.
+    """
 
     parameters: int
     gradients: int
     optimizer: int
     activations: tuple[int, ...]
+    sent: dict[str, int]
 
 
 def measure(config: RunConfig, ranks: Sequence[int]) -> list[Measured]:
@@ -126,14 +132,16 @@ class Role:
         weights = [weight for part in assembled.parts for weight in part.parameters()]
         updates = server is None or server.serves
         with self._fakes:
-            activations = self._train()
+            with Traffic() as traffic:
+                activations = self._train()
             if server is not None and updates:
                 server.collect()
             gradients = [weight.grad for weight in weights if weight.grad is not None]
             held = local_bytes(weights), local_bytes(gradients)
             if updates:
                 optimizer.step()
-        return Measured(*held, local_bytes(optimizer.state().values()), activations)
+        state_bytes = local_bytes(optimizer.state().values())
+        return Measured(*held, state_bytes, activations, dict(traffic.sent))
 
     def _train(self) -> tuple[int, ...]:
         mesh, options = self._assembled.mesh, self._config.strategy
