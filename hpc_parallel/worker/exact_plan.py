@@ -54,8 +54,8 @@ CPU = torch.device("cpu")
 class Measured:
     """Bytes of one rank.
 
-    activations: what each of its stages keeps of one microbatch. sent: what this rank sends for it, by kind of
-    collective, without what a schedule sends between stages and what averages over replicas.
+    activations: what each of its stages keeps of one microbatch. sent: what this rank sends for it, by kind
+    of collective, without what a schedule sends between stages and what averages over replicas.
     """
 
     parameters: int
