@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -348,6 +348,31 @@ def process_groups() -> dict[str, list[int]]:
     """The global ranks of each process group, by the name that the flight recorder uses."""
     world = dist.distributed_c10d._world
     return {str(name): sorted(world.pg_group_ranks[group]) for group, name in world.pg_names.items()}
+
+
+@contextmanager
+def fake_world(rank: int, *, size: int) -> Iterator[None]:
+    """A default process group of `size` ranks of which only this `rank` exists; collectives send nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def fake_tensors() -> AbstractContextManager[object]:
+    """Tensors that are made meanwhile have shapes, types and storages, but no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def memory_key(tensor: Tensor) -> int:
+    """The same for all tensors that share memory, while any of them lives; fake tensors have no address."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def flight_recorder_entries() -> list[dict[str, Any]]:

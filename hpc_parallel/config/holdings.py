@@ -96,7 +96,8 @@ def sliced_over(layout: Layout) -> tuple[str, ...]:
     """The axes over which fully_shard slices the weights, as `strategies/mesh.py:slicing_axis`."""
     if not layout.by_fully_shard:
         return ()
-    return tuple(axis for axis in ("shard", *SAMPLE_AXES) if layout.degrees[axis] > 1)
+    degrees = layout.degrees
+    return tuple(axis for axis in ("shard", *SAMPLE_AXES) if degrees[axis] > 1)
 
 
 def _holding(setup: Setup, position: int) -> Holding:
@@ -150,9 +151,9 @@ def _samples(setup: Setup, places: Mapping[str, int]) -> dict[str, Part]:
 
 def _place(axes: Sequence[str], *, layout: Layout, places: Mapping[str, int]) -> Part:
     """The position on several axes as one."""
-    index, degree = 0, 1
+    index, degree, degrees = 0, 1, layout.degrees
     for axis in axes:
-        index, degree = index * layout.degrees[axis] + places[axis], degree * layout.degrees[axis]
+        index, degree = index * degrees[axis] + places[axis], degree * degrees[axis]
     return Part((index,), degree)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hpc_parallel.config.part_costs import PartCosts, PartFlops
 from hpc_parallel.models.drawing import Drawing, by_rows, draw
 from hpc_parallel.models.positions import Positions
 from hpc_parallel.models.sample_indices import SampleIndices
@@ -23,26 +24,10 @@ from hpc_parallel.supervise.error_place import mark
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
+__all__ = ["Column", "LayeredModel", "Loss", "PartCosts", "PartFlops", "as_tuple", "keep", "materialise"]
+
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(head's output, targets) -> the SUM of the loss terms, as `LayeredModel.loss`."""
-
-
-@dataclass(frozen=True)
-class PartCosts:
-    """The cost of each part of a model, all in the same unit."""
-
-    stem: int
-    blocks: tuple[int, ...]
-    head: int
-
-    @property
-    def total(self) -> int:
-        """The cost of the whole model."""
-        return self.stem + sum(self.blocks) + self.head
-
-
-class PartFlops(PartCosts):
-    """FLOPs of one sample's forward pass by part; a multiplication and an addition are two."""
 
 
 @dataclass(frozen=True)

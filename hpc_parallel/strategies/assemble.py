@@ -179,6 +179,18 @@ def build_forward_backward(
             replicas.runners, stages=stages, loss=loss, terms=terms, groups=groups,
             replicas=replicas.unaveraged, schedule=options.schedule, microbatches=microbatches, device=device,
         )  # fmt: skip
+    return surround(schedule, parts=parts, mesh=mesh, options=options, casts=casts)
+
+
+def surround(
+    schedule: ForwardBackward,
+    *,
+    parts: Sequence[LayeredModel],
+    mesh: DeviceMesh,
+    options: StrategyConfig,
+    casts: bool,
+) -> ForwardBackward:
+    """`schedule`, and around it what the ranks that share its samples do. `casts`: as above."""
     if casts and slicing_axis(mesh) is None:
         schedule = working_weights.CastOnce(schedule, parts=parts)
     if axis_of(mesh, "expert") is not None and (axis := axis_of(mesh, "replicate")) is not None:

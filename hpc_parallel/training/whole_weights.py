@@ -35,7 +35,7 @@ class SharedWeight:
         self.owned = all(self._mesh.get_local_rank(dim) == owner[dim] for dim in self._dims)
         local = weight.to_local()
         # Of the full shape, which optimizers check, but with the memory of one number.
-        self._placeholder = torch.zeros((), dtype=local.dtype, device=local.device).expand(weight.shape)
+        self._placeholder = local.new_zeros(()).expand(weight.shape)
         self.whole = Parameter(self._placeholder, requires_grad=weight.requires_grad)
 
     @torch.no_grad()

@@ -1,4 +1,7 @@
-"""`rank_memory_bytes` and `rank_state_bytes` of summary.json: what each rank holds, against closed forms."""
+"""`rank_memory_bytes` and `rank_state_bytes` of summary.json: what each rank holds, against closed forms.
+
+The plan of `planning/memory.py` must say the same of each of these runs.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from hpc_parallel.config.compose import resolve
+from hpc_parallel.planning.memory import plan
+from tests.composed import composed
 from tests.parity import in_full
 from tests.workers import Workers, train_here
 
@@ -23,7 +29,14 @@ FLOAT = 4
 
 def summary(workers: Workers, *words: str) -> dict[str, Any]:
     folder = workers.train(*SHORT, *words).folder
-    return json.loads((folder / "summary.json").read_text())
+    found = json.loads((folder / "summary.json").read_text())
+    planned = plan(resolve(composed(*SHORT, *words))[0])
+    assert planned is not None
+    kinds = ("parameters", "gradients", "optimizer")
+    assert found["rank_state_bytes"] == [
+        {kind: held.kinds[kind] for kind in kinds} for held in planned.devices
+    ]
+    return found
 
 
 def held(weights: int, *, tensors: int) -> dict[str, int]:
@@ -65,6 +78,23 @@ def test_a_stage_holds_its_blocks(workers: Workers) -> None:
     first, last = summary(workers, "strategy=pipeline", "nodes=2")["rank_state_bytes"]
     assert first == held(EMBEDDING + 2 * BLOCK, tensors=1 + 18)
     assert last == held(2 * BLOCK + NORM + EMBEDDING, tensors=2 + 18)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "strategy=tensor nodes=2 model.tied_head=false",
+        *in_full([
+            ("strategy=fsdp nodes=2 optimizer=adafactor",),
+            ("strategy=tensor nodes=2 optimizer=muon",),
+            ("strategy=pipeline nodes=2 strategy.schedule=zbv",),
+        ]),
+    ],
+)  # fmt: skip
+def test_a_plan_knows_what_other_layouts_hold(workers: Workers, words: str) -> None:
+    """The gradient of an embedding that is split by rows is whole on each device (`summary` compares)."""
+    first, second = summary(workers, *words.split())["rank_state_bytes"]
+    assert first["parameters"] > 0 < second["parameters"]
 
 
 def test_a_start_without_a_step_counts_nothing(workers: Workers) -> None:

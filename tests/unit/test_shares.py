@@ -15,9 +15,9 @@ from hpc_parallel.config.checks.all_checks import find_problems
 from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.shares import apportion, batch_shares, slowdown
+from hpc_parallel.config.stage_cuts import balance
 from hpc_parallel.data.sampler import Batches
 from hpc_parallel.models.layered import PartCosts
-from hpc_parallel.strategies.stages import balance
 from hpc_parallel.worker.device_speeds import shares_of
 from tests.composed import composed
 

@@ -376,3 +376,21 @@ def test_no_other_module_uses_private_symbols_of_torch() -> None:
                 private.append(f"{file.relative_to(PACKAGE)}: {ast.unparse(node)}")
     assert [use for use in private if not use.startswith("torch_internals.py")] == []
     assert len(private) > 5, private
+
+
+def test_a_fake_world_has_one_rank_and_sends_nothing() -> None:
+    """A tensor of 2^40 bytes goes through a collective of 1,024 ranks without memory."""
+    with torch_internals.fake_world(7, size=1024), torch_internals.fake_tensors():
+        assert (dist.get_rank(), dist.get_world_size()) == (7, 1024)
+        shard = torch.zeros(2**28)
+        whole = torch.zeros(2**38)
+        dist.all_gather_into_tensor(whole, shard)
+        assert whole.untyped_storage().nbytes() == 2**40
+    assert not dist.is_initialized()
+
+
+def test_tensors_that_share_memory_have_one_key() -> None:
+    with torch_internals.fake_tensors():
+        tensor = torch.zeros(4, 4)
+        assert torch_internals.memory_key(tensor) == torch_internals.memory_key(tensor.T[1:])
+        assert torch_internals.memory_key(tensor) != torch_internals.memory_key(tensor.clone())

@@ -1,0 +1,85 @@
+"""Which blocks each pipeline stage has: by explicit cuts, or balanced over contiguous stages."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from functools import cache
+from itertools import accumulate, pairwise
+from math import inf
+
+from hpc_parallel.config.checks.pipeline_checks import cuts_problem
+from hpc_parallel.config.part_costs import PartCosts
+from hpc_parallel.config.schedules import schedule_of, stages_of, stages_per_rank
+from hpc_parallel.config.schema import StrategyConfig
+from hpc_parallel.config.shares import stage_shares
+from hpc_parallel.problems import ConfigError, Problem
+
+
+def divide_blocks(
+    costs: PartCosts, *, stages: int, options: StrategyConfig, between: Container[int] | None = None
+) -> list[range]:
+    """The blocks of each stage, in order, by `strategy.cuts`, or by `costs` and `strategy.shares`.
+
+    `between`: as for `balance`; explicit cuts must be among them. Raises ConfigError if the model has too few
+    blocks.
+    """
+    count = len(costs.blocks)
+    if options.cuts is not None:
+        if problem := cuts_problem(options.cuts, stages=stages, blocks=count):
+            raise ConfigError([problem])
+        return [range(start, end) for start, end in pairwise((0, *options.cuts, count))]
+    return balance(costs, stages=stages, speeds=stage_speeds(options, stages=stages), between=between)
+
+
+def stage_speeds(options: StrategyConfig, *, stages: int) -> list[float]:
+    """The speed of the rank that has each stage, by `strategy.shares`."""
+    per_rank = stages_per_rank(options)
+    degree, v_shaped = stages // per_rank, schedule_of(options).v_shaped
+    speeds = [1.0] * stages
+    for rank, share in enumerate(stage_shares(options.shares, degree=degree)):
+        for stage in stages_of(rank, degree=degree, per_rank=per_rank, v_shaped=v_shaped):
+            speeds[stage] = share
+    return speeds
+
+
+def balance(
+    costs: PartCosts,
+    *,
+    stages: int,
+    speeds: Sequence[float] | None = None,
+    between: Container[int] | None = None,
+) -> list[range]:
+    """The blocks of each stage, in order, such that the longest time of a stage is minimal.
+
+    The time is the cost divided by the stage's speed; all `speeds` are equal if not given. The stem counts in
+    the first stage, the head in the last. `between`: the blocks that may begin a stage, enough for all; every
+    block without it.
+
+    Raises ConfigError if there are more stages than blocks.
+    """
+    count = len(costs.blocks)
+    if stages > count:
+        rule = f"stages are more than the model's {count} blocks: each stage needs at least one"
+        raise ConfigError([Problem("strategy.pipeline", stages, rule, (count,))])
+    before = [0.0, *accumulate(costs.blocks)]
+    speeds = speeds or [1.0] * stages
+
+    def time(start: int, end: int, *, stage: int) -> float:
+        ends = costs.stem * (start == 0) + costs.head * (end == count)
+        return (before[end] - before[start] + ends) / speeds[stage]
+
+    @cache
+    def best(start: int, remaining: int) -> tuple[float, tuple[int, ...]]:
+        """The minimal longest time of `remaining` stages of the blocks from `start`, and the stages' ends."""
+        stage = stages - remaining
+        if remaining == 1:
+            return time(start, count, stage=stage), (count,)
+        options = []
+        for end in range(start + 1, count - remaining + 2):
+            if between is not None and end not in between:
+                continue
+            longest, cuts = best(end, remaining - 1)
+            options.append((max(time(start, end, stage=stage), longest), (end, *cuts)))
+        return min(options, default=(inf, ()))
+
+    return [range(start, end) for start, end in pairwise((0, *best(0, stages)[1]))]

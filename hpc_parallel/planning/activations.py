@@ -1,0 +1,332 @@
+"""What the parts of a model keep of one microbatch for the backward pass, on one device.
+
+The sizes are those that autograd keeps with torch's kernels for CPUs; `worker/saved_tensors.py` counts them.
+Each function lists the tensors in the order of the forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from hpc_parallel.config.layout import DATAPARALLEL, Layout, tile_grid
+from hpc_parallel.config.model_data_schema import (
+    ConvNetConfig,
+    MoeTransformerConfig,
+    SegmenterConfig,
+    TransformerConfig,
+    UNetConfig,
+)
+from hpc_parallel.config.schedules import schedule_of
+from hpc_parallel.config.schema import RunConfig
+
+INDEX = 8  # bytes of an int64
+HALF = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes of one microbatch by part.
+
+    recomputed: by block, what its recomputation brings back. shared: what blocks of a stage keep together.
+    skips: by block, the inputs beside the hidden state, which checkpointed blocks of a stage keep once.
+    states: by block, all of its inputs, which a pipeline sends.
+    """
+
+    stem: int
+    blocks: tuple[int, ...]
+    head: int
+    recomputed: tuple[int, ...]
+    shared: int = 0
+    skips: tuple[int, ...] = ()
+    states: tuple[int, ...] = ()
+
+    def stage(self, blocks: range) -> int:
+        """Of a stage with these blocks."""
+        ends = self.stem * (blocks.start == 0) + self.head * (blocks.stop == len(self.blocks))
+        local = slice(blocks.start, blocks.stop)
+        skips = self.skips[local] or (0,)
+        new = sum(max(0, after - before) for before, after in pairwise(skips))
+        return sum(self.blocks[local]) + ends + self.shared + skips[0] + new
+
+
+@dataclass(frozen=True)
+class Types:
+    """Bytes of a number. product: of matrix products; precise: of norms and the loss; stream: between blocks.
+
+    cast: weights are cast once a step, or gathered in the type of the products; else autocast casts.
+    """
+
+    product: int
+    precise: int
+    stream: int
+    cast: bool
+
+
+def types_of(config: RunConfig, layout: Layout) -> Types:
+    """As `strategies/precision.py`, `working_weights.py` and `shard.py` choose them."""
+    precision = config.training.precision
+    precise = 8 if precision == "float64" else 4
+    product = 2 if precision in HALF else precise
+    cast = precision not in HALF or layout.by_fully_shard or casts_once(config)
+    return Types(product, precise, product if cast else precise, cast)
+
+
+def casts_once(config: RunConfig) -> bool:
+    """As `strategies/working_weights.py:applies`."""
+    strategy, training = config.strategy, config.training
+    outside = strategy.execution == DATAPARALLEL or schedule_of(strategy).splits_backward
+    return training.precision == "bfloat16" and not outside and not training.compile
+
+
+def chunks_loss(config: RunConfig, layout: Layout) -> bool:
+    """As `strategies/chunked_loss.py:applies`, for our models."""
+    outside = config.task.name == "generate" or config.strategy.execution == DATAPARALLEL
+    whole = layout.tensor == 1 or config.strategy.loss_parallel
+    return config.training.chunked_loss and not outside and whole
+
+
+def kept_of(config: RunConfig, layout: Layout, *, samples: int, sample_shape: tuple[int, ...]) -> Kept | None:
+    """Of a microbatch of `samples`; None for a model whose parts are unknown, and for compiled blocks."""
+    model = config.model if isinstance(config.model, dict) else {}
+    list_kept = _LISTS.get(model.get("_target_"))
+    if list_kept is None or config.training.compile:
+        return None
+    return list_kept(_Run(config, layout, model, samples, sample_shape))
+
+
+@dataclass(frozen=True)
+class _Run:
+    config: RunConfig
+    layout: Layout
+    model: Mapping[str, Any]
+    samples: int
+    shape: tuple[int, ...]
+
+    @property
+    def types(self) -> Types:
+        return types_of(self.config, self.layout)
+
+    def size(self, key: str) -> int:
+        """A number of the model's configuration."""
+        return int(self.model[key])
+
+    @property
+    def mode(self) -> str:
+        return self.config.training.activation_checkpointing
+
+
+def _decoder(run: _Run) -> Kept:
+    """transformer.py and moe.py."""
+    layout, types = run.layout, run.types
+    tensor, dim = layout.tensor, run.size("dim")
+    tokens = run.samples * run.shape[0] // layout.context
+    sliced = tokens // tensor if run.config.strategy.sequence_parallel else tokens
+    head_dim = dim // run.size("heads")
+    tables = 0 if run.mode != "none" else run.shape[0] // layout.context * head_dim * types.precise
+    norm = sliced * (2 * dim + 1) * types.precise  # inputs, normed, and one number a row
+    attention = _attention(run, tokens)
+    feed_forward = _experts(run, tokens) if "experts" in run.model else _swiglu(run, tokens)
+    full = 2 * (norm + tokens * dim * types.product) + attention.kept + feed_forward.kept
+    full += 0 if types.cast else _casts(run, tokens)
+    stream = sliced * dim * types.stream
+    selective = stream + attention.expensive + feed_forward.expensive
+    block = {"none": full, "selective": selective, "full": stream}[run.mode]
+    layers = run.size("layers")
+    return Kept(
+        stem=tokens * INDEX,
+        blocks=(block,) * layers,
+        head=norm + _language_loss(run, tokens),
+        recomputed=(0 if run.mode == "none" else full,) * layers,
+        shared=tables,
+        states=(stream,) * layers,
+    )
+
+
+def _casts(run: _Run, tokens: int) -> int:
+    """Autocast gives each projection a cast of its weight and of its input; one input is counted already."""
+    tensor = run.layout.tensor
+    dim, kv = run.size("dim"), run.size("kv_heads") * (run.size("dim") // run.size("heads"))
+    weights, inputs = 2 * dim * (dim + kv), 2
+    if "experts" in run.model:
+        weights += run.size("experts") * dim * tensor
+    else:
+        weights, inputs = weights + 3 * dim * run.size("ffn_dim"), 3
+    return (weights // tensor + inputs * tokens * dim) * run.types.product
+
+
+@dataclass(frozen=True)
+class _Part:
+    """kept: by autograd. expensive: the results that selective checkpointing keeps instead."""
+
+    kept: int
+    expensive: int
+
+
+def _attention(run: _Run, tokens: int) -> _Part:
+    layout, types = run.layout, run.types
+    query = run.size("dim") // layout.tensor
+    heads = run.size("heads") // layout.tensor
+    projected = kv = run.size("kv_heads") * (run.size("dim") // run.size("heads")) // layout.tensor
+    passes = layout.context > 1 and run.config.strategy.context_attention != "all_to_all"
+    if layout.context > 1 and not passes:  # a head that serves several devices is sent to each
+        kv *= max(1, layout.context // (run.size("kv_heads") // layout.tensor))
+    lse = tokens * heads * types.precise
+    mixed = tokens * query * types.product + lse
+    inputs = tokens * (query + 2 * kv) * types.product
+    joined = tokens * query * types.product  # the heads next to each other
+    outputs = tokens * (query + 2 * projected + run.size("dim")) * types.product  # of the four projections
+    return _Part(inputs + mixed + joined, outputs if passes else outputs + mixed)
+
+
+def _swiglu(run: _Run, tokens: int) -> _Part:
+    """gate, silu, up and their product."""
+    columns = run.size("ffn_dim") // run.layout.tensor
+    product = run.types.product
+    return _Part(4 * tokens * columns * product, tokens * (2 * columns + run.size("dim")) * product)
+
+
+def _experts(run: _Run, tokens: int) -> _Part:
+    """moe.py, experts.py, expert.py. Devices of the expert axis are taken to get equally many tokens."""
+    types = run.types
+    dim, columns, experts = run.size("dim"), run.size("ffn_dim"), run.size("experts")
+    rows = tokens * run.size("experts_per_token")
+    router = tokens * experts * types.precise + rows * INDEX
+    orders = (2 if run.layout.expert == 1 else 4) * rows * INDEX
+    gates = rows * (types.precise if types.product == types.precise else types.product)
+    inputs = 1 if types.cast else 2  # a cast for each of the two first products
+    products = rows * ((1 + inputs) * dim + 4 * columns) * types.product
+    casts = types.product < types.precise and not run.layout.by_fully_shard
+    weights = 3 * experts // run.layout.expert * dim * columns * types.product if casts else 0
+    return _Part(router + orders + gates + products + weights, tokens * experts * types.product)
+
+
+def _language_loss(run: _Run, tokens: int) -> int:
+    """The projection and the loss (chunked_loss.py, language.py)."""
+    types, split = run.types, run.layout.tensor
+    dim, vocabulary = run.size("dim"), run.size("vocab_size")
+    if chunks_loss(run.config, run.layout):
+        of_weights = types.product if types.cast else types.precise
+        return (tokens * dim + -(-vocabulary // split) * dim) * of_weights  # their gradients
+    rows = -(-vocabulary // split)
+    columns = rows if run.config.strategy.loss_parallel else vocabulary
+    cast = 0 if types.cast else rows * dim * types.product
+    return tokens * (dim * types.product + columns * types.precise + INDEX) + cast
+
+
+@dataclass(frozen=True)
+class _Map:
+    """The part of an image that a device has at one resolution."""
+
+    samples: int
+    height: int
+    width: int
+    halo: int  # rows and columns that a convolution gets from other devices or as padding; 0 without tiles
+
+    def bytes(self, channels: int, number: int) -> int:
+        return self.samples * channels * self.height * self.width * number
+
+    def inputs(self, channels: int, number: int) -> int:
+        """Of a convolution, in a memory of its own if it has a border."""
+        return self.samples * channels * (self.height + self.halo) * (self.width + self.halo) * number
+
+    def scaled(self, factor: float) -> _Map:
+        return _Map(self.samples, int(self.height * factor), int(self.width * factor), self.halo)
+
+
+def _first_map(run: _Run) -> _Map:
+    _, height, width = run.shape
+    if run.layout.tile == 1:
+        return _Map(run.samples, height, width, 0)
+    rows, columns = tile_grid(run.layout.tile, run.config.strategy.tile_grid)
+    return _Map(run.samples, -(-height // rows), -(-width // columns), run.size("kernel_size") - 1)
+
+
+def _pixel_bytes(run: _Run) -> int:
+    """Of a number of the first block's input, which fully_shard casts."""
+    return run.types.product if run.layout.by_fully_shard else run.types.precise
+
+
+def _norm(run: _Run, channels: int) -> int:
+    """Moments, and the running ones, of BatchNorm."""
+    return 4 * channels * run.types.precise
+
+
+def _convnet(run: _Run) -> Kept:
+    """convnet.py: convolution, norm, ReLU, pooling."""
+    number, place = run.types.product, _first_map(run)
+    blocks, recomputed, states = [], [], []
+    channels = run.model["channels"]
+    for index, (before, after) in enumerate(pairwise([run.size("in_channels"), *channels])):
+        output, pooled = place.bytes(after, number), place.scaled(0.5)
+        full = place.inputs(before, number) + 2 * output + _norm(run, after) + pooled.bytes(after, INDEX)
+        first = place.bytes(before, number if index else _pixel_bytes(run))
+        blocks.append({"none": full, "selective": first + output, "full": first}[run.mode])
+        recomputed.append(0 if run.mode == "none" else full)
+        states.append(first)
+        place = pooled
+    segments = run.model["_target_"] == SegmenterConfig._target_
+    inputs = place.bytes(channels[-1], number) if segments else run.samples * channels[-1] * number
+    head = inputs + _image_loss(run, segments=segments)
+    return Kept(0, tuple(blocks), head, tuple(recomputed), states=tuple(states))
+
+
+def _image_loss(run: _Run, *, segments: bool) -> int:
+    place = _first_map(run)
+    labels = place.bytes(1, 1) if segments else run.samples
+    return labels * (run.size("classes") * run.types.precise + INDEX)
+
+
+def _unet(run: _Run) -> Kept:
+    """unet.py. A skip connection is the output of a ReLU, which keeps it; a recomputed block does not."""
+    number, place, model = run.types.product, _first_map(run), run.model
+    channels, mode = list(model["channels"]), run.mode
+    blocks: list[int] = []
+    recomputed: list[int] = []
+    skips: list[int] = []
+    states: list[int] = []
+    pending: list[int] = []
+
+    def twice(before: int, after: int) -> _Part:
+        output = place.bytes(after, number)
+        between = place.inputs(after, number) if place.halo else 0  # else the first ReLU keeps it
+        kept = place.inputs(before, number) + between + 4 * output + 2 * _norm(run, after)
+        return _Part(kept, 2 * output)
+
+    def add(full: int, *, inputs: int, expensive: int) -> None:
+        blocks.append({"none": full, "selective": inputs + expensive, "full": inputs}[mode])
+        recomputed.append(0 if mode == "none" else full)
+        skips.append(0 if mode == "none" else sum(pending))
+        states.append(inputs + sum(pending))
+
+    for index, (before, after) in enumerate(pairwise([run.size("in_channels"), *channels[:-1]])):
+        part = twice(before, after)
+        inputs = place.bytes(before, number if index else _pixel_bytes(run))
+        indices = place.scaled(0.5).bytes(after, INDEX)
+        add(part.kept + indices, inputs=inputs, expensive=part.expensive)
+        pending.append(place.bytes(after, number))
+        place = place.scaled(0.5)
+    before = [run.size("in_channels"), *channels][-2]
+    part = twice(before, channels[-1])
+    add(part.kept, inputs=place.bytes(before, number), expensive=part.expensive)
+    for level, below in reversed(list(pairwise(channels))):
+        inputs, place = place.bytes(below, number), place.scaled(2)
+        part = twice(2 * level, level)
+        narrow = place.bytes(level, number)
+        add(part.kept + place.inputs(below, number), inputs=inputs, expensive=part.expensive + narrow)
+        pending.pop()
+    head = _image_loss(run, segments=True)
+    if mode != "none":  # a recomputed block does not keep its output
+        head += place.bytes(channels[0], number)
+    return Kept(0, tuple(blocks), head, tuple(recomputed), skips=tuple(skips), states=tuple(states))
+
+
+_LISTS: dict[Any, Callable[[_Run], Kept]] = {
+    TransformerConfig._target_: _decoder,
+    MoeTransformerConfig._target_: _decoder,
+    ConvNetConfig._target_: _convnet,
+    SegmenterConfig._target_: _convnet,
+    UNetConfig._target_: _unet,
+}

@@ -1,0 +1,175 @@
+"""What each device of a run holds at its fullest, by kind, before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+from hpc_parallel.config.batch_plan import batch_of
+from hpc_parallel.config.holdings import FIRST, OTHER, STAGE, Holding, holdings
+from hpc_parallel.config.layout import Layout, layout_of
+from hpc_parallel.config.model_weights import ModelWeights, sample_shape_of, weights_of
+from hpc_parallel.config.schedules import stages_per_rank
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.setup import Setup, model_facts
+from hpc_parallel.planning import working_memory
+from hpc_parallel.planning.activations import kept_of
+from hpc_parallel.planning.live_microbatches import live_microbatches
+from hpc_parallel.planning.state_bytes import WHOLE, Division, States
+
+KINDS = (
+    "parameters", "gradients", "optimizer", "activations", "recomputation", "logits and loss",
+    "cast weights", "gathered weights", "gradients in messages", "buffers between stages",
+    "device context", "allocator slack",
+)  # fmt: skip
+CONTEXT_BYTES = 2**29  # of CUDA, its libraries and NCCL on a GPU, about
+SLACK = 0.05  # of what torch's allocator of GPUs serves: memory in gaps between blocks, about
+UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes on one device, by kind (KINDS).
+
+    device: its number in the world, from 0. role: `server`, `worker` and the like; empty if all do the same.
+    stages: what each of its pipeline stages keeps of one microbatch; one stage without a pipeline.
+    """
+
+    device: int
+    role: str
+    kinds: dict[str, int]
+    stages: tuple[int, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """The bytes of all kinds."""
+        return sum(self.kinds.values())
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What all devices hold, by device. unknown: what the figures leave out, one clause each."""
+
+    devices: list[Held]
+    unknown: list[str]
+
+    @property
+    def fullest(self) -> Held:
+        """The device that needs most; of several, the first."""
+        return max(self.devices, key=lambda held: held.total)
+
+
+def plan(config: RunConfig) -> MemoryPlan | None:
+    """The memory of a training run, whose layout must be valid; None if the model's weights are unknown.
+
+    Raises ConfigError if the pipeline has more stages than the model has blocks, and ValueError if the batch
+    can't be split.
+    """
+    shape = sample_shape_of(config.model, config.data)
+    model = None if shape is None else weights_of(config.model, sample_shape=shape)
+    if model is None or shape is None:
+        return None
+    layout = layout_of(config.strategy, devices=config.devices)
+    planner = _Planner(config, layout, model, shape)
+    setup = Setup(config.strategy, layout, model_facts(config.model), gpus=config.device != "cpu")
+    return MemoryPlan([planner.held(holding) for holding in holdings(setup)], planner.unknown)
+
+
+class _Planner:
+    """The plan of each device of one configuration."""
+
+    def __init__(
+        self, config: RunConfig, layout: Layout, model: ModelWeights, shape: tuple[int, ...]
+    ) -> None:
+        batch = batch_of(config, layout)
+        self._config, self._layout, self._shape = config, layout, shape
+        self._division = Division(config, layout, model)
+        self._states = States(self._division)
+        self._microbatches, self._samples = batch.microbatches, max(batch.sizes)
+        self._kept = kept_of(config, layout, samples=self._samples, sample_shape=shape)
+        self._alike: dict[Hashable, tuple[dict[str, int], tuple[int, ...]]] = {}
+
+    @property
+    def unknown(self) -> list[str]:
+        clauses = [
+            f"the state of {target} counts as 0, because it is not known" for target in self._states.unknown
+        ]
+        if self._kept is None:
+            clauses.append("activations count as 0, because they are not known for this model")
+        return clauses
+
+    def held(self, holding: Holding) -> Held:
+        """The plan of the device of `holding`."""
+        key = self._states.alike(holding)
+        if key not in self._alike:
+            stages = holding.model.get(STAGE, WHOLE).indices
+            self._alike[key] = self._kinds(stages, holding), self._activations(stages, holding)
+        return Held(holding.devices[0], holding.role, *self._alike[key])
+
+    def _kinds(self, stages: tuple[int, ...], holding: Holding) -> dict[str, int]:
+        kinds = {**vars(self._states.of(holding)), **dict(self._step(stages, holding))}
+        if self._config.device != "cpu":
+            kinds["allocator slack"] = int(SLACK * sum(kinds.values()))
+            kinds["device context"] = CONTEXT_BYTES
+        return {kind: kinds.get(kind, 0) for kind in KINDS}
+
+    def _activations(self, stages: tuple[int, ...], holding: Holding) -> tuple[int, ...]:
+        """Of one microbatch in each stage."""
+        if self._kept is None or holding.samples is None:
+            return ()
+        return tuple(self._kept.stage(self._division.blocks[stage]) for stage in stages)
+
+    def _step(self, stages: tuple[int, ...], holding: Holding) -> Iterator[tuple[str, int]]:
+        """What a step needs beside the state."""
+        division, kept = self._division, self._kept
+        yield "gradients in messages", working_memory.gradient_messages(division, stages, holding)
+        if holding.samples is None:  # a dedicated server
+            return
+        yield "cast weights", working_memory.cast_weights(division, stages, holding)
+        yield "gathered weights", working_memory.gathered_weights(division, stages, holding)
+        blocks = [division.blocks[stage] for stage in stages]
+        if blocks[-1].stop == division.model.blocks and holding.role != OTHER:
+            gathers = holding.role == FIRST  # the outputs of all replicas
+            samples = self._samples * (self._layout.data if gathers else 1)
+            loss = working_memory.loss_buffers(division, samples=samples, sample_shape=self._shape)
+            yield "logits and loss", loss
+        if kept is None:
+            return
+        live = live_microbatches(
+            self._config.strategy, rank=min(stages[0], self._layout.pipeline - 1),
+            ranks=self._layout.pipeline, microbatches=self._microbatches,
+        )  # fmt: skip
+        activations = self._activations(stages, holding)
+        yield "activations", sum(count * size for count, size in zip(live, activations, strict=True))
+        recomputed = (kept.recomputed[block] for part in blocks for block in part)
+        yield "recomputation", max(recomputed)
+        yield "buffers between stages", self._received(stages)
+
+    def _received(self, stages: tuple[int, ...]) -> int:
+        """torch's pipelines allocate what each stage receives for all microbatches, in both directions."""
+        if self._layout.pipeline == 1 or self._kept is None:
+            return 0
+        states, count = self._kept.states, self._layout.pipeline * stages_per_rank(self._config.strategy)
+        starts = [self._division.blocks[stage].start for stage in stages if stage > 0]
+        ends = [self._division.blocks[stage].stop for stage in stages if stage < count - 1]
+        return self._microbatches * sum(states[block] for block in (*starts, *ends))
+
+
+def text_table(found: MemoryPlan) -> list[str]:
+    """Lines for a terminal: the kinds on the fullest device, the sum, and what is left out."""
+    fullest = found.fullest
+    kinds = {kind: size for kind, size in fullest.kinds.items() if size}
+    width = max(map(len, (*kinds, "sum")))
+    role = f" ({fullest.role})" if fullest.role else ""
+    alike = sum(held.total == fullest.total for held in found.devices)
+    others = f", as {alike} of {len(found.devices)} devices do" if alike > 1 else ""
+    lines = [f"device {fullest.device}{role} needs most{others}:"]
+    lines += [f"  {kind:{width}}  {readable(size):>11}" for kind, size in kinds.items()]
+    lines.append(f"  {'sum':{width}}  {readable(fullest.total):>11}")
+    return lines + [f"  without: {clause}" for clause in found.unknown]
+
+
+def readable(count: int) -> str:
+    """`18.42 GiB`, in the largest unit of which there is one."""
+    unit, size = next(((unit, size) for unit, size in UNITS if count >= size), UNITS[-1])
+    return f"{count / size:.2f} {unit}" if size > 1 else f"{count} {unit}"

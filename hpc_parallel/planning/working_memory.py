@@ -1,0 +1,94 @@
+"""What a step needs for a while beside its state and its activations, estimated for each device."""
+
+from __future__ import annotations
+
+import math
+
+from hpc_parallel.config.holdings import Holding
+from hpc_parallel.config.layout import PARAMETER_SERVER, SPMD
+from hpc_parallel.config.model_weights import HEAD, STEM, Weight
+from hpc_parallel.config.schedules import schedule_of
+from hpc_parallel.planning.activations import HALF, casts_once, chunks_loss, types_of
+from hpc_parallel.planning.state_bytes import Division
+
+CHUNK_BYTES = 2**29  # of the logits of a chunk in float32 (strategies/chunked_loss.py)
+MB = 2**20
+
+
+def cast_weights(division: Division, stages: tuple[int, ...], holding: Holding) -> int:
+    """The copies in bfloat16 that a step without fully_shard computes with (working_weights.py)."""
+    if division.layout.by_fully_shard or not casts_once(division.config):
+        return 0
+    weights = [weight for weight in division.weights(stages) if weight.casts]
+    return 2 * sum(math.prod(division.local_shape(weight, holding)) for weight in weights)
+
+
+def gathered_weights(division: Division, stages: tuple[int, ...], holding: Holding) -> int:
+    """The weights that fully_shard has gathered at most: the ends, a block, and those gathered ahead."""
+    blocks, ends = _gathered(division, stages, holding)
+    if not blocks:
+        return 0
+    strategy, layout = division.config.strategy, division.layout
+    ahead = 1 if strategy.prefetch is None else strategy.prefetch
+    reshards = strategy.reshard and layout.pipeline == 1
+    held = sorted(blocks)[-1 - ahead :] if reshards else blocks
+    return (sum(held) + ends) * _gathered_bytes(division)
+
+
+def gradient_messages(division: Division, stages: tuple[int, ...], holding: Holding) -> int:
+    """Gradients on their way to other devices, beside those that the device keeps."""
+    config, layout = division.config, division.layout
+    numbers = [math.prod(division.gradient_shape(weight, holding)) for weight in division.optimized(stages)]
+    bucket = int(config.strategy.bucket_mb * MB)
+    if config.strategy.execution == PARAMETER_SERVER:
+        return 2 * max(bucket, max(numbers) * division.number_bytes)
+    if config.strategy.execution != SPMD:
+        return 0
+    if layout.by_fully_shard:  # of the ends and a block, and the block's in the type in which they are summed
+        blocks, ends = _gathered(division, stages, holding)
+        own = _gathered_bytes(division)
+        return (max(blocks) + ends) * own + max(blocks) * division.number_bytes
+    if layout.averaged == 1:
+        return 0
+    if schedule_of(config.strategy).splits_backward and layout.pipeline > 1:  # replicate.py: Average
+        return sum(numbers) * division.number_bytes
+    return bucket // 2 if config.strategy.gradient_compression == "bfloat16" else 0
+
+
+def loss_buffers(division: Division, *, samples: int, sample_shape: tuple[int, ...]) -> int:
+    """Logits, their logarithms and gradients, for the tokens that exist at a time; 0 for other models."""
+    config, layout = division.config, division.layout
+    if len(sample_shape) > 1:
+        return 0
+    types = types_of(config, layout)
+    vocabulary, dim = _projection(division).shape
+    rows = -(-vocabulary // layout.tensor)
+    tokens = samples * sample_shape[0] // layout.context
+    if not chunks_loss(config, layout):
+        columns = rows if config.strategy.loss_parallel else vocabulary
+        half = types.product if types.product < types.precise else 0
+        return tokens * columns * (2 * types.precise + half)
+    chunks = max(1, -(-tokens * rows * 4 // CHUNK_BYTES))
+    return (-(-tokens // chunks) * rows + rows * dim) * 2 * types.precise
+
+
+def _projection(division: Division) -> Weight:
+    """The weight of the logits; the stem has it if it is tied."""
+    last = division.model.weights[-1]
+    return last if len(last.shape) > 1 else division.model.weights[0]
+
+
+def _gathered(division: Division, stages: tuple[int, ...], holding: Holding) -> tuple[list[int], int]:
+    """The numbers in each block of these stages and in the ends that stay gathered (shard.py)."""
+    if not division.layout.by_fully_shard:
+        return [], 0
+    sizes: dict[str, int] = {}
+    for weight in division.weights(stages):
+        sizes[weight.part] = sizes.get(weight.part, 0) + math.prod(division.unsliced_shape(weight, holding))
+    stem, head = sizes.pop(STEM, 0), sizes.pop(HEAD, 0)
+    shared = bool(division.model.tied) and stem and head
+    return list(sizes.values()), head + (stem if shared else 0)
+
+
+def _gathered_bytes(division: Division) -> int:
+    return 2 if division.config.training.precision in HALF else division.number_bytes

@@ -1,0 +1,145 @@
+"""The memory plan beside state and activations: live microbatches, the fullest device, and its table."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+from hpc_parallel import torch_internals
+from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.schedules import SCHEDULES, stages_of
+from hpc_parallel.config.schema import StrategyConfig
+from hpc_parallel.planning.live_microbatches import live_microbatches
+from hpc_parallel.planning.memory import KINDS, MemoryPlan, plan, readable, text_table
+from hpc_parallel.strategies.pipeline import KINDS as SCHEDULE_CLASSES
+from tests.composed import composed
+
+TABLED = [name for name in SCHEDULES if name not in ("naive", "gpipe", "1f1b")]  # torch has no table of these
+SMALL = ("model.layers=4", "data.sequence_length=64", "device=cpu")
+
+
+def planned(*words: str) -> MemoryPlan:
+    found = plan(resolve(composed(*words))[0])
+    assert found is not None
+    return found
+
+
+def tables_of_torch(
+    schedule: str, *, ranks: int, per_rank: int, microbatches: int
+) -> Iterator[tuple[int, ...]]:
+    """For each rank, the live microbatches of each stage when most are live, counted in torch's own table."""
+    v_shaped = SCHEDULES[schedule].v_shaped
+    with torch_internals.fake_world(0, size=ranks):
+        stages = [
+            PipelineStage(nn.Linear(1, 1), index, ranks * per_rank, torch.device("cpu"))
+            for index in stages_of(0, degree=ranks, per_rank=per_rank, v_shaped=v_shaped)
+        ]
+        table = SCHEDULE_CLASSES[schedule](
+            stages, n_microbatches=microbatches, loss_fn=torch.add
+        ).pipeline_order
+    for rank in range(ranks):
+        live = dict.fromkeys(stages_of(rank, degree=ranks, per_rank=per_rank, v_shaped=v_shaped), 0)
+        most = tuple(live.values())
+        for entry in filter(None, table[rank]):
+            for action in entry.sub_actions or (entry,):
+                kind = action.computation_type.name
+                change = {"FORWARD": 1, "FULL_BACKWARD": -1, "BACKWARD_WEIGHT": -1}.get(kind, 0)
+                live[action.stage_index] += change
+                if sum(live.values()) > sum(most):
+                    most = tuple(live.values())
+        yield most
+
+
+@pytest.mark.parametrize("schedule", TABLED)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 8), (3, 4), (4, 8), (4, 12), (6, 24)])
+def test_live_microbatches_are_those_of_torchs_table(schedule: str, ranks: int, microbatches: int) -> None:
+    if SCHEDULES[schedule].full and microbatches < 2 * ranks:
+        microbatches = 4 * ranks
+    options = StrategyConfig(name="a", schedule=schedule, stages_per_rank=2)
+    counted = tables_of_torch(schedule, ranks=ranks, per_rank=2, microbatches=microbatches)
+    assert list(counted) == [
+        live_microbatches(options, rank=rank, ranks=ranks, microbatches=microbatches) for rank in range(ranks)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "live"), [("gpipe", [8, 8, 8, 8]), ("1f1b", [4, 3, 2, 1]), ("naive", [1, 1, 1, 1])]
+)
+def test_live_microbatches_of_one_stage_a_rank(schedule: str, live: list[int]) -> None:
+    """Huang et al. 2019 (GPipe), Narayanan et al. 2019 (1F1B); the naive schedule runs one at a time."""
+    options = StrategyConfig(name="a", schedule=schedule)
+    assert [live_microbatches(options, rank=rank, ranks=4, microbatches=8) for rank in range(4)] == [
+        (count,) for count in live
+    ]
+
+
+def test_the_first_stage_of_1f1b_is_the_fullest() -> None:
+    """It has as many live microbatches as there are stages, each of its blocks' activations."""
+    found = planned("strategy=pipeline", "nodes=4", "strategy.cuts=[1,2,3]", *SMALL)
+    assert found.fullest.device == 0
+    activations = [held.kinds["activations"] for held in found.devices]
+    assert activations == [(4 - rank) * held.stages[0] for rank, held in enumerate(found.devices)]
+
+
+def test_checkpointing_recomputes_one_block() -> None:
+    without = planned("strategy=single", *SMALL).fullest
+    full = planned("strategy=single", *SMALL, "training.activation_checkpointing=full").fullest
+    assert without.kinds["recomputation"] == 0
+    blocks = 4 * full.kinds["recomputation"]
+    inputs = 4 * 16 * 64 * 128 * 4
+    tables = 64 * 32 * 4
+    assert full.stages[0] == without.stages[0] - blocks - tables + inputs
+
+
+def test_fully_shard_gathers_blocks_and_ends() -> None:
+    """A block and the next one, and the ends, which share a weight; all blocks with reshard=false."""
+    block, ends = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 344 + 2 * 128, 256 * 128 + 128
+    words = ("strategy=fsdp", "nodes=2", *SMALL)
+    gathered = [
+        planned(*words, *more).fullest.kinds["gathered weights"]
+        for more in ([], ["strategy.prefetch=2"], ["strategy.reshard=false"], ["training.precision=bfloat16"])
+    ]
+    assert gathered == [
+        4 * (2 * block + ends), 4 * (3 * block + ends), 4 * (4 * block + ends), 2 * (2 * block + ends),
+    ]  # fmt: skip
+
+
+def test_a_dedicated_server_has_no_activations() -> None:
+    server, worker, _ = planned("strategy=parameter_server", "nodes=3", *SMALL).devices
+    assert (server.role, worker.role) == ("server", "worker")
+    assert server.kinds["activations"] == 0 < worker.kinds["activations"]
+    assert worker.kinds["optimizer"] == 0 < server.kinds["optimizer"]
+
+
+def test_replicas_that_are_threads_share_the_model() -> None:
+    first, other = planned("strategy=dataparallel", "gpus_per_node=2", *SMALL).devices
+    assert other.kinds["parameters"] == 0 < first.kinds["parameters"]
+    assert other.kinds["activations"] > 0
+
+
+def test_the_table_names_the_fullest_device_and_adds_up() -> None:
+    found = planned("strategy=pipeline", "nodes=4", *SMALL)
+    lines = text_table(found)
+    assert lines[0] == "device 0 needs most:"
+    assert lines[-1].split()[-2:] == readable(found.fullest.total).split()
+    assert found.fullest.total == sum(found.fullest.kinds.values())
+    assert set(found.fullest.kinds) == set(KINDS)
+
+
+def test_gpus_have_a_context_and_gaps() -> None:
+    kinds = planned("strategy=single", "device=cuda").fullest.kinds
+    assert kinds["device context"] == 2**29
+    served = sum(size for kind, size in kinds.items() if kind not in ("device context", "allocator slack"))
+    assert kinds["allocator slack"] == served * 5 // 100
+
+
+@pytest.mark.processes
+def test_a_plan_does_not_import_torch() -> None:
+    code = "import sys, hpc_parallel.planning.memory; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
