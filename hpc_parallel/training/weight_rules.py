@@ -19,11 +19,12 @@ def settings_of(parameters: Mapping[str, Parameter], config: OptimizerConfig) ->
 
     All ranks must call it together. Raises ConfigError for a pattern that matches no weight on any rank.
     """
-    _require_matches(list(parameters), config.groups)
+    require_matches(list(parameters), config.groups)
     return {name: settings_for(name, parameter.ndim, config) for name, parameter in parameters.items()}
 
 
-def _require_matches(names: list[str], rules: Mapping[str, Mapping[str, Any]]) -> None:
+def require_matches(names: list[str], rules: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises ConfigError for a rule that matches none of the `names` of any rank."""
     matched = [key for key, rule in rules.items() if any(applies(rule.get("match"), name) for name in names)]
     by_rank = exchange.all_gather(matched) if rules and dist.is_initialized() else [matched]
     if unmatched := rules.keys() - {key for matched_keys in by_rank for key in matched_keys}:

@@ -14,9 +14,9 @@ import multiprocessing
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ from hpc_parallel.strategies.mesh import weight_axes
 from hpc_parallel.strategies.precision import HALF, WEIGHTS
 from hpc_parallel.strategies.tied_ends import TiedEnds
 from hpc_parallel.strategies.whole_model import build_model
+from hpc_parallel.training import weight_rules
 from hpc_parallel.training.optimizer import build_optimizer
 from hpc_parallel.training.state_bytes import local_bytes
 from hpc_parallel.worker.saved_tensors import SavedTensors
@@ -129,7 +130,9 @@ class Role:
         """Run one step with one microbatch."""
         assembled, server = self._assembled, self._assembled.server
         split = bool(weight_axes(assembled.mesh))
-        optimizer = build_optimizer(assembled.named_parameters(), self._config.optimizer, split=split)
+        # The other ranks, which may have the weights that a rule matches, don't exist.
+        with patch.object(weight_rules, "require_matches"):
+            optimizer = build_optimizer(assembled.named_parameters(), self._config.optimizer, split=split)
         weights = [weight for part in assembled.parts for weight in part.parameters()]
         updates = server is None or server.serves
         with self._fakes:
@@ -217,14 +220,14 @@ class Once:
 
 def states_between(model: LayeredModel, inputs: Tensor) -> dict[str, list[torch.Size]]:
     """The shapes of the inputs of each block of the whole `model`, which is on meta, for meta `inputs`."""
-    model = deepcopy(model).to(torch.bfloat16)  # products of experts on meta take no other type
     shapes: dict[str, list[torch.Size]] = {}
     state = (
         as_tuple(model.stem(inputs, **model._stem_options(inputs))) if model.stem is not None else (inputs,)
     )
     for name, block in model.blocks.items():
         shapes[name] = [tensor.shape for tensor in state]
-        state = as_tuple(block(*state))
+        if inputs.dim() > 2:  # blocks of language models keep the shape
+            state = as_tuple(block(*state))
     return shapes
 
 
