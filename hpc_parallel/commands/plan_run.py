@@ -14,7 +14,9 @@ from hpc_parallel.config.layout import layout_of
 from hpc_parallel.config.schema import RunConfig, register
 from hpc_parallel.config.sweep_compose import compose_run
 from hpc_parallel.launch.checked_run import reporting_all_problems
+from hpc_parallel.planning import memory
 from hpc_parallel.planning.hardware import Hardware
+from hpc_parallel.planning.memory import readable, text_table
 from hpc_parallel.planning.run_work import assumptions, unplanned, work_of_run
 from hpc_parallel.planning.step_time import StepTime, Work, step_time
 from hpc_parallel.problems import ConfigError
@@ -58,7 +60,22 @@ def report(
     yield f"{work.data} replicas x {work.microbatches} microbatches x {work.microbatch_size} samples"
     for label, value, formula in _figures(work, step, hardware=hardware, tokens=tokens):
         yield f"  {label:<24} {value}" + f" = {formula}" * explain
+    yield from _memory(config, hardware, explain=explain)
     yield from assumptions(config, hardware)
+
+
+def _memory(config: RunConfig, hardware: Hardware, *, explain: bool) -> Iterator[str]:
+    """Whether the device that needs most has room, and its bytes by kind if `explain`."""
+    label, planned = f"  {'memory, at most':<24}", memory.plan(config)
+    if planned is None:
+        yield f"{label} not known for this model"
+        return
+    needed, there = planned.fullest.total, hardware.device.memory_bytes
+    verdict = "fits" if needed <= there else "may not fit"
+    without = f" (without: {'; '.join(planned.unknown)})" if planned.unknown else ""
+    yield f"{label} {readable(needed)} of {readable(int(there))}: {verdict}{without}"
+    if explain:
+        yield from text_table(planned)
 
 
 def _figures(

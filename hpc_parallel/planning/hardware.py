@@ -145,7 +145,8 @@ def _values(name: str, folders: Sequence[Path], *, by: tuple[str, ...] = ()) -> 
     names = hardware_names(folders)
     if name not in names or name in by:
         rule = "extends itself" if name in by else f"is none of {', '.join(names)}"
-        raise ConfigError([Problem("hardware", name, rule, tuple(nearest(name, names) or names[:1]))])
+        near = [choice for choice in names if name.lower() in choice] or nearest(name, names) or names[:1]
+        raise ConfigError([Problem("hardware", name, rule, tuple(near))])
     file = next(folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file())
     try:
         values = yaml.safe_load(file.read_text())

@@ -87,7 +87,7 @@ def work_of_run(config: RunConfig) -> Work:
 
 def assumptions(config: RunConfig, hardware: Hardware) -> Iterator[str]:
     """What the plan of this configuration takes for granted."""
-    yield "This is a prediction. Memory, data loading, checkpoints and validation are not in it."
+    yield "This is a prediction. Data loading, checkpoints and validation are not in it."
     yield "Its coefficients come from runs of Megatron-LM; no run of this program was compared with it."
     if config.training.activation_checkpointing == "selective":
         yield "training.activation_checkpointing=selective is planned as none: expect a longer step."

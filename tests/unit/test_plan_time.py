@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from hpc_parallel.__main__ import main as command
+from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.exchanges import groups_over
 from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.config.setup import Setup
+from hpc_parallel.planning import memory
 from hpc_parallel.planning.group_times import Group
 from hpc_parallel.planning.hardware import hardware_names, read_hardware
 from hpc_parallel.planning.iteration_table import plan_row, read_table
@@ -22,6 +24,7 @@ from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, Pi
 from hpc_parallel.planning.pipeline_times import simulate
 from hpc_parallel.planning.step_time import stage_blocks
 from tests.benchmarks.calibrate_plan import FOLDERS, NAME, TABLE, errors, good_choices, sample
+from tests.composed import composed
 
 ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv", "dualpipev")
 SHAPES = [(2, 4), (4, 8), (4, 16), (8, 32)]
@@ -204,6 +207,20 @@ def test_figures_of_a_configuration_fit_each_other(capsys: pytest.CaptureFixture
     )
     assert hours == pytest.approx(8 * 1e9 / tokens_per_s / 3600, abs=0.51)
     assert figures["bubble"] == "0.0 %"
+
+
+def test_the_memory_is_that_of_the_fullest_device(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("strategy=data", "model=8b", "gpus_per_node=8", "training.global_batch_size=8",
+             "data.sequence_length=1024")  # fmt: skip
+    config, _ = resolve(composed(*words, "device=cuda"))
+    found = memory.plan(config)
+    assert found is not None
+    assert planned(capsys, *words)["memory, at most"] == (
+        f"{memory.readable(found.fullest.total)} of 74.51 GiB: may not fit"
+    )
+    weights = 4 * found.fullest.kinds["parameters"]  # with gradients and both moments of AdamW
+    assert found.fullest.total > weights > 74.51 * 2**30
+    assert planned(capsys, *words, "strategy=fsdp")["memory, at most"].endswith(" of 74.51 GiB: fits")
 
 
 def test_layouts_change_a_plan_as_they_must(capsys: pytest.CaptureFixture[str]) -> None:
