@@ -16,6 +16,7 @@ from hpc_parallel.config.sweep_compose import compose_run
 from hpc_parallel.launch.checked_run import reporting_all_problems
 from hpc_parallel.planning import memory
 from hpc_parallel.planning.hardware import Hardware
+from hpc_parallel.planning.measured_links import with_measured_links
 from hpc_parallel.planning.memory import readable, text_table
 from hpc_parallel.planning.run_work import assumptions, unplanned, work_of_run
 from hpc_parallel.planning.step_time import StepTime, Work, step_time
@@ -45,6 +46,7 @@ def planned_run(
         layout = layout_of(config.strategy, devices=config.devices)
         if problems := list(unplanned(config, layout, hardware)):
             raise ConfigError(problems)
+    hardware, _ = with_measured_links(hardware, config.machine)
     work, node = work_of_run(config), replace(hardware.node, devices=config.gpus_per_node)
     return config, work, step_time(work, replace(hardware, node=node))
 
@@ -61,6 +63,9 @@ def report(
     for label, value, formula in _figures(work, step, hardware=hardware, tokens=tokens):
         yield f"  {label:<24} {value}" + f" = {formula}" * explain
     yield from _memory(config, hardware, explain=explain)
+    if config.machine.collectives:
+        _, measured = with_measured_links(hardware, config.machine)
+        yield f"Measured links (machine): {', '.join(measured) or 'none that a plan reads'}."
     yield from assumptions(config, hardware)
 
 

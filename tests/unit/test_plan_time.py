@@ -16,10 +16,12 @@ from hpc_parallel.config.exchanges import groups_over
 from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.config.setup import Setup
+from hpc_parallel.config.site_schema import MachineConfig
 from hpc_parallel.planning import memory
-from hpc_parallel.planning.group_times import Group
+from hpc_parallel.planning.group_times import Exchange, Group
 from hpc_parallel.planning.hardware import hardware_names, read_hardware
 from hpc_parallel.planning.iteration_table import plan_row, read_table
+from hpc_parallel.planning.measured_links import with_measured_links
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, Pipeline, orders
 from hpc_parallel.planning.pipeline_times import simulate
 from hpc_parallel.planning.step_time import stage_blocks
@@ -207,6 +209,27 @@ def test_figures_of_a_configuration_fit_each_other(capsys: pytest.CaptureFixture
     )
     assert hours == pytest.approx(8 * 1e9 / tokens_per_s / 3600, abs=0.51)
     assert figures["bubble"] == "0.0 %"
+
+
+def test_measured_links_take_the_place_of_the_files() -> None:
+    """A profile of 8 ranks in a node and of 4 nodes; each link keeps what the profile lacks."""
+    fit = {"latency_s": 140e-6, "bandwidth_bytes_per_s": 5e10, "fit_error": 0.0}
+    inside = {"ranks": 8, "all_reduce": fit}
+    across = {"ranks": 4, "all_reduce": {**fit, "latency_s": 60e-6, "bandwidth_bytes_per_s": 2e9}}
+    hardware = read_hardware(NAME, folders=FOLDERS)
+    machine = MachineConfig(collectives={"inside a node": inside, "across nodes": across})
+    found, measured = with_measured_links(hardware, machine)
+    assert measured == ["all_reduce inside a node", "all_reduce across nodes"]
+    assert (found.node.collective.latency_s, found.node.collective.bytes_per_s) == pytest.approx(
+        (10e-6, 5e10)
+    )
+    assert found.node.send == hardware.node.send
+    for group, expected in ((Group(8, 1, 8), 140e-6), (Group(4, 8, 8), 60e-6)):  # as the profile has them
+        exchange = Exchange("sum", "all_reduce", 0, group)
+        assert exchange.seconds(found) == pytest.approx(expected)
+    across_s = Exchange("sum", "all_reduce", 2e9, Group(4, 1, 1)).seconds(found)
+    assert across_s == pytest.approx(60e-6 + 1.5)
+    assert with_measured_links(hardware, MachineConfig()) == (hardware, [])
 
 
 def test_the_memory_is_that_of_the_fullest_device(capsys: pytest.CaptureFixture[str]) -> None:
