@@ -87,8 +87,8 @@ cluster: $(STAMP)  ## the four-host Slurm of the tests, to try things by hand
 cluster-down:  ## stop it
 	$(RUN) tests/slurm/cluster.py down
 
-# What training and the plots of reports need. torch first and by the exact version of constraints.txt: whatever build of it pip has
-# here decides.
+# What training and the plots of reports need. torch first and by the exact version of constraints.txt: whatever
+# build of it pip has here decides.
 $(TRAINS): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --constraint constraints.txt torch setuptools
