@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 
 import yaml
@@ -76,10 +76,11 @@ def _each_refused(path: Path, *, group: str, plain: DictConfig) -> dict[str, boo
 
     Empty if the file chooses its schema itself, by `defaults`.
     """
-    schema, values = OmegaConf.select(plain, group), yaml.safe_load(path.read_text())
+    kind, values = OmegaConf.get_type(OmegaConf.select(plain, group)), yaml.safe_load(path.read_text())
     refused: dict[str, bool] = {}
-    if not isinstance(values, dict) or "defaults" in values or not OmegaConf.is_dict(schema):
+    if not isinstance(values, dict) or "defaults" in values or not is_dataclass(kind):
         return refused
+    schema = OmegaConf.structured(kind)  # in `plain`, tables of any keys take no new ones either
     for key, value in values.items():
         try:
             OmegaConf.merge(schema, {key: value})

@@ -44,8 +44,9 @@ class Decoder:
 
     @property
     def block_flops(self) -> float:
-        """Of one sample in a block, as `models/language.py` counts them: weights, and all scores."""
-        return 2 * self.sequence * self.block_weights + 4 * self.sequence**2 * self.dim
+        """Of one sample in a block, as metrics count them: weights, and the scores of what a token sees."""
+        scores = self.sequence * (self.sequence + 1) / 2
+        return 2 * self.sequence * self.block_weights + 4 * scores * self.dim
 
     @property
     def head_flops(self) -> float:

@@ -99,10 +99,20 @@ def test_a_broken_technique_is_seen(what: str, tmp_path: Path) -> None:
     assert any(reason.startswith(f"{measure}: ") for reason in row["reasons"])
 
 
+FAILING = """
+import torch
+
+class Failing(torch.optim.SGD):
+    def step(self, closure=None):
+        raise RuntimeError("it has no step")
+"""
+
+
 def test_a_failed_run_names_the_cause(tmp_path: Path) -> None:
-    interface = "+cluster.environment.GLOO_SOCKET_IFNAME=nosuch0"
-    done, (row,) = parity("strategy=data", "nodes=2", "model=tiny", interface, here=tmp_path)
+    (tmp_path / "failing.py").write_text(FAILING)
+    optimizer = ("optimizer=custom", "optimizer._target_=failing.Failing", "optimizer.learning_rate=0.1")
+    done, (row,) = parity("strategy=data", "nodes=2", "model=tiny", *optimizer, here=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert (row["word"], row["differences"]) == ("failed", {})
-    assert "nosuch0" in row["reasons"][0]
+    assert "it has no step" in row["reasons"][0]
     assert "Traceback" not in done.stdout + done.stderr

@@ -95,12 +95,12 @@ def test_a_run_writes_the_keys_of_the_contract(workers: Workers) -> None:
 
 
 def test_model_flops_are_those_of_the_closed_form(workers: Workers) -> None:
-    """6 FLOPs a weight and token, and 12 x layers x width x length for attention (PaLM, appendix B)."""
+    """6 FLOPs a weight and token, and 12 x layers x width for each position it sees (PaLM, appendix B)."""
     trained = workers.train("strategy=single", *SMALL)
     line = trained.lines[-1]
     dim, ffn_dim, layers, length = 64, 160, 4, 32
     weights = layers * (dim * dim * 2 + dim * (dim // 2) * 2 + 3 * dim * ffn_dim) + 256 * dim
-    flops_per_token = 6 * weights + 12 * layers * dim * length
+    flops_per_token = 6 * weights + 12 * layers * dim * (length + 1) / 2
     expected = flops_per_token * line["tokens_per_s"] / 1e12
     assert line["tflops_per_device"] == pytest.approx(expected, rel=1e-6)
 

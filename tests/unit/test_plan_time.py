@@ -198,9 +198,9 @@ def test_figures_of_a_configuration_fit_each_other(capsys: pytest.CaptureFixture
     step_s = float(figures["step time"].removesuffix(" s"))
     tokens_per_s = float(figures["tokens/s"].replace(",", ""))
     assert tokens_per_s == pytest.approx(64 * 1024 / step_s, rel=1e-3)
-    # 12 blocks of 4 x 768^2 + 3 x 768 x 2048 weights and a head of 50257 x 768; scores: 4 x 1024 x 768
+    # 12 blocks of 4 x 768^2 + 3 x 768 x 2048 weights and a head of 50257 x 768; scores: 4 x 512.5 x 768
     weights = 12 * (4 * 768**2 + 3 * 768 * 2048) + 50257 * 768
-    flops = 3 * (2 * weights + 12 * 4 * 1024 * 768) * tokens_per_s
+    flops = 3 * (2 * weights + 12 * 4 * 512.5 * 768) * tokens_per_s
     assert float(figures["model FLOP utilisation"].removesuffix(" %")) == pytest.approx(
         100 * flops / (8 * 312e12), abs=0.06
     )
