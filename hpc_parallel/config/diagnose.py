@@ -87,7 +87,11 @@ def try_each(
             error = _refusal([*accepted, single], trials)
             if error is not None:
                 plain = trials.compose(accepted)
-                in_file = [_refused_in_file(refusal, plain=plain) for refusal in refused_keys(error, plain)]
+                in_file = [
+                    _refused_in_file(refusal, plain=plain)
+                    for refusal in refused_keys(error, plain)
+                    if refusal.key != "jobs"
+                ]
                 problems += in_file
                 if not in_file:
                     problems.append(_explain(single, error=error, trials=trials, accepted=accepted))

@@ -37,10 +37,13 @@ class Groups:
     saving: dist.ProcessGroup | None = None
 
 
-def make_groups(config: RunConfig, layout: Layout, *, device_type: str) -> Groups:
-    """Make the groups that `config` needs. All ranks of the default process group must call it together."""
+def make_groups(config: RunConfig, layout: Layout, *, device_type: str, saves: bool = True) -> Groups:
+    """Make the groups that `config` needs. All ranks of the default process group must call it together.
+
+    saves: whether this process may write checkpoints.
+    """
     strategy, task = config.strategy, config.task.name
-    saving = make_saving_group(config) if task in ("train", "proof") else None
+    saving = make_saving_group(config) if saves and task in ("train", "proof") else None
     ranks = Layout() if strategy.execution == DATAPARALLEL else layout
     mesh = build_mesh(ranks, device_type=device_type, first=servers(strategy))
     join_axes(mesh, generates=task == "generate")

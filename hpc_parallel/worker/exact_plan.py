@@ -14,7 +14,7 @@ import multiprocessing
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest.mock import patch
 
@@ -79,7 +79,6 @@ def measure(config: RunConfig, ranks: Sequence[int]) -> list[Measured]:
 
 def measure_here(config: RunConfig, rank: int) -> Measured:
     """`measure` of one rank in this process, which must have no default process group, now or before."""
-    config = replace(config, training=replace(config.training, checkpoint_every=None))  # no group for saves
     model = build_model(config)
     size = config.nodes if config.strategy.execution == DATAPARALLEL else config.devices
     # How many rows an expert gets depends on the numbers.
@@ -106,7 +105,7 @@ class Role:
         self._shape = shape
         pipeline = self._layout.pipeline > 1
         self._states = states_between(model, self._inputs("meta")) if pipeline else {}
-        self._groups = make_groups(config, self._layout, device_type="cpu")
+        self._groups = make_groups(config, self._layout, device_type="cpu", saves=False)
         with without_values(self._zeros):
             self._assembled = assemble(
                 model, config=config, batch=self._batch, sample_shape=shape, groups=self._groups, device=CPU

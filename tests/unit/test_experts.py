@@ -11,7 +11,7 @@ from hpc_parallel.config.compose import resolve
 from hpc_parallel.models.experts import grouped_product
 from hpc_parallel.models.layered import materialise
 from hpc_parallel.strategies import precision
-from hpc_parallel.strategies.assemble import build_model
+from hpc_parallel.strategies.whole_model import build_model
 from tests.composed import composed
 
 ENDS = torch.tensor([3, 3, 10], dtype=torch.int32)  # the second expert has no token

@@ -128,6 +128,12 @@ def test_keys_of_a_users_class_mean_what_the_user_says(strategy: str) -> None:
         "~model",
         "+model={_target_: tests.plain_models.TableNet, layers: 1, heads: 3, kv_heads: 3, experts: 5}",
     )
-    words = ("launcher=local", "nodes=4", f"strategy={strategy}", "strategy.replicate=1")
+    words = (
+        "launcher=script",
+        "launcher.check_imports=false",
+        "nodes=4",
+        f"strategy={strategy}",
+        "strategy.replicate=1",
+    )
     words = (*words, "training.global_batch_size=16")
     assert prepared(*words, *own).config.devices == 4

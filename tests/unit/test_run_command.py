@@ -159,7 +159,7 @@ def test_a_folder_of_the_users_own_adds_choices(own: str, capsys: pytest.Capture
     assert (shown["strategy"]["pipeline"], shown["model"]) == (
         2, {"_target_": "types.SimpleNamespace", "width": 5},
     )  # fmt: skip
-    printed(capsys, *words, "dry_run=true", "launcher=script")
+    printed(capsys, *words, "dry_run=true", "launcher=script", "launcher.check_imports=false")
 
 
 def test_faults_are_explained_with_the_users_own_choices(
