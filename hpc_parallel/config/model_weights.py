@@ -197,7 +197,7 @@ def _language(
     ends_dim = 0 if split else None
     blocks = [list(block(index)) for index in range(layers)]
     matrices = sum(weight.numel for weight in blocks[0] if len(weight.shape) > 1)
-    of_block = 2 * seq * (matrices - unused) + 4 * seq * seq * dim  # language.py: forward_flops
+    of_block = 2 * seq * (matrices - unused) + 2 * seq * (seq + 1) * dim  # language.py: forward_flops
     return ModelWeights(
         (
             Weight("stem.weight", (vocabulary, dim), ends_dim),
