@@ -243,7 +243,8 @@ def test_a_killed_rank_ends_the_run_and_is_the_last_line(tmp_path: Path) -> None
     assert (failure["rank"], failure["host"], failure["signal"]) == (VICTIM, HOST, "SIGKILL")
     assert {other["rank"] for other in failure["followers"]} == {0, 1, 3}
     assert output.splitlines()[-1] == f"rank 2 on {HOST} failed first: killed by SIGKILL; 3 followers"
-    assert "torch" not in output.lower()  # elastic's own words stay in the log
+    others = output.replace("starting: importing torch", "")
+    assert "torch" not in others.lower()  # elastic's own words stay in the log
     summary = read_json(folder.summary)
     assert summary is not None
     assert summary["outcome"] == "failed"
