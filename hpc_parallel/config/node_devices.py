@@ -39,7 +39,10 @@ def devices_of_a_node(values: Mapping[str, Any], *, environment: Mapping[str, st
         return 1 if values["device"] == "cpu" else max(1, visible_gpus(environment))
     limits = cluster["partitions"].get(launcher["partition"])
     if isinstance(limits, dict) and isinstance(limits.get("gpus_per_node"), int):
-        return int(limits["gpus_per_node"])
+        if not limits["gpus_per_node"] and cluster["gpus"]:
+            rule = f"has no value here: nodes of partition {launcher['partition']} have no GPU"
+            raise ConfigError([Problem("gpus_per_node", AUTO, rule, (1,), along=("cluster.gpus=false",))])
+        return int(limits["gpus_per_node"]) or 1
     if cluster["gpus_per_node"] is not None:
         return int(cluster["gpus_per_node"])
     if not cluster["gpus"]:

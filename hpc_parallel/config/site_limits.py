@@ -70,7 +70,7 @@ def _of_a_node(config: RunConfig, most: Limits, where: str) -> Iterator[str]:
     if most.gpus_per_node is not None and most.gpus_per_node < devices:
         advice = f"{most.gpus_per_node}. Try gpus_per_node={most.gpus_per_node}."
         if not most.gpus_per_node:
-            advice = "no GPU, and others have. Try another launcher.partition, or cluster=cpu."
+            advice = "no GPU, and others have. Try another launcher.partition, or cluster.gpus=false."
         yield f"gpus_per_node={devices}: nodes of {where} have {advice}"
     needed = launcher.cpus_per_device * devices
     if most.cpus is not None and most.cpus < needed:

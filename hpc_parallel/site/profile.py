@@ -41,7 +41,7 @@ def write_profile(records: SlurmRecords, *, name: str, login: Login, today: date
     return "\n".join([
         f"# Slurm {records.version or 'of an unknown version'} on {today}, by init-cluster. Check each line.",
         *([_GROUPED] if any(node.grouped for node in records.nodes.values()) else []),
-        *_identity(name, chosen, login),
+        *_identity(name, chosen, records, login),
         *_requests(chosen, nodes),
         *_partitions(records),
         *_gpus(chosen, nodes, records),
@@ -67,7 +67,7 @@ def choose(records: SlurmRecords) -> Partition:
     return max(usable, key=order)
 
 
-def _identity(name: str, chosen: Partition, login: Login) -> Iterator[str]:
+def _identity(name: str, chosen: Partition, records: SlurmRecords, login: Login) -> Iterator[str]:
     yield f"name: {_text(name)}"
     yield _line(f"partition: {_text(chosen.name)}", "launcher.partition=... takes another one")
     accounts = login.accounts
@@ -75,6 +75,8 @@ def _identity(name: str, chosen: Partition, login: Login) -> Iterator[str]:
         yield _line(f"account: {_text(accounts[0])}", f"yours are {', '.join(accounts)}")
     elif accounts:
         yield f"account: {_text(accounts[0])}"
+    elif "associations" in records.settings.get("AccountingStorageEnforce", ""):
+        yield _line("account: null", "the project that pays: this Slurm refuses jobs without a known one")
     else:
         yield _line("account: null", "the project that pays, if the site wants one")
 
@@ -100,18 +102,24 @@ def _listed(names: Iterable[str]) -> str:
 
 def _partitions(records: SlurmRecords) -> Iterator[str]:
     yield _line("partitions:", "limits, to warn before a job is submitted")
-    for partition in records.partitions.values():
-        nodes = records.nodes_of(partition.name)
-        if not partition.up or not nodes:
+    usable = [(part, nodes) for part in records.partitions.values() if (nodes := records.nodes_of(part.name))]
+    has_gpus = any(node.gpus for partition, nodes in usable if partition.up for node in nodes)
+    for partition, nodes in usable:
+        if not partition.up:
             continue
+        none = 0 if has_gpus and not any(node.gpus for node in nodes) else None
         count = min(partition.nodes or len(nodes), partition.max_nodes or partition.nodes or len(nodes))
         limits = {
             "nodes": count,
             "time_minutes": partition.time_minutes,
             "memory_gb": max((node.memory_mb or 0 for node in nodes), default=0) // 1024 or None,
-            "gpus_per_node": _only(_counts(nodes)),
+            "gpus_per_node": _only(_counts(nodes)) or none,
         }
-        texts = [f"{key}: {value}" for key, value in limits.items() if value]
+        texts = [
+            f"{key}: {value}"
+            for key, value in limits.items()
+            if value or (key == "gpus_per_node" and value == 0)
+        ]
         yield f"  {_text(partition.name)}: {{{', '.join(texts)}}}"
 
 

@@ -17,13 +17,15 @@ import yaml
 from hpc_parallel.__main__ import main
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.schema import register
+from hpc_parallel.config.site_limits import site_warnings
 from hpc_parallel.launch.checked_run import checked_run
+from hpc_parallel.problems import ConfigError
 from hpc_parallel.site.slurm_records import gpus_of, read_records
 
 register()
 OUTPUTS = Path(__file__).parent / "slurm_outputs"
 OLD_PARTITIONS = {
-    "batch": {"nodes": 2, "time_minutes": 14 * 1440, "memory_gb": 371},
+    "batch": {"nodes": 2, "time_minutes": 14 * 1440, "memory_gb": 371, "gpus_per_node": 0},
     "gpu": {"nodes": 1, "time_minutes": 3 * 1440, "memory_gb": 371, "gpus_per_node": 4},
 }
 EXPECTED: dict[str, dict[str, Any]] = {
@@ -45,7 +47,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "partition": "gpu", "gpus_per_node": 4, "gpu_type": None, "cpus_per_device": 24,
         "memory_gb_per_device": 231,
         "partitions": {
-            "normal": {"nodes": 2, "time_minutes": 2880},
+            "normal": {"nodes": 2, "time_minutes": 2880, "gpus_per_node": 0},
             "gpu": {"nodes": 1, "time_minutes": 1440, "memory_gb": 976, "gpus_per_node": 4},
         },
     },
@@ -99,6 +101,37 @@ def test_a_run_takes_the_profile(version: str) -> None:
     assert run.config.gpus_per_node == expected["gpus_per_node"]
     assert run.config.launcher.cpus_per_device == expected["cpus_per_device"]
     assert run.config.launcher.memory_gb == expected["gpus_per_node"] * expected["memory_gb_per_device"]
+
+
+def test_a_partition_without_gpus_has_no_automatic_number() -> None:
+    files = [str(path) for path in sorted((OUTPUTS / "20.11").iterdir())]
+    main(["init-cluster", "mine", "--from", *files])
+    words = ["--config-dir=site", "cluster=mine", "launcher=script", "launcher.partition=batch"]
+    with pytest.raises(ConfigError) as error:
+        checked_run(CommandLine.parse([*words, "gpus_per_node=auto"]))
+    assert str(error.value) == (
+        "gpus_per_node = auto has no value here: nodes of partition batch have no GPU. "
+        "Try gpus_per_node=1 cluster.gpus=false."
+    )
+    assert checked_run(CommandLine.parse([*words, "cluster.gpus=false", "gpus_per_node=auto"])).processes == 1
+    asked = checked_run(CommandLine.parse(words))
+    assert site_warnings(asked.config) == [
+        "warning     gpus_per_node=1: nodes of partition batch have no GPU, and others have. "
+        "Try another launcher.partition, or cluster.gpus=false."
+    ]
+
+
+def test_a_slurm_that_wants_accounts_is_told() -> None:
+    Path("config.txt").write_text("AccountingStorageEnforce = associations,limits\nSLURM_VERSION = 24.05.4\n")
+    Path("node.txt").write_text("NodeName=c1 CPUTot=40 Gres=(null) RealMemory=1 Partitions=batch\n")
+    Path("partition.txt").write_text("PartitionName=batch Default=YES TotalNodes=1 State=UP\n")
+    assert main(["init-cluster", "--from", "config.txt", "node.txt", "partition.txt"]) == 0
+    (line,) = [
+        line
+        for line in Path("site/cluster/mysite.yaml").read_text().splitlines()
+        if line.startswith("account:")
+    ]
+    assert line.endswith("# the project that pays: this Slurm refuses jobs without a known one")
 
 
 def test_a_site_without_gpus() -> None:

@@ -116,7 +116,7 @@ def test_warnings(words: tuple[str, ...], warning: str, capsys: pytest.CaptureFi
          "warning     gpus_per_node=8: nodes of partition gpu have 6. Try gpus_per_node=6.\n"),
         (("gpus_per_node=4", "launcher.partition=cores"),
          "warning     gpus_per_node=4: nodes of partition cores have no GPU, and others have. "
-         "Try another launcher.partition, or cluster=cpu.\n"),
+         "Try another launcher.partition, or cluster.gpus=false.\n"),
         (("gpus_per_node=4", "launcher.partition=cores", "cluster=cpu"), ""),
         (("gpus_per_node=4", "launcher.partition=cores", "cluster=cpu", "launcher.cpus_per_device=5"),
          "warning     launcher.cpus_per_device=5: 4 devices need 20 CPUs, and the largest node of partition "

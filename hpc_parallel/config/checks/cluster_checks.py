@@ -59,7 +59,7 @@ def _srun_flag(flag: str, value: Any) -> Problems:
 
 
 def _partition(name: str, limits: Any) -> Problems:
-    """Limits of a partition, which are positive numbers."""
+    """Limits of a partition: positive numbers, or no GPU at all."""
     key = f"cluster.partitions.{name}"
     if not isinstance(limits, dict):
         yield Problem(key, limits, f"must be a table with any of {', '.join(PARTITION_LIMITS)}")
@@ -67,6 +67,8 @@ def _partition(name: str, limits: Any) -> Problems:
     for limit, value in limits.items():
         if limit not in PARTITION_LIMITS:
             yield f"{key}.{limit} is no limit of a partition. The limits are {', '.join(PARTITION_LIMITS)}."
+        elif type(value) is int and value == 0 and limit == "gpus_per_node":
+            continue
         elif value is not None and (type(value) not in (int, float) or value <= 0):
             yield Problem(f"{key}.{limit}", value, "must be a positive number, or null for no limit", (None,))
 
