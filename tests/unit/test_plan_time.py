@@ -106,6 +106,15 @@ def test_groups_are_those_of_the_layout(pipeline: int, replicate: int, tensor: i
             assert group.sharing == sum(any(rank < nodes for rank in ranks) for ranks in groups)
 
 
+@pytest.mark.parametrize(("pipeline", "tensor"), [(8, 1), (4, 2), (2, 4), (16, 1)])
+def test_the_ends_of_a_pipeline_share_a_node_if_the_layout_fits(pipeline: int, tensor: int) -> None:
+    """Strides of 7, 6 and 4 of 8 devices; 15 of 8 does not fit."""
+    stride = tensor * (pipeline - 1)
+    group = Group(2, stride, 8)
+    assert group.nodes == len({0, stride // 8})
+    assert group.local == 3 - group.nodes
+
+
 def test_plans_of_rows_that_calibration_did_not_see() -> None:
     """vTrain, which profiles each kernel, has 8.37 % and 14.73 %. Best layouts: 89 of 99; the aim is 90 %."""
     rows, hardware = read_table(TABLE), read_hardware(NAME, folders=FOLDERS)
