@@ -19,7 +19,11 @@ LOSS_FORWARD = 0.6  # the share of the loss's traffic
 
 @dataclass(frozen=True)
 class Decoder:
-    """The sizes of a decoder. ffn_matrices: 2, or 3 with a gate. flash: scores do not reach memory."""
+    """The sizes of a decoder.
+
+    ffn_matrices: 2, or 3 with a gate. flash: scores do not reach memory. tied: embedding and head share a
+    weight.
+    """
 
     layers: int
     dim: int
@@ -30,6 +34,7 @@ class Decoder:
     sequence: int
     ffn_matrices: int = 2
     flash: bool = False
+    tied: bool = True
 
     @property
     def block_weights(self) -> float:
@@ -41,6 +46,11 @@ class Decoder:
     def end_weights(self) -> int:
         """The weights of the embedding, or of the head."""
         return self.vocabulary * self.dim
+
+    def stage_weights(self, blocks: int, *, first: bool, last: bool) -> float:
+        """The weights of a stage, or of a rank with several, by whether it has the first and last stage."""
+        ends = first + last - (first and last and self.tied)
+        return blocks * self.block_weights + ends * self.end_weights
 
     @property
     def block_flops(self) -> float:

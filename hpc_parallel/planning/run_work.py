@@ -114,4 +114,5 @@ def _decoder(config: RunConfig) -> Decoder:
         sequence=sequence_of(config) or 0,
         ffn_matrices=3,
         flash=True,
+        tied=config.model["tied_head"],
     )

@@ -254,10 +254,14 @@ class _Step:
 
     @property
     def _weights(self) -> float:
-        """Those of the device with the most work: its blocks, and the embedding or head."""
-        decoder = self.work.decoder
-        blocks = decoder.layers / self.work.pipeline * decoder.block_weights
-        return (blocks + decoder.end_weights) / self.work.tensor
+        """Those of the device that has most: its part of its stages' blocks, embedding and head."""
+        ranks = [self._pipeline.stages_of(rank) for rank in range(self.work.pipeline)]
+        return max(
+            self.work.decoder.stage_weights(
+                sum(self._blocks[stage] for stage in stages), first=0 in stages, last=self._last in stages
+            )
+            for stages in ranks
+        ) / self.work.tensor
 
     def _gradients_s(self) -> float:
         """What the device waits for: means over replicas, slices, and the weight that both ends share."""
@@ -269,15 +273,16 @@ class _Step:
             seconds += self._slices_s()
         if work.bucket_bytes is not None:
             seconds = self._beside_backward_s(seconds, last=min(1.0, work.bucket_bytes / size))
-        if work.pipeline > 1:
-            ends = Group(2, work.tensor * work.data * (work.pipeline - 1), self.hardware.node.devices)
-            size = work.gradient_bytes * work.decoder.end_weights / work.tensor
+        if work.decoder.tied and self._last not in self._pipeline.stages_of(0):
+            ends = self._group(2, stride=work.tensor * work.data * (work.pipeline - 1))
+            size = work.gradient_bytes * work.decoder.end_weights / work.tensor / work.shard
             seconds += self._exchange_s(Exchange("gradient of the shared weight", "all_reduce", size, ends))
         return seconds
 
     def _slices_s(self) -> float:
         """Gathers and sums over `shard` once a step: a stage's weights, or those outside of the blocks."""
-        weights = self.work.decoder.end_weights if self._gathers else self._weights * self.work.tensor
+        ends = self.work.decoder.stage_weights(0, first=True, last=True)
+        weights = ends if self._gathers else self._weights * self.work.tensor
         size = self.work.gradient_bytes
         gather = self._sliced_s("weights of a step", "all_gather", weights, number_bytes=NUMBER_BYTES)
         return gather + self._sliced_s("gradients of a step", "reduce_scatter", weights, number_bytes=size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import subprocess
 import sys
 from itertools import accumulate
@@ -24,7 +25,8 @@ from hpc_parallel.planning.iteration_table import plan_row, read_table
 from hpc_parallel.planning.measured_links import with_measured_links
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, Pipeline, orders
 from hpc_parallel.planning.pipeline_times import simulate
-from hpc_parallel.planning.step_time import stage_blocks
+from hpc_parallel.planning.run_work import work_of_run
+from hpc_parallel.planning.step_time import StepTime, stage_blocks, step_time
 from tests.benchmarks.calibrate_plan import FOLDERS, NAME, TABLE, errors, good_choices, sample
 from tests.composed import composed
 
@@ -218,6 +220,39 @@ def test_figures_of_a_configuration_fit_each_other(capsys: pytest.CaptureFixture
     )
     assert hours == pytest.approx(8 * 1e9 / tokens_per_s / 3600, abs=0.51)
     assert figures["bubble"] == "0.0 %"
+
+
+def step_of(*words: str) -> StepTime:
+    """The step of a run on A100s with 8 devices a node."""
+    config, _ = resolve(composed("device=cuda", "data.sequence_length=1024", *words))
+    return step_time(work_of_run(config), read_hardware(NAME, folders=FOLDERS))
+
+
+def bytes_of(step: StepTime, name: str) -> float:
+    """What a term of a plan moves or sends; 0 if the plan does not have it."""
+    formulas = (term.formula for term in step.terms if term.name == name)
+    found = re.search(r"([\d.e+]+) B\b", next(formulas, "0 B"))
+    assert found is not None
+    return float(found[1])
+
+
+def test_a_head_of_its_own_is_updated_and_sent_but_not_summed() -> None:
+    """8b: a vocabulary of 128,256 and a width of 4,096, in bfloat16, gradients in float32."""
+    end = 128256 * 4096
+    pipeline = ("model=8b", "gpus_per_node=8", "training.global_batch_size=64", "strategy=pipeline")
+    shared = "gradient of the shared weight"
+    assert bytes_of(step_of(*pipeline), shared) == 0
+    tied = bytes_of(step_of(*pipeline, "model.tied_head=true"), shared)
+    assert tied == pytest.approx(4 * end, rel=1e-3)
+    v_shaped = ("strategy.schedule=zbv", "strategy.microbatches=16")
+    assert bytes_of(step_of(*pipeline, *v_shaped, "model.tied_head=true"), shared) == 0  # on one device
+    data = ("model=8b", "gpus_per_node=8", "training.global_batch_size=64", "strategy=fsdp")
+    assert bytes_of(step_of(*data), "weights of a step") == pytest.approx(2 * 2 * end, rel=1e-3)
+    tied = bytes_of(step_of(*data, "model.tied_head=true"), "weights of a step")
+    assert tied == pytest.approx(2 * end, rel=1e-3)
+    optimizer_bytes = read_hardware(NAME, folders=FOLDERS).traffic.optimizer_bytes
+    update = bytes_of(step_of(*data), "update") - bytes_of(step_of(*data, "model.tied_head=true"), "update")
+    assert update == pytest.approx(optimizer_bytes * end / 8, rel=1e-2)
 
 
 def test_measured_links_take_the_place_of_the_files() -> None:
