@@ -19,7 +19,7 @@ from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.config.setup import Setup
 from hpc_parallel.config.site_schema import MachineConfig
 from hpc_parallel.planning import memory
-from hpc_parallel.planning.group_times import Exchange, Group
+from hpc_parallel.planning.group_times import Exchange, Group, bus_bytes_per_s
 from hpc_parallel.planning.hardware import hardware_names, read_hardware
 from hpc_parallel.planning.iteration_table import plan_row, read_table
 from hpc_parallel.planning.measured_links import with_measured_links
@@ -271,7 +271,9 @@ def test_measured_links_take_the_place_of_the_files() -> None:
     for group, expected in ((Group(8, 1, 8), 140e-6), (Group(4, 8, 8), 60e-6)):  # as the profile has them
         exchange = Exchange("sum", "all_reduce", 0, group)
         assert exchange.seconds(found) == pytest.approx(expected)
-    across_s = Exchange("sum", "all_reduce", 2e9, Group(4, 1, 1)).seconds(found)
+    one_of_eight = Group(4, 8, 8)  # groups that work at the same time, as in the profile
+    assert bus_bytes_per_s(one_of_eight, found) == pytest.approx(2e9)
+    across_s = Exchange("sum", "all_reduce", 2e9, one_of_eight).seconds(found)
     assert across_s == pytest.approx(60e-6 + 1.5)
     assert with_measured_links(hardware, MachineConfig()) == (hardware, [])
 
