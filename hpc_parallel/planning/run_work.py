@@ -11,13 +11,13 @@ from hpc_parallel.config.model_bytes import parameters, trains
 from hpc_parallel.config.model_data_schema import TransformerConfig
 from hpc_parallel.config.schedules import stages_per_rank
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.planning.activations import types_of
 from hpc_parallel.planning.decoder import Decoder
 from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.step_time import Work
 from hpc_parallel.problems import Problem, Problems
 
 MEGABYTE = 1e6
-FLOAT32_BYTES = 4  # gradients: weights are float32
 UNPLANNED_AXES = ("expert", "context", "tile")
 
 
@@ -65,7 +65,7 @@ def work_of_run(config: RunConfig) -> Work:
     """The step of a configuration that `unplanned` accepts."""
     layout = layout_of(config.strategy, devices=config.devices)
     batch = batch_of(config, layout)
-    ddp = not layout.by_fully_shard
+    ddp, types = not layout.by_fully_shard, types_of(config, layout)
     return Work(
         _decoder(config),
         tensor=layout.tensor,
@@ -80,7 +80,8 @@ def work_of_run(config: RunConfig) -> Work:
         blocking=False,
         balanced=config.strategy.balance == "flops",
         shard=layout.shard,
-        gradient_bytes=FLOAT32_BYTES,
+        stream_bytes=types.stream,
+        gradient_bytes=types.precise,
         bucket_bytes=config.strategy.bucket_mb * MEGABYTE if ddp else 0.0,
     )
 

@@ -11,7 +11,7 @@ from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.planning.decoder import Decoder, Share
 from hpc_parallel.planning.group_times import Exchange, Group, bus_bytes_per_s, send_s
 from hpc_parallel.planning.hardware import Hardware
-from hpc_parallel.planning.operations import NUMBER_BYTES, Operation
+from hpc_parallel.planning.operations import FLOAT32_BYTES, NUMBER_BYTES, Operation, precise_bytes
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, Kind, Pipeline
 from hpc_parallel.planning.pipeline_times import Timeline, simulate
 
@@ -22,7 +22,8 @@ class Work:
 
     data: all parts of the batch; `shard` of their devices in a row slice the weights (ZeRO-3). recompute:
     blocks run forward again in the backward pass. blocking: a stage waits until what it sends has arrived.
-    bucket_bytes: gradients are averaged in such messages beside the backward pass of the last microbatch;
+    stream_bytes, gradient_bytes: of a number that one stage sends to the next, and of a gradient that devices
+    exchange. bucket_bytes: gradients are averaged in such messages beside the backward pass of the last microbatch;
     None: after it. balanced: the last stage has fewer blocks, because it has the head.
     """
 
@@ -38,13 +39,19 @@ class Work:
     recompute: bool = True
     blocking: bool = True
     shard: int = 1
-    gradient_bytes: int = NUMBER_BYTES
+    stream_bytes: int = 2
+    gradient_bytes: int = 2
     bucket_bytes: float | None = None
     balanced: bool = False
 
     @property
     def devices(self) -> int:
         return self.tensor * self.data * self.pipeline
+
+    @property
+    def number_bytes(self) -> int:
+        """Of inputs of matrix products, and of weights that are gathered."""
+        return NUMBER_BYTES[self.precision]
 
     @property
     def samples(self) -> int:
@@ -86,7 +93,9 @@ class _Step:
 
     def __init__(self, work: Work, hardware: Hardware) -> None:
         self.work, self.hardware = work, hardware
-        self.share = Share(work.decoder, work.microbatch_size, work.tensor, hardware.traffic)
+        self.share = Share(
+            work.decoder, work.microbatch_size, work.tensor, hardware.traffic, work.number_bytes
+        )
         self._peak = hardware.device.peak_flops[work.precision]
         self._terms: list[Term] = []
         self._pipeline = Pipeline(work.schedule, work.pipeline, work.microbatches, work.per_rank)
@@ -172,7 +181,7 @@ class _Step:
     @cached_property
     def _gather_s(self) -> float:
         weights = self.work.decoder.block_weights
-        return self._sliced_s("weights of a block", "all_gather", weights, number_bytes=NUMBER_BYTES)
+        return self._sliced_s("weights of a block", "all_gather", weights, number_bytes=self.work.number_bytes)
 
     @cached_property
     def _scatter_s(self) -> float:
@@ -236,6 +245,7 @@ class _Step:
     def _transfers(self) -> dict[int, float]:
         """Seconds from each stage to the next one, and back. A part of the activations goes each way."""
         share, stride, devices = self.share, self.work.tensor * self.work.data, self.hardware.node.devices
+        hidden_bytes = self.work.stream_bytes * share.tokens * share.decoder.dim
         owner = {
             stage: rank for rank in range(self.work.pipeline) for stage in self._pipeline.stages_of(rank)
         }
@@ -244,11 +254,11 @@ class _Step:
             source, target = owner[stage] * stride // devices, owner[stage + 1] * stride // devices
             if owner[stage] == owner[stage + 1]:
                 continue
-            size, senders = share.activation_bytes / share.tensor, min(stride, devices)
+            size, senders = hidden_bytes / share.tensor, min(stride, devices)
             seconds[stage] = send_s(size, self.hardware, crosses=source != target, senders=senders)
             if share.tensor > 1:  # the receivers put the parts together
                 whole = self._group(share.tensor, stride=1)
-                seconds[stage] += share.activation_bytes / bus_bytes_per_s(whole, self.hardware)
+                seconds[stage] += hidden_bytes / bus_bytes_per_s(whole, self.hardware)
             self._add(f"send from stage {stage}", seconds[stage], f"{size:.4g} B, {senders} senders a node")
         return seconds
 
@@ -284,7 +294,7 @@ class _Step:
         ends = self.work.decoder.stage_weights(0, first=True, last=True)
         weights = ends if self._gathers else self._weights * self.work.tensor
         size = self.work.gradient_bytes
-        gather = self._sliced_s("weights of a step", "all_gather", weights, number_bytes=NUMBER_BYTES)
+        gather = self._sliced_s("weights of a step", "all_gather", weights, number_bytes=self.work.number_bytes)
         return gather + self._sliced_s("gradients of a step", "reduce_scatter", weights, number_bytes=size)
 
     def _beside_backward_s(self, seconds: float, *, last: float) -> float:
@@ -297,7 +307,8 @@ class _Step:
 
     def _update_s(self) -> float:
         traffic, device = self.hardware.traffic, self.hardware.device
-        moved = traffic.optimizer_bytes * self._weights / self.work.shard
+        wider = precise_bytes(self.work.number_bytes) / FLOAT32_BYTES
+        moved = wider * traffic.optimizer_bytes * self._weights / self.work.shard
         seconds = moved / (device.memory_bytes_per_s * traffic.share) + self.hardware.host.step_s
         return self._add("update", seconds, f"{moved:.4g} B / memory bandwidth + launches of a step")
 

@@ -255,6 +255,27 @@ def test_a_head_of_its_own_is_updated_and_sent_but_not_summed() -> None:
     assert update == pytest.approx(optimizer_bytes * end / 8, rel=1e-2)
 
 
+@pytest.mark.parametrize(
+    ("precision", "number", "stream", "gradient"),
+    [("bfloat16", 2, 2, 4), ("float16", 2, 4, 4), ("float32", 4, 4, 4), ("float64", 8, 8, 8)],
+)
+def test_bytes_are_those_of_the_precision(precision: str, number: int, stream: int, gradient: int) -> None:
+    """Without fully_shard, autocast with float16 leaves what passes between stages in float32."""
+    words = ("model=8b", "gpus_per_node=8", "training.global_batch_size=64", "training.microbatch_size=1",
+             f"training.precision={precision}")  # fmt: skip
+    end, hidden, block = 128256 * 4096, 1024 * 4096, 4096**2 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    sharded = step_of("strategy=fsdp", *words)
+    assert bytes_of(sharded, "weights of a block") == pytest.approx(number * block, rel=1e-3)
+    assert bytes_of(sharded, "gradients of a block") == pytest.approx(gradient * block, rel=1e-3)
+    assert bytes_of(sharded, "weights of a step") == pytest.approx(number * 2 * end, rel=1e-3)
+    down = number * (1024 * (4096 + 14336) + 4096 * 14336)
+    assert bytes_of(sharded, "block forward: feed-forward down") == pytest.approx(down, rel=1e-3)
+    pipeline = step_of("strategy=pipeline", *words)
+    assert bytes_of(pipeline, "send from stage 0") == pytest.approx(stream * hidden, rel=1e-3)
+    tensor = step_of("strategy=tensor", *words)
+    assert bytes_of(tensor, "sum over the tensor axis") == pytest.approx(number * hidden, rel=1e-3)
+
+
 def test_measured_links_take_the_place_of_the_files() -> None:
     """A profile of 8 ranks in a node and of 4 nodes; each link keeps what the profile lacks."""
     fit = {"latency_s": 140e-6, "bandwidth_bytes_per_s": 5e10, "fit_error": 0.0}
