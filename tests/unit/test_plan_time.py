@@ -118,7 +118,7 @@ def test_the_ends_of_a_pipeline_share_a_node_if_the_layout_fits(pipeline: int, t
 
 
 def test_plans_of_rows_that_calibration_did_not_see() -> None:
-    """vTrain, which profiles each kernel, has 8.37 % and 14.73 %. Best layouts: 89 of 99; the aim is 90 %."""
+    """vTrain, which profiles each kernel, has 8.37 % and 14.73 %. Best layouts: 93 of 99."""
     rows, hardware = read_table(TABLE), read_hardware(NAME, folders=FOLDERS)
     seen = set(sample(rows))
     planned = errors([row for at, row in enumerate(rows) if at not in seen], hardware)
@@ -130,7 +130,7 @@ def test_plans_of_rows_that_calibration_did_not_see() -> None:
     assert sum(several) / len(several) <= 0.12
     good, groups = good_choices(planned)
     assert groups > 90
-    assert good / groups >= 0.88
+    assert good / groups >= 0.9
 
 
 def test_the_command_adds_a_column_without_torch(tmp_path: Path) -> None:
