@@ -108,7 +108,9 @@ class Share:
         wider, number = self.number_bytes / HALF_BYTES, self.number_bytes
         flash, seq = decoder.flash, decoder.sequence
         return [
-            Product("queries, keys, values", tokens, (dim + 2 * decoder.kv_heads * width) / tensor, dim, number),
+            Product(
+                "queries, keys, values", tokens, (dim + 2 * decoder.kv_heads * width) / tensor, dim, number
+            ),
             Product(SCORES, seq, seq, width, number, batch=head_batch, in_cache=flash),
             Product("weighted values", seq, width, seq, number, batch=head_batch, in_cache=flash),
             Product("attention output", tokens, dim, dim / tensor, number),

@@ -88,7 +88,8 @@ def work_of(row: Mapping[str, str]) -> Work:
         layers, hidden, heads=heads, kv_heads=heads, ffn_dim=4 * hidden, sequence=sequence,
         vocabulary=math.ceil(VOCABULARY / padding) * padding,
     )  # fmt: skip
-    return Work(decoder, tensor, data, pipeline, micro, microbatches=batch // data // micro)
+    blocks = (layers // pipeline,) * pipeline
+    return Work(decoder, tensor, data, pipeline, micro, microbatches=batch // data // micro, blocks=blocks)
 
 
 def plan_row(row: Mapping[str, str], hardware: Hardware) -> StepTime:

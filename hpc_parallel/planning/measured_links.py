@@ -18,9 +18,9 @@ def with_measured_links(hardware: Hardware, machine: MachineConfig) -> tuple[Har
     """Returns `hardware` with the links that the profile has, and a name for each of them.
 
     A profile has the time of a whole collective. An all-reduce takes 2 (n - 1) steps of a ring inside a node,
-    and a step for each doubling of the nodes between them, as in `group_times.py`. Between nodes, the ranks of
-    a node are in groups of their own that work at the same time: the profile has the rate of one, a node's
-    adapters have that of all.
+    and a step for each doubling of the nodes between them, as in `group_times.py`. Across nodes, each
+    rank of a node is in a group of its own, and all groups work at the same time: the profile has the rate of
+    one group, and the adapters of a node have that of all.
     """
     node, network, measured = hardware.node, hardware.network, []
     if link := _link(machine, INSIDE, "all_reduce", steps=lambda ranks: 2 * (ranks - 1)):

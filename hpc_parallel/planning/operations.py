@@ -8,7 +8,12 @@ from dataclasses import dataclass, replace
 from hpc_parallel.planning.hardware import Hardware
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))  # of cuBLAS and CUTLASS
-NUMBER_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # of inputs of products, by precision
+NUMBER_BYTES = {
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+}  # of inputs of products, by precision
 FLOAT32_BYTES = 4
 
 

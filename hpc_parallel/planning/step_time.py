@@ -22,9 +22,9 @@ class Work:
 
     data: all parts of the batch; `shard` of their devices in a row slice the weights (ZeRO-3). recompute:
     blocks run forward again in the backward pass. blocking: a stage waits until what it sends has arrived.
-    stream_bytes, gradient_bytes: of a number that one stage sends to the next, and of a gradient that devices
-    exchange. bucket_bytes: gradients are averaged in such messages beside the backward pass of the last microbatch;
-    None: after it. balanced: the last stage has fewer blocks, because it has the head.
+    bucket_bytes: gradients are averaged in such messages beside the backward pass of the last microbatch;
+    None: after it. blocks: the number in each stage. stream_bytes: of a number that one stage sends to the
+    next. gradient_bytes: of a number of the gradients that devices exchange.
     """
 
     decoder: Decoder
@@ -33,6 +33,7 @@ class Work:
     pipeline: int
     microbatch_size: int
     microbatches: int
+    blocks: tuple[int, ...]
     precision: str = "float16"
     schedule: str = "1f1b"
     per_rank: int = 1
@@ -42,7 +43,6 @@ class Work:
     stream_bytes: int = 2
     gradient_bytes: int = 2
     bucket_bytes: float | None = None
-    balanced: bool = False
 
     @property
     def devices(self) -> int:
@@ -162,13 +162,6 @@ class _Step:
             backward_s += self._unhidden_s[BACKWARD]
         return {FORWARD: (forward_s, host_forward_s), BACKWARD: (backward_s, host_backward_s)}
 
-    @cached_property
-    def _blocks(self) -> list[int]:
-        """The number of blocks of each stage."""
-        decoder = self.work.decoder
-        head = decoder.head_flops / decoder.block_flops if self.work.balanced else 0.0
-        return stage_blocks(decoder.layers, stages=self._pipeline.stages, head=head)
-
     @property
     def _gathers(self) -> bool:
         """Whether each block's weights are gathered for each microbatch."""
@@ -181,7 +174,9 @@ class _Step:
     @cached_property
     def _gather_s(self) -> float:
         weights = self.work.decoder.block_weights
-        return self._sliced_s("weights of a block", "all_gather", weights, number_bytes=self.work.number_bytes)
+        return self._sliced_s(
+            "weights of a block", "all_gather", weights, number_bytes=self.work.number_bytes
+        )
 
     @cached_property
     def _scatter_s(self) -> float:
@@ -210,7 +205,7 @@ class _Step:
         )  # the gradients of inputs and of weights cost about the same
 
     def _whole_s(self, kind: Kind, stage: int) -> float:
-        host, layers = self.hardware.host, self._blocks[stage]
+        host, layers = self.hardware.host, self.work.blocks[stage]
         ends = [name for name, at in (("first", 0), ("last", self._last)) if stage == at]
         before = "first" if kind is FORWARD else "last"
         device_s = host_s = 0.0
@@ -266,12 +261,17 @@ class _Step:
     def _weights(self) -> float:
         """Those of the device that has most: its part of its stages' blocks, embedding and head."""
         ranks = [self._pipeline.stages_of(rank) for rank in range(self.work.pipeline)]
-        return max(
-            self.work.decoder.stage_weights(
-                sum(self._blocks[stage] for stage in stages), first=0 in stages, last=self._last in stages
+        return (
+            max(
+                self.work.decoder.stage_weights(
+                    sum(self.work.blocks[stage] for stage in stages),
+                    first=0 in stages,
+                    last=self._last in stages,
+                )
+                for stages in ranks
             )
-            for stages in ranks
-        ) / self.work.tensor
+            / self.work.tensor
+        )
 
     def _gradients_s(self) -> float:
         """What the device waits for: means over replicas, slices, and the weight that both ends share."""
@@ -294,7 +294,9 @@ class _Step:
         ends = self.work.decoder.stage_weights(0, first=True, last=True)
         weights = ends if self._gathers else self._weights * self.work.tensor
         size = self.work.gradient_bytes
-        gather = self._sliced_s("weights of a step", "all_gather", weights, number_bytes=self.work.number_bytes)
+        gather = self._sliced_s(
+            "weights of a step", "all_gather", weights, number_bytes=self.work.number_bytes
+        )
         return gather + self._sliced_s("gradients of a step", "reduce_scatter", weights, number_bytes=size)
 
     def _beside_backward_s(self, seconds: float, *, last: float) -> float:
@@ -311,22 +313,6 @@ class _Step:
         moved = wider * traffic.optimizer_bytes * self._weights / self.work.shard
         seconds = moved / (device.memory_bytes_per_s * traffic.share) + self.hardware.host.step_s
         return self._add("update", seconds, f"{moved:.4g} B / memory bandwidth + launches of a step")
-
-
-def stage_blocks(layers: int, *, stages: int, head: float) -> list[int]:
-    """The blocks of each stage, so that the longest stage is shortest; the first have one more in a tie.
-
-    head: the cost of the head, which the last stage has too, in blocks.
-    """
-    if stages == 1:
-        return [layers]
-
-    def longest(last: int) -> tuple[float, float]:
-        return max(last + head, math.ceil((layers - last) / (stages - 1))), abs(last - layers / stages)
-
-    last = min(range(1, max(2, layers - stages + 2)), key=longest)
-    each, more = divmod(layers - last, stages - 1)
-    return [each + (stage < more) for stage in range(stages - 1)] + [last]
 
 
 def _overlapped(device_s: float, host_s: float, *, sharpness: float) -> float:

@@ -14,7 +14,8 @@ import pytest
 from hpc_parallel.__main__ import main as command
 from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.exchanges import groups_over
-from hpc_parallel.config.layout import Layout
+from hpc_parallel.config.layout import Layout, layout_of
+from hpc_parallel.config.model_weights import weights_of
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.config.setup import Setup
 from hpc_parallel.config.site_schema import MachineConfig
@@ -26,7 +27,8 @@ from hpc_parallel.planning.measured_links import with_measured_links
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, Pipeline, orders
 from hpc_parallel.planning.pipeline_times import simulate
 from hpc_parallel.planning.run_work import work_of_run
-from hpc_parallel.planning.step_time import StepTime, stage_blocks, step_time
+from hpc_parallel.planning.state_bytes import Division
+from hpc_parallel.planning.step_time import StepTime, step_time
 from tests.benchmarks.calibrate_plan import FOLDERS, NAME, TABLE, errors, good_choices, sample
 from tests.composed import composed
 
@@ -346,10 +348,30 @@ def test_what_is_not_planned_is_refused_together(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    ("layers", "stages", "head", "expected"),
-    [(8, 1, 5.0, [8]), (8, 4, 0.0, [2, 2, 2, 2]), (9, 4, 2.0, [3, 3, 2, 1]), (16, 4, 4.1, [5, 5, 5, 1])],
+    ("words", "blocks"),
+    [
+        ([], (1, 4, 5, 5, 5, 5, 5, 2)),
+        (["strategy.balance=parameters"], (1, 4, 5, 5, 5, 5, 5, 2)),
+        (["strategy.cuts=[1,2,3,4,5,6,7]"], (1, 1, 1, 1, 1, 1, 1, 25)),
+        (
+            ["strategy.schedule=interleaved", "strategy.stages_per_rank=2"],
+            (1, 1, 1, 1, 1, 1, 1, 3, 3, 3, 3, 3, 3, 3, 3, 1),
+        ),
+    ],
 )
-def test_the_stage_with_the_head_has_fewer_blocks(
-    layers: int, stages: int, head: float, expected: list[int]
-) -> None:
-    assert stage_blocks(layers, stages=stages, head=head) == expected
+def test_stages_have_the_blocks_of_the_run(words: list[str], blocks: tuple[int, ...]) -> None:
+    """As `divide_blocks` cuts 32 blocks for the run and for the plan of its memory."""
+    config, _ = resolve(composed("model=8b", "strategy=pipeline", "gpus_per_node=8", "device=cuda",
+                                 "data.sequence_length=8192", *words))  # fmt: skip
+    model = weights_of(config.model, sample_shape=(8192,))
+    assert model is not None
+    division = Division(config, layout_of(config.strategy, devices=8), model)
+    assert work_of_run(config).blocks == blocks == tuple(len(stage) for stage in division.blocks)
+
+
+def test_an_update_takes_as_long_as_that_of_the_largest_stage() -> None:
+    """25 blocks and a head of its own, against 18 blocks and the head."""
+    words = ("model=8b", "strategy=pipeline", "gpus_per_node=8", "training.global_batch_size=64")
+    block, end = 4096**2 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14336, 128256 * 4096
+    moved = [bytes_of(step_of(*words, f"strategy.cuts=[1,2,3,4,5,6,{last}]"), "update") for last in (7, 14)]
+    assert moved[0] / moved[1] == pytest.approx((25 * block + end) / (18 * block + end), rel=1e-3)
