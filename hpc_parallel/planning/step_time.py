@@ -100,6 +100,7 @@ class _Step:
         self._terms: list[Term] = []
         self._pipeline = Pipeline(work.schedule, work.pipeline, work.microbatches, work.per_rank)
         self._last = self._pipeline.stages - 1
+        self._stages_s: dict[tuple[Kind, int], float] = {}
         self._unhidden_s: dict[Kind, float] = {}  # gathers of a block that its computation does not hide
 
     def result(self) -> StepTime:
@@ -200,11 +201,15 @@ class _Step:
             return 0.0 if kind is WEIGHTS else self._whole_s(kind, stage)
         if kind is FORWARD:
             return self._whole_s(kind, stage)
-        return (
-            self._whole_s(BACKWARD, stage) / 2
-        )  # the gradients of inputs and of weights cost about the same
+        # The gradients of inputs and of weights cost about the same.
+        return self._whole_s(BACKWARD, stage) / 2
 
     def _whole_s(self, kind: Kind, stage: int) -> float:
+        if (kind, stage) not in self._stages_s:
+            self._stages_s[kind, stage] = self._waited_s(kind, stage, self._compute_s(kind, stage))
+        return self._stages_s[kind, stage]
+
+    def _compute_s(self, kind: Kind, stage: int) -> float:
         host, layers = self.hardware.host, self.work.blocks[stage]
         ends = [name for name, at in (("first", 0), ("last", self._last)) if stage == at]
         before = "first" if kind is FORWARD else "last"
@@ -219,7 +224,7 @@ class _Step:
         if after:
             host_s += host.microbatch_s
             device_s = max(device_s + self._ends_s[kind, after[0]], host_s)
-        return self._waited_s(kind, stage, device_s)
+        return device_s
 
     def _waited_s(self, kind: Kind, stage: int, compute_s: float) -> float:
         """With what an action of a pipeline waits for, and the delay of the slowest node."""
@@ -261,17 +266,12 @@ class _Step:
     def _weights(self) -> float:
         """Those of the device that has most: its part of its stages' blocks, embedding and head."""
         ranks = [self._pipeline.stages_of(rank) for rank in range(self.work.pipeline)]
-        return (
-            max(
-                self.work.decoder.stage_weights(
-                    sum(self.work.blocks[stage] for stage in stages),
-                    first=0 in stages,
-                    last=self._last in stages,
-                )
-                for stages in ranks
-            )
-            / self.work.tensor
-        )
+        return max(self._rank_weights(stages) for stages in ranks) / self.work.tensor
+
+    def _rank_weights(self, stages: list[int]) -> float:
+        """Those of all devices of a pipeline rank."""
+        blocks = sum(self.work.blocks[stage] for stage in stages)
+        return self.work.decoder.stage_weights(blocks, first=0 in stages, last=self._last in stages)
 
     def _gradients_s(self) -> float:
         """What the device waits for: means over replicas, slices, and the weight that both ends share."""
@@ -281,7 +281,7 @@ class _Step:
         seconds = self._exchange_s(Exchange("mean of gradients", "all_reduce", size, replicas))
         if work.shard > 1:
             seconds += self._slices_s()
-        if work.bucket_bytes is not None:
+        if work.bucket_bytes is not None and seconds > 0:
             seconds = self._beside_backward_s(seconds, last=min(1.0, work.bucket_bytes / size))
         if work.decoder.tied and self._last not in self._pipeline.stages_of(0):
             ends = self._group(2, stride=work.tensor * work.data * (work.pipeline - 1))

@@ -238,6 +238,23 @@ def bytes_of(step: StepTime, name: str) -> float:
     return float(found[1])
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("strategy=single", "gpus_per_node=1"),
+        ("strategy=data", "gpus_per_node=8"),
+        ("strategy=fsdp", "gpus_per_node=8"),
+        ("strategy=pipeline", "gpus_per_node=4", "strategy.schedule=zbv", "strategy.microbatches=8"),
+    ],
+)
+def test_each_term_is_there_once(words: tuple[str, ...]) -> None:
+    step = step_of("model=124m", "training.global_batch_size=64", *words)
+    names = [term.name for term in step.terms if "sum of gradients" not in term.name]
+    assert sorted(names) == sorted(set(names))
+    sent = {"mean of gradients", "gradients of a step"}.intersection(names)
+    assert ("exposed gradients" in names) == bool(sent)
+
+
 def test_a_head_of_its_own_is_updated_and_sent_but_not_summed() -> None:
     """8b: a vocabulary of 128,256 and a width of 4,096, in bfloat16, gradients in float32."""
     end = 128256 * 4096
