@@ -12,6 +12,7 @@ import yaml
 from hpc_parallel.problems import ConfigError, Problem, nearest
 
 EXTENDS = "extends"  # the key that names the file whose values hold where this file has none
+CALIBRATION = "calibration"  # which a file does not take from another one
 _T = TypeVar("_T")
 
 
@@ -112,7 +113,7 @@ class Network:
 class Hardware:
     """A device, its node and the network.
 
-    calibration: where the coefficients come from; null for a machine that nobody has measured.
+    calibration: the measurement of this machine that the coefficients come from; None without one.
     """
 
     device: Device
@@ -121,7 +122,7 @@ class Hardware:
     products: Products
     traffic: Traffic
     host: Host
-    calibration: str | None
+    calibration: str | None = None
 
 
 def hardware_names(folders: Sequence[Path]) -> list[str]:
@@ -155,7 +156,11 @@ def _values(name: str, folders: Sequence[Path], *, by: tuple[str, ...] = ()) -> 
     if not isinstance(values, dict):
         raise ConfigError([f"{file} has no table of values."])
     base = values.pop(EXTENDS, None)
-    return _merged(_values(str(base), folders, by=(*by, name)), values) if base else values
+    if not base:
+        return values
+    inherited = _values(str(base), folders, by=(*by, name))
+    inherited.pop(CALIBRATION, None)  # of the other machine
+    return _merged(inherited, values)
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

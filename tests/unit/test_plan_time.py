@@ -198,6 +198,20 @@ def test_hardware_files_are_complete(name: str) -> None:
     assert hardware.device.peak_flops
 
 
+def test_a_file_does_not_inherit_a_calibration(tmp_path: Path) -> None:
+    """A machine with other peaks is not the one that was measured, also two files away."""
+    (tmp_path / "mine.yaml").write_text(f"extends: {NAME}\ndevice: {{memory_bytes: 9.0e+10}}\n")
+    (tmp_path / "fitted.yaml").write_text("extends: mine\ncalibration: by hand\n")
+    folders = [tmp_path, *FOLDERS]
+    assert read_hardware(NAME, folders=folders).calibration is not None
+    assert read_hardware("mine", folders=folders).calibration is None
+    assert read_hardware("fitted", folders=folders).calibration == "by hand"
+    calibrated = [
+        name for name in hardware_names(FOLDERS) if read_hardware(name, folders=FOLDERS).calibration
+    ]
+    assert calibrated == [NAME]
+
+
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
     """The figures of a plan by their names."""
     assert command(["plan", f"hardware={NAME}", "data.sequence_length=1024", *words]) == 0
