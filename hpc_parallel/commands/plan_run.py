@@ -17,10 +17,11 @@ from hpc_parallel.launch.checked_run import reporting_all_problems
 from hpc_parallel.planning import memory
 from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.measured_links import with_measured_links
-from hpc_parallel.planning.memory import readable, text_table
+from hpc_parallel.planning.memory import text_table
 from hpc_parallel.planning.run_work import assumptions, unplanned, work_of_run
 from hpc_parallel.planning.step_time import StepTime, Work, step_time
 from hpc_parallel.problems import ConfigError
+from hpc_parallel.record.metrics_file import size
 
 CPU = "cpu"  # the precisions of its plans are those of runs on CPUs
 BACKWARD_COST = (
@@ -71,14 +72,15 @@ def report(
 
 def _memory(config: RunConfig, hardware: Hardware, *, explain: bool) -> Iterator[str]:
     """Whether the device that needs most has room, and its bytes by kind if `explain`."""
-    label, planned = f"  {'memory, at most':<24}", memory.plan(config)
+    planned = memory.plan(config)
     if planned is None:
-        yield f"{label} not known for this model"
+        yield f"  {'memory':<24} not known for this model"
         return
+    label = "memory, at least" if planned.unknown else "memory, estimate"
     needed, there = planned.fullest.total, hardware.device.memory_bytes
-    verdict = "fits" if needed <= there else "may not fit"
-    without = f" (without: {'; '.join(planned.unknown)})" if planned.unknown else ""
-    yield f"{label} {readable(needed)} of {readable(int(there))}: {verdict}{without}"
+    verdict = "fits" if needed <= there and not planned.unknown else "may not fit"
+    without = f" ({'; '.join(planned.unknown)})" if planned.unknown else ""
+    yield f"  {label:<24} {size(needed)} of {size(there)}: {verdict}{without}"
     if explain:
         yield from text_table(planned)
 

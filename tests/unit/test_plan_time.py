@@ -29,6 +29,7 @@ from hpc_parallel.planning.pipeline_times import simulate
 from hpc_parallel.planning.run_work import work_of_run
 from hpc_parallel.planning.state_bytes import Division
 from hpc_parallel.planning.step_time import StepTime, step_time
+from hpc_parallel.record.metrics_file import size
 from tests.benchmarks.calibrate_plan import FOLDERS, NAME, TABLE, errors, good_choices, sample
 from tests.composed import composed
 
@@ -338,12 +339,18 @@ def test_the_memory_is_that_of_the_fullest_device(capsys: pytest.CaptureFixture[
     config, _ = resolve(composed(*words, "device=cuda"))
     found = memory.plan(config)
     assert found is not None
-    assert planned(capsys, *words)["memory, at most"] == (
-        f"{memory.readable(found.fullest.total)} of 74.51 GiB: may not fit"
+    assert planned(capsys, *words)["memory, estimate"] == (
+        f"{size(found.fullest.total)} of 74.5 GiB: may not fit"
     )
     weights = 4 * found.fullest.kinds["parameters"]  # with gradients and both moments of AdamW
     assert found.fullest.total > weights > 74.51 * 2**30
-    assert planned(capsys, *words, "strategy=fsdp")["memory, at most"].endswith(" of 74.51 GiB: fits")
+    sharded = (*words, "strategy=fsdp")
+    assert planned(capsys, *sharded)["memory, estimate"].endswith(" of 74.5 GiB: fits")
+    compiled = planned(capsys, *sharded, "training.compile=true")["memory, at least"]
+    assert compiled.endswith(
+        " of 74.5 GiB: may not fit "
+        "(activations count as 0, because they are not known for training.compile=true)"
+    )
 
 
 def test_layouts_change_a_plan_as_they_must(capsys: pytest.CaptureFixture[str]) -> None:
