@@ -192,6 +192,22 @@ def test_all_problems_of_a_table_at_once(tmp_path: Path, capsys: pytest.CaptureF
     assert not (tmp_path / "out.csv").exists()
 
 
+def test_a_row_with_too_many_values_is_named_by_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, right = tmp_path / "rows.csv", "2,16,1,1024,16,12,1024,2,1,1"
+    header = "gpus,global_batch,micro_batch,hidden,heads,layers,sequence,tensor,data,pipeline"
+    table.write_text(f"{header}\n{right}\n\n{right},7\nx{right}\n")
+    words = ["plan", "--table", str(table), "--output", str(tmp_path / "out.csv"), f"hardware={NAME}"]
+    assert command(words) == 2
+    message = capsys.readouterr().err
+    assert "rows.csv:4: there are 11 values, more than the 10 columns." in message
+    assert "rows.csv:5: gpus = 'x2' is not a positive integer." in message
+    table.write_text(f"{header}\n{right}\n{'9' * 200_000}\n")
+    assert command(words) == 2
+    assert "rows.csv:3: field larger than field limit" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", hardware_names(FOLDERS))
 def test_hardware_files_are_complete(name: str) -> None:
     hardware = read_hardware(name, folders=FOLDERS)
