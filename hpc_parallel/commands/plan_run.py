@@ -23,23 +23,22 @@ from hpc_parallel.planning.step_time import StepTime, Work, step_time
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.metrics_file import size
 
-CPU = "cpu"  # the precisions of its plans are those of runs on CPUs
-BACKWARD_COST = (
-    2  # forward passes: so MFU counts three, whatever is computed again (PaLM, Chowdhery et al. 2022)
-)
+# Forward passes: so MFU counts three, whatever is computed again (PaLM, Chowdhery et al. 2022).
+BACKWARD_COST = 2
 
 
 def planned_run(
-    words: Sequence[str], *, hardware: Hardware, name: str, user_folder: Path | None
+    words: Sequence[str], *, hardware: Hardware, user_folder: Path | None
 ) -> tuple[RunConfig, Work, StepTime]:
     """Compose, check and plan a configuration. Raises ConfigError with all problems."""
     register()
-    kind = "cpu" if name == CPU else "cuda"
-    known = [f"device={kind}"] if not any(word.startswith("device=") for word in words) else []
+    known = (
+        [f"device={hardware.device.kind}"] if not any(word.startswith("device=") for word in words) else []
+    )
     flags = ["--config-dir", str(user_folder)] if user_folder is not None else []
     line = CommandLine.parse([*flags, *words, *known])
     if line.sweeps or line.explains:
-        raise ConfigError(["plan takes one configuration. Try it without -m and without flags of Hydra."])
+        raise ConfigError(["plan takes one configuration. Remove -m and Hydra's flags."])
     with reporting_all_problems(line):
         config, _ = resolve(compose_run(line.overrides, **line.places).config)
         if problems := find_problems(config, line.overrides):

@@ -392,6 +392,38 @@ def test_layouts_change_a_plan_as_they_must(capsys: pytest.CaptureFixture[str]) 
     assert across > 1.1 * inside
 
 
+def test_options_for_something_else_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["plan", f"hardware={NAME}", "model=124m", "--explain", "7", "--tokens", "-1"]) == 2
+    message = capsys.readouterr().err
+    assert (
+        "--explain 7: only a table has rows. Try --explain, or --table iterations.csv --explain 7." in message
+    )
+    assert "--tokens -1 is not a positive number. Try --tokens 1e+12." in message
+    words = ["plan", f"hardware={NAME}", "--table", str(TABLE), "--tokens", "1e9"]
+    assert command([*words, "--explain"]) == 2
+    assert "--tokens 1e+09 is for one configuration. Try it without --tokens." in capsys.readouterr().err
+    assert command([*words, "--explain", "0"]) == 2
+    assert "--explain 0: the table has rows 1 to 511. Try --explain 1." in capsys.readouterr().err
+    assert command(["plan", f"hardware={NAME}", "model=124m", "--explain", "1"]) == 2
+    assert command([*words[:-2], "--explain"]) == 0
+
+
+def test_the_kind_of_a_device_is_in_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that extends cpu is planned in the precision of runs on CPUs."""
+    (tmp_path / "hardware").mkdir()
+    file = tmp_path / "hardware" / "mine.yaml"
+    words = ["plan", "hardware=mine", "--config-dir", str(tmp_path), "strategy=single"]
+    file.write_text("extends: cpu\n")
+    assert command(words) == 0
+    assert "on 1 x CPU core, float32" in capsys.readouterr().out
+    file.write_text("extends: cpu\ndevice: {kind: gpu, name: 3}\nnode: {devices: 0.5}\n")
+    assert command(words) == 2
+    message = capsys.readouterr().err
+    assert "mine.yaml: device: kind = 'gpu' is none of cuda, cpu. Try kind: cuda." in message
+    assert "mine.yaml: device: name = 3 is not a text." in message
+    assert "mine.yaml: node: devices = 0.5 is not a whole number. Try devices: 1." in message
+
+
 def test_what_is_not_planned_is_refused_together(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", f"hardware={NAME}", "strategy=context", "gpus_per_node=16", "task=infer", "model=1b"]
     assert command(words) == 2
