@@ -191,7 +191,7 @@ def _typed(kind: type[_T], values: Any, place: str, problems: list[Problem | str
         hint: Any = hints[name]
         value: Any = table.get(name)
         if is_dataclass(hint):
-            made[name] = _typed(hint, value, f"{place}: {name}", problems)
+            made[name] = _typed(hint, value, f"{place}: {name}", problems)  # type: ignore[arg-type]
         elif rule := _broken_rule(name, hint, value):
             problems.append(f"{place}: {name} = {value!r} {rule}.")
         elif name == "peak_flops":
