@@ -111,6 +111,15 @@ def test_fully_shard_gathers_blocks_and_ends() -> None:
     ]  # fmt: skip
 
 
+def test_a_compiled_model_is_cast_once_too() -> None:
+    words = ("strategy=data", "nodes=2", *SMALL, "training.precision=bfloat16")
+    cast, compiled = (
+        planned(*words, f"training.compile={value}").fullest.kinds["cast weights"]
+        for value in ("false", "true")
+    )
+    assert cast == compiled > 0
+
+
 def test_a_dedicated_server_has_no_activations() -> None:
     server, worker, _ = planned("strategy=parameter_server", "nodes=3", *SMALL).devices
     assert (server.role, worker.role) == ("server", "worker")
