@@ -15,7 +15,7 @@ from hpc_parallel.config.setup import Setup, model_facts
 from hpc_parallel.planning import working_memory
 from hpc_parallel.planning.activations import kept_of
 from hpc_parallel.planning.live_microbatches import live_microbatches
-from hpc_parallel.planning.state_bytes import WHOLE, Division, States
+from hpc_parallel.planning.planned_state import WHOLE, Division, States
 from hpc_parallel.record.metrics_file import size as size_text
 
 KINDS = (

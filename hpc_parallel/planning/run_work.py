@@ -15,7 +15,7 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.planning.activations import types_of
 from hpc_parallel.planning.decoder import Decoder
 from hpc_parallel.planning.hardware import Hardware
-from hpc_parallel.planning.state_bytes import Division
+from hpc_parallel.planning.planned_state import Division
 from hpc_parallel.planning.step_time import Work
 from hpc_parallel.problems import Problem, Problems
 

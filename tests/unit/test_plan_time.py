@@ -26,8 +26,8 @@ from hpc_parallel.planning.iteration_table import plan_row, read_table
 from hpc_parallel.planning.measured_links import with_measured_links
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, Pipeline, orders
 from hpc_parallel.planning.pipeline_times import simulate
+from hpc_parallel.planning.planned_state import Division
 from hpc_parallel.planning.run_work import work_of_run
-from hpc_parallel.planning.state_bytes import Division
 from hpc_parallel.planning.step_time import StepTime, step_time
 from hpc_parallel.record.metrics_file import size
 from tests.benchmarks.calibrate_plan import FOLDERS, NAME, TABLE, errors, good_choices, sample
