@@ -28,6 +28,7 @@ from hpc_parallel.terminal import say
 
 HARDWARE = "hardware="
 TOKENS = 1e12
+FIRST = True  # what `--explain` without a row is; a number would be a row
 _T = TypeVar("_T")
 
 
@@ -35,45 +36,50 @@ def main(arguments: Sequence[str]) -> int:
     """Plan a configuration or a table; returns the exit code. Nothing is written unless it returns 0."""
     options = _parser().parse_intermixed_args(list(arguments))
     try:
+        names = [word.removeprefix(HARDWARE) for word in options.overrides if word.startswith(HARDWARE)]
+        words = [word for word in options.overrides if not word.startswith(HARDWARE)]
         if options.table is not None:
-            return _plan_table(options, options.overrides)
-        return _plan_run(options, options.overrides)
+            return _plan_table(options, words, names=names)
+        return _plan_run(options, words, names=names)
     except ConfigError as error:
         return refuse(error.problems)
 
 
-def _plan_run(options: argparse.Namespace, words: Sequence[str]) -> int:
+def _plan_run(options: argparse.Namespace, words: Sequence[str], *, names: Sequence[str]) -> int:
     problems: list[Problem | str] = []
     if options.output is not None:
         problems.append("--output is for the rows of a table. Try it with --table iterations.csv.")
-    if not 0 < options.tokens < float("inf"):
-        problems.append(f"--tokens {options.tokens:g} is not a positive number. Try --tokens {TOKENS:g}.")
-    chosen = [word for word in words if word.startswith(HARDWARE)]
-    overrides = [word for word in words if word not in chosen]
-    hardware = _read(lambda: hardware_of(words, user_folder=options.config_dir), problems)
+    if options.explain is not None and options.explain is not FIRST:
+        row = options.explain
+        near = f"--explain, or --table iterations.csv --explain {row}"
+        problems.append(f"--explain {row}: only a table has rows. Try {near}.")
+    tokens = TOKENS if options.tokens is None else options.tokens
+    if not 0 < tokens < float("inf"):
+        problems.append(f"--tokens {tokens:g} is not a positive number. Try --tokens {TOKENS:g}.")
+    hardware = _read(lambda: hardware_of(names, user_folder=options.config_dir), problems)
     if problems or hardware is None:
         raise ConfigError(problems)
     from hpc_parallel.commands.plan_run import planned_run, report
 
-    name = chosen[-1].removeprefix(HARDWARE)
-    config, work, step = planned_run(overrides, hardware=hardware, name=name, user_folder=options.config_dir)
+    config, work, step = planned_run(words, hardware=hardware, user_folder=options.config_dir)
     if options.explain is not None:
         say(*explanation(step, hardware))
     explain = options.explain is not None
-    say(*report(config, (work, step), hardware=hardware, tokens=options.tokens, explain=explain))
+    say(*report(config, (work, step), hardware=hardware, tokens=tokens, explain=explain))
     return DONE
 
 
-def _plan_table(options: argparse.Namespace, words: Sequence[str]) -> int:
+def _plan_table(options: argparse.Namespace, words: Sequence[str], *, names: Sequence[str]) -> int:
     problems: list[Problem | str] = list(_option_problems(options, words))
-    hardware = _read(lambda: hardware_of(words, user_folder=options.config_dir), problems)
+    hardware = _read(lambda: hardware_of(names, user_folder=options.config_dir), problems)
     rows = _read(lambda: read_table(options.table), problems) if options.table else None
-    if rows and options.explain is not None and not 1 <= options.explain <= len(rows):
-        problems.append(f"--explain {options.explain}: the table has rows 1 to {len(rows)}. Try --explain 1.")
+    row = 1 if options.explain is FIRST else options.explain
+    if rows and row is not None and not 1 <= row <= len(rows):
+        problems.append(f"--explain {row}: the table has rows 1 to {len(rows)}. Try --explain 1.")
     if problems or hardware is None or rows is None:
         raise ConfigError(problems)
-    if options.explain is not None:
-        say(*explanation(plan_row(rows[options.explain - 1], hardware), hardware))
+    if row is not None:
+        say(*explanation(plan_row(rows[row - 1], hardware), hardware))
     if options.output is not None:
         try:
             write_text(options.output, table_text(with_planned(rows, hardware)), mode=0o666)
@@ -86,8 +92,9 @@ def _plan_table(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 def _option_problems(options: argparse.Namespace, words: Sequence[str]) -> Iterator[str]:
     for word in words:
-        if not word.startswith(HARDWARE):
-            yield f"{word}: a plan of a table takes {HARDWARE}NAME only. Try it without {word}."
+        yield f"{word}: a plan of a table takes {HARDWARE}NAME only. Try it without {word}."
+    if options.tokens is not None:
+        yield f"--tokens {options.tokens:g} is for one configuration. Try it without --tokens."
     if options.output is None and options.explain is None:
         yield "--output is missing. Try --output planned.csv, or --explain 1."
     if options.output is None:
@@ -108,10 +115,9 @@ def _read(read: Callable[[], _T], problems: list[Problem | str]) -> _T | None:
         return None
 
 
-def hardware_of(words: Sequence[str], *, user_folder: Path | None) -> Hardware:
-    """The hardware that `hardware=NAME` chooses; the user's files come first. Raises ConfigError."""
+def hardware_of(names: Sequence[str], *, user_folder: Path | None) -> Hardware:
+    """The hardware that the last `hardware=NAME` chooses; the user's files come first. Raises ConfigError."""
     folders = [folder / "hardware" for folder in (user_folder, find_folder("conf")) if folder is not None]
-    names = [word.removeprefix(HARDWARE) for word in words if word.startswith(HARDWARE)]
     if not names:
         choices = ", ".join(hardware_names(folders))
         raise ConfigError([f"{HARDWARE}NAME is missing. Choose one of {choices}."])
@@ -148,12 +154,10 @@ def _parser() -> argparse.ArgumentParser:
         "--explain",
         type=int,
         nargs="?",
-        const=1,
+        const=FIRST,
         metavar="ROW",
         help="print all numbers (of a row) with formulas",
     )
-    parser.add_argument(
-        "--tokens", type=float, default=TOKENS, help="tokens of the training (default %(default)g)"
-    )
+    parser.add_argument("--tokens", type=float, help=f"tokens of the training (default {TOKENS:g})")
     parser.add_argument("--config-dir", type=Path, help="a folder whose hardware/ has files of your own")
     return parser

@@ -17,28 +17,28 @@ from hpc_parallel.launch.checked_run import reporting_all_problems
 from hpc_parallel.planning import memory
 from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.measured_links import with_measured_links
-from hpc_parallel.planning.memory import readable, text_table
+from hpc_parallel.planning.memory import text_table
 from hpc_parallel.planning.run_work import assumptions, unplanned, work_of_run
 from hpc_parallel.planning.step_time import StepTime, Work, step_time
 from hpc_parallel.problems import ConfigError
+from hpc_parallel.record.metrics_file import size
 
-CPU = "cpu"  # the precisions of its plans are those of runs on CPUs
-BACKWARD_COST = (
-    2  # forward passes: so MFU counts three, whatever is computed again (PaLM, Chowdhery et al. 2022)
-)
+# Forward passes: so MFU counts three, whatever is computed again (PaLM, Chowdhery et al. 2022).
+BACKWARD_COST = 2
 
 
 def planned_run(
-    words: Sequence[str], *, hardware: Hardware, name: str, user_folder: Path | None
+    words: Sequence[str], *, hardware: Hardware, user_folder: Path | None
 ) -> tuple[RunConfig, Work, StepTime]:
     """Compose, check and plan a configuration. Raises ConfigError with all problems."""
     register()
-    kind = "cpu" if name == CPU else "cuda"
-    known = [f"device={kind}"] if not any(word.startswith("device=") for word in words) else []
+    known = (
+        [f"device={hardware.device.kind}"] if not any(word.startswith("device=") for word in words) else []
+    )
     flags = ["--config-dir", str(user_folder)] if user_folder is not None else []
     line = CommandLine.parse([*flags, *words, *known])
     if line.sweeps or line.explains:
-        raise ConfigError(["plan takes one configuration. Try it without -m and without flags of Hydra."])
+        raise ConfigError(["plan takes one configuration. Remove -m and Hydra's flags."])
     with reporting_all_problems(line):
         config, _ = resolve(compose_run(line.overrides, **line.places).config)
         if problems := find_problems(config, line.overrides):
@@ -71,14 +71,15 @@ def report(
 
 def _memory(config: RunConfig, hardware: Hardware, *, explain: bool) -> Iterator[str]:
     """Whether the device that needs most has room, and its bytes by kind if `explain`."""
-    label, planned = f"  {'memory, at most':<24}", memory.plan(config)
+    planned = memory.plan(config)
     if planned is None:
-        yield f"{label} not known for this model"
+        yield f"  {'memory':<24} not known for this model"
         return
+    label = "memory, at least" if planned.unknown else "memory, estimate"
     needed, there = planned.fullest.total, hardware.device.memory_bytes
-    verdict = "fits" if needed <= there else "may not fit"
-    without = f" (without: {'; '.join(planned.unknown)})" if planned.unknown else ""
-    yield f"{label} {readable(needed)} of {readable(int(there))}: {verdict}{without}"
+    verdict = "fits" if needed <= there and not planned.unknown else "may not fit"
+    without = f" ({'; '.join(planned.unknown)})" if planned.unknown else ""
+    yield f"  {label:<24} {size(needed)} of {size(there)}: {verdict}{without}"
     if explain:
         yield from text_table(planned)
 

@@ -1,6 +1,6 @@
 """Every weight of our models by name and shape, from the model's configuration, without torch.
 
-tests/unit/test_model_weights.py compares the lists with the built models.
+tests/unit/test_plan_state.py compares the lists with the built models.
 """
 
 from __future__ import annotations
@@ -136,17 +136,11 @@ def _decoder(model: Mapping[str, Any], sample_shape: tuple[int, ...]) -> ModelWe
             path = f"{at}.feed_forward.experts.{name}"
             yield Weight(path, (experts, *shape), casts=False, of_experts=True)
 
-    used = _used_experts(model) if experts else 0
     return _language(
         block, layers=model["layers"], seq=seq, dim=dim, vocabulary=model["vocab_size"],
         tied="head.output.weight" if model["tied_head"] else None, logits="head.output.weight", split=split,
-        unused=3 * experts * width * dim - used if experts else 0,
+        unused=3 * (experts - model["experts_per_token"]) * width * dim if experts else 0,
     )  # fmt: skip
-
-
-def _used_experts(model: Mapping[str, Any]) -> int:
-    total = 3 * model["experts"] * model["ffn_dim"] * model["dim"]
-    return int(total * model["experts_per_token"] // model["experts"])
 
 
 def _llama(model: Mapping[str, Any], sample_shape: tuple[int, ...]) -> ModelWeights | None:

@@ -76,9 +76,9 @@ def types_of(config: RunConfig, layout: Layout) -> Types:
 
 def casts_once(config: RunConfig) -> bool:
     """As `strategies/working_weights.py:applies`."""
-    strategy, training = config.strategy, config.training
+    strategy = config.strategy
     outside = strategy.execution == DATAPARALLEL or schedule_of(strategy).splits_backward
-    return training.precision == "bfloat16" and not outside and not training.compile
+    return config.training.precision == "bfloat16" and not outside
 
 
 def chunks_loss(config: RunConfig, layout: Layout) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpc_parallel.planning.hardware import Traffic
-from hpc_parallel.planning.operations import GRADIENT_BYTES, NUMBER_BYTES, Move, Operation, Product
+from hpc_parallel.planning.operations import FLOAT32_BYTES, Move, Operation, Product, precise_bytes
 
-# Bytes that move for each number of the kind, with 16-bit numbers, in a forward pass.
+# Bytes that move for each number of the kind in a forward pass, with numbers of HALF_BYTES.
+HALF_BYTES = 2
 WHOLE_BYTES = 22  # of a token's width: two norms (4 each), two sums with dropout and its mask (7 each)
 SPLIT_BYTES = 28  # of a device's part: the activation (16 at four times the width), transposed heads (12)
 SCORE_BYTES = 9  # of a score: scaled softmax (4), dropout and its mask (5)
@@ -19,7 +20,11 @@ LOSS_FORWARD = 0.6  # the share of the loss's traffic
 
 @dataclass(frozen=True)
 class Decoder:
-    """The sizes of a decoder. ffn_matrices: 2, or 3 with a gate. flash: scores do not reach memory."""
+    """The sizes of a decoder.
+
+    ffn_matrices: 2, or 3 with a gate. flash: scores do not reach memory. tied: embedding and head share a
+    weight.
+    """
 
     layers: int
     dim: int
@@ -30,6 +35,7 @@ class Decoder:
     sequence: int
     ffn_matrices: int = 2
     flash: bool = False
+    tied: bool = True
 
     @property
     def block_weights(self) -> float:
@@ -41,6 +47,11 @@ class Decoder:
     def end_weights(self) -> int:
         """The weights of the embedding, or of the head."""
         return self.vocabulary * self.dim
+
+    def stage_weights(self, blocks: int, *, first: bool, last: bool) -> float:
+        """The weights of a stage, or of a rank with several, by whether it has the first and last stage."""
+        ends = first + last - (first and last and self.tied)
+        return blocks * self.block_weights + ends * self.end_weights
 
     @property
     def block_flops(self) -> float:
@@ -61,12 +72,16 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a decoder that one device computes: `samples` samples on one of `tensor` devices."""
+    """The part of a decoder that one device computes: `samples` samples on one of `tensor` devices.
+
+    number_bytes: of the inputs and results of matrix products.
+    """
 
     decoder: Decoder
     samples: int
     tensor: int
     traffic: Traffic
+    number_bytes: int
 
     @property
     def tokens(self) -> int:
@@ -74,8 +89,8 @@ class Share:
 
     @property
     def activation_bytes(self) -> int:
-        """Of what passes between two blocks."""
-        return NUMBER_BYTES * self.tokens * self.decoder.dim
+        """Of the result of a block's attention or feed-forward network."""
+        return self.number_bytes * self.tokens * self.decoder.dim
 
     @property
     def unfused(self) -> bool:
@@ -90,16 +105,19 @@ class Share:
         scores = head_batch * decoder.sequence**2
         score_bytes = 0 if decoder.flash else SCORE_BYTES + UNFUSED_BYTES * self.unfused
         moved = tokens * dim * (WHOLE_BYTES + SPLIT_BYTES / tensor) * self.traffic.elementwise
+        wider, number = self.number_bytes / HALF_BYTES, self.number_bytes
         flash, seq = decoder.flash, decoder.sequence
         return [
-            Product("queries, keys, values", tokens, (dim + 2 * decoder.kv_heads * width) / tensor, dim),
-            Product(SCORES, seq, seq, width, batch=head_batch, in_cache=flash),
-            Product("weighted values", seq, width, seq, batch=head_batch, in_cache=flash),
-            Product("attention output", tokens, dim, dim / tensor),
-            Product("feed-forward up", tokens, (decoder.ffn_matrices - 1) * columns, dim),
-            Product("feed-forward down", tokens, dim, columns),
-            Move("norms, activation, sums", moved, kernels=7),
-            Move("softmax", score_bytes * scores * self.traffic.attention, kernels=3),
+            Product(
+                "queries, keys, values", tokens, (dim + 2 * decoder.kv_heads * width) / tensor, dim, number
+            ),
+            Product(SCORES, seq, seq, width, number, batch=head_batch, in_cache=flash),
+            Product("weighted values", seq, width, seq, number, batch=head_batch, in_cache=flash),
+            Product("attention output", tokens, dim, dim / tensor, number),
+            Product("feed-forward up", tokens, (decoder.ffn_matrices - 1) * columns, dim, number),
+            Product("feed-forward down", tokens, dim, columns, number),
+            Move("norms, activation, sums", wider * moved, kernels=7),
+            Move("softmax", wider * score_bytes * scores * self.traffic.attention, kernels=3),
         ]
 
     def block_backward(self) -> list[Operation]:
@@ -112,7 +130,12 @@ class Share:
     def _block_gradients(self) -> Move:
         """Add the gradients of one block's weights to those of earlier microbatches."""
         weights = self.decoder.block_weights / self.tensor
-        return Move("sum of gradients", GRADIENT_BYTES * weights, kernels=20)
+        return Move("sum of gradients", self._gradient_bytes * weights, kernels=20)
+
+    @property
+    def _gradient_bytes(self) -> int:
+        """To add the gradient of a weight to a sum: read both, write one."""
+        return self.number_bytes + 2 * precise_bytes(self.number_bytes)
 
     def head(self) -> list[Operation]:
         """The forward pass of the last layer and the loss."""
@@ -123,18 +146,23 @@ class Share:
         return [moves, *self._logits().backward(), self._end_gradients()]
 
     def embedding(self) -> list[Operation]:
-        return [Move("embedding", EMBEDDING_BYTES[0] * self.tokens * self.decoder.dim)]
+        return [Move("embedding", self._embedding_bytes(EMBEDDING_BYTES[0]))]
 
     def embedding_backward(self) -> list[Operation]:
-        moved = EMBEDDING_BYTES[1] * self.tokens * self.decoder.dim
+        moved = self._embedding_bytes(EMBEDDING_BYTES[1])
         return [Move("embedding: gradient", moved), self._end_gradients()]
 
+    def _embedding_bytes(self, half_bytes: int) -> float:
+        return half_bytes * self.number_bytes / HALF_BYTES * self.tokens * self.decoder.dim
+
     def _logits(self) -> Product:
-        return Product("logits", self.tokens, self.decoder.vocabulary / self.tensor, self.decoder.dim)
+        columns = self.decoder.vocabulary / self.tensor
+        return Product("logits", self.tokens, columns, self.decoder.dim, self.number_bytes)
 
     @property
     def _loss_bytes(self) -> float:
-        return self.traffic.loss_bytes * self.tokens * self.decoder.vocabulary / self.tensor
+        wider = precise_bytes(self.number_bytes) / FLOAT32_BYTES
+        return wider * self.traffic.loss_bytes * self.tokens * self.decoder.vocabulary / self.tensor
 
     def _end_gradients(self) -> Move:
-        return Move("sum of gradients", GRADIENT_BYTES * self.decoder.end_weights / self.tensor)
+        return Move("sum of gradients", self._gradient_bytes * self.decoder.end_weights / self.tensor)

@@ -11,7 +11,7 @@ from hpc_parallel.planning.hardware import Hardware
 
 @dataclass(frozen=True)
 class Group:
-    """`ranks` ranks, each `stride` after the one before; nodes hold `per_node` ranks in a row."""
+    """`ranks` ranks, each `stride` after the one before; nodes hold `node_devices` ranks in a row."""
 
     ranks: int
     stride: int
@@ -19,8 +19,8 @@ class Group:
 
     @property
     def local(self) -> int:
-        """The number of its ranks on one node."""
-        return min(self.ranks, max(1, self.node_devices // self.stride))
+        """The number of its ranks on one node, if its first rank is the node's first."""
+        return min(self.ranks, math.ceil(self.node_devices / self.stride))
 
     @property
     def nodes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -12,14 +13,21 @@ import yaml
 from hpc_parallel.problems import ConfigError, Problem, nearest
 
 EXTENDS = "extends"  # the key that names the file whose values hold where this file has none
+CALIBRATION = "calibration"  # which a file does not take from another one
+DEVICE_KINDS = ("cuda", "cpu")
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device. peak_flops: dense, by precision. multiprocessors: how many work on tiles of a product."""
+    """One device.
+
+    kind: that of `device=` in a run, one of DEVICE_KINDS. peak_flops: dense, by precision.
+    multiprocessors: how many work on tiles of a product.
+    """
 
     name: str
+    kind: str
     peak_flops: dict[str, float]
     memory_bytes: float
     memory_bytes_per_s: float
@@ -112,7 +120,7 @@ class Network:
 class Hardware:
     """A device, its node and the network.
 
-    calibration: where the coefficients come from; null for a machine that nobody has measured.
+    calibration: the measurement of this machine that the coefficients come from; None without one.
     """
 
     device: Device
@@ -121,7 +129,7 @@ class Hardware:
     products: Products
     traffic: Traffic
     host: Host
-    calibration: str | None
+    calibration: str | None = None
 
 
 def hardware_names(folders: Sequence[Path]) -> list[str]:
@@ -155,7 +163,11 @@ def _values(name: str, folders: Sequence[Path], *, by: tuple[str, ...] = ()) -> 
     if not isinstance(values, dict):
         raise ConfigError([f"{file} has no table of values."])
     base = values.pop(EXTENDS, None)
-    return _merged(_values(str(base), folders, by=(*by, name)), values) if base else values
+    if not base:
+        return values
+    inherited = _values(str(base), folders, by=(*by, name))
+    inherited.pop(CALIBRATION, None)  # of the other machine
+    return _merged(inherited, values)
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,20 +188,35 @@ def _typed(kind: type[_T], values: Any, place: str, problems: list[Problem | str
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     problems += [f"{place}: there is no key {key}." for key in table if key not in names]
     for name in names:
-        hint, value = hints[name], table.get(name)
+        hint: Any = hints[name]
+        value: Any = table.get(name)
         if is_dataclass(hint):
             made[name] = _typed(hint, value, f"{place}: {name}", problems)  # type: ignore[arg-type]
-        elif name in ("name", "calibration"):
-            made[name] = value
-        elif (
-            name == "peak_flops" and isinstance(value, dict) and value and all(map(_positive, value.values()))
-        ):
+        elif rule := _broken_rule(name, hint, value):
+            problems.append(f"{place}: {name} = {value!r} {rule}.")
+        elif name == "peak_flops":
             made[name] = {str(key): float(number) for key, number in value.items()}
-        elif name != "peak_flops" and _positive(value):
-            made[name] = hint(value)
         else:
-            problems.append(f"{place}: {name} = {value!r} is not a positive number.")
+            made[name] = hint(value) if hint in (int, float) else value
     return kind(**made) if not problems else object.__new__(kind)
+
+
+def _broken_rule(name: str, hint: Any, value: Any) -> str | None:
+    """The rule that the value of a field breaks, if any, with a legal value where there is a near one."""
+    if name == CALIBRATION and value is None:
+        return None
+    if name == "kind":
+        return None if value in DEVICE_KINDS else f"is none of {', '.join(DEVICE_KINDS)}. Try kind: cuda"
+    if name in ("name", CALIBRATION):
+        return None if isinstance(value, str) else "is not a text"
+    if name == "peak_flops":
+        right = isinstance(value, dict) and value and all(map(_positive, value.values()))
+        return None if right else "is not a table of positive numbers by precision. Try {bfloat16: 1.0e+14}"
+    if not _positive(value):
+        return "is not a positive number"
+    if hint is int and value != int(value):
+        return f"is not a whole number. Try {name}: {math.ceil(value)}"
+    return None
 
 
 def _positive(value: Any) -> bool:

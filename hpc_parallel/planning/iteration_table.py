@@ -12,6 +12,7 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hpc_parallel.planning.decoder import Decoder
 from hpc_parallel.planning.hardware import Hardware
@@ -33,14 +34,21 @@ Row = dict[str, str]
 def read_rows(text: str, *, name: str) -> list[Row]:
     """The rows of a table. Raises ConfigError with all missing columns and wrong values."""
     reader = csv.DictReader(text.splitlines())
+    try:
+        return _checked_rows(reader, name)
+    except csv.Error as error:
+        raise ConfigError([f"{name}:{reader.line_num + 1}: {error}."]) from error
+
+
+def _checked_rows(reader: csv.DictReader[str], name: str) -> list[Row]:
     columns = reader.fieldnames or []
     missing = [column for column in COLUMNS if column not in columns]
     if missing:
         raise ConfigError([f"{name} has no column {column}." for column in missing])
-    rows = list(reader)
-    problems = [
-        f"{name}:{number}: {problem}" for number, row in enumerate(rows, 2) for problem in _problems(row)
-    ]
+    rows, problems = [], []
+    for row in reader:
+        rows.append(row)
+        problems += [f"{name}:{reader.line_num}: {problem}" for problem in _problems(row, len(columns))]
     if not rows:
         problems = [f"{name} has no rows."]
     if problems:
@@ -49,8 +57,10 @@ def read_rows(text: str, *, name: str) -> list[Row]:
     return rows
 
 
-def _problems(row: Mapping[str, str | None]) -> list[str]:
-    """Why a row is no iteration that can run."""
+def _problems(row: Mapping[str | None, Any], columns: int) -> list[str]:
+    """Why a row of a table with a number of columns is no iteration that can run."""
+    if None in row:
+        return [f"there are {columns + len(row[None])} values, more than the {columns} columns."]
     values = {column: _integer(row.get(column)) for column in COLUMNS}
     wrong = [column for column, value in values.items() if value is None]
     if wrong:
@@ -88,7 +98,8 @@ def work_of(row: Mapping[str, str]) -> Work:
         layers, hidden, heads=heads, kv_heads=heads, ffn_dim=4 * hidden, sequence=sequence,
         vocabulary=math.ceil(VOCABULARY / padding) * padding,
     )  # fmt: skip
-    return Work(decoder, tensor, data, pipeline, micro, microbatches=batch // data // micro)
+    blocks = (layers // pipeline,) * pipeline
+    return Work(decoder, tensor, data, pipeline, micro, microbatches=batch // data // micro, blocks=blocks)
 
 
 def plan_row(row: Mapping[str, str], hardware: Hardware) -> StepTime:

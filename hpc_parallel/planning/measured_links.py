@@ -18,7 +18,9 @@ def with_measured_links(hardware: Hardware, machine: MachineConfig) -> tuple[Har
     """Returns `hardware` with the links that the profile has, and a name for each of them.
 
     A profile has the time of a whole collective. An all-reduce takes 2 (n - 1) steps of a ring inside a node,
-    and a step for each doubling of the nodes between them, as in `group_times.py`.
+    and a step for each doubling of the nodes between them, as in `group_times.py`. Across nodes, each
+    rank of a node is in a group of its own, and all groups work at the same time: the profile has the rate of
+    one group, and the adapters of a node have that of all.
     """
     node, network, measured = hardware.node, hardware.network, []
     if link := _link(machine, INSIDE, "all_reduce", steps=lambda ranks: 2 * (ranks - 1)):
@@ -28,7 +30,9 @@ def with_measured_links(hardware: Hardware, machine: MachineConfig) -> tuple[Har
         node = replace(node, send=link)
         measured.append(f"send_recv {INSIDE}")
     if link := _link(machine, ACROSS, "all_reduce", steps=math.log2):
-        network = replace(network, latency_s=link.latency_s, bytes_per_s=link.bytes_per_s, share=1.0)
+        groups = ranks_of(machine, INSIDE) or node.devices
+        rate = groups * link.bytes_per_s
+        network = replace(network, latency_s=link.latency_s, bytes_per_s=rate, share=1.0)
         measured.append(f"all_reduce {ACROSS}")
     return replace(hardware, node=node, network=network), measured
 

@@ -15,7 +15,8 @@ from hpc_parallel.config.setup import Setup, model_facts
 from hpc_parallel.planning import working_memory
 from hpc_parallel.planning.activations import kept_of
 from hpc_parallel.planning.live_microbatches import live_microbatches
-from hpc_parallel.planning.state_bytes import WHOLE, Division, States
+from hpc_parallel.planning.planned_state import WHOLE, Division, States
+from hpc_parallel.record.metrics_file import size as size_text
 
 KINDS = (
     "parameters", "gradients", "optimizer", "activations", "recomputation", "logits and loss",
@@ -24,7 +25,6 @@ KINDS = (
 )  # fmt: skip
 CONTEXT_BYTES = 2**29  # of CUDA, its libraries and NCCL on a GPU, about
 SLACK = 0.05  # of what torch's allocator of GPUs serves: memory in gaps between blocks, about
-UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ class _Planner:
             f"the state of {target} counts as 0, because it is not known" for target in self._states.unknown
         ]
         if self._kept is None:
-            clauses.append("activations count as 0, because they are not known for this model")
+            model = "training.compile=true" if self._config.training.compile else "this model"
+            clauses.append(f"activations count as 0, because they are not known for {model}")
         return clauses
 
     def held(self, holding: Holding) -> Held:
@@ -164,12 +165,6 @@ def text_table(found: MemoryPlan) -> list[str]:
     alike = sum(held.total == fullest.total for held in found.devices)
     others = f", as {alike} of {len(found.devices)} devices do" if alike > 1 else ""
     lines = [f"device {fullest.device}{role} needs most{others}:"]
-    lines += [f"  {kind:{width}}  {readable(size):>11}" for kind, size in kinds.items()]
-    lines.append(f"  {'sum':{width}}  {readable(fullest.total):>11}")
+    lines += [f"  {kind:{width}}  {size_text(count):>11}" for kind, count in kinds.items()]
+    lines.append(f"  {'sum':{width}}  {size_text(fullest.total):>11}")
     return lines + [f"  without: {clause}" for clause in found.unknown]
-
-
-def readable(count: int) -> str:
-    """`18.42 GiB`, in the largest unit of which there is one."""
-    unit, size = next(((unit, size) for unit, size in UNITS if count >= size), UNITS[-1])
-    return f"{count / size:.2f} {unit}" if size > 1 else f"{count} {unit}"

@@ -8,21 +8,32 @@ from dataclasses import dataclass, replace
 from hpc_parallel.planning.hardware import Hardware
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))  # of cuBLAS and CUTLASS
-NUMBER_BYTES = 2  # float16 and bfloat16
-GRADIENT_BYTES = 10  # to add a gradient of two bytes to a buffer of float32: read both, write one
+NUMBER_BYTES = {
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+}  # of inputs of products, by precision
+FLOAT32_BYTES = 4
+
+
+def precise_bytes(number_bytes: int) -> int:
+    """Of a number of weights, sums of gradients and the loss: float32 or float64."""
+    return max(FLOAT32_BYTES, number_bytes)
 
 
 @dataclass(frozen=True)
 class Product:
     """`batch` products of [rows, depth] and [depth, columns].
 
-    in_cache: the largest matrix stays in the cache.
+    number_bytes: of each number. in_cache: the largest matrix stays in the cache.
     """
 
     name: str
     rows: float
     columns: float
     depth: float
+    number_bytes: int
     batch: float = 1
     in_cache: bool = False
 
@@ -34,7 +45,7 @@ class Product:
     def bytes(self) -> float:
         """Each matrix once."""
         sides = (self.rows * self.depth, self.depth * self.columns, self.rows * self.columns)
-        return NUMBER_BYTES * self.batch * (sum(sides) - self.in_cache * max(sides))
+        return self.number_bytes * self.batch * (sum(sides) - self.in_cache * max(sides))
 
     def seconds(self, hardware: Hardware, *, peak: float) -> float:
         """The longer of computation and memory traffic, and the least time of a kernel."""

@@ -9,15 +9,17 @@ from hpc_parallel.config.counts import count
 from hpc_parallel.config.layout import SPMD, Layout, layout_of
 from hpc_parallel.config.model_bytes import parameters, trains
 from hpc_parallel.config.model_data_schema import TransformerConfig
+from hpc_parallel.config.model_weights import weights_of
 from hpc_parallel.config.schedules import stages_per_rank
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.planning.activations import types_of
 from hpc_parallel.planning.decoder import Decoder
 from hpc_parallel.planning.hardware import Hardware
+from hpc_parallel.planning.planned_state import Division
 from hpc_parallel.planning.step_time import Work
 from hpc_parallel.problems import Problem, Problems
 
 MEGABYTE = 1e6
-FLOAT32_BYTES = 4  # gradients: weights are float32
 UNPLANNED_AXES = ("expert", "context", "tile")
 
 
@@ -37,8 +39,6 @@ def unplanned(config: RunConfig, layout: Layout, hardware: Hardware) -> Problems
     for axis in UNPLANNED_AXES:
         if layout.degrees[axis] > 1:
             yield Problem(f"strategy.{axis}", layout.degrees[axis], "is not planned yet", (1,))
-    if config.strategy.cuts is not None:
-        yield Problem("strategy.cuts", config.strategy.cuts, "is not planned, only even stages are", (None,))
     if config.strategy.shares is not None:
         yield Problem(
             "strategy.shares", config.strategy.shares, "is not planned, only even parts are", (None,)
@@ -65,7 +65,7 @@ def work_of_run(config: RunConfig) -> Work:
     """The step of a configuration that `unplanned` accepts."""
     layout = layout_of(config.strategy, devices=config.devices)
     batch = batch_of(config, layout)
-    ddp = not layout.by_fully_shard
+    ddp, types = not layout.by_fully_shard, types_of(config, layout)
     return Work(
         _decoder(config),
         tensor=layout.tensor,
@@ -73,16 +73,24 @@ def work_of_run(config: RunConfig) -> Work:
         pipeline=layout.pipeline,
         microbatch_size=batch.microbatch_size,
         microbatches=batch.microbatches,
+        blocks=_blocks(config, layout),
         precision=config.training.precision,
         schedule=config.strategy.schedule,
         per_rank=stages_per_rank(config.strategy) if layout.pipeline > 1 else 1,
         recompute=config.training.activation_checkpointing == "full",
         blocking=False,
-        balanced=config.strategy.balance == "flops",
         shard=layout.shard,
-        gradient_bytes=FLOAT32_BYTES,
+        stream_bytes=types.stream,
+        gradient_bytes=types.precise,
         bucket_bytes=config.strategy.bucket_mb * MEGABYTE if ddp else 0.0,
     )
+
+
+def _blocks(config: RunConfig, layout: Layout) -> tuple[int, ...]:
+    """The number of blocks of each stage, as the run divides them."""
+    model = weights_of(config.model, sample_shape=(sequence_of(config) or 0,))
+    assert model is not None  # the reference decoder
+    return tuple(map(len, Division(config, layout, model).blocks))
 
 
 def assumptions(config: RunConfig, hardware: Hardware) -> Iterator[str]:
@@ -114,4 +122,5 @@ def _decoder(config: RunConfig) -> Decoder:
         sequence=sequence_of(config) or 0,
         ffn_matrices=3,
         flash=True,
+        tied=config.model["tied_head"],
     )

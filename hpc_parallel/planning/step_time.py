@@ -11,7 +11,7 @@ from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.planning.decoder import Decoder, Share
 from hpc_parallel.planning.group_times import Exchange, Group, bus_bytes_per_s, send_s
 from hpc_parallel.planning.hardware import Hardware
-from hpc_parallel.planning.operations import NUMBER_BYTES, Operation
+from hpc_parallel.planning.operations import FLOAT32_BYTES, NUMBER_BYTES, Operation, precise_bytes
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, Kind, Pipeline
 from hpc_parallel.planning.pipeline_times import Timeline, simulate
 
@@ -23,7 +23,8 @@ class Work:
     data: all parts of the batch; `shard` of their devices in a row slice the weights (ZeRO-3). recompute:
     blocks run forward again in the backward pass. blocking: a stage waits until what it sends has arrived.
     bucket_bytes: gradients are averaged in such messages beside the backward pass of the last microbatch;
-    None: after it. balanced: the last stage has fewer blocks, because it has the head.
+    None: after it. blocks: the number in each stage. stream_bytes: of a number that one stage sends to the
+    next. gradient_bytes: of a number of the gradients that devices exchange.
     """
 
     decoder: Decoder
@@ -32,19 +33,25 @@ class Work:
     pipeline: int
     microbatch_size: int
     microbatches: int
+    blocks: tuple[int, ...]
     precision: str = "float16"
     schedule: str = "1f1b"
     per_rank: int = 1
     recompute: bool = True
     blocking: bool = True
     shard: int = 1
-    gradient_bytes: int = NUMBER_BYTES
+    stream_bytes: int = 2
+    gradient_bytes: int = 2
     bucket_bytes: float | None = None
-    balanced: bool = False
 
     @property
     def devices(self) -> int:
         return self.tensor * self.data * self.pipeline
+
+    @property
+    def number_bytes(self) -> int:
+        """Of inputs of matrix products, and of weights that are gathered."""
+        return NUMBER_BYTES[self.precision]
 
     @property
     def samples(self) -> int:
@@ -86,11 +93,14 @@ class _Step:
 
     def __init__(self, work: Work, hardware: Hardware) -> None:
         self.work, self.hardware = work, hardware
-        self.share = Share(work.decoder, work.microbatch_size, work.tensor, hardware.traffic)
+        self.share = Share(
+            work.decoder, work.microbatch_size, work.tensor, hardware.traffic, work.number_bytes
+        )
         self._peak = hardware.device.peak_flops[work.precision]
         self._terms: list[Term] = []
         self._pipeline = Pipeline(work.schedule, work.pipeline, work.microbatches, work.per_rank)
         self._last = self._pipeline.stages - 1
+        self._stages_s: dict[tuple[Kind, int], float] = {}
         self._unhidden_s: dict[Kind, float] = {}  # gathers of a block that its computation does not hide
 
     def result(self) -> StepTime:
@@ -153,13 +163,6 @@ class _Step:
             backward_s += self._unhidden_s[BACKWARD]
         return {FORWARD: (forward_s, host_forward_s), BACKWARD: (backward_s, host_backward_s)}
 
-    @cached_property
-    def _blocks(self) -> list[int]:
-        """The number of blocks of each stage."""
-        decoder = self.work.decoder
-        head = decoder.head_flops / decoder.block_flops if self.work.balanced else 0.0
-        return stage_blocks(decoder.layers, stages=self._pipeline.stages, head=head)
-
     @property
     def _gathers(self) -> bool:
         """Whether each block's weights are gathered for each microbatch."""
@@ -172,7 +175,9 @@ class _Step:
     @cached_property
     def _gather_s(self) -> float:
         weights = self.work.decoder.block_weights
-        return self._sliced_s("weights of a block", "all_gather", weights, number_bytes=NUMBER_BYTES)
+        return self._sliced_s(
+            "weights of a block", "all_gather", weights, number_bytes=self.work.number_bytes
+        )
 
     @cached_property
     def _scatter_s(self) -> float:
@@ -196,12 +201,16 @@ class _Step:
             return 0.0 if kind is WEIGHTS else self._whole_s(kind, stage)
         if kind is FORWARD:
             return self._whole_s(kind, stage)
-        return (
-            self._whole_s(BACKWARD, stage) / 2
-        )  # the gradients of inputs and of weights cost about the same
+        # The gradients of inputs and of weights cost about the same.
+        return self._whole_s(BACKWARD, stage) / 2
 
     def _whole_s(self, kind: Kind, stage: int) -> float:
-        host, layers = self.hardware.host, self._blocks[stage]
+        if (kind, stage) not in self._stages_s:
+            self._stages_s[kind, stage] = self._waited_s(kind, stage, self._compute_s(kind, stage))
+        return self._stages_s[kind, stage]
+
+    def _compute_s(self, kind: Kind, stage: int) -> float:
+        host, layers = self.hardware.host, self.work.blocks[stage]
         ends = [name for name, at in (("first", 0), ("last", self._last)) if stage == at]
         before = "first" if kind is FORWARD else "last"
         device_s = host_s = 0.0
@@ -215,7 +224,7 @@ class _Step:
         if after:
             host_s += host.microbatch_s
             device_s = max(device_s + self._ends_s[kind, after[0]], host_s)
-        return self._waited_s(kind, stage, device_s)
+        return device_s
 
     def _waited_s(self, kind: Kind, stage: int, compute_s: float) -> float:
         """With what an action of a pipeline waits for, and the delay of the slowest node."""
@@ -236,6 +245,7 @@ class _Step:
     def _transfers(self) -> dict[int, float]:
         """Seconds from each stage to the next one, and back. A part of the activations goes each way."""
         share, stride, devices = self.share, self.work.tensor * self.work.data, self.hardware.node.devices
+        hidden_bytes = self.work.stream_bytes * share.tokens * share.decoder.dim
         owner = {
             stage: rank for rank in range(self.work.pipeline) for stage in self._pipeline.stages_of(rank)
         }
@@ -244,20 +254,24 @@ class _Step:
             source, target = owner[stage] * stride // devices, owner[stage + 1] * stride // devices
             if owner[stage] == owner[stage + 1]:
                 continue
-            size, senders = share.activation_bytes / share.tensor, min(stride, devices)
+            size, senders = hidden_bytes / share.tensor, min(stride, devices)
             seconds[stage] = send_s(size, self.hardware, crosses=source != target, senders=senders)
             if share.tensor > 1:  # the receivers put the parts together
                 whole = self._group(share.tensor, stride=1)
-                seconds[stage] += share.activation_bytes / bus_bytes_per_s(whole, self.hardware)
+                seconds[stage] += hidden_bytes / bus_bytes_per_s(whole, self.hardware)
             self._add(f"send from stage {stage}", seconds[stage], f"{size:.4g} B, {senders} senders a node")
         return seconds
 
     @property
     def _weights(self) -> float:
-        """Those of the device with the most work: its blocks, and the embedding or head."""
-        decoder = self.work.decoder
-        blocks = decoder.layers / self.work.pipeline * decoder.block_weights
-        return (blocks + decoder.end_weights) / self.work.tensor
+        """Those of the device that has most: its part of its stages' blocks, embedding and head."""
+        ranks = [self._pipeline.stages_of(rank) for rank in range(self.work.pipeline)]
+        return max(self._rank_weights(stages) for stages in ranks) / self.work.tensor
+
+    def _rank_weights(self, stages: list[int]) -> float:
+        """Those of all devices of a pipeline rank."""
+        blocks = sum(self.work.blocks[stage] for stage in stages)
+        return self.work.decoder.stage_weights(blocks, first=0 in stages, last=self._last in stages)
 
     def _gradients_s(self) -> float:
         """What the device waits for: means over replicas, slices, and the weight that both ends share."""
@@ -267,19 +281,22 @@ class _Step:
         seconds = self._exchange_s(Exchange("mean of gradients", "all_reduce", size, replicas))
         if work.shard > 1:
             seconds += self._slices_s()
-        if work.bucket_bytes is not None:
+        if work.bucket_bytes is not None and seconds > 0:
             seconds = self._beside_backward_s(seconds, last=min(1.0, work.bucket_bytes / size))
-        if work.pipeline > 1:
-            ends = Group(2, work.tensor * work.data * (work.pipeline - 1), self.hardware.node.devices)
-            size = work.gradient_bytes * work.decoder.end_weights / work.tensor
+        if work.decoder.tied and self._last not in self._pipeline.stages_of(0):
+            ends = self._group(2, stride=work.tensor * work.data * (work.pipeline - 1))
+            size = work.gradient_bytes * work.decoder.end_weights / work.tensor / work.shard
             seconds += self._exchange_s(Exchange("gradient of the shared weight", "all_reduce", size, ends))
         return seconds
 
     def _slices_s(self) -> float:
         """Gathers and sums over `shard` once a step: a stage's weights, or those outside of the blocks."""
-        weights = self.work.decoder.end_weights if self._gathers else self._weights * self.work.tensor
+        ends = self.work.decoder.stage_weights(0, first=True, last=True)
+        weights = ends if self._gathers else self._weights * self.work.tensor
         size = self.work.gradient_bytes
-        gather = self._sliced_s("weights of a step", "all_gather", weights, number_bytes=NUMBER_BYTES)
+        gather = self._sliced_s(
+            "weights of a step", "all_gather", weights, number_bytes=self.work.number_bytes
+        )
         return gather + self._sliced_s("gradients of a step", "reduce_scatter", weights, number_bytes=size)
 
     def _beside_backward_s(self, seconds: float, *, last: float) -> float:
@@ -292,25 +309,10 @@ class _Step:
 
     def _update_s(self) -> float:
         traffic, device = self.hardware.traffic, self.hardware.device
-        moved = traffic.optimizer_bytes * self._weights / self.work.shard
+        wider = precise_bytes(self.work.number_bytes) / FLOAT32_BYTES
+        moved = wider * traffic.optimizer_bytes * self._weights / self.work.shard
         seconds = moved / (device.memory_bytes_per_s * traffic.share) + self.hardware.host.step_s
         return self._add("update", seconds, f"{moved:.4g} B / memory bandwidth + launches of a step")
-
-
-def stage_blocks(layers: int, *, stages: int, head: float) -> list[int]:
-    """The blocks of each stage, so that the longest stage is shortest; the first have one more in a tie.
-
-    head: the cost of the head, which the last stage has too, in blocks.
-    """
-    if stages == 1:
-        return [layers]
-
-    def longest(last: int) -> tuple[float, float]:
-        return max(last + head, math.ceil((layers - last) / (stages - 1))), abs(last - layers / stages)
-
-    last = min(range(1, max(2, layers - stages + 2)), key=longest)
-    each, more = divmod(layers - last, stages - 1)
-    return [each + (stage < more) for stage in range(stages - 1)] + [last]
 
 
 def _overlapped(device_s: float, host_s: float, *, sharpness: float) -> float:

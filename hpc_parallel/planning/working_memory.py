@@ -9,7 +9,7 @@ from hpc_parallel.config.layout import PARAMETER_SERVER, SPMD
 from hpc_parallel.config.model_weights import HEAD, STEM, Weight
 from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.planning.activations import HALF, casts_once, chunks_loss, types_of
-from hpc_parallel.planning.state_bytes import Division
+from hpc_parallel.planning.planned_state import Division
 
 CHUNK_BYTES = 2**29  # of the logits of a chunk in float32 (strategies/chunked_loss.py)
 MB = 2**20

@@ -48,9 +48,8 @@ def predictions(rows: Sequence[Row]) -> list[Prediction]:
         if not isinstance(predicted, dict):
             continue
         for key in PREDICTABLE:
-            process = (
-                key == "peak_memory_bytes" and row.on_cpu
-            )  # contains the interpreter: no prediction does
+            # The peak of a process contains the interpreter: no prediction does.
+            process = key == "peak_memory_bytes" and row.on_cpu
             if not process and (value := number(predicted.get(key))) is not None and value >= 0:
                 result.append(Prediction(row, key, value, row.figures[key]))
     return result

@@ -28,6 +28,7 @@ PEAK_FLOPS = {
     "GB200": (2500e12, 80e12),
     "B200": (2250e12, 75e12),
     "L40S": (362e12, 91.6e12),
+    "MI300X": (1307.4e12, 163.4e12),
     "MI250X": (191.5e12, 47.9e12),  # of one of its two dies, which is a device to torch
 }
 

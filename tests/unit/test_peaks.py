@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from hpc_parallel.config.compose import find_folder
+from hpc_parallel.planning.hardware import hardware_names, read_hardware
 from hpc_parallel.training.metrics import peak_of
+
+FOLDERS = [find_folder("conf") / "hardware"]
+GPUS = [
+    name for name in hardware_names(FOLDERS) if read_hardware(name, folders=FOLDERS).device.kind == "cuda"
+]
+OF_DRIVERS = {"NVIDIA H100 SXM": "NVIDIA H100 80GB HBM3"}  # the names that drivers give; else as in the file
 
 
 @pytest.mark.parametrize(
@@ -23,6 +31,7 @@ from hpc_parallel.training.metrics import peak_of
         ("NVIDIA B200", 2250),
         ("NVIDIA L40S", 362),
         ("AMD Instinct MI250X", 191.5),
+        ("AMD Instinct MI300X", 1307.4),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA GeForce RTX 4090", None),
     ],
@@ -39,3 +48,13 @@ def test_a_run_in_float32_is_judged_by_the_peak_of_float32() -> None:
     assert peak_of(h100, precision="float32") == 67e12
     assert peak_of(h100, precision="float32", tf32=True) == 494.5e12
     assert peak_of("NVIDIA GeForce RTX 4090", precision="float32") is None
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_plan_and_a_run_have_the_same_peaks(name: str) -> None:
+    """To the digits of the table: float32 on half a MI250X is 47.9 there, 47.85 (95.7 / 2) in the file."""
+    device = read_hardware(name, folders=FOLDERS).device
+    driver = OF_DRIVERS.get(device.name, device.name)
+    for precision in ("float16", "bfloat16", "float32"):
+        peak = pytest.approx(device.peak_flops[precision], rel=2e-3)
+        assert peak_of(driver, precision=precision) == peak

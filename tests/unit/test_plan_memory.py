@@ -16,7 +16,8 @@ from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.schedules import SCHEDULES, stages_of
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.planning.live_microbatches import live_microbatches
-from hpc_parallel.planning.memory import KINDS, MemoryPlan, plan, readable, text_table
+from hpc_parallel.planning.memory import KINDS, MemoryPlan, plan, text_table
+from hpc_parallel.record.metrics_file import size
 from hpc_parallel.strategies.pipeline import KINDS as SCHEDULE_CLASSES
 from tests.composed import composed
 
@@ -110,6 +111,15 @@ def test_fully_shard_gathers_blocks_and_ends() -> None:
     ]  # fmt: skip
 
 
+def test_a_compiled_model_is_cast_once_too() -> None:
+    words = ("strategy=data", "nodes=2", *SMALL, "training.precision=bfloat16")
+    cast, compiled = (
+        planned(*words, f"training.compile={value}").fullest.kinds["cast weights"]
+        for value in ("false", "true")
+    )
+    assert cast == compiled > 0
+
+
 def test_a_dedicated_server_has_no_activations() -> None:
     server, worker, _ = planned("strategy=parameter_server", "nodes=3", *SMALL).devices
     assert (server.role, worker.role) == ("server", "worker")
@@ -127,7 +137,7 @@ def test_the_table_names_the_fullest_device_and_adds_up() -> None:
     found = planned("strategy=pipeline", "nodes=4", *SMALL)
     lines = text_table(found)
     assert lines[0] == "device 0 needs most:"
-    assert lines[-1].split()[-2:] == readable(found.fullest.total).split()
+    assert lines[-1].split()[-2:] == size(found.fullest.total).split()
     assert found.fullest.total == sum(found.fullest.kinds.values())
     assert set(found.fullest.kinds) == set(KINDS)
 

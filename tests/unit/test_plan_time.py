@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import subprocess
 import sys
 from itertools import accumulate
@@ -13,18 +14,22 @@ import pytest
 from hpc_parallel.__main__ import main as command
 from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.exchanges import groups_over
-from hpc_parallel.config.layout import Layout
+from hpc_parallel.config.layout import Layout, layout_of
+from hpc_parallel.config.model_weights import weights_of
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.config.setup import Setup
 from hpc_parallel.config.site_schema import MachineConfig
 from hpc_parallel.planning import memory
-from hpc_parallel.planning.group_times import Exchange, Group
+from hpc_parallel.planning.group_times import Exchange, Group, bus_bytes_per_s
 from hpc_parallel.planning.hardware import hardware_names, read_hardware
 from hpc_parallel.planning.iteration_table import plan_row, read_table
 from hpc_parallel.planning.measured_links import with_measured_links
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, Pipeline, orders
 from hpc_parallel.planning.pipeline_times import simulate
-from hpc_parallel.planning.step_time import stage_blocks
+from hpc_parallel.planning.planned_state import Division
+from hpc_parallel.planning.run_work import work_of_run
+from hpc_parallel.planning.step_time import StepTime, step_time
+from hpc_parallel.record.metrics_file import size
 from tests.benchmarks.calibrate_plan import FOLDERS, NAME, TABLE, errors, good_choices, sample
 from tests.composed import composed
 
@@ -106,8 +111,17 @@ def test_groups_are_those_of_the_layout(pipeline: int, replicate: int, tensor: i
             assert group.sharing == sum(any(rank < nodes for rank in ranks) for ranks in groups)
 
 
+@pytest.mark.parametrize(("pipeline", "tensor"), [(8, 1), (4, 2), (2, 4), (16, 1)])
+def test_the_ends_of_a_pipeline_share_a_node_if_the_layout_fits(pipeline: int, tensor: int) -> None:
+    """Strides of 7, 6 and 4 of 8 devices; 15 of 8 does not fit."""
+    stride = tensor * (pipeline - 1)
+    group = Group(2, stride, 8)
+    assert group.nodes == len({0, stride // 8})
+    assert group.local == 3 - group.nodes
+
+
 def test_plans_of_rows_that_calibration_did_not_see() -> None:
-    """vTrain, which profiles each kernel, has 8.37 % and 14.73 %. Best layouts: 89 of 99; the aim is 90 %."""
+    """vTrain, which profiles each kernel, has 8.37 % and 14.73 %. Best layouts: 93 of 99."""
     rows, hardware = read_table(TABLE), read_hardware(NAME, folders=FOLDERS)
     seen = set(sample(rows))
     planned = errors([row for at, row in enumerate(rows) if at not in seen], hardware)
@@ -119,7 +133,7 @@ def test_plans_of_rows_that_calibration_did_not_see() -> None:
     assert sum(several) / len(several) <= 0.12
     good, groups = good_choices(planned)
     assert groups > 90
-    assert good / groups >= 0.88
+    assert good / groups >= 0.9
 
 
 def test_the_command_adds_a_column_without_torch(tmp_path: Path) -> None:
@@ -178,11 +192,41 @@ def test_all_problems_of_a_table_at_once(tmp_path: Path, capsys: pytest.CaptureF
     assert not (tmp_path / "out.csv").exists()
 
 
+def test_a_row_with_too_many_values_is_named_by_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, right = tmp_path / "rows.csv", "2,16,1,1024,16,12,1024,2,1,1"
+    header = "gpus,global_batch,micro_batch,hidden,heads,layers,sequence,tensor,data,pipeline"
+    table.write_text(f"{header}\n{right}\n\n{right},7\nx{right}\n")
+    words = ["plan", "--table", str(table), "--output", str(tmp_path / "out.csv"), f"hardware={NAME}"]
+    assert command(words) == 2
+    message = capsys.readouterr().err
+    assert "rows.csv:4: there are 11 values, more than the 10 columns." in message
+    assert "rows.csv:5: gpus = 'x2' is not a positive integer." in message
+    table.write_text(f"{header}\n{right}\n{'9' * 200_000}\n")
+    assert command(words) == 2
+    assert "rows.csv:3: field larger than field limit" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", hardware_names(FOLDERS))
 def test_hardware_files_are_complete(name: str) -> None:
     hardware = read_hardware(name, folders=FOLDERS)
     assert hardware.products.peak_share < 1
     assert hardware.device.peak_flops
+
+
+def test_a_file_does_not_inherit_a_calibration(tmp_path: Path) -> None:
+    """A machine with other peaks is not the one that was measured, also two files away."""
+    (tmp_path / "mine.yaml").write_text(f"extends: {NAME}\ndevice: {{memory_bytes: 9.0e+10}}\n")
+    (tmp_path / "fitted.yaml").write_text("extends: mine\ncalibration: by hand\n")
+    folders = [tmp_path, *FOLDERS]
+    assert read_hardware(NAME, folders=folders).calibration is not None
+    assert read_hardware("mine", folders=folders).calibration is None
+    assert read_hardware("fitted", folders=folders).calibration == "by hand"
+    calibrated = [
+        name for name in hardware_names(FOLDERS) if read_hardware(name, folders=FOLDERS).calibration
+    ]
+    assert calibrated == [NAME]
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
@@ -211,6 +255,77 @@ def test_figures_of_a_configuration_fit_each_other(capsys: pytest.CaptureFixture
     assert figures["bubble"] == "0.0 %"
 
 
+def step_of(*words: str) -> StepTime:
+    """The step of a run on A100s with 8 devices a node."""
+    config, _ = resolve(composed("device=cuda", "data.sequence_length=1024", *words))
+    return step_time(work_of_run(config), read_hardware(NAME, folders=FOLDERS))
+
+
+def bytes_of(step: StepTime, name: str) -> float:
+    """What a term of a plan moves or sends; 0 if the plan does not have it."""
+    formulas = (term.formula for term in step.terms if term.name == name)
+    found = re.search(r"([\d.e+]+) B\b", next(formulas, "0 B"))
+    assert found is not None
+    return float(found[1])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("strategy=single", "gpus_per_node=1"),
+        ("strategy=data", "gpus_per_node=8"),
+        ("strategy=fsdp", "gpus_per_node=8"),
+        ("strategy=pipeline", "gpus_per_node=4", "strategy.schedule=zbv", "strategy.microbatches=8"),
+    ],
+)
+def test_each_term_is_there_once(words: tuple[str, ...]) -> None:
+    step = step_of("model=124m", "training.global_batch_size=64", *words)
+    names = [term.name for term in step.terms if "sum of gradients" not in term.name]
+    assert sorted(names) == sorted(set(names))
+    sent = {"mean of gradients", "gradients of a step"}.intersection(names)
+    assert ("exposed gradients" in names) == bool(sent)
+
+
+def test_a_head_of_its_own_is_updated_and_sent_but_not_summed() -> None:
+    """8b: a vocabulary of 128,256 and a width of 4,096, in bfloat16, gradients in float32."""
+    end = 128256 * 4096
+    pipeline = ("model=8b", "gpus_per_node=8", "training.global_batch_size=64", "strategy=pipeline")
+    shared = "gradient of the shared weight"
+    assert bytes_of(step_of(*pipeline), shared) == 0
+    tied = bytes_of(step_of(*pipeline, "model.tied_head=true"), shared)
+    assert tied == pytest.approx(4 * end, rel=1e-3)
+    v_shaped = ("strategy.schedule=zbv", "strategy.microbatches=16")
+    assert bytes_of(step_of(*pipeline, *v_shaped, "model.tied_head=true"), shared) == 0  # on one device
+    data = ("model=8b", "gpus_per_node=8", "training.global_batch_size=64", "strategy=fsdp")
+    assert bytes_of(step_of(*data), "weights of a step") == pytest.approx(2 * 2 * end, rel=1e-3)
+    tied = bytes_of(step_of(*data, "model.tied_head=true"), "weights of a step")
+    assert tied == pytest.approx(2 * end, rel=1e-3)
+    optimizer_bytes = read_hardware(NAME, folders=FOLDERS).traffic.optimizer_bytes
+    update = bytes_of(step_of(*data), "update") - bytes_of(step_of(*data, "model.tied_head=true"), "update")
+    assert update == pytest.approx(optimizer_bytes * end / 8, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("precision", "number", "stream", "gradient"),
+    [("bfloat16", 2, 2, 4), ("float16", 2, 4, 4), ("float32", 4, 4, 4), ("float64", 8, 8, 8)],
+)
+def test_bytes_are_those_of_the_precision(precision: str, number: int, stream: int, gradient: int) -> None:
+    """Without fully_shard, autocast with float16 leaves what passes between stages in float32."""
+    words = ("model=8b", "gpus_per_node=8", "training.global_batch_size=64", "training.microbatch_size=1",
+             f"training.precision={precision}")  # fmt: skip
+    end, hidden, block = 128256 * 4096, 1024 * 4096, 4096**2 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    sharded = step_of("strategy=fsdp", *words)
+    assert bytes_of(sharded, "weights of a block") == pytest.approx(number * block, rel=1e-3)
+    assert bytes_of(sharded, "gradients of a block") == pytest.approx(gradient * block, rel=1e-3)
+    assert bytes_of(sharded, "weights of a step") == pytest.approx(number * 2 * end, rel=1e-3)
+    down = number * (1024 * (4096 + 14336) + 4096 * 14336)
+    assert bytes_of(sharded, "block forward: feed-forward down") == pytest.approx(down, rel=1e-3)
+    pipeline = step_of("strategy=pipeline", *words)
+    assert bytes_of(pipeline, "send from stage 0") == pytest.approx(stream * hidden, rel=1e-3)
+    tensor = step_of("strategy=tensor", *words)
+    assert bytes_of(tensor, "sum over the tensor axis") == pytest.approx(number * hidden, rel=1e-3)
+
+
 def test_measured_links_take_the_place_of_the_files() -> None:
     """A profile of 8 ranks in a node and of 4 nodes; each link keeps what the profile lacks."""
     fit = {"latency_s": 140e-6, "bandwidth_bytes_per_s": 5e10, "fit_error": 0.0}
@@ -227,7 +342,9 @@ def test_measured_links_take_the_place_of_the_files() -> None:
     for group, expected in ((Group(8, 1, 8), 140e-6), (Group(4, 8, 8), 60e-6)):  # as the profile has them
         exchange = Exchange("sum", "all_reduce", 0, group)
         assert exchange.seconds(found) == pytest.approx(expected)
-    across_s = Exchange("sum", "all_reduce", 2e9, Group(4, 1, 1)).seconds(found)
+    one_of_eight = Group(4, 8, 8)  # groups that work at the same time, as in the profile
+    assert bus_bytes_per_s(one_of_eight, found) == pytest.approx(2e9)
+    across_s = Exchange("sum", "all_reduce", 2e9, one_of_eight).seconds(found)
     assert across_s == pytest.approx(60e-6 + 1.5)
     assert with_measured_links(hardware, MachineConfig()) == (hardware, [])
 
@@ -238,12 +355,18 @@ def test_the_memory_is_that_of_the_fullest_device(capsys: pytest.CaptureFixture[
     config, _ = resolve(composed(*words, "device=cuda"))
     found = memory.plan(config)
     assert found is not None
-    assert planned(capsys, *words)["memory, at most"] == (
-        f"{memory.readable(found.fullest.total)} of 74.51 GiB: may not fit"
+    assert planned(capsys, *words)["memory, estimate"] == (
+        f"{size(found.fullest.total)} of 74.5 GiB: may not fit"
     )
     weights = 4 * found.fullest.kinds["parameters"]  # with gradients and both moments of AdamW
     assert found.fullest.total > weights > 74.51 * 2**30
-    assert planned(capsys, *words, "strategy=fsdp")["memory, at most"].endswith(" of 74.51 GiB: fits")
+    sharded = (*words, "strategy=fsdp")
+    assert planned(capsys, *sharded)["memory, estimate"].endswith(" of 74.5 GiB: fits")
+    compiled = planned(capsys, *sharded, "training.compile=true")["memory, at least"]
+    assert compiled.endswith(
+        " of 74.5 GiB: may not fit "
+        "(activations count as 0, because they are not known for training.compile=true)"
+    )
 
 
 def test_layouts_change_a_plan_as_they_must(capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,6 +392,38 @@ def test_layouts_change_a_plan_as_they_must(capsys: pytest.CaptureFixture[str]) 
     assert across > 1.1 * inside
 
 
+def test_options_for_something_else_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["plan", f"hardware={NAME}", "model=124m", "--explain", "7", "--tokens", "-1"]) == 2
+    message = capsys.readouterr().err
+    assert (
+        "--explain 7: only a table has rows. Try --explain, or --table iterations.csv --explain 7." in message
+    )
+    assert "--tokens -1 is not a positive number. Try --tokens 1e+12." in message
+    words = ["plan", f"hardware={NAME}", "--table", str(TABLE), "--tokens", "1e9"]
+    assert command([*words, "--explain"]) == 2
+    assert "--tokens 1e+09 is for one configuration. Try it without --tokens." in capsys.readouterr().err
+    assert command([*words, "--explain", "0"]) == 2
+    assert "--explain 0: the table has rows 1 to 511. Try --explain 1." in capsys.readouterr().err
+    assert command(["plan", f"hardware={NAME}", "model=124m", "--explain", "1"]) == 2
+    assert command([*words[:-2], "--explain"]) == 0
+
+
+def test_the_kind_of_a_device_is_in_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that extends cpu is planned in the precision of runs on CPUs."""
+    (tmp_path / "hardware").mkdir()
+    file = tmp_path / "hardware" / "mine.yaml"
+    words = ["plan", "hardware=mine", "--config-dir", str(tmp_path), "strategy=single"]
+    file.write_text("extends: cpu\n")
+    assert command(words) == 0
+    assert "on 1 x CPU core, float32" in capsys.readouterr().out
+    file.write_text("extends: cpu\ndevice: {kind: gpu, name: 3}\nnode: {devices: 0.5}\n")
+    assert command(words) == 2
+    message = capsys.readouterr().err
+    assert "mine.yaml: device: kind = 'gpu' is none of cuda, cpu. Try kind: cuda." in message
+    assert "mine.yaml: device: name = 3 is not a text." in message
+    assert "mine.yaml: node: devices = 0.5 is not a whole number. Try devices: 1." in message
+
+
 def test_what_is_not_planned_is_refused_together(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", f"hardware={NAME}", "strategy=context", "gpus_per_node=16", "task=infer", "model=1b"]
     assert command(words) == 2
@@ -279,10 +434,30 @@ def test_what_is_not_planned_is_refused_together(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    ("layers", "stages", "head", "expected"),
-    [(8, 1, 5.0, [8]), (8, 4, 0.0, [2, 2, 2, 2]), (9, 4, 2.0, [3, 3, 2, 1]), (16, 4, 4.1, [5, 5, 5, 1])],
+    ("words", "blocks"),
+    [
+        ([], (1, 4, 5, 5, 5, 5, 5, 2)),
+        (["strategy.balance=parameters"], (1, 4, 5, 5, 5, 5, 5, 2)),
+        (["strategy.cuts=[1,2,3,4,5,6,7]"], (1, 1, 1, 1, 1, 1, 1, 25)),
+        (
+            ["strategy.schedule=interleaved", "strategy.stages_per_rank=2"],
+            (1, 1, 1, 1, 1, 1, 1, 3, 3, 3, 3, 3, 3, 3, 3, 1),
+        ),
+    ],
 )
-def test_the_stage_with_the_head_has_fewer_blocks(
-    layers: int, stages: int, head: float, expected: list[int]
-) -> None:
-    assert stage_blocks(layers, stages=stages, head=head) == expected
+def test_stages_have_the_blocks_of_the_run(words: list[str], blocks: tuple[int, ...]) -> None:
+    """As `divide_blocks` cuts 32 blocks for the run and for the plan of its memory."""
+    config, _ = resolve(composed("model=8b", "strategy=pipeline", "gpus_per_node=8", "device=cuda",
+                                 "data.sequence_length=8192", *words))  # fmt: skip
+    model = weights_of(config.model, sample_shape=(8192,))
+    assert model is not None
+    division = Division(config, layout_of(config.strategy, devices=8), model)
+    assert work_of_run(config).blocks == blocks == tuple(len(stage) for stage in division.blocks)
+
+
+def test_an_update_takes_as_long_as_that_of_the_largest_stage() -> None:
+    """25 blocks and a head of its own, against 18 blocks and the head."""
+    words = ("model=8b", "strategy=pipeline", "gpus_per_node=8", "training.global_batch_size=64")
+    block, end = 4096**2 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14336, 128256 * 4096
+    moved = [bytes_of(step_of(*words, f"strategy.cuts=[1,2,3,4,5,6,{last}]"), "update") for last in (7, 14)]
+    assert moved[0] / moved[1] == pytest.approx((25 * block + end) / (18 * block + end), rel=1e-3)
