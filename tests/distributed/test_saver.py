@@ -119,7 +119,7 @@ def slow_save(folder: str, kind: str, timeout_s: float) -> dict[str, Any]:
     }[kind]  # fmt: skip
 
     def held(self: Writer, *arguments: Any) -> Any:
-        if self._step == 1 and (rank == 1 or rank > 1 and kind == "all stuck"):
+        if self._step == 1 and (rank == 1 or (rank > 1 and kind == "all stuck")):
             hold()
         return write(self, *arguments)
 
