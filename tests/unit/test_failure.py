@@ -237,16 +237,17 @@ def test_a_cancellation_is_named_as_the_user_caused_it(folder: RunFolder, name: 
 
 
 @pytest.mark.parametrize(
-    ("name", "reason", "outcome"),
-    [("SIGINT", "cancelled by Ctrl-C", "cancelled"),
-     ("SIGUSR2", "the time limit of 60 min was near", "failed")],
+    ("name", "reason", "advice", "outcome"),
+    [("SIGINT", "cancelled by Ctrl-C", "", "cancelled"),
+     ("SIGUSR2", "the time limit of 60 min was near",
+      "; try a longer launcher.time_minutes or a smaller task.seconds", "failed")],
 )  # fmt: skip
 def test_a_task_that_can_not_continue_keeps_its_rows_and_is_not_requeued(
-    folder: RunFolder, name: str, reason: str, outcome: str
+    folder: RunFolder, name: str, reason: str, advice: str, outcome: str
 ) -> None:
     write_json(folder.stopped, {"signal": name, "kept": "37 of 183 rows"})
     line = conclude(folder, returncode=1, environment={})
-    assert line == f"{reason}: 37 of 183 rows are kept"
+    assert line == f"{reason}: 37 of 183 rows are kept{advice}"
     summary = read_json(folder.summary)
     assert summary is not None
     assert summary["outcome"] == outcome
