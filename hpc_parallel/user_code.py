@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
 import traceback
 from importlib import import_module
@@ -13,9 +14,19 @@ from hpc_parallel.problems import ConfigError
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _NOT_THE_USERS = tuple({_PACKAGE, *map(os.path.abspath, sysconfig.get_paths().values())})
-
-
 _MOST_CHARACTERS = 200  # of the message of one cause
+_HINTS = (  # messages of torch
+    (
+        re.compile(
+            r"unsigned char|Byte(Tensor|Type)|\b(got|found|type) Byte\b|for 'Byte'|[Gg]ot:? torch\.uint8"
+        ),
+        "The data has uint8: try x.float() / 255 for images, and x.long() for token ids",
+    ),
+    (
+        re.compile(r"Input type \((long )?(int|long)\)|dtype, but got (Long|Int) and"),
+        "The data has whole numbers: try x.float() in the data or the stem",
+    ),
+)
 
 
 class UserCodeError(ConfigError):
@@ -30,6 +41,11 @@ def described(error: BaseException) -> str:
     text = " ".join(text.split())
     message = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return (f"{message} ({place})" if place else message) + causes_of(error)
+
+
+def hint(message: str) -> str:
+    """What to do about an error of torch that names neither the sample nor the remedy; empty if unknown."""
+    return next((f". {advice}" for pattern, advice in _HINTS if pattern.search(message)), "")
 
 
 def causes_of(error: BaseException) -> str:

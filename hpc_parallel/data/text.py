@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import fnmatch
 import hashlib
 import os
 import sysconfig
 from collections import Counter
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -98,10 +100,9 @@ def find_files(path: str | None, *, pattern: str) -> dict[str, Path]:
 
 def usual_pattern(folder: Path) -> str | None:
     """The pattern of the most frequent suffix of the files in a folder; None if these are not text."""
-    files = (Path(place, name) for place, _, names in os.walk(folder) for name in sorted(names))
     examples: dict[str, Path] = {}
     counts: Counter[str] = Counter()
-    for file in islice(files, _MOST_EXAMPLES):
+    for file in islice(_sorted_walk(folder), _MOST_EXAMPLES):
         if file.suffix and not file.name.startswith("."):
             examples.setdefault(file.suffix, file)
             counts[file.suffix] += 1
@@ -110,10 +111,17 @@ def usual_pattern(folder: Path) -> str | None:
     suffix = counts.most_common(1)[0][0]
     try:
         head = read_head(examples[suffix], limit_bytes=4096)
-    except (OSError, DamagedError):
+        codecs.getincrementaldecoder("utf-8")().decode(head)  # the head may end inside a character
+    except (OSError, DamagedError, UnicodeDecodeError):
         return None
-    is_text = b"\0" not in head and "\ufffd" not in head[:-4].decode(errors="replace")
-    return f"*{suffix}" if is_text else None
+    return None if b"\0" in head else f"*{suffix}"
+
+
+def _sorted_walk(folder: Path) -> Iterator[Path]:
+    """All files below `folder`, in the same order on every host."""
+    for place, subfolders, names in os.walk(folder):
+        subfolders.sort()
+        yield from (Path(place, name) for name in sorted(names))
 
 
 def split(texts: dict[str, bytes], *, share: float) -> tuple[bytes, bytes]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import Problems
 from hpc_parallel.torch_internals import DispatchMode, operator_arguments, operator_name
-from hpc_parallel.user_code import described
+from hpc_parallel.user_code import described, hint
 
 ELEMENTWISE = (nn.Dropout,)
 CHANNELWISE = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -123,7 +123,7 @@ def _described(model: LayeredModel, error: Exception, sample_shape: tuple[int, .
     """The error of the user's own code, with its place there."""
     return (
         f"{described(error)}, raised by {type(model).__name__} for samples of shape {list(sample_shape)} "
-        "without memory (on meta)"
+        f"without memory (on meta){hint(str(error))}"
     )
 
 

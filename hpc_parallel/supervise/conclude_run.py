@@ -157,6 +157,8 @@ def _conclude_stop(folder: RunFolder, *, stopped: Mapping[str, Any], environment
     if how == restart.TIME_LIMIT and not restarts:
         if continues:
             line += f"; launcher.max_requeues={launcher['max_requeues']} are used up"
+        else:
+            line += "; try a longer launcher.time_minutes or a smaller task.seconds"
         write_json(folder.failure, _without_rank(kind=failure.TIME_LIMIT, message=line, line=line))
     if continues and not restarts:
         line += f"; go on with resume={folder.path}"

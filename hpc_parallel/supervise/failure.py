@@ -21,7 +21,7 @@ from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.supervise import flight_recorder, oom
 from hpc_parallel.supervise.error_place import place_of, step_of
 from hpc_parallel.supervise.xids import describe
-from hpc_parallel.user_code import causes_of
+from hpc_parallel.user_code import causes_of, hint
 
 if TYPE_CHECKING:
     from hpc_parallel.supervise.world import World
@@ -57,16 +57,6 @@ _TIMEOUT = re.compile(
 # gloo received a message of an unexpected size; torch compared the collectives (TORCH_DISTRIBUTED_DEBUG).
 _DESYNC = re.compile(r"op\.preamble\.length|detected mismatch between collectives", re.IGNORECASE)
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
-_HINTS = (
-    (
-        re.compile(r"unsigned char|\b(CPU|CUDA)?Byte(Type|Tensor)?\b"),
-        "The data has uint8: try x.float() / 255 for images, and x.long() for token ids",
-    ),
-    (
-        re.compile(r"Input type \((long )?(int|long)\)|dtype, but got (Long|Int) and"),
-        "The data has whole numbers: try x.float() in the data or the stem",
-    ),
-)
 _DISK = {errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS}
 _NO_SPACE = re.compile(
     r"no space left on device|disk quota exceeded|read-only file system|input/output error", re.IGNORECASE
@@ -158,11 +148,6 @@ def record_exception(
         details=details,
         collectives=list(collectives),
     )
-
-
-def hint(message: str) -> str:
-    """What to do about an error of torch that names neither the sample nor the remedy; empty if unknown."""
-    return next((f". {advice}" for pattern, advice in _HINTS if pattern.search(message)), "")
 
 
 def record_death(folder: RunFolder, *, world: World, returncode: int, stopped: bool = False) -> None:

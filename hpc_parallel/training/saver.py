@@ -6,7 +6,7 @@ import itertools
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from hpc_parallel.config.schema import TrainingConfig
 from hpc_parallel.record import checkpoint_index
 from hpc_parallel.strategies import exchange
 from hpc_parallel.supervise import failure
+from hpc_parallel.supervise.desync import name_ranks
 from hpc_parallel.torch_internals import forget_plans, planner_with_memory
 from hpc_parallel.training.checkpoint import State, Writer, random_state
 from hpc_parallel.training.nonfinite import FollowerError
@@ -107,6 +108,7 @@ class Saver:
         self._pending: Future[Any] | None = None
         self._pending_step = 0
         self._stager: Stager | None = None
+        self._stuck = False  # a rank does not end its part, so nothing may wait for the writing thread
 
     def due(self, step: int) -> bool:
         """Whether to save after `step`: every `checkpoint_every` steps, and after the last step."""
@@ -117,7 +119,8 @@ class Saver:
         """Begin to write the state after `step`. All ranks must call it at the same step.
 
         With `blocking`, returns after the checkpoint is on the disk, and raises SaveError if that failed.
-        Raises StuckSaveError on a rank that does not end its part of a save, and FollowerError on the others.
+        Raises StuckSaveError on each rank that does not end its part of a save, and FollowerError on the
+        others.
         """
         self._finish()
         if step > self._saved_step:
@@ -129,13 +132,13 @@ class Saver:
             raise SaveError(f"the checkpoint of step {step} could not be written: {error}")
 
     def close(self) -> None:
-        """Wait for a save that is in progress."""
+        """Wait for a save that is in progress, unless it is stuck: its thread may never end."""
         self._finish()
         forget_plans(self._plans)
-        if self._stager is not None:
+        if self._stager is not None and not self._stuck:  # a stuck thread still reads the buffers
             self._stager.close()
         if self._thread is not None:
-            self._thread.shutdown()
+            self._thread.shutdown(wait=not self._stuck)
 
     def _begin(self, step: int) -> None:
         unfinished = checkpoint_index.unfinished_folder(self._folder, step)
@@ -234,15 +237,20 @@ class Saver:
                 return pending
             self._on_wait()
             if max(waits_s) > _PATIENCE * self._saving.timeout_s:
-                self._pending = None
-                self._raise_stuck(rank=is_done.index(0.0), waited_s=max(waits_s))
+                self._raise_stuck([not done for done in is_done], waited_s=max(waits_s))
 
-    def _raise_stuck(self, *, rank: int, waited_s: float) -> NoReturn:
-        clause = f"has not written its part of the checkpoint of step {self._pending_step}"
-        message = f"{clause} after {waited_s:.0f} s, twice cluster.checkpoint_timeout_s"
-        if rank == dist.get_rank():
+    def _raise_stuck(self, is_stuck: Sequence[bool], *, waited_s: float) -> NoReturn:
+        """End the run on all ranks. is_stuck: of each rank, whether it still writes."""
+        self._pending, self._stuck = None, True
+        ranks = [rank for rank, stuck in enumerate(is_stuck) if stuck]
+        clause = "have not written their parts" if len(ranks) > 1 else "has not written its part"
+        message = (
+            f"{name_ranks(ranks)} {clause} of the checkpoint of step {self._pending_step} "
+            f"after {waited_s:.0f} s, twice cluster.checkpoint_timeout_s"
+        )
+        if is_stuck[dist.get_rank()]:
             raise StuckSaveError(message)
-        raise FollowerError(f"ended with rank {rank}, which {message}")
+        raise FollowerError(f"ended because {message}")
 
     def _reason(self, error: BaseException) -> str:
         """Why a save failed, as the system says it."""

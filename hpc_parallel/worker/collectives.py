@@ -110,6 +110,7 @@ def measure_collectives(
             if rank == 0:
                 writer.write(plan.metrics_line(budget))
             if (signalled := stop.after(len(plan.rows))) is not None:
+                plan.stopped_by(signalled.name)
                 break
         if rank == 0:
             write_results(folder, first=first, plan=plan, config=config, device=device)

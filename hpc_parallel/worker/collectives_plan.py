@@ -78,6 +78,11 @@ class Plan:
             what = f"{len(rest)} of {len(self.cells)} rows, from {rest[0].size_bytes:,} bytes on"
             self.left_out = f"left out: {what}: {reason}"
 
+    def stopped_by(self, signal_name: str) -> None:
+        """Record that a signal has ended `measure`, so that no reader takes the rows for all."""
+        if missing := len(self.cells) - len(self.rows):
+            self.left_out = f"left out: {missing} of {len(self.cells)} rows: stopped by {signal_name}"
+
     def metrics_line(self, budget: TimeBudget) -> dict[str, Any]:
         """The line of `metrics.jsonl` for the newest row."""
         row, done, count = self.rows[-1], len(self.rows), len(self.cells)

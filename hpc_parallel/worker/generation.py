@@ -61,12 +61,11 @@ def generate(
     session = Session.open(without_split_positions(config), device=device, trains=False, on_phase=on_phase)
     on_phase("loading the weights")
     weights = start_from(config, session.assembled)
+    on_phase("reading the prompts")
     prompts = prompts_of(session)
     writers = open_writers(config, folder=folder, values=values) if rank == 0 else []
     lines: list[dict[str, Any]] = []
     clock = Clock(config, device=device, prompts=len(prompts))
-
-    on_phase("reading the prompts")
 
     def on_token(step: int) -> None:
         progress.mark("step", step)
@@ -75,6 +74,7 @@ def generate(
             for writer in writers:
                 writer.write(lines[-1])
 
+    on_phase("first tokens")
     texts = continue_prompts(session, prompts, on_token=on_token)
     progress.mark("done", progress.latest[2])
     if rank == 0:

@@ -138,7 +138,8 @@ def watched(schedule: ForwardBackward, progress: Progress) -> Callable[[Tensor, 
 def time_batch(session: Session, progress: Progress, *, batch_size: int, seconds: float) -> dict[str, Any]:
     """Time a batch of `batch_size` samples from its start on all ranks to its end on the last rank.
 
-    `task.repeats` passes are timed; fewer, but at least LEAST_PASSES, if they take longer than `seconds`.
+    `task.repeats` passes are timed; fewer, but at least min(task.repeats, LEAST_PASSES), if they take longer
+    than `seconds`.
 
     A sample is ready when its batch is, so this is also the latency of one sample. The time includes the
     loss, but not the copy of the batch to the device.

@@ -12,7 +12,7 @@ from torch import Tensor
 from hpc_parallel.data.sampler import Data, to_device
 from hpc_parallel.models.layered import LayeredModel, materialise
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.user_code import UserCodeError, described
+from hpc_parallel.user_code import UserCodeError, described, hint
 
 ROUNDING = 1e-5  # of a loss, where a model computes it in float32
 
@@ -42,7 +42,7 @@ def _output_of(model: LayeredModel, inputs: Tensor) -> Any:
     except Exception as error:
         raise UserCodeError([
             f"{described(error)}, raised by {type(model).__name__} for samples of shape "
-            f"{list(inputs.shape[1:])} ({inputs.dtype})"
+            f"{list(inputs.shape[1:])} ({inputs.dtype}){hint(str(error))}"
         ]) from error  # fmt: skip
 
 

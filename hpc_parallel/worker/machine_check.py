@@ -118,11 +118,12 @@ class Report:
         self._said = lines
 
     def _write(self, *, findings: list[dict[str, Any]], judged: bool | None) -> dict[str, Any]:
-        left_out = self._check.left_out
-        reason = advice(self._check.budget, needed_s=self._check.budget.used_s)
+        left_out = None
+        if names := self._check.left_out:
+            reason = advice(self._check.budget, needed_s=self._check.budget.used_s)
+            left_out = f"left out: {', '.join(names)}: {reason}"
         content = self._check.measured.as_record() | {
-            "findings": findings, "judged": judged,
-            "left_out": f"left out: {', '.join(left_out)}: {reason}" if left_out else None,
+            "findings": findings, "judged": judged, "left_out": left_out,
         }  # fmt: skip
         write_json(self._folder.machine_check, content)
         return content

@@ -34,12 +34,8 @@ class SavedTensors:
 
     @property
     def bytes(self) -> int:
-        kept = {key: tensor for key, tensor in self._kept.items() if key not in self._weights}
-        return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-
-    def tensors(self) -> list[Tensor]:
-        """One of each memory, in the order in which they were kept."""
-        return [tensor for key, tensor in self._kept.items() if key not in self._weights]
+        kept = [tensor for key, tensor in self._kept.items() if key not in self._weights]
+        return sum(tensor.untyped_storage().nbytes() for tensor in kept)
 
     @contextmanager
     def watch(self) -> Iterator[None]:

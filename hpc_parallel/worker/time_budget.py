@@ -33,8 +33,8 @@ def advice(budget: TimeBudget, *, needed_s: float) -> str:
 
 
 def rounded_up(seconds: float) -> int:
-    """A round number that is 10 to 100 % more than `seconds`."""
-    step = 10
+    """A round number that is 10 to 100 % more than `seconds`; at least 1."""
+    step = 1
     while step * 10 <= seconds:
         step *= 10
     return int((1.1 * seconds) // step + 1) * step

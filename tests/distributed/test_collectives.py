@@ -161,6 +161,8 @@ def test_ctrl_c_keeps_the_rows_that_are_done(tmp_path: Path) -> None:
     assert sorted((row["operation"], row["dtype"], row["time_s"]) for row in content["rows"]) == sorted(
         measured
     )
+    missing = 183 - len(metrics)
+    assert re.fullmatch(rf"left out: {missing} of 183 rows: stopped by SIG(INT|TERM)", content["left_out"])
     assert (folder.machine.exists(), folder.collectives_table.exists()) == (True, True)
     assert json.loads(folder.summary.read_text())["outcome"] == "cancelled"
     assert shown[-1] == f"cancelled by Ctrl-C: {len(metrics)} of 183 rows are kept"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.layered import materialise
 from hpc_parallel.worker.session import read_config
 from tests.parity import in_full
-from tests.workers import Workers
+from tests.workers import Workers, do_here
 
 PROMPTS = ("def", "class Generation:", "import torch", "return x", "é")  # of unequal length, in bytes too
 NEW_TOKENS = 24
@@ -135,3 +136,28 @@ def test_a_model_without_our_attention_is_refused(workers: Workers) -> None:
     words = ("task=generate", "model._target_=tests.models.Bigram", "data.max_bytes=300000")
     with pytest.raises(AssertionError, match="needs a model with CausalAttention"):
         workers.do("strategy=single", *words)
+
+
+def phases_and_work(run_folder: str) -> list[str]:
+    """The phases that a run of `task=generate` names, between the work that they announce."""
+    from hpc_parallel.worker import generation, session
+
+    events: list[str] = []
+
+    def noted(name: str) -> Any:
+        work = getattr(generation, name)
+        return lambda *arguments, **options: (events.append(name), work(*arguments, **options))[1]
+
+    with (
+        mock.patch.object(session, "note_phase", lambda folder, text: events.append(text)),
+        mock.patch.object(generation, "prompts_of", noted("prompts_of")),
+        mock.patch.object(generation, "continue_prompts", noted("continue_prompts")),
+    ):
+        do_here(run_folder)
+    return events
+
+
+def test_each_phase_is_named_before_its_work(workers: Workers) -> None:
+    run = workers.prepare(*COMMON, "strategy=single", "task.new_tokens=1")
+    (events,) = workers.run(1, phases_and_work, str(run.folder.path))
+    assert events[-4:] == ["reading the prompts", "prompts_of", "first tokens", "continue_prompts"]

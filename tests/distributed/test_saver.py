@@ -93,7 +93,8 @@ def test_a_plan_is_made_once_and_anew_after_a_failed_save(workers: Workers, tmp_
 def slow_save(folder: str, kind: str, timeout_s: float) -> dict[str, Any]:
     """Step 1 is written slowly by rank 1, step 2 at once: what each rank saw.
 
-    `kind`: `late` writes after the time-out of the others, `slow` before it, `stuck` never.
+    `kind`: `late` writes after the time-out of the others, `slow` before it, `stuck` never; with `all stuck`
+    each rank but rank 0 is stuck. `slow` and `all stuck` write without a copy.
     """
     import torch
     import torch.distributed as dist
@@ -106,18 +107,19 @@ def slow_save(folder: str, kind: str, timeout_s: float) -> dict[str, Any]:
     saving = saving_group(timeout_s)
     saver = module.Saver(
         Path(folder), state=lambda: {"weights/a": weight}, about={}, saving=saving,
-        training=TrainingConfig(checkpoint_async=kind != "slow", keep_last=9), device=torch.device("cpu"),
+        training=TrainingConfig(checkpoint_async=kind in ("late", "stuck"), keep_last=9),
+        device=torch.device("cpu"),
         on_wait=lambda: waits.__setitem__(0, waits[0] + 1),
     )  # fmt: skip
     write, errors = Writer.write_data, io.StringIO()
     failed = Path(f"{folder}.failed")  # written by rank 0 when it has given up
     hold: Callable[[], object] = {
         "late": lambda: until(failed.exists), "slow": lambda: until(lambda: waits[0] > 2),
-        "stuck": threading.Event().wait,
+        "stuck": threading.Event().wait, "all stuck": threading.Event().wait,
     }[kind]  # fmt: skip
 
     def held(self: Writer, *arguments: Any) -> Any:
-        if self._step == 1 and rank == 1:
+        if self._step == 1 and (rank == 1 or (rank > 1 and kind == "all stuck")):
             hold()
         return write(self, *arguments)
 
@@ -134,7 +136,10 @@ def slow_save(folder: str, kind: str, timeout_s: float) -> dict[str, Any]:
                 weight.fill_(step + 0.5)  # what the next step makes of it
             saver.close()
         except RuntimeError as error:
-            return {"error": f"{type(error).__name__}: {error}"}
+            closing = threading.Thread(target=saver.close, daemon=True)
+            closing.start()
+            closing.join(30)
+            return {"error": f"{type(error).__name__}: {error}", "closed": not closing.is_alive()}
     for step in (1, 2):
         checkpoint = Checkpoint(Path(folder, f"step-{step}"), step)
         if checkpoint.path.exists():
@@ -177,10 +182,24 @@ def test_a_save_without_a_copy_says_that_it_waits_and_keeps_the_training_back(
 
 def test_a_rank_that_never_ends_its_save_is_named(workers: Workers, tmp_path: Path) -> None:
     first, second = workers.run(2, slow_save, str(tmp_path / "stuck"), "stuck", 0.5)
-    clause = "has not written its part of the checkpoint of step 1 after"
+    clause = "rank 1 has not written its part of the checkpoint of step 1 after"
     assert second["error"].startswith(f"StuckSaveError: {clause}")
-    assert first["error"].startswith(f"FollowerError: ended with rank 1, which {clause}")
+    assert first["error"].startswith(f"FollowerError: ended because {clause}")
+    assert (first["closed"], second["closed"]) == (True, True)
     workers.close()  # its thread still writes
+
+
+def test_all_ranks_that_never_end_their_save_are_named_and_none_waits(
+    workers: Workers, tmp_path: Path
+) -> None:
+    """A second stuck rank was told to follow the first, and waited for its own thread for ever."""
+    seen = workers.run(3, slow_save, str(tmp_path / "stuck"), "all stuck", 2.0)
+    clause = "ranks 1, 2 have not written their parts of the checkpoint of step 1 after"
+    assert seen[0]["error"].startswith(f"FollowerError: ended because {clause}")
+    for stuck in seen[1:]:
+        assert stuck["error"].startswith(f"StuckSaveError: {clause}")
+    assert [of_rank["closed"] for of_rank in seen] == [True] * 3
+    workers.close()  # their threads still write
 
 
 SMALL = (

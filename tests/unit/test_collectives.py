@@ -18,6 +18,7 @@ from hpc_parallel.profiling.collective_cases import OPERATIONS, Group, Patterns,
 from hpc_parallel.profiling.machine_profile import fit_link, machine_profile
 from hpc_parallel.record.collectives_table import COLUMNS, as_csv, full_table, short_table, valid_rows
 from hpc_parallel.worker.collectives_plan import BATCHES, Cell, Plan
+from hpc_parallel.worker.time_budget import rounded_up
 from tests.composed import composed
 
 CPU = torch.device("cpu")
@@ -185,6 +186,13 @@ def test_the_budget_decides_the_largest_size() -> None:
     again = planned()
     assert measured(again, float(advised[1])).used_s < float(advised[1])
     assert (len(again.rows), again.left_out) == (183, None)
+
+
+def test_an_advised_time_is_10_to_100_percent_more() -> None:
+    for tenths in range(5, 20_000):
+        seconds = tenths / 10
+        assert 1.1 * seconds <= rounded_up(seconds) <= 2 * seconds
+    assert [rounded_up(seconds) for seconds in (0.01, 1, 9.9, 47, 1234)] == [1, 2, 11, 60, 2000]
 
 
 def test_a_long_budget_measures_no_longer_than_the_rows_need() -> None:

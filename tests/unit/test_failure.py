@@ -30,7 +30,7 @@ from hpc_parallel.supervise.desync import compare
 from hpc_parallel.supervise.error_place import at_step, located
 from hpc_parallel.supervise.failure import Record
 from hpc_parallel.supervise.world import World
-from hpc_parallel.user_code import causes_of
+from hpc_parallel.user_code import causes_of, hint
 
 SUMMARY_KEYS = {
     "weights",
@@ -237,16 +237,17 @@ def test_a_cancellation_is_named_as_the_user_caused_it(folder: RunFolder, name: 
 
 
 @pytest.mark.parametrize(
-    ("name", "reason", "outcome"),
-    [("SIGINT", "cancelled by Ctrl-C", "cancelled"),
-     ("SIGUSR2", "the time limit of 60 min was near", "failed")],
+    ("name", "reason", "advice", "outcome"),
+    [("SIGINT", "cancelled by Ctrl-C", "", "cancelled"),
+     ("SIGUSR2", "the time limit of 60 min was near",
+      "; try a longer launcher.time_minutes or a smaller task.seconds", "failed")],
 )  # fmt: skip
 def test_a_task_that_can_not_continue_keeps_its_rows_and_is_not_requeued(
-    folder: RunFolder, name: str, reason: str, outcome: str
+    folder: RunFolder, name: str, reason: str, advice: str, outcome: str
 ) -> None:
     write_json(folder.stopped, {"signal": name, "kept": "37 of 183 rows"})
     line = conclude(folder, returncode=1, environment={})
-    assert line == f"{reason}: 37 of 183 rows are kept"
+    assert line == f"{reason}: 37 of 183 rows are kept{advice}"
     summary = read_json(folder.summary)
     assert summary is not None
     assert summary["outcome"] == outcome
@@ -449,6 +450,8 @@ def test_the_causes_of_a_chained_exception_are_in_the_line(folder: RunFolder) ->
     [
         (torch.nn.Conv2d(1, 1, 3), torch.uint8, "has uint8: try x.float() / 255 for images"),
         (torch.nn.Linear(4, 4), torch.uint8, "has uint8: try x.float() / 255 for images"),
+        (torch.nn.BatchNorm2d(1), torch.uint8, "has uint8: try x.float() / 255 for images"),
+        (torch.nn.BatchNorm2d(1, device="meta"), torch.uint8, "has uint8: try x.float() / 255 for images"),
         (torch.nn.Embedding(4, 2), torch.uint8, "and x.long() for token ids"),
         (torch.nn.Conv2d(1, 1, 3), torch.int64, "whole numbers: try x.float() in the data or the stem"),
         (torch.nn.Linear(4, 4), torch.int64, "whole numbers: try x.float() in the data or the stem"),
@@ -459,11 +462,15 @@ def test_numbers_of_a_type_that_a_layer_does_not_take_have_a_remedy(
     folder: RunFolder, layer: torch.nn.Module, dtype: torch.dtype, remedy: str
 ) -> None:
     with pytest.raises(RuntimeError) as raised:
-        layer(torch.zeros(2, 1, 4, 4, dtype=dtype))
+        layer(torch.zeros(2, 1, 4, 4, dtype=dtype, device=next(layer.parameters()).device))
     failure.record_exception(folder, world=world(1), error=raised.value)
     message = json.loads((folder.logs / "rank-1.failure.json").read_text())["message"]
-    assert message.startswith("RuntimeError: ")
+    assert message.startswith(f"{type(raised.value).__name__}: ")
     assert remedy in message, message
+
+
+def test_a_message_with_the_word_byte_has_no_remedy() -> None:
+    assert hint("Byte 17 of the header is wrong") == hint("the file has one Byte too many") == ""
 
 
 def test_the_innermost_place_stands() -> None:

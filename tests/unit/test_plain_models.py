@@ -108,7 +108,7 @@ class Pixels:
     ("columns", "dtype", "error"),
     [
         (7, torch.uint8, r"RuntimeError: .*dtype.* \(plain_models.py:\d+\), raised by TableNet for samples "
-                         r"of shape \[7\] \(torch.uint8\)"),
+                         r"of shape \[7\] \(torch.uint8\). The data has uint8: try x.float\(\) / 255 "),
         (9, torch.float32, r"RuntimeError: .*2x9 and 7x16.* \(plain_models.py:\d+\), raised by TableNet"),
     ],
     ids=["whole numbers", "a wrong size"],

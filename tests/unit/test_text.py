@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpc_parallel.data.text import TextData, find_files, name_fraction
+from hpc_parallel.data.text import TextData, find_files, name_fraction, usual_pattern
 from hpc_parallel.data.windows import Windows
 
 
@@ -84,3 +84,29 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
         TextData(path=str(folder), pattern="*.txt", sequence_length=8)
     with pytest.raises(ValueError, match=r"no file matches data\.pattern = \*\.md"):
         TextData(path=str(folder), pattern="*.md")
+
+
+@pytest.mark.parametrize(
+    ("content", "pattern"),
+    [
+        ("日本語".encode(), "*.txt"),
+        (("x" + "日本語" * 2000).encode(), "*.txt"),  # 4,096 bytes end inside a character
+        ("Grüße".encode("latin-1"), None),
+        (b"a\0b", None),
+    ],
+    ids=["short", "cut", "latin-1", "binary"],
+)
+def test_text_in_utf_8_is_suggested(tmp_path: Path, content: bytes, pattern: str | None) -> None:
+    """A cut inside a character was taken for a file that is not text."""
+    (tmp_path / "a.txt").write_bytes(content)
+    assert usual_pattern(tmp_path) == pattern
+
+
+def test_a_suggestion_does_not_depend_on_the_order_of_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpc_parallel.data.text._MOST_EXAMPLES", 1)
+    for number in range(9, -1, -1):
+        (tmp_path / f"f{number}").mkdir()
+        (tmp_path / f"f{number}" / f"a.x{number}").write_text("text")
+    assert usual_pattern(tmp_path) == "*.x0"
