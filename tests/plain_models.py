@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.models import NeedsNumbers
+
 
 class TableNet(nn.Module):
     """Rows [batch, columns] of a table -> classes, by layers with BatchNorm and dropout.
@@ -77,3 +79,13 @@ def not_a_module(**_: Any) -> int:
 def made(**arguments: Any) -> nn.Module:
     """A function that makes a plain module."""
     return SharedNet(**arguments)
+
+
+def made_table(**arguments: Any) -> nn.Module:
+    """A function that makes a plain module, whose constructor reads numbers."""
+    return TableNet(**arguments)
+
+
+def made_layers(**arguments: Any) -> nn.Module:
+    """A function that makes a model of parts, whose constructor reads numbers."""
+    return NeedsNumbers(**arguments)

@@ -122,7 +122,7 @@ class CachedAttention(CausalAttention):
     ) -> Tensor:
         """Like `CausalAttention.forward`; after the first pass `query` has one position, which sees all.
 
-        `key_mask` is of this pass. A pass without one keeps the masks of earlier passes and sees its own keys.
+        A pass without a `key_mask` keeps the masks of earlier passes and hides none of its own keys.
         """
         start, end = self._past.length, self._past.length + key.shape[2]
         if start == 0:  # the number of local heads and the dtype are known only now

@@ -32,7 +32,8 @@ def original(kind: type[nn.Module]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("TableNet", TableNet), ("made", SharedNet), ("SharedNet", SharedNet)]
+    ("name", "kind"),
+    [("TableNet", TableNet), ("made", SharedNet), ("SharedNet", SharedNet), ("made_table", TableNet)],
 )
 def test_it_starts_with_what_its_constructor_draws(name: str, kind: type[nn.Module]) -> None:
     before = torch.get_rng_state()
