@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,17 @@ class SharedNet(nn.Module):
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
+
+
+class Large(SharedNet):
+    """Notes the width of each model that is built."""
+
+    small: ClassVar = {"width": 4}
+    built: ClassVar[list[int]] = []
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(width)
+        self.built.append(width)
 
 
 class Lossless(nn.Linear):

@@ -61,6 +61,20 @@ def build_whole(table: Mapping[str, Any], *, seed: int) -> LayeredModel:
     return plain_model(module)
 
 
+def build_small_sizes(table: Mapping[str, Any], *, seed: int) -> LayeredModel:
+    """The model that `table` describes with the arguments of its `small`, if it has any, as `build_whole`.
+
+    A class is asked for `small` before it is built, because a plain module is built with all its weights.
+    """
+    small = getattr(_imported(table["_target_"]), "small", None)
+    if not small or not isinstance(small, Mapping):  # a constructor may still set it
+        model = build_whole(table, seed=seed)
+        if not model.small:
+            return model
+        small = model.small
+    return build_whole({**table, **small}, seed=seed)
+
+
 def _built_on_meta(table: Mapping[str, Any]) -> Any:
     try:
         with torch.device("meta"):
