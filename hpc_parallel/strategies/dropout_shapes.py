@@ -81,8 +81,9 @@ def whole_shapes(model: LayeredModel, *, sample_shape: tuple[int, ...]) -> dict[
 def _half_pass(model: LayeredModel, sample_shape: tuple[int, ...]) -> Pass | None:
     """A pass of samples half as long, which shows the dims of a sequence [seq] or [seq, features].
 
-    None if the samples are something else, such as images, or the model takes no other length: a row of a
-    table has none, and a layout can't split it.
+    None if the samples have other dims, as images [channel, height, width] do, or if the model takes no other
+    length: a row of a table has none, and a layout can't split it. The rows of a grey image [height, width]
+    are taken for positions.
     """
     if len(sample_shape) not in (1, 2) or sample_shape[0] < 2:
         return None
