@@ -24,6 +24,9 @@ from hpc_parallel.supervise.error_place import mark
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
+INPUT_TYPES = (torch.int64, torch.uint8, torch.float32)
+"""Of samples whose type is not known yet, in the order of trial: tokens, pixels, numbers."""
+
 __all__ = ["Column", "LayeredModel", "Loss", "PartCosts", "PartFlops", "as_tuple", "keep", "materialise"]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -52,8 +55,8 @@ class LayeredModel(nn.Module):
     The stem gets tokens [batch, seq] as int64, or images [batch, channel, height, width] as uint8 (0 to 255),
     which it converts to the dtype of its weights.
 
-    A block's method `prepare_compiled` gets the inputs of the forward pass and runs before the block's compiled
-    code. It fills caches there, because torch allows no side effect in a recomputation.
+    A block's method `prepare_compiled` gets the inputs of the block and runs before its compiled code. It fills
+    caches there, because torch allows no side effect in a recomputation.
 
     If the stem's forward pass has a parameter `positions`, it gets the indices in the sample of the positions
     in its input: [seq], int64. A stem must not count positions itself, because it may have only some of them.

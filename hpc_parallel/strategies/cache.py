@@ -18,7 +18,7 @@ from hpc_parallel.models.attention import (
     CausalAttention,
     attend,
     attend_with,
-    scores_of,
+    build_score_bias,
 )
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.positions import Positions
@@ -141,5 +141,5 @@ class CachedAttention(CausalAttention):
                 return super().forward(query, key, value)
             return attend(query, self.keys[:, :, :end], self.values[:, :, :end], causal=False)
         indices = self.positions(query.shape[2], device=query.device), torch.arange(end, device=query.device)
-        scores = scores_of(query, indices, causal=True, bias=bias, key_mask=key_mask)
-        return attend_with(scores, query, self.keys[:, :, :end], self.values[:, :, :end])
+        score_bias = build_score_bias(query, indices, causal=True, bias=bias, key_mask=key_mask)
+        return attend_with(score_bias, query, self.keys[:, :, :end], self.values[:, :, :end])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.models.layered import INPUT_TYPES, LayeredModel
 from hpc_parallel.problems import Problems
 from hpc_parallel.torch_internals import DispatchMode, operator_arguments, operator_name
 from hpc_parallel.user_code import described
@@ -23,7 +23,6 @@ ELEMENTWISE = (nn.Dropout,)
 CHANNELWISE = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 UNSUPPORTED = (nn.AlphaDropout, nn.FeatureAlphaDropout)
 BATCH = 3  # samples of the pass: more than one for BatchNorm, and rarely the size of another dim
-INPUT_TYPES = (torch.int64, torch.uint8, torch.float32)  # tokens, pixels, numbers
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def find_problems(
             continue
         reason = f"{label}.{name} is {module}, and which elements of a sample it gets is not known"
         if shown.error is not None:
-            yield _other(f"{_described(model, shown.error, sample_shape)}. {reason}", "Mend this")
+            yield _other(f"{_described(model, shown.error, sample_shape)}. {reason}", "Fix this error")
         else:
             rule = "it must be called once in a forward pass, with the samples as the first dim"
             yield _other(f"{reason}: {rule}", "Set its probability to 0")

@@ -167,8 +167,8 @@ def _advice(config: RunConfig) -> str:
         return ""
     along = ", with strategy.sequence_parallel=false" if config.strategy.sequence_parallel else ""
     return (
-        " Every device computes all of a module of the role alike: give it to the module around layers that "
-        f"are not split{along}."
+        " Give the role alike to the module that contains layers that are not split"
+        f"{along}; every device then computes all of it."
     )
 
 
