@@ -55,8 +55,8 @@ class LayeredModel(nn.Module):
     The stem gets tokens [batch, seq] as int64, or images [batch, channel, height, width] as uint8 (0 to 255),
     which it converts to the dtype of its weights.
 
-    A block's method `prepare_compiled` gets the inputs of the block and runs before its compiled code. It fills
-    caches there, because torch allows no side effect in a recomputation.
+    A block's method `prepare_compiled` gets the inputs of the block and runs before its compiled code. It
+    fills caches there, because torch allows no side effect in a recomputation.
 
     If the stem's forward pass has a parameter `positions`, it gets the indices in the sample of the positions
     in its input: [seq], int64. A stem must not count positions itself, because it may have only some of them.
