@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hpc_parallel.config.part_costs import PartCosts, PartFlops
-from hpc_parallel.models.drawing import Drawing, by_rows, draw
+from hpc_parallel.models.drawn_weights import Drawing, by_rows, draw
 from hpc_parallel.models.positions import Positions
 from hpc_parallel.models.sample_indices import SampleIndices
 from hpc_parallel.problems import ConfigError
@@ -148,10 +148,10 @@ class LayeredModel(nn.Module):
         """Fill one parameter or buffer in place; `name` is its full (canonical) name.
 
         Draw random numbers from `generator` only, which depends on (seed, name). It and `tensor` are on the
-        CPU, also for a model on GPUs. An override marked `@by_rows` (models/drawing.py) is faster for a large
-        model, because it may fill a tensor in parts. What a constructor writes
-        into a weight is lost, because a model is built on meta. Override this for buffers other than running
-        statistics, such as a table or a mask, or create them on the device "cpu".
+        CPU, also for a model on GPUs. An override marked `@by_rows` (models/drawn_weights.py) is faster for a
+        large model, because it may fill a tensor in parts. What a constructor writes into a weight is lost,
+        because a model is built on meta. Override this for buffers other than running statistics, such as a
+        table or a mask, or create them on the device "cpu".
 
         Raises ConfigError for such a buffer.
         """
