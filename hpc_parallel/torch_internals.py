@@ -334,13 +334,13 @@ def set_default_timeout(timeout: timedelta) -> None:
     settings.default_pg_timeout = settings.default_pg_nccl_timeout = timeout
 
 
-def set_timeout(timeout: timedelta, *, but: dist.ProcessGroup | None = None) -> None:
-    """The time-out of every group that this rank has, `but` one.
+def set_timeout(timeout: timedelta, *, except_group: dist.ProcessGroup | None = None) -> None:
+    """Set the time-out of every group that this rank has, but not of `except_group`.
 
     `split_group` hands the options of NCCL to gloo too, whose part then keeps half an hour.
     """
     for group in dist.distributed_c10d._world.pg_map:
-        if group is not but:
+        if group is not except_group:
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 

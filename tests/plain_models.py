@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from tests.models import NeedsNumbers
 
 
 class TableNet(nn.Module):
@@ -66,6 +68,17 @@ class SharedNet(nn.Module):
         return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
 
 
+class Large(SharedNet):
+    """Notes the width of each model that is built."""
+
+    small: ClassVar = {"width": 4}
+    built: ClassVar[list[int]] = []
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(width)
+        self.built.append(width)
+
+
 class Lossless(nn.Linear):
     """Has no loss."""
 
@@ -77,3 +90,13 @@ def not_a_module(**_: Any) -> int:
 def made(**arguments: Any) -> nn.Module:
     """A function that makes a plain module."""
     return SharedNet(**arguments)
+
+
+def made_table(**arguments: Any) -> nn.Module:
+    """A function that makes a plain module, whose constructor reads numbers."""
+    return TableNet(**arguments)
+
+
+def made_layers(**arguments: Any) -> nn.Module:
+    """A function that makes a model of parts, whose constructor reads numbers."""
+    return NeedsNumbers(**arguments)

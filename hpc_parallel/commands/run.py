@@ -63,8 +63,8 @@ def sweep(line: CommandLine) -> int:
 
 
 def _sweep(line: CommandLine, earlier: Earlier | None) -> int:
-    from hpc_parallel.sweep.plan import plan_sweep
     from hpc_parallel.sweep.start import start
+    from hpc_parallel.sweep.sweep_plan import plan_sweep
 
     try:
         cells = compose_cells(line.overrides, **line.places)

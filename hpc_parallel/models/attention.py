@@ -52,11 +52,13 @@ class Attention(nn.Module):
         if bias is None and key_mask is None:
             return attend(query, key, value, causal=self.causal)
         indices = self.positions(query.shape[2], device=query.device)
-        scores = scores_of(query, (indices, indices), causal=self.causal, bias=bias, key_mask=key_mask)
-        return attend_with(scores, query, key, value)
+        score_bias = build_score_bias(
+            query, (indices, indices), causal=self.causal, bias=bias, key_mask=key_mask
+        )
+        return attend_with(score_bias, query, key, value)
 
 
-def scores_of(
+def build_score_bias(
     query: Tensor,
     indices: tuple[Tensor, Tensor],
     *,
@@ -69,39 +71,39 @@ def scores_of(
     `indices`: in the sample, of queries and of keys. Raises ValueError for a bias of another shape.
     """
     rows, columns = indices
-    scores = torch.zeros(1, len(rows), len(columns), dtype=product_dtype(query), device=query.device)
+    score_bias = torch.zeros(1, len(rows), len(columns), dtype=product_dtype(query), device=query.device)
     if bias is not None:
-        scores = bias(rows, columns).to(scores.dtype)
-        require_shape(scores, heads=query.shape[1], indices=indices)
+        score_bias = bias(rows, columns).to(score_bias.dtype)
+        require_shape(score_bias, heads=query.shape[1], indices=indices)
     if causal:
-        scores = scores.masked_fill(columns > rows[:, None], -torch.inf)
-    scores = scores[None]
+        score_bias = score_bias.masked_fill(columns > rows[:, None], -torch.inf)
+    score_bias = score_bias[None]
     if key_mask is None:
-        return scores
-    return scores.masked_fill(~key_mask[:, None, None, :], -torch.inf)
+        return score_bias
+    return score_bias.masked_fill(~key_mask[:, None, None, :], -torch.inf)
 
 
-def require_shape(scores: Tensor, *, heads: int, indices: tuple[Tensor, Tensor]) -> None:
+def require_shape(score_bias: Tensor, *, heads: int, indices: tuple[Tensor, Tensor]) -> None:
     """Raises ValueError if a bias does not have one head or all, and a number for each query and key."""
     places = tuple(len(of) for of in indices)
-    if scores.dim() == 3 and scores.shape[0] in (1, heads) and scores.shape[1:] == places:
+    if score_bias.dim() == 3 and score_bias.shape[0] in (1, heads) and score_bias.shape[1:] == places:
         return
     raise ValueError(
-        f"The bias of an attention has the shape {list(scores.shape)}, and [{heads} heads or 1, "
+        f"The bias of an attention has the shape {list(score_bias.shape)}, and [{heads} heads or 1, "
         f"{places[0]} queries, {places[1]} keys] is needed. With strategy.tensor a device has only some of "
         "the heads: a bias that differs between heads needs strategy.tensor=1."
     )
 
 
-def attend_with(scores: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention with `scores` added; zeros where they hide all keys, for which torch's kernels differ."""
-    blind = (scores == -torch.inf).all(-1, keepdim=True)
-    scores = scores.masked_fill(blind, 0.0)
+def attend_with(score_bias: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention with `score_bias` added; zeros where it hides all keys, for which torch's kernels differ."""
+    sees_no_key = (score_bias == -torch.inf).all(-1, keepdim=True)
+    score_bias = score_bias.masked_fill(sees_no_key, 0.0)
     if query.shape[1] != key.shape[1]:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    scores = scores.expand(len(query), query.shape[1], -1, -1)
-    output = F.scaled_dot_product_attention(query, key, value, attn_mask=scores)
-    return output.masked_fill(blind, 0.0)
+    score_bias = score_bias.expand(len(query), query.shape[1], -1, -1)
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=score_bias)
+    return output.masked_fill(sees_no_key, 0.0)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hpc_parallel.models.drawing import by_rows
+from hpc_parallel.models.drawn_weights import by_rows
 from hpc_parallel.models.layered import LayeredModel, PartFlops
 
 

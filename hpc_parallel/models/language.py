@@ -1,4 +1,4 @@
-"""The base of all causal language models: the head, the loss of a token and the FLOPs of attention."""
+"""The base of all language models: the head, the loss of a token and the FLOPs of attention."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hpc_parallel.models.attention import FullAttention
 from hpc_parallel.models.layered import LayeredModel, PartFlops
 
 
@@ -38,9 +39,19 @@ class LanguageModel(LayeredModel):
         """2 FLOPs for each weight and token, and 4 width for each position that a position attends to.
 
         The products behind the causal mask do not count, since fused kernels skip them. Others count them
-        (PaLM, Chowdhery et al. 2022, app. B), and get a higher utilisation from the same time.
+        (PaLM, Chowdhery et al. 2022, app. B), and get a higher utilisation from the same time. In a block
+        with FullAttention, all products count.
         """
         (seq,) = sample_shape
         weights = super().forward_flops(sample_shape)
-        blocks = tuple(flops + 2 * seq * (seq + 1) * self.attention_width for flops in weights.blocks)
+        blocks = tuple(
+            flops + 4 * _attended_pairs(block, seq) * self.attention_width
+            for flops, block in zip(weights.blocks, self.blocks.values(), strict=True)
+        )
         return PartFlops(stem=weights.stem, blocks=blocks, head=weights.head)
+
+
+def _attended_pairs(block: nn.Module, seq: int) -> int:
+    """The pairs (position, position that it attends to) of a sample in the attention of `block`."""
+    full = any(isinstance(module, FullAttention) for module in block.modules())
+    return seq * seq if full else seq * (seq + 1) // 2

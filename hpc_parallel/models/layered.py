@@ -16,13 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from hpc_parallel.config.part_costs import PartCosts, PartFlops
-from hpc_parallel.models.drawing import Drawing, by_rows, draw
+from hpc_parallel.models.drawn_weights import Drawing, by_rows, draw
 from hpc_parallel.models.positions import Positions
 from hpc_parallel.models.sample_indices import SampleIndices
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.supervise.error_place import mark
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+INPUT_TYPES = (torch.int64, torch.uint8, torch.float32)
+"""Of samples whose type is not known yet, in the order of trial: tokens, pixels, numbers."""
 
 __all__ = ["Column", "LayeredModel", "Loss", "PartCosts", "PartFlops", "as_tuple", "keep", "materialise"]
 
@@ -51,6 +54,9 @@ class LayeredModel(nn.Module):
 
     The stem gets tokens [batch, seq] as int64, or images [batch, channel, height, width] as uint8 (0 to 255),
     which it converts to the dtype of its weights.
+
+    A block's method `prepare_compiled` gets the inputs of the block and runs before its compiled code. It
+    fills caches there, because torch allows no side effect in a recomputation.
 
     If the stem's forward pass has a parameter `positions`, it gets the indices in the sample of the positions
     in its input: [seq], int64. A stem must not count positions itself, because it may have only some of them.
@@ -142,10 +148,10 @@ class LayeredModel(nn.Module):
         """Fill one parameter or buffer in place; `name` is its full (canonical) name.
 
         Draw random numbers from `generator` only, which depends on (seed, name). It and `tensor` are on the
-        CPU, also for a model on GPUs. An override marked `@by_rows` (models/drawing.py) is faster for a large
-        model, because it may fill a tensor in parts. What a constructor writes
-        into a weight is lost, because a model is built on meta. Override this for buffers other than running
-        statistics, such as a table or a mask, or create them on the device "cpu".
+        CPU, also for a model on GPUs. An override marked `@by_rows` (models/drawn_weights.py) is faster for a
+        large model, because it may fill a tensor in parts. What a constructor writes into a weight is lost,
+        because a model is built on meta. Override this for buffers other than running statistics, such as a
+        table or a mask, or create them on the device "cpu".
 
         Raises ConfigError for such a buffer.
         """

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hpc_parallel.models.auxiliary_loss import AuxiliaryLoss
-from hpc_parallel.models.drawing import by_rows
+from hpc_parallel.models.drawn_weights import by_rows
 from hpc_parallel.models.experts import Experts
 from hpc_parallel.models.layered import PartFlops
 from hpc_parallel.models.transformer import Transformer

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpc_parallel.models.adapter import Adapter
-from hpc_parallel.models.layered import PartFlops
+from hpc_parallel.models.layered import INPUT_TYPES, PartFlops
 
 METHODS = ("loss_terms", "metrics")
 VALUES = {"small": dict, "ignore_index": int}
@@ -21,8 +21,8 @@ VALUES = {"small": dict, "ignore_index": int}
 def plain_model(module: nn.Module) -> PlainModel:
     """Returns `module`, which is on the CPU and has a method `loss`, as a model on meta.
 
-    The model has of METHODS and VALUES of a LayeredModel those that the module has. Its class has the name of
-    the module's, because messages name a model by its class.
+    The model takes over those of METHODS and VALUES that the module defines. Its class has the name of the
+    module's, because messages name a model by its class.
     """
     kind = type(module)
     methods = {name: _delegated(name) for name in METHODS if callable(getattr(kind, name, None))}
@@ -60,7 +60,7 @@ class PlainModel(Adapter):
 
     def forward_flops(self, sample_shape: tuple[int, ...]) -> PartFlops:
         """FLOPs that torch counts in a forward pass on meta; the default if the module can't run there."""
-        for dtype in (torch.float32, torch.int64, torch.uint8):
+        for dtype in INPUT_TYPES:
             tried = deepcopy(self).to("meta").eval()
             counter = FlopCounterMode(display=False)
             try:

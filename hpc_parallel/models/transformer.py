@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hpc_parallel.models.attention import CausalAttention
-from hpc_parallel.models.drawing import by_rows
+from hpc_parallel.models.drawn_weights import by_rows
 from hpc_parallel.models.language import LanguageHead, LanguageModel
 from hpc_parallel.models.positions import PositionTables
 
@@ -114,9 +114,9 @@ class Block(nn.Module):
         self.attention = attention
         self.feed_forward = feed_forward
 
-    def prepare(self, x: Tensor) -> None:
-        """Called with the forward pass's inputs before compiled code runs (`strategies/compiling.py`)."""
-        self.attention.prepare(x)
+    def prepare_compiled(self, x: Tensor) -> None:
+        """Called with the forward pass's inputs before compiled code runs (`LayeredModel`)."""
+        self.attention.prepare_compiled(x)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -150,7 +150,7 @@ class Attention(nn.Module):
         mixed = self.mix(rotate(query, cos_sin), rotate(key, cos_sin), value)
         return self.output(mixed.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
 
-    def prepare(self, x: Tensor) -> None:
+    def prepare_compiled(self, x: Tensor) -> None:
         """Compute the rotary tables for inputs like `x`, which compiled code then only reads."""
         self._rotation(x)
 

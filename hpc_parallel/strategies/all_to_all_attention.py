@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpc_parallel.models.attention import Attention, Bias, attend_with, scores_of
+from hpc_parallel.models.attention import Attention, Bias, attend_with, build_score_bias
 from hpc_parallel.models.positions import Positions
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies.ranges import marked
@@ -55,10 +55,12 @@ class HeadsAttention(Attention):
         else:
             indices = torch.arange(received.shape[2], device=query.device)
             mask = None if key_mask is None else gather_mask(key_mask, group)
-            scores = scores_of(query, (indices, indices), causal=self.causal, bias=bias, key_mask=mask)
-            if scores.shape[1] > 1:  # the bias of all heads: take that of this device's
-                scores = scores.unflatten(1, (degree, -1))[:, self._axis.get_local_rank()]
-            output = attend_with(scores, *parts)
+            score_bias = build_score_bias(
+                query, (indices, indices), causal=self.causal, bias=bias, key_mask=mask
+            )
+            if score_bias.shape[1] > 1:  # of all heads: take that of this device's
+                score_bias = score_bias.unflatten(1, (degree, -1))[:, self._axis.get_local_rank()]
+            output = attend_with(score_bias, *parts)
         returned: Tensor = AllToAll.apply(from_sequence(output, degree=degree), group)
         return returned.movedim(0, 1).flatten(1, 2)
 

@@ -18,7 +18,7 @@ from hpc_parallel.models.attention import (
     CausalAttention,
     attend,
     attend_with,
-    scores_of,
+    build_score_bias,
 )
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.positions import Positions
@@ -104,7 +104,7 @@ class CachedAttention(CausalAttention):
 
     keys: Tensor  # [batch, kv_head, length, head_dim], filled from the front
     values: Tensor
-    masks: Tensor  # [batch, length] bool, if the model masks keys
+    masks: Tensor | None  # [batch, length] bool; None if no pass has had a key_mask
 
     def __init__(self, past: Past, *, length: int) -> None:
         super().__init__(past)
@@ -120,22 +120,26 @@ class CachedAttention(CausalAttention):
         bias: Bias | None = None,
         key_mask: Tensor | None = None,
     ) -> Tensor:
-        """Like `CausalAttention.forward`; after the first pass `query` has one position, which sees all."""
+        """Like `CausalAttention.forward`; after the first pass `query` has one position, which sees all.
+
+        A pass without a `key_mask` keeps the masks of earlier passes and hides none of its own keys.
+        """
         start, end = self._past.length, self._past.length + key.shape[2]
         if start == 0:  # the number of local heads and the dtype are known only now
             self.keys, self.values = (
                 part.new_empty(*part.shape[:2], self._length, part.shape[3]) for part in (key, value)
             )
-            if key_mask is not None:
-                self.masks = key_mask.new_empty(len(key_mask), self._length)
+            self.masks = None
         self.keys[:, :, start:end], self.values[:, :, start:end] = key, value
         if key_mask is not None:
+            if self.masks is None:  # keys of passes without a mask are seen
+                self.masks = key_mask.new_ones(len(key), self._length)
             self.masks[:, start:end] = key_mask
-            key_mask = self.masks[:, :end]
+        key_mask = None if self.masks is None else self.masks[:, :end]
         if bias is None and key_mask is None:
             if start == 0:
                 return super().forward(query, key, value)
             return attend(query, self.keys[:, :, :end], self.values[:, :, :end], causal=False)
         indices = self.positions(query.shape[2], device=query.device), torch.arange(end, device=query.device)
-        scores = scores_of(query, indices, causal=True, bias=bias, key_mask=key_mask)
-        return attend_with(scores, query, self.keys[:, :, :end], self.values[:, :, :end])
+        score_bias = build_score_bias(query, indices, causal=True, bias=bias, key_mask=key_mask)
+        return attend_with(score_bias, query, self.keys[:, :, :end], self.values[:, :, :end])

@@ -42,11 +42,10 @@ def run_compiled(compiled: Any, forward: Forward, block: Module, *inputs: Tensor
 
     Without the copy torch 2.13 sends the gradient past the operation that made it a plain tensor.
 
-    If the block has a method `prepare`, it is called with the inputs first: what it keeps in the block,
-    compiled code could not write, since torch allows no side effect in a recomputation.
+    If the block has a method `prepare_compiled`, it is called with the inputs first (`LayeredModel`).
     """
     plain = [x if type(x) is Tensor else x.clone() for x in inputs]
-    prepare = getattr(block, "prepare", None)
+    prepare = getattr(block, "prepare_compiled", None)
     if prepare is not None:
         prepare(*plain)
     return compiled(forward)(block, *plain)  # type: ignore[no-any-return]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hpc_parallel.models.drawing import tensor_seed
+from hpc_parallel.models.drawn_weights import tensor_seed
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.positions import Positions
 from hpc_parallel.models.sample_indices import SampleIndices
@@ -47,16 +47,16 @@ class Part:
         size, full_size = x.shape[dim], shape.sizes[dim - 1]
         if size == full_size:
             return torch.arange(size, device=x.device)
-        if dim in shape.sequence_dims:
-            sequence = self.positions(full_size // self.context, device=x.device)
-            return sequence if size == len(sequence) else self._slice(sequence, size)
-        if self.tiles is not None:
+        if self.tiles is not None:  # first: the rows of a grey image look like positions
             first_map_dim = x.dim() - 2
             if dim < first_map_dim:
                 return None
             height, width = shape.sizes[-2:]
             start, end = self.tiles.boxes((height, width))[self.tiles.rank][dim - first_map_dim]
             return torch.arange(start, end, device=x.device)
+        if dim in shape.sequence_dims:
+            sequence = self.positions(full_size // self.context, device=x.device)
+            return sequence if size == len(sequence) else self._slice(sequence, size)
         return self._slice(torch.arange(full_size, device=x.device), size)
 
     def _slice(self, indices: Tensor, size: int) -> Tensor | None:

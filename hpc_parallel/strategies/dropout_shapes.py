@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.models.layered import INPUT_TYPES, LayeredModel
 from hpc_parallel.problems import Problems
 from hpc_parallel.torch_internals import DispatchMode, operator_arguments, operator_name
 from hpc_parallel.user_code import described, hint
@@ -23,7 +23,6 @@ ELEMENTWISE = (nn.Dropout,)
 CHANNELWISE = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 UNSUPPORTED = (nn.AlphaDropout, nn.FeatureAlphaDropout)
 BATCH = 3  # samples of the pass: more than one for BatchNorm, and rarely the size of another dim
-INPUT_TYPES = (torch.int64, torch.uint8, torch.float32)  # tokens, pixels, numbers
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,9 @@ def whole_shapes(model: LayeredModel, *, sample_shape: tuple[int, ...]) -> dict[
 def _half_pass(model: LayeredModel, sample_shape: tuple[int, ...]) -> Pass | None:
     """A pass of samples half as long, which shows the dims of a sequence [seq] or [seq, features].
 
-    None if the samples are something else, such as images, or the model takes no other length: a row of a
-    table has none, and a layout can't split it.
+    None if the samples have other dims, as images [channel, height, width] do, or if the model takes no other
+    length: a row of a table has none, and a layout can't split it. The rows of a grey image [height, width]
+    are taken for positions.
     """
     if len(sample_shape) not in (1, 2) or sample_shape[0] < 2:
         return None
@@ -112,7 +112,7 @@ def find_problems(
             continue
         reason = f"{label}.{name} is {module}, and which elements of a sample it gets is not known"
         if shown.error is not None:
-            yield _other(f"{_described(model, shown.error, sample_shape)}. {reason}", "Mend this")
+            yield _other(f"{_described(model, shown.error, sample_shape)}. {reason}", "Fix this error")
         else:
             rule = "it must be called once in a forward pass, with the samples as the first dim"
             yield _other(f"{reason}: {rule}", "Set its probability to 0")

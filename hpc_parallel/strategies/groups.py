@@ -49,7 +49,7 @@ def make_groups(config: RunConfig, layout: Layout, *, device_type: str, saves: b
     join_axes(mesh, generates=task == "generate")
     share_ends = task != "generate" and not schedule_of(strategy).v_shaped
     ends = ends_group(mesh) if share_ends else None
-    set_timeout(timedelta(seconds=config.cluster.collective_timeout_s), but=saving)
+    set_timeout(timedelta(seconds=config.cluster.collective_timeout_s), except_group=saving)
     return Groups(mesh, ends, saving)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,10 @@ from hpc_parallel.models.plain import plain_model
 from hpc_parallel.user_code import UserCodeError
 
 
+class NeedsNumbersError(UserCodeError):
+    """A constructor or function computes with numbers, which tensors on meta do not have."""
+
+
 def build_model(config: RunConfig) -> LayeredModel:
     """The whole model of `config`, on meta. Raises ConfigError with the error of its class."""
     return build_whole(config.model, seed=config.seed)
@@ -26,17 +31,25 @@ def build_whole(table: Mapping[str, Any], *, seed: int) -> LayeredModel:
     """The model that `table` describes, on meta.
 
     A LayeredModel is built without memory. A plain nn.Module is built on the CPU, as its author knows it, and
-    keeps the values that its constructor draws under `seed`: the same on every rank.
+    keeps the values that its constructor draws under `seed`: the same on every rank. A function is called on
+    meta, and again on the CPU if it needs numbers or returns a plain module.
 
     Raises ConfigError if the class can't be built, or has no loss.
     """
-    if not _is_plain(table["_target_"]):
-        with torch.device("meta"):
-            built = _built(table)
-        if isinstance(built, LayeredModel):
-            return with_ties(built)
+    target = _imported(table["_target_"])
+    if not _is_class(target, nn.Module) or _is_class(target, LayeredModel):
+        try:
+            built = _built_on_meta(table)
+        except NeedsNumbersError:
+            if _is_class(target, LayeredModel):
+                raise
+        else:
+            if isinstance(built, LayeredModel):
+                return with_ties(built)
     with seeded(seed), torch.device("cpu"):
         module = build(table, key="model")
+    if isinstance(module, LayeredModel):
+        _built_on_meta(table)  # raises its error again
     kind = type(module)
     if not isinstance(module, nn.Module):
         raise UserCodeError([f"{table['_target_']} (model) is a {kind.__name__}, not a torch.nn.Module."])
@@ -48,23 +61,41 @@ def build_whole(table: Mapping[str, Any], *, seed: int) -> LayeredModel:
     return plain_model(module)
 
 
-def _built(table: Mapping[str, Any]) -> Any:
+def build_small_sizes(table: Mapping[str, Any], *, seed: int) -> LayeredModel:
+    """The model that `table` describes with the arguments of its `small`, if it has any, as `build_whole`.
+
+    A class is asked for `small` before it is built, because a plain module is built with all its weights.
+    """
+    small = getattr(_imported(table["_target_"]), "small", None)
+    if not small or not isinstance(small, Mapping):  # a constructor may still set it
+        model = build_whole(table, seed=seed)
+        if not model.small:
+            return model
+        small = model.small
+    return build_whole({**table, **small}, seed=seed)
+
+
+def _built_on_meta(table: Mapping[str, Any]) -> Any:
     try:
-        return build(table, key="model")
+        with torch.device("meta"):
+            return build(table, key="model")
     except UserCodeError as error:
-        if "meta tensor" not in str(error):
+        if not re.search(r"\bmeta (tensor|device)", str(error), re.IGNORECASE):
             raise
         advice = (
             "A model is built without memory (on meta). Build what needs numbers under "
             '`with torch.device("cpu"):`'
         )
-        raise UserCodeError([f"{error}. {advice}."]) from error
+        raise NeedsNumbersError([f"{error}. {advice}."]) from error
 
 
-def _is_plain(target: str) -> bool:
-    """Whether `target` is a class of modules that knows nothing of this package."""
+def _imported(target: str) -> Any:
+    """The class or function at the path `target`; None if it can't be imported, which `build` reports."""
     try:
-        kind = get_object(target)
-    except Exception:  # of any kind: `build` reports it
-        return False
-    return isinstance(kind, type) and issubclass(kind, nn.Module) and not issubclass(kind, LayeredModel)
+        return get_object(target)
+    except Exception:  # of any kind: it is the user's code
+        return None
+
+
+def _is_class(target: Any, base: type) -> bool:
+    return isinstance(target, type) and issubclass(target, base)

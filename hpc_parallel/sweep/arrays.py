@@ -18,7 +18,7 @@ from hpc_parallel.record.job_state import JobState, job_states
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.record.sweep_folder import write_sweep
-from hpc_parallel.sweep.plan import PlannedRun, SweepPlan
+from hpc_parallel.sweep.sweep_plan import PlannedRun, SweepPlan
 from hpc_parallel.sweep.write import for_each, take_back
 
 REASON_S = 1.0  # time for the scheduler to examine a submitted job

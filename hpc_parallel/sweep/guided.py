@@ -37,8 +37,8 @@ from hpc_parallel.record.sweep_folder import (
 from hpc_parallel.shell import complain
 from hpc_parallel.sweep import sweep_table
 from hpc_parallel.sweep.next_steps import report_command
-from hpc_parallel.sweep.plan import OF_THE_SWEEP
 from hpc_parallel.sweep.start import open_folder
+from hpc_parallel.sweep.sweep_plan import OF_THE_SWEEP
 from hpc_parallel.sweep.trial import RunFailedError, Trial, key_of, read_result
 
 RESULTS = "optimization_results.yaml"  # written by Hydra's plugins for Optuna, Ax and Nevergrad

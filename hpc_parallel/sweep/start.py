@@ -21,7 +21,7 @@ from hpc_parallel.record.trust import require_trusted
 from hpc_parallel.shell import complain
 from hpc_parallel.sweep import next_steps, sweep_table
 from hpc_parallel.sweep.hold import held, release
-from hpc_parallel.sweep.plan import SweepPlan, folder_problems
+from hpc_parallel.sweep.sweep_plan import SweepPlan, folder_problems
 from hpc_parallel.sweep.write import take_back, write_runs
 
 

@@ -17,7 +17,7 @@ from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.recorded import number, read_run
 from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, change_sweep
-from hpc_parallel.sweep.plan import PlannedRun, run_overrides
+from hpc_parallel.sweep.sweep_plan import PlannedRun, run_overrides
 
 
 class RunFailedError(RuntimeError):

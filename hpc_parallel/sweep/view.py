@@ -15,7 +15,7 @@ from hpc_parallel.record.phase import read_phase
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.values import integer, text
-from hpc_parallel.sweep.plan import PlannedRun
+from hpc_parallel.sweep.sweep_plan import PlannedRun
 from hpc_parallel.terminal import progress_bars, room_beside_bar
 
 

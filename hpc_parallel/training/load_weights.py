@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from hpc_parallel.config.checks.starting_weights import read_header
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.models.drawing import own_slice
+from hpc_parallel.models.drawn_weights import own_slice
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.checkpoint_index import Checkpoint

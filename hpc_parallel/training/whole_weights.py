@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from hpc_parallel.models.drawing import own_slice
+from hpc_parallel.models.drawn_weights import own_slice
 
 Coordinates = tuple[int, ...]
 """A position on the axes of a weight's mesh; 0 on the axes over which it is not split."""

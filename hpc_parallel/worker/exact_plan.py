@@ -30,7 +30,7 @@ from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.typed_config import typed
 from hpc_parallel.models.auxiliary_loss import auxiliary_losses
-from hpc_parallel.models.drawing import without_values
+from hpc_parallel.models.drawn_weights import without_values
 from hpc_parallel.models.experts import Experts
 from hpc_parallel.models.layered import LayeredModel, as_tuple
 from hpc_parallel.problems import ConfigError

@@ -18,7 +18,7 @@ from torch import Tensor
 from hpc_parallel.config.schema import GenerateConfig, RunConfig
 from hpc_parallel.config.tasks import encoded_prompts, total_steps
 from hpc_parallel.data.codec import decode, reads_bytes
-from hpc_parallel.models.drawing import tensor_seed
+from hpc_parallel.models.drawn_weights import tensor_seed
 from hpc_parallel.record import attempts
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder

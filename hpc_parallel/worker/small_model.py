@@ -17,7 +17,7 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.data.sampler import Data, to_device
 from hpc_parallel.models.layered import LayeredModel, part_of
 from hpc_parallel.strategies.dropout_shapes import dry_pass
-from hpc_parallel.strategies.whole_model import build_model, build_whole
+from hpc_parallel.strategies.whole_model import build_small_sizes
 from hpc_parallel.worker.random_weights import randomise
 
 FEW_BLOCKS = 4
@@ -98,9 +98,7 @@ def build_small(config: RunConfig, *, as_random: bool = True) -> LayeredModel:
     not fit together, or if they share weights.
     """
     layout = layout_of(config.strategy, devices=config.devices)
-    model = build_model(config)
-    if model.small:
-        model = build_whole({**config.model, **model.small}, seed=config.seed)
+    model = build_small_sizes(config.model, seed=config.seed)
     blocks = list(model.blocks.values())
     count = max(FEW_BLOCKS, layout.pipeline * stages_per_rank(config.strategy))
     shared = any(part_of(alias) not in ("stem", "head") for alias in model.tied)

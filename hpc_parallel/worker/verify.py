@@ -115,7 +115,7 @@ def compare(run: SmallRun, *, model: LayeredModel, groups: Groups) -> float:
         if not as_random:
             _say(f"{_name(config)} starts with its own weights here: with random ones, it is not finite")
             reference = on_one_device(run, build_small(config, as_random=False))
-        _require_gradients(run, build_small(config, as_random=as_random))
+        _require_gradients(run, as_random=as_random)
         try:
             small = build_small(config, as_random=as_random)
             result = on_layout(run, small, groups=groups, reference=reference)
@@ -148,11 +148,12 @@ def compare(run: SmallRun, *, model: LayeredModel, groups: Groups) -> float:
     return OWN_SHARE * max(differences.values(), default=0.0)
 
 
-def _require_gradients(run: SmallRun, model: LayeredModel) -> None:
-    """Some techniques wait for the same gradients on every rank. `model`: on meta."""
+def _require_gradients(run: SmallRun, *, as_random: bool) -> None:
+    """Some techniques wait for the same gradients on every rank. `as_random`: as of `build_small`."""
     splits = schedule_of(run.config.strategy).splits_backward and run.layout.averaged > 1
-    trains = run.config.task.name == "train"
-    if trains and (run.layout.by_fully_shard or splits) and (names := sometimes_used(run, model)):
+    if run.config.task.name != "train" or not (run.layout.by_fully_shard or splits):
+        return
+    if names := sometimes_used(run, build_small(run.config, as_random=as_random)):
         raise ConfigError([
             f"{_name(run.config)} uses {names[0]} for some samples only, and {run.layout} waits for its "
             "gradient on every device. Use it for all samples (times zero where it should not count), or "
@@ -166,8 +167,8 @@ def _advice(config: RunConfig) -> str:
         return ""
     along = ", with strategy.sequence_parallel=false" if config.strategy.sequence_parallel else ""
     return (
-        " Every device computes all of a module of the role alike: give it to the module around layers that "
-        f"are not split{along}."
+        " Give the role alike to the module that contains layers that are not split"
+        f"{along}; every device then computes all of it."
     )
 
 

@@ -53,6 +53,29 @@ def test_compiled_blocks_follow_one_device(compiling_workers: Workers, alone: Al
     assert_follows(compiled, alone(*options), losses=losses, weights=weights)
 
 
+class Prepared(torch.nn.Module):
+    """A block with a method of the user's own, and one that fills a cache for compiled code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cached = 0.0
+
+    def prepare(self) -> None:
+        raise AssertionError("it is the user's own")
+
+    def prepare_compiled(self, x: Tensor) -> None:
+        self.cached = float(x.sum())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.cached
+
+
+def test_only_prepare_compiled_runs_before_compiled_code() -> None:
+    block = Prepared()
+    output = compiling.run_compiled(lambda forward: forward, Prepared.forward, block, torch.ones(3))
+    assert output.tolist() == [4.0] * 3
+
+
 def test_a_memory_budget_keeps_less_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The partitioner decides, before any code is generated."""
     compile_partitioned = partial(torch.compile, backend="aot_eager_decomp_partition")

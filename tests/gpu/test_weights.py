@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from hpc_parallel.models.drawing import BLOCK
+from hpc_parallel.models.drawn_weights import BLOCK
 from hpc_parallel.models.layered import LayeredModel, materialise
 from hpc_parallel.models.transformer import Transformer
 

@@ -29,7 +29,7 @@ from hpc_parallel.report.measures import (
 from hpc_parallel.report.page import render
 from hpc_parallel.report.rank_state import RankState, fullest, rank_states
 from hpc_parallel.report.tables import scaling
-from hpc_parallel.sweep.plan import plan_sweep
+from hpc_parallel.sweep.sweep_plan import plan_sweep
 from tests.report.measured_runs import ended, state
 
 CLAIMS = [claim for approach in APPROACHES for claim in approach.claims]

@@ -25,6 +25,14 @@ def test_it_is_the_formula(attention: CausalAttention | FullAttention) -> None:
     torch.testing.assert_close(attention(query, key, value), wanted, rtol=0, atol=1e-12)
 
 
+def test_attention_in_both_directions_counts_all_pairs() -> None:
+    """2 FLOPs for each weight and token; 4 of each pair of positions for each of 8 columns of the heads."""
+    with torch.device("meta"):
+        model = Encoder(layers=2, dim=8, heads=2, kv_heads=2, ffn_dim=8, vocab_size=8)
+    weights = 4 * 8 * 8 + 3 * 8 * 8
+    assert model.forward_flops((16,)).blocks == (2 * 16 * weights + 4 * 16**2 * 8,) * 2
+
+
 def test_an_encoder_does_not_generate() -> None:
     with torch.device("meta"):
         model = Encoder(layers=1, dim=8, heads=2, kv_heads=2, ffn_dim=8, vocab_size=8)

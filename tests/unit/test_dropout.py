@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hpc_parallel.data.sampler import _mix
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.strategies.dropout import Part, keeps, mix64
 from hpc_parallel.strategies.dropout_shapes import WholeShape, find_problems, whole_shapes
+from hpc_parallel.strategies.halo import Grid
 from tests.dropout_models import Images, Tokens
 
 SAMPLES, ROWS, COLUMNS = 64, 128, 96
@@ -190,6 +192,18 @@ def test_a_part_of_a_fixed_window_is_known_or_refused() -> None:
     shape = WholeShape("Model.drop", (8, 12))
     assert Part(tensor=(1, 2)).indices(torch.empty(2, 4, 12), 1, shape).tolist() == [4, 5, 6, 7]  # type: ignore[union-attr]
     assert Part(context=2).indices(torch.empty(2, 4, 12), 1, shape) is None
+
+
+def test_a_tile_of_a_grey_image_is_known() -> None:
+    """Its rows look like the positions of a sequence of vectors."""
+    with torch.device("meta"):
+        model = Rows(6)
+    (shape,) = whole_shapes(model, sample_shape=(8, 6)).values()
+    assert (shape.sizes, shape.sequence_dims) == ((8, 6), (1,))
+    group: Any = None
+    part = Part(tiles=Grid(rows=2, columns=2, rank=3, group=group))
+    parts = [part.indices(torch.empty(2, 4, 3), dim, shape) for dim in (1, 2)]
+    assert [indices.tolist() for indices in parts if indices is not None] == [[4, 5, 6, 7], [3, 4, 5]]
 
 
 def test_the_users_own_error_comes_first() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpc_parallel.models.drawing import tensor_seed
+from hpc_parallel.models.drawn_weights import tensor_seed
 from hpc_parallel.models.layered import LayeredModel, PartFlops, keep, materialise
 from hpc_parallel.models.transformer import Transformer
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -86,6 +88,43 @@ def test_a_cache_continues_with_the_bias_and_the_mask(
         past.grow(end - start)
     expected = by_the_formula(*inputs, kept=kept, causal=True)
     torch.testing.assert_close(torch.cat(outputs, dim=2), expected, rtol=0, atol=1e-12)
+
+
+FULL = torch.ones(BATCH, LENGTH, dtype=torch.bool)
+PADDED_PROMPT = torch.tensor([[0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]], dtype=torch.bool)
+PADDED_TOKEN = torch.tensor([[1, 1, 1, 1, 0, 1], [1, 1, 1, 1, 1, 1]], dtype=torch.bool)
+
+
+def generated(
+    cached: CachedAttention, past: Past, inputs: tuple[Tensor, ...], masks: Sequence[Tensor | None]
+) -> Tensor:
+    """Outputs of a prompt of four positions and of two tokens; `masks`: of each pass."""
+    past.length, outputs = 0, []
+    for (start, end), mask in zip(((0, 4), (4, 5), (5, 6)), masks, strict=True):
+        part = [x[:, :, start:end] for x in inputs]
+        outputs.append(cached(*part, key_mask=None if mask is None else mask[:, start:end]))
+        past.grow(end - start)
+    return torch.cat(outputs, dim=2)
+
+
+@pytest.mark.parametrize(
+    ("masks", "kept"),
+    [
+        ((PADDED_PROMPT, None, None), PADDED_PROMPT),
+        ((PADDED_PROMPT, None, PADDED_PROMPT), PADDED_PROMPT),
+        ((None, PADDED_TOKEN, None), PADDED_TOKEN),
+    ],
+)
+def test_a_cache_keeps_the_masks_of_earlier_passes(
+    inputs: tuple[Tensor, Tensor, Tensor], masks: tuple[Tensor | None, ...], kept: Tensor
+) -> None:
+    """A pass without a mask hides no key of its own. The next generation starts without masks."""
+    past = Past()
+    cached = CachedAttention(past, length=LENGTH)
+    expected = CausalAttention()(*inputs, key_mask=kept)
+    torch.testing.assert_close(generated(cached, past, inputs, masks), expected, rtol=0, atol=1e-12)
+    unmasked = CausalAttention()(*inputs, key_mask=FULL)
+    torch.testing.assert_close(generated(cached, past, inputs, [None] * 3), unmasked, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(HEADS // 2, LENGTH, LENGTH), (LENGTH, LENGTH), (1, LENGTH, 1)])

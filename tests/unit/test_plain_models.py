@@ -15,9 +15,11 @@ from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies.model_checks import find_problems
 from hpc_parallel.strategies.whole_model import build_whole
 from hpc_parallel.user_code import UserCodeError
+from hpc_parallel.worker import verify
 from hpc_parallel.worker.loss_check import check_loss
+from hpc_parallel.worker.small_model import build_small
 from tests.composed import prepared
-from tests.plain_models import SharedNet, TableNet
+from tests.plain_models import Large, SharedNet, TableNet
 
 SEED = 5
 
@@ -32,7 +34,8 @@ def original(kind: type[nn.Module]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("TableNet", TableNet), ("made", SharedNet), ("SharedNet", SharedNet)]
+    ("name", "kind"),
+    [("TableNet", TableNet), ("made", SharedNet), ("SharedNet", SharedNet), ("made_table", TableNet)],
 )
 def test_it_starts_with_what_its_constructor_draws(name: str, kind: type[nn.Module]) -> None:
     before = torch.get_rng_state()
@@ -137,3 +140,23 @@ def test_keys_of_a_users_class_mean_what_the_user_says(strategy: str) -> None:
     )
     words = (*words, "training.global_batch_size=16")
     assert prepared(*words, *own).config.devices == 4
+
+
+def test_its_small_copy_is_built_without_the_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank of a host would have all weights in memory for nothing."""
+    monkeypatch.setattr(Large, "built", [])
+    config = prepared("launcher=local", "~model", "+model={_target_: tests.plain_models.Large}").config
+    assert type(build_small(config)).__name__ == "Large"
+    assert Large.built == [4]
+
+
+@pytest.mark.parametrize(("layout", "built"), [(Layout(replicate=2), []), (Layout(shard=2), [4])])
+def test_a_small_copy_for_its_gradients_is_built_only_if_they_are_compared(
+    layout: Layout, built: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Large, "built", [])
+    monkeypatch.setattr(verify, "sometimes_used", lambda run, model: [])
+    config = prepared("launcher=local", "~model", "+model={_target_: tests.plain_models.Large}").config
+    run: Any = SimpleNamespace(config=config, layout=layout)
+    verify._require_gradients(run, as_random=True)
+    assert Large.built == built

@@ -13,7 +13,7 @@ import yaml
 from hpc_parallel.config.compose import find_folder
 from hpc_parallel.config.sweep_compose import compose_cells
 from hpc_parallel.run import main
-from hpc_parallel.sweep.plan import SweepPlan, plan_sweep
+from hpc_parallel.sweep.sweep_plan import SweepPlan, plan_sweep
 from hpc_parallel.worker.collectives import requested_bytes
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.sweep.plan import PlannedRun
+from hpc_parallel.sweep.sweep_plan import PlannedRun
 from hpc_parallel.sweep.view import SweepView, outcome_line
 from tests.composed import prepared
 

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from hpc_parallel.models import drawing
-from hpc_parallel.models.drawing import Drawing, by_rows, draw, tensor_seed
+from hpc_parallel.models import drawn_weights
+from hpc_parallel.models.drawn_weights import Drawing, by_rows, draw, tensor_seed
 from hpc_parallel.models.layered import LayeredModel, materialise
 
 ROWS, WIDTH, BLOCK_ROWS = 22, 6, 4
@@ -22,7 +22,7 @@ RANK = 5
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawing, "BLOCK", BLOCK_ROWS * WIDTH + 1)
+    monkeypatch.setattr(drawn_weights, "BLOCK", BLOCK_ROWS * WIDTH + 1)
 
 
 @pytest.fixture
