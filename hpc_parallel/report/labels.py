@@ -17,6 +17,10 @@ SPEEDLESS = (
     "steps", "log_every", "validate_every", "validation_samples", "measure_steps", "checkpoint_every",
     "checkpoint_async", "keep_last", "keep_every", "tensorboard", "wandb",
 )  # fmt: skip
+# Keys of `optimizer` that change the loss, but not the speed of a step.
+OPTIMIZER_SPEEDLESS = (
+    "learning_rate", "weight_decay", "betas", "eps", "schedule", "warmup_steps", "final_share", "decay_share",
+)  # fmt: skip
 # Keys in which runs of one command differ without computing something else.
 RUN_KEYS = ("name", "run_dir", "resume", "dry_run", "launcher", "sweep", "nodes", "gpus_per_node", "jobs")
 CLASS = "._target_"

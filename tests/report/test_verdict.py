@@ -126,6 +126,26 @@ def test_speeds_that_cannot_be_told_apart_have_no_star(tmp_path: Path, new: Call
     assert [cells[0].best for cells in comparison.cells] == [False, False, False, True]
 
 
+def test_runs_that_differ_in_keys_of_the_site_have_a_star(tmp_path: Path, new: Callable[[], Path]) -> None:
+    """The settings of a star are model, data, task, global batch, precision, optimizer and device."""
+    timed(ended(new(), *DATA, samples_per_s=40), 39, 40, 41)
+    site = ("cluster.hang_timeout_s=400", "preflight.act=off", "seed=1", "optimizer.learning_rate=0.01")
+    timed(ended(new(), *DATA, *site, samples_per_s=50), 49, 50, 51)
+    slower, faster = rows(tmp_path)
+    assert (slower.settings == faster.settings, scope(rows(tmp_path))) == (True, "")
+    assert [cells[0].best for cells in compare(rows(tmp_path)).cells] == [False, True]
+
+
+@pytest.mark.parametrize("word", ["seed=1", "optimizer.learning_rate=0.01"])
+def test_losses_of_runs_with_another_start_or_rate_are_not_compared(
+    tmp_path: Path, new: Callable[[], Path], word: str
+) -> None:
+    for words in ((), ("cluster.hang_timeout_s=400",), (word,)):
+        ended(new(), *DATA, *words)
+    usual, site, other = rows(tmp_path)
+    assert usual.loss_settings == site.loss_settings != other.loss_settings
+
+
 def test_a_cpu_is_judged_by_the_state_that_is_counted(tmp_path: Path, new: Callable[[], Path]) -> None:
     """The peak of a process includes the interpreter; without counted states it says so."""
     for words, memory, states in ((DATA, 100, state(800, 800)), (PIPELINE, 900, state(400, 600))):
