@@ -21,6 +21,7 @@ from hpc_parallel.record.metrics_file import (
     figure,
     fitting,
     is_lasting,
+    measured_cells,
     time_left,
 )
 from hpc_parallel.record.names import from_here
@@ -39,8 +40,8 @@ _TAIL_LINES = 12
 
 def lasting_line(metrics: dict[str, Any], parts: list[str], *, columns: int) -> str:
     """A result for a terminal of so many columns: what it measured comes before the rest if not all fits."""
-    if "measured" in metrics:
-        return fitting(parts[1:], columns=columns)  # the bar has its number
+    if cells := measured_cells(metrics):
+        return fitting(cells, columns=columns)  # the bar has its number
     if len(SEPARATOR.join(parts)) > columns:
         parts = sorted(parts, key=lambda part: not part.startswith(("step", "batch size", "validation")))
     return fitting(parts, columns=columns)
@@ -178,7 +179,7 @@ class Follower:
 
     def _progress(self, parts: list[str]) -> list[str]:
         """What the bar says of the newest line; the last validation stays in view."""
-        if "measured" in self._last:
+        if measured_cells(self._last):
             return list(filter(None, [f"{parts[0].strip()} measured", time_left(self._last)]))
         if self._validation and self._last.get("validation_loss") is None:
             return [*parts, f"validation loss {figure(self._validation[-1])}"]

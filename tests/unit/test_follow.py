@@ -371,6 +371,19 @@ def test_measured_rows_are_shown_as_they_come(folder: RunFolder) -> None:
     assert "7/183 measured  at most 42 s left" in plain(shown)
 
 
+@pytest.mark.parametrize("cells", [[], "x", None, {}, 3])
+def test_a_measured_row_of_others_without_cells_is_a_line_of_progress(
+    folder: RunFolder, cells: object
+) -> None:
+    following, shown = follower(folder, terminal=True)
+    add(folder, json.dumps({"step": 1, "steps": 183, "measured": cells}) + "\n")
+    following.poll()
+    assert following._bar is not None
+    following._bar.stop()
+    assert "step 1/600" in plain(shown)
+    assert fitting([], columns=80) == ""
+
+
 def test_a_killed_measurement_shows_the_rows_that_are_done(folder: RunFolder) -> None:
     add(folder, json.dumps({"step": 1, "steps": 183, "measured": row_cells(ROW), **ROW}) + "\n")
     write_json(folder.summary, {"outcome": "cancelled"})
