@@ -69,7 +69,7 @@ class RunFolder:
 
     @property
     def phase(self) -> Path:
-        """What the start does before its first line of metrics (`record/phase.py`)."""
+        """What the run does at its start and at its end, in one line (`record/phase.py`)."""
         return self.path / "phase"
 
     @property

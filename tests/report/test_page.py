@@ -119,8 +119,8 @@ def test_rows_are_filtered_by_name_and_state(ask: Ask) -> None:
         " return [rows.filter(row => row.getClientRects().length).map(named),"
         " document.querySelectorAll('#parts tbody tr:not([hidden])').length,"
         " document.getElementById('shown').textContent]; };"
-        "return [look('', ''), look('DATA 2', ''), look('pipeline data', ''), look('layout', ''), look('', 'completed'),"
-        " look('', '')];"
+        "return [look('', ''), look('DATA 2', ''), look('pipeline data', ''), look('layout', ''),"
+        " look('', 'completed'), look('', '')];"
     )
     assert opened.answer == [
         [["a", "b", "c", "d"], 3, "4 of 4 runs"],
