@@ -10,10 +10,10 @@ import html
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from textwrap import fill
-from typing import Any
+from typing import Any, TypeVar
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -24,6 +24,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from hpc_parallel.report.gather import Row
 from hpc_parallel.report.labels import ROOM, labels_of, legend, titles_of_work
 
+T = TypeVar("T")
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
 COLOURS = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY)
 MARKERS, DASHES = "osD^vPX*", ("-", "--", ":", "-.")
@@ -81,12 +82,22 @@ class Kind:
 
 def kinds(rows: Sequence[Row], *, most: int) -> list[Kind]:
     """The first `most` runs of each of the first MAX_PANELS kinds of work."""
-    by_work: dict[object, list[Row]] = {}
-    for row in rows:
-        by_work.setdefault(row.work, []).append(row)
-    groups = list(by_work.values())[:MAX_PANELS]
+    groups = panels_of(rows, lambda row: row.work)
     titles = titles_of_work([group[0].run for group in groups])
     return [Kind(title, group[:most]) for title, group in zip(titles, groups, strict=True)]
+
+
+def panels_of(items: Sequence[T], key: Callable[[T], object]) -> list[list[T]]:
+    """The items of the first MAX_PANELS values of `key`, in the order of the items."""
+    groups: dict[object, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())[:MAX_PANELS]
+
+
+def drawn_of(groups: Iterable[Sequence[object]], count: int) -> str:
+    """A sentence for the caption if these groups of curves or bars are not all of `count`."""
+    return first_of(sum(map(len, groups)), count)
 
 
 def words_of(rows: Sequence[Row]) -> list[Sequence[str]]:
@@ -206,7 +217,7 @@ def short(label: str) -> str:
 
 
 def first_of(shown: int, count: int) -> str:
-    """A sentence for the caption if only `shown` of `count` curves are drawn."""
+    """A sentence for the caption if only `shown` of `count` curves or bars are drawn."""
     return f" The first {shown} of {count}." if count > shown else ""
 
 

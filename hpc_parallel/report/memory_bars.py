@@ -23,6 +23,7 @@ from hpc_parallel.report.drawing import (
     Plot,
     add_legend,
     bar_chart,
+    drawn_of,
     ink,
     kinds,
     plot,
@@ -42,16 +43,20 @@ PART_STYLES = {  # part of the state -> colour, hatch, name
 def plots(rows: Sequence[Row]) -> Iterator[Plot]:
     """The peak of runs on GPUs, and the state of the fullest device of all runs that counted it."""
     if measured := [row for row in rows if row.figures[PEAK] is not None and not row.on_cpu]:
+        of_kinds = kinds(measured, most=MAX_BARS)
         yield plot(
             "memory", "memory", "Peak memory of the fullest device",
-            "The maximum that any rank allocated on its device.",
-            partial(_peaks, kinds(measured, most=MAX_BARS)),
+            "The maximum that any rank allocated on its device."
+            + drawn_of((kind.rows for kind in of_kinds), len(measured)),
+            partial(_peaks, of_kinds),
         )  # fmt: skip
     if counted := [row for row in rows if _fullest(row)]:
+        of_kinds = kinds(counted, most=MAX_BARS)
         yield plot(
             "state", "memory", "Weights, gradients and optimizer state of the fullest device",
-            "Counted on each rank; activations come on top.",
-            partial(_states, kinds(counted, most=MAX_BARS)),
+            "Counted on each rank; activations come on top."
+            + drawn_of((kind.rows for kind in of_kinds), len(counted)),
+            partial(_states, of_kinds),
         )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from hpc_parallel.report.drawing import (
     add_legend,
     bar_chart,
     canvas,
+    drawn_of,
     first_of,
     ink,
     kinds,
@@ -67,10 +68,12 @@ def draw(rows: Sequence[Row], *, series: Sequence[Series], predictions: Sequence
 
 def _parts_plots(rows: Sequence[Row]) -> Iterator[Plot]:
     if with_parts := [row for row in rows if row.parts is not None]:
+        of_kinds = kinds(with_parts, most=MAX_BARS)
         yield plot(
             "step_parts", "parts", "Where the time of a step goes",
-            "Parts of a profiled step, mean over the ranks. Profiling makes the step longer.",
-            partial(_parts, kinds(with_parts, most=MAX_BARS)),
+            "Parts of a profiled step, mean over the ranks. Profiling makes the step longer."
+            + drawn_of((kind.rows for kind in of_kinds), len(with_parts)),
+            partial(_parts, of_kinds),
         )  # fmt: skip
 
 
@@ -90,7 +93,8 @@ def _prediction_plots(predictions: Sequence[Prediction]) -> Iterator[Plot]:
     if with_ratio := [prediction for prediction in predictions if prediction.ratio is not None]:
         yield plot(
             "predicted", "predicted", "Measured divided by predicted",
-            "1 is an exact prediction. Twice and half are equally far from it.",
+            "1 is an exact prediction. Twice and half are equally far from it."
+            + first_of(MAX_BARS, len(with_ratio)),
             lambda: _ratios(with_ratio[:MAX_BARS]),
         )  # fmt: skip
 
