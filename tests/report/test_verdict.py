@@ -13,6 +13,7 @@ import pytest
 
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.report import page
 from hpc_parallel.report.gather import Gathered, Row, gather
 from hpc_parallel.report.page import render, table
 from hpc_parallel.report.spread import Spread, throughput_spread
@@ -226,6 +227,24 @@ def test_every_form_of_the_report_has_verdict_and_spread(tmp_path: Path, new: Ca
     lines = csv.DictReader(io.StringIO(table(gathered, scaling(gathered.rows))))
     keys = ("samples_per_s_low", "samples_per_s_high", "timed_steps")
     assert [[values[key] for key in keys] for values in lines] == [["38", "44", "15"], ["", "", "5"]]
+
+
+def test_what_is_not_measured_has_a_title_only_if_there_is_any(
+    tmp_path: Path, new: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended(new(), *DATA)
+    gathered = gather([tmp_path / "runs"])
+    monkeypatch.setattr(page, "_plots", lambda rows, **_: [])
+    claim = page._open(page.judged(page.Runs(gathered.rows, [])))[0]
+    for claims, text in (([], None), ([claim], "1 claim about"), ([claim] * 2, "2 claims about")):
+        monkeypatch.setattr(page, "_open", lambda _, claims=claims: claims)
+        report = render(gathered)
+        assert ('id="open-claims"' in report.html, "Common claims" in report.markdown) == (bool(claims),) * 2
+        assert text is None or text in report.html
+    monkeypatch.setattr(page, "_open", lambda _: [])
+    monkeypatch.setattr(page, "_unmeasured", lambda drawn: [])
+    report = render(gathered)
+    assert ("<h2>Not measured" in report.html, "## Not measured" in report.markdown) == (False, False)
 
 
 def test_a_name_in_the_verdict_is_text(tmp_path: Path, new: Callable[[], Path]) -> None:

@@ -58,7 +58,7 @@ def test_the_users_error_comes_first(here: Path, source: str, name: str, message
 
 def test_a_value_is_no_class(here: Path) -> None:
     (here / "seven.py").write_text("M = 3\n")
-    assert failure_of("data", {"_target_": "seven.M"}) == "seven.M (data) is no class or function."
+    assert failure_of("data", {"_target_": "seven.M"}) == "seven.M (data) is not a class or a function."
 
 
 def test_a_class_that_can_be_called_has_no_problem(here: Path) -> None:
