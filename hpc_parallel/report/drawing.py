@@ -19,6 +19,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis, XAxis
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from hpc_parallel.report.gather import Row
@@ -179,6 +180,16 @@ def ink() -> str:
     return str(mpl.rcParams["text.color"])
 
 
+def bar_style(colour: str, hatch: str) -> dict[str, Any]:
+    """The look of a bar, and of its patch in a legend."""
+    return {"facecolor": colour, "hatch": hatch, "edgecolor": ink(), "linewidth": 0.4}
+
+
+def add_patch_legend(figure: Figure, styles: Iterable[tuple[str, str]], names: Sequence[str]) -> None:
+    """A legend with a patch for each (colour, hatch) of bars."""
+    add_legend(figure, [Patch(**bar_style(*each)) for each in styles], names)
+
+
 def style(index: int) -> dict[str, Any]:
     """Colour, marker and dashes of the curve number `index`."""
     return {
@@ -224,7 +235,8 @@ def first_of(shown: int, count: int) -> str:
 def spread(axis: Axis, values: Sequence[float], *, name: str) -> None:
     """Label the axis; make it logarithmic if the largest value is over five times the smallest.
 
-    A linear axis has margins of 5 % of the largest value, so that nearly equal values look close.
+    values: positive. A linear axis has margins of 5 % of the largest value, so that nearly equal values look
+    close.
     """
     if max(values) > 5 * min(values):
         logarithmic(axis, values, name=name)
@@ -238,7 +250,8 @@ def spread(axis: Axis, values: Sequence[float], *, name: str) -> None:
 def logarithmic(axis: Axis, values: Sequence[float], *, name: str) -> None:
     """Label the axis and make it logarithmic, with ticks of 1, 2 and 5 times a power of ten.
 
-    It spans at least a factor of five, so that it has ticks and nearly equal values look close.
+    values: positive. The axis spans at least a factor of five, so that it has ticks and nearly equal values
+    look close.
     """
     across = isinstance(axis, XAxis)
     (axis.axes.set_xscale if across else axis.axes.set_yscale)("log")

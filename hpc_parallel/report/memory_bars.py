@@ -10,7 +10,6 @@ from functools import partial
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from hpc_parallel.report.drawing import (
     BLUE,
@@ -21,10 +20,10 @@ from hpc_parallel.report.drawing import (
     ORANGE,
     Kind,
     Plot,
-    add_legend,
+    add_patch_legend,
     bar_chart,
+    bar_style,
     drawn_of,
-    ink,
     kinds,
     plot,
 )
@@ -75,9 +74,7 @@ def _peaks(of_kinds: Sequence[Kind]) -> Figure:
         for y, row in enumerate(kind.rows):
             index, value = strategies.index(row.strategy), values[id(row)]
             colour, hatch = COLOURS[index % len(COLOURS)], HATCHES[index % len(HATCHES)]
-            axes.barh(
-                y, value / unit.size, height=0.7, color=colour, hatch=hatch, edgecolor=ink(), linewidth=0.4
-            )
+            axes.barh(y, value / unit.size, height=0.7, **bar_style(colour, hatch))
             _note(axes, value, y, unit)
         axes.set_xlabel(f"memory per device, {unit.name}")
     return figure
@@ -92,17 +89,12 @@ def _states(of_kinds: Sequence[Kind]) -> Figure:
             left = 0.0
             for part, (colour, hatch, _) in PART_STYLES.items():
                 width = getattr(states[id(row)], part) / unit.size
-                axes.barh(
-                    y, width, left=left, height=0.7, color=colour, hatch=hatch, edgecolor=ink(), linewidth=0.4
-                )
+                axes.barh(y, width, left=left, height=0.7, **bar_style(colour, hatch))
                 left += width
             _note(axes, states[id(row)].total, y, unit)
         axes.set_xlabel(f"state per device, {unit.name}")
-    handles = [
-        Patch(facecolor=colour, hatch=hatch, edgecolor=ink(), linewidth=0.4)
-        for colour, hatch, _ in PART_STYLES.values()
-    ]
-    add_legend(figure, handles, [name for _, _, name in PART_STYLES.values()])
+    styles = PART_STYLES.values()
+    add_patch_legend(figure, [style[:2] for style in styles], [name for _, _, name in styles])
     return figure
 
 

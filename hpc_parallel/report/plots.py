@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from hpc_parallel.report import (
     bubble,
@@ -28,8 +27,9 @@ from hpc_parallel.report.drawing import (
     VERMILION,
     Kind,
     Plot,
-    add_legend,
+    add_patch_legend,
     bar_chart,
+    bar_style,
     canvas,
     drawn_of,
     first_of,
@@ -107,19 +107,11 @@ def _parts(of_kinds: Sequence[Kind]) -> Figure:
     for axes, kind in zip(panels, of_kinds, strict=True):
         left = [0.0] * len(kind.rows)
         for part in parts:
-            colour, hatch = PART_STYLES[part]
             widths = [(row.parts or {})[part] / unit.size for row in kind.rows]
-            axes.barh(
-                range(len(widths)), widths, left=left, height=0.7, color=colour, hatch=hatch,
-                edgecolor=ink(), linewidth=0.4,
-            )  # fmt: skip
+            axes.barh(range(len(widths)), widths, left=left, height=0.7, **bar_style(*PART_STYLES[part]))
             left = [start + width for start, width in zip(left, widths, strict=True)]
         axes.set_xlabel(f"time of one step, {unit.name}")
-    styles = [PART_STYLES[part] for part in parts]
-    handles = [
-        Patch(facecolor=colour, hatch=hatch, edgecolor=ink(), linewidth=0.4) for colour, hatch in styles
-    ]
-    add_legend(figure, handles, parts)
+    add_patch_legend(figure, (PART_STYLES[part] for part in parts), parts)
     return figure
 
 
