@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,6 @@ from hpc_parallel.report.verdict import scope, verdicts
 from tests.report.measured_runs import ended, note, started, state
 
 DATA, PIPELINE = ("strategy=data", "nodes=2"), ("strategy=pipeline", "nodes=2")
-
-
-@pytest.fixture
-def new(tmp_path: Path) -> Callable[[], Path]:
-    numbers = itertools.count()
-    return lambda: tmp_path / "runs" / f"{next(numbers):03}"
 
 
 def rows(tmp_path: Path) -> Sequence[Row]:
