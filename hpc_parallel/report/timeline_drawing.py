@@ -36,7 +36,7 @@ KINDS = {  # kind of a stage's work -> colour, hatch, name
     "loss": (PURPLE, "xx", "loss"),
     "backward": (ORANGE, "//", "backward"),
     "weights": (GREEN, "..", "gradients of weights"),
-    "average": (SKY, "\\\\", "gradients out"),
+    "average": (SKY, "\\\\", "average of gradients"),
 }
 OTHER = "other"  # a kind that this version does not know
 KINDS[OTHER] = ("#999999", "--", "other work")
