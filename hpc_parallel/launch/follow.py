@@ -24,7 +24,7 @@ from hpc_parallel.record.metrics_file import (
     measured_cells,
     time_left,
 )
-from hpc_parallel.record.names import from_here
+from hpc_parallel.record.names import RUN_COMMAND, from_here
 from hpc_parallel.record.phase import read_phase
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
@@ -34,7 +34,6 @@ from hpc_parallel.supervise.conclude_run import cancelled_by
 from hpc_parallel.supervise.failure import CONFIGURATION, signal_name
 from hpc_parallel.terminal import progress_bars, room_beside_bar
 
-RUN = ("python", "-m", "hpc_parallel.run")
 _TAIL_LINES = 12
 
 
@@ -132,7 +131,7 @@ class Follower:
         line = text((ended or {}).get("line")) or ""
         checkpoints = complete(self._folder.checkpoints)
         if checkpoints and "resume=" not in line:
-            command = shlex.join([*RUN, f"resume={quoted(from_here(self._folder.path))}"])
+            command = shlex.join([*RUN_COMMAND, f"resume={quoted(from_here(self._folder.path))}"])
             self._say(f"continue after step {checkpoints[0].step}: {command}")
         if line:
             self._say(line)

@@ -19,6 +19,7 @@ from hpc_parallel.config.layout import Layout, layout_of, recorded_strategy
 from hpc_parallel.problems import printable
 from hpc_parallel.record import attempts
 from hpc_parallel.record.credentials import without_secret_values
+from hpc_parallel.record.names import RUN_COMMAND
 from hpc_parallel.record.recorded import RecordedRun, find_runs
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.sweep_folder import MANIFEST, Sweep, read_sweep
@@ -233,7 +234,7 @@ def gather(folders: Sequence[Path]) -> Gathered:
 
 def _command(sweep: Sweep) -> str:
     """The command as typed, without values that may hold a credential: others may read the report."""
-    return shlex.join(("python", "-m", "hpc_parallel.run", *without_secret_values(sweep.command)))
+    return shlex.join((*RUN_COMMAND, *without_secret_values(sweep.command)))
 
 
 def timeline(row: Row) -> list[dict[str, Any]]:
