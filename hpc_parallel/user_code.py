@@ -86,7 +86,7 @@ def failure_of(key: str, table: dict[str, Any], *, advice: str = "") -> str | No
     except BaseException as error:  # also SystemExit of a script
         return f"{described(error)}, {raised}. {advice}".rstrip()
     if table.get("_partial_") or not callable(target):
-        return None if callable(target) else f"{path} ({key}) is no class or function."
+        return None if callable(target) else f"{path} ({key}) is not a class or a function."
     arguments = {name: value for name, value in table.items() if not name.startswith("_")}
     try:
         signature(target).bind(*table.get("_args_", ()), **arguments)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_parallel.record.safe_read import DamagedError, list_folder, read_text
+from hpc_parallel.record.safe_read import DamagedError, is_file, is_folder, list_folder, read_text
 
 HOOK = Path("etc", "profile.d", "conda.sh")  # defines `conda activate` in a shell
 
@@ -29,11 +29,11 @@ class CondaEnvironment:
 def find_environment(text: str, *, variables: Mapping[str, str] = os.environ) -> CondaEnvironment | None:
     """The environment of a name or a path; None if there is none."""
     folder = Path(os.path.expanduser(text)).absolute() if os.sep in text else named(variables).get(text)
-    if folder is None or not folder.is_dir():
+    if folder is None or not is_folder(folder):
         return None
     base = _base(variables)
     owners = [folder.parent.parent, folder] if base is None else [base]
-    return CondaEnvironment(folder, next((path / HOOK for path in owners if (path / HOOK).exists()), None))
+    return CondaEnvironment(folder, next((path / HOOK for path in owners if is_file(path / HOOK)), None))
 
 
 def named(variables: Mapping[str, str] = os.environ) -> dict[str, Path]:
@@ -47,7 +47,7 @@ def named(variables: Mapping[str, str] = os.environ) -> dict[str, Path]:
         paths += map(Path, read_text(home / ".conda" / "environments.txt", follow=True).split("\n"))
     environments = {} if base is None else {"base": base}
     for path in paths:
-        if (path / "conda-meta").is_dir() and path != base:
+        if is_folder(path / "conda-meta") and path != base:
             environments.setdefault(path.name, path)
     return environments
 
@@ -57,4 +57,4 @@ def _base(variables: Mapping[str, str]) -> Path | None:
     path = variables.get("PATH", os.defpath)
     programs = [variables.get("CONDA_EXE"), *(shutil.which(name, path=path) for name in ("conda", "mamba"))]
     bases = [Path(program).resolve().parent.parent for program in programs if program]
-    return next((base for base in bases if (base / HOOK).exists()), None)
+    return next((base for base in bases if is_file(base / HOOK)), None)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpc_parallel.data.text import usual_pattern
 from hpc_parallel.problems import spell
-from hpc_parallel.record.safe_read import is_real_folder, list_folder
+from hpc_parallel.record.safe_read import is_file, is_folder, is_real_folder, list_folder
 
 _READERS = {
     ".npy": "tokens", ".bin": "tokens", ".parquet": "parquet", ".arrow": "parquet", ".txt": "text",
@@ -26,10 +26,10 @@ def of_ones_own(key: str, value: str) -> str | None:
 def _configuration(key: str, value: str) -> str | None:
     """The words for a file FOLDER/KEY/VALUE.yaml near the current folder, or for the path of such a file."""
     path = Path(value).expanduser()
-    if path.suffix in (".yaml", ".yml") and path.is_file() and path.absolute().parent.name == key:
+    if path.suffix in (".yaml", ".yml") and is_file(path) and path.absolute().parent.name == key:
         return f"--config-dir {spell(path.parent.parent)} {key}={path.stem}"
     folders = [Path(), *(Path(entry.name) for entry in list_folder(Path()) if is_real_folder(entry))]
-    found = (folder for folder in sorted(folders) if (folder / key / f"{value}.yaml").is_file())
+    found = (folder for folder in sorted(folders) if is_file(folder / key / f"{value}.yaml"))
     return next((f"--config-dir {spell(folder)} {key}={value}" for folder in found), None)
 
 
@@ -37,7 +37,7 @@ def _data(value: str) -> str | None:
     """The words for a file or a folder of data."""
     path = Path(value).expanduser()
     where = f"data.path={spell(value)}"
-    if not path.is_dir():
+    if not is_folder(path):
         kind = _READERS.get(path.suffix)
         return kind and f"data={kind} {where}"
     suffixes = Counter(Path(entry.name).suffix for entry in list_folder(path))

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import re
 
-_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_SPELLINGS = {  # of a unit of time, in seconds
+    0.001: ("ms", "msec"),
+    1.0: ("s", "sec", "secs", "second", "seconds"),
+    60.0: ("m", "min", "mins", "minute", "minutes"),
+    3600.0: ("h", "hr", "hrs", "hour", "hours"),
+    86400.0: ("d", "day", "days"),
+}
+_SECONDS = {spelling: seconds for seconds, spellings in _SPELLINGS.items() for spelling in spellings}
 _BYTES = {"": 1.0, "k": 2.0**10, "m": 2.0**20, "g": 2.0**30, "t": 2.0**40}
 _COUNTS = {"k": 1e3, "m": 1e6}
 _UNIT_OF_KEY = {"_minutes": 60.0, "_s": 1.0, "_mb": 2.0**20, "_gb": 2.0**30, "bytes": 1.0}  # seconds, bytes
@@ -36,8 +43,5 @@ def same_quantity(key: str, value: str) -> float | None:
     end = next((end for end in _UNIT_OF_KEY if key.endswith(end)), None)
     if end is None:
         return number * _COUNTS[unit] if unit in _COUNTS else None
-    if end in ("_minutes", "_s"):
-        factor = _SECONDS.get(unit) or _SECONDS.get(unit[:1])
-    else:
-        factor = _BYTES.get(re.sub(r"i?b$", "", unit))
+    factor = _SECONDS.get(unit) if end in ("_minutes", "_s") else _BYTES.get(re.sub(r"i?b$", "", unit))
     return None if factor is None else number * factor / _UNIT_OF_KEY[end]

@@ -21,9 +21,10 @@ from hpc_parallel.record.metrics_file import (
     figure,
     fitting,
     is_lasting,
+    measured_cells,
     time_left,
 )
-from hpc_parallel.record.names import from_here
+from hpc_parallel.record.names import RUN_COMMAND, from_here
 from hpc_parallel.record.phase import read_phase
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
@@ -33,14 +34,13 @@ from hpc_parallel.supervise.conclude_run import cancelled_by
 from hpc_parallel.supervise.failure import CONFIGURATION, signal_name
 from hpc_parallel.terminal import progress_bars, room_beside_bar
 
-RUN = ("python", "-m", "hpc_parallel.run")
 _TAIL_LINES = 12
 
 
 def lasting_line(metrics: dict[str, Any], parts: list[str], *, columns: int) -> str:
     """A result for a terminal of so many columns: what it measured comes before the rest if not all fits."""
-    if "measured" in metrics:
-        return fitting(parts[1:], columns=columns)  # the bar has its number
+    if cells := measured_cells(metrics):
+        return fitting(cells, columns=columns)  # the bar has its number
     if len(SEPARATOR.join(parts)) > columns:
         parts = sorted(parts, key=lambda part: not part.startswith(("step", "batch size", "validation")))
     return fitting(parts, columns=columns)
@@ -131,7 +131,7 @@ class Follower:
         line = text((ended or {}).get("line")) or ""
         checkpoints = complete(self._folder.checkpoints)
         if checkpoints and "resume=" not in line:
-            command = shlex.join([*RUN, f"resume={quoted(from_here(self._folder.path))}"])
+            command = shlex.join([*RUN_COMMAND, f"resume={quoted(from_here(self._folder.path))}"])
             self._say(f"continue after step {checkpoints[0].step}: {command}")
         if line:
             self._say(line)
@@ -178,7 +178,7 @@ class Follower:
 
     def _progress(self, parts: list[str]) -> list[str]:
         """What the bar says of the newest line; the last validation stays in view."""
-        if "measured" in self._last:
+        if measured_cells(self._last):
             return list(filter(None, [f"{parts[0].strip()} measured", time_left(self._last)]))
         if self._validation and self._last.get("validation_loss") is None:
             return [*parts, f"validation loss {figure(self._validation[-1])}"]

@@ -46,20 +46,31 @@ def check_imports(config: RunConfig, *, values: Mapping[str, Any] | None = None)
     A resumed run has imported its classes before, and its folder may not be the user's, so nothing that it
     names is imported here.
     """
-    launcher = config.launcher
     tables = [(key, table) for key, table in _tables(config) if not _is_own(table)]
-    if not tables or not launcher.check_imports or config.resume is not None:
+    if not tables or not _may_import(config):
         return ImportCheck()
     paths = ", ".join(str(table["_target_"]) for _, table in tables)
-    is_local = launcher_kind(launcher.kind) == "local"  # such a run has this Python, and no setup
-    if not is_local and (key := _environment_key(config)):
+    if key := _environment_key(config):
         return ImportCheck(note=f"not imported here, because {key} changes the environment: {paths}")
-    question: dict[str, Any] = {"tables": tables, "advice": "" if is_local else _SWITCH}
+    question: dict[str, Any] = {"tables": tables, "advice": "" if _is_local(config) else _SWITCH}
     module = IMPORT
     if values is not None and not _is_own(config.model):
         question["values"], module = [values], MODEL
-    python = sys.executable if is_local else job_python(launcher)
-    return _tried(python, os.getcwd(), module, json.dumps(question), paths)
+    return _tried(_python(config), os.getcwd(), module, json.dumps(question), paths)
+
+
+def _may_import(config: RunConfig) -> bool:
+    """False if it is switched off, or if a run is resumed, whose folder may be another user's."""
+    return config.launcher.check_imports and config.resume is None
+
+
+def _is_local(config: RunConfig) -> bool:
+    """Whether the run has this Python and no setup, modules or container."""
+    return launcher_kind(config.launcher.kind) == "local"
+
+
+def _python(config: RunConfig) -> str:
+    return sys.executable if _is_local(config) else job_python(config.launcher)
 
 
 def _is_own(table: Mapping[str, Any]) -> bool:
@@ -88,17 +99,23 @@ def check_models(runs: Sequence[tuple[RunConfig, Mapping[str, Any]]]) -> list[li
     process can't tell.
     """
     nothing: list[list[str]] = [[] for _ in runs]
+    if not runs:
+        return nothing
     config, _ = runs[0]
-    path = str(config.model["_target_"])
-    if path.startswith(OWN) or not config.launcher.check_imports or _environment_key(config):
+    if _is_own(config.model) or not _may_import(config) or _environment_key(config):
         return nothing
     content = json.dumps({"tables": [], "advice": "", "values": [values for _, values in runs]})
-    answer = _answered(job_python(config.launcher), os.getcwd(), MODEL, content, path)
+    answer = _answered(_python(config), os.getcwd(), MODEL, content, str(config.model["_target_"]))
     return nothing if isinstance(answer, str) else answer
 
 
 def _environment_key(config: RunConfig) -> str | None:
-    """The key of commands that run in the job before Python starts, or of its image; None without any."""
+    """The key of commands that run in the job before Python starts, or of its image; None without any.
+
+    A local run ignores them.
+    """
+    if _is_local(config):
+        return None
     launcher, cluster = config.launcher, config.cluster
     commands: dict[str, str | list[str] | None] = {
         "launcher.container": launcher.container,

@@ -245,11 +245,9 @@ def prepare(
     config, values = resolve(composed)
     if problems := [*find_problems(config, overrides), *starting_weights.find_problems(config)]:
         raise ConfigError(in_order(problems, overrides))
-    if launcher_kind(config.launcher.kind) == "local":
-        _require_interfaces(config)
     imports = check_imports(config, values=values if build_model else None)
-    if imports.problems:
-        raise ConfigError(imports.problems)
+    if found := [*_missing_interfaces(config), *imports.problems]:
+        raise ConfigError(found)
     path = Path(os.path.expanduser(config.run_dir)) if config.run_dir else RUNS / config.name / new_run_id()
     layout = layout_of(config.strategy, devices=config.devices)
     batch = batch_of(config, layout)
@@ -266,14 +264,17 @@ def prepare(
     )  # fmt: skip
 
 
-def _require_interfaces(config: RunConfig) -> None:
-    """Raises ConfigError if gloo is told an interface that this machine does not have."""
+def _missing_interfaces(config: RunConfig) -> list[str]:
+    """The problem of a local run in which gloo is told an interface that this machine does not have."""
+    if launcher_kind(config.launcher.kind) != "local":
+        return []
     variables = dict(os.environ)
     fabric.site_variables(config.cluster.environment, variables)
     try:
         fabric.require_interfaces(variables, host="this machine", nccl=False)
     except fabric.DeviceError as error:
-        raise ConfigError([str(error)]) from error
+        return [str(error)]
+    return []
 
 
 def _snapshot(config: RunConfig, folder: RunFolder, plan: Callable[..., Snapshot]) -> Snapshot | None:

@@ -93,8 +93,8 @@ def describe(metrics: dict[str, Any], *, steps: int) -> str:
 
 def described(metrics: Mapping[str, Any], *, steps: int) -> list[str]:
     """The parts of `describe`, the most important first."""
-    if isinstance(cells := metrics.get("measured"), list):
-        return [of_total(metrics), *(printable(cell) for cell in cells[:MOST_CELLS])]
+    if cells := measured_cells(metrics):
+        return [of_total(metrics), *cells]
     parts = [f"step {metrics['step']}/{steps}"]
     if "loss" in metrics:
         loss = number(metrics["loss"])
@@ -113,6 +113,12 @@ def described(metrics: Mapping[str, Any], *, steps: int) -> list[str]:
     return parts
 
 
+def measured_cells(metrics: Mapping[str, Any]) -> list[str]:
+    """The cells of a measured row; empty if the line has none, or something else in their place."""
+    cells = metrics.get("measured")
+    return [printable(cell) for cell in cells[:MOST_CELLS]] if isinstance(cells, list) else []
+
+
 def of_total(metrics: Mapping[str, Any]) -> str:
     """` 7/183`: the number of a measured row and of all rows, in the same width for all."""
     total = str(integer(metrics.get("steps")) or "?")
@@ -121,7 +127,7 @@ def of_total(metrics: Mapping[str, Any]) -> str:
 
 def fitting(parts: Sequence[str], *, columns: int) -> str:
     """As many of the first parts as a line of `columns` characters has room for; the first in any case."""
-    line = parts[0]
+    line = "".join(parts[:1])
     for part in parts[1:]:
         if len(line) + len(SEPARATOR) + len(part.rstrip()) > columns:
             break
@@ -131,7 +137,7 @@ def fitting(parts: Sequence[str], *, columns: int) -> str:
 
 def is_lasting(metrics: Mapping[str, Any]) -> bool:
     """Whether a line stays on a terminal: a result, and not only the progress of a training."""
-    return any(key in metrics for key in ("validation_loss", "batch_size", "measured"))
+    return "validation_loss" in metrics or "batch_size" in metrics or bool(measured_cells(metrics))
 
 
 def time_left(metrics: Mapping[str, Any]) -> str | None:

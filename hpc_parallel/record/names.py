@@ -6,6 +6,7 @@ import os
 import shlex
 from pathlib import Path
 
+RUN_COMMAND = ("python", "-m", "hpc_parallel.run")
 RUNS = Path("runs")  # the default folder of the command `run`
 
 

@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -69,7 +69,7 @@ class RunFolder:
 
     @property
     def phase(self) -> Path:
-        """What the start does before its first line of metrics (`record/phase.py`)."""
+        """What the run does at its start and at its end, in one line (`record/phase.py`)."""
         return self.path / "phase"
 
     @property
@@ -200,7 +200,6 @@ class RunFolder:
         read them to check whether the run can be resumed.
         """
         number = self._count_set_aside() + 1
-        self.phase.unlink(missing_ok=True)  # of the last start
         try:
             for path in (self.code, *self.outcome):
                 if path.exists():
@@ -211,6 +210,8 @@ class RunFolder:
         except BaseException:  # a full disk, Ctrl-C
             self._restore(number)
             raise
+        with suppress(OSError):  # of the last start, and only for people: it must not stop a new start
+            self.phase.unlink(missing_ok=True)
 
     def put_back(self) -> None:
         """Undo the newest `set_aside`, because no start followed it."""

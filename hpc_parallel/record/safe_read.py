@@ -200,6 +200,29 @@ def list_folder(path: Path) -> list[os.DirEntry[str]]:
         return []
 
 
+def status_of(path: Path) -> os.stat_result | None:
+    """The status of what a path leads to; None if it does not exist, or if this user may not look.
+
+    `Path.is_file` and `Path.is_dir` of Python 3.11 raise PermissionError inside another user's closed folder.
+    """
+    try:
+        return path.stat()
+    except (OSError, ValueError):
+        return None
+
+
+def is_file(path: Path) -> bool:
+    """Whether a path that this user may look at leads to a regular file."""
+    status = status_of(path)
+    return status is not None and stat.S_ISREG(status.st_mode)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a path that this user may look at leads to a folder."""
+    status = status_of(path)
+    return status is not None and stat.S_ISDIR(status.st_mode)
+
+
 def is_real_folder(entry: os.DirEntry[str]) -> bool:
     """Whether the entry is a folder, not a link to one."""
     try:

@@ -127,7 +127,8 @@ def figure(families: Sequence[Family]) -> Figure:
     unit = unit_of("bytes", (point.peak_memory_bytes for point in points))
 
     def x_of(point: PipelineRun) -> float:
-        return (point.peak_memory_bytes or 0) / unit.size if by_memory else point.microbatches
+        memory_bytes = point.peak_memory_bytes if by_memory else None
+        return point.microbatches if memory_bytes is None else memory_bytes / unit.size
 
     name = f"memory per device, {unit.name}" if by_memory else "microbatches"
     spread(axes.xaxis, [x_of(point) for point in points], name=name)

@@ -10,20 +10,22 @@ import html
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from textwrap import fill
-from typing import Any
+from typing import Any, TypeVar
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis, XAxis
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from hpc_parallel.report.gather import Row
 from hpc_parallel.report.labels import ROOM, labels_of, legend, titles_of_work
 
+T = TypeVar("T")
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
 COLOURS = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY)
 MARKERS, DASHES = "osD^vPX*", ("-", "--", ":", "-.")
@@ -81,12 +83,22 @@ class Kind:
 
 def kinds(rows: Sequence[Row], *, most: int) -> list[Kind]:
     """The first `most` runs of each of the first MAX_PANELS kinds of work."""
-    by_work: dict[object, list[Row]] = {}
-    for row in rows:
-        by_work.setdefault(row.work, []).append(row)
-    groups = list(by_work.values())[:MAX_PANELS]
+    groups = panels_of(rows, lambda row: row.work)
     titles = titles_of_work([group[0].run for group in groups])
     return [Kind(title, group[:most]) for title, group in zip(titles, groups, strict=True)]
+
+
+def panels_of(items: Sequence[T], key: Callable[[T], object]) -> list[list[T]]:
+    """The items of the first MAX_PANELS values of `key`, in the order of the items."""
+    groups: dict[object, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())[:MAX_PANELS]
+
+
+def drawn_of(groups: Iterable[Sequence[object]], count: int) -> str:
+    """A sentence for the caption if these groups of curves or bars are not all of `count`."""
+    return first_of(sum(map(len, groups)), count)
 
 
 def words_of(rows: Sequence[Row]) -> list[Sequence[str]]:
@@ -168,6 +180,16 @@ def ink() -> str:
     return str(mpl.rcParams["text.color"])
 
 
+def bar_style(colour: str, hatch: str) -> dict[str, Any]:
+    """The look of a bar, and of its patch in a legend."""
+    return {"facecolor": colour, "hatch": hatch, "edgecolor": ink(), "linewidth": 0.4}
+
+
+def add_patch_legend(figure: Figure, styles: Iterable[tuple[str, str]], names: Sequence[str]) -> None:
+    """A legend with a patch for each (colour, hatch) of bars."""
+    add_legend(figure, [Patch(**bar_style(*each)) for each in styles], names)
+
+
 def style(index: int) -> dict[str, Any]:
     """Colour, marker and dashes of the curve number `index`."""
     return {
@@ -206,14 +228,15 @@ def short(label: str) -> str:
 
 
 def first_of(shown: int, count: int) -> str:
-    """A sentence for the caption if only `shown` of `count` curves are drawn."""
+    """A sentence for the caption if only `shown` of `count` curves or bars are drawn."""
     return f" The first {shown} of {count}." if count > shown else ""
 
 
 def spread(axis: Axis, values: Sequence[float], *, name: str) -> None:
     """Label the axis; make it logarithmic if the largest value is over five times the smallest.
 
-    A linear axis has margins of 5 % of the largest value, so that nearly equal values look close.
+    values: positive. A linear axis has margins of 5 % of the largest value, so that nearly equal values look
+    close.
     """
     if max(values) > 5 * min(values):
         logarithmic(axis, values, name=name)
@@ -227,7 +250,8 @@ def spread(axis: Axis, values: Sequence[float], *, name: str) -> None:
 def logarithmic(axis: Axis, values: Sequence[float], *, name: str) -> None:
     """Label the axis and make it logarithmic, with ticks of 1, 2 and 5 times a power of ten.
 
-    It spans at least a factor of five, so that it has ticks and nearly equal values look close.
+    values: positive. The axis spans at least a factor of five, so that it has ticks and nearly equal values
+    look close.
     """
     across = isinstance(axis, XAxis)
     (axis.axes.set_xscale if across else axis.axes.set_yscale)("log")

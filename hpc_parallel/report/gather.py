@@ -19,12 +19,13 @@ from hpc_parallel.config.layout import Layout, layout_of, recorded_strategy
 from hpc_parallel.problems import printable
 from hpc_parallel.record import attempts
 from hpc_parallel.record.credentials import without_secret_values
+from hpc_parallel.record.names import RUN_COMMAND
 from hpc_parallel.record.recorded import RecordedRun, find_runs
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.sweep_folder import MANIFEST, Sweep, read_sweep
 from hpc_parallel.record.values import flatten, table
 from hpc_parallel.report.figures import is_count, number
-from hpc_parallel.report.labels import RUN_KEYS, SPEEDLESS, Label, labels_of
+from hpc_parallel.report.labels import OPTIMIZER_SPEEDLESS, SPEEDLESS, Label, labels_of
 from hpc_parallel.report.rank_state import fullest
 from hpc_parallel.report.spread import Spread, throughput_spread
 from hpc_parallel.supervise.run_state import states
@@ -166,21 +167,24 @@ class Row:
         Two runs with the same settings may differ in how a step is computed (strategy, devices, microbatches,
         compilation, recomputation), and in numbers that change no speed, such as the learning rate.
         """
-        numbers = ("learning_rate", "weight_decay", "betas", "eps", "schedule", "warmup_steps", "final_share")
-        optimizer = {k: v for k, v in self.section("optimizer").items() if k not in (*numbers, "decay_share")}
-        return identity({**self._result, "optimizer": optimizer, "seed": None}), self.machine
+        return identity(self._computation(optimizer_without=OPTIMIZER_SPEEDLESS)), self.machine
 
     @cached_property
     def loss_settings(self) -> str:
         """All that decides the loss after a number of samples."""
-        return identity(self._result)
+        start = {key: self.config.get(key) for key in ("seed", "weights")}
+        return identity({**self._computation(), **start})
 
-    @property
-    def _result(self) -> dict[str, Any]:
-        """The configuration without what changes no result."""
-        config = {key: value for key, value in self.config.items() if key not in (*RUN_KEYS, "strategy")}
-        training = {k: v for k, v in self.section("training").items() if k not in (*SPEEDLESS, *SAME_RESULT)}
-        return {**config, "training": training}
+    def _computation(self, *, optimizer_without: Sequence[str] = ()) -> dict[str, Any]:
+        """The sections that decide what a step computes, without keys that change no result.
+
+        Sections about the site and its supervision (cluster, preflight, fabric, profile) are not among them.
+        """
+        return {
+            **{key: self.config.get(key) for key in ("task", "model", "data")},
+            "training": without(self.section("training"), (*SPEEDLESS, *SAME_RESULT)),
+            "optimizer": without(self.section("optimizer"), optimizer_without),
+        }
 
     @property
     def machine(self) -> tuple[object, ...]:
@@ -205,6 +209,11 @@ def identity(config: Mapping[Any, Any]) -> str:
     return repr(sorted((key, repr(value)) for key, value in flatten(config).items()))
 
 
+def without(section: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """The section without these keys."""
+    return {key: value for key, value in section.items() if key not in keys}
+
+
 def gather(folders: Sequence[Path]) -> Gathered:
     """Read the runs of run folders, sweep folders, and folders that contain such folders, each run once."""
     runs = list({run.path: run for folder in folders for run in find_runs(folder)}.values())
@@ -225,7 +234,7 @@ def gather(folders: Sequence[Path]) -> Gathered:
 
 def _command(sweep: Sweep) -> str:
     """The command as typed, without values that may hold a credential: others may read the report."""
-    return shlex.join(("python", "-m", "hpc_parallel.run", *without_secret_values(sweep.command)))
+    return shlex.join((*RUN_COMMAND, *without_secret_values(sweep.command)))
 
 
 def timeline(row: Row) -> list[dict[str, Any]]:

@@ -17,6 +17,10 @@ SPEEDLESS = (
     "steps", "log_every", "validate_every", "validation_samples", "measure_steps", "checkpoint_every",
     "checkpoint_async", "keep_last", "keep_every", "tensorboard", "wandb",
 )  # fmt: skip
+# Keys of `optimizer` that change the loss, but not the speed of a step.
+OPTIMIZER_SPEEDLESS = (
+    "learning_rate", "weight_decay", "betas", "eps", "schedule", "warmup_steps", "final_share", "decay_share",
+)  # fmt: skip
 # Keys in which runs of one command differ without computing something else.
 RUN_KEYS = ("name", "run_dir", "resume", "dry_run", "launcher", "sweep", "nodes", "gpus_per_node", "jobs")
 CLASS = "._target_"
@@ -74,7 +78,7 @@ def _equal(labels: Sequence[Label], suffixes: Sequence[str]) -> list[int]:
 
 def _differences(runs: Sequence[RecordedRun]) -> list[Sequence[str]]:
     """The options in which each run differs from most runs of its strategy."""
-    run_options = [options_of(run) for run in runs]
+    run_options = [_options_of(run) for run in runs]
     counts: dict[tuple[str | None, str], Counter[str]] = defaultdict(Counter)
     for run, options in zip(runs, run_options, strict=True):
         for key, value in options.items():
@@ -105,7 +109,7 @@ def _spelled(options: Mapping[str, Any]) -> Iterator[str]:
             yield f"{section}={str(value).rpartition('.')[2]}"
 
 
-def options_of(run: RecordedRun) -> dict[str, Any]:
+def _options_of(run: RecordedRun) -> dict[str, Any]:
     """The options in which runs may differ, besides strategy and devices."""
     config = {key: value for key, value in (run.config or {}).items() if key not in RUN_KEYS}
     speedless = [key for key in SPEEDLESS if key != "steps" or run.task not in (None, "train")]
@@ -137,17 +141,17 @@ def titles_of_work(runs: Sequence[RecordedRun], *, with_batch: bool = True) -> l
     return titles
 
 
-def legend(labels: Iterable[Sequence[str]], *, room: int = ROOM) -> list[str]:
-    """The texts of a legend: of each label the parts that not all have, cut to `room` and still different."""
+def legend(labels: Iterable[Sequence[str]]) -> list[str]:
+    """The texts of a legend: of each label the parts that not all have, cut to ROOM and still different."""
     words = [tuple(label) for label in labels]
     common = set.intersection(*map(set, words)) if len(words) > 1 else set()
     distinct = [[word for word in label if word not in common] for label in words]
     texts = [", ".join(label) for label in (distinct if all(distinct) else words)]
     for cut in (_cut_end, _cut_start):
-        shown = [cut(text, room) for text in texts]
+        shown = [cut(text, ROOM) for text in texts]
         if len(set(shown)) == len(set(texts)):
             return shown
-    return [f"{_cut_end(text, room - 5)} ({number})" for number, text in enumerate(texts, start=1)]
+    return [f"{_cut_end(text, ROOM - 5)} ({number})" for number, text in enumerate(texts, start=1)]
 
 
 def _cut_end(text: str, room: int) -> str:

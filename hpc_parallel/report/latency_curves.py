@@ -10,12 +10,13 @@ from matplotlib.lines import Line2D
 
 from hpc_parallel.report.drawing import (
     MAX_CURVES,
+    Kind,
     Note,
     Plot,
     add_legend,
     annotate,
     canvas,
-    first_of,
+    drawn_of,
     kinds,
     logarithmic,
     name_panel,
@@ -32,18 +33,18 @@ from hpc_parallel.report.tables import Unit, unit_of
 def plots(rows: Sequence[Row]) -> Iterator[Plot]:
     """Yields the plot if a run has timings."""
     if timed := curves(rows):
+        of_kinds = kinds([curve.row for curve in timed[:MAX_CURVES]], most=MAX_CURVES)
         yield plot(
             "latency", "latency", "Latency against throughput, by batch size",
             "A point is a batch size of a run, with its number if there is room. It shows the median; the "
             "thin line ends at the 99th percentile. Better is down and to the right."
-            + first_of(MAX_CURVES, len(timed)),
-            lambda: _figure(timed[:MAX_CURVES]),
+            + drawn_of((kind.rows for kind in of_kinds), len(timed)),
+            lambda: _figure(timed[:MAX_CURVES], of_kinds),
         )  # fmt: skip
 
 
-def _figure(curves: Sequence[Curve]) -> Figure:
+def _figure(curves: Sequence[Curve], of_kinds: Sequence[Kind]) -> Figure:
     """Plot latency over throughput, one curve per run and one panel per kind of work."""
-    of_kinds = kinds([curve.row for curve in curves], most=len(curves))
     points = [point for curve in curves for point in curve.points]
     unit = unit_of("seconds", (point.latency_s for point in points))
     drawing, panels = canvas(*(3.8 for _ in of_kinds))

@@ -15,7 +15,7 @@ from hpc_parallel.report.drawing import (
     Plot,
     add_legend,
     canvas,
-    first_of,
+    drawn_of,
     ink,
     kinds,
     name_panel,
@@ -43,7 +43,7 @@ def plots(rows: Sequence[Row]) -> Iterator[Plot]:
             ("Lines: training. Dotted, hollow markers: validation. " if validated else "Training only. ")
             + "Runs of the same configuration should coincide, whatever their layout: of curves that lie on "
             "each other, the wider ones show at the edges." * (len(drawn) > 1)
-            + first_of(sum(len(kind.rows) for kind in of_kinds), len(drawn)),
+            + drawn_of((kind.rows for kind in of_kinds), len(drawn)),
             partial(_figure, of_kinds, validated=validated),
         )  # fmt: skip
 

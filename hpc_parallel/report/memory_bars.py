@@ -10,7 +10,6 @@ from functools import partial
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from hpc_parallel.report.drawing import (
     BLUE,
@@ -21,9 +20,10 @@ from hpc_parallel.report.drawing import (
     ORANGE,
     Kind,
     Plot,
-    add_legend,
+    add_patch_legend,
     bar_chart,
-    ink,
+    bar_style,
+    drawn_of,
     kinds,
     plot,
 )
@@ -42,16 +42,20 @@ PART_STYLES = {  # part of the state -> colour, hatch, name
 def plots(rows: Sequence[Row]) -> Iterator[Plot]:
     """The peak of runs on GPUs, and the state of the fullest device of all runs that counted it."""
     if measured := [row for row in rows if row.figures[PEAK] is not None and not row.on_cpu]:
+        of_kinds = kinds(measured, most=MAX_BARS)
         yield plot(
             "memory", "memory", "Peak memory of the fullest device",
-            "The maximum that any rank allocated on its device.",
-            partial(_peaks, kinds(measured, most=MAX_BARS)),
+            "The maximum that any rank allocated on its device."
+            + drawn_of((kind.rows for kind in of_kinds), len(measured)),
+            partial(_peaks, of_kinds),
         )  # fmt: skip
     if counted := [row for row in rows if _fullest(row)]:
+        of_kinds = kinds(counted, most=MAX_BARS)
         yield plot(
             "state", "memory", "Weights, gradients and optimizer state of the fullest device",
-            "Counted on each rank; activations come on top.",
-            partial(_states, kinds(counted, most=MAX_BARS)),
+            "Counted on each rank; activations come on top."
+            + drawn_of((kind.rows for kind in of_kinds), len(counted)),
+            partial(_states, of_kinds),
         )  # fmt: skip
 
 
@@ -70,9 +74,7 @@ def _peaks(of_kinds: Sequence[Kind]) -> Figure:
         for y, row in enumerate(kind.rows):
             index, value = strategies.index(row.strategy), values[id(row)]
             colour, hatch = COLOURS[index % len(COLOURS)], HATCHES[index % len(HATCHES)]
-            axes.barh(
-                y, value / unit.size, height=0.7, color=colour, hatch=hatch, edgecolor=ink(), linewidth=0.4
-            )
+            axes.barh(y, value / unit.size, height=0.7, **bar_style(colour, hatch))
             _note(axes, value, y, unit)
         axes.set_xlabel(f"memory per device, {unit.name}")
     return figure
@@ -87,17 +89,12 @@ def _states(of_kinds: Sequence[Kind]) -> Figure:
             left = 0.0
             for part, (colour, hatch, _) in PART_STYLES.items():
                 width = getattr(states[id(row)], part) / unit.size
-                axes.barh(
-                    y, width, left=left, height=0.7, color=colour, hatch=hatch, edgecolor=ink(), linewidth=0.4
-                )
+                axes.barh(y, width, left=left, height=0.7, **bar_style(colour, hatch))
                 left += width
             _note(axes, states[id(row)].total, y, unit)
         axes.set_xlabel(f"state per device, {unit.name}")
-    handles = [
-        Patch(facecolor=colour, hatch=hatch, edgecolor=ink(), linewidth=0.4)
-        for colour, hatch, _ in PART_STYLES.values()
-    ]
-    add_legend(figure, handles, [name for _, _, name in PART_STYLES.values()])
+    styles = PART_STYLES.values()
+    add_patch_legend(figure, [style[:2] for style in styles], [name for _, _, name in styles])
     return figure
 
 

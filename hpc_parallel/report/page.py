@@ -67,7 +67,7 @@ SECTIONS = {  # section of the plots -> title, and why it may have none
     ),
     "latency": ("Latency against throughput", "no run has timed a batch (task=infer)."),
     "parts": ("Where the time of a step goes", "no run profiled a step (training.measure_steps)."),
-    "memory": ("Memory", "no run has counted its state, or the peak of a GPU."),
+    "memory": ("Memory", "no run recorded its state or a GPU's peak memory."),
     "bubble": (
         "Bubble of pipelines",
         "no two completed runs of a pipeline profiled a step (training.measure_steps).",

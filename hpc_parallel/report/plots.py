@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from hpc_parallel.report import (
     bubble,
@@ -28,9 +27,11 @@ from hpc_parallel.report.drawing import (
     VERMILION,
     Kind,
     Plot,
-    add_legend,
+    add_patch_legend,
     bar_chart,
+    bar_style,
     canvas,
+    drawn_of,
     first_of,
     ink,
     kinds,
@@ -67,10 +68,12 @@ def draw(rows: Sequence[Row], *, series: Sequence[Series], predictions: Sequence
 
 def _parts_plots(rows: Sequence[Row]) -> Iterator[Plot]:
     if with_parts := [row for row in rows if row.parts is not None]:
+        of_kinds = kinds(with_parts, most=MAX_BARS)
         yield plot(
             "step_parts", "parts", "Where the time of a step goes",
-            "Parts of a profiled step, mean over the ranks. Profiling makes the step longer.",
-            partial(_parts, kinds(with_parts, most=MAX_BARS)),
+            "Parts of a profiled step, mean over the ranks. Profiling makes the step longer."
+            + drawn_of((kind.rows for kind in of_kinds), len(with_parts)),
+            partial(_parts, of_kinds),
         )  # fmt: skip
 
 
@@ -90,7 +93,8 @@ def _prediction_plots(predictions: Sequence[Prediction]) -> Iterator[Plot]:
     if with_ratio := [prediction for prediction in predictions if prediction.ratio is not None]:
         yield plot(
             "predicted", "predicted", "Measured divided by predicted",
-            "1 is an exact prediction. Twice and half are equally far from it.",
+            "1 is an exact prediction. Twice and half are equally far from it."
+            + first_of(MAX_BARS, len(with_ratio)),
             lambda: _ratios(with_ratio[:MAX_BARS]),
         )  # fmt: skip
 
@@ -103,19 +107,11 @@ def _parts(of_kinds: Sequence[Kind]) -> Figure:
     for axes, kind in zip(panels, of_kinds, strict=True):
         left = [0.0] * len(kind.rows)
         for part in parts:
-            colour, hatch = PART_STYLES[part]
             widths = [(row.parts or {})[part] / unit.size for row in kind.rows]
-            axes.barh(
-                range(len(widths)), widths, left=left, height=0.7, color=colour, hatch=hatch,
-                edgecolor=ink(), linewidth=0.4,
-            )  # fmt: skip
+            axes.barh(range(len(widths)), widths, left=left, height=0.7, **bar_style(*PART_STYLES[part]))
             left = [start + width for start, width in zip(left, widths, strict=True)]
         axes.set_xlabel(f"time of one step, {unit.name}")
-    styles = [PART_STYLES[part] for part in parts]
-    handles = [
-        Patch(facecolor=colour, hatch=hatch, edgecolor=ink(), linewidth=0.4) for colour, hatch in styles
-    ]
-    add_legend(figure, handles, parts)
+    add_patch_legend(figure, (PART_STYLES[part] for part in parts), parts)
     return figure
 
 

@@ -14,14 +14,14 @@ from matplotlib.ticker import NullFormatter, NullLocator
 from hpc_parallel.report.drawing import (
     COLOURS,
     MAX_CURVES,
-    MAX_PANELS,
     Plot,
     add_legend,
     canvas,
-    first_of,
+    drawn_of,
     ink,
     logarithmic,
     name_panel,
+    panels_of,
     plot,
     style,
 )
@@ -35,20 +35,18 @@ def plots(series: Sequence[Series]) -> Iterator[Plot]:
     """A plot of strong scaling and one of weak scaling."""
     for kind in (STRONG, WEAK):
         if of_kind := [one_series for one_series in series if one_series.kind == kind]:
+            groups = panels_of(of_kind[:MAX_CURVES], lambda series: series.points[0].runs[0].workload)
             constant = "global batch" if kind == STRONG else "batch of each device"
             yield plot(
                 f"{kind}_scaling", "scaling", f"{kind.capitalize()} scaling: the same {constant}",
                 f"More devices with the same {constant}. Dotted: throughput in proportion to devices. A line "
-                "joins runs that differ only in their devices." + first_of(MAX_CURVES, len(of_kind)),
-                partial(_figure, of_kind[:MAX_CURVES]),
+                "joins runs that differ only in their devices." + drawn_of(groups, len(of_kind)),
+                partial(_figure, groups),
             )  # fmt: skip
 
 
-def _figure(series: Sequence[Series]) -> Figure:
-    by_workload: dict[object, list[Series]] = {}
-    for one_series in series:
-        by_workload.setdefault(one_series.points[0].runs[0].workload, []).append(one_series)
-    groups = list(by_workload.values())[:MAX_PANELS]
+def _figure(groups: Sequence[Sequence[Series]]) -> Figure:
+    """Draw a panel for each group of series with the same workload."""
     titles = titles_of_work([group[0].points[0].runs[0].run for group in groups], with_batch=False)
     figure, panels = canvas(*(3.4 for _ in groups), columns=2)
     shown = [one_series for group in groups for one_series in group]

@@ -11,8 +11,8 @@ from statistics import median
 from typing import Any
 
 from hpc_parallel.config.axes import AXES
-from hpc_parallel.report.gather import FIGURES, PARTS, Row, identity
-from hpc_parallel.report.labels import RUN_KEYS, SPEEDLESS
+from hpc_parallel.report.gather import FIGURES, PARTS, Row, identity, without
+from hpc_parallel.report.labels import OPTIMIZER_SPEEDLESS, RUN_KEYS, SPEEDLESS
 from hpc_parallel.report.spread import NOISE
 
 UNMEASURED = "not measured"
@@ -358,16 +358,14 @@ def _series(kind: str, axis: str, by_devices: dict[int, list[Row]], shape: str) 
 def _identity_without_devices(row: Row) -> str:
     """All that determines the speed of a step, without the number of devices.
 
-    Of the optimizer that is all but the learning rate, which is often scaled with the batch.
+    Numbers of the optimizer, such as the learning rate, are often scaled with the batch.
     """
-    config = {key: value for key, value in row.config.items() if key not in (*RUN_KEYS, "seed")}
-    optimizer = {k: v for k, v in row.section("optimizer").items() if k != "learning_rate"}
-    training = {
-        k: v for k, v in row.section("training").items() if k not in (*SPEEDLESS, "global_batch_size")
+    parts = {
+        "training": without(row.section("training"), (*SPEEDLESS, "global_batch_size")),
+        "strategy": without(row.section("strategy"), AXES),
+        "optimizer": without(row.section("optimizer"), OPTIMIZER_SPEEDLESS),
     }
-    strategy = {k: v for k, v in row.section("strategy").items() if k not in AXES}
-    parts = {"training": training, "strategy": strategy, "optimizer": optimizer}
-    return f"{row.machine} {identity({**config, **parts})}"
+    return f"{row.machine} {identity({**without(row.config, (*RUN_KEYS, 'seed')), **parts})}"
 
 
 def parts_of(rows: Sequence[Row]) -> list[str]:

@@ -9,7 +9,6 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from hpc_parallel.report.drawing import (
     BLUE,
@@ -18,10 +17,10 @@ from hpc_parallel.report.drawing import (
     PURPLE,
     SKY,
     Plot,
-    add_legend,
+    add_patch_legend,
+    bar_style,
     canvas,
     first_of,
-    ink,
     is_wide,
     name_bars,
     plot,
@@ -37,7 +36,7 @@ KINDS = {  # kind of a stage's work -> colour, hatch, name
     "loss": (PURPLE, "xx", "loss"),
     "backward": (ORANGE, "//", "backward"),
     "weights": (GREEN, "..", "gradients of weights"),
-    "average": (SKY, "\\\\", "gradients out"),
+    "average": (SKY, "\\\\", "average of gradients"),
 }
 OTHER = "other"  # a kind that this version does not know
 KINDS[OTHER] = ("#999999", "--", "other work")
@@ -74,10 +73,7 @@ def _timeline(ranks: Sequence[dict[str, Any]]) -> Figure:
     axes.set_xlabel(f"time since the step's start, {unit.name}")
     drawn = {_known_kind(kind) for rank in ranks for _, _, _, kind, _ in rank["chunks"]}
     styles = [KINDS[kind] for kind in KINDS if kind in drawn]
-    handles = [
-        Patch(facecolor=colour, hatch=hatch, edgecolor=ink(), linewidth=0.4) for colour, hatch, _ in styles
-    ]
-    add_legend(figure, handles, [name for _, _, name in styles])
+    add_patch_legend(figure, [style[:2] for style in styles], [name for _, _, name in styles])
     return figure
 
 
@@ -91,9 +87,7 @@ def _draw_chunks(axes: Axes, chunks: Sequence[Any], *, y: int, unit: Unit) -> No
         spans[_known_kind(kind)].append((start / unit.size, (end - start) / unit.size))
     for kind, of_kind in spans.items():
         colour, hatch, _ = KINDS[kind]
-        axes.broken_barh(
-            of_kind, (y - 0.38, 0.76), facecolor=colour, edgecolor=ink(), linewidth=0.4, hatch=hatch
-        )
+        axes.broken_barh(of_kind, (y - 0.38, 0.76), **bar_style(colour, hatch))
 
 
 def _draw_microbatches(

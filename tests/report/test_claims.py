@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,12 +34,6 @@ from tests.report.measured_runs import ended, state
 CLAIMS = [claim for approach in APPROACHES for claim in approach.claims]
 STUDIES = sorted({claim.study for claim in CLAIMS if claim.study})
 SERVER = ("strategy=parameter_server", "training.global_batch_size=24")
-
-
-@pytest.fixture
-def new(tmp_path: Path) -> Callable[[], Path]:
-    numbers = itertools.count()
-    return lambda: tmp_path / "runs" / f"{next(numbers):03}"
 
 
 def evidence(tmp_path: Path) -> dict[tuple[str, str], Evidence]:

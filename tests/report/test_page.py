@@ -92,6 +92,17 @@ def test_columns_are_sorted_by_their_buttons(ask: Ask) -> None:
     ]
 
 
+def test_a_column_of_numbers_without_raw_values_is_sorted_by_number(ask: Ask) -> None:
+    opened = ask(
+        "const cells = [...document.querySelectorAll("
+        "'#comparison tbody td:nth-child(2) .value')];"
+        "['10', '9', '100', '1'].forEach((text, index) => cells[index].textContent = text);"
+        + HEAD
+        + "head('state').querySelector('button').click(); return order();"
+    )
+    assert opened.answer == ["d", "b", "a", "c"]
+
+
 def test_sorting_is_for_the_keyboard_too(ask: Ask) -> None:
     opened = ask(
         HEAD + "const button = head('throughput').querySelector('button'); button.focus();"
@@ -108,13 +119,14 @@ def test_rows_are_filtered_by_name_and_state(ask: Ask) -> None:
         " return [rows.filter(row => row.getClientRects().length).map(named),"
         " document.querySelectorAll('#parts tbody tr:not([hidden])').length,"
         " document.getElementById('shown').textContent]; };"
-        "return [look('', ''), look('DATA 2', ''), look('pipeline data', ''), look('', 'completed'),"
-        " look('', '')];"
+        "return [look('', ''), look('DATA 2', ''), look('pipeline data', ''), look('layout', ''),"
+        " look('', 'completed'), look('', '')];"
     )
     assert opened.answer == [
         [["a", "b", "c", "d"], 3, "4 of 4 runs"],
         [["d"], 0, "1 of 4 runs"],
         [[], 0, "0 of 4 runs"],
+        [[], 0, "0 of 4 runs"],  # a title of a column, in no value
         [["a", "b", "c"], 3, "3 of 4 runs"],
         [["a", "b", "c", "d"], 3, "4 of 4 runs"],
     ]

@@ -27,6 +27,11 @@ from tests.report.test_tradeoffs import SIZES, timing
 
 PARTS = {"compute": 0.2, "communication": 0.03, "bubble": 0.1, "data": 0.001, "other": 0.01}
 
+MODULES = (  # which draw
+    plots, plots.scaling_curves, plots.memory_bars, plots.loss_curves, plots.timeline_drawing,
+    plots.latency_curves, plots.collective_plots,
+)  # fmt: skip
+
 
 @pytest.fixture
 def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, Figure]]:
@@ -41,10 +46,7 @@ def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[
                 figures[name].draw_without_rendering()
             return Plot(name, section, title, caption, "", "", b"")
 
-        for module in (
-            plots, plots.scaling_curves, plots.memory_bars, plots.loss_curves, plots.timeline_drawing,
-            plots.latency_curves, plots.collective_plots,
-        ):  # fmt: skip
+        for module in MODULES:
             monkeypatch.setattr(module, "plot", keep)
         found = gather([tmp_path]).rows
         plots.draw(found, series=scaling(found), predictions=predictions(found))
@@ -180,6 +182,31 @@ def test_there_is_a_panel_for_each_kind_of_work(tmp_path: Path, drawn: Drawn) ->
     assert [len(axes.lines) for axes in figures["loss"].axes] == [2, 2, 2]
 
 
+def test_a_caption_says_that_kinds_of_work_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plot has at most six panels."""
+    for layers in range(4, 11):
+        for nodes in (1, 2):
+            ended(
+                tmp_path / f"{layers}-{nodes}", "strategy=data", f"nodes={nodes}", f"model.layers={layers}",
+                step_parts_s=PARTS, rank_state_bytes=state(100, 100),
+            )  # fmt: skip
+        timing(tmp_path / f"{layers}-infer", "strategy=single", f"model.layers={layers}", sizes=SIZES)
+    for module in MODULES:  # captions need no drawing
+        monkeypatch.setattr(module, "plot", lambda *texts: Plot(*texts[:4], "", "", b""))
+    rows = gather([tmp_path]).rows
+    found = plots.draw(rows, series=scaling(rows), predictions=predictions(rows))
+    captions = {plot.name: plot.caption for plot in found}
+    ends = {
+        "strong_scaling": "6 of 7", "latency": "6 of 7", "step_parts": "12 of 14", "state": "12 of 14",
+        "loss": "12 of 14", "memory": "9 of 21",
+    }  # fmt: skip
+    assert {name: caption[-len(f"The first {ends[name]}.") :] for name, caption in captions.items()} == {
+        name: f"The first {end}." for name, end in ends.items()
+    }
+
+
 def test_the_validation_is_a_curve_of_its_own(tmp_path: Path, drawn: Drawn) -> None:
     validated(ended(tmp_path / "a", "strategy=data"), {1: 4.5, 4: 1.5})
     ended(tmp_path / "b", "strategy=fsdp")
@@ -286,9 +313,7 @@ def test_a_phone_gets_a_narrow_picture_with_the_same_texts(tmp_path: Path) -> No
         ended(tmp_path / f"{nodes}", "strategy=data", f"nodes={nodes}", samples_per_s=50 * nodes)
     found = gather([tmp_path]).rows
     drawn = plots.draw(found, series=scaling(found), predictions=[])
-    assert {plot.name for plot in drawn} == {"strong_scaling", "weak_scaling", "memory", "loss"} - {
-        "weak_scaling"
-    }
+    assert {plot.name for plot in drawn} == {"strong_scaling", "memory", "loss"}
     for plot in drawn:
         wide, narrow = (
             float(re.findall(r'width="([\d.]+)pt"', svg)[0]) for svg in (plot.svg, plot.narrow_svg)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -37,13 +36,6 @@ from hpc_parallel.report.tables import (
     unit_of,
 )
 from tests.report.measured_runs import BEGAN, ended, note, started, state, written
-
-
-@pytest.fixture
-def new(tmp_path: Path) -> Callable[[], Path]:
-    """Folders that are gathered in this order."""
-    numbers = itertools.count()
-    return lambda: tmp_path / "runs" / f"{next(numbers):03}"
 
 
 def rows(tmp_path: Path) -> list[Row]:

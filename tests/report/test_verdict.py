@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.report import page
 from hpc_parallel.report.gather import Gathered, Row, gather
 from hpc_parallel.report.page import render, table
 from hpc_parallel.report.spread import Spread, throughput_spread
@@ -21,12 +21,6 @@ from hpc_parallel.report.verdict import scope, verdicts
 from tests.report.measured_runs import ended, note, started, state
 
 DATA, PIPELINE = ("strategy=data", "nodes=2"), ("strategy=pipeline", "nodes=2")
-
-
-@pytest.fixture
-def new(tmp_path: Path) -> Callable[[], Path]:
-    numbers = itertools.count()
-    return lambda: tmp_path / "runs" / f"{next(numbers):03}"
 
 
 def rows(tmp_path: Path) -> Sequence[Row]:
@@ -126,6 +120,26 @@ def test_speeds_that_cannot_be_told_apart_have_no_star(tmp_path: Path, new: Call
     assert [cells[0].best for cells in comparison.cells] == [False, False, False, True]
 
 
+def test_runs_that_differ_in_keys_of_the_site_have_a_star(tmp_path: Path, new: Callable[[], Path]) -> None:
+    """The settings of a star are model, data, task, global batch, precision, optimizer and device."""
+    timed(ended(new(), *DATA, samples_per_s=40), 39, 40, 41)
+    site = ("cluster.hang_timeout_s=400", "preflight.act=off", "seed=1", "optimizer.learning_rate=0.01")
+    timed(ended(new(), *DATA, *site, samples_per_s=50), 49, 50, 51)
+    slower, faster = rows(tmp_path)
+    assert (slower.settings == faster.settings, scope(rows(tmp_path))) == (True, "")
+    assert [cells[0].best for cells in compare(rows(tmp_path)).cells] == [False, True]
+
+
+@pytest.mark.parametrize("word", ["seed=1", "optimizer.learning_rate=0.01"])
+def test_losses_of_runs_with_another_start_or_rate_are_not_compared(
+    tmp_path: Path, new: Callable[[], Path], word: str
+) -> None:
+    for words in ((), ("cluster.hang_timeout_s=400",), (word,)):
+        ended(new(), *DATA, *words)
+    usual, site, other = rows(tmp_path)
+    assert usual.loss_settings == site.loss_settings != other.loss_settings
+
+
 def test_a_cpu_is_judged_by_the_state_that_is_counted(tmp_path: Path, new: Callable[[], Path]) -> None:
     """The peak of a process includes the interpreter; without counted states it says so."""
     for words, memory, states in ((DATA, 100, state(800, 800)), (PIPELINE, 900, state(400, 600))):
@@ -206,6 +220,24 @@ def test_every_form_of_the_report_has_verdict_and_spread(tmp_path: Path, new: Ca
     lines = csv.DictReader(io.StringIO(table(gathered, scaling(gathered.rows))))
     keys = ("samples_per_s_low", "samples_per_s_high", "timed_steps")
     assert [[values[key] for key in keys] for values in lines] == [["38", "44", "15"], ["", "", "5"]]
+
+
+def test_what_is_not_measured_has_a_title_only_if_there_is_any(
+    tmp_path: Path, new: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended(new(), *DATA)
+    gathered = gather([tmp_path / "runs"])
+    monkeypatch.setattr(page, "_plots", lambda rows, **_: [])
+    claim = page._open(page.judged(page.Runs(gathered.rows, [])))[0]
+    for claims, text in (([], None), ([claim], "1 claim about"), ([claim] * 2, "2 claims about")):
+        monkeypatch.setattr(page, "_open", lambda _, claims=claims: claims)
+        report = render(gathered)
+        assert ('id="open-claims"' in report.html, "Common claims" in report.markdown) == (bool(claims),) * 2
+        assert text is None or text in report.html
+    monkeypatch.setattr(page, "_open", lambda _: [])
+    monkeypatch.setattr(page, "_unmeasured", lambda drawn: [])
+    report = render(gathered)
+    assert ("<h2>Not measured" in report.html, "## Not measured" in report.markdown) == (False, False)
 
 
 def test_a_name_in_the_verdict_is_text(tmp_path: Path, new: Callable[[], Path]) -> None:

@@ -272,8 +272,20 @@ def test_results_stay_in_the_scroll_back(folder: RunFolder) -> None:
     assert "step 10/600  loss 2.99" not in lasting
 
 
-@pytest.mark.parametrize("columns", [40, 80, 120])
-def test_a_terminal_gets_as_much_as_it_has_room_for(folder: RunFolder, columns: int) -> None:
+WHOLE = "step 20/600  loss 2.98  validation loss 5.5  accuracy 0.125  1520 samples/s"
+
+
+@pytest.mark.parametrize(
+    ("columns", "lasting", "beside_bar"),
+    [
+        (40, "step 20/600  validation loss 5.5", "step 20/600  loss 2.98"),
+        (80, WHOLE, "step 20/600  loss 2.98  validation loss 5.5"),
+        (120, WHOLE, WHOLE),
+    ],
+)
+def test_a_terminal_gets_as_much_as_it_has_room_for(
+    folder: RunFolder, columns: int, lasting: str, beside_bar: str
+) -> None:
     following, shown = follower(folder, terminal=True, columns=columns)
     add(folder, line(20, validation_loss=5.5, validation_accuracy=0.125, samples_per_s=1520.4))
     following.poll()
@@ -283,11 +295,9 @@ def test_a_terminal_gets_as_much_as_it_has_room_for(folder: RunFolder, columns: 
     drawn = [part.rstrip() for text in plain(shown).split("\n") for part in text.split("\r")]
     assert max(map(len, drawn)) <= columns
     assert ("━" in plain(shown)) == (columns >= 60)
-    assert any("step 20/600  loss 2.98" in text for text in drawn)
-    assert any(
-        "step 20/600  validation loss 5.5" in text or "loss 2.98  validation" in text for text in drawn
-    )
-    assert any("1520 samples/s" in text for text in drawn) == (columns >= 80)
+    assert drawn[0] == lasting
+    newest = next(text for text in reversed(drawn) if text)
+    assert newest.lstrip("━╸ ").removesuffix(" -:--:--") == beside_bar
 
 
 @pytest.mark.parametrize(
@@ -369,6 +379,19 @@ def test_measured_rows_are_shown_as_they_come(folder: RunFolder) -> None:
     following.poll()
     assert "all_reduce        1.0 MiB     621.7 us  float32     1.000 GB/s  world\n" in plain(shown)
     assert "7/183 measured  at most 42 s left" in plain(shown)
+
+
+@pytest.mark.parametrize("cells", [[], "x", None, {}, 3])
+def test_a_measured_row_of_others_without_cells_is_a_line_of_progress(
+    folder: RunFolder, cells: object
+) -> None:
+    following, shown = follower(folder, terminal=True)
+    add(folder, json.dumps({"step": 1, "steps": 183, "measured": cells}) + "\n")
+    following.poll()
+    assert following._bar is not None
+    following._bar.stop()
+    assert "step 1/600" in plain(shown)
+    assert fitting([], columns=80) == ""
 
 
 def test_a_killed_measurement_shows_the_rows_that_are_done(folder: RunFolder) -> None:

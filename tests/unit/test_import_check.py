@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hpc_parallel.launch import import_check
-from hpc_parallel.launch.import_check import IMPORT, ImportCheck
+from hpc_parallel.launch.import_check import IMPORT, ImportCheck, check_models
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.run import main as run
 from hpc_parallel.user_code import described, failure_of
@@ -58,7 +58,7 @@ def test_the_users_error_comes_first(here: Path, source: str, name: str, message
 
 def test_a_value_is_no_class(here: Path) -> None:
     (here / "seven.py").write_text("M = 3\n")
-    assert failure_of("data", {"_target_": "seven.M"}) == "seven.M (data) is no class or function."
+    assert failure_of("data", {"_target_": "seven.M"}) == "seven.M (data) is not a class or a function."
 
 
 def test_a_class_that_can_be_called_has_no_problem(here: Path) -> None:
@@ -87,6 +87,16 @@ def test_it_is_refused_before_a_submission(here: Path) -> None:
     assert switched_off.notes == []
     (note,) = prepared(*SCRIPT, "model._target_=broken.M", "launcher.setup=[true]").notes
     assert note == "not imported here, because launcher.setup changes the environment: broken.M"
+
+
+def test_a_missing_interface_hides_no_broken_class(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "cracked.py").write_text("class M(Modul): ...\n")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
+    with pytest.raises(ConfigError) as caught:
+        prepared("launcher=local", "launcher.snapshot=false", "model._target_=cracked.M")
+    interface, import_error = caught.value.problems
+    assert str(interface).startswith("GLOO_SOCKET_IFNAME=eth77: this machine has no network interface eth77")
+    assert str(import_error).startswith("NameError: name 'Modul' is not defined (cracked.py:1)")
 
 
 def test_this_packages_classes_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +133,19 @@ def test_a_model_that_the_layout_can_not_split_is_refused_before_a_submission(
     assert "strategy.pipeline = 2 stages are more than the model's 1 blocks" in message
     assert "strategy.context = 2 can't be used: Bigram has no CausalAttention" in message
     assert run([*SCRIPT, "model._target_=small.Bigram", "dry_run=true"]) == 0
+
+
+def test_a_table_of_local_layouts_is_built_by_this_python(here: Path) -> None:
+    """A local run ignores the modules of the site, and the Python of a job."""
+    (here / "little.py").write_text(BIGRAM)
+    words = ("strategy=context", "strategy.pipeline=2", "nodes=4", "cluster.modules=[cuda]")
+    run = prepared("launcher=local", "launcher.snapshot=false", "model._target_=little.Bigram", *words)
+    run.config.launcher.python = f"{here}/python"
+    ((first, *_),) = check_models([(run.config, run.values)])
+    assert "strategy.pipeline = 2 stages are more than the model's 1 blocks" in first
+    run.config.resume = "runs/others"
+    assert check_models([(run.config, run.values)]) == [[]]
+    assert check_models([]) == []
 
 
 OWN = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import random
 import string
 from pathlib import Path
@@ -11,8 +12,11 @@ import pytest
 
 from hpc_parallel import __version__
 from hpc_parallel.commands.run import main
+from hpc_parallel.config import conda, ones_own
+from hpc_parallel.config.checks.targets import missing_part
 from hpc_parallel.config.compose import flat
 from hpc_parallel.config.key_suggestions import SYNONYMS, edits, suggest
+from hpc_parallel.config.quantities import same_quantity
 from tests.composed import composed
 
 LINES = {
@@ -174,3 +178,44 @@ def test_a_run_from_a_folder_below_names_the_one_above(
     monkeypatch.chdir(tmp_path / "results")
     assert main(["model._target_=mine.Net", "launcher=script"]) == 2
     assert f"PYTHONPATH={tmp_path}." in capsys.readouterr().err
+
+
+def test_a_closed_folder_of_another_user_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root can look into every folder, so the test answers for the file system."""
+    for folder in ("open", "closed"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "open" / "shy.py").write_text("class Net: ...\n")
+    monkeypatch.chdir(tmp_path)
+    stat = Path.stat
+
+    def guarded(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        if "closed" in path.absolute().parent.parts:
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(Path, "stat", guarded)
+    rule, _ = missing_part("shy.Net") or ("", ())
+    assert f"but in {tmp_path}/open" in rule
+    assert conda.named({"CONDA_ENVS_PATH": str(tmp_path), "HOME": str(tmp_path), "PATH": ""}) == {}
+    assert conda.find_environment("closed/torch", variables={"PATH": ""}) is None
+    assert ones_own.of_ones_own("model", "mine") is None
+    assert ones_own.of_ones_own("data", "closed/notes") is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "number"),
+    [
+        ("cluster.start_timeout_s", "500msec", 0.5),
+        ("cluster.start_timeout_s", "90 sec", 90.0),
+        ("cluster.start_timeout_s", "2minutes", 120.0),
+        ("launcher.time_minutes", "2hr", 120.0),
+        ("launcher.time_minutes", "1day", 1440.0),
+        ("launcher.time_minutes", "2months", None),
+        ("cluster.start_timeout_s", "3standard", None),
+        ("cluster.start_timeout_s", "3us", None),
+    ],
+)
+def test_only_units_of_time_that_are_known_are_converted(key: str, value: str, number: float | None) -> None:
+    assert same_quantity(key, value) == number

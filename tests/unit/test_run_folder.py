@@ -112,6 +112,15 @@ def test_files_set_aside_can_still_be_read(tmp_path: Path) -> None:
     assert [path.name for path in folder.path.glob("code*")] == ["code-1"]
 
 
+def test_a_folder_named_phase_stops_no_new_start(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    folder.phase.mkdir()
+    folder.config.write_text("a: 1\n")
+    folder.set_aside()
+    assert (tmp_path / "run/config-1.yaml").read_text() == "a: 1\n"
+
+
 def test_files_set_aside_are_put_back(tmp_path: Path) -> None:
     """Twice: of a third start that came to nothing no trace is left, and the first stays under its number."""
     folder = RunFolder(tmp_path / "run")

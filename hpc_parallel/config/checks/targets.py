@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_parallel.problems import nearest, spell
-from hpc_parallel.record.safe_read import is_real_folder, list_folder
+from hpc_parallel.record.safe_read import is_file, is_real_folder, list_folder
 
 
 def class_tables(key: str, table: Any) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -75,7 +75,7 @@ def _folder_of(module: str) -> Path | None:
     near = [*_folders_in(current), *_folders_in(current.parent)]
     for folder in (*current.parents, *near):
         for file in (folder / f"{module}.py", folder / module / "__init__.py"):
-            if file.is_file() and file.stat().st_uid == os.geteuid():
+            if is_file(file) and file.stat().st_uid == os.geteuid():
                 return folder
     return None
 
