@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from hpc_parallel.config.counts import count
 from hpc_parallel.config.layout import Layout
-from hpc_parallel.config.model_bytes import GIB, least_bytes, parameters
+from hpc_parallel.config.model_bytes import GIB, LOSS_CHUNK_BYTES, least_bytes, parameters
 from hpc_parallel.config.schema import RunConfig
 
 USABLE = 0.85  # of a device's memory; the rest is for the driver, NCCL and gaps of the allocator
-CHUNK_BYTES = 3 * 2**29  # logits of a chunk, and two copies (strategies/chunked_loss.py)
 HALF = ("bfloat16", "float16")
 
 
@@ -21,7 +20,8 @@ def fitting_samples(config: RunConfig, layout: Layout) -> int | None:
     held = least_bytes(config, layout)
     if memory_gb is None or sample is None or held is None:
         return None
-    free = USABLE * memory_gb * GIB - held - _working_copies(config, layout) - CHUNK_BYTES
+    free = USABLE * memory_gb * GIB - held - _working_copies(config, layout)
+    free -= 3 * LOSS_CHUNK_BYTES["cuda"]  # the logits of a chunk, and two copies
     return max(1, int(free // sample))
 
 

@@ -7,6 +7,8 @@ from hpc_parallel.config.layout import SPMD, Layout
 from hpc_parallel.config.schema import RunConfig
 
 GIB = 2**30
+LOSS_CHUNK_BYTES = {"cpu": 2**29, "cuda": 2**31}
+"""Of the float32 logits that strategies/chunked_loss.py has at a time, by device type."""
 STATES = {"adamw": 2}  # tensors of the optimizer as large as the weights; other optimizers count as 0
 SPLITTING = ("pipeline", "shard", "expert", "tensor")  # axes that give each device a part of the weights
 

@@ -6,12 +6,12 @@ import math
 
 from hpc_parallel.config.holdings import Holding
 from hpc_parallel.config.layout import PARAMETER_SERVER, SPMD
+from hpc_parallel.config.model_bytes import LOSS_CHUNK_BYTES
 from hpc_parallel.config.model_weights import HEAD, STEM, Weight
 from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.planning.activations import HALF, casts_once, chunks_loss, types_of
 from hpc_parallel.planning.planned_state import Division
 
-CHUNK_BYTES = 2**29  # of the logits of a chunk in float32 (strategies/chunked_loss.py)
 MB = 2**20
 
 
@@ -68,7 +68,8 @@ def loss_buffers(division: Division, *, samples: int, sample_shape: tuple[int, .
         columns = rows if config.strategy.loss_parallel else vocabulary
         half = types.product if types.product < types.precise else 0
         return tokens * columns * (2 * types.precise + half)
-    chunks = max(1, -(-tokens * rows * 4 // CHUNK_BYTES))
+    chunk = LOSS_CHUNK_BYTES["cpu" if config.device == "cpu" else "cuda"]
+    chunks = max(1, -(-tokens * rows * 4 // chunk))
     return (-(-tokens // chunks) * rows + rows * dim) * 2 * types.precise
 
 

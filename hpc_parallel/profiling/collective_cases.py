@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpc_parallel.strategies.groups import backend_of
+
 EXACT_INTEGERS = {torch.float32: 2**24, torch.bfloat16: 2**8}  # up to here each integer has its own value
 LATE_S = 0.1  # by which one rank comes late to the barrier that is checked
 MOST_VALUES = 251  # a prime: the period of a pattern does not fit the powers of two of chunks
@@ -217,7 +219,7 @@ def send_recv(group: Group, patterns: Patterns, count: int) -> Case:
 
 def barrier(group: Group, patterns: Patterns, count: int) -> Case:
     """No rank leaves before every rank has come."""
-    devices = [torch.cuda.current_device()] if dist.get_backend(group.process_group) == "nccl" else None
+    devices = [torch.cuda.current_device()] if backend_of("cuda", group.process_group) == "nccl" else None
 
     def run() -> None:
         dist.barrier(group=group.process_group, device_ids=devices)

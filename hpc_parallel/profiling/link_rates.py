@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hpc_parallel.profiling.links import Pair, slow_hosts, slow_pairs
 from hpc_parallel.strategies import exchange
+from hpc_parallel.strategies.groups import backend_of
 
 MOST_TRIES = 3  # of all links, while one seems slow
 REPEATS = 3
@@ -34,8 +35,8 @@ def link_rates(
     is_late: whether the rest is left out, a collective call.
     """
     rank = dist.get_rank()
-    by_gloo = f"{device.type}:gloo" in dist.get_backend_config().split(",")
-    device = torch.device("cpu") if by_gloo else device  # gloo sends from host memory only
+    if backend_of(device.type) == "gloo":
+        device = torch.device("cpu")  # gloo sends from host memory only
     send, receive = (torch.ones(size_bytes // 4, device=device) for _ in range(2))
     best: dict[Pair, float] = {}
     for _ in range(MOST_TRIES):

@@ -21,6 +21,8 @@ from hpc_parallel.strategies.partial_attention import attend, attend_backward
 
 FLASH_CAPABILITY = (8, 0)  # Ampere; torch's own rule
 FLASH_HEAD_DIM = 256  # the widest of torch's flash kernels
+CUDNN_CAPABILITY = (9, 0)  # Hopper, from which on torch prefers cuDNN's attention
+CUDNN_HEAD_DIM = 128  # the widest of its kernels that all versions have
 ALIGNMENT_BYTES = 16  # of a row of a head, for the memory-efficient kernel
 LSE_UNIT = 32  # that kernel's backward pass reads `lse` in rows of this many queries
 
@@ -105,6 +107,7 @@ class Strips:
         return grad_query.flatten(1, 2), grad_kv
 
 
+CUDNN = Fused(torch_internals.cudnn_forward, torch_internals.cudnn_backward, grouped=True)
 FLASH = Fused(torch_internals.flash_forward, torch_internals.flash_backward, grouped=True)
 EFFICIENT = Fused(
     torch_internals.efficient_forward, torch_internals.efficient_backward, grouped=False, lse_unit=LSE_UNIT
@@ -131,7 +134,11 @@ def kernel_for(query: Tensor) -> Kernel:
 def cuda_kernel(dtype: torch.dtype, *, head_dim: int, capability: tuple[int, int]) -> Kernel:
     """The kernel of an NVIDIA GPU."""
     half = dtype in (torch.bfloat16, torch.float16)
-    if half and head_dim % 8 == 0 and head_dim <= FLASH_HEAD_DIM and capability >= FLASH_CAPABILITY:
+    half &= head_dim % 8 == 0
+    ordered = torch.are_deterministic_algorithms_enabled()  # cuDNN's backward pass adds in any order
+    if half and not ordered and head_dim <= CUDNN_HEAD_DIM and capability >= CUDNN_CAPABILITY:
+        return CUDNN
+    if half and head_dim <= FLASH_HEAD_DIM and capability >= FLASH_CAPABILITY:
         return FLASH
     bfloat16_fits = dtype is not torch.bfloat16 or capability >= FLASH_CAPABILITY
     aligned = head_dim * dtype.itemsize % ALIGNMENT_BYTES == 0

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hpc_parallel.models.attention import (
     Attention,
@@ -25,6 +26,9 @@ from hpc_parallel.models.positions import Positions
 from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.strategies.local_positions import find_local_positions
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward, replace_modules
+
+OF_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""cuDNN plans its kernel anew for each number of keys: 37 ms for each token of 12 layers on an H200."""
 
 
 def find_problems(model: LayeredModel) -> Problems:
@@ -139,7 +143,9 @@ class CachedAttention(CausalAttention):
         if bias is None and key_mask is None:
             if start == 0:
                 return super().forward(query, key, value)
-            return attend(query, self.keys[:, :, :end], self.values[:, :, :end], causal=False)
+            with sdpa_kernel(OF_ANY_LENGTH):
+                return attend(query, self.keys[:, :, :end], self.values[:, :, :end], causal=False)
         indices = self.positions(query.shape[2], device=query.device), torch.arange(end, device=query.device)
         score_bias = build_score_bias(query, indices, causal=True, bias=bias, key_mask=key_mask)
-        return attend_with(score_bias, query, self.keys[:, :, :end], self.values[:, :, :end])
+        with sdpa_kernel(OF_ANY_LENGTH):
+            return attend_with(score_bias, query, self.keys[:, :, :end], self.values[:, :, :end])

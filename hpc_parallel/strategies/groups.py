@@ -37,6 +37,12 @@ class Groups:
     saving: dist.ProcessGroup | None = None
 
 
+def backend_of(device_type: str, group: dist.ProcessGroup | None = None) -> str:
+    """What carries the tensors of a device type: torch keeps `cpu:gloo,cuda:nccl` for a group of both."""
+    pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    return dict(pairs)[device_type]
+
+
 def make_groups(config: RunConfig, layout: Layout, *, device_type: str, saves: bool = True) -> Groups:
     """Make the groups that `config` needs. All ranks of the default process group must call it together.
 

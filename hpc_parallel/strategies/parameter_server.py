@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from hpc_parallel import torch_internals
 from hpc_parallel.config.schema import StrategyConfig
+from hpc_parallel.strategies.groups import backend_of
 from hpc_parallel.strategies.ranges import marked
 
 SERVER = 0
@@ -43,8 +44,7 @@ class ParameterServer:
         self._finds_unused = finds_unused
         self._buckets = buckets(parameters, max_bytes=int(options.bucket_mb * 2**20))
         # gloo sends from host memory only, even as the backend of GPUs
-        by_gloo = f"{device.type}:gloo" in dist.get_backend_config().split(",")
-        self._message_device = torch.device("cpu") if by_gloo else device
+        self._message_device = torch.device("cpu") if backend_of(device.type) == "gloo" else device
 
     def collect(self) -> None:
         """Put the mean of the workers' gradients into the server's `.grad` and free the workers' own."""

@@ -42,6 +42,7 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.strategies.exchange import all_gather, all_gather_numbers
+from hpc_parallel.strategies.groups import backend_of
 from hpc_parallel.strategies.mesh import axis_of, build_host_mesh, build_mesh
 from hpc_parallel.training.writers import FileWriter
 from hpc_parallel.worker.collectives_plan import BATCHES, ROW_S, Cell, Plan
@@ -139,7 +140,7 @@ def write_results(
         pairs = zip(rows, comparison.predicted_s, strict=True)
         rows = [{**row, "predicted_s": time_s} for row, time_s in pairs]
     content = {
-        "device": device.type, "backend": dist.get_backend(), "sum": first, "rows": rows,
+        "device": device.type, "backend": backend_of(device.type), "sum": first, "rows": rows,
         "left_out": plan.left_out, "warnings": comparison.warnings,
     }  # fmt: skip
     write_json(folder.collectives, content)

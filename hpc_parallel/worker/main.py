@@ -149,10 +149,11 @@ def prepare_device(config: RunConfig, world: World) -> torch.device:
         devices=config.gpus_per_node // per_node,
     )
     device = torch.device(name)
-    if fabric.shares_device(name, world=world, visible=torch.cuda.device_count()) and sends(config):
+    shared = fabric.shares_device(name, world=world, visible=torch.cuda.device_count())
+    if shared and (clause := beyond_shared_gpu(config)):
         raise fabric.DeviceError(
-            f"strategy={config.strategy.name} sends from rank to rank, which gloo can't do for ranks that "
-            "share a GPU. Try device=cpu, or as many GPUs as ranks."
+            f"strategy={config.strategy.name} {clause}, which gloo can't do for ranks that share a GPU. "
+            "Try device=cpu, or as many GPUs as ranks."
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -166,12 +167,18 @@ def prepare_device(config: RunConfig, world: World) -> torch.device:
     return device
 
 
-def sends(config: RunConfig) -> bool:
-    """Whether ranks use send and receive besides collectives."""
+def beyond_shared_gpu(config: RunConfig) -> str | None:
+    """What the strategy does that gloo can't do with tensors on a GPU: it sums and broadcasts them only.
+
+    It refuses to send them, and ends the process (SIGSEGV, torch 2.11) where it should gather or scatter.
+    """
     strategy = config.strategy
     layout = layout_of(strategy, devices=config.devices)
     ring = layout.context > 1 and strategy.context_attention == "ring"
-    return layout.pipeline > 1 or ring  # a parameter server sends through the host
+    if layout.pipeline > 1 or ring:  # a parameter server sends through the host
+        return "sends from rank to rank"
+    gathers = layout.by_fully_shard or layout.tensor > 1 or layout.expert > 1
+    return "gathers and scatters tensors" if gathers else None
 
 
 def join(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from hpc_parallel.strategies import chunked_loss
+from hpc_parallel.config.model_bytes import LOSS_CHUNK_BYTES
 from hpc_parallel.strategies.chunked_loss import ChunkedCrossEntropy, Rows
 from tests.parity import COMMON, assert_follows, in_full
 from tests.workers import Workers
@@ -30,11 +32,8 @@ def by_rows() -> tuple[Tensor, Tensor, Tensor]:
     hidden, weight, target = operands()
     rows = Rows.of(weight, axis=axis)
     local = weight.detach()[rows.first : rows.first + rows.count].requires_grad_()
-    chunked_loss.CHUNK_BYTES, before = 10 * rows.count * 4, chunked_loss.CHUNK_BYTES
-    try:
+    with patch.dict(LOSS_CHUNK_BYTES, cpu=10 * rows.count * 4):
         loss = ChunkedCrossEntropy.apply(hidden, local, target, torch.float64, rows)
-    finally:
-        chunked_loss.CHUNK_BYTES = before
     grad_hidden, grad_weight = torch.autograd.grad(0.3 * loss, (hidden, local))
     return loss.detach(), rows.reduce(grad_hidden), grad_weight
 

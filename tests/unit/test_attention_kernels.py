@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hpc_parallel.strategies.attention_kernels import (
     CPU_FLASH,
+    CUDNN,
     EFFICIENT,
     FLASH,
     STRIPS,
@@ -64,7 +65,9 @@ def test_parts_of_the_keys_merge_to_the_formula(name: str, dtype: torch.dtype) -
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "capability", "kernel"),
     [
-        (torch.bfloat16, 128, (9, 0), FLASH),
+        (torch.bfloat16, 128, (9, 0), CUDNN),
+        (torch.bfloat16, 192, (9, 0), FLASH),
+        (torch.bfloat16, 128, (8, 9), FLASH),
         (torch.float16, 256, (8, 0), FLASH),
         (torch.float16, 64, (7, 5), EFFICIENT),
         (torch.bfloat16, 64, (7, 5), STRIPS),
@@ -81,7 +84,17 @@ def test_each_type_gets_a_kernel_that_takes_it(
     assert cuda_kernel(dtype, head_dim=head_dim, capability=capability) is kernel
 
 
-@pytest.mark.parametrize(("kernel", "dtype"), [(FLASH, torch.bfloat16), (EFFICIENT, torch.float32)])
+def test_deterministic_runs_leave_out_the_kernel_whose_sums_have_no_order() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert cuda_kernel(torch.bfloat16, head_dim=128, capability=(9, 0)) is FLASH
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype"), [(CUDNN, torch.bfloat16), (FLASH, torch.bfloat16), (EFFICIENT, torch.float32)]
+)
 def test_operators_of_gpus_accept_the_arguments(kernel: Kernel, dtype: torch.dtype) -> None:
     """On tensors without memory: torch checks the schema and gives the shapes."""
     query = torch.empty(2, 6, 40, 8, dtype=dtype, device="meta")

@@ -35,7 +35,7 @@ def plain(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tenso
 def test_loss_and_gradients_equal_those_of_whole_logits(
     monkeypatch: pytest.MonkeyPatch, chunk_tokens: int
 ) -> None:
-    monkeypatch.setattr(chunked_loss, "CHUNK_BYTES", chunk_tokens * VOCABULARY * 4)
+    monkeypatch.setitem(chunked_loss.LOSS_CHUNK_BYTES, "cpu", chunk_tokens * VOCABULARY * 4)
     hidden, weight, target = drawn()
     loss = ChunkedCrossEntropy.apply(hidden, weight, target, torch.float64, None)
     gradients = torch.autograd.grad(0.3 * loss, (hidden, weight))
@@ -44,12 +44,12 @@ def test_loss_and_gradients_equal_those_of_whole_logits(
 
 
 def test_no_logits_of_more_tokens_than_a_chunk_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_loss, "CHUNK_BYTES", 10 * VOCABULARY * 4)
+    monkeypatch.setitem(chunked_loss.LOSS_CHUNK_BYTES, "cpu", 10 * VOCABULARY * 4)
     tokens: list[int] = []
 
-    def noting(logits: Tensor, rows: Any) -> Tensor:
+    def noting(logits: Tensor, rows: Any, *, dtype: torch.dtype) -> Tensor:
         tokens.append(len(logits))
-        return log_probabilities(logits, rows)
+        return log_probabilities(logits, rows, dtype=dtype)
 
     monkeypatch.setattr(chunked_loss, "log_probabilities", noting)
     cross_entropy(*drawn(), torch.float64, None, needs=(True, True))

@@ -28,7 +28,7 @@ def run(findings: Findings) -> None:
         *setting.model_words(), "strategy=single", f"training.steps={STEPS}",
         f"training.checkpoint_every={EVERY}",
         "training.global_batch_size=4", f"data.sequence_length={sequence}", "training.validate_every=null",
-        "training.measure_steps=0", "data.max_bytes=1000000",
+        "training.measure_steps=0", "data.max_bytes=4000000",
     )  # fmt: skip
     with counted(calls), tempfile.TemporaryFile("w+") as errors, redirected(errors):
         folder = setting.trained(*words, marks=marks)

@@ -59,7 +59,7 @@ def profiled(step: Callable[[], object]) -> dict[str, Any]:
         setting.wait()
     averages = recorded.key_averages()
     key = "self_device_time_total" if setting.on_gpu() else "self_cpu_time_total"
-    kernels = [event for event in averages if not setting.on_gpu() or event.device_type.name == "CUDA"]
+    kernels = [event for event in averages if not setting.on_gpu() or is_kernel(event)]
     total_us = sum(getattr(event, key) for event in kernels) or 1.0
     top = sorted(kernels, key=lambda event: -getattr(event, key))[:TOP]
     rotary = [event for event in averages if event.key == "rotary" and event.device_type.name == "CPU"]
@@ -71,6 +71,11 @@ def profiled(step: Callable[[], object]) -> dict[str, Any]:
         "backward_kernels": len(launched_in_backward(recorded)),
         "gradient_copies": copies(averages),
     }
+
+
+def is_kernel(event: Any) -> bool:
+    """Not a range of the user, which covers kernels and is listed beside them."""
+    return event.device_type.name == "CUDA" and not event.is_user_annotation
 
 
 def launched_in_backward(recorded: Any) -> list[str]:

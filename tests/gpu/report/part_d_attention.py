@@ -68,6 +68,6 @@ def ring_slice(seq: int, width: int) -> dict[str, Any]:
     q, k, v = (x.detach().clone().requires_grad_() for x in (query, key, value))
     fused_s = setting.seconds(lambda: attend(q, k, v).backward(grad), repeats=5)
     slice_s = setting.seconds(slice_of_ring, repeats=5)
-    names = ("FLASH", "EFFICIENT", "CPU_FLASH", "STRIPS")
+    names = ("CUDNN", "FLASH", "EFFICIENT", "CPU_FLASH", "STRIPS")
     (chosen,) = [name for name in names if getattr(attention_kernels, name) is kernel]
     return {"kernel": chosen, "fused_s": fused_s, "slice_s": slice_s, "ratio": slice_s / fused_s}

@@ -7,16 +7,7 @@ from typing import Any
 
 import torch
 
-from hpc_parallel.config.batch_plan import batch_of
-from hpc_parallel.config.compose import resolve
-from hpc_parallel.config.layout import layout_of
-from hpc_parallel.strategies.assemble import assemble
-from hpc_parallel.strategies.groups import make_groups
-from hpc_parallel.strategies.whole_model import build_model
 from hpc_parallel.training.metrics import peak_memory_bytes
-from hpc_parallel.training.optimizer import build_optimizer
-from hpc_parallel.training.step import build_step
-from tests.composed import composed
 from tests.gpu.report import setting
 from tests.gpu.report.findings import Findings
 
@@ -25,7 +16,6 @@ RANKS, STEPS = 32, 4
 
 
 def run(findings: Findings) -> None:
-    setting.join(ranks=RANKS)
     for model in ("8b", "70b"):
         findings.add(**{model: large(model)})
         if setting.on_gpu():
@@ -39,35 +29,21 @@ def large(model: str) -> dict[str, Any]:
     """
     seq = setting.sized(512, 16)
     small = setting.sized((), tuple(setting.model_words()))
-    words = (
+    built = setting.one_of_many(
         "strategy=fsdp", f"nodes={RANKS // 8}", "gpus_per_node=8", f"model={model}", *small,
         "training.precision=bfloat16", "training.activation_checkpointing=full",
-        f"data.sequence_length={seq}",
-        f"training.global_batch_size={RANKS}", "launcher=local", f"device={setting.device().type}",
+        f"data.sequence_length={seq}", f"training.global_batch_size={RANKS}",
     )  # fmt: skip
-    config = resolve(composed(*words))[0]
-    layout = layout_of(config.strategy, devices=config.devices)
-    groups = make_groups(config, layout, device_type=setting.device().type)
-    began = time.perf_counter()
-    assembled = assemble(
-        build_model(config), config=config, batch=batch_of(config, layout), sample_shape=(seq,),
-        groups=groups, device=setting.device(),
-    )  # fmt: skip
-    setting.wait()
-    materialise_s = time.perf_counter() - began
-    optimizer = build_optimizer(assembled.named_parameters(), config.optimizer, split=True)
-    step = build_step(assembled, optimizer=optimizer, clip_norm=1.0)
-    tokens = torch.randint(256, (1, seq), device=setting.device())
     host_s, step_s = [], []
     for _ in range(STEPS):
         setting.wait()
         began = time.perf_counter()
-        step.run(tokens, tokens)
+        built.step()
         host_s.append(time.perf_counter() - began)
         setting.wait()
         step_s.append(time.perf_counter() - began)
     return {
-        "materialise_s": materialise_s,
+        "materialise_s": built.materialise_s,
         "peak_bytes": peak_memory_bytes(setting.device()),
         "host_step_s": min(host_s),
         "step_s": min(step_s),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hpc_parallel.config.schema import StrategyConfig
+from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.strategies import tensor
 from tests.gpu.report import setting
 from tests.gpu.report.findings import Findings
@@ -15,17 +16,20 @@ TITLE, LIMIT_S = "tensor on one rank against plain", 25.0
 def run(findings: Findings) -> None:
     setting.join()
     inputs, targets = setting.batch()
-    model = setting.build()
+    setting.compile_quickly()
+    for compiled in (False, True):
+        losses, seconds = {}, {}
+        for name, model in {"plain": setting.build(), "tensor": split()}.items():
+            step = setting.step_of("plain", model=model, microbatches=1, chunked=False, compiled=compiled)
+            losses[name] = full(step(inputs, targets))
+            seconds[name] = setting.seconds(lambda step=step: step(inputs, targets))
+        figures = {"losses": losses, "step_s": seconds, "ratio": seconds["tensor"] / seconds["plain"]}
+        findings.add(**{"compiled" if compiled else "eager": figures})
+
+
+def split() -> LayeredModel:
     options = StrategyConfig(name="tensor", loss_parallel=False)
-    tensor.apply(model, axis=setting.mesh_of("tensor"), options=options)
-    losses, seconds = {}, {}
-    for name, step in {
-        "plain": setting.step_of("plain", microbatches=1, chunked=False),
-        "tensor": setting.step_of("plain", model=model, microbatches=1, chunked=False),
-    }.items():
-        losses[name] = full(step(inputs, targets))
-        seconds[name] = setting.seconds(lambda step=step: step(inputs, targets))
-    findings.add(losses=losses, step_s=seconds, ratio=seconds["tensor"] / seconds["plain"])
+    return tensor.apply(setting.build(), axis=setting.mesh_of("tensor"), options=options)
 
 
 def full(loss: torch.Tensor) -> float:

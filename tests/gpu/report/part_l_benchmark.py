@@ -28,23 +28,23 @@ SHAPES = {"1b": ONE_B, "8b width": LARGE}
 COMPILED = ("training.precision=bfloat16", "training.compile=true")
 TENSORWISE = (*COMPILED, "training.fp8=tensorwise")
 PLAIN = "plain"
-# In the order of their worth, since time may end: shape, tokens of a sequence, what, words of ours.
-CASES: Sequence[tuple[str, int, str, tuple[str, ...]]] = (
-    ("1b", 2048, "bf16, compiled", COMPILED),
-    ("1b", 2048, "plain compiled loop", (PLAIN,)),
-    ("8b width", 2048, "bf16, compiled", COMPILED),
-    ("8b width", 2048, "fp8 tensorwise", TENSORWISE),
-    ("8b width", 2048, "plain compiled loop", (PLAIN,)),
-    ("1b", 8192, "bf16, compiled", COMPILED),
-    ("1b", 2048, "without compile", ("training.precision=bfloat16",)),
-    ("1b", 2048, "whole logits", (*COMPILED, "training.chunked_loss=false")),
-    ("1b", 2048, "selective checkpointing", (*COMPILED, "training.activation_checkpointing=selective")),
-    ("1b", 2048, "speed=max", (*COMPILED, "training.speed=max")),
-    ("1b", 2048, "fp8 tensorwise", TENSORWISE),
-    ("1b", 2048, "fp8 rowwise", (*COMPILED, "training.fp8=rowwise")),
-    ("8b width", 8192, "bf16, compiled", COMPILED),
+# In the order of their worth, since time may end: shape, samples, tokens of a sample, what, words of ours.
+CASES: Sequence[tuple[str, int, int, str, tuple[str, ...]]] = (
+    ("1b", 4, 2048, "bf16, compiled", COMPILED),
+    ("1b", 4, 2048, "plain compiled loop", (PLAIN,)),
+    ("1b", 16, 2048, "bf16, compiled", COMPILED),
+    ("1b", 16, 2048, "plain compiled loop", (PLAIN,)),
+    ("8b width", 4, 2048, "bf16, compiled", COMPILED),
+    ("8b width", 4, 2048, "fp8 tensorwise", TENSORWISE),
+    ("8b width", 4, 2048, "plain compiled loop", (PLAIN,)),
+    ("1b", 4, 8192, "bf16, compiled", COMPILED),
+    ("1b", 4, 2048, "without compile", ("training.precision=bfloat16",)),
+    ("1b", 4, 2048, "whole logits", (*COMPILED, "training.chunked_loss=false")),
+    ("1b", 4, 2048, "selective checkpointing", (*COMPILED, "training.activation_checkpointing=selective")),
+    ("1b", 4, 2048, "speed=max", (*COMPILED, "training.speed=max")),
+    ("1b", 4, 2048, "fp8 tensorwise", TENSORWISE),
+    ("8b width", 1, 8192, "bf16, compiled", COMPILED),
 )
-TOKENS = 8192  # of a step
 
 
 def run(findings: Findings) -> None:
@@ -54,11 +54,10 @@ def run(findings: Findings) -> None:
     findings.add(peak_flops=peak, rule=" ".join((__doc__ or "").split()))
     titan = importlib.util.find_spec("torchtitan") is not None
     findings.add(torchtitan="installed, not measured" if titan else NOT_AVAILABLE)
-    for name, length, what, words in CASES:
-        seq = setting.sized(length, 16)
-        samples = setting.sized(TOKENS // length, 2)
+    for name, count, length, what, words in CASES:
+        samples, seq = setting.sized((count, length), (2, 16))
         shape = setting.sized(SHAPES[name], setting.TINY)
-        label = f"{name}, {length} tokens, {what}"
+        label = f"{name}, {count} x {length} tokens, {what}"
         if words == (PLAIN,):
             plain(findings, label, shape, samples=samples, seq=seq)
         else:

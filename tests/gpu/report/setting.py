@@ -17,8 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
-from hpc_parallel.config.schema import AdamWConfig, StrategyConfig
+from hpc_parallel.config.batch_plan import batch_of
+from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.layout import layout_of
+from hpc_parallel.config.model_weights import sample_shape_of
+from hpc_parallel.config.schema import AdamWConfig, RunConfig, StrategyConfig
 from hpc_parallel.models.layered import LayeredModel, Loss, materialise
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.record.run_folder import RunFolder
@@ -31,15 +36,19 @@ from hpc_parallel.strategies import (
     shard,
     working_weights,
 )
+from hpc_parallel.strategies.assemble import assemble
 from hpc_parallel.strategies.forward_backward import Accumulate, ForwardBackward
+from hpc_parallel.strategies.groups import make_groups
 from hpc_parallel.strategies.loss_terms import LossTerms
+from hpc_parallel.strategies.whole_model import build_model
 from hpc_parallel.supervise.progress import Progress
 from hpc_parallel.training.gradient_norm import GradientNorm, clip
 from hpc_parallel.training.optimizer import build_optimizer
+from hpc_parallel.training.step import build_step
 from hpc_parallel.worker.session import read_config
 from hpc_parallel.worker.train import train
 from tests.benchmarks.peers.world_size import new_fake_group
-from tests.composed import prepared
+from tests.composed import composed, prepared
 
 GPU = {"layers": 12, "dim": 768, "heads": 12, "kv_heads": 4, "ffn_dim": 2048, "vocab_size": 32000}
 TINY = {"layers": 2, "dim": 32, "heads": 4, "kv_heads": 2, "ffn_dim": 64, "vocab_size": 256}
@@ -70,20 +79,70 @@ def batch(*, samples: int | None = None, seq: int | None = None) -> tuple[Tensor
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def join(*, ranks: int = 1, backend: str | None = None, timeout_s: float = 77.0) -> None:
-    """The default process group: of this rank over NCCL (gloo on the CPU), or with a fake rest."""
+def join(*, backend: str | None = None, timeout_s: float = 77.0) -> None:
+    """The default process group, of this rank over NCCL (gloo on the CPU)."""
     if on_gpu():
         torch.cuda.set_device(0)
-    if ranks > 1:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-        dist.new_group = partial(new_fake_group, dist.new_group)  # that of saves asks for gloo
-        return
     dist.init_process_group(
         backend or sized("cuda:nccl,cpu:gloo", "gloo"), store=dist.HashStore(), rank=0, world_size=1,
         timeout=timedelta(seconds=timeout_s), device_id=device() if on_gpu() else None,
     )  # fmt: skip
+
+
+def join_fakes(rank: int, *, ranks: int) -> None:
+    """A default process group in which the other ranks don't exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if on_gpu():
+        torch.cuda.set_device(0)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    dist.new_group = partial(new_fake_group, dist.new_group)  # that of saves asks for gloo
+    replicate.DistributedDataParallel = LoneReplica  # type: ignore[attr-defined]
+
+
+class LoneReplica(DistributedDataParallel):
+    """Takes its own gradients for the mean: the future of a fake all-reduce has no tensor."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.register_comm_hook(None, own_gradients)
+
+
+def own_gradients(state: None, bucket):  # type: ignore[no-untyped-def]  # torch reads the annotations
+    done = torch.futures.Future()  # type: ignore[var-annotated]
+    done.set_result(bucket.buffer())
+    return done
+
+
+@dataclass(frozen=True)
+class OneOfMany:
+    """A rank's part of a training, and a step of it with random tokens."""
+
+    config: RunConfig
+    materialise_s: float
+    step: Callable[[], object]
+
+
+def one_of_many(*words: str, rank: int = 0) -> OneOfMany:
+    """Assemble the part of `rank` as the task `train` does, in a world whose other ranks don't exist."""
+    config = resolve(composed("launcher=local", f"device={device().type}", *words))[0]
+    if not dist.is_initialized():
+        join_fakes(rank, ranks=config.devices)
+    layout = layout_of(config.strategy, devices=config.devices)
+    batch = batch_of(config, layout)
+    shape = sample_shape_of(config.model, config.data)
+    assert shape is not None
+    groups = make_groups(config, layout, device_type=device().type)
+    began = time.perf_counter()
+    assembled = assemble(
+        build_model(config), config=config, batch=batch, sample_shape=shape, groups=groups, device=device()
+    )
+    wait()
+    materialise_s = time.perf_counter() - began
+    optimizer = build_optimizer(assembled.named_parameters(), config.optimizer, split=True)
+    step = build_step(assembled, optimizer=optimizer, clip_norm=config.training.clip_norm)
+    tokens = torch.randint(256, (batch.microbatches * batch.sizes[0], *shape), device=device())
+    return OneOfMany(config, materialise_s, lambda: step.run(tokens, tokens))
 
 
 def mesh_of(axis: str) -> DeviceMesh:
