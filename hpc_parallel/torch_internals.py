@@ -180,6 +180,12 @@ def copy_into(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(targets), list(sources))
 
 
+def hasten(tensor: Tensor) -> None:
+    """Let autograd pass on the gradient of `tensor` as soon as it is complete, before all other work."""
+    assert tensor.grad_fn is not None
+    tensor.grad_fn._set_sequence_nr(2**63 - 1)  # type: ignore[attr-defined]
+
+
 def without_checksums() -> AbstractContextManager[None]:
     """torch.save writes no checksums of its own meanwhile: checkpoints have ours."""
     return serialization.patch("save.compute_crc32", False)  # type: ignore[attr-defined,no-any-return]

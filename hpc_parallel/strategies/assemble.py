@@ -122,7 +122,8 @@ def assemble(
     metrics = metrics_of(model, mesh=mesh, options=config.strategy)
     if chunked:
         dtype = precision.HALF.get(config.training.precision)
-        loss = chunked_loss.loss_of(parts[-1], dtype=dtype, mesh=mesh)
+        fuses = config.training.compile and device.type == "cuda"  # a CPU compiles longer than it gains
+        loss = chunked_loss.loss_of(parts[-1], dtype=dtype, mesh=mesh, compiled=fuses)
         metrics = chunked_loss.metrics_of(parts[-1], metrics, dtype=dtype)
     elif config.training.compile and axis_of(mesh, "tensor") is None:  # DTensor's loss is not compiled
         loss = compiling.compile_loss(loss)

@@ -7,7 +7,7 @@ pass only scales them and no logits are computed twice. Liger (Hsu et al. 2024) 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +29,9 @@ from hpc_parallel.strategies.own_metrics import MetricsOf
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 from hpc_parallel.strategies.tensor_roles import roles_of
+
+ErrorsOf = Callable[..., tuple[Tensor, Tensor]]
+"""What `errors_of` is."""
 
 IGNORED = -100  # a target without a loss, as of torch.nn.functional.cross_entropy
 
@@ -71,12 +74,17 @@ def return_input(_: Forward, projection: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
-def loss_of(model: LayeredModel, *, dtype: torch.dtype | None, mesh: DeviceMesh) -> Loss:
+def loss_of(
+    model: LayeredModel, *, dtype: torch.dtype | None, mesh: DeviceMesh, compiled: bool = False
+) -> Loss:
     """Returns the loss of the outputs of `model`, whose head `apply` changed.
 
-    dtype: of the matrix products; None for that of the weights.
+    dtype: of the matrix products; None for that of the weights. compiled: the softmax of a chunk and its
+    gradient are one kernel of torch.compile, except over a split vocabulary.
     """
-    return partial(chunked_cross_entropy, model, dtype=dtype, axis=axis_of(mesh, "tensor"))
+    axis = axis_of(mesh, "tensor")
+    errors = torch.compile(errors_of, dynamic=False) if compiled and axis is None else errors_of
+    return partial(chunked_cross_entropy, model, dtype=dtype, axis=axis, errors=errors)
 
 
 def metrics_of(model: LayeredModel, metrics: MetricsOf, *, dtype: torch.dtype | None) -> MetricsOf:
@@ -108,15 +116,17 @@ def chunked_cross_entropy(
     *,
     dtype: torch.dtype | None = None,
     axis: DeviceMesh | None = None,
+    errors: ErrorsOf | None = None,
 ) -> Tensor:
     """The summed cross-entropy of `hidden` [batch, seq, dim] times the projection, and `target` [batch, seq].
 
-    It equals `LanguageModel.loss` of the logits. `axis`: over whose ranks its rows are split.
+    It equals `LanguageModel.loss` of the logits. axis: over whose ranks its rows are split. errors: computes
+    what `errors_of` does.
     """
     weight = projection_weight(model)
     rows = None if axis is None else Rows.of(weight, axis=axis)
     local = weight.to_local() if isinstance(weight, DTensor) else weight
-    arguments = hidden.flatten(0, -2), local, target.flatten(), dtype or weight.dtype, rows
+    arguments = hidden.flatten(0, -2), local, target.flatten(), dtype or weight.dtype, rows, errors
     if torch.is_grad_enabled():
         return ChunkedCrossEntropy.apply(*arguments)  # type: ignore[no-any-return]
     return cross_entropy(*arguments, needs=(False, False))[0]
@@ -154,10 +164,16 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, dtype: torch.dtype, rows: Rows | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        dtype: torch.dtype,
+        rows: Rows | None,
+        errors: ErrorsOf | None = None,
     ) -> Tensor:
         needs = ctx.needs_input_grad[:2]
-        loss, *gradients = cross_entropy(hidden, weight, target, dtype, rows, needs=needs)
+        loss, *gradients = cross_entropy(hidden, weight, target, dtype, rows, errors, needs=needs)
         ctx.save_for_backward(*gradients)
         return loss
 
@@ -168,7 +184,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             None if of_sum is None or not needed else of_sum * gradients[0].to(of_sum.dtype)
             for of_sum, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
         )
-        return (*wanted, None, None, None)
+        return (*wanted, None, None, None, None)
 
 
 def cross_entropy(
@@ -177,6 +193,7 @@ def cross_entropy(
     target: Tensor,
     dtype: torch.dtype,
     rows: Rows | None,
+    errors: ErrorsOf | None = None,
     *,
     needs: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -192,13 +209,13 @@ def cross_entropy(
     grad_weight: Tensor | None = None
     for part in chunks(len(hidden), vocabulary=len(weight), device_type=hidden.device.type):
         x, counted = hidden[part].to(dtype), (target[part] != IGNORED)[:, None]
-        of_chunk, errors = errors_of(x @ product_weight.T, target[part, None], rows, dtype=precise)
+        of_chunk, error = (errors or errors_of)(x @ product_weight.T, target[part, None], rows, dtype=precise)
         loss -= torch.where(counted, of_chunk, 0).sum()
         if grad_hidden is not None:
-            grad_hidden[part] = (errors @ product_weight) * counted
+            grad_hidden[part] = (error @ product_weight) * counted
         if needs[1]:
-            grad_weight = add_product(grad_weight, errors.T, x * counted, dtype=precise)
-        del errors  # before the logits of the next chunk
+            grad_weight = add_product(grad_weight, error.T, x * counted, dtype=precise)
+        del error  # before the logits of the next chunk
     loss = loss if rows is None else rows.reduce(loss)
     return loss, grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
@@ -220,6 +237,8 @@ def errors_of(
 
 def exponentials(logarithms: Tensor, *, dtype: torch.dtype) -> Tensor:
     """`logarithms.exp()` in `dtype`, in place of `logarithms` if it is theirs."""
+    if torch.compiler.is_compiling():
+        return logarithms.exp().to(dtype)
     if dtype == logarithms.dtype:
         return logarithms.exp_()
     return torch.exp(logarithms, out=torch.empty_like(logarithms, dtype=dtype))

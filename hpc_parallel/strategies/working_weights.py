@@ -11,8 +11,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Embedding, Linear, Module, Parameter, RMSNorm
 
+from hpc_parallel import torch_internals
 from hpc_parallel.config.layout import DATAPARALLEL
 from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig
@@ -78,13 +80,44 @@ def cast_weights(parts: Sequence[Module]) -> Iterator[None]:
             for weights, name in _places(part):
                 weight = weights[name]
                 assert weight is not None
-                cast = casts.setdefault(id(weight), weight.to(HALF["bfloat16"]))
+                if id(weight) not in casts:
+                    casts[id(weight)] = cast(weight)
                 replaced.append((weights, name, weight))
-                weights[name] = cast
+                weights[name] = casts[id(weight)]
         yield
     finally:
         for weights, name, weight in replaced:
             weights[name] = weight
+
+
+def cast(weight: Tensor) -> Tensor:
+    """`weight` in bfloat16, for autograd too.
+
+    Autograd runs what was recorded first last, and casts come before the forward pass: without `hasten` no
+    weight would have its gradient, and none would be on its way to other ranks, before the backward pass of
+    the whole model is done.
+    """
+    half: Tensor = weight.to(HALF["bfloat16"]) if isinstance(weight, DTensor) else Cast.apply(weight)
+    if half.requires_grad:
+        torch_internals.hasten(half)
+    return half
+
+
+class Cast(torch.autograd.Function):
+    """A cast whose backward pass widens the gradient by a fast kernel.
+
+    `Tensor.to` from bfloat16 to float32 moves 1 TB/s on an H200 and this 3 TB/s: 7.4 ms of a step of 138 ms.
+    """
+
+    @staticmethod
+    def forward(ctx: object, weight: Tensor) -> Tensor:
+        return weight.to(HALF["bfloat16"])
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        wide = torch.empty_like(gradient, dtype=torch.float32)
+        torch_internals.copy_into([gradient], [wide])
+        return wide
 
 
 def _places(model: Module) -> Iterator[tuple[dict[str, Tensor | None], str]]:

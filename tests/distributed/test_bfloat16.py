@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpc_parallel.models.transformer import Transformer
-from hpc_parallel.strategies.working_weights import cast_weights
+from hpc_parallel.strategies.working_weights import cast, cast_weights
 from tests.parity import COMMON, Alone, in_full, largest_difference
 from tests.workers import Workers
 
@@ -31,6 +31,37 @@ def test_a_weight_is_cast_once_and_its_gradient_reaches_it() -> None:
     assert dict(model.named_parameters()) == original
     assert all(p.grad is not None and p.dtype == p.grad.dtype == torch.float32 for p in original.values())
     assert all(float(p.grad.abs().sum()) > 0 for p in original.values())
+
+
+def test_a_block_has_its_gradients_before_the_block_below_begins() -> None:
+    """DistributedDataParallel can average them meanwhile, and their bfloat16 is freed."""
+    model = Transformer(layers=3, dim=16, heads=2, kv_heads=1, ffn_dim=24, vocab_size=11)
+    seen: list[str] = []
+    for name, weight in model.named_parameters():
+        weight.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+    with cast_weights([model]), torch.autocast("cpu", dtype=torch.bfloat16):
+        x = model.stem(torch.randint(11, (2, 6)))
+        for name, block in model.blocks.items():
+            x.register_hook(lambda _, name=name: seen.append(f"below block {name}"))
+            x = block(x)
+        model.head(x).float().square().sum().backward()
+    for index, name in enumerate(model.blocks):
+        arrived = seen[: seen.index(f"below block {name}")]
+        later = {found.split(".")[1] for found in arrived if found.startswith("blocks.")}
+        assert later == set(list(model.blocks)[index:])
+        own = [found for found in arrived if found.startswith(f"blocks.{name}.")]
+        assert len(own) == len(list(model.blocks[name].parameters()))
+
+
+def test_the_gradient_of_a_cast_is_that_of_torch() -> None:
+    """Of two backward passes through one cast."""
+    weights = [torch.arange(1, 7, dtype=torch.float32).div(7).requires_grad_() for _ in range(2)]
+    for weight, half in zip(weights, (cast(weights[0]), weights[1].to(torch.bfloat16)), strict=True):
+        for factor in (3.0, 0.1):
+            (half * half * factor).sum().backward(retain_graph=True)
+        assert weight.grad is not None
+        assert weight.grad.dtype == torch.float32
+    assert torch.equal(weights[0].grad, weights[1].grad)
 
 
 LAYOUTS = ["strategy=data nodes=2", "strategy=pipeline nodes=2", "strategy=fsdp nodes=2"]

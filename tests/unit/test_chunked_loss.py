@@ -11,7 +11,12 @@ from torch.nn import functional as F
 
 from hpc_parallel.models.transformer import Head, Transformer
 from hpc_parallel.strategies import chunked_loss
-from hpc_parallel.strategies.chunked_loss import ChunkedCrossEntropy, cross_entropy, log_probabilities
+from hpc_parallel.strategies.chunked_loss import (
+    ChunkedCrossEntropy,
+    cross_entropy,
+    errors_of,
+    log_probabilities,
+)
 from tests.composed import prepared
 
 TOKENS, DIM, VOCABULARY = 30, 12, 17
@@ -84,6 +89,16 @@ def test_one_gradient_at_a_time_is_the_same(which: int) -> None:
 
 
 @pytest.mark.full  # the compiler takes seconds to import
+def test_the_compiled_softmax_of_a_chunk_is_the_same() -> None:
+    """As torch.compile traces it, without its own kernels."""
+    hidden, weight, target = drawn()
+    traced = torch.compile(errors_of, dynamic=False, fullgraph=True, backend="aot_eager")
+    loss = ChunkedCrossEntropy.apply(hidden, weight, target, torch.float64, None, traced)
+    gradients = torch.autograd.grad(0.3 * loss, (hidden, weight))
+    for value, exact in zip((loss, *gradients), plain(hidden, weight, target), strict=True):
+        torch.testing.assert_close(value, exact, rtol=1e-12, atol=1e-12)
+
+
 def test_a_compiled_loss_is_the_same() -> None:
     hidden, weight, target = drawn()
 

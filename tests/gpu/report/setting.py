@@ -185,7 +185,9 @@ def step_of(
     runner = replicate.apply(model, axis=mesh_of("replicate"), options=options) if kind == "data" else model
     loss: Loss = model.loss
     if chunked:
-        loss = chunked_loss.loss_of(model, dtype=precision.HALF.get(dtype), mesh=mesh_of("replicate"))
+        loss = chunked_loss.loss_of(
+            model, dtype=precision.HALF.get(dtype), mesh=mesh_of("replicate"), compiled=compiled and on_gpu()
+        )
     schedule: ForwardBackward = Accumulate(
         runner, model=model, loss=loss, terms=LossTerms(model), microbatches=microbatches
     )
