@@ -56,7 +56,10 @@ def gradient_messages(division: Division, stages: tuple[int, ...], holding: Hold
 
 
 def loss_buffers(division: Division, *, samples: int, sample_shape: tuple[int, ...]) -> int:
-    """Logits, their logarithms and gradients, for the tokens that exist at a time; 0 for other models."""
+    """Logits, their logarithms and gradients, for the tokens that exist at a time; 0 for other models.
+
+    Beside what is kept for the backward pass (`activations.Kept.head`).
+    """
     config, layout = division.config, division.layout
     if len(sample_shape) > 1:
         return 0
@@ -64,13 +67,16 @@ def loss_buffers(division: Division, *, samples: int, sample_shape: tuple[int, .
     vocabulary, dim = _projection(division).shape
     rows = -(-vocabulary // layout.tensor)
     tokens = samples * sample_shape[0] // layout.context
+    half = types.product if types.product < types.precise else 0
     if not chunks_loss(config, layout):
         columns = rows if config.strategy.loss_parallel else vocabulary
-        half = types.product if types.product < types.precise else 0
-        return tokens * columns * (2 * types.precise + half)
+        return tokens * columns * 2 * types.precise
     chunk = LOSS_CHUNK_BYTES["cpu" if config.device == "cpu" else "cuda"]
     chunks = max(1, -(-tokens * rows * 4 // chunk))
-    return (-(-tokens // chunks) * rows + rows * dim) * 2 * types.precise
+    number = half + 2 * types.precise  # of logits as they are and in float32, and of logarithms
+    total = rows * dim * types.precise if chunks > 1 else 0  # the gradient of the weight so far
+    kept = rows * dim * (types.product if types.cast else types.precise)  # when all chunks are done
+    return max(-(-tokens // chunks) * rows * number + total - kept, rows * dim * types.precise)
 
 
 def _projection(division: Division) -> Weight:
