@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpc_parallel.config.batch_plan import batch_of
-from hpc_parallel.config.holdings import FIRST, OTHER, STAGE, Holding, holdings
+from hpc_parallel.config.holdings import FIRST, OTHER, STAGE, Holding, first_holdings, holdings
 from hpc_parallel.config.layout import Layout, layout_of
 from hpc_parallel.config.model_weights import ModelWeights, sample_shape_of, weights_of
 from hpc_parallel.config.schedules import stages_per_rank
@@ -65,14 +66,41 @@ def plan(config: RunConfig) -> MemoryPlan | None:
     Raises ConfigError if the pipeline has more stages than the model has blocks, and ValueError if the batch
     can't be split.
     """
+    planner = _planner_of(config)
+    if planner is None:
+        return None
+    return MemoryPlan([planner.held(holding) for holding in holdings(_setup(config))], planner.unknown)
+
+
+def plan_fullest(
+    config: RunConfig, *, model: ModelWeights | None = None, room: float = math.inf
+) -> MemoryPlan | None:
+    """As `plan`, but without devices that hold no more than one that it has.
+
+    model: the weights, if they are known already. room: bytes; the last device is the first that needs more.
+    """
+    planner = _planner_of(config, model)
+    if planner is None:
+        return None
+    setup, held = _setup(config), []
+    for holding in holdings(setup) if planner.has_owners else first_holdings(setup):
+        held.append(planner.planned(holding))
+        if held[-1].total > room:
+            break
+    return MemoryPlan(held, planner.unknown)
+
+
+def _setup(config: RunConfig) -> Setup:
+    layout = layout_of(config.strategy, devices=config.devices)
+    return Setup(config.strategy, layout, model_facts(config.model), gpus=config.device != "cpu")
+
+
+def _planner_of(config: RunConfig, model: ModelWeights | None = None) -> _Planner | None:
     shape = sample_shape_of(config.model, config.data)
-    model = None if shape is None else weights_of(config.model, sample_shape=shape)
+    model = model or (None if shape is None else weights_of(config.model, sample_shape=shape))
     if model is None or shape is None:
         return None
-    layout = layout_of(config.strategy, devices=config.devices)
-    planner = _Planner(config, layout, model, shape)
-    setup = Setup(config.strategy, layout, model_facts(config.model), gpus=config.device != "cpu")
-    return MemoryPlan([planner.held(holding) for holding in holdings(setup)], planner.unknown)
+    return _Planner(config, layout_of(config.strategy, devices=config.devices), model, shape)
 
 
 class _Planner:
@@ -87,7 +115,12 @@ class _Planner:
         self._states = States(self._division)
         self._microbatches, self._samples = batch.microbatches, max(batch.sizes)
         self._kept = kept_of(config, layout, samples=self._samples, sample_shape=shape)
-        self._alike: dict[Hashable, tuple[dict[str, int], tuple[int, ...]]] = {}
+        self._alike: dict[Hashable, Held] = {}
+
+    @property
+    def has_owners(self) -> bool:
+        """Whether devices own the whole state of some weights, so no device stands for others."""
+        return self._states.has_owners
 
     @property
     def unknown(self) -> list[str]:
@@ -100,12 +133,16 @@ class _Planner:
         return clauses
 
     def held(self, holding: Holding) -> Held:
-        """The plan of the device of `holding`."""
+        """The plan of the device of `holding`, computed once for devices that hold the same."""
         key = self._states.alike(holding)
         if key not in self._alike:
-            stages = holding.model.get(STAGE, WHOLE).indices
-            self._alike[key] = self._kinds(stages, holding), self._activations(stages, holding)
-        return Held(holding.devices[0], holding.role, *self._alike[key])
+            self._alike[key] = self.planned(holding)
+        return replace(self._alike[key], device=holding.devices[0], role=holding.role)
+
+    def planned(self, holding: Holding) -> Held:
+        stages = holding.model.get(STAGE, WHOLE).indices
+        kinds, activations = self._kinds(stages, holding), self._activations(stages, holding)
+        return Held(holding.devices[0], holding.role, kinds, activations)
 
     def _kinds(self, stages: tuple[int, ...], holding: Holding) -> dict[str, int]:
         kinds = {**vars(self._states.of(holding)), **dict(self._step(stages, holding))}
