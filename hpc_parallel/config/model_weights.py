@@ -76,7 +76,7 @@ class ModelWeights:
                 held.append(Weight(copy, original.shape, original.tensor_dim, original.casts))
         return held
 
-    @property
+    @cached_property
     def numbers(self) -> PartCosts:
         """Parameters of each part; a weight that stem and head share counts twice."""
         counts = dict.fromkeys((STEM, *map(str, range(self.blocks)), HEAD), 0)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
 from hpc_parallel.config.batch_plan import batch_of
 from hpc_parallel.config.holdings import FIRST, OTHER, STAGE, Holding, first_holdings, holdings
 from hpc_parallel.config.layout import Layout, layout_of
+from hpc_parallel.config.model_bytes import bytes_of_a_weight
 from hpc_parallel.config.model_weights import ModelWeights, sample_shape_of, weights_of
 from hpc_parallel.config.schedules import stages_per_rank
 from hpc_parallel.config.schema import RunConfig
@@ -72,22 +72,19 @@ def plan(config: RunConfig) -> MemoryPlan | None:
     return MemoryPlan([planner.held(holding) for holding in holdings(_setup(config))], planner.unknown)
 
 
-def plan_fullest(
-    config: RunConfig, *, model: ModelWeights | None = None, room: float = math.inf
-) -> MemoryPlan | None:
-    """As `plan`, but without devices that hold no more than one that it has.
-
-    model: the weights, if they are known already. room: bytes; the last device is the first that needs more.
-    """
+def plan_fullest(config: RunConfig, *, model: ModelWeights | None = None) -> MemoryPlan | None:
+    """As `plan`, but without devices that hold no more than one that it has. model: the weights, if known."""
     planner = _planner_of(config, model)
     if planner is None:
         return None
-    setup, held = _setup(config), []
-    for holding in holdings(setup) if planner.has_owners else first_holdings(setup):
-        held.append(planner.planned(holding))
-        if held[-1].total > room:
-            break
-    return MemoryPlan(held, planner.unknown)
+    rows = holdings if planner.has_owners else first_holdings
+    return MemoryPlan(list(map(planner.planned, rows(_setup(config)))), planner.unknown)
+
+
+def may_fit(config: RunConfig, *, room: float, model: ModelWeights | None = None) -> bool:
+    """A quick answer: false if weights with their state and activations alone need more than `room` bytes."""
+    planner = _planner_of(config, model)
+    return planner is None or max(map(planner.least, first_holdings(_setup(config)))) <= room
 
 
 def _setup(config: RunConfig) -> Setup:
@@ -113,6 +110,7 @@ class _Planner:
         self._config, self._layout, self._shape = config, layout, shape
         self._division = Division(config, layout, model)
         self._states = States(self._division)
+        self._numbers = model.numbers.blocks
         self._microbatches, self._samples = batch.microbatches, max(batch.sizes)
         self._kept = kept_of(config, layout, samples=self._samples, sample_shape=shape)
         self._alike: dict[Hashable, Held] = {}
@@ -139,6 +137,16 @@ class _Planner:
             self._alike[key] = self.planned(holding)
         return replace(self._alike[key], device=holding.devices[0], role=holding.role)
 
+    def least(self, holding: Holding) -> int:
+        """A quick lower bound: the blocks' weights with their state, and the activations."""
+        stages, layout = holding.model.get(STAGE, WHOLE).indices, self._layout
+        numbers = sum(self._numbers[block] for stage in stages for block in self._division.blocks[stage])
+        split = layout.shard * layout.tensor * layout.expert
+        state = (
+            numbers * bytes_of_a_weight(self._config) // split if layout.context == layout.tile == 1 else 0
+        )
+        return state + sum(size for _, size in self._passing(stages, holding))
+
     def planned(self, holding: Holding) -> Held:
         stages = holding.model.get(STAGE, WHOLE).indices
         kinds, activations = self._kinds(stages, holding), self._activations(stages, holding)
@@ -159,7 +167,7 @@ class _Planner:
 
     def _step(self, stages: tuple[int, ...], holding: Holding) -> Iterator[tuple[str, int]]:
         """What a step needs beside the state."""
-        division, kept = self._division, self._kept
+        division = self._division
         yield "gradients in messages", working_memory.gradient_messages(division, stages, holding)
         if holding.samples is None:  # a dedicated server
             return
@@ -171,7 +179,12 @@ class _Planner:
             samples = self._samples * (self._layout.data if gathers else 1)
             loss = working_memory.loss_buffers(division, samples=samples, sample_shape=self._shape)
             yield "logits and loss", loss
-        if kept is None:
+        yield from self._passing(stages, holding)
+
+    def _passing(self, stages: tuple[int, ...], holding: Holding) -> Iterator[tuple[str, int]]:
+        """What a step keeps of its microbatches."""
+        kept, blocks = self._kept, [self._division.blocks[stage] for stage in stages]
+        if kept is None or holding.samples is None:
             return
         live = live_microbatches(
             self._config.strategy, rank=min(stages[0], self._layout.pipeline - 1),
