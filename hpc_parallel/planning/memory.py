@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from hpc_parallel.config.batch_plan import batch_of
 from hpc_parallel.config.holdings import FIRST, OTHER, STAGE, Holding, first_holdings, holdings
-from hpc_parallel.config.layout import Layout, layout_of
+from hpc_parallel.config.layout import SPMD, Layout, layout_of
 from hpc_parallel.config.model_bytes import bytes_of_a_weight
 from hpc_parallel.config.model_weights import ModelWeights, sample_shape_of, weights_of
 from hpc_parallel.config.schedules import stages_per_rank
@@ -77,7 +77,8 @@ def plan_fullest(config: RunConfig, *, model: ModelWeights | None = None) -> Mem
     planner = _planner_of(config, model)
     if planner is None:
         return None
-    rows = holdings if planner.has_owners else first_holdings
+    differ = planner.has_owners or config.strategy.execution != SPMD
+    rows = holdings if differ else first_holdings
     return MemoryPlan(list(map(planner.planned, rows(_setup(config)))), planner.unknown)
 
 
