@@ -101,7 +101,7 @@ def _overflow(config: RunConfig, planned: MemoryPlan, hardware: Hardware, *, is_
         f"{least.device}, and a {device} has {size(room)}."
     )
     near = _layouts_that_fit(config, hardware) if is_timed else ""
-    if config.plan.on_overflow != STOP:
+    if config.plan.on_overflow != STOP or hardware.device.kind == CPU:  # a process may take what others leave
         return f"warning     {text}{near}"
     raise ConfigError([f"{text}{near} plan.on_overflow=warn starts the run anyway."])
 
