@@ -53,9 +53,10 @@ def compose(overrides: Sequence[str] = (), *, config_dir: str | PathLike[str] | 
     line = _parse(overrides, config_dir)
     with borrowed_hydra():
         line = with_resumed(line, warn=_warn)
-        config = checked_run(line).config
+        run = checked_run(line)
+    config = run.config
     user_dir = None if line.extra_dir is None else Path(line.extra_dir).absolute()
-    remember(config, Origin(tuple(line.overrides), user_dir))
+    remember(config, Origin(tuple(run.overrides), user_dir))
     return config
 
 

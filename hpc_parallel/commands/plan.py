@@ -1,12 +1,13 @@
 """`python -m hpc_parallel plan hardware=NAME [OVERRIDES]`: plan the time of training steps, without a job.
 
     python -m hpc_parallel plan strategy=fsdp model=8b nodes=8 gpus_per_node=8 hardware=b200_node8_3200gbit
+    python -m hpc_parallel plan --best model=1b nodes=4 gpus_per_node=8 hardware=h100_sxm_node8_3200gbit
     python -m hpc_parallel plan --table iterations.csv --output planned.csv hardware=a100_80gb_node8_800gbit
 
-The overrides are those of a run. A table is CSV with the columns gpus, global_batch, micro_batch, hidden,
-heads, layers, sequence, tensor, data and pipeline; the output has the same rows with `planned_ms`.
-`--explain` prints all numbers with their formulas. Exit codes: 0 done, 1 the output can't be written, 2 the
-configuration, the table or the command is wrong.
+The overrides are those of a run. `--best` ranks all layouts of the devices. A table is CSV with the columns
+gpus, global_batch, micro_batch, hidden, heads, layers, sequence, tensor, data and pipeline; the output has
+the same rows with `planned_ms`. `--explain` prints all numbers with their formulas. Exit codes: 0 done, 1 the
+output can't be written, 2 the configuration, the table or the command is wrong, or no layout fits.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from hpc_parallel.config.compose import find_folder
 from hpc_parallel.exit_codes import DONE, FAILED
-from hpc_parallel.planning.hardware import Hardware, hardware_names, read_hardware
+from hpc_parallel.planning.hardware import Hardware, named_hardware
 from hpc_parallel.planning.iteration_table import PLANNED, plan_row, read_table, table_text, with_planned
 from hpc_parallel.planning.step_time import StepTime
 from hpc_parallel.problems import ConfigError, Problem
@@ -40,6 +40,8 @@ def main(arguments: Sequence[str]) -> int:
         words = [word for word in options.overrides if not word.startswith(HARDWARE)]
         if options.table is not None:
             return _plan_table(options, words, names=names)
+        if options.best:
+            return _plan_best(options)
         return _plan_run(options, words, names=names)
     except ConfigError as error:
         return refuse(error.problems)
@@ -56,12 +58,16 @@ def _plan_run(options: argparse.Namespace, words: Sequence[str], *, names: Seque
     tokens = TOKENS if options.tokens is None else options.tokens
     if not 0 < tokens < float("inf"):
         problems.append(f"--tokens {tokens:g} is not a positive number. Try --tokens {TOKENS:g}.")
-    hardware = _read(lambda: hardware_of(names, user_folder=options.config_dir), problems)
+    if options.rows is not None:
+        problems.append(f"--rows {options.rows} is for --best. Try it with --best.")
+    from hpc_parallel.commands.plan_run import planned_run, report, site_hardware
+
+    folder = options.config_dir
+    name = names[-1] if names else site_hardware(words, user_folder=folder)
+    hardware = _read(lambda: named_hardware(name, user_folder=folder), problems)
     if problems or hardware is None:
         raise ConfigError(problems)
-    from hpc_parallel.commands.plan_run import planned_run, report
-
-    config, work, step = planned_run(words, hardware=hardware, user_folder=options.config_dir)
+    config, work, step = planned_run(options.overrides, hardware=hardware, user_folder=folder)
     if options.explain is not None:
         say(*explanation(step, hardware))
     explain = options.explain is not None
@@ -69,9 +75,29 @@ def _plan_run(options: argparse.Namespace, words: Sequence[str], *, names: Seque
     return DONE
 
 
+def _plan_best(options: argparse.Namespace) -> int:
+    from hpc_parallel.commands.plan_best import ROWS, best, report
+
+    names = ("tokens", "output", "explain")
+    problems: list[Problem | str] = [
+        f"--{name} does not go with --best. Try it without --{name}."
+        for name in names if getattr(options, name) is not None
+    ]  # fmt: skip
+    rows = ROWS if options.rows is None else options.rows
+    if rows < 1:
+        problems.append(f"--rows {rows}: the table has at least one row. Try --rows {ROWS}.")
+    folder = options.config_dir
+    found = _read(lambda: best(options.overrides, user_folder=folder, rows=max(1, rows)), problems)
+    if problems or found is None:
+        raise ConfigError(problems)
+    say(*report(found, options.overrides))
+    return DONE
+
+
 def _plan_table(options: argparse.Namespace, words: Sequence[str], *, names: Sequence[str]) -> int:
     problems: list[Problem | str] = list(_option_problems(options, words))
-    hardware = _read(lambda: hardware_of(names, user_folder=options.config_dir), problems)
+    name = names[-1] if names else None
+    hardware = _read(lambda: named_hardware(name, user_folder=options.config_dir), problems)
     rows = _read(lambda: read_table(options.table), problems) if options.table else None
     row = 1 if options.explain is FIRST else options.explain
     if rows and row is not None and not 1 <= row <= len(rows):
@@ -91,6 +117,9 @@ def _plan_table(options: argparse.Namespace, words: Sequence[str], *, names: Seq
 
 
 def _option_problems(options: argparse.Namespace, words: Sequence[str]) -> Iterator[str]:
+    for option, value in (("--best", options.best), ("--rows", options.rows)):
+        if value:
+            yield f"{option} is for one configuration. Try it without --table."
     for word in words:
         yield f"{word}: a plan of a table takes {HARDWARE}NAME only. Try it without {word}."
     if options.tokens is not None:
@@ -113,15 +142,6 @@ def _read(read: Callable[[], _T], problems: list[Problem | str]) -> _T | None:
     except ConfigError as error:
         problems += error.problems
         return None
-
-
-def hardware_of(names: Sequence[str], *, user_folder: Path | None) -> Hardware:
-    """The hardware that the last `hardware=NAME` chooses; the user's files come first. Raises ConfigError."""
-    folders = [folder / "hardware" for folder in (user_folder, find_folder("conf")) if folder is not None]
-    if not names:
-        choices = ", ".join(hardware_names(folders))
-        raise ConfigError([f"{HARDWARE}NAME is missing. Choose one of {choices}."])
-    return read_hardware(names[-1], folders=folders)
 
 
 def origin(hardware: Hardware) -> str:
@@ -148,6 +168,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m hpc_parallel plan", description="Plan the time of training steps, without a job."
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="hardware=NAME, and keys of a run")
+    parser.add_argument("--best", action="store_true", help="rank the layouts of the devices")
+    parser.add_argument("--rows", type=int, help="rows of --best (default 5)")
     parser.add_argument("--table", type=Path, help="a CSV of iterations")
     parser.add_argument("--output", type=Path, help=f"the CSV to write, with {PLANNED}")
     parser.add_argument(

@@ -15,33 +15,51 @@ from hpc_parallel.config.schema import RunConfig, register
 from hpc_parallel.config.sweep_compose import compose_run
 from hpc_parallel.launch.checked_run import reporting_all_problems
 from hpc_parallel.planning import memory
+from hpc_parallel.planning.auto_strategy import choose, is_auto
 from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.measured_links import with_measured_links
 from hpc_parallel.planning.memory import text_table
+from hpc_parallel.planning.ranking import mfu, model_flops
 from hpc_parallel.planning.run_work import assumptions, unplanned, work_of_run
 from hpc_parallel.planning.step_time import StepTime, Work, step_time
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.metrics_file import size
 
-# Forward passes: so MFU counts three, whatever is computed again (PaLM, Chowdhery et al. 2022).
-BACKWARD_COST = 2
+
+def command_line(words: Sequence[str], *, user_folder: Path | None) -> CommandLine:
+    """The words of a run that is only planned. Raises ConfigError."""
+    register()
+    flags = ["--config-dir", str(user_folder)] if user_folder is not None else []
+    line = CommandLine.parse([*flags, *words])
+    if line.sweeps or line.explains:
+        raise ConfigError(["plan takes one configuration. Remove -m and Hydra's flags."])
+    return line
+
+
+def site_hardware(words: Sequence[str], *, user_folder: Path | None) -> str | None:
+    """The hardware of the site's profile, or of a study; None without one."""
+    line = command_line(words, user_folder=user_folder)
+    with reporting_all_problems(line):
+        hardware: str | None = compose_run(line.overrides, **line.places).config.plan.hardware
+    return hardware
 
 
 def planned_run(
     words: Sequence[str], *, hardware: Hardware, user_folder: Path | None
 ) -> tuple[RunConfig, Work, StepTime]:
     """Compose, check and plan a configuration. Raises ConfigError with all problems."""
-    register()
     known = (
         [f"device={hardware.device.kind}"] if not any(word.startswith("device=") for word in words) else []
     )
-    flags = ["--config-dir", str(user_folder)] if user_folder is not None else []
-    line = CommandLine.parse([*flags, *words, *known])
-    if line.sweeps or line.explains:
-        raise ConfigError(["plan takes one configuration. Remove -m and Hydra's flags."])
+    line = command_line([*words, *known], user_folder=user_folder)
     with reporting_all_problems(line):
-        config, _ = resolve(compose_run(line.overrides, **line.places).config)
-        if problems := find_problems(config, line.overrides):
+        cell = compose_run(line.overrides, **line.places)
+        composed, overrides = cell.config, cell.overrides
+        if is_auto(composed):
+            choice = choose(composed, overrides, user_folder=user_folder)
+            composed, overrides = choice.composed, choice.overrides
+        config, _ = resolve(composed)
+        if problems := find_problems(config, overrides):
             raise ConfigError(problems)
         layout = layout_of(config.strategy, devices=config.devices)
         if problems := list(unplanned(config, layout, hardware)):
@@ -89,7 +107,7 @@ def _figures(
 ) -> Iterator[tuple[str, str, str]]:
     """Label, value and formula."""
     total_s, per_step, peak = step.total_s, work.samples * work.decoder.sequence, hardware.device.peak_flops
-    flops = (1 + BACKWARD_COST) * work.decoder.forward_flops * work.samples
+    flops = model_flops(work)
     rate = work.devices * peak[work.precision]
     training_s, busy = tokens / per_step * total_s, step.timeline
     hours = training_s * work.devices / 3600
@@ -97,7 +115,7 @@ def _figures(
     yield "step time", f"{total_s:.4g} s", f"microbatches {busy.total_s:.4g} s + {ends}"
     yield "tokens/s", f"{per_step / total_s:,.0f}", f"{per_step} tokens / {total_s:.4g} s"
     text = f"{flops:.4g} FLOP / ({total_s:.4g} s x {rate:.4g} FLOP/s)"
-    yield "model FLOP utilisation", f"{100 * flops / (total_s * rate):.1f} %", text
+    yield "model FLOP utilisation", f"{100 * mfu(work, step, hardware):.1f} %", text
     ranks = len(busy.busy_s)
     text = f"1 - {sum(busy.busy_s):.4g} s of {ranks} ranks / ({ranks} x {busy.total_s:.4g} s)"
     yield "bubble", f"{100 * busy.bubble_share:.1f} %", text

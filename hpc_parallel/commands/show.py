@@ -21,12 +21,13 @@ from hpc_parallel.record.device_states import device_lines
 from hpc_parallel.record.find import find_run
 from hpc_parallel.record.metrics_file import duration, figure, milliseconds, per_second, size
 from hpc_parallel.record.network import topology_lines, transport_lines
+from hpc_parallel.record.provenance import PREDICTED
 from hpc_parallel.record.recorded import RecordedRun
 from hpc_parallel.record.recorded_preflight import difference_lines, finding_lines
 from hpc_parallel.record.recorded_slow_ranks import accused_lines
 from hpc_parallel.record.results import results
 from hpc_parallel.record.safe_read import DamagedError
-from hpc_parallel.record.values import number, text
+from hpc_parallel.record.values import number, table, text
 from hpc_parallel.shell import run_command
 from hpc_parallel.terminal import cell, console, print_json
 
@@ -119,6 +120,14 @@ def figures(run: RecordedRun) -> dict[str, Any]:
     return {key: values[key] for _, key, _ in FIGURES if number(values.get(key)) is not None}
 
 
+def predicted(run: RecordedRun) -> dict[str, float]:
+    """The figures that were planned before the run started."""
+    summary, start = table(run.summary), table(run.environment)
+    planned = {**table(start.get(PREDICTED)), **table(summary.get(PREDICTED))}
+    found = {key: number(planned.get(key)) for _, key, _ in FIGURES}
+    return {key: value for key, value in found.items() if value is not None and value >= 0}
+
+
 def _object(run: RecordedRun, row: Row, changed: Mapping[str, Change]) -> dict[str, Any]:
     degrees = grid.layout(run)
     return {
@@ -131,6 +140,7 @@ def _object(run: RecordedRun, row: Row, changed: Mapping[str, Change]) -> dict[s
         "hosts": [asdict(host) for host in grid.hosts(run)],
         **roles.as_values(run),
         "figures": figures(run),
+        "predicted": predicted(run),
         "checkpoints": _checkpoints(run),
         "summary": run.summary,
         "failure": run.failure,
@@ -167,7 +177,11 @@ def _parts(run: RecordedRun, row: Row, changed: Mapping[str, Change]) -> Iterabl
         yield from ["\nconnections", *connections]
     values = figures(run)
     # Figures that are zero (a bubble without a pipeline, restarts) are left out.
-    lines = [(title, to_text(values[key])) for title, key, to_text in FIGURES if values.get(key)]
+    planned = predicted(run)
+    lines = [
+        (title, to_text(values[key]), f"predicted {to_text(planned[key])}" if key in planned else "")
+        for title, key, to_text in FIGURES if values.get(key)
+    ]  # fmt: skip
     if lines:
         yield "\nfigures"
         yield _table(lines)

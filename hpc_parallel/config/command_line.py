@@ -46,7 +46,7 @@ class CommandLine:
         """
         # Hydra requires a plus if the defaults don't name the group; users may write `jobs=` both ways.
         plain = tuple(word.removeprefix("+") if word.startswith("+jobs=") else word for word in words)
-        plain = tuple(map(as_typed, plain))
+        plain = tuple(map(as_typed, map(_with_key_of_hardware, plain)))
         if "--version" in plain:
             print(f"hpc_parallel {sys.modules['hpc_parallel'].__version__}")  # an import would be upwards
             sys.exit(DONE)
@@ -91,6 +91,11 @@ class CommandLine:
             "config_name": name or "config",
             "extra_dir": self.extra_dir,
         }
+
+
+def _with_key_of_hardware(word: str) -> str:
+    """`hardware=NAME` sets a key: Hydra would take the name for that of the folder `conf/hardware`."""
+    return f"plan.{word}" if word.startswith("hardware=") else word
 
 
 def _unknown_flag(flag: str, words: Sequence[str]) -> str:

@@ -92,6 +92,12 @@ def holdings(setup: Setup, *, most: int | None = None) -> list[Holding]:
     return [Holding((0, 0), SERVER, (WEIGHTS, MEAN, STATE), {}, None)] * served + rows
 
 
+def first_holdings(setup: Setup) -> list[Holding]:
+    """What the first device of each pipeline rank holds: uneven parts are largest there. Without servers."""
+    layout = setup.layout
+    return [_holding(setup, at) for at in range(0, layout.devices, layout.devices // layout.pipeline)]
+
+
 def sliced_over(layout: Layout) -> tuple[str, ...]:
     """The axes over which fully_shard slices the weights, as `strategies/mesh.py:slicing_axis`."""
     if not layout.by_fully_shard:

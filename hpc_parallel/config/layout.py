@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, Protocol, cast
 
@@ -93,17 +94,17 @@ class Layout:
         """The number of devices that compute."""
         return math.prod(self.degrees.values())
 
-    @property
+    @cached_property
     def data(self) -> int:
         """The number of parts of the global batch."""
         return math.prod(self.degrees[axis] for axis in BATCH_AXES)
 
-    @property
+    @cached_property
     def averaged(self) -> int:
         """The number of ranks that hold the same weights and average their gradients."""
         return math.prod(self.degrees[axis] for axis in AVERAGED_AXES)
 
-    @property
+    @cached_property
     def by_fully_shard(self) -> bool:
         """Whether fully_shard holds the weights.
 

@@ -22,14 +22,19 @@ def least_bytes(config: RunConfig, layout: Layout) -> int | None:
     weights = parameters(config)
     if weights is None:
         return None
+    split = 1
+    for axis in SPLITTING:
+        split *= layout.degrees[axis]
+    return weights * bytes_of_a_weight(config) // split
+
+
+def bytes_of_a_weight(config: RunConfig) -> int:
+    """A lower bound for a weight with its gradient and the optimizer's state."""
     copies = 1
     if trains(config):
         spmd = config.strategy.execution == SPMD
         copies += 1 + (STATES.get(config.optimizer.name, 0) if spmd else 0)
-    split = 1
-    for axis in SPLITTING:
-        split *= layout.degrees[axis]
-    return copies * weights * (8 if config.training.precision == "float64" else 4) // split
+    return copies * (8 if config.training.precision == "float64" else 4)
 
 
 def trains(config: RunConfig) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -42,7 +43,7 @@ class Weight:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def part(self) -> str:
         """`stem`, `head`, or the number of a block."""
         names = self.name.split(".")
@@ -75,7 +76,7 @@ class ModelWeights:
                 held.append(Weight(copy, original.shape, original.tensor_dim, original.casts))
         return held
 
-    @property
+    @cached_property
     def numbers(self) -> PartCosts:
         """Parameters of each part; a weight that stem and head share counts twice."""
         counts = dict.fromkeys((STEM, *map(str, range(self.blocks)), HEAD), 0)

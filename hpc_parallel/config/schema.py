@@ -268,6 +268,18 @@ class SweepConfig:
 
 
 @dataclass
+class PlanConfig:
+    """The plan of a run before it starts ([Plan](plan.md))."""
+
+    # What the devices are, a file of `conf/hardware/`; `hardware=NAME` is short for it. null: the site's
+    # `cluster.hardware`, and without one nothing is planned.
+    hardware: str | None = None
+    # If parameters, optimizer state and activations need more memory than a device has: `stop` before the run
+    # starts, or `warn`. `off` plans nothing.
+    on_overflow: str = "stop"
+
+
+@dataclass
 class RunConfig:
     """One run. `model`, `data` and `task` have the keys of the file that is chosen for them."""
 
@@ -294,6 +306,7 @@ class RunConfig:
     task: TaskConfig = field(default_factory=TaskConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
     @property
     def devices(self) -> int:
@@ -327,6 +340,7 @@ class ComposedConfig(RunConfig):
             resubmit="${cluster.resubmit}",  # type: ignore[arg-type]
         )
     )
+    plan: PlanConfig = field(default_factory=lambda: PlanConfig(hardware="${cluster.hardware}"))
 
 
 def register() -> None:

@@ -71,6 +71,7 @@ class ClusterConfig:
     # Memory of one device in GB: a model that can't fit by its weights alone is refused, and microbatches are
     # as small as the memory needs; null: not checked, and read from the GPUs when the job starts.
     device_memory_gb: float | None = None
+    hardware: str | None = None  # The file of `conf/hardware/` that describes the nodes, for plans of runs.
     # CPU cores for each device, if `launcher.cpus_per_device` is not set; null: what sinfo says of a node's
     # cores, divided by its GPUs, or 1.
     cpus_per_device: int | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from math import inf
 
@@ -61,8 +61,16 @@ def balance(
     if stages > count:
         rule = f"stages are more than the model's {count} blocks: each stage needs at least one"
         raise ConfigError([Problem("strategy.pipeline", stages, rule, (count,))])
+    speeds = tuple(speeds or [1.0] * stages)
+    begins = frozenset(block for block in range(1, count) if between is None or block in between)
+    return [range(start, end) for start, end in pairwise((0, *_ends(costs, speeds, begins)))]
+
+
+@lru_cache(maxsize=64)  # a search for a layout asks for the same cuts again and again
+def _ends(costs: PartCosts, speeds: tuple[float, ...], begins: frozenset[int]) -> tuple[int, ...]:
+    """The end of each stage; `begins`: the blocks that may begin one."""
+    count, stages = len(costs.blocks), len(speeds)
     before = [0.0, *accumulate(costs.blocks)]
-    speeds = speeds or [1.0] * stages
 
     def time(start: int, end: int, *, stage: int) -> float:
         ends = costs.stem * (start == 0) + costs.head * (end == count)
@@ -76,10 +84,10 @@ def balance(
             return time(start, count, stage=stage), (count,)
         options = []
         for end in range(start + 1, count - remaining + 2):
-            if between is not None and end not in between:
+            if end < count and end not in begins:
                 continue
             longest, cuts = best(end, remaining - 1)
             options.append((max(time(start, end, stage=stage), longest), (end, *cuts)))
         return min(options, default=(inf, ()))
 
-    return [range(start, end) for start, end in pairwise((0, *best(0, stages)[1]))]
+    return best(0, stages)[1]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from hpc_parallel.config import job_python
 from hpc_parallel.config.batch_plan import BatchPlan, batch_of
@@ -31,13 +31,16 @@ from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.find import path_of
 from hpc_parallel.record.names import RUNS
-from hpc_parallel.record.provenance import State, origin
+from hpc_parallel.record.provenance import PREDICTED, State, origin
 from hpc_parallel.record.run_folder import RunFolder, new_run_id
 from hpc_parallel.record.safe_read import YAML_BYTES, require_plain
 from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.record.snapshot import Snapshot, plan_snapshot
 from hpc_parallel.record.trust import require_trusted
 from hpc_parallel.supervise import fabric
+
+if TYPE_CHECKING:
+    from hpc_parallel.launch.forecast import Forecast
 
 # The libyaml dumper, if PyYAML was built with it, writes the same text in a quarter of the time.
 _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -63,6 +66,8 @@ class PreparedRun:
     overrides: Sequence[str]  # of the command line; in a sweep, those of this run
     config_dir: Path | None  # the user's configuration files (--config-dir)
     import_note: str | None = None  # why classes of the user's own were not imported
+    predicted: Mapping[str, Any] | None = None  # planned figures, by the names of `summary.json`
+    plan_notes: Sequence[str] = ()  # what `strategy=auto` chose, and what the plan warns of
     command: Sequence[str] | None = (
         None  # the command that started it; None: the command line of this process
     )
@@ -90,7 +95,7 @@ class PreparedRun:
         kept = () if self.snapshot is None else self.snapshot.notes
         texts = (*job_python.warnings(self.config), *self.container_warnings)
         warnings = [*site_warnings(self.config), *(f"warning     {text}" for text in texts)]
-        return [*warnings, *kept, *filter(None, [self.import_note])]
+        return [*self.plan_notes, *warnings, *kept, *filter(None, [self.import_note])]
 
     @property
     def container_warnings(self) -> list[str]:
@@ -185,6 +190,8 @@ class PreparedRun:
             self.folder, overrides=self.overrides, config_dir=self.config_dir, snapshot=self.snapshot,
             command=self.command, state=git_state,
         )  # fmt: skip
+        if self.predicted:
+            provenance[PREDICTED] = dict(self.predicted)
         write_json(self.folder.environment, provenance)
         if self.resumes:
             attempts.resumed_by_hand(self.folder)
@@ -242,8 +249,11 @@ def prepare(
 
     Raises ConfigError with every problem.
     """
+    user_folder = Path(config_dir).absolute() if config_dir else None
+    composed, overrides, notes = _with_strategy(composed, overrides, user_folder)
     config, values = resolve(composed)
-    if problems := [*find_problems(config, overrides), *starting_weights.find_problems(config)]:
+    problems = [*find_problems(config, overrides), *starting_weights.find_problems(config)]
+    if problems := [*problems, *_hardware_problems(config, user_folder)]:
         raise ConfigError(in_order(problems, overrides))
     imports = check_imports(config, values=values if build_model else None)
     if found := [*_missing_interfaces(config), *imports.problems]:
@@ -252,6 +262,8 @@ def prepare(
     layout = layout_of(config.strategy, devices=config.devices)
     batch = batch_of(config, layout)
     folder = RunFolder(path.absolute())
+    planned = _forecast(config, user_folder)
+    notes += [] if planned is None else planned.warnings
     if config.weights is not None:
         values["weights"] = str(path_of(config.weights))
     if config.resume and (problems := list(resume.find_problems(folder, values))):
@@ -259,9 +271,47 @@ def prepare(
     values["run_dir"] = str(folder.path)
     return PreparedRun(
         config, values, layout=layout, batch=batch, folder=folder, snapshot=_snapshot(config, folder, plan),
-        overrides=overrides, config_dir=Path(config_dir).absolute() if config_dir else None,
-        import_note=imports.note,
+        overrides=overrides, config_dir=user_folder, import_note=imports.note,
+        predicted=None if planned is None else planned.figures, plan_notes=notes,
     )  # fmt: skip
+
+
+def _with_strategy(
+    composed: DictConfig, overrides: Sequence[str], user_folder: Path | None
+) -> tuple[DictConfig, Sequence[str], list[str]]:
+    """With a layout in the place of `strategy=auto`, and a line that says which. Raises ConfigError."""
+    if OmegaConf.select(composed, "strategy.name", default=None) != "auto":
+        return composed, overrides, []
+    from hpc_parallel.planning.auto_strategy import choose
+
+    choice = choose(composed, overrides, user_folder=user_folder)
+    return choice.composed, choice.overrides, [choice.note]
+
+
+def _hardware_problems(config: RunConfig, user_folder: Path | None) -> list[Problem | str]:
+    """What is wrong with the file of `plan.hardware`."""
+    if not _is_planned(config):
+        return []
+    from hpc_parallel.planning.hardware import named_hardware
+
+    try:
+        named_hardware(config.plan.hardware, user_folder=user_folder)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def _forecast(config: RunConfig, user_folder: Path | None) -> Forecast | None:
+    """The plan of the run. Without a known hardware nothing is planned, nor are modules loaded for it."""
+    if not _is_planned(config):
+        return None
+    from hpc_parallel.launch.forecast import forecast
+
+    return forecast(config, user_folder=user_folder)
+
+
+def _is_planned(config: RunConfig) -> bool:
+    return config.plan.hardware is not None and config.plan.on_overflow != "off"
 
 
 def _missing_interfaces(config: RunConfig) -> list[str]:

@@ -26,7 +26,8 @@ from hpc_parallel.record.trust import UntrustedError, owner_name, require_privat
 from hpc_parallel.record.values import flatten, integer, table, text
 from hpc_parallel.shell import complain
 
-AUTO = "auto"
+AUTO, AUTO_STRATEGY = "auto", "strategy=auto"
+DEVICES = ("nodes", "gpus_per_node")
 FIXED = {  # keys that can't change, with the reason
     "model": "its weights would not fit",
     "data": "the order of samples would not continue",
@@ -63,6 +64,8 @@ def resumed(words: Sequence[str], *, warn: Callable[[str], None] = warn_on_stder
     folder = RunFolder(path)
     require_run(folder)
     start = read_start(folder, key="resume", shared_folder=grants_trust(words, value_of))
+    if AUTO_STRATEGY in words and _has_same_devices(words, folder):
+        words = [word for word in words if word != AUTO_STRATEGY]  # what it chose is recorded
     typed = {key_of(word) for word in words if not word.startswith("-")}
     before = [word for word in start.overrides if not _replaced(key_of(word), typed)]
     run_dir = quoted(folder.path)
@@ -71,6 +74,16 @@ def resumed(words: Sequence[str], *, warn: Callable[[str], None] = warn_on_stder
     others = [word for word in words if word not in resume_words]
     batch = [] if BATCH in {*typed, *map(key_of, before)} else _recorded_batch(folder)
     return [*flags, *before, *batch, *others, f"run_dir={run_dir}", f"resume={run_dir}"]
+
+
+def _has_same_devices(words: Sequence[str], folder: RunFolder) -> bool:
+    """Whether no word asks for another number of devices than the run had."""
+    try:
+        recorded = folder.read_config()
+    except (OSError, DamagedError):  # `find_problems` reports it
+        return False
+    typed = [word for word in words if key_of(word) in DEVICES]
+    return all(value_of(word) in (AUTO, recorded.get(key_of(word))) for word in typed)
 
 
 def _recorded_batch(folder: RunFolder) -> list[str]:

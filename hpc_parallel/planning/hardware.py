@@ -10,6 +10,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import yaml
 
+from hpc_parallel.config.compose import find_folder
 from hpc_parallel.problems import ConfigError, Problem, nearest
 
 EXTENDS = "extends"  # the key that names the file whose values hold where this file has none
@@ -135,6 +136,15 @@ class Hardware:
 def hardware_names(folders: Sequence[Path]) -> list[str]:
     """The names of all files."""
     return sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
+
+
+def named_hardware(name: str | None, *, user_folder: Path | None, needed_by: str = "a plan") -> Hardware:
+    """The hardware of a file in `hardware/` of the user's folder, or else of `conf`. Raises ConfigError."""
+    folders = [folder / "hardware" for folder in (user_folder, find_folder("conf")) if folder is not None]
+    if name is None:
+        choices = ", ".join(hardware_names(folders))
+        raise ConfigError([f"hardware=NAME is missing: {needed_by} needs it. Choose one of {choices}."])
+    return read_hardware(name, folders=folders)
 
 
 def read_hardware(name: str, *, folders: Sequence[Path]) -> Hardware:

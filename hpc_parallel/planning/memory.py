@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpc_parallel.config.batch_plan import batch_of
-from hpc_parallel.config.holdings import FIRST, OTHER, STAGE, Holding, holdings
-from hpc_parallel.config.layout import Layout, layout_of
+from hpc_parallel.config.holdings import FIRST, OTHER, STAGE, Holding, first_holdings, holdings
+from hpc_parallel.config.layout import SPMD, Layout, layout_of
+from hpc_parallel.config.model_bytes import bytes_of_a_weight
 from hpc_parallel.config.model_weights import ModelWeights, sample_shape_of, weights_of
 from hpc_parallel.config.schedules import stages_per_rank
 from hpc_parallel.config.schema import RunConfig
@@ -65,14 +66,39 @@ def plan(config: RunConfig) -> MemoryPlan | None:
     Raises ConfigError if the pipeline has more stages than the model has blocks, and ValueError if the batch
     can't be split.
     """
+    planner = _planner_of(config)
+    if planner is None:
+        return None
+    return MemoryPlan([planner.held(holding) for holding in holdings(_setup(config))], planner.unknown)
+
+
+def plan_fullest(config: RunConfig, *, model: ModelWeights | None = None) -> MemoryPlan | None:
+    """As `plan`, but without devices that hold no more than one that it has. model: the weights, if known."""
+    planner = _planner_of(config, model)
+    if planner is None:
+        return None
+    differ = planner.has_owners or config.strategy.execution != SPMD
+    rows = holdings if differ else first_holdings
+    return MemoryPlan(list(map(planner.planned, rows(_setup(config)))), planner.unknown)
+
+
+def may_fit(config: RunConfig, *, room: float, model: ModelWeights | None = None) -> bool:
+    """A quick answer: false if weights with their state and activations alone need more than `room` bytes."""
+    planner = _planner_of(config, model)
+    return planner is None or max(map(planner.least, first_holdings(_setup(config)))) <= room
+
+
+def _setup(config: RunConfig) -> Setup:
+    layout = layout_of(config.strategy, devices=config.devices)
+    return Setup(config.strategy, layout, model_facts(config.model), gpus=config.device != "cpu")
+
+
+def _planner_of(config: RunConfig, model: ModelWeights | None = None) -> _Planner | None:
     shape = sample_shape_of(config.model, config.data)
-    model = None if shape is None else weights_of(config.model, sample_shape=shape)
+    model = model or (None if shape is None else weights_of(config.model, sample_shape=shape))
     if model is None or shape is None:
         return None
-    layout = layout_of(config.strategy, devices=config.devices)
-    planner = _Planner(config, layout, model, shape)
-    setup = Setup(config.strategy, layout, model_facts(config.model), gpus=config.device != "cpu")
-    return MemoryPlan([planner.held(holding) for holding in holdings(setup)], planner.unknown)
+    return _Planner(config, layout_of(config.strategy, devices=config.devices), model, shape)
 
 
 class _Planner:
@@ -85,9 +111,15 @@ class _Planner:
         self._config, self._layout, self._shape = config, layout, shape
         self._division = Division(config, layout, model)
         self._states = States(self._division)
+        self._numbers = model.numbers.blocks
         self._microbatches, self._samples = batch.microbatches, max(batch.sizes)
         self._kept = kept_of(config, layout, samples=self._samples, sample_shape=shape)
-        self._alike: dict[Hashable, tuple[dict[str, int], tuple[int, ...]]] = {}
+        self._alike: dict[Hashable, Held] = {}
+
+    @property
+    def has_owners(self) -> bool:
+        """Whether devices own the whole state of some weights, so no device stands for others."""
+        return self._states.has_owners
 
     @property
     def unknown(self) -> list[str]:
@@ -100,12 +132,26 @@ class _Planner:
         return clauses
 
     def held(self, holding: Holding) -> Held:
-        """The plan of the device of `holding`."""
+        """The plan of the device of `holding`, computed once for devices that hold the same."""
         key = self._states.alike(holding)
         if key not in self._alike:
-            stages = holding.model.get(STAGE, WHOLE).indices
-            self._alike[key] = self._kinds(stages, holding), self._activations(stages, holding)
-        return Held(holding.devices[0], holding.role, *self._alike[key])
+            self._alike[key] = self.planned(holding)
+        return replace(self._alike[key], device=holding.devices[0], role=holding.role)
+
+    def least(self, holding: Holding) -> int:
+        """A quick lower bound: the blocks' weights with their state, and the activations."""
+        stages, layout = holding.model.get(STAGE, WHOLE).indices, self._layout
+        numbers = sum(self._numbers[block] for stage in stages for block in self._division.blocks[stage])
+        split = layout.shard * layout.tensor * layout.expert
+        state = (
+            numbers * bytes_of_a_weight(self._config) // split if layout.context == layout.tile == 1 else 0
+        )
+        return state + sum(size for _, size in self._passing(stages, holding))
+
+    def planned(self, holding: Holding) -> Held:
+        stages = holding.model.get(STAGE, WHOLE).indices
+        kinds, activations = self._kinds(stages, holding), self._activations(stages, holding)
+        return Held(holding.devices[0], holding.role, kinds, activations)
 
     def _kinds(self, stages: tuple[int, ...], holding: Holding) -> dict[str, int]:
         kinds = {**vars(self._states.of(holding)), **dict(self._step(stages, holding))}
@@ -122,7 +168,7 @@ class _Planner:
 
     def _step(self, stages: tuple[int, ...], holding: Holding) -> Iterator[tuple[str, int]]:
         """What a step needs beside the state."""
-        division, kept = self._division, self._kept
+        division = self._division
         yield "gradients in messages", working_memory.gradient_messages(division, stages, holding)
         if holding.samples is None:  # a dedicated server
             return
@@ -134,7 +180,12 @@ class _Planner:
             samples = self._samples * (self._layout.data if gathers else 1)
             loss = working_memory.loss_buffers(division, samples=samples, sample_shape=self._shape)
             yield "logits and loss", loss
-        if kept is None:
+        yield from self._passing(stages, holding)
+
+    def _passing(self, stages: tuple[int, ...], holding: Holding) -> Iterator[tuple[str, int]]:
+        """What a step keeps of its microbatches."""
+        kept, blocks = self._kept, [self._division.blocks[stage] for stage in stages]
+        if kept is None or holding.samples is None:
             return
         live = live_microbatches(
             self._config.strategy, rank=min(stages[0], self._layout.pipeline - 1),

@@ -33,7 +33,7 @@ from hpc_parallel.config.stage_cuts import divide_blocks
 from hpc_parallel.planning.optimizer_state import KINDS, Place, Shape, owners
 
 WHOLE = Part()
-WHOLE_KINDS = [target for target, kind in KINDS.items() if kind.whole]
+WHOLE_KINDS = frozenset(target for target, kind in KINDS.items() if kind.whole)
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Division:
     layout: Layout
     model: ModelWeights
     _firsts: dict[Hashable, list[int]] = field(default_factory=dict, repr=False)
+    _settings: dict[tuple[str, int], Settings] = field(default_factory=dict, repr=False)
 
     @property
     def number_bytes(self) -> int:
@@ -81,8 +82,11 @@ class Division:
 
     def settings(self, weight: Weight) -> Settings:
         """How the optimizer updates it; a copy of a tied weight as the weight."""
-        name = self.model.tied.get(weight.name, weight.name)
-        return settings_for(name, len(weight.shape), self.config.optimizer)
+        optimizer, dims = self.config.optimizer, len(weight.shape)
+        name = self.model.tied.get(weight.name, weight.name) if optimizer.groups else ""  # for the rules
+        if (name, dims) not in self._settings:
+            self._settings[name, dims] = settings_for(name, dims, optimizer)
+        return self._settings[name, dims]
 
     def distributed(self, weight: Weight) -> bool:
         """Whether it is a DTensor, of which ranks may hold parts."""
@@ -144,8 +148,19 @@ class States:
     @property
     def unknown(self) -> list[str]:
         """Optimizers whose state is not known; it counts as none."""
-        weights = self._division.model.weights
-        return sorted({self._division.settings(weight).target for weight in weights} - KINDS.keys())
+        return sorted(self._targets - KINDS.keys())
+
+    @property
+    def has_owners(self) -> bool:
+        """Whether the update of some weights is left to one of the ranks that hold parts of them."""
+        return not WHOLE_KINDS.isdisjoint(self._targets) and any(
+            map(self._has_owner, self._division.model.weights)
+        )
+
+    @cached_property
+    def _targets(self) -> set[str]:
+        """The optimizers of all weights."""
+        return {self._division.settings(weight).target for weight in self._division.model.weights}
 
     def alike(self, holding: Holding) -> Hashable:
         """The same for devices that hold the same."""
@@ -180,6 +195,8 @@ class States:
 
     def _has_owner(self, weight: Weight) -> bool:
         """Whether the ranks that hold parts of it leave its update to one of them."""
+        if WHOLE_KINDS.isdisjoint(self._targets):
+            return False
         return self._division.distributed(weight) and self._division.settings(weight).target in WHOLE_KINDS
 
     def _owned_bytes(self, holding: Holding) -> int:

@@ -9,7 +9,7 @@ from hpc_parallel.config.counts import count
 from hpc_parallel.config.layout import SPMD, Layout, layout_of
 from hpc_parallel.config.model_bytes import parameters, trains
 from hpc_parallel.config.model_data_schema import TransformerConfig
-from hpc_parallel.config.model_weights import weights_of
+from hpc_parallel.config.model_weights import ModelWeights, weights_of
 from hpc_parallel.config.schedules import stages_per_rank
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.planning.activations import types_of
@@ -61,8 +61,8 @@ def sequence_of(config: RunConfig) -> int | None:
     return length if isinstance(length, int) else None
 
 
-def work_of_run(config: RunConfig) -> Work:
-    """The step of a configuration that `unplanned` accepts."""
+def work_of_run(config: RunConfig, *, model: ModelWeights | None = None) -> Work:
+    """The step of a configuration that `unplanned` accepts. model: its weights, if they are known already."""
     layout = layout_of(config.strategy, devices=config.devices)
     batch = batch_of(config, layout)
     ddp, types = not layout.by_fully_shard, types_of(config, layout)
@@ -73,7 +73,7 @@ def work_of_run(config: RunConfig) -> Work:
         pipeline=layout.pipeline,
         microbatch_size=batch.microbatch_size,
         microbatches=batch.microbatches,
-        blocks=_blocks(config, layout),
+        blocks=_blocks(config, layout, model),
         precision=config.training.precision,
         schedule=config.strategy.schedule,
         per_rank=stages_per_rank(config.strategy) if layout.pipeline > 1 else 1,
@@ -86,9 +86,9 @@ def work_of_run(config: RunConfig) -> Work:
     )
 
 
-def _blocks(config: RunConfig, layout: Layout) -> tuple[int, ...]:
+def _blocks(config: RunConfig, layout: Layout, model: ModelWeights | None) -> tuple[int, ...]:
     """The number of blocks of each stage, as the run divides them."""
-    model = weights_of(config.model, sample_shape=(sequence_of(config) or 0,))
+    model = model or weights_of(config.model, sample_shape=(sequence_of(config) or 0,))
     assert model is not None  # the reference decoder
     return tuple(map(len, Division(config, layout, model).blocks))
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.planning.decoder import Decoder, Share
 from hpc_parallel.planning.group_times import Exchange, Group, bus_bytes_per_s, send_s
 from hpc_parallel.planning.hardware import Hardware
-from hpc_parallel.planning.operations import FLOAT32_BYTES, NUMBER_BYTES, Operation, precise_bytes
+from hpc_parallel.planning.kernels import Kernels, Term
+from hpc_parallel.planning.operations import FLOAT32_BYTES, NUMBER_BYTES, precise_bytes
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, Kind, Pipeline
 from hpc_parallel.planning.pipeline_times import Timeline, simulate
 
@@ -60,15 +61,6 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Term:
-    """One number of a plan, with the formula and the inputs that it comes from."""
-
-    name: str
-    seconds: float
-    formula: str
-
-
-@dataclass(frozen=True)
 class StepTime:
     """The parts of a step's time. exposed_s: communication beside which a device does not compute."""
 
@@ -85,22 +77,26 @@ class StepTime:
 
 def step_time(work: Work, hardware: Hardware) -> StepTime:
     """Raises KeyError if the data sheet has no peak for the precision."""
-    return _Step(work, hardware).result()
+    return Step(work, hardware).result()
 
 
-class _Step:
-    """The terms of a step, collected while they are computed."""
+class Step:
+    """The terms of a step, collected while they are computed.
 
-    def __init__(self, work: Work, hardware: Hardware) -> None:
+    kernels: those of other steps on the same hardware, whose times need not be computed again.
+    """
+
+    def __init__(self, work: Work, hardware: Hardware, kernels: Kernels | None = None) -> None:
         self.work, self.hardware = work, hardware
+        self._kernels = kernels or Kernels(hardware)
         self.share = Share(
             work.decoder, work.microbatch_size, work.tensor, hardware.traffic, work.number_bytes
         )
-        self._peak = hardware.device.peak_flops[work.precision]
         self._terms: list[Term] = []
         self._pipeline = Pipeline(work.schedule, work.pipeline, work.microbatches, work.per_rank)
         self._last = self._pipeline.stages - 1
         self._stages_s: dict[tuple[Kind, int], float] = {}
+        self._alike_s: dict[tuple[Kind, int, bool, bool], float] = {}
         self._unhidden_s: dict[Kind, float] = {}  # gathers of a block that its computation does not hide
 
     def result(self) -> StepTime:
@@ -110,23 +106,47 @@ class _Step:
             action_s=self._action_s,
             transfer_s=lambda source, target: transfers.get(min(source, target), 0.0),
         )
+        self._add_stages()
         text = f"{work.schedule}, {work.pipeline} ranks, {work.microbatches} microbatches, simulated"
         self._add("all microbatches", timeline.total_s, text)
-        gradients_s, update_s = self._gradients_s(), self._update_s()
+        gradients_s, update_s = self._gradients_s, self._update_s
         blocks = work.decoder.layers / work.pipeline * work.microbatches
         sums = 6 if work.recompute else 4
         exposed_s = gradients_s + blocks * (sums * self._tensor_sum_s + sum(self._unhidden_s.values()))
         return StepTime(timeline, gradients_s, update_s, exposed_s, tuple(self._terms))
 
+    def microbatch_s(self) -> float:
+        """Of one microbatch in all stages, one after the other."""
+        return sum(self._action_s(kind, stage) for kind in Kind for stage in range(self._last + 1))
+
+    def block_s(self, kind: Kind) -> float:
+        """The least time that a block adds to a stage."""
+        device_s, host_s = self._block_s[kind]
+        return _overlapped(device_s, host_s, sharpness=self.hardware.host.sharpness) * self._slowest
+
+    def least_s(self) -> float:
+        """A lower bound of the step's time, which needs no simulation.
+
+        A rank computes its stages for all microbatches, after the first microbatch came through the stages
+        before them. Unless the schedule splits the backward pass, the last gradient then goes back there.
+        """
+        kinds = (FORWARD,) if SCHEDULES[self.work.schedule].splits_backward else (FORWARD, BACKWARD)
+        stages = range(self._last + 1)
+        before_s = [0.0, *accumulate(sum(self._action_s(kind, at) for kind in kinds) for at in stages)]
+        busy_s = [sum(self._action_s(kind, at) for kind in Kind) for at in stages]
+        ranks = map(self._pipeline.stages_of, range(self.work.pipeline))
+        count = self.work.microbatches
+        whole_s = max(before_s[own[0]] + count * sum(busy_s[stage] for stage in own) for own in ranks)
+        return whole_s + self._gradients_s + self._update_s
+
     def _add(self, name: str, seconds: float, formula: str) -> float:
         self._terms.append(Term(name, seconds, formula))
         return seconds
 
-    def _sum_s(self, where: str, operations: Iterable[Operation]) -> float:
-        return sum(
-            self._add(f"{where}: {one.name}", one.seconds(self.hardware, peak=self._peak), one.formula())
-            for one in operations
-        )
+    def _sum_s(self, part: str) -> float:
+        terms = self._kernels.terms(part, self.share, precision=self.work.precision)
+        self._terms += terms
+        return sum(term.seconds for term in terms)
 
     def _exchange_s(self, exchange: Exchange) -> float:
         seconds = exchange.seconds(self.hardware)
@@ -146,8 +166,8 @@ class _Step:
         """Seconds of the device and of the host for one block, forward and backward."""
         host, share = self.hardware.host, self.share
         sums_s = 2 * self._tensor_sum_s
-        forward_s = self._sum_s("block forward", share.block()) + sums_s
-        backward_s = self._sum_s("block backward", share.block_backward()) + sums_s
+        forward_s = self._sum_s("block forward") + sums_s
+        backward_s = self._sum_s("block backward") + sums_s
         split, unfused_s = self.work.tensor > 1, share.unfused * host.unfused_s
         host_forward_s = host.forward_s + 2 * split * host.collective_s + unfused_s
         host_backward_s = host.backward_s + 4 * split * host.collective_s + 2 * unfused_s
@@ -187,12 +207,11 @@ class _Step:
     @cached_property
     def _ends_s(self) -> dict[tuple[Kind, str], float]:
         """Seconds of the device for the embedding and the head."""
-        share = self.share
         return {
-            (FORWARD, "first"): self._sum_s("embedding", share.embedding()) + self._tensor_sum_s,
-            (BACKWARD, "first"): self._sum_s("embedding", share.embedding_backward()),
-            (FORWARD, "last"): self._sum_s("head", share.head()),
-            (BACKWARD, "last"): self._sum_s("head", share.head_backward()) + self._tensor_sum_s,
+            (FORWARD, "first"): self._sum_s("embedding") + self._tensor_sum_s,
+            (BACKWARD, "first"): self._sum_s("embedding backward"),
+            (FORWARD, "last"): self._sum_s("head"),
+            (BACKWARD, "last"): self._sum_s("head backward") + self._tensor_sum_s,
         }
 
     def _action_s(self, kind: Kind, stage: int) -> float:
@@ -210,6 +229,13 @@ class _Step:
         return self._stages_s[kind, stage]
 
     def _compute_s(self, kind: Kind, stage: int) -> float:
+        """Stages between the ends with as many blocks take the same time."""
+        alike = (kind, self.work.blocks[stage], stage == 0, stage == self._last)
+        if alike not in self._alike_s:
+            self._alike_s[alike] = self._blocks_and_ends_s(kind, stage)
+        return self._alike_s[alike]
+
+    def _blocks_and_ends_s(self, kind: Kind, stage: int) -> float:
         host, layers = self.hardware.host, self.work.blocks[stage]
         ends = [name for name, at in (("first", 0), ("last", self._last)) if stage == at]
         before = "first" if kind is FORWARD else "last"
@@ -234,12 +260,23 @@ class _Step:
             if self.work.blocking:
                 target = stage + 1 if kind is FORWARD else stage - 1
                 seconds += self._transfers.get(min(stage, target), 0.0) if 0 <= target <= self._last else 0.0
-        nodes = max(1.0, self.work.devices / self.hardware.node.devices)
-        seconds *= 1 + self.hardware.network.spread * math.sqrt(2 * math.log(nodes))
-        name = f"stage {stage} {kind.name.lower()}"
-        return self._add(
-            name, seconds, f"blocks and ends {compute_s:.6g} s, pipeline, slowest of {nodes:g} nodes"
-        )
+        return seconds * self._slowest
+
+    @property
+    def _nodes(self) -> float:
+        return max(1.0, self.work.devices / self.hardware.node.devices)
+
+    @cached_property
+    def _slowest(self) -> float:
+        """The time of the slowest node, as a multiple of the mean."""
+        return 1 + self.hardware.network.spread * math.sqrt(2 * math.log(self._nodes))
+
+    def _add_stages(self) -> None:
+        """The terms of all actions so far."""
+        for (kind, stage), seconds in self._stages_s.items():
+            inputs = f"blocks and ends {self._compute_s(kind, stage):.6g} s, pipeline"
+            text = f"{inputs}, slowest of {self._nodes:g} nodes"
+            self._add(f"stage {stage} {kind.name.lower()}", seconds, text)
 
     @cached_property
     def _transfers(self) -> dict[int, float]:
@@ -273,6 +310,7 @@ class _Step:
         blocks = sum(self.work.blocks[stage] for stage in stages)
         return self.work.decoder.stage_weights(blocks, first=0 in stages, last=self._last in stages)
 
+    @cached_property
     def _gradients_s(self) -> float:
         """What the device waits for: means over replicas, slices, and the weight that both ends share."""
         work = self.work
@@ -307,6 +345,7 @@ class _Step:
             "exposed gradients", left_s, f"{seconds:.6g} s beside {hidden_s:.6g} s of computation"
         )
 
+    @cached_property
     def _update_s(self) -> float:
         traffic, device = self.hardware.traffic, self.hardware.device
         wider = precise_bytes(self.work.number_bytes) / FLOAT32_BYTES

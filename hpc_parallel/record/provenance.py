@@ -15,9 +15,10 @@ from typing import Any
 
 from hpc_parallel.record.credentials import is_credential_file
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.snapshot import Snapshot
 
+PREDICTED = "predicted"  # the key of the figures that were planned before the start
 DIFF_BYTES = 4 * 2**20  # so that environment.json stays within the limits of record/safe_read.py
 State = Callable[[Path], dict[str, Any]]
 
@@ -68,6 +69,14 @@ def origin(
     }
     left_out = sorted({*record["left_out"], *snapshot.left_out})
     return record | {"checkouts": checkouts, "left_out": left_out}
+
+
+def read_environment(folder: RunFolder) -> dict[str, Any]:
+    """The content of `environment.json`; empty if it can't be read."""
+    try:
+        return read_json(folder.environment) or {}
+    except (OSError, DamagedError):
+        return {}
 
 
 def _source_of_first_run(first: RunFolder, *, folder: RunFolder, config_dir: Path | None) -> dict[str, Any]:

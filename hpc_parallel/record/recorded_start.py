@@ -20,7 +20,7 @@ from hpc_parallel.record.trust import UntrustedError, owner_name, require_privat
 SHARED_FOLDER = "launcher.shared_folder"  # the override with which the user grants trust
 # Top-level keys whose values are numbers, names, and paths from which only data are read.
 HARMLESS = {"model", "data", "training", "strategy", "optimizer", "task", "seed", "nodes", "gpus_per_node",
-            "device", "name"}  # fmt: skip
+            "device", "name", "plan"}  # fmt: skip
 _NAME = re.compile(r"[\w.-]*", re.ASCII)
 
 

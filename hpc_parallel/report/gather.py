@@ -309,7 +309,9 @@ def _devices(run: RecordedRun) -> int | None:
 def _summary_so_far(run: RecordedRun) -> dict[str, Any]:
     """The summary that a run without one would have now."""
     try:
-        return summarise(run.config or {}, outcome="", lines=run.metrics, history=run.attempts)
+        return summarise(
+            run.config or {}, outcome="", lines=run.metrics, history=run.attempts, environment=run.environment
+        )
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError):
         return dict(run.attempts)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from hpc_parallel.record import attempts
 from hpc_parallel.record.metrics_file import MetricsReader
+from hpc_parallel.record.provenance import read_environment
 from hpc_parallel.record.recorded_slow_ranks import accusations
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_json, read_tail
@@ -265,6 +266,7 @@ def _summary(folder: RunFolder, *, outcome: str, environment: Mapping[str, str])
         lines=MetricsReader(folder.metrics).read(),
         history=attempts.history(folder, environment=environment),
         measured={"slow_ranks": accusations(folder)},
+        environment=read_environment(folder),
     )
 
 

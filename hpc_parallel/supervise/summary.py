@@ -12,7 +12,9 @@ from types import MappingProxyType
 from typing import Any
 
 from hpc_parallel.config.layout import layout_of, processes_per_node, recorded_strategy
+from hpc_parallel.record.provenance import PREDICTED
 from hpc_parallel.record.results import INITIAL
+from hpc_parallel.record.values import table
 
 MEASURED = (
     "exposed_communication_share",
@@ -42,12 +44,13 @@ def summarise(
     lines: Lines,
     history: Mapping[str, Any],
     measured: Mapping[str, Any] = MappingProxyType({}),
+    environment: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The content of `summary.json`, with null for figures that were not measured.
 
     config: the content of `config.yaml`; lines: of `metrics.jsonl`; history: `attempts.history`;
     measured: figures of the profiled steps (MEASURED), the weights that the job started from, and what its
-    comparison with one device showed.
+    comparison with one device showed; environment: the content of `environment.json`.
 
     All shares and times are means over the ranks:
     - `exposed_communication_share`: share of a step in which a device waits for others and computes
@@ -86,7 +89,7 @@ def summarise(
             (line["peak_memory_bytes"] for line in lines if "peak_memory_bytes" in line), default=None
         ),
         **{key: measured.get(key) for key in MEASURED},
-        "predicted": None,
+        PREDICTED: table((environment or {}).get(PREDICTED)) or None,
         "weights": measured.get("weights", config.get("weights") or INITIAL),
         **FIGURES.get(config["task"]["name"], _trained)(lines),
         **history,

@@ -26,6 +26,7 @@ from hpc_parallel.data.dataset import as_data
 from hpc_parallel.data.sampler import Batches, Data, Samples, validation_steps
 from hpc_parallel.record import attempts
 from hpc_parallel.record.phase import note_phase
+from hpc_parallel.record.provenance import read_environment
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_yaml
 from hpc_parallel.record.safe_write import write_json
@@ -159,6 +160,7 @@ def complete(
             lines=lines,
             history=attempts.history(folder),
             measured=measured,
+            environment=read_environment(folder),
         )
         write_json(folder.summary, summary)
     for writer in writers:

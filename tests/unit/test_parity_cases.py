@@ -27,7 +27,7 @@ from hpc_parallel.record.run_folder import RunFolder
 
 def test_every_strategy_has_a_row() -> None:
     strategies = {file.stem for file in (find_folder("conf") / "strategy").glob("*.yaml")}
-    assert {row.strategy for row in ROWS} == strategies
+    assert {row.strategy for row in ROWS} == strategies - {"auto"}  # it chooses one of the others
 
 
 def test_every_row_of_the_table_can_run() -> None:

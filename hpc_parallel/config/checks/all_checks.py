@@ -55,6 +55,7 @@ CHOICES = {
     "cluster.fabric": fabric_kinds.KINDS,
     "cluster.start": ("srun", "torchrun", "mpirun"),
     "preflight.act": ("off", "report", "stop", "exclude"),
+    "plan.on_overflow": ("stop", "warn", "off"),
     "profile.kind": ("none", "torch", "nsys", "ncu"),
     "task.name": tuple(TASKS),
 }

@@ -1,0 +1,66 @@
+"""The fastest layouts of a configuration, as `plan --best` prints them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_parallel.commands.plan_run import command_line
+from hpc_parallel.config.sweep_compose import compose_run
+from hpc_parallel.launch.checked_run import reporting_all_problems
+from hpc_parallel.planning.auto_strategy import AUTO, Question, ask
+from hpc_parallel.planning.ranking import advantage, table, without_room
+from hpc_parallel.planning.run_work import assumptions
+from hpc_parallel.planning.search import Candidate, search
+from hpc_parallel.problems import ConfigError
+from hpc_parallel.record.recorded_start import key_of
+
+ROWS = 5
+LEFT_OUT = "Not looked at: context, tile, expert, strategy.schedule=naive, selective recomputation."
+
+
+@dataclass(frozen=True)
+class Best:
+    """The fastest candidates, best first, and the question that they answer."""
+
+    asked: Question
+    candidates: list[Candidate]
+
+
+def best(words: Sequence[str], *, user_folder: Path | None, rows: int = ROWS) -> Best:
+    """Search for the words of a run. Raises ConfigError with all problems, or with the nearest layout."""
+    strategies = [word for word in words if word.startswith("strategy=") and word != f"strategy={AUTO}"]
+    if strategies:
+        raise ConfigError([f"--best chooses the strategy. Try it without {' '.join(strategies)}."])
+    line = command_line([*words, f"strategy={AUTO}"], user_folder=user_folder)
+    with reporting_all_problems(line):
+        cell = compose_run(line.overrides, **line.places)
+        asked = ask(cell.config, cell.overrides, user_folder=user_folder)
+        found = search(asked.config, asked.hardware, choices=asked.choices, most=rows)
+        if not found.best:
+            raise ConfigError(without_room(found.nearest, asked.hardware))
+    return Best(asked, found.best)
+
+
+def report(found: Best, words: Sequence[str]) -> Iterator[str]:
+    """The table, why the first row is first, what was not looked at, and the command line to run."""
+    config, hardware = found.asked.config, found.asked.hardware
+    batch = config.training.global_batch_size
+    yield (
+        f"{config.nodes} nodes x {config.gpus_per_node} x {hardware.device.name}, "
+        f"{config.training.precision}, {batch} samples a step"
+    )
+    yield from table(found.candidates, hardware)
+    if len(found.candidates) > 1:
+        yield f"Why the first: {advantage(found.candidates[:2])}"
+    yield "memory: an estimate for the device that needs most. Each row is the best of its kind."
+    yield LEFT_OUT
+    yield from assumptions(found.candidates[0].config, hardware)
+    yield shlex.join(["python", "-m", "hpc_parallel.run", *_words_of_run(words, found.candidates[0].words)])
+
+
+def _words_of_run(words: Sequence[str], chosen: Sequence[str]) -> list[str]:
+    replaced = {*map(key_of, chosen)}
+    return [*(word for word in words if key_of(word) not in replaced), *chosen]

@@ -1,0 +1,134 @@
+"""The plan of a run before it starts, where its hardware is known: does it fit, and how fast will it be.
+
+A run that could work is never stopped by an estimate: only what a device holds for certain counts against its
+memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hpc_parallel.config.layout import layout_of
+from hpc_parallel.config.model_bytes import trains
+from hpc_parallel.config.node_devices import AUTO, launcher_kind
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.planning import memory
+from hpc_parallel.planning.auto_strategy import CPU, on_nodes_of
+from hpc_parallel.planning.hardware import Hardware, named_hardware
+from hpc_parallel.planning.memory import Held, MemoryPlan
+from hpc_parallel.planning.ranking import seconds, tokens_per_s, without_room
+from hpc_parallel.planning.run_work import unplanned, work_of_run
+from hpc_parallel.planning.search import Choices, search
+from hpc_parallel.planning.step_time import StepTime, Work, step_time
+from hpc_parallel.problems import ConfigError, alternatives
+from hpc_parallel.record.metrics_file import size
+
+STOP, OFF = "stop", "off"
+OF_THE_PROCESS = ("device context", "allocator slack")  # which torch's peak does not count
+NEAR = 2  # layouts that fit, to name
+MINUTE_S = 60
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """figures: by the names of `summary.json`. warnings: lines for the user."""
+
+    figures: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+def forecast(config: RunConfig, *, user_folder: Path | None) -> Forecast:
+    """The plan of a checked training run with `plan.hardware`; empty for what can't be planned.
+
+    Raises ConfigError if it needs more memory than a device has, with the nearest layouts that fit.
+    """
+    hardware = named_hardware(config.plan.hardware, user_folder=user_folder)
+    if config.device == AUTO:
+        config = replace(config, device=hardware.device.kind)
+    layout = layout_of(config.strategy, devices=config.devices)
+    planned = memory.plan_fullest(config) if trains(config) else None
+    times = None
+    if not any(unplanned(config, layout, hardware)):
+        hardware = on_nodes_of(config, hardware)
+        work = work_of_run(config)
+        times = work, step_time(work, hardware)
+    warnings = list(_time_limit(config, times)) if times is not None else []
+    if planned is not None and (line := _overflow(config, planned, hardware, is_timed=times is not None)):
+        warnings.append(line)
+    return Forecast(_figures(planned, times, hardware), warnings)
+
+
+def certain_bytes(held: Held) -> int:
+    """What a device holds at one moment for certain: between two steps, and its activations or gradients."""
+    kinds = held.kinds
+    return kinds["parameters"] + kinds["optimizer"] + max(kinds["gradients"], kinds["activations"])
+
+
+def _figures(
+    planned: MemoryPlan | None, times: tuple[Work, StepTime] | None, hardware: Hardware
+) -> dict[str, Any]:
+    """The memory of a process on CPUs is not comparable: it contains the interpreter."""
+    figures: dict[str, Any] = {}
+    if times is not None:
+        work, step = times
+        figures = {
+            "step_time_s": step.total_s,
+            "samples_per_s": work.samples / step.total_s,
+            "tokens_per_s": tokens_per_s(work, step),
+            "bubble_share": step.timeline.bubble_share,
+            "exposed_communication_share": step.exposed_s / step.total_s,
+        }
+    if planned is not None and not planned.unknown and hardware.device.kind != CPU:
+        fullest = planned.fullest
+        figures["peak_memory_bytes"] = fullest.total - sum(fullest.kinds[kind] for kind in OF_THE_PROCESS)
+    return figures
+
+
+def _overflow(config: RunConfig, planned: MemoryPlan, hardware: Hardware, *, is_timed: bool) -> str | None:
+    """A warning if the memory may not be enough. Raises ConfigError if it is not."""
+    room, device = hardware.device.memory_bytes, hardware.device.name
+    least = max(planned.devices, key=certain_bytes)
+    if planned.unknown or certain_bytes(least) <= room:
+        if planned.fullest.total <= room:
+            return None
+        needed = size(planned.fullest.total)
+        return f"warning     a device may need {needed}, and a {device} has {size(room)}: the run may not fit"
+    text = (
+        f"memory: parameters, optimizer state and activations need {size(certain_bytes(least))} on device "
+        f"{least.device}, and a {device} has {size(room)}."
+    )
+    near = _layouts_that_fit(config, hardware) if is_timed else ""
+    if config.plan.on_overflow != STOP or hardware.device.kind == CPU:  # a process may take what others leave
+        return f"warning     {text}{near}"
+    raise ConfigError([f"{text}{near} plan.on_overflow=warn starts the run anyway."])
+
+
+def _layouts_that_fit(config: RunConfig, hardware: Hardware) -> str:
+    asked = replace(
+        config,
+        strategy=replace(config.strategy, microbatches=None, stages_per_rank=None, cuts=None),
+        training=replace(config.training, microbatch_size=None),
+    )
+    found = search(asked, hardware, choices=Choices(), most=NEAR)
+    if not found.best:
+        line = without_room(found.nearest, hardware)[0]
+        return f" {line[0].upper()}{line[1:]}"
+    ways = [f"{' '.join(one.words)} ({seconds(one.step.total_s)} a step)" for one in found.best]
+    return f" Try {alternatives(ways)}."
+
+
+def _time_limit(config: RunConfig, times: tuple[Work, StepTime]) -> Iterator[str]:
+    """A warning if a job can't take its steps within its time limit; a resumed run may have few left."""
+    if launcher_kind(config.launcher.kind) == "local" or config.resume:
+        return
+    _, step = times
+    minutes, steps = config.launcher.time_minutes, config.training.steps
+    needed = steps * step.total_s / MINUTE_S
+    if needed > minutes:
+        yield (
+            f"warning     launcher.time_minutes = {minutes} is less than the {needed:.0f} minutes that "
+            f"{steps} steps are predicted to take. Try launcher.time_minutes={int(1.2 * needed) + 1}."
+        )

@@ -1,0 +1,160 @@
+"""`strategy=auto`: the layout that is planned to be the fastest, in the place of `auto`."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from hpc_parallel.config.checks import layout_checks
+from hpc_parallel.config.checks.all_checks import find_problems
+from hpc_parallel.config.checks.suggestions import multiples_near
+from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.gpu_defaults import OF_CPUS, default_precision
+from hpc_parallel.config.layout import Layout
+from hpc_parallel.config.schedules import SCHEDULES
+from hpc_parallel.config.schema import RunConfig, StrategyConfig
+from hpc_parallel.planning.hardware import Hardware, named_hardware
+from hpc_parallel.planning.measured_links import with_measured_links
+from hpc_parallel.planning.ranking import advantage, seconds, without_room
+from hpc_parallel.planning.run_work import unplanned
+from hpc_parallel.planning.search import AXES, CHECKPOINTING, FREE, Candidate, Choices, layouts, search
+from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.record.recorded_start import key_of
+
+AUTO = "auto"
+CPU, MANY = "cpu", 2**20  # the hardware of runs on CPUs that name none, and the most processes of a node
+OPEN = {"name": AUTO, "replicate": FREE, "pipeline": 1, "shard": 1, "tensor": 1}  # as conf/strategy/auto.yaml
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a search is asked. config: of the run, with a layout that does not matter."""
+
+    config: RunConfig
+    hardware: Hardware
+    choices: Choices
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The configuration and the overrides with a layout in the place of `auto`, and a line for the user."""
+
+    composed: DictConfig
+    overrides: list[str]
+    note: str
+
+
+def is_auto(composed: DictConfig) -> bool:
+    return bool(OmegaConf.select(composed, "strategy.name", default=None) == AUTO)
+
+
+def choose(composed: DictConfig, overrides: Sequence[str], *, user_folder: Path | None) -> Choice:
+    """Put the fastest layout that fits in the place of `auto`. Raises ConfigError with all problems."""
+    asked = ask(composed, overrides, user_folder=user_folder)
+    found = search(asked.config, asked.hardware, choices=asked.choices, most=2)
+    if not found.best:
+        raise ConfigError(without_room(found.nearest, asked.hardware))
+    first = found.best[0]
+    words, name = first.words, _named(composed)
+    reason = f" {advantage(found.best[:2])}" if len(found.best) > 1 else ""
+    note = f"auto        {' '.join(words)}: {seconds(first.step.total_s)} a step is predicted.{reason}"
+    kept = [word for word in overrides if key_of(word) not in {"strategy", *map(key_of, (*words, *name))}]
+    return Choice(_with_candidate(composed, first), [*kept, *words, *name], note)
+
+
+def ask(composed: DictConfig, overrides: Sequence[str], *, user_folder: Path | None) -> Question:
+    """What is free in a configuration with `strategy=auto`, and what is not. Raises ConfigError."""
+    values = composed.strategy
+    choices = _choices(values, composed.training, {key_of(word) for word in overrides})
+    opened = copy.deepcopy(composed)
+    for key, value in OPEN.items():
+        opened.strategy[key] = value
+    hardware = hardware_of_run(opened, user_folder=user_folder, needed_by="strategy=auto")
+    if opened.device == AUTO:
+        opened.device = hardware.device.kind
+    config, _ = resolve(opened)
+    ignored = list(layout_checks.find_problems(config))
+    problems = [problem for problem in find_problems(config, overrides) if problem not in ignored]
+    problems += unplanned(config, Layout(replicate=config.devices), hardware)
+    if problems:
+        raise ConfigError(problems)
+    asked = Question(config, on_nodes_of(config, hardware), choices)
+    if problem := _without_layout(asked):
+        raise ConfigError([problem])
+    return asked
+
+
+def hardware_of_run(composed: DictConfig, *, user_folder: Path | None, needed_by: str) -> Hardware:
+    """That of `plan.hardware`. On CPUs without one, a common server of unknown memory. Raises ConfigError."""
+    name = composed.plan.hardware
+    if name is None and _on_cpus(composed):
+        hardware = named_hardware(CPU, user_folder=user_folder)
+        node = replace(hardware.node, devices=MANY)
+        return replace(hardware, device=replace(hardware.device, memory_bytes=math.inf), node=node)
+    return named_hardware(name, user_folder=user_folder, needed_by=needed_by)
+
+
+def on_nodes_of(config: RunConfig, hardware: Hardware) -> Hardware:
+    """With as many devices on a node as the run uses, and the links that a machine profile measured."""
+    measured, _ = with_measured_links(hardware, config.machine)
+    return replace(measured, node=replace(measured.node, devices=config.gpus_per_node))
+
+
+def _on_cpus(composed: DictConfig) -> bool:
+    values: Mapping[str, Any] = {
+        "device": composed.device,
+        "launcher": {"kind": composed.launcher.kind},
+        "cluster": {"gpus": composed.cluster.gpus},
+    }
+    return default_precision(values) == OF_CPUS
+
+
+def _choices(strategy: DictConfig, training: DictConfig, typed: set[str]) -> Choices:
+    """A degree, schedule or mode that is not the default, or that an override sets, is kept."""
+    degrees = {
+        axis: strategy[axis] if f"strategy.{axis}" in typed or strategy[axis] != OPEN[axis] else FREE
+        for axis in AXES
+    }
+    schedule, mode = strategy.schedule, training.activation_checkpointing
+    schedules = tuple(name for name, rules in SCHEDULES.items() if not rules.in_turn)
+    modes: tuple[str, ...] = CHECKPOINTING
+    if "strategy.schedule" in typed or schedule != StrategyConfig.schedule:
+        schedules = (schedule,)
+    if "training.activation_checkpointing" in typed or mode != "none":
+        modes = (mode,)
+    return Choices(degrees, schedules, modes)
+
+
+def _without_layout(asked: Question) -> Problem | str | None:
+    """Why there is no legal layout at all, if there is none."""
+    if any(layouts(asked.config, asked.choices)):
+        return None
+    config, degrees = asked.config, asked.choices.degrees
+    fixed = [f"strategy.{axis}={degree}" for axis, degree in degrees.items() if degree != FREE]
+    if fixed and any(layouts(config, replace(asked.choices, degrees=dict.fromkeys(AXES, FREE)))):
+        return f"{' '.join(fixed)}: no legal layout of {config.devices} devices has this. Try without it."
+    batch = config.training.global_batch_size
+    rule = f"does not split over any layout of {config.devices} devices"
+    return Problem("training.global_batch_size", batch, rule, multiples_near(batch, config.devices))
+
+
+def _named(composed: DictConfig) -> list[str]:
+    """A run that has no name of its own is called `auto`, so that `resume=auto` finds it."""
+    return [f"name={AUTO}"] if OmegaConf.is_interpolation(composed, "name") else []
+
+
+def _with_candidate(composed: DictConfig, candidate: Candidate) -> DictConfig:
+    chosen, config = copy.deepcopy(composed), candidate.config
+    for key in ("name", "schedule", *AXES):
+        chosen.strategy[key] = getattr(config.strategy, key)
+    for key in ("global_batch_size", "microbatch_size", "activation_checkpointing"):
+        chosen.training[key] = getattr(config.training, key)
+    if _named(composed):
+        chosen.name = AUTO
+    return chosen

@@ -1,0 +1,132 @@
+"""What limits planned candidates, and why one is faster than another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hpc_parallel.planning.hardware import Hardware
+from hpc_parallel.planning.search import Candidate
+from hpc_parallel.planning.step_time import StepTime, Work
+from hpc_parallel.problems import printable
+from hpc_parallel.record.metrics_file import milliseconds, size
+
+TOGETHER = 3  # times that a training pass costs, in forward passes (PaLM, Chowdhery et al. 2022)
+RECOMPUTED = 1 / (TOGETHER + 1)  # the share of the computation that full recomputation adds
+SMALL = 0.05  # a share of a step that does not count as a limit
+ALIKE = 0.01  # a relative difference of steps that a plan can't tell apart
+COMPUTATION, RECOMPUTATION, BUBBLE, NETWORK, UPDATE = (
+    "computation", "recomputation", "bubble", "exposed communication", "update",
+)  # fmt: skip
+
+
+def tokens_per_s(work: Work, step: StepTime) -> float:
+    """Of all devices."""
+    return work.samples * work.decoder.sequence / step.total_s
+
+
+def model_flops(work: Work) -> float:
+    """Of one step; a backward pass counts as two forward passes, whatever is computed again."""
+    return TOGETHER * work.decoder.forward_flops * work.samples
+
+
+def mfu(work: Work, step: StepTime, hardware: Hardware) -> float:
+    """Model FLOPs utilisation: the share of all devices' peak."""
+    return model_flops(work) / (step.total_s * work.devices * hardware.device.peak_flops[work.precision])
+
+
+def parts_s(work: Work, step: StepTime) -> dict[str, float]:
+    """The seconds of a step by what the mean device does; their sum is the step's time."""
+    bubble_s = step.timeline.bubble_share * step.timeline.total_s
+    computed_s = step.total_s - bubble_s - step.exposed_s - step.update_s
+    again_s = RECOMPUTED * computed_s if work.recompute else 0.0
+    return {
+        COMPUTATION: computed_s - again_s, RECOMPUTATION: again_s, BUBBLE: bubble_s,
+        NETWORK: step.exposed_s, UPDATE: step.update_s,
+    }  # fmt: skip
+
+
+def limit(work: Work, step: StepTime) -> str:
+    """What costs most beside computation, with its share of the step: memory, bubble, network or batch.
+
+    memory: blocks are computed again. batch: a bubble that only more samples shorten, because microbatches
+    have one sample.
+    """
+    parts = parts_s(work, step)
+    bubble = "batch" if work.microbatch_size == 1 else "bubble"
+    names = {RECOMPUTATION: "memory", BUBBLE: bubble, NETWORK: "network"}
+    largest = max(names, key=lambda part: parts[part])
+    share = parts[largest] / step.total_s
+    return f"{names[largest]} {share:.0%}" if share >= SMALL else "compute"
+
+
+def advantage(candidates: Sequence[Candidate]) -> str:
+    """One sentence: why the first of two candidates is faster than the second."""
+    first, second = (candidate.step for candidate in candidates)
+    gained = (second.total_s - first.total_s) / second.total_s
+    pair = f"the second ({candidates[1].layout})"
+    if gained < ALIKE:
+        return f"It is as fast as {pair}: {gained:.1%} is less than a plan can tell apart."
+    before, after = (parts_s(candidate.work, candidate.step) for candidate in candidates)
+    part = max(before, key=lambda name: after[name] - before[name])
+    spent = f"{seconds(before[part])} of {part} instead of {seconds(after[part])}"
+    return f"It takes {gained:.1%} less time than {pair}, because it has {spent}."
+
+
+def seconds(value: float) -> str:
+    """`42.1 ms`, `1.76 s`."""
+    return milliseconds(value) if value < 1 else f"{value:.4g} s"
+
+
+def table(candidates: Sequence[Candidate], hardware: Hardware) -> Iterator[str]:
+    """One line for each candidate, best first."""
+    headings = (
+        "",
+        "layout",
+        "schedule",
+        "samples",
+        "recompute",
+        "step",
+        "tokens/s",
+        "MFU",
+        "memory",
+        "limit",
+    )
+    rows = [headings, *(_row(at, one, hardware) for at, one in enumerate(candidates, start=1))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    right = ("", "samples", "step", "tokens/s", "MFU", "memory")
+    for row in rows:
+        cells = (
+            text.rjust(width) if heading in right else text.ljust(width)
+            for text, width, heading in zip(row, widths, headings, strict=True)
+        )
+        yield "  ".join(cells).rstrip()
+
+
+def _row(at: int, candidate: Candidate, hardware: Hardware) -> tuple[str, ...]:
+    work, step = candidate.work, candidate.step
+    lower = ">= " if candidate.memory.unknown else ""
+    return (
+        str(at),
+        printable(candidate.layout),
+        work.schedule if work.pipeline > 1 else "-",
+        str(work.microbatch_size),
+        candidate.config.training.activation_checkpointing,
+        seconds(step.total_s),
+        f"{tokens_per_s(work, step):,.0f}",
+        f"{mfu(work, step, hardware):.1%}",
+        lower + size(candidate.memory.fullest.total),
+        limit(work, step),
+    )
+
+
+def without_room(nearest: Candidate | None, hardware: Hardware) -> list[str]:
+    """The problem of a configuration of which no layout fits, with the one that needs least memory."""
+    there = size(hardware.device.memory_bytes)
+    if nearest is None:
+        return ["no layout passes all checks of a run. Try strategy=fsdp, which names the problems."]
+    needed = size(nearest.memory.fullest.total)
+    near = f"{' '.join(nearest.words)} needs {needed}"
+    return [
+        f"no layout fits in the {there} of a {hardware.device.name}. The nearest one, {near}. "
+        f"Try more devices (nodes={2 * nearest.config.nodes}) or a smaller model."
+    ]

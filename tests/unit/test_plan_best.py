@@ -1,0 +1,274 @@
+"""The search for the best layout: against all layouts one by one, and against what `run` accepts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from hpc_parallel.__main__ import main as command
+from hpc_parallel.config.checks.all_checks import find_problems
+from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.layout import Layout, layout_of
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.planning import memory
+from hpc_parallel.planning.auto_strategy import ask
+from hpc_parallel.planning.hardware import Hardware, read_hardware
+from hpc_parallel.planning.ranking import advantage, limit, parts_s
+from hpc_parallel.planning.run_work import work_of_run
+from hpc_parallel.planning.search import AXES, Candidate, Choices, name_of, search
+from hpc_parallel.planning.step_time import Step, step_time
+from tests.benchmarks.calibrate_plan import FOLDERS
+from tests.composed import composed, prepared
+
+H100 = "h100_sxm_node8_3200gbit"
+SMALL = (
+    "strategy=auto", "nodes=2", "gpus_per_node=4", "model=tiny", "model.layers=4", "data.sequence_length=512",
+    "training.global_batch_size=16", f"plan.hardware={H100}",
+)  # fmt: skip
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
+
+
+def asked(*words: str, room: float | None = None) -> tuple[RunConfig, Hardware, Choices]:
+    """What a search is asked. room: bytes of a device, in place of the file's."""
+    question = ask(composed(*words), words, user_folder=None)
+    hardware = question.hardware
+    if room is not None:
+        hardware = replace(hardware, device=replace(hardware.device, memory_bytes=room))
+    return question.config, hardware, question.choices
+
+
+@cache
+def every_way() -> list[tuple[RunConfig, int, float]]:
+    """All that `run` accepts for SMALL, with bytes of the fullest device and seconds of a step."""
+    config, hardware, _ = asked(*SMALL)
+    ways = []
+    devices, samples = config.devices, range(1, config.training.global_batch_size + 1)
+    for degrees in itertools.product(range(1, devices + 1), repeat=len(AXES)):
+        if math.prod(degrees) != devices or degrees[AXES.index("tensor")] > config.gpus_per_node:
+            continue
+        chosen = dict(zip(AXES, degrees, strict=True))
+        for schedule in SCHEDULES if chosen["pipeline"] > 1 else ("1f1b",):
+            for size, mode in itertools.product(samples, ("none", "full")):
+                strategy = replace(config.strategy, schedule=schedule, **chosen)
+                training = replace(config.training, microbatch_size=size, activation_checkpointing=mode)
+                ways.append(replace(config, strategy=strategy, training=training))
+    legal = [way for way in ways if not find_problems(way)]
+    plans = map(memory.plan, legal)
+    steps = [step_time(work_of_run(way), hardware).total_s for way in legal]
+    totals = [plan.fullest.total for plan in plans if plan is not None]
+    return list(zip(legal, totals, steps, strict=True))
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3, 0.05])
+def test_the_pruned_search_finds_what_a_search_of_everything_finds(share: float) -> None:
+    """share: of all ways that fit in the device's memory."""
+    totals = sorted(total for _, total, _ in every_way())
+    room = totals[int(share * (len(totals) - 1))]
+    fastest: dict[tuple[int, int, str], float] = {}
+    for way, total, step_s in every_way():
+        layout = layout_of(way.strategy, devices=way.devices)
+        key = (layout.pipeline, layout.tensor, name_of(layout))
+        if total <= room:
+            fastest[key] = min(fastest.get(key, math.inf), step_s)
+    config, hardware, choices = asked(*SMALL, room=room)
+    found = search(config, hardware, choices=choices, most=6).best
+    assert len(found) == min(6, len(fastest))
+    assert len(found) > 1
+    expected = sorted(fastest.values())[: len(found)]
+    assert [one.step.total_s for one in found] == pytest.approx(expected, rel=1e-12)
+    for one in found:
+        assert one.step.total_s == step_time(work_of_run(one.config), hardware).total_s
+        assert one.memory.fullest.total <= room
+
+
+def test_memory_changes_the_choice() -> None:
+    """Otherwise the test above would compare the same search three times."""
+    totals = sorted(total for _, total, _ in every_way())
+    found = [
+        search(*asked(*SMALL, room=room)[:2], choices=Choices(), most=1).best[0].words
+        for room in (totals[-1], totals[len(totals) // 20])
+    ]
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("microbatches", [8, 16])
+def test_a_bound_is_never_above_the_simulated_step(schedule: str, microbatches: int) -> None:
+    words = (
+        "strategy=pipeline", "strategy.pipeline=4", f"strategy.schedule={schedule}", "device=cuda",
+        f"strategy.microbatches={microbatches}", "training.global_batch_size=16", "gpus_per_node=4",
+        "model=124m", "data.sequence_length=512",
+    )  # fmt: skip
+    config, _ = resolve(composed(*words))
+    step = Step(work_of_run(config), read_hardware(H100, folders=FOLDERS))
+    bound_s, simulated_s = step.least_s(), step.result().total_s
+    assert bound_s <= simulated_s * (1 + 1e-12)
+    assert bound_s > 0.6 * simulated_s
+
+
+def test_the_bound_is_exact_where_the_last_stage_is_the_longest() -> None:
+    """1F1B takes all stages once and the longest m - 1 times more (Narayanan et al. 2021)."""
+    words = (
+        "strategy=pipeline", "strategy.pipeline=4", "strategy.microbatches=8", "gpus_per_node=4",
+        "training.global_batch_size=8", "device=cuda", "model=124m", "data.sequence_length=512",
+    )  # fmt: skip
+    work = replace(work_of_run(resolve(composed(*words))[0]), blocks=(2, 2, 2, 6))
+    step = Step(work, read_hardware(H100, folders=FOLDERS))
+    result = step.result()
+    longest_s = result.timeline.busy_s[-1] / 8
+    assert longest_s == max(result.timeline.busy_s) / 8
+    closed_s = step.microbatch_s() + 7 * longest_s
+    assert step.least_s() == pytest.approx(closed_s + result.gradients_s + result.update_s, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        SMALL,
+        (*SMALL, "nodes=1", "gpus_per_node=6", "training.global_batch_size=48"),
+        ("strategy=auto", "model=1b", "nodes=4", "gpus_per_node=8", f"plan.hardware={H100}"),
+        ("strategy=auto", "model=70b", "nodes=16", "gpus_per_node=8", f"plan.hardware={H100}"),
+    ],
+)
+def test_a_run_accepts_what_is_proposed_and_composes_the_same(words: tuple[str, ...]) -> None:
+    config, hardware, choices = asked(*words)
+    others = [word for word in words if word != "strategy=auto" and "batch_size" not in word]
+    found = search(config, hardware, choices=choices, most=5).best
+    assert len(found) > 3
+    for candidate in found:
+        run = prepared(*others, *candidate.words, "dry_run=true")
+        assert run.layout == candidate.layout
+        assert run.config.strategy == candidate.config.strategy
+        for key in ("global_batch_size", "microbatch_size", "activation_checkpointing"):
+            assert getattr(run.config.training, key) == getattr(candidate.config.training, key)
+
+
+def test_what_is_set_is_kept() -> None:
+    words = (*SMALL, "strategy.pipeline=2", "strategy.schedule=gpipe", "training.microbatch_size=2")
+    config, hardware, choices = asked(*words, "training.activation_checkpointing=none")
+    found = search(config, hardware, choices=choices, most=20).best
+    assert found
+    for candidate in found:
+        assert candidate.layout.pipeline == 2
+        assert candidate.work.schedule == "gpipe"
+        assert candidate.work.microbatch_size == 2
+        assert not candidate.work.recompute
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("strategy=fsdp", "gpus_per_node=8"),
+        ("strategy=hsdp", "nodes=2", "gpus_per_node=4", "optimizer=muon"),
+        ("strategy=fsdp", "gpus_per_node=3", "optimizer=adafactor"),
+        ("strategy=pipeline", "gpus_per_node=4", "strategy.schedule=interleaved", "model.layers=9"),
+        ("strategy=pipeline", "gpus_per_node=4", "strategy.schedule=zbv", "model.layers=8"),
+        ("strategy=hybrid", "nodes=2", "gpus_per_node=8", "strategy.tensor=2", "strategy.replicate=1",
+         "strategy.shard=4"),
+    ],
+)  # fmt: skip
+def test_the_fullest_device_is_among_those_that_are_planned(words: tuple[str, ...]) -> None:
+    config, _ = resolve(composed("model=tiny", "training.global_batch_size=48", "device=cpu", *words))
+    whole, part = memory.plan(config), memory.plan_fullest(config)
+    assert whole is not None
+    assert part is not None
+    assert part.fullest.kinds == whole.fullest.kinds
+    assert memory.may_fit(config, room=whole.fullest.total)
+    activations = max(held.kinds["activations"] for held in whole.devices)
+    assert not memory.may_fit(config, room=activations - 1)
+
+
+def test_the_parts_of_a_step_add_up_and_name_the_limit() -> None:
+    config, hardware, _ = asked(*SMALL, "training.global_batch_size=32")
+
+    def planned(*, size: int, pipeline: int, mode: str = "none") -> Candidate:
+        layout = Layout(pipeline=pipeline, replicate=8 // pipeline)
+        strategy = replace(config.strategy, pipeline=pipeline, replicate=layout.replicate)
+        training = replace(config.training, microbatch_size=size, activation_checkpointing=mode)
+        way = replace(config, strategy=strategy, training=training)
+        work, plan = work_of_run(way), memory.plan_fullest(way)
+        assert plan is not None
+        return Candidate(way, work, step_time(work, hardware), plan)
+
+    flat, deep = planned(size=4, pipeline=1), planned(size=2, pipeline=4)
+    for one in (flat, deep, planned(size=1, pipeline=1, mode="full")):
+        parts = parts_s(one.work, one.step)
+        assert sum(parts.values()) == pytest.approx(one.step.total_s, rel=1e-12)
+        assert min(parts.values()) >= 0
+    share = deep.step.timeline.bubble_share * deep.step.timeline.total_s / deep.step.total_s
+    assert limit(deep.work, deep.step) == f"bubble {share:.0%}"
+    single = planned(size=1, pipeline=4)
+    assert limit(single.work, single.step).startswith("batch ")
+    gained = 1 - flat.step.total_s / deep.step.total_s
+    assert f"{gained:.1%} less time than the second (pipeline 4 x replicate 2)" in advantage([flat, deep])
+    assert "can tell apart" in advantage([flat, flat])
+
+
+def test_the_command_ends_with_the_line_to_run(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=1b", "nodes=4", "gpus_per_node=8", f"hardware={H100}"]
+    assert command(["plan", "--best", "--rows", "3", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[0] for line in lines[2:5]] == ["1", "2", "3"]
+    assert lines[5].startswith("Why the first: ")
+    line = lines[-1]
+    assert line.startswith(f"python -m hpc_parallel.run {' '.join(words)} strategy=")
+    run = prepared(*(word for word in line.split()[3:] if not word.startswith("hardware=")))
+    assert run.layout.devices == 32
+
+
+def test_a_site_names_the_hardware(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=1b", "gpus_per_node=8", "cluster=infiniband_h100"]
+    assert command(["plan", "--best", *words]) == 0
+    assert "NVIDIA H100 SXM" in capsys.readouterr().out
+    assert command(["plan", "strategy=fsdp", *words]) == 0
+    assert "shard 8 on 8 x NVIDIA H100 SXM" in capsys.readouterr().out
+
+
+def test_without_room_the_nearest_layout_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=70b", "gpus_per_node=8", f"hardware={H100}"]
+    assert command(["plan", "--best", *words]) == 2
+    message = capsys.readouterr().err
+    assert "no layout fits in the 74.5 GiB of a NVIDIA H100 SXM. The nearest one, strategy=" in message
+    assert "training.activation_checkpointing=full needs " in message
+
+
+def test_all_problems_of_a_search_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=1b", "gpus_per_node=9", f"hardware={H100}", "training.steps=0"]
+    assert command(["plan", "--best", "--rows", "0", "--tokens", "5", *words]) == 2
+    message = capsys.readouterr().err
+    for text in (
+        "--tokens does not go with --best.",
+        "--rows 0: the table has at least one row. Try --rows 5.",
+        "Try training.steps=1",
+        "Try gpus_per_node=8",
+    ):
+        assert text in message
+    assert command(["plan", "--best", "strategy=fsdp", "model=1b"]) == 2
+    assert "--best chooses the strategy. Try it without strategy=fsdp." in capsys.readouterr().err
+    assert command(["plan", "--best", "model=1b", "gpus_per_node=8", "device=cuda"]) == 2
+    assert (
+        "hardware=NAME is missing: strategy=auto needs it. Choose one of a100_40gb" in capsys.readouterr().err
+    )
+
+
+def test_degrees_and_batches_without_a_layout_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=1b", "gpus_per_node=8", f"hardware={H100}"]
+    assert command(["plan", "--best", *words, "strategy.tensor=3"]) == 2
+    assert (
+        "strategy.tensor=3: no legal layout of 8 devices has this. Try without it." in capsys.readouterr().err
+    )
+
+
+def test_the_search_leaves_torch_alone() -> None:
+    words = ["plan", "--best", "model=1b", "gpus_per_node=8", f"hardware={H100}"]
+    code = (
+        f"import sys; from hpc_parallel.__main__ import main; print(main({words!r}), 'torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "0 False"
