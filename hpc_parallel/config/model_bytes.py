@@ -25,16 +25,16 @@ def least_bytes(config: RunConfig, layout: Layout) -> int | None:
     split = 1
     for axis in SPLITTING:
         split *= layout.degrees[axis]
-    return weights * bytes_of_a_weight(config) // split
+    return weights * sum(bytes_of_a_weight(config)) // split
 
 
-def bytes_of_a_weight(config: RunConfig) -> int:
-    """A lower bound for a weight with its gradient and the optimizer's state."""
-    copies = 1
-    if trains(config):
-        spmd = config.strategy.execution == SPMD
-        copies += 1 + (STATES.get(config.optimizer.name, 0) if spmd else 0)
-    return copies * (8 if config.training.precision == "float64" else 4)
+def bytes_of_a_weight(config: RunConfig) -> tuple[int, int]:
+    """Lower bounds for a weight with the optimizer's state, and for its gradient."""
+    number = 8 if config.training.precision == "float64" else 4
+    if not trains(config):
+        return number, 0
+    spmd = config.strategy.execution == SPMD
+    return number * (1 + (STATES.get(config.optimizer.name, 0) if spmd else 0)), number
 
 
 def trains(config: RunConfig) -> bool:

@@ -126,10 +126,9 @@ def _decoder(run: _Run) -> Kept:
     sliced = tokens // tensor if run.config.strategy.sequence_parallel else tokens
     head_dim = dim // run.size("heads")
     tables = 0 if run.mode != "none" else run.shape[0] // layout.context * head_dim * types.precise
-    # Inputs, normed, and one number a row. The norm of a GPU works in half precision: what it gives needs no
-    # cast before the projections.
-    half = run.config.device != "cpu" and types.cast and types.product < types.precise
-    norm = sliced * (dim * (types.stream if half else 2 * types.precise) + types.precise)
+    # Inputs, normed, and one number a row; the kernel of a GPU keeps its inputs only, in their type.
+    fused = run.config.device != "cpu" and types.cast
+    norm = sliced * (dim * (types.stream if fused else 2 * types.precise) + types.precise)
     attention = _attention(run, tokens)
     feed_forward = _experts(run, tokens) if "experts" in run.model else _swiglu(run, tokens)
     full = 2 * (norm + tokens * dim * types.product) + attention.kept + feed_forward.kept

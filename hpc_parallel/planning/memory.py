@@ -1,4 +1,9 @@
-"""What each device of a run holds at its fullest, by kind, before it starts."""
+"""What each device of a run holds at its fullest, by kind, before it starts.
+
+A device is fullest at one of three moments of a step: at the loss of the last microbatch, with activations
+and logits; right after it, when the last block is computed again (activation checkpointing); or when the
+backward pass ends, with all gradients and no activations.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +12,46 @@ from dataclasses import dataclass, replace
 
 from hpc_parallel.config.batch_plan import batch_of
 from hpc_parallel.config.holdings import FIRST, OTHER, STAGE, Holding, first_holdings, holdings
-from hpc_parallel.config.layout import SPMD, Layout, layout_of
+from hpc_parallel.config.layout import PARAMETER_SERVER, SPMD, Layout, layout_of
 from hpc_parallel.config.model_bytes import bytes_of_a_weight
 from hpc_parallel.config.model_weights import ModelWeights, sample_shape_of, weights_of
-from hpc_parallel.config.schedules import stages_per_rank
+from hpc_parallel.config.schedules import schedule_of, stages_per_rank
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.setup import Setup, model_facts
 from hpc_parallel.planning import working_memory
 from hpc_parallel.planning.activations import kept_of
 from hpc_parallel.planning.live_microbatches import live_microbatches
-from hpc_parallel.planning.planned_state import WHOLE, Division, States
+from hpc_parallel.planning.planned_state import WHOLE, Division, StateBytes, States
 from hpc_parallel.record.metrics_file import size as size_text
 
 KINDS = (
     "parameters", "gradients", "optimizer", "activations", "recomputation", "logits and loss",
-    "cast weights", "gathered weights", "gradients in messages", "buffers between stages",
-    "device context", "allocator slack",
+    "cast weights", "gathered weights", "gradients in messages", "gradient of the embedding",
+    "buffers between stages", "workspaces", "device context", "allocator slack",
 )  # fmt: skip
+LOSS, RECOMPUTATION, END = "at the loss", "after the loss", "at the end of the backward pass"
+NOT_AT_LOSS = ("recomputation", "gradient of the embedding")
+NOT_AT_RECOMPUTATION = ("logits and loss", "gradient of the embedding")
+NOT_AT_END = ("activations", "recomputation", "logits and loss")
+WORKSPACE_BYTES = 2**26  # of cuBLAS on a GPU, about: 32 MiB for each of its two kinds of product
 CONTEXT_BYTES = 2**29  # of CUDA, its libraries and NCCL on a GPU, about
 SLACK = 0.05  # of what torch's allocator of GPUs serves: memory in gaps between blocks, about
 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes on one device, by kind (KINDS).
+    """Bytes on one device, by kind (KINDS), at the `moment` when it is fullest.
 
     device: its number in the world, from 0. role: `server`, `worker` and the like; empty if all do the same.
-    stages: what each of its pipeline stages keeps of one microbatch; one stage without a pipeline.
+    state: between the backward pass and the update. stages: what each of its pipeline stages keeps of one
+    microbatch; one stage without a pipeline.
     """
 
     device: int
     role: str
     kinds: dict[str, int]
+    moment: str
+    state: StateBytes
     stages: tuple[int, ...] = ()
 
     @property
@@ -143,22 +156,42 @@ class _Planner:
         stages, layout = holding.model.get(STAGE, WHOLE).indices, self._layout
         numbers = sum(self._numbers[block] for stage in stages for block in self._division.blocks[stage])
         split = layout.shard * layout.tensor * layout.expert
-        state = (
-            numbers * bytes_of_a_weight(self._config) // split if layout.context == layout.tile == 1 else 0
-        )
-        return state + sum(size for _, size in self._passing(stages, holding))
+        own = numbers // split if layout.context == layout.tile == 1 else 0
+        state, gradients = (own * count for count in bytes_of_a_weight(self._config))
+        passing = sum(size for kind, size in self._passing(stages, holding) if kind != "recomputation")
+        return state + (gradients + passing if self._has_gradients else max(gradients, passing))
 
     def planned(self, holding: Holding) -> Held:
-        stages = holding.model.get(STAGE, WHOLE).indices
-        kinds, activations = self._kinds(stages, holding), self._activations(stages, holding)
-        return Held(holding.devices[0], holding.role, kinds, activations)
-
-    def _kinds(self, stages: tuple[int, ...], holding: Holding) -> dict[str, int]:
-        kinds = {**vars(self._states.of(holding)), **dict(self._step(stages, holding))}
+        stages, state = holding.model.get(STAGE, WHOLE).indices, self._states.of(holding)
+        moments = self._moments({**vars(state), **dict(self._step(stages, holding))})
+        moment = max(moments, key=lambda name: sum(moments[name].values()))
+        kinds = moments[moment]
         if self._config.device != "cpu":
+            kinds["workspaces"] = WORKSPACE_BYTES
             kinds["allocator slack"] = int(SLACK * sum(kinds.values()))
             kinds["device context"] = CONTEXT_BYTES
-        return {kind: kinds.get(kind, 0) for kind in KINDS}
+        kinds = {kind: kinds.get(kind, 0) for kind in KINDS}
+        activations = self._activations(stages, holding)
+        return Held(holding.devices[0], holding.role, kinds, moment, state, activations)
+
+    def _moments(self, kinds: dict[str, int]) -> dict[str, dict[str, int]]:
+        """Of all `kinds`, those that exist at each moment."""
+        absent = () if self._has_gradients else ("gradients", "gradients in messages")
+        without = {
+            LOSS: (*NOT_AT_LOSS, *absent), RECOMPUTATION: (*NOT_AT_RECOMPUTATION, *absent), END: NOT_AT_END
+        }  # fmt: skip
+        return {
+            moment: {kind: size for kind, size in kinds.items() if kind not in kinds_without}
+            for moment, kinds_without in without.items()
+        }
+
+    @property
+    def _has_gradients(self) -> bool:
+        """Whether gradients exist before the last backward pass: of earlier ones, or as views of buckets."""
+        layout, strategy = self._layout, self._config.strategy
+        views = strategy.execution == SPMD and layout.averaged > 1 and not layout.by_fully_shard
+        views &= not schedule_of(strategy).splits_backward
+        return views or self._microbatches > 1 or strategy.execution == PARAMETER_SERVER
 
     def _activations(self, stages: tuple[int, ...], holding: Holding) -> tuple[int, ...]:
         """Of one microbatch in each stage."""
@@ -174,6 +207,10 @@ class _Planner:
             return
         yield "cast weights", working_memory.cast_weights(division, stages, holding)
         yield "gathered weights", working_memory.gathered_weights(division, stages, holding)
+        yield (
+            "gradient of the embedding",
+            working_memory.embedding_gradient(division, stages, holding, again=self._microbatches > 1),
+        )
         blocks = [division.blocks[stage] for stage in stages]
         if blocks[-1].stop == division.model.blocks and holding.role != OTHER:
             gathers = holding.role == FIRST  # the outputs of all replicas
@@ -215,7 +252,7 @@ def text_table(found: MemoryPlan) -> list[str]:
     role = f" ({fullest.role})" if fullest.role else ""
     alike = sum(held.total == fullest.total for held in found.devices)
     others = f", as {alike} of {len(found.devices)} devices do" if alike > 1 else ""
-    lines = [f"device {fullest.device}{role} needs most{others}:"]
+    lines = [f"device {fullest.device}{role} needs most{others}, {fullest.moment}:"]
     lines += [f"  {kind:{width}}  {size_text(count):>11}" for kind, count in kinds.items()]
     lines.append(f"  {'sum':{width}}  {size_text(fullest.total):>11}")
     return lines + [f"  without: {clause}" for clause in found.unknown]

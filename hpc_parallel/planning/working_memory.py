@@ -35,6 +35,22 @@ def gathered_weights(division: Division, stages: tuple[int, ...], holding: Holdi
     return (sum(held) + ends) * _gathered_bytes(division)
 
 
+def embedding_gradient(division: Division, stages: tuple[int, ...], holding: Holding, *, again: bool) -> int:
+    """What comes last of a backward pass, beside the gradient that stays: that of the embedding.
+
+    A tied head's part waits for it. again: it is added to that of earlier microbatches.
+    """
+    ends = [weight for weight in division.weights(stages) if weight.part == STEM and len(weight.shape) > 1]
+    numbers = sum(math.prod(division.unsliced_shape(weight, holding)) for weight in ends)
+    half = casts_once(division.config) or (
+        division.layout.by_fully_shard and division.config.training.precision in HALF
+    )
+    tied = bool(division.model.tied) and len(stages) == division.layout.pipeline == 1
+    if half:
+        return numbers * (2 * (1 + tied) + division.number_bytes * again)
+    return numbers * division.number_bytes * (tied + again)
+
+
 def gradient_messages(division: Division, stages: tuple[int, ...], holding: Holding) -> int:
     """Gradients on their way to other devices, beside those that the device keeps."""
     config, layout = division.config, division.layout

@@ -74,7 +74,7 @@ def planned_and_measured(words: str, ranks: list[int]) -> tuple[list[dict[str, i
     assert plan_of_all is not None
     assert all("activations" in clause for clause in plan_of_all.unknown)
     kinds = ("parameters", "gradients", "optimizer")
-    planned = [{kind: plan_of_all.devices[rank].kinds[kind] for kind in kinds} for rank in ranks]
+    planned = [vars(plan_of_all.devices[rank].state) for rank in ranks]
     measured = [{kind: getattr(held, kind) for kind in kinds} for held in measure(config, ranks)]
     return planned, measured
 
