@@ -351,6 +351,28 @@ def cpu_flash_backward(
     return backward(grad_output, query, key, value, output, lse, 0.0, causal)  # type: ignore[no-any-return]
 
 
+def scaled_product(first: Tensor, second: Tensor, *, scales: tuple[Tensor, Tensor], fast: bool) -> Tensor:
+    """`first` [m, k] times `second` [k, n], both float8, times both scales, in bfloat16.
+
+    scales: float32, without dims or [m, 1] and [1, n]. m, k and n are multiples of 16. fast: sums may be kept
+    with fewer than 24 bits meanwhile, as Hopper's tensor cores do by themselves.
+
+    torch 2.11 has no public product of float8. Its kernel for [m, 1] and [1, n] is slow unless `fast`, so
+    such results are scaled afterwards (as in torchao), which is exact: all scales are powers of two.
+    """
+    if first.device.type != "cuda":
+        with torch.autocast(first.device.type, enabled=False):
+            return (first.float() @ second.float() * scales[0] * scales[1]).to(torch.bfloat16)
+    late = scales[0].dim() > 0 and not fast
+    one = scales[0].new_ones(())
+    scale_a, scale_b = (one, one) if late else scales
+    product = torch._scaled_mm(
+        first.contiguous(), second.t().contiguous().t(), scale_a=scale_a, scale_b=scale_b,
+        out_dtype=torch.bfloat16, use_fast_accum=fast,
+    )  # fmt: skip
+    return (product * scales[0] * scales[1]).to(product.dtype) if late else product
+
+
 def set_default_timeout(timeout: timedelta) -> None:
     """The time-out of every group that is made later without one.
 
