@@ -354,15 +354,23 @@ def cpu_flash_backward(
 def scaled_product(first: Tensor, second: Tensor, *, scales: tuple[Tensor, Tensor], fast: bool) -> Tensor:
     """`first` [m, k] times `second` [k, n], both float8, times both scales, in bfloat16.
 
-    scales: float32, without dims or [m, 1] and [1, n]. m, k and n are multiples of 16. fast: sums may be kept
-    with fewer than 24 bits meanwhile, as Hopper's tensor cores do by themselves.
-
-    torch 2.11 has no public product of float8. Its kernel for [m, 1] and [1, n] is slow unless `fast`, so
-    such results are scaled afterwards (as in torchao), which is exact: all scales are powers of two.
+    scales: powers of two in float32, without dims or [m, 1] and [1, n]. m, k and n are multiples of 16.
+    fast: a GPU's sums may have fewer than 24 bits, as Hopper's tensor cores compute them by themselves.
     """
-    if first.device.type != "cuda":
-        with torch.autocast(first.device.type, enabled=False):
-            return (first.float() @ second.float() * scales[0] * scales[1]).to(torch.bfloat16)
+    if first.device.type == "cuda":
+        return cuda_scaled_product(first, second, scales=scales, fast=fast)
+    with torch.autocast(first.device.type, enabled=False):
+        return (first.float() @ second.float() * scales[0] * scales[1]).to(torch.bfloat16)
+
+
+def cuda_scaled_product(
+    first: Tensor, second: Tensor, *, scales: tuple[Tensor, Tensor], fast: bool
+) -> Tensor:
+    """The operator wants contiguous rows of `first` and columns of `second`. torch 2.11 has no public one.
+
+    Its kernel for scales of rows is slow unless `fast`, so such results are scaled afterwards (as in
+    torchao), which is exact for powers of two.
+    """
     late = scales[0].dim() > 0 and not fast
     one = scales[0].new_ones(())
     scale_a, scale_b = (one, one) if late else scales

@@ -69,53 +69,41 @@ def test_all_three_products_are_those_of_the_rounded_factors(recipe: str) -> Non
     assert ROUNDING < difference(wanted, exact) < 2.0**-3  # float8 did round
 
 
-@pytest.mark.parametrize("by_rows", [False, True])
-def test_the_product_of_cpus_is_torchs_own(by_rows: bool) -> None:
-    """torch has `_scaled_mm` for CPUs too; a GPU gets the same arguments."""
-    dim = -1 if by_rows else None
-    (a, of_a), (b, of_b) = (float8.quantise(numbers(*size), E4M3, dim=dim) for size in ((32, 64), (48, 64)))
-    wanted = torch._scaled_mm(a, b.t(), of_a, of_b.t(), out_dtype=torch.bfloat16)
-    found = torch_internals.scaled_product(a, b.t(), scales=(of_a, of_b.t()), fast=True)
-    assert difference(found, wanted.double()) < ROUNDING
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_gpu_gets_what_cublas_takes(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    """torch's CPUs have the operator of GPUs too, and give the same numbers as ours.
 
-
-class Context:
-    """What torch hands to an autograd function."""
-
-    by_rows = False
-    saved_tensors: tuple[Tensor, ...] = ()
-
-    def save_for_backward(self, *tensors: Tensor) -> None:
-        self.saved_tensors = tensors
-
-
-@pytest.mark.parametrize("by_rows", [False, True])
-def test_a_gpu_gets_what_cublas_takes(monkeypatch: pytest.MonkeyPatch, by_rows: bool) -> None:
-    """Fake tensors on a GPU go through torch's own rules for it: rows of the first and columns of the second
-    factor are contiguous, dims are multiples of 16, scales are one float32, or [m, 1] and [1, n]."""
+    Its rules for GPUs: rows of the first and columns of the second factor are contiguous, dims are multiples
+    of 16, scales are one float32, or [m, 1] and [1, n].
+    """
     multiply = torch._scaled_mm
     calls: list[tuple[object, ...]] = []
 
     def note(first: Tensor, second: Tensor, **named: Any) -> Tensor:
-        assert first.is_cuda
-        shapes = tuple(named["scale_a"].shape), tuple(named["scale_b"].shape)
-        calls.append((first.dtype, second.dtype, *shapes, named["use_fast_accum"]))
+        scales = named["scale_a"], named["scale_b"]
+        calls.append((first.dtype, second.dtype, *(tuple(x.shape) for x in scales), named["use_fast_accum"]))
         assert first.stride() == (first.shape[1], 1)
         assert second.stride() == (1, second.shape[0])
+        torch._meta_registrations._check_scaled_mm_sizes(first, second, **named)
         return multiply(first, second, **named)
 
+    def products() -> list[Tensor]:
+        x, layer = numbers(2, 16, 64).requires_grad_(), nn.Linear(64, 48, bias=False, dtype=torch.bfloat16)
+        layer.weight.data = numbers(48, 64)
+        output = float8.RECIPES[recipe](nn.Linear.forward, layer, x)
+        output.backward(numbers(2, 48, 16).transpose(1, 2))
+        assert x.grad is not None
+        assert layer.weight.grad is not None
+        return [output.detach(), x.grad, layer.weight.grad]
+
+    ours = products()
+    monkeypatch.setattr(torch._meta_registrations, "device_hint", lambda tensor: "cuda")
     monkeypatch.setattr(torch, "_scaled_mm", note)
-    with torch_internals.fake_tensors():
-        x, weight = (torch.empty(size, 64, device="cuda", dtype=torch.bfloat16) for size in (32, 48))
-        gradient = torch.empty(48, 32, device="cuda", dtype=torch.bfloat16).t()  # of a transposed output
-        context = Context()
-        results = [float8.Product.forward(context, x, weight, by_rows)]
-        results += float8.Product.backward(context, gradient)[:2]
-    assert [(tuple(result.shape), result.dtype) for result in results] == [
-        ((32, 48), torch.bfloat16), ((32, 64), torch.bfloat16), ((48, 64), torch.bfloat16),
-    ]  # fmt: skip
-    gradients = E4M3 if by_rows else E5M2
-    forward = ((32, 1), (1, 48)) if by_rows else ((), ())
+    monkeypatch.setattr(float8, "scaled_product", torch_internals.cuda_scaled_product)
+    for found, wanted in zip(products(), ours, strict=True):
+        assert difference(found, wanted.double()) < ROUNDING
+    by_rows = recipe == "rowwise"
+    gradients, forward = (E4M3, ((32, 1), (1, 48))) if by_rows else (E5M2, ((), ()))
     assert calls == [
         (E4M3, E4M3, *forward, True),
         (gradients, E4M3, (), (), False),
@@ -189,11 +177,31 @@ def test_rows_that_are_no_multiple_of_16_keep_bfloat16() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_code_gives_the_same(recipe: str) -> None:
-    """One graph for a block, with a bias, under autocast and with weights that are cast once."""
+    layer, x = nn.Linear(32, 48, dtype=torch.bfloat16), numbers(2, 16, 32, spread=1.0)
+    results = []
+    for run in (float8.RECIPES[recipe], torch.compile(float8.RECIPES[recipe], fullgraph=True, dynamic=False)):
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        output = run(nn.Linear.forward, layer, leaf)
+        output.backward(numbers(2, 16, 48, spread=1.0))
+        results.append([output, leaf.grad, layer.weight.grad, layer.bias.grad])
+    for eager, compiled in zip(*results, strict=True):
+        assert eager is not None
+        assert compiled is not None
+        assert difference(compiled, eager.detach().double()) < 2 * ROUNDING
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_compiled_block_is_one_graph(recipe: str) -> None:
+    """Under autocast and with weights that are cast once.
+
+    Fused code rounds less often to bfloat16, so some numbers are rounded to another float8, which is up to a
+    quarter (e5m2) away.
+    """
     tokens = torch.arange(32).reshape(2, 16) % 48
     results = []
     for compiled in (False, True):
-        torch._dynamo.reset()
         model = float8.apply(decoder(), recipe=recipe, device=torch.device("cpu"))
         if compiled:
             compiling.apply(model)
@@ -205,7 +213,7 @@ def test_compiled_code_gives_the_same(recipe: str) -> None:
     torch._dynamo.reset()
     for eager, fused in zip(*results, strict=True):
         norm = torch.linalg.vector_norm
-        assert norm((eager - fused).float()) < 0.03 * norm(eager.float())
+        assert norm((eager - fused).float()) < 0.1 * norm(eager.float())
 
 
 @pytest.mark.parametrize(
