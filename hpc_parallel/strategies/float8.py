@@ -4,8 +4,8 @@ A linear layer has three products: its output, the gradient by its input and the
 factors of each are rounded to float8, e4m3 with 4 bits of precision or e5m2 with 3 bits and more range, after
 a scale has brought the largest absolute value near the largest number of the type. `tensorwise` has one
 scale for a tensor, `rowwise` one for each row of the left and each column of the right factor. The sums are
-float32, and results bfloat16. The recipes are torchao's, but `tensorwise` also has powers of two as scales:
-then another split of a batch, with another largest value, rounds the same numbers to the same float8.
+float32, and results bfloat16. The recipes are torchao's, but `tensorwise` too has powers of two as scales:
+another part of a batch, with another largest value, then rounds the same number to the same significant bits.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ def layers_of(model: LayeredModel) -> Iterator[Linear]:
     """
     for block in model.distinct_blocks:
         for module in block.modules():
-            plain = isinstance(module, Linear) and type(module).forward is Linear.forward
-            if plain and module.in_features % ALIGNED == module.out_features % ALIGNED == 0:
+            if not isinstance(module, Linear) or type(module).forward is not Linear.forward:
+                continue
+            if module.in_features % ALIGNED == module.out_features % ALIGNED == 0:
                 yield module
 
 
@@ -93,7 +94,7 @@ def multiply(original: Forward, layer: Linear, x: Tensor, *, by_rows: bool) -> T
     if rows == 0 or rows % ALIGNED:
         return original(layer, x)
     flat = x.reshape(rows, x.shape[-1]).to(torch.bfloat16)
-    output: Tensor = Product.apply(flat, layer.weight.to(torch.bfloat16), by_rows)  # type: ignore[no-untyped-call]
+    output: Tensor = Product.apply(flat, layer.weight.to(torch.bfloat16), by_rows)
     output = output.reshape(*x.shape[:-1], layer.out_features)
     return output if layer.bias is None else output + layer.bias.to(output.dtype)
 
