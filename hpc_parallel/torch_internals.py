@@ -357,6 +357,36 @@ def cpu_flash_backward(
     return backward(grad_output, query, key, value, output, lse, 0.0, causal)  # type: ignore[no-any-return]
 
 
+def scaled_product(first: Tensor, second: Tensor, *, scales: tuple[Tensor, Tensor], fast: bool) -> Tensor:
+    """`first` [m, k] times `second` [k, n], both float8, times both scales, in bfloat16.
+
+    scales: powers of two in float32, without dims or [m, 1] and [1, n]. m, k and n are multiples of 16.
+    fast: a GPU's sums may have fewer than 24 bits, as Hopper's tensor cores compute them by themselves.
+    """
+    if first.device.type == "cuda":
+        return cuda_scaled_product(first, second, scales=scales, fast=fast)
+    with torch.autocast(first.device.type, enabled=False):
+        return (first.float() @ second.float() * scales[0] * scales[1]).to(torch.bfloat16)
+
+
+def cuda_scaled_product(
+    first: Tensor, second: Tensor, *, scales: tuple[Tensor, Tensor], fast: bool
+) -> Tensor:
+    """The operator wants contiguous rows of `first` and columns of `second`. torch 2.11 has no public one.
+
+    Its kernel for scales of rows is slow unless `fast`, so such results are scaled afterwards (as in
+    torchao), which is exact for powers of two.
+    """
+    late = scales[0].dim() > 0 and not fast
+    one = scales[0].new_ones(())
+    scale_a, scale_b = (one, one) if late else scales
+    product = torch._scaled_mm(
+        first.contiguous(), second.t().contiguous().t(), scale_a=scale_a, scale_b=scale_b,
+        out_dtype=torch.bfloat16, use_fast_accum=fast,
+    )  # fmt: skip
+    return (product * scales[0] * scales[1]).to(product.dtype) if late else product
+
+
 def set_default_timeout(timeout: timedelta) -> None:
     """The time-out of every group that is made later without one.
 

@@ -48,6 +48,7 @@ SYNONYMS = {
     "amp": "training.precision=bfloat16",
     "bf16": "training.precision=bfloat16",
     "dtype": "training.precision",
+    "float8": "training.fp8=tensorwise",
     "fp16": "training.precision=float16",
     "fp32": "training.precision=float32",
     "mixed_precision": "training.precision=bfloat16",

@@ -135,6 +135,9 @@ class TrainingConfig:
     # The type of the computation, over float32 weights: with bfloat16 they are cast once a step, with float16
     # by autocast. null: bfloat16 on GPUs, float32 on CPUs.
     precision: str = "float32"
+    # Linear layers inside blocks multiply in float8, beside bfloat16: with one scale for a tensor
+    # (`tensorwise`), one for each row (`rowwise`), or not at all (`off`).
+    fp8: str = "off"
     loss_scale: float = 65536.0  # The factor of the loss at the start, with float16.
     loss_scale_every: int = 2000  # Finite steps after which float16 doubles the factor of the loss.
     # Two runs on the same devices have the same bits: slower kernels, and an error where torch has none.

@@ -27,6 +27,7 @@ from hpc_parallel.strategies import (
     dropout,
     dropout_shapes,
     expert,
+    float8,
     pipeline,
     precision,
     replicate,
@@ -91,7 +92,7 @@ def assemble(
 ) -> Assembled:
     """Apply the techniques to the whole `model`, which is on meta; `model_checks` must have found no problem.
 
-    The order is: cut into stages, split samples or layers, checkpoint, compile, shard, set the
+    The order is: cut into stages, split samples or layers, float8, checkpoint, compile, shard, set the
     precision, materialise, replicate.
     Weights are materialised before replication, which needs real ones, and after everything that decides
     which of them this rank needs. Each is drawn from (seed, its name), so no rank sends weights to another.
@@ -290,8 +291,9 @@ def dropout_part(part: LayeredModel, *, mesh: DeviceMesh, options: StrategyConfi
 
 
 def prepare(part: LayeredModel, *, config: RunConfig, mesh: DeviceMesh, device: torch.device) -> None:
-    """Checkpoint, compile, shard or set the precision, and give the weights their values."""
+    """Float8, checkpoint, compile, shard or set the precision, and give the weights their values."""
     training = config.training
+    float8.apply(part, recipe=training.fp8, device=device)
     checkpointing.apply(part, keeps=training.activation_checkpointing, compiled=training.compile)
     if training.compile:
         compiling.apply(part, memory_budget=training.memory_budget)

@@ -11,7 +11,7 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.plain import PlainModel
 from hpc_parallel.problems import ConfigError, Problem, Problems
-from hpc_parallel.strategies import cache, context, dropout_shapes, expert, stages, tensor_roles
+from hpc_parallel.strategies import cache, context, dropout_shapes, expert, float8, stages, tensor_roles
 
 PACKAGE = "hpc_parallel."
 TRAINS = ("train", "proof")
@@ -43,6 +43,7 @@ def find_problems(
     samples, if it is known.
     """
     yield from _sparse(model)
+    yield from float8.find_problems(model, recipe=config.training.fp8)
     if isinstance(model, PlainModel) and (uncut := [axis for axis in NEEDS if layout.degrees[axis] > 1]):
         yield from (_uncut(model, axis, degree=layout.degrees[axis]) for axis in uncut)
         return

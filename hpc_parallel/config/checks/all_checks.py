@@ -14,6 +14,7 @@ from hpc_parallel.config import fabric_kinds
 from hpc_parallel.config.checks import (
     cluster_checks,
     execution_checks,
+    fp8_checks,
     huggingface_checks,
     image_checks,
     layout_checks,
@@ -46,6 +47,7 @@ CHOICES = {
     "strategy.balance": ("flops", "parameters"),
     "strategy.verify": ("auto", "always", "never"),
     "training.precision": ("float32", "bfloat16", "float16", "float64"),
+    "training.fp8": ("off", "tensorwise", "rowwise"),
     "training.speed": ("safe", "max"),
     "training.on_nonfinite": ("stop", "skip", "rollback"),
     "training.activation_checkpointing": ("none", "full", "selective"),
@@ -80,7 +82,8 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> list[Prob
         layout_checks.find_problems, _model, _callbacks, _data, parquet_checks.find_problems,
         huggingface_checks.find_problems, image_checks.find_problems, task_checks.find_problems,
         cluster_checks.find_problems, site_checks.find_problems, python_checks.find_problems,
-        switch_checks.find_problems, profile_checks.find_problems, machine_checks.find_problems,
+        switch_checks.find_problems, fp8_checks.find_problems, profile_checks.find_problems,
+        machine_checks.find_problems,
     )  # fmt: skip
     return in_order([problem for check in checks for problem in check(config)], overrides)
 

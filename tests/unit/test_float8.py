@@ -1,0 +1,264 @@
+"""Products in float8: exact numbers of rounded factors, gradients, scales, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpc_parallel import torch_internals
+from hpc_parallel.models.layered import materialise
+from hpc_parallel.models.transformer import Transformer
+from hpc_parallel.problems import ConfigError
+from hpc_parallel.strategies import compiling, float8, precision
+from hpc_parallel.strategies.working_weights import cast_weights
+from tests.composed import prepared
+
+RECIPES = ("tensorwise", "rowwise")
+ROUNDING = 2.0**-8  # of a bfloat16, which has 8 bits: half a unit in the last place, and a float32 sum
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def numbers(*shape: int, spread: float = 4.0) -> Tensor:
+    """bfloat16 numbers whose rows and columns have different sizes."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    x = torch.randn(shape, generator=generator)
+    for dim, size in enumerate(shape):
+        factors = torch.exp2(torch.linspace(-spread, spread, size))
+        x = x * factors.view([-1 if other == dim else 1 for other in range(len(shape))])
+    return x.to(torch.bfloat16)
+
+
+def rounded(x: Tensor, dtype: torch.dtype, *, dim: int | None) -> Tensor:
+    """What float8 keeps of `x`, in float64: with scales by powers of two, computed in another way."""
+    exact = x.double()
+    largest = exact.abs().amax() if dim is None else exact.abs().amax(dim, keepdim=True)
+    scale = torch.exp2(torch.floor(torch.log2(torch.finfo(dtype).max / largest)))
+    return (exact * scale).float().to(dtype).double() / scale
+
+
+def difference(found: Tensor, wanted: Tensor) -> float:
+    """The largest, relative to the largest number."""
+    return float((found.detach().double() - wanted).abs().max() / wanted.abs().max())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_all_three_products_are_those_of_the_rounded_factors(recipe: str) -> None:
+    x, weight, gradient = numbers(2, 24, 32), numbers(48, 32), numbers(2, 24, 48)
+    model = nn.Linear(32, 48, bias=False)
+    x.requires_grad_()
+    layer = nn.Parameter(weight.clone())
+    model.weight = layer
+    output = float8.RECIPES[recipe](nn.Linear.forward, model, x)
+    output.backward(gradient)
+    flat, rows = x.detach().flatten(0, 1), gradient.flatten(0, 1)
+    by_rows = recipe == "rowwise"
+    inner, outer, of_gradients = (-1, 0, E4M3) if by_rows else (None, None, E5M2)
+    wanted = rounded(flat, E4M3, dim=inner) @ rounded(weight, E4M3, dim=inner).t()
+    by_input = rounded(rows, of_gradients, dim=inner) @ rounded(weight, E4M3, dim=outer)
+    by_weight = rounded(rows, of_gradients, dim=outer).t() @ rounded(flat, E4M3, dim=outer)
+    assert output.dtype == torch.bfloat16
+    assert x.grad is not None
+    assert layer.grad is not None
+    assert difference(output.flatten(0, 1), wanted) < ROUNDING
+    assert difference(x.grad.flatten(0, 1), by_input) < ROUNDING
+    assert difference(layer.grad, by_weight) < ROUNDING
+    exact = flat.double() @ weight.double().t()
+    assert ROUNDING < difference(wanted, exact) < 2.0**-3  # float8 did round
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_gpu_gets_what_cublas_takes(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    """torch's CPUs have the operator of GPUs too, and give the same numbers as ours.
+
+    Its rules for GPUs: rows of the first and columns of the second factor are contiguous, dims are multiples
+    of 16, scales are one float32, or [m, 1] and [1, n].
+    """
+    multiply = torch._scaled_mm
+    calls: list[tuple[object, ...]] = []
+
+    def note(first: Tensor, second: Tensor, **named: Any) -> Tensor:
+        scales = named["scale_a"], named["scale_b"]
+        calls.append((first.dtype, second.dtype, *(tuple(x.shape) for x in scales), named["use_fast_accum"]))
+        assert first.stride() == (first.shape[1], 1)
+        assert second.stride() == (1, second.shape[0])
+        torch._meta_registrations._check_scaled_mm_sizes(first, second, **named)
+        return multiply(first, second, **named)
+
+    def products() -> list[Tensor]:
+        x, layer = numbers(2, 16, 64).requires_grad_(), nn.Linear(64, 48, bias=False, dtype=torch.bfloat16)
+        layer.weight.data = numbers(48, 64)
+        output = float8.RECIPES[recipe](nn.Linear.forward, layer, x)
+        output.backward(numbers(2, 48, 16).transpose(1, 2))
+        assert x.grad is not None
+        assert layer.weight.grad is not None
+        return [output.detach(), x.grad, layer.weight.grad]
+
+    ours = products()
+    monkeypatch.setattr(torch._meta_registrations, "device_hint", lambda tensor: "cuda")
+    monkeypatch.setattr(torch, "_scaled_mm", note)
+    monkeypatch.setattr(float8, "scaled_product", torch_internals.cuda_scaled_product)
+    for found, wanted in zip(products(), ours, strict=True):
+        assert difference(found, wanted.double()) < ROUNDING
+    by_rows = recipe == "rowwise"
+    gradients, forward = (E4M3, ((32, 1), (1, 48))) if by_rows else (E5M2, ((), ()))
+    assert calls == [
+        (E4M3, E4M3, *forward, True),
+        (gradients, E4M3, (), (), False),
+        (gradients, E4M3, (), (), False),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_a_scale_uses_the_range_and_does_not_leave_it(dtype: torch.dtype) -> None:
+    most = torch.finfo(dtype).max
+    for largest in (1.0, most, 1.5 * most, 1e-9, 1e30, 2.0**-20):
+        x = torch.tensor([[largest, -largest / 3], [0.0, largest / 16]])
+        float8_x, inverse = float8.quantise(x, dtype, dim=None)
+        assert most / 2 < largest / float(inverse) <= most
+        assert torch.frexp(inverse)[0] == 0.5  # a power of two
+        torch.testing.assert_close(float8_x.float() * inverse, x, rtol=0.126, atol=0)
+    zeros, inverse = float8.quantise(torch.zeros(2, 2), dtype, dim=None)
+    assert (zeros.float() * inverse).tolist() == [[0.0, 0.0]] * 2
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+@pytest.mark.parametrize("dim", [None, -1])
+def test_what_is_not_finite_stays_so(value: float, dim: int | None) -> None:
+    x = torch.ones(16, 16)
+    x[3, 5] = value
+    x8, inverse = float8.quantise(x, E4M3, dim=dim)
+    ones, of_ones = float8.quantise(torch.ones(16, 16), E4M3, dim=dim)
+    product = torch_internals.scaled_product(x8, ones.t(), scales=(inverse, of_ones.t()), fast=True)
+    assert not product[3].isfinite().any()
+
+
+def test_another_split_of_a_batch_rounds_to_the_same_numbers() -> None:
+    """A half has a smaller largest value; a power of two leaves the significant bits as they are."""
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    x[0, 0] = 37.0
+    both = [float8.quantise(part, E4M3, dim=None) for part in (x, x[32:])]
+    assert both[0][1] > both[1][1]
+    whole, half = ((part.float() * inverse)[-32:] for part, inverse in both)
+    normal = x[32:].abs() > 2.0**-6 * both[0][1]  # smaller ones have fewer bits
+    assert normal.float().mean() > 0.7
+    assert torch.equal(whole[normal], half[normal])
+
+
+def decoder(*, dim: int = 32, ffn_dim: int = 64) -> Transformer:
+    model = Transformer(
+        layers=2, dim=dim, heads=2, kv_heads=1, ffn_dim=ffn_dim, vocab_size=48, tied_head=False
+    )
+    materialise(model, seed=0, device="cpu", dtype=torch.float32)
+    return model
+
+
+def test_only_linear_layers_of_blocks_with_fitting_sizes_are_replaced() -> None:
+    names = {
+        name for name, module in float8.apply(
+            decoder(ffn_dim=40), recipe="tensorwise", device=torch.device("cpu")
+        ).named_modules() if type(module).__name__ == "Float8Linear"
+    }  # fmt: skip
+    layers = ("attention.query", "attention.key", "attention.value", "attention.output")
+    assert names == {f"blocks.{block}.{layer}" for block in (0, 1) for layer in layers}
+    odd = decoder(dim=24, ffn_dim=40)
+    (problem,) = float8.find_problems(odd, recipe="rowwise")
+    assert "training.fp8 = rowwise has no effect" in str(problem)
+    assert not list(float8.find_problems(odd, recipe="off"))
+
+
+def test_rows_that_are_no_multiple_of_16_keep_bfloat16() -> None:
+    layer, x = nn.Linear(32, 16), torch.randn(3, 5, 32)
+    assert torch.equal(float8.tensorwise(nn.Linear.forward, layer, x), layer(x))
+    assert not torch.equal(float8.tensorwise(nn.Linear.forward, layer, torch.cat([x[:, :4]] * 4)), layer(x))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_code_gives_the_same(recipe: str) -> None:
+    layer, x = nn.Linear(32, 48, dtype=torch.bfloat16), numbers(2, 16, 32, spread=1.0)
+    results = []
+    for run in (float8.RECIPES[recipe], torch.compile(float8.RECIPES[recipe], fullgraph=True, dynamic=False)):
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        output = run(nn.Linear.forward, layer, leaf)
+        output.backward(numbers(2, 16, 48, spread=1.0))
+        results.append([output, leaf.grad, layer.weight.grad, layer.bias.grad])
+    for eager, compiled in zip(*results, strict=True):
+        assert eager is not None
+        assert compiled is not None
+        assert difference(compiled, eager.detach().double()) < 2 * ROUNDING
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_compiled_block_is_one_graph(recipe: str) -> None:
+    """Under autocast and with weights that are cast once.
+
+    Fused code rounds less often to bfloat16, so some numbers are rounded to another float8, which is up to a
+    quarter (e5m2) away.
+    """
+    tokens = torch.arange(32).reshape(2, 16) % 48
+    results = []
+    for compiled in (False, True):
+        model = float8.apply(decoder(), recipe=recipe, device=torch.device("cpu"))
+        if compiled:
+            compiling.apply(model)
+        precision.apply(model, precision="bfloat16", device_type="cpu")
+        with cast_weights([model]):
+            output = model(tokens)
+            output.float().square().mean().backward()
+        results.append([output, *(weight.grad for weight in model.parameters())])
+    torch._dynamo.reset()
+    for eager, fused in zip(*results, strict=True):
+        norm = torch.linalg.vector_norm
+        assert norm((eager - fused).float()) < 0.1 * norm(eager.float())
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "sentence"),
+    [
+        ("A100", (8, 0), "training.fp8 = rowwise needs an NVIDIA GPU of compute capability 8.9 or newer, and "
+         "A100 has 8.0. Try training.fp8=off."),
+        ("L4", (8, 9), None),
+        ("H200", (9, 0), None),
+    ],
+)  # fmt: skip
+def test_an_old_gpu_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], sentence: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device = torch.device("cuda")
+    if sentence is None:
+        float8.apply(decoder(), recipe="rowwise", device=device)
+        return
+    with pytest.raises(ConfigError) as raised:
+        float8.apply(decoder(), recipe="rowwise", device=device)
+    assert str(raised.value) == sentence
+
+
+HALF = "training.precision=bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("training.fp8=on",), "training.fp8 = on is not one of off, tensorwise, rowwise"),
+        (("training.precision=float32",), "Try training.precision=bfloat16."),
+        ((HALF, "strategy=tensor", "nodes=2"), "strategy.tensor = 2 can't be combined with training.fp8"),
+        ((HALF, "strategy=context", "nodes=2"), "strategy.context = 2 can't be combined with training.fp8"),
+        ((HALF, "model=moe_tiny"), "is not proven for a mixture of experts"),
+        ((HALF, "model=convnet", "data=digits"), "this model has convolutions"),
+        ((HALF, "strategy=parameter_server", "nodes=2"), "with strategy.execution = parameter_server"),
+        ((HALF, "strategy=pipeline", "nodes=2", "strategy.schedule=interleaved_zero_bubble"),
+         "whose backward pass is one operation. Try strategy.schedule=1f1b"),
+        ((HALF, "training.activation_checkpointing=selective"), "keeps no product of training.fp8"),
+        ((HALF, "task=generate"), "which decodes one token at a time. Try training.fp8=off"),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_together_is_refused(words: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        prepared("launcher=local", "device=cpu", "training.fp8=tensorwise", *words)
+    assert sentence in str(raised.value)
