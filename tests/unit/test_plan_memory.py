@@ -136,7 +136,7 @@ def test_replicas_that_are_threads_share_the_model() -> None:
 def test_the_table_names_the_fullest_device_and_adds_up() -> None:
     found = planned("strategy=pipeline", "nodes=4", *SMALL)
     lines = text_table(found)
-    assert lines[0] == "device 0 needs most:"
+    assert lines[0] == "device 0 needs most, at the loss:"
     assert lines[-1].split()[-2:] == size(found.fullest.total).split()
     assert found.fullest.total == sum(found.fullest.kinds.values())
     assert set(found.fullest.kinds) == set(KINDS)
