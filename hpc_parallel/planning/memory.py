@@ -30,8 +30,8 @@ KINDS = (
     "buffers between stages", "workspaces", "device context", "allocator slack",
 )  # fmt: skip
 LOSS, RECOMPUTATION, END = "at the loss", "after the loss", "at the end of the backward pass"
-NOT_AT_LOSS = ("recomputation", "gradient of the embedding")
-NOT_AT_RECOMPUTATION = ("logits and loss", "gradient of the embedding")
+NOT_AT_LOSS = ("recomputation", "gradient of the embedding", "gradients in messages")
+NOT_AT_RECOMPUTATION = ("logits and loss", "gradient of the embedding", "gradients in messages")
 NOT_AT_END = ("activations", "recomputation", "logits and loss")
 WORKSPACE_BYTES = 2**26  # of cuBLAS on a GPU, about: 32 MiB for each of its two kinds of product
 CONTEXT_BYTES = 2**29  # of CUDA, its libraries and NCCL on a GPU, about
@@ -176,7 +176,7 @@ class _Planner:
 
     def _moments(self, kinds: dict[str, int]) -> dict[str, dict[str, int]]:
         """Of all `kinds`, those that exist at each moment."""
-        absent = () if self._has_gradients else ("gradients", "gradients in messages")
+        absent = () if self._has_gradients else ("gradients",)
         without = {
             LOSS: (*NOT_AT_LOSS, *absent), RECOMPUTATION: (*NOT_AT_RECOMPUTATION, *absent), END: NOT_AT_END
         }  # fmt: skip
