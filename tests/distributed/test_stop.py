@@ -98,7 +98,7 @@ def test_without_a_request_no_rank_stops(workers: Workers) -> None:
     assert workers.run(2, stops_after, {}, 400) == [(400, None)] * 2
 
 
-@pytest.mark.full  # test_chaos.py's test_preempted is this on a real Slurm
+@pytest.mark.full  # test_chaos.py preempts a real Slurm job
 def test_a_run_that_is_stopped_twice_ends_like_an_undisturbed_one(tmp_path: Path, workers: Workers) -> None:
     """SIGTERM to the command, `resume=`, another strategy each time; the curve is that of one device."""
     steps = 240
