@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-import hpc_parallel.worker.train
+import hpc_parallel.worker.train  # noqa: F401
 import tests.workers  # noqa: F401
 
 gc.freeze()  # as worker/main.py does: a rank does not search all of torch for garbage

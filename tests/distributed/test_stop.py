@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpc_parallel.record.checkpoint_index import complete
+from tests.parity import in_full
 from tests.workers import Workers
 
 pytestmark = pytest.mark.processes
@@ -48,7 +49,7 @@ def stops_after(signals: dict[int, list[int]], last: int) -> tuple[int, str | No
     ("signals", "heeded"),
     [
         ({2: [signal.SIGUSR2]}, "SIGUSR2"),
-        ({0: [signal.SIGTERM]}, "SIGTERM"),
+        *in_full([({0: [signal.SIGTERM]}, "SIGTERM")]),
         ({0: [signal.SIGUSR2], 3: [signal.SIGTERM]}, "SIGTERM"),
         ({rank: [signal.SIGTERM, signal.SIGTERM] for rank in range(4)}, "SIGTERM"),
         ({1: [signal.SIGINT]}, "SIGINT"),
