@@ -17,6 +17,8 @@ $(RUN) -m ruff format --check .
 $(RUN) -m mypy
 $(VENV)/bin/lint-imports --no-cache
 endef
+# Only these modules are imported to find the tests that compare seconds.
+TIMED = $$(grep -rl --include='test_*.py' 'mark\.timing' tests)
 # Two processes for two cores: the ranks of a training are processes too.
 BESIDE := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
@@ -35,7 +37,7 @@ test: $(STAMP)  ## every feature once, with a real Slurm where this machine can 
 	@$(RUN) tests/report/browser.py install || echo "make test leaves out the tests that open a report."
 	$(STYLE)
 	-$(TESTS) --cache-clear -m "not full and not chaos_slow and not timing" $(BESIDE)
-	-$(TESTS) -m "timing and not full"
+	-$(TESTS) -m "timing and not full" $(TIMED)
 	@echo "Left out: make test-full (more axes, float32, longer trainings), make chaos, make fuzz."
 	$(TESTS) $(AGAIN)=2 --target=test -m "not full and not chaos_slow"
 

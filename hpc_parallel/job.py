@@ -7,6 +7,7 @@ that they import may move.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Sequence
 
@@ -43,10 +44,14 @@ def worker_main() -> Callable[[str], int]:
     """Import everything that a rank needs, including torch, and return the function that a rank runs.
 
     The local agent calls this once, before it forks the ranks. No rank may inherit a CUDA context or a pool
-    of OpenMP threads, so this function computes nothing.
+    of OpenMP threads, so this function computes nothing. The garbage collector pauses, as in worker/main.py,
+    and never looks at the imported modules again, so that the ranks share their memory.
     """
+    gc.disable()
     from hpc_parallel.worker.main import main
 
+    gc.freeze()
+    gc.enable()
     return main
 
 

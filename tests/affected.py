@@ -18,7 +18,7 @@ PACKAGES = ("hpc_parallel", "tests")
 TEXTS = ("docs/", "README.md", "CHANGELOG.md", "jobs/", "Makefile", ".ci/")  # read by these tests only
 TESTS_OF_TEXTS = (
     "tests.unit.test_docs",
-    "tests.unit.test_studies",
+    "tests.commands.test_studies",
     "tests.distributed.test_documented_examples",
 )
 

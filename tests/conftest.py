@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,17 @@ pytest.register_assert_rewrite("chaos")  # tests/slurm/chaos.py contains asserti
 
 # Groups of tests that share a process. `pytest -n` starts the longest first.
 SLURM, RANKS = "slurm", "ranks"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """The modules of the tests stay to the end: never search them for garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -47,7 +47,7 @@ class Workers:
         folder.mkdir(exist_ok=True)
         self.folder = folder
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["hpc_parallel.worker.train", "tests.workers"])
+        self._context.set_forkserver_preload(["tests.preloaded"])
         self._ranks: list[tuple[Connection, Any]] = []
         self._jobs = 0
         self._jobs_of_ranks = 0

@@ -353,6 +353,8 @@ def register() -> None:
     """
     OmegaConf.register_new_resolver("product", _product, replace=True)
     store = ConfigStore.instance()
+    if "run_schema.yaml" in store.repo:
+        return  # by an earlier command of this process
     store.store(name="run_schema", node=ComposedConfig)
     store.store(group="model", name="transformer_schema", node=TransformerConfig)
     store.store(group="model", name="moe_schema", node=MoeTransformerConfig)

@@ -5,6 +5,7 @@ python -m hpc_parallel.worker.main RUN_FOLDER
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -14,6 +15,9 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    gc.disable()  # a fifth of the start would be a search for garbage, and modules leave none
 
 import torch
 import torch.distributed as dist
@@ -290,6 +294,8 @@ def _submitted(folder: RunFolder) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    gc.freeze()
+    gc.enable()
     code = main(sys.argv[1])
     sys.stdout.flush()
     sys.stderr.flush()

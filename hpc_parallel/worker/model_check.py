@@ -9,11 +9,15 @@ model's hints and code refuse.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 from collections.abc import Mapping
 from typing import Any
+
+if __name__ == "__main__":
+    gc.disable()  # as in worker/main.py; this process ends soon
 
 from hpc_parallel.config.layout import layout_of
 from hpc_parallel.config.typed_config import typed

@@ -76,6 +76,7 @@ SLOW = [
     *ENCODERS,
     "replicate 2 x shard 2 x context 2", "pipeline 2 x context 2 x tensor 2", "context over 4, gather",
     "shard 2 x context 2, gather, accumulating 4", "tensor 2 x context 2, whole sequence and logits",
+    "context over 4, all_to_all", "tensor 2 x context 2, all_to_all", "context over 2, accumulating 4",
 ]  # fmt: skip
 CASES = [
     *((layout, "float64") for layout in LAYOUTS if layout not in SLOW),

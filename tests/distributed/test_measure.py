@@ -58,10 +58,11 @@ CLOSED_FORMS = {
 }  # fmt: skip
 
 
-QUICK = [layout for layout in CLOSED_FORMS if layout != COMPILED]
+FULL = [COMPILED, ("strategy=data", "nodes=4"), ("strategy=pipeline", "nodes=2", "model.tied_head=false")]
+QUICK = [layout for layout in CLOSED_FORMS if layout not in FULL]
 
 
-@pytest.mark.parametrize("layout", [*QUICK, *in_full([(COMPILED,)])], ids=" ".join)
+@pytest.mark.parametrize("layout", [*QUICK, *in_full((layout,) for layout in FULL)], ids=" ".join)
 def test_traffic_is_the_closed_form(workers: Workers, layout: tuple[str, ...]) -> None:
     found = summary(workers, *layout)
     assert found["traffic"] == CLOSED_FORMS[layout]

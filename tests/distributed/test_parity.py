@@ -104,6 +104,7 @@ SLOW = [
     "fsdp over 2, gathered to the end", "data over 2, small buckets", "fsdp over 2, two blocks ahead",
     "data over 2, accumulating 4, static graph", "pipeline of 2 ranks, gpipe",
     "tensor over 2, whole logits", "fsdp over 4, accumulating 4", "shard 2 x tensor 2",
+    "single, accumulating 4", "hsdp 2 x 2",
 ]  # fmt: skip
 IN_FLOAT32 = [
     "data over 2", "data over 2, accumulating 4", "single, accumulating 4", "pipeline 2 x replicate 2",

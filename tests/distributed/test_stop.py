@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpc_parallel.record.checkpoint_index import complete
+from tests.parity import in_full
 from tests.workers import Workers
 
 pytestmark = pytest.mark.processes
@@ -48,7 +49,7 @@ def stops_after(signals: dict[int, list[int]], last: int) -> tuple[int, str | No
     ("signals", "heeded"),
     [
         ({2: [signal.SIGUSR2]}, "SIGUSR2"),
-        ({0: [signal.SIGTERM]}, "SIGTERM"),
+        *in_full([({0: [signal.SIGTERM]}, "SIGTERM")]),
         ({0: [signal.SIGUSR2], 3: [signal.SIGTERM]}, "SIGTERM"),
         ({rank: [signal.SIGTERM, signal.SIGTERM] for rank in range(4)}, "SIGTERM"),
         ({1: [signal.SIGINT]}, "SIGINT"),
@@ -98,7 +99,7 @@ def test_without_a_request_no_rank_stops(workers: Workers) -> None:
     assert workers.run(2, stops_after, {}, 400) == [(400, None)] * 2
 
 
-@pytest.mark.full  # test_chaos.py's test_preempted is this on a real Slurm
+@pytest.mark.full  # test_chaos.py preempts a real Slurm job
 def test_a_run_that_is_stopped_twice_ends_like_an_undisturbed_one(tmp_path: Path, workers: Workers) -> None:
     """SIGTERM to the command, `resume=`, another strategy each time; the curve is that of one device."""
     steps = 240

@@ -21,6 +21,7 @@ def harmed(case: Case, harm: str) -> tuple[str, ...]:
     return (*model, "+model.victim=1", "strategy.verify=never")
 
 
+@pytest.mark.chaos_slow
 def test_a_rank_is_killed(case: Case) -> None:
     job = case.submit(*DATA, "launcher.max_restarts=1")
     case.reach(EVERY + 1, 60)

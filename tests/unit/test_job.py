@@ -45,3 +45,15 @@ def test_an_unknown_part_is_refused() -> None:
     assert (done.returncode, done.stderr) == (
         1, "hpc_parallel.job has no part rnak: rank, agent, conclude or signal\n"
     )  # fmt: skip
+
+
+def test_ranks_share_the_imported_modules_which_no_search_for_garbage_touches() -> None:
+    """In a process of its own: here the modules are imported already."""
+    lines = (
+        "import gc, sys",
+        "from hpc_parallel import job",
+        "main = job.worker_main()",
+        "print(main.__module__, gc.isenabled(), gc.get_freeze_count() > 100_000, 'torch' in sys.modules)",
+    )
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert done.stdout.split() == ["hpc_parallel.worker.main", "True", "True", "True"], done.stderr

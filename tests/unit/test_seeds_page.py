@@ -37,7 +37,7 @@ def test_its_command_is_accepted(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = [word for word in shlex.split(shown.removeprefix("python -m hpc_parallel ")) if word != "-m"]
-    if words[0].startswith("jobs="):  # tests/unit/test_studies.py plans each
+    if words[0].startswith("jobs="):  # tests/commands/test_studies.py plans each
         assert (ROOT / "jobs" / f"{words[0].removeprefix('jobs=')}.yaml").is_file()
     elif words[0] in COMMANDS:
         assert len(words) <= 2
