@@ -62,7 +62,7 @@ def test_cfg_shows_one_package(capsys: pytest.CaptureFixture[str]) -> None:
         (
             ["--help"],
             [
-                "strategy   context data* dataparallel expert fsdp hsdp hybrid model parameter_server",
+                "strategy   auto context data* dataparallel expert fsdp hsdp hybrid model parameter_server",
                 "model      124m 1b 20m 70b 8b convnet huggingface moe_tiny segmenter tiny* unet",
                 "nodes=2",
             ],
@@ -172,7 +172,7 @@ def test_faults_are_explained_with_the_users_own_choices(
     assert "nodez" in told
     assert main(["--config-dir", own, "strategy=mien"]) == 2
     told = capsys.readouterr().err
-    assert "strategy = mien is not one of context, data, " in told
+    assert "strategy = mien is not one of auto, context, data, " in told
     assert ", mine, " in told
     assert "Try strategy=mine or" in told
 

@@ -132,6 +132,7 @@ def test_the_bound_is_exact_where_the_last_stage_is_the_longest() -> None:
     [
         SMALL,
         (*SMALL, "nodes=1", "gpus_per_node=6", "training.global_batch_size=48"),
+        (*SMALL, "strategy.gradient_compression=bfloat16", "strategy.shard=1"),  # not with every schedule
         ("strategy=auto", "model=1b", "nodes=4", "gpus_per_node=8", f"plan.hardware={H100}"),
         ("strategy=auto", "model=70b", "nodes=16", "gpus_per_node=8", f"plan.hardware={H100}"),
     ],
@@ -140,7 +141,7 @@ def test_a_run_accepts_what_is_proposed_and_composes_the_same(words: tuple[str, 
     config, hardware, choices = asked(*words)
     others = [word for word in words if word != "strategy=auto" and "batch_size" not in word]
     found = search(config, hardware, choices=choices, most=5).best
-    assert len(found) > 3
+    assert len(found) >= 3
     for candidate in found:
         run = prepared(*others, *candidate.words, "dry_run=true")
         assert run.layout == candidate.layout
@@ -165,6 +166,7 @@ def test_what_is_set_is_kept() -> None:
     "words",
     [
         ("strategy=fsdp", "gpus_per_node=8"),
+        ("strategy=fsdp", "gpus_per_node=8", "optimizer=muon", "model.layers=3"),  # device 4 owns most
         ("strategy=hsdp", "nodes=2", "gpus_per_node=4", "optimizer=muon"),
         ("strategy=fsdp", "gpus_per_node=3", "optimizer=adafactor"),
         ("strategy=pipeline", "gpus_per_node=4", "strategy.schedule=interleaved", "model.layers=9"),

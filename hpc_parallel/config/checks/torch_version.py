@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 
 
-@lru_cache(maxsize=8)  # a search for a layout asks for each candidate
 def too_old(needed: tuple[int, int]) -> str | None:
     """Returns the rule that is broken if torch is older than `needed`. None also if no torch is installed."""
     try:
