@@ -63,8 +63,8 @@ def forecast(config: RunConfig, *, user_folder: Path | None) -> Forecast:
 
 def certain_bytes(held: Held) -> int:
     """What a device holds at one moment for certain: between two steps, and its activations or gradients."""
-    kinds = held.kinds
-    return kinds["parameters"] + kinds["optimizer"] + max(kinds["gradients"], kinds["activations"])
+    state = held.state
+    return state.parameters + state.optimizer + max(state.gradients, held.kinds["activations"])
 
 
 def _figures(
