@@ -109,6 +109,7 @@ def train_or_refuse(run_folder: str, cache: str) -> str:
     return ""
 
 
+ZERO_BUBBLE = "strategy.schedule=interleaved_zero_bubble strategy.stages_per_rank=1 strategy.microbatches=4"
 CASES = {
     "positions counted otherwise": (
         {"positions": "cumsum"}, "strategy=context nodes=2",
@@ -132,8 +133,10 @@ CASES = {
         "buffer blocks.0.state.seen, which the forward pass writes: off by",
     ),
     "a weight that some samples use": (
-        {"unused": "some", "dropout": "no"}, "strategy=fsdp nodes=2",
-        "RandomModel uses blocks.0.unused.weight for some samples only, and shard 2 waits for its gradient",
+        {"unused": "some", "dropout": "no"},
+        f"strategy=pipeline nodes=4 strategy.pipeline=2 strategy.shard=2 {ZERO_BUBBLE}"
+        " strategy.reshard=false",
+        "RandomModel uses blocks.0.unused.weight for some samples only, and pipeline 2 x shard 2 waits for",
     ),
 }  # fmt: skip
 
@@ -159,6 +162,7 @@ def test_a_wrong_model_is_refused(attempt: Try, case: str) -> None:
         ({"state": "count", "unused": True}, "strategy=data nodes=2"),
         ({"feed": "normed"}, "strategy=tensor nodes=2"),
         ({"feed": "conv", "gate": "zero"}, "strategy=tensor nodes=2 strategy.sequence_parallel=false"),
+        ({"unused": "some", "dropout": "no"}, "strategy=fsdp nodes=2 training.microbatch_size=1"),
         ({"shared": "blocks", "dropout": "no"}, "strategy=fsdp nodes=2 training.microbatch_size=2"),
         (
             {"shared": "pairs", "layers": 4, "dropout": "no"},
@@ -173,6 +177,15 @@ def test_a_wrong_model_is_refused(attempt: Try, case: str) -> None:
                 ({}, "strategy=context nodes=2"),
                 ({"unused": "some", "dropout": "no"}, "strategy=data nodes=2 training.microbatch_size=1"),
                 ({"unused": "some", "dropout": "no"}, "strategy=parameter_server nodes=3"),
+                ({"unused": "some", "dropout": "no"}, "strategy=hsdp nodes=2 gpus_per_node=2"),
+                (
+                    {"unused": "some", "dropout": "no"},
+                    "strategy=fsdp nodes=2 gpus_per_node=2 strategy.tensor=2",
+                ),
+                (
+                    {"unused": "some", "dropout": "no"},
+                    "strategy=pipeline nodes=4 strategy.pipeline=2 strategy.shard=2 strategy.microbatches=2",
+                ),
                 ({"feed": "mixture"}, "strategy=tensor nodes=2 strategy.sequence_parallel=false"),
                 ({"shared": "linear"}, "strategy=fsdp nodes=2 gpus_per_node=2 strategy.tensor=2"),
                 ({"shared": "weight"}, "strategy=tensor nodes=2"),
@@ -200,13 +213,11 @@ def test_a_model_of_rows_equals_one_device(attempt: Try, spec: dict[str, Any], l
     assert attempt({**RIGHT_ROWS, **spec}, layout) == EQUAL
 
 
-ZERO_BUBBLE = "strategy.schedule=interleaved_zero_bubble strategy.stages_per_rank=1 strategy.microbatches=4"
-
-
 @pytest.mark.parametrize(
     "layout",
     [
         "strategy=pipeline nodes=2 strategy.microbatches=2",
+        "strategy=fsdp nodes=2",
         *in_full(
             [
                 (f"strategy=pipeline nodes=4 strategy.pipeline=2 strategy.replicate=2 {ZERO_BUBBLE}",),

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -76,6 +77,33 @@ def test_a_style_of_our_own_is_asked_to_split(fifth_of_eight: None) -> None:
 
     mesh = DeviceMesh("cpu", torch.arange(8), mesh_dim_names=("tensor",))
     assert parallelize_module(nn.Linear(2, 2), mesh, Style()).split_over == 8
+
+
+def test_slices_of_unused_weights_get_zeros_that_can_be_dropped(alone: None) -> None:
+    """As if another rank had used the weight: fully_shard reduces all gradients."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.used(x)
+
+    model: Any = fully_shard(Model(), mesh=DeviceMesh("cpu", [0]))
+    gradients = torch_internals.SlicedGradients(model)
+    for accumulates in (True, False):
+        model.set_requires_gradient_sync(not accumulates)
+        model(torch.ones(1, 2)).sum().backward()
+    used, unused = model.used.weight, model.unused.weight
+    assert used.grad is not None
+    assert used.grad.full_tensor().eq(2).all()
+    assert unused.grad is not None
+    assert not unused.grad.full_tensor().any()
+    gradients.drop(gradients.used())
+    assert used.grad is not None
+    assert unused.grad is None
+    assert gradients.used() == [False, False]  # since the last call
 
 
 def test_the_profiler_is_seen_and_its_events_have_a_thread() -> None:
