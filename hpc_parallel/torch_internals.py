@@ -154,6 +154,24 @@ def guard_sharded_modules() -> None:
     guards.skip_fsdp_guards = False
 
 
+def wrap_integers() -> None:
+    """Let compiled code for CPUs wrap integers around, as torch does elsewhere.
+
+    In C++ the overflow of a signed integer is undefined: gcc takes `x * 3 > 0` for `x > 0`, so compiled
+    dropout dropped other elements. torch has no setting for this flag, so it goes along with another one.
+    """
+    from torch._inductor import config  # imported by the compiler only
+
+    flag = "enable_floating_point_contract_flag"
+    if "-fwrapv" not in (value := getattr(config.cpp, flag)):
+        setattr(config.cpp, flag, f"{value} -fwrapv")
+
+
+def version_of(tensor: Tensor) -> int:
+    """A number that grows whenever something is written into the tensor."""
+    return tensor._version
+
+
 class SlicedGradients:
     """Gradients of a model that fully_shard has wrapped: which weights got one, and zeros for the others.
 

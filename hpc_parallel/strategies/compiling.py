@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -9,9 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from hpc_parallel.models.layered import LayeredModel, Loss
+from hpc_parallel.models.layered import STATISTICS, LayeredModel, Loss
+from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
-from hpc_parallel.torch_internals import allow_recompiles, guard_sharded_modules, set_memory_budget
+from hpc_parallel.torch_internals import (
+    allow_recompiles,
+    guard_sharded_modules,
+    set_memory_budget,
+    version_of,
+    wrap_integers,
+)
 
 SHAPES = 64  # that the inputs of a block may have: microbatches in training, each batch size in inference
 
@@ -25,7 +33,8 @@ def apply(model: LayeredModel, *, memory_budget: float | None = None) -> Layered
     set_memory_budget(1.0 if memory_budget is None else memory_budget)
     allow_recompiles(SHAPES * len(model.blocks))
     guard_sharded_modules()
-    run = partial(run_compiled, cache(partial(torch.compile, fullgraph=True, dynamic=False)))
+    wrap_integers()
+    run = partial(run_compiled, cache(partial(torch.compile, fullgraph=True, dynamic=False)), set())
     for block in model.distinct_blocks:
         replace_forward(block, run, technique="Compiled")
     return model
@@ -37,15 +46,40 @@ def compile_loss(loss: Loss) -> Loss:
     return compiled
 
 
-def run_compiled(compiled: Any, forward: Forward, block: Module, *inputs: Tensor) -> Tensor:
+def run_compiled(
+    compiled: Any, looked_at: set[int], forward: Forward, block: Module, *inputs: Tensor
+) -> Tensor:
     """Run the compiled block. An AsyncCollectiveTensor is copied first, which waits for its collective.
 
     Without the copy torch 2.13 sends the gradient past the operation that made it a plain tensor.
 
     If the block has a method `prepare_compiled`, it is called with the inputs first (`LayeredModel`).
+    `looked_at`: the ids of the blocks that write no buffer.
     """
     plain = [x if type(x) is Tensor else x.clone() for x in inputs]
     prepare = getattr(block, "prepare_compiled", None)
     if prepare is not None:
         prepare(*plain)
-    return compiled(forward)(block, *plain)  # type: ignore[no-any-return]
+    if id(block) in looked_at or not (block.training and torch.is_grad_enabled()):
+        return compiled(forward)(block, *plain)  # type: ignore[no-any-return]
+    versions = {name: version_of(buffer) for name, buffer in block.named_buffers()}
+    output: Tensor = compiled(forward)(block, *plain)
+    raise_if_written(block, versions)
+    looked_at.add(id(block))
+    return output
+
+
+def raise_if_written(block: Module, versions: Mapping[str, int]) -> None:
+    """Raises ConfigError if a pass has written a buffer other than the statistics of BatchNorm.
+
+    The compiled backward pass of torch 2.13 computes again what depends on the buffer, from the value that
+    the forward pass has left.
+    """
+    for name, buffer in block.named_buffers():
+        if version_of(buffer) != versions[name] and not name.endswith(STATISTICS):
+            kind = type(block).__name__.removeprefix("Compiled")
+            rule = (
+                f"can't be used: the forward pass of {kind} writes the buffer {name}, and compiled gradients "
+                "would be of its later value"
+            )
+            raise ConfigError([Problem("training.compile", True, rule, (False,))])

@@ -28,6 +28,7 @@ LAYOUTS = (
     "strategy=tensor nodes=2 strategy.loss_parallel=false",
     "strategy=tensor nodes=2 strategy.sequence_parallel=false training.microbatch_size=2",
     "strategy=fsdp nodes=2",
+    "strategy=fsdp nodes=2 training.compile=true",
     "strategy=data nodes=2",
     "strategy=data nodes=2 training.microbatch_size=1",
     "strategy=pipeline nodes=2 strategy.microbatches=2",
@@ -52,6 +53,7 @@ LAYOUTS_OF_ROWS = (
     "strategy=data nodes=2 training.microbatch_size=2",
     "strategy=fsdp nodes=2",
     "strategy=hsdp nodes=2 gpus_per_node=2",
+    "strategy=fsdp nodes=2 training.compile=true",
     "strategy=parameter_server nodes=3 strategy.dedicated_server=true",
     "strategy=pipeline nodes=2 strategy.microbatches=2",
     "strategy=tensor nodes=2",
@@ -132,6 +134,10 @@ CASES = {
         {"state": "mean"}, "strategy=data nodes=2",
         "buffer blocks.0.state.seen, which the forward pass writes: off by",
     ),
+    "a buffer that compiled code reads later": (
+        {"state": "count"}, "strategy=data nodes=2 training.compile=true",
+        "training.compile = true can't be used: the forward pass of Block writes the buffer state.seen",
+    ),
     "a weight that some samples use": (
         {"unused": "some", "dropout": "no"},
         f"strategy=pipeline nodes=4 strategy.pipeline=2 strategy.shard=2 {ZERO_BUBBLE}"
@@ -145,6 +151,7 @@ FIRST = (
     "positions counted otherwise",
     "positions mixed behind a gate of zero",
     "a buffer that ranks write differently",
+    "a buffer that compiled code reads later",
     "a weight that some samples use",
 )
 
@@ -161,6 +168,7 @@ def test_a_wrong_model_is_refused(attempt: Try, case: str) -> None:
         ({"attention": "fused", "gate": "zero"}, "strategy=tensor nodes=2"),
         ({"state": "count", "unused": True}, "strategy=data nodes=2"),
         ({"feed": "normed"}, "strategy=tensor nodes=2"),
+        ({"dropout": "heads"}, "strategy=fsdp nodes=2 training.compile=true"),
         ({"feed": "conv", "gate": "zero"}, "strategy=tensor nodes=2 strategy.sequence_parallel=false"),
         ({"unused": "some", "dropout": "no"}, "strategy=fsdp nodes=2 training.microbatch_size=1"),
         ({"shared": "blocks", "dropout": "no"}, "strategy=fsdp nodes=2 training.microbatch_size=2"),

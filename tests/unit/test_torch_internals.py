@@ -106,6 +106,29 @@ def test_slices_of_unused_weights_get_zeros_that_can_be_dropped(alone: None) -> 
     assert gradients.used() == [False, False]  # since the last call
 
 
+@pytest.mark.processes  # of the compiler
+def test_compiled_code_wraps_integers() -> None:
+    """The transposed numbers keep it from vectors, whose arithmetic wraps in any case."""
+
+    def positive(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        return torch.where(numbers * 0x7FEB352D > 0, x, -x)
+
+    torch_internals.wrap_integers()
+    torch_internals.wrap_integers()
+    x = torch.ones(4, 32, 4, 4, dtype=torch.float64).transpose(1, 2)
+    numbers = (torch.arange(4 * 4 * 32 * 4) * 987_654_321 % 2**31).int().view(4, 4, 32, 4)
+    compiled = torch.compile(positive, fullgraph=True, dynamic=False)
+    assert compiled(x, numbers).equal(positive(x, numbers))
+
+
+def test_what_is_written_has_another_version() -> None:
+    buffer = torch.zeros(2)
+    before = torch_internals.version_of(buffer)
+    assert torch_internals.version_of(buffer) == before
+    buffer += 1
+    assert torch_internals.version_of(buffer) > before
+
+
 def test_the_profiler_is_seen_and_its_events_have_a_thread() -> None:
     assert not torch_internals.profiler_is_on()
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
