@@ -248,6 +248,26 @@ def test_a_weight_that_the_loss_does_not_use_stays(workers: Workers, layout: str
     assert all(split.weights[name].equal(alone.weights[name]) for name in names)
 
 
+SHORT = tuple(word for word in COMMON if word.startswith("training"))
+EXPERTS = ("model=moe_tiny", "model._target_=tests.models.UnusedBesideExperts", "model.layers=2", *SHORT)
+IMAGES = ("model=segmenter", "data=cells", "model._target_=tests.models.UnusedInImages", *SHORT)
+
+
+@pytest.mark.parametrize(
+    ("words", "layout"), [(EXPERTS, "strategy=expert nodes=2"), (IMAGES, "strategy=tile nodes=2")]
+)
+def test_a_weight_that_nothing_uses_stays_beside_experts_and_in_tiles(
+    workers: Workers, words: tuple[str, ...], layout: str
+) -> None:
+    alone = workers.train("strategy=single", *words, "training.validation_samples=8")
+    split = workers.train(*layout.split(), *words, "training.validation_samples=8")
+    assert largest_difference(split.losses, alone.losses) < 1e-9
+    names = [name for name in alone.weights if ".unused." in name]
+    assert names
+    assert split.gradients.keys() == alone.gradients.keys() == alone.weights.keys() - set(names)
+    assert all(split.weights[name].equal(alone.weights[name]) for name in names)
+
+
 @pytest.mark.parametrize(
     ("spec", "layout", "reason"),
     [
