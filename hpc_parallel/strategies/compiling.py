@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -10,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from hpc_parallel.models.layered import STATISTICS, LayeredModel, Loss
+from hpc_parallel.models.layered import LayeredModel, Loss
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
+from hpc_parallel.strategies.written_buffers import versions_of, written_since
 from hpc_parallel.torch_internals import (
     allow_recompiles,
     guard_sharded_modules,
     set_memory_budget,
-    version_of,
     wrap_integers,
 )
 
@@ -62,24 +61,10 @@ def run_compiled(
         prepare(*plain)
     if id(block) in looked_at or not (block.training and torch.is_grad_enabled()):
         return compiled(forward)(block, *plain)  # type: ignore[no-any-return]
-    versions = {name: version_of(buffer) for name, buffer in block.named_buffers()}
+    versions = versions_of(block)
     output: Tensor = compiled(forward)(block, *plain)
-    raise_if_written(block, versions)
+    if clause := written_since(block, versions):  # torch 2.13 computes again what depends on the buffer
+        rule = f"can't be used: {clause}, and compiled gradients would be of its later value"
+        raise ConfigError([Problem("training.compile", True, rule, (False,))])
     looked_at.add(id(block))
     return output
-
-
-def raise_if_written(block: Module, versions: Mapping[str, int]) -> None:
-    """Raises ConfigError if a pass has written a buffer other than the statistics of BatchNorm.
-
-    The compiled backward pass of torch 2.13 computes again what depends on the buffer, from the value that
-    the forward pass has left.
-    """
-    for name, buffer in block.named_buffers():
-        if version_of(buffer) != versions[name] and not name.endswith(STATISTICS):
-            kind = type(block).__name__.removeprefix("Compiled")
-            rule = (
-                f"can't be used: the forward pass of {kind} writes the buffer {name}, and compiled gradients "
-                "would be of its later value"
-            )
-            raise ConfigError([Problem("training.compile", True, rule, (False,))])

@@ -138,6 +138,10 @@ CASES = {
         {"state": "count"}, "strategy=data nodes=2 training.compile=true",
         "training.compile = true can't be used: the forward pass of Block writes the buffer state.seen",
     ),
+    "a buffer that a checkpointed block reads later": (
+        {"state": "count"}, "strategy=data nodes=2 training.activation_checkpointing=full",
+        "the forward pass of Block writes the buffer state.seen, and is computed again from its later value",
+    ),
     "a weight that some samples use": (
         {"unused": "some", "dropout": "no"},
         f"strategy=pipeline nodes=4 strategy.pipeline=2 strategy.shard=2 {ZERO_BUBBLE}"
