@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch._ops import OpOverload
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlanner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import Module, Parameter
@@ -150,6 +152,65 @@ def guard_sharded_modules() -> None:
     """
     guards: Any = torch._dynamo.config
     guards.skip_fsdp_guards = False
+
+
+def wrap_integers() -> None:
+    """Let compiled code for CPUs wrap integers around, as torch does elsewhere.
+
+    In C++ the overflow of a signed integer is undefined: gcc takes `x * 3 > 0` for `x > 0`, so compiled
+    dropout dropped other elements. torch has no setting for this flag, so it goes along with another one.
+    """
+    from torch._inductor import config  # imported by the compiler only
+
+    flag = "enable_floating_point_contract_flag"
+    if "-fwrapv" not in (value := getattr(config.cpp, flag)):
+        setattr(config.cpp, flag, f"{value} -fwrapv")
+
+
+def version_of(tensor: Tensor) -> int:
+    """A number that grows whenever something is written into the tensor."""
+    return tensor._version
+
+
+class SlicedGradients:
+    """Gradients of a model that fully_shard has wrapped: which weights got one, and zeros for the others.
+
+    Ranks that use different weights would reduce different gradients with each other. torch 2.13 can send
+    zeros (`set_reduce_scatter_unused_params`), but does not say which weights no rank has used.
+    """
+
+    def __init__(self, model: Module) -> None:
+        self._weights: list[Any] = []
+        self._used: set[int] = set()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                state = module._get_fsdp_state()
+                single = [getattr(state, "_fsdp_param_group", None)]  # torch 2.11
+                for group in filter(None, getattr(state, "_fsdp_param_groups", single)):
+                    self._weights += group.fsdp_params
+                    group.post_backward = partial(self._complete, group, group.post_backward)
+
+    def _complete(self, group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+        for weight in group.fsdp_params:
+            if (whole := getattr(weight, "_unsharded_param", None)) is None or not whole.requires_grad:
+                continue
+            if whole.grad is not None:
+                self._used.add(id(weight))
+            elif group.reduce_grads and weight.unsharded_accumulated_grad is None:
+                whole.grad = torch.zeros_like(whole)
+        post_backward(*unused)
+
+    def used(self) -> list[bool]:
+        """Whether each weight got a gradient on this rank since the last call."""
+        used = [id(weight) in self._used for weight in self._weights]
+        self._used.clear()
+        return used
+
+    def drop(self, used: Sequence[bool]) -> None:
+        """Take the zeros away from the weights that are not `used`."""
+        for weight, is_used in zip(self._weights, used, strict=True):
+            if not is_used:
+                weight.sharded_param.grad = None
 
 
 def set_memory_budget(share: float) -> None:

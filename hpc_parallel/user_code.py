@@ -6,6 +6,7 @@ import os
 import re
 import sysconfig
 import traceback
+from collections.abc import Iterator
 from importlib import import_module
 from inspect import signature
 from typing import Any
@@ -50,15 +51,23 @@ def hint(message: str) -> str:
 
 def causes_of(error: BaseException) -> str:
     """The exceptions that led to `error`, as in its traceback: `, caused by KeyError: 'x'`, or nothing."""
-    said, text, seen = str(error), "", {id(error)}
-    while (cause := _cause_of(error)) is not None and id(cause) not in seen:
-        seen.add(id(cause))
+    said, text = str(error), ""
+    for cause in causes(error):
         message = " ".join(str(cause).split())[:_MOST_CHARACTERS]
         if not message or message not in said + text:
             word = "caused by" if error.__cause__ is cause else "after"
             text += f", {word} {type(cause).__name__}" + f": {message}" * bool(message)
         error = cause
     return text
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The exceptions that led to `error`, the latest first."""
+    seen = {id(error)}
+    while (cause := _cause_of(error)) is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        error = cause
 
 
 def _cause_of(error: BaseException) -> BaseException | None:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.models.attention import CausalAttention
+from hpc_parallel.models.layered import Column, LayeredModel
 
 GUIDE = Path(__file__).resolve().parents[1] / "docs/own-model.md"
 NAMES: dict[str, Any] = {"__name__": __name__}
@@ -76,6 +77,53 @@ class Text(LayeredModel):
     def __init__(self, **shape: object) -> None:
         blocks = [GuideBlock() for _ in range(4)]
         super().__init__(stem=GuideStem(WIDTH), blocks=blocks, head=GuideHead(WIDTH, 256))
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
+
+
+class BiasedHeads(nn.Module):
+    """Attention with learned distances of `biases` heads, 4 or 1, and the slopes of ALiBi."""
+
+    def __init__(self, biases: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.distances, self.mix = nn.Embedding(32, biases), CausalAttention()
+
+    def bias(self, queries: Tensor, keys: Tensor) -> Tensor:
+        distance = (queries[:, None] - keys).clamp(0, 31)
+        learned: Tensor = self.distances(distance).permute(2, 0, 1)
+        slopes = 2.0 ** -torch.arange(1, len(learned) + 1, dtype=learned.dtype)
+        return learned - slopes[:, None, None] * distance
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            part.unflatten(-1, (-1, WIDTH // 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1)
+        )
+        mixed = self.mix(query, key, value, bias=self.bias)
+        return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class BiasedBlock(nn.Module):
+    def __init__(self, biases: int) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), BiasedHeads(biases)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(self.norm(x))  # type: ignore[no-any-return]
+
+
+class Biased(LayeredModel):
+    """A bias of attention with roles for strategy.tensor; each block has 4 heads."""
+
+    def __init__(self, biases: int, **shape: object) -> None:
+        self.tensor_roles = {
+            "stem": "vocabulary", "blocks.*.norm": "position", "blocks.*.attention": "whole",
+            "blocks.*.attention.qkv": Column(parts=3), "blocks.*.attention.out": "row",
+            "blocks.*.attention.distances": "alike", "head": "logits",
+        }  # fmt: skip
+        blocks = [BiasedBlock(biases) for _ in range(4)]
+        super().__init__(stem=nn.Embedding(256, WIDTH), blocks=blocks, head=nn.Linear(WIDTH, 256))
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")

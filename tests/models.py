@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpc_parallel.models.attention import CausalAttention, FullAttention
+from hpc_parallel.models.convnet import Segmenter
 from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.models.moe import MoeTransformer
 from hpc_parallel.models.transformer import Transformer
 
 
@@ -41,6 +43,24 @@ class Bigram(LayeredModel):
     def __init__(self, **shape: object) -> None:
         blocks = [nn.Linear(16, 16)]
         super().__init__(stem=nn.Embedding(256, 16), blocks=blocks, head=nn.Linear(16, 256))
+
+
+class UnusedBesideExperts(MoeTransformer):
+    """Each block has a layer that nothing uses."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for block in self.blocks.values():
+            block.unused = nn.Linear(4, 4)
+
+
+class UnusedInImages(Segmenter):
+    """Each block has a layer that nothing uses."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for block in self.blocks.values():
+            block.unused = nn.Conv2d(4, 4, 3)
 
 
 class Slow(Transformer):

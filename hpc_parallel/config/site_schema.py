@@ -41,7 +41,7 @@ class LauncherConfig:
     container: str | None = None  # The image in which the ranks run; `cluster.container` says how.
     # Folders that the container sees beside the run folder: `/data` or `/data:/mnt`.
     container_mounts: list[str] = field(default_factory=list)
-    check_imports: bool = True  # Before a run starts, import classes that are not this package's.
+    check_imports: bool = True  # Before a run starts, try classes that are not this package's.
     grace_s: int = 90  # Seconds before the time limit at which the run saves its state and ends.
     max_requeues: int = 20  # How often the job may start again after a time limit.
     max_restarts: int = 0  # How often the job may start again after a failure that a new start can repair.

@@ -2,8 +2,9 @@
 
     python -m hpc_parallel.launch.import_check < QUESTION
 
-reads {"tables": [[key, table], ...], "advice": TEXT} as JSON and writes a JSON list of messages. Only
-`check_imports` starts it, for class paths that the user typed or that their configuration files name.
+reads {"tables": [[key, table], ...], "advice": TEXT} as JSON and writes {"messages": [[TEXT, ...]], "note":
+null}. Only `check_imports` starts it, for class paths that the user typed or that their configuration files
+name.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from hpc_parallel.user_code import failure_of
 OWN = ("hpc_parallel.", "torch.optim.")  # these paths are checked without an import
 TIMEOUT_S = 60.0  # for imports from a slow file system
 IMPORT, MODEL = "hpc_parallel.launch.import_check", "hpc_parallel.worker.model_check"
-_SWITCH = "If only the job's nodes can import it, set launcher.check_imports=false."
+_SWITCH = "If only the job's nodes can use it, set launcher.check_imports=false."
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def check_imports(config: RunConfig, *, values: Mapping[str, Any] | None = None)
     """Import the classes of `config` that are not this package's.
 
     values: the same configuration as plain values, to also build a model class of the user's without memory
-    and find what its hints refuse.
+    and find what its hints refuse, and to build the user's data and read a few samples.
 
     A resumed run has imported its classes before, and its folder may not be the user's, so nothing that it
     names is imported here.
@@ -54,8 +55,10 @@ def check_imports(config: RunConfig, *, values: Mapping[str, Any] | None = None)
         return ImportCheck(note=f"not imported here, because {key} changes the environment: {paths}")
     question: dict[str, Any] = {"tables": tables, "advice": "" if _is_local(config) else _SWITCH}
     module = IMPORT
-    if values is not None and not _is_own(config.model):
-        question["values"], module = [values], MODEL
+    tries_data = any(not _is_own(table) for _, table in class_tables("data", config.data))
+    if values is not None and (tries_data or not _is_own(config.model)):
+        question |= {"values": [values], "tries_data": tries_data}
+        module = MODEL
     return _tried(_python(config), os.getcwd(), module, json.dumps(question), paths)
 
 
@@ -106,7 +109,7 @@ def check_models(runs: Sequence[tuple[RunConfig, Mapping[str, Any]]]) -> list[li
         return nothing
     content = json.dumps({"tables": [], "advice": "", "values": [values for _, values in runs]})
     answer = _answered(_python(config), os.getcwd(), MODEL, content, str(config.model["_target_"]))
-    return nothing if isinstance(answer, str) else answer
+    return nothing if isinstance(answer, str) else answer["messages"]
 
 
 def _environment_key(config: RunConfig) -> str | None:
@@ -130,11 +133,12 @@ def _tried(python: str, folder: str, module: str, content: str, paths: str) -> I
     answer = _answered(python, folder, module, content, paths)
     if isinstance(answer, str):
         return ImportCheck(note=answer)
-    return ImportCheck(problems=tuple(message for messages in answer for message in messages))
+    problems = tuple(message for messages in answer["messages"] for message in messages)
+    return ImportCheck(problems, note=answer["note"])
 
 
-def _answered(python: str, folder: str, module: str, content: str, paths: str) -> list[Any] | str:
-    """Run a module that reads `content` and writes a list of messages; the list, or why there is none."""
+def _answered(python: str, folder: str, module: str, content: str, paths: str) -> dict[str, Any] | str:
+    """Run a module that reads `content` and writes an answer as JSON; the answer, or why there is none."""
     command = [python, "-m", module]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     try:
@@ -147,11 +151,11 @@ def _answered(python: str, folder: str, module: str, content: str, paths: str) -
     except OSError as error:
         return f"not imported here, because {python} can't be started ({error}): {paths}"
     try:
-        messages: list[Any] = json.loads(done.stdout)
+        answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError:  # killed, or without this package
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return f"not imported here (exit code {done.returncode}, {last}): {paths}"
-    return messages
+    return answer
 
 
 def main() -> None:
@@ -160,7 +164,7 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)
         failures = [failure_of(key, table, advice=question["advice"]) for key, table in question["tables"]]
-        answer.write(json.dumps([[*filter(None, failures)]]))
+        answer.write(json.dumps({"messages": [[*filter(None, failures)]], "note": None}))
 
 
 if __name__ == "__main__":

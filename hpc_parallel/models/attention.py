@@ -21,6 +21,8 @@ Bias = Callable[[Tensor, Tensor], Tensor]
 
 It may have weights, as T5's relative positions do; ALiBi has none. -inf hides a key.
 """
+LocalBias = Callable[[Tensor, int], Tensor]
+"""(a bias of all heads, the number of heads on this device) -> the part for the heads of this device."""
 
 
 class Attention(nn.Module):
@@ -30,6 +32,7 @@ class Attention(nn.Module):
     """
 
     causal: bool
+    local_bias: LocalBias | None = None  # with strategy.tensor; None: this device has all heads
 
     def __init__(self, positions: Positions | None = None) -> None:
         super().__init__()
@@ -52,35 +55,34 @@ class Attention(nn.Module):
         if bias is None and key_mask is None:
             return attend(query, key, value, causal=self.causal)
         indices = self.positions(query.shape[2], device=query.device)
-        score_bias = build_score_bias(
-            query, (indices, indices), causal=self.causal, bias=bias, key_mask=key_mask
-        )
+        score_bias = self.score_bias(query, (indices, indices), bias=bias, key_mask=key_mask)
         return attend_with(score_bias, query, key, value)
 
+    def score_bias(
+        self,
+        query: Tensor,
+        indices: tuple[Tensor, Tensor],
+        *,
+        bias: Bias | None,
+        key_mask: Tensor | None,
+    ) -> Tensor:
+        """What is added to the scores: [batch or 1, heads or 1, q, k], -inf where a key is hidden.
 
-def build_score_bias(
-    query: Tensor,
-    indices: tuple[Tensor, Tensor],
-    *,
-    causal: bool,
-    bias: Bias | None,
-    key_mask: Tensor | None,
-) -> Tensor:
-    """What is added to the scores: [batch or 1, heads or 1, q, k], -inf where a key is hidden.
-
-    `indices`: in the sample, of queries and of keys. Raises ValueError for a bias of another shape.
-    """
-    rows, columns = indices
-    score_bias = torch.zeros(1, len(rows), len(columns), dtype=product_dtype(query), device=query.device)
-    if bias is not None:
-        score_bias = bias(rows, columns).to(score_bias.dtype)
-        require_shape(score_bias, heads=query.shape[1], indices=indices)
-    if causal:
-        score_bias = score_bias.masked_fill(columns > rows[:, None], -torch.inf)
-    score_bias = score_bias[None]
-    if key_mask is None:
-        return score_bias
-    return score_bias.masked_fill(~key_mask[:, None, None, :], -torch.inf)
+        `indices`: in the sample, of queries and of keys. Raises ValueError for a bias of another shape.
+        """
+        rows, columns = indices
+        score_bias = torch.zeros(1, len(rows), len(columns), dtype=product_dtype(query), device=query.device)
+        if bias is not None:
+            score_bias, heads = bias(rows, columns).to(score_bias.dtype), query.shape[1]
+            if self.local_bias is not None:
+                score_bias = self.local_bias(score_bias, heads)
+            require_shape(score_bias, heads=heads, indices=indices)
+        if self.causal:
+            score_bias = score_bias.masked_fill(columns > rows[:, None], -torch.inf)
+        score_bias = score_bias[None]
+        if key_mask is None:
+            return score_bias
+        return score_bias.masked_fill(~key_mask[:, None, None, :], -torch.inf)
 
 
 def require_shape(score_bias: Tensor, *, heads: int, indices: tuple[Tensor, Tensor]) -> None:
@@ -90,8 +92,7 @@ def require_shape(score_bias: Tensor, *, heads: int, indices: tuple[Tensor, Tens
         return
     raise ValueError(
         f"The bias of an attention has the shape {list(score_bias.shape)}, and [{heads} heads or 1, "
-        f"{places[0]} queries, {places[1]} keys] is needed. With strategy.tensor a device has only some of "
-        "the heads: a bias that differs between heads needs strategy.tensor=1."
+        f"{places[0]} queries, {places[1]} keys] is needed."
     )
 
 

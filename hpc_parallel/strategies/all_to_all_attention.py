@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpc_parallel.models.attention import Attention, Bias, attend_with, build_score_bias
+from hpc_parallel.models.attention import Attention, Bias, attend_with
 from hpc_parallel.models.positions import Positions
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies.ranges import marked
@@ -55,9 +55,7 @@ class HeadsAttention(Attention):
         else:
             indices = torch.arange(received.shape[2], device=query.device)
             mask = None if key_mask is None else gather_mask(key_mask, group)
-            score_bias = build_score_bias(
-                query, (indices, indices), causal=self.causal, bias=bias, key_mask=mask
-            )
+            score_bias = self.score_bias(query, (indices, indices), bias=bias, key_mask=mask)
             if score_bias.shape[1] > 1:  # of all heads: take that of this device's
                 score_bias = score_bias.unflatten(1, (degree, -1))[:, self._axis.get_local_rank()]
             output = attend_with(score_bias, *parts)

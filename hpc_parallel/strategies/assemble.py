@@ -134,7 +134,7 @@ def assemble(
     build_schedule = partial(
         build_forward_backward, stages=local_stages, replicas=replicas, loss=evaluation, weight=weight,
         groups=groups, options=config.strategy, device=device,
-        casts=trains and working_weights.applies(config),
+        casts=trains and working_weights.applies(config), finds_unused=trains and is_own(config),
     )  # fmt: skip
     return Assembled(
         parts=parts,
@@ -161,10 +161,12 @@ def build_forward_backward(
     options: StrategyConfig,
     device: torch.device,
     casts: bool,
+    finds_unused: bool,
 ) -> ForwardBackward:
     """How a batch passes this rank's `stages`, and what the ranks that share its samples do around it.
 
-    `casts`: whether a step casts weights, which fully_shard does itself.
+    `casts`: whether a step casts weights, which fully_shard does itself. `finds_unused`: whether ranks may
+    use different weights, in a backward pass that is not split.
     """
     mesh = groups.mesh
     if mesh.get_coordinate() is None:
@@ -181,7 +183,15 @@ def build_forward_backward(
             replicas.runners, stages=stages, loss=loss, terms=terms, groups=groups,
             replicas=replicas.unaveraged, schedule=options.schedule, microbatches=microbatches, device=device,
         )  # fmt: skip
+    axis = joint(mesh, *BATCH_AXES, *SAMPLE_AXES) if slicing_axis(mesh) is not None else None
+    if finds_unused and axis is not None and not splits_backward(options, mesh=mesh):
+        schedule = shard.UnusedWeights(schedule, parts=parts, axis=axis, device=device)
     return surround(schedule, parts=parts, mesh=mesh, options=options, casts=casts)
+
+
+def splits_backward(options: StrategyConfig, *, mesh: DeviceMesh) -> bool:
+    """Whether a pipeline computes gradients of weights apart, as zero-bubble schedules do."""
+    return axis_of(mesh, "pipeline") is not None and schedule_of(options).splits_backward
 
 
 def surround(
@@ -340,7 +350,7 @@ def replicate_parts(
     axis = joint(mesh, *AVERAGED_AXES) if trains and slicing_axis(mesh) is None else None
     if axis is None:
         return Replicas(parts)
-    if axis_of(mesh, "pipeline") is not None and schedule_of(strategy).splits_backward:
+    if splits_backward(strategy, mesh=mesh):
         return Replicas(parts, unaveraged=axis)
     finds = is_own(config)  # our models use all their weights
     return Replicas(

@@ -19,7 +19,6 @@ from hpc_parallel.models.attention import (
     CausalAttention,
     attend,
     attend_with,
-    build_score_bias,
 )
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.positions import Positions
@@ -64,11 +63,18 @@ def apply(model: LayeredModel, *, length: int) -> LayeredModel:
     must have found nothing.
     """
     past = model.sample_positions = Past()
-    replace_modules(model, CausalAttention, lambda _: CachedAttention(past, length=length))
+    replace_modules(model, CausalAttention, partial(_cached, past=past, length=length))
     replace_forward(model, partial(count_positions, past), technique="Cached")
     if model.head is not None:
         replace_forward(model.head, last_position, technique="LastPosition")
     return model
+
+
+def _cached(whole: CausalAttention, *, past: Past, length: int) -> CachedAttention:
+    """What takes the place of `whole`."""
+    cached = CachedAttention(past, length=length)
+    cached.local_bias = whole.local_bias
+    return cached
 
 
 def rewind(model: LayeredModel) -> None:
@@ -146,6 +152,6 @@ class CachedAttention(CausalAttention):
             with sdpa_kernel(OF_ANY_LENGTH):
                 return attend(query, self.keys[:, :, :end], self.values[:, :, :end], causal=False)
         indices = self.positions(query.shape[2], device=query.device), torch.arange(end, device=query.device)
-        score_bias = build_score_bias(query, indices, causal=True, bias=bias, key_mask=key_mask)
+        score_bias = self.score_bias(query, indices, bias=bias, key_mask=key_mask)
         with sdpa_kernel(OF_ANY_LENGTH):
             return attend_with(score_bias, query, self.keys[:, :, :end], self.values[:, :, :end])

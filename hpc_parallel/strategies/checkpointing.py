@@ -25,6 +25,7 @@ from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.sample_indices import SampleIndices
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
+from hpc_parallel.strategies.written_buffers import versions_of, written_since
 from hpc_parallel.torch_internals import buffers_of, tree_leaves, written_arguments
 
 EXPENSIVE = {
@@ -70,7 +71,8 @@ def pass_contexts(selective: bool, samples: SampleIndices, block: Module) -> Con
     recomputation: AbstractContextManager[Any] = nullcontext()
     if selective:
         forward, recomputation = create_selective_checkpoint_contexts(KeepUnwritten())
-    return forward, AsInForward(block, samples, recomputation)
+    keeps = "selective" if selective else "full"
+    return forward, AsInForward(block, samples, recomputation, keeps=keeps)
 
 
 def keep_expensive(_: object, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
@@ -118,13 +120,21 @@ class AsInForward:
     twice, because it makes two backward passes through a block.
     """
 
-    def __init__(self, block: Module, samples: SampleIndices, inner: AbstractContextManager[Any]) -> None:
+    def __init__(
+        self, block: Module, samples: SampleIndices, inner: AbstractContextManager[Any], *, keeps: str
+    ) -> None:
+        self._block, self._keeps = block, keeps
         self._tables = [buffers_of(module) for module in block.modules()]
+        self._versions = versions_of(block)
         self._samples, self._microbatch = samples, samples.current()
         self._inner = inner
         self._kept: list[dict[str, Tensor | None]] = []
 
     def __enter__(self) -> None:
+        """Raises ConfigError if the block would see another value of a buffer than in the forward pass."""
+        if clause := written_since(self._block, self._versions):
+            rule = f"can't be used: {clause}, and is computed again from its later value"
+            raise ConfigError([Problem("training.activation_checkpointing", self._keeps, rule, ("none",))])
         self._kept = [dict(table) for table in self._tables]
         for table in self._tables:
             copies = {name: None if buffer is None else buffer.clone() for name, buffer in table.items()}

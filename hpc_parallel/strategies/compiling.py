@@ -10,8 +10,15 @@ from torch import Tensor
 from torch.nn import Module
 
 from hpc_parallel.models.layered import LayeredModel, Loss
+from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
-from hpc_parallel.torch_internals import allow_recompiles, guard_sharded_modules, set_memory_budget
+from hpc_parallel.strategies.written_buffers import versions_of, written_since
+from hpc_parallel.torch_internals import (
+    allow_recompiles,
+    guard_sharded_modules,
+    set_memory_budget,
+    wrap_integers,
+)
 
 SHAPES = 64  # that the inputs of a block may have: microbatches in training, each batch size in inference
 
@@ -25,7 +32,8 @@ def apply(model: LayeredModel, *, memory_budget: float | None = None) -> Layered
     set_memory_budget(1.0 if memory_budget is None else memory_budget)
     allow_recompiles(SHAPES * len(model.blocks))
     guard_sharded_modules()
-    run = partial(run_compiled, cache(partial(torch.compile, fullgraph=True, dynamic=False)))
+    wrap_integers()
+    run = partial(run_compiled, cache(partial(torch.compile, fullgraph=True, dynamic=False)), set())
     for block in model.distinct_blocks:
         replace_forward(block, run, technique="Compiled")
     return model
@@ -37,15 +45,26 @@ def compile_loss(loss: Loss) -> Loss:
     return compiled
 
 
-def run_compiled(compiled: Any, forward: Forward, block: Module, *inputs: Tensor) -> Tensor:
+def run_compiled(
+    compiled: Any, looked_at: set[int], forward: Forward, block: Module, *inputs: Tensor
+) -> Tensor:
     """Run the compiled block. An AsyncCollectiveTensor is copied first, which waits for its collective.
 
     Without the copy torch 2.13 sends the gradient past the operation that made it a plain tensor.
 
     If the block has a method `prepare_compiled`, it is called with the inputs first (`LayeredModel`).
+    `looked_at`: the ids of the blocks that write no buffer.
     """
     plain = [x if type(x) is Tensor else x.clone() for x in inputs]
     prepare = getattr(block, "prepare_compiled", None)
     if prepare is not None:
         prepare(*plain)
-    return compiled(forward)(block, *plain)  # type: ignore[no-any-return]
+    if id(block) in looked_at or not (block.training and torch.is_grad_enabled()):
+        return compiled(forward)(block, *plain)  # type: ignore[no-any-return]
+    versions = versions_of(block)
+    output: Tensor = compiled(forward)(block, *plain)
+    if clause := written_since(block, versions):  # torch 2.13 computes again what depends on the buffer
+        rule = f"can't be used: {clause}, and compiled gradients would be of its later value"
+        raise ConfigError([Problem("training.compile", True, rule, (False,))])
+    looked_at.add(id(block))
+    return output

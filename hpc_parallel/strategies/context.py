@@ -23,7 +23,6 @@ from hpc_parallel.models.attention import (
     CausalAttention,
     FullAttention,
     attend_with,
-    build_score_bias,
 )
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.positions import Positions
@@ -130,7 +129,5 @@ class SplitAttention(Attention):
             columns = torch.arange(kv.shape[-2], device=query.device)
             if key_mask is not None:
                 key_mask = gather_mask(key_mask, group)
-            score_bias = build_score_bias(
-                query, (rows, columns), causal=self.causal, bias=bias, key_mask=key_mask
-            )
+            score_bias = self.score_bias(query, (rows, columns), bias=bias, key_mask=key_mask)
             return attend_with(score_bias, query, *kv)

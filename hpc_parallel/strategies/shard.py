@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import cast
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import Module
 
+from hpc_parallel import torch_internals
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.strategies.forward_backward import ForwardBackward
+from hpc_parallel.strategies.mesh import name_of
 from hpc_parallel.strategies.precision import HALF
+from hpc_parallel.strategies.ranges import marked
 
 
 def apply(
@@ -61,6 +68,36 @@ def _prefetch(model: LayeredModel, *, ahead: int) -> None:
         block.set_modules_to_backward_prefetch(previous[::-1])
     root.set_modules_to_forward_prefetch(blocks[:ahead])
     root.set_modules_to_backward_prefetch(blocks[: -ahead - 1 : -1])
+
+
+class UnusedWeights:
+    """Lets ranks use different weights of `parts` in a step; those that no rank uses get no gradient.
+
+    Without it, ranks would wait for gradients that another rank does not have. Each step adds an all-reduce
+    of one number for each weight.
+    """
+
+    def __init__(
+        self, inner: ForwardBackward, *, parts: Sequence[LayeredModel], axis: DeviceMesh, device: torch.device
+    ) -> None:
+        """`axis`: the ranks that hold the same weights or slices of them."""
+        self._inner, self._axis, self._device = inner, axis, device
+        self._gradients = [torch_internals.SlicedGradients(part) for part in parts]
+        self.copies = inner.copies
+
+    def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        loss = self._inner.train(inputs, targets)
+        for gradients in self._gradients:
+            here = gradients.used()
+            used = torch.tensor(here, dtype=torch.int32, device=self._device)
+            with marked(f"all_reduce {name_of(self._axis)}"):
+                dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._axis.get_group())
+            if not all(here):  # else there is nothing to read, which would wait for the device
+                gradients.drop(used.bool().tolist())
+        return loss
+
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return self._inner.evaluate(inputs, targets)
 
 
 def release(model: LayeredModel) -> None:

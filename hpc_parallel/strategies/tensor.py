@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -34,10 +35,13 @@ from torch.nn import Module, Parameter
 from torch.nn import functional as F
 
 from hpc_parallel.config.schema import StrategyConfig
+from hpc_parallel.models.attention import Attention
 from hpc_parallel.models.layered import Column, LayeredModel, Loss
+from hpc_parallel.strategies.mesh import name_of
 from hpc_parallel.strategies.own_metrics import MetricsOf
+from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.replace_forward import Forward, OriginalForward, replace_forward
-from hpc_parallel.strategies.tensor_roles import roles_of
+from hpc_parallel.strategies.tensor_roles import is_within, roles_of
 from hpc_parallel.torch_internals import LayerStyle
 
 
@@ -54,6 +58,8 @@ def apply(
         style = FusedColumn(role) if isinstance(role, Column) else styles[role]
         style = ChunkedLogits(between_layers(options)) if name == chunked else style
         parallelize_module(model.get_submodule(name), axis, style, src_data_rank=None)
+    for attention in attentions_of_slices(model):
+        attention.local_bias = partial(local_bias, axis)
     for alias, name in model.tied.items():  # splitting makes them two parameters
         weights = dict(model.named_parameters())
         if alias in weights and name in weights:
@@ -225,6 +231,48 @@ class OwnGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return gradients[0].clone()
+
+
+def attentions_of_slices(model: LayeredModel) -> list[Attention]:
+    """The attentions of `model` whose heads are split: those in no module that a device computes fully."""
+    owners = {name for name, role in roles_of(model).items() if role != "whole"}
+    return [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, Attention) and not is_within(name, owners)
+    ]
+
+
+def local_bias(axis: DeviceMesh, bias: Tensor, heads: int) -> Tensor:
+    """This device's part of `bias` [heads or 1, q, k], for `heads` heads of each device."""
+    if bias.dim() != 3 or len(bias) not in (1, heads * axis.size()):
+        return bias
+    part: Tensor = LocalBias.apply(bias, axis)
+    return part
+
+
+class LocalBias(torch.autograd.Function):
+    """This device's heads of a bias that every device computes fully. Its gradient is that of all heads.
+
+    Weights of the bias therefore have their full gradient on every device, as the role `alike` needs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, axis: DeviceMesh) -> Tensor:
+        ctx.axis, ctx.heads = axis, len(bias)
+        return bias.view_as(bias) if len(bias) == 1 else bias.chunk(axis.size())[axis.get_local_rank()]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (local,) = gradients
+        if ctx.heads == 1:
+            full = local.clone(memory_format=torch.contiguous_format)
+        else:
+            full = local.new_zeros(ctx.heads, *local.shape[1:])
+            full.chunk(ctx.axis.size())[ctx.axis.get_local_rank()].copy_(local)
+        with marked(f"all_reduce {name_of(ctx.axis)}"):
+            dist.all_reduce(full, group=ctx.axis.get_group())
+        return full, None
 
 
 def loss_of_slices(loss: Loss, *, axis: DeviceMesh) -> Loss:

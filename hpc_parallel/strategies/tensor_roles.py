@@ -85,7 +85,7 @@ def _problem(model: LayeredModel, degree: int, clause: str) -> Problem:
 def _missing(model: LayeredModel, roles: Mapping[str, str | Column]) -> Iterator[str]:
     """Without a role it is unknown whether a device has a weight's full gradient or a partial sum."""
     owners = {name for name, role in roles.items() if role != "whole"}
-    left_out = [name for name, _ in model.named_parameters() if not _within(name, owners)]
+    left_out = [name for name, _ in model.named_parameters() if not is_within(name, owners)]
     if left_out:
         yield f"has no role for {', '.join(left_out[:3])}. {_advice(model, left_out[0].rpartition('.')[0])}"
 
@@ -188,7 +188,7 @@ def _sliced_inputs(roles: Mapping[str, str | Column]) -> Iterator[str]:
     """With sequence parallelism a column layer needs a module around it that gathers the sequence."""
     gathering = {name for name, role in roles.items() if role == "whole"}
     for name, role in roles.items():
-        if _is_column(role) and not _within(name, gathering):
+        if _is_column(role) and not is_within(name, gathering):
             yield (
                 f"has the role column for {name} in no module of the role whole, so its input would be a "
                 "slice of the sequence. Give the role whole to the module around it, or set "
@@ -201,7 +201,7 @@ def _is_column(role: str | Column) -> bool:
     return role == "column" or isinstance(role, Column)
 
 
-def _within(name: str, modules: set[str]) -> bool:
+def is_within(name: str, modules: set[str]) -> bool:
     """Whether `name` is one of the modules or is inside one."""
     names = name.split(".")
     return any(".".join(names[:end]) in modules for end in range(1, len(names) + 1))

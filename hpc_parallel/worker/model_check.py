@@ -1,10 +1,11 @@
-"""Imports a user's classes and builds their model without memory, before a run starts.
+"""Imports a user's classes, builds their model without memory and their data, before a run starts.
 
     python -m hpc_parallel.worker.model_check < QUESTION
 
-reads {tables, advice, values} as JSON: those of launch/import_check.py, and resolved configurations. It
-writes as JSON, for each configuration, a list of messages: why a class can't be imported, or else what the
-model's hints and code refuse.
+reads {tables, advice, values, tries_data} as JSON: those of launch/import_check.py, resolved configurations,
+and whether to build the data of the first. It writes as JSON {messages, note}, with a list of messages for
+each configuration: why a class can't be imported, or else what the data, and the model's hints and code,
+refuse.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies.model_checks import find_problems
 from hpc_parallel.strategies.whole_model import build_model
 from hpc_parallel.user_code import failure_of
+from hpc_parallel.worker.data_check import Seen, look_at
 
 
-def messages_of(values: Mapping[str, Any]) -> list[str]:
+def messages_of(values: Mapping[str, Any], data: Seen) -> list[str]:
     """Returns why the model of a resolved configuration can't be built, or can't be split as it says."""
     config = typed(values)
     layout = layout_of(config.strategy, devices=config.devices)
-    length = config.data.get("sequence_length")  # the shape of other samples is known in the job only
+    length = config.data.get("sequence_length")  # the shape of other samples is known only from the data
+    sample_shape = data.sample_shape or ((length,) if length else None)
     try:
         model = build_model(config)
     except ConfigError as error:
@@ -39,9 +42,19 @@ def messages_of(values: Mapping[str, Any]) -> list[str]:
     return [
         str(problem)
         for problem in find_problems(
-            model, config=config, layout=layout, sample_shape=(length,) if length else None
+            model, config=config, layout=layout, sample_shape=sample_shape, dtype=data.dtype
         )
     ]
+
+
+def answer_to(question: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns {messages, note}."""
+    advice, runs = question["advice"], question["values"]
+    tried = (failure_of(key, table, advice=advice) for key, table in question["tables"])
+    if failures := [*filter(None, tried)]:
+        return {"messages": [failures for _ in runs], "note": None}
+    data = look_at(runs[0]["data"], advice=advice) if question.get("tries_data") else Seen()
+    return {"messages": [[*data.problems, *messages_of(values, data)] for values in runs], "note": data.note}
 
 
 def main() -> None:
@@ -49,9 +62,7 @@ def main() -> None:
     question = json.load(sys.stdin)
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)
-        tried = (failure_of(key, table, advice=question["advice"]) for key, table in question["tables"])
-        failures = [*filter(None, tried)]
-        answer.write(json.dumps([failures or messages_of(values) for values in question["values"]]))
+        answer.write(json.dumps(answer_to(question)))
 
 
 if __name__ == "__main__":

@@ -149,15 +149,15 @@ def compare(run: SmallRun, *, model: LayeredModel, groups: Groups) -> float:
 
 
 def _require_gradients(run: SmallRun, *, as_random: bool) -> None:
-    """Some techniques wait for the same gradients on every rank. `as_random`: as of `build_small`."""
-    splits = schedule_of(run.config.strategy).splits_backward and run.layout.averaged > 1
-    if run.config.task.name != "train" or not (run.layout.by_fully_shard or splits):
+    """A split backward pass waits for the same gradients on every rank. `as_random`: as of `build_small`."""
+    waits = run.layout.averaged > 1 or run.layout.by_fully_shard
+    if run.config.task.name != "train" or not (waits and schedule_of(run.config.strategy).splits_backward):
         return
     if names := sometimes_used(run, build_small(run.config, as_random=as_random)):
         raise ConfigError([
             f"{_name(run.config)} uses {names[0]} for some samples only, and {run.layout} waits for its "
             "gradient on every device. Use it for all samples (times zero where it should not count), or "
-            "strategy=data."
+            "strategy.schedule=1f1b."
         ])  # fmt: skip
 
 

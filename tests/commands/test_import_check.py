@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hpc_parallel.launch import import_check
 from hpc_parallel.launch.import_check import IMPORT, ImportCheck, check_models
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.run import main as run
 from hpc_parallel.user_code import described, failure_of
+from hpc_parallel.worker import data_check
 from tests.composed import prepared
 
 SCRIPT = ("launcher=script", "launcher.snapshot=false")
@@ -189,3 +191,90 @@ def test_a_run_on_this_machine_is_refused_too_and_leaves_no_folder(
     assert (refusal, others) == ("1 problem in the configuration; nothing was started.", [])
     assert first.strip() == message
     assert not (here / "runs").exists()
+
+
+DATA = """
+import time
+import torch
+
+class Points:
+    def __init__(self, count=100, file=None, pause_s=0.0, megabytes=0):
+        assert count > 0, "no points"
+        self.text = open(file).read() if file else ""
+        self.kept = bytearray(megabytes << 20)
+        time.sleep(pause_s)
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return torch.ones(7), torch.tensor(index % self.modulo)
+
+class Labelled(Points):
+    modulo = 3
+
+class OfItsRank(Labelled):
+    def __init__(self):
+        super().__init__()
+        torch.distributed.get_rank()
+"""
+LABELLED = ["data=dataset", "data.dataset._target_=mypoints.Labelled"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.dataset._target_=mypoints.Points"],
+         "AttributeError: 'Points' object has no attribute 'modulo' (mypoints.py:17), raised by sample 87 of "
+         "Points (training)"),
+        (["+data.dataset.count=0"],
+         "AssertionError: no points (mypoints.py:7), raised by mypoints.Labelled (data)"),
+        (["+data.dataset.count=1"], "Labelled has 1 samples: too few for two parts."),
+        (["+data.dataset.file=missing"],
+         "FileNotFoundError: [Errno 2] No such file or directory: 'missing' (mypoints.py:8), raised by "
+         "mypoints.Labelled (data)"),
+    ],
+    ids=["a sample", "the constructor", "the number of samples", "a file"],
+)  # fmt: skip
+def test_errors_of_the_users_data_come_before_the_run(
+    here: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], message: str
+) -> None:
+    (here / "mypoints.py").write_text(DATA)
+    assert run(["launcher=local", "training.steps=1", *LABELLED, *overrides]) == 2
+    refusal, first, *others = capsys.readouterr().err.splitlines()
+    assert (refusal, others) == ("1 problem in the configuration; nothing was started.", [])
+    assert first.strip() == message
+    assert not (here / "runs").exists()
+
+
+@pytest.mark.processes
+def test_a_job_may_find_what_this_machine_does_not(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of the nodes, memory, and the rank: a note. What no node can mend is refused here."""
+    (here / "mypoints.py").write_text(DATA)
+    table = {"_target_": "hpc_parallel.data.dataset.DatasetData"}
+
+    def seen(**dataset: Any) -> data_check.Seen:
+        return data_check.look_at({**table, "dataset": dataset}, advice="Advice.")
+
+    points = {"_target_": "mypoints.Labelled"}
+    missing = seen(**points, file="missing")
+    assert missing.problems == ()
+    assert missing.note == (
+        "data        not tried here: FileNotFoundError: [Errno 2] No such file or directory: 'missing' "
+        "(mypoints.py:8), raised by mypoints.Labelled (data)"
+    )
+    of_its_rank = seen(_target_="mypoints.OfItsRank")
+    assert of_its_rank.note is not None
+    assert "process group has not been initialized" in of_its_rank.note
+    monkeypatch.setattr(data_check, "LONGEST_S", 0.2)
+    assert seen(**points, pause_s=20).note == "data        not tried here: it takes longer than 0.2 s"
+    monkeypatch.setattr(data_check, "MOST_BYTES", 2**30)
+    monkeypatch.setattr(data_check, "LONGEST_S", 60.0)
+    assert seen(**points, megabytes=4096).note == (
+        "data        not tried here: it needs more memory than a login node may give"
+    )
+    (problem,) = seen(**points, count=0).problems
+    assert problem.endswith("raised by mypoints.Labelled (data). Advice.")
+    assert (seen(**points).sample_shape, seen(**points).dtype) == ((7,), torch.float32)

@@ -72,7 +72,7 @@ class Prepared(torch.nn.Module):
 
 def test_only_prepare_compiled_runs_before_compiled_code() -> None:
     block = Prepared()
-    output = compiling.run_compiled(lambda forward: forward, Prepared.forward, block, torch.ones(3))
+    output = compiling.run_compiled(lambda forward: forward, set(), Prepared.forward, block, torch.ones(3))
     assert output.tolist() == [4.0] * 3
 
 

@@ -16,6 +16,8 @@ NUMBERS = ("data=dataset", "data.dataset._target_=tests.guide_models.Numbers")
 TEXT = ("model._target_=tests.guide_models.Text", *WORDS, "data.sequence_length=32")
 BRIGHTNESS = ("model._target_=tests.guide_models.Brightness", *NUMBERS, "data.sequence_length=null")
 RECURRENT = ("model._target_=tests.guide_models.Recurrent", "data.max_bytes=400000")
+BIASED = ("model._target_=tests.guide_models.Biased", "data.max_bytes=400000")
+OF_EACH_HEAD, OF_ALL_HEADS = (*BIASED, "+model.biases=4"), (*BIASED, "+model.biases=1")
 WHOLE = ("strategy.sequence_parallel=false",)
 CASES = {
     "two inputs, a bias and a mask, data": (TEXT, ("strategy=data", "nodes=2")),
@@ -30,6 +32,13 @@ CASES = {
     "a regression of images, fsdp": (BRIGHTNESS, ("strategy=fsdp", "nodes=2")),
     "a regression of images, tensor": (
         BRIGHTNESS, ("strategy=tensor", "nodes=2", "strategy.loss_parallel=false"),
+    ),
+    "a bias of each head, tensor": (OF_EACH_HEAD, ("strategy=tensor", "nodes=2", *WHOLE)),
+    "one bias of all heads, tensor": (OF_ALL_HEADS, ("strategy=tensor", "nodes=2", *WHOLE)),
+    "a bias of each head, tensor 2 x context 2 by heads": (
+        OF_EACH_HEAD,
+        ("strategy=tensor", "nodes=2", "gpus_per_node=2", "strategy.context=2",
+         "strategy.context_attention=all_to_all", *WHOLE),
     ),
     "a recurrence, tensor": (RECURRENT, ("strategy=tensor", "nodes=2", *WHOLE)),
 }  # fmt: skip

@@ -28,6 +28,7 @@ LAYOUTS = (
     "strategy=tensor nodes=2 strategy.loss_parallel=false",
     "strategy=tensor nodes=2 strategy.sequence_parallel=false training.microbatch_size=2",
     "strategy=fsdp nodes=2",
+    "strategy=fsdp nodes=2 training.compile=true",
     "strategy=data nodes=2",
     "strategy=data nodes=2 training.microbatch_size=1",
     "strategy=pipeline nodes=2 strategy.microbatches=2",
@@ -52,6 +53,7 @@ LAYOUTS_OF_ROWS = (
     "strategy=data nodes=2 training.microbatch_size=2",
     "strategy=fsdp nodes=2",
     "strategy=hsdp nodes=2 gpus_per_node=2",
+    "strategy=fsdp nodes=2 training.compile=true",
     "strategy=parameter_server nodes=3 strategy.dedicated_server=true",
     "strategy=pipeline nodes=2 strategy.microbatches=2",
     "strategy=tensor nodes=2",
@@ -109,6 +111,7 @@ def train_or_refuse(run_folder: str, cache: str) -> str:
     return ""
 
 
+ZERO_BUBBLE = "strategy.schedule=interleaved_zero_bubble strategy.stages_per_rank=1 strategy.microbatches=4"
 CASES = {
     "positions counted otherwise": (
         {"positions": "cumsum"}, "strategy=context nodes=2",
@@ -131,9 +134,19 @@ CASES = {
         {"state": "mean"}, "strategy=data nodes=2",
         "buffer blocks.0.state.seen, which the forward pass writes: off by",
     ),
+    "a buffer that compiled code reads later": (
+        {"state": "count"}, "strategy=data nodes=2 training.compile=true",
+        "training.compile = true can't be used: the forward pass of Block writes the buffer state.seen",
+    ),
+    "a buffer that a checkpointed block reads later": (
+        {"state": "count"}, "strategy=data nodes=2 training.activation_checkpointing=full",
+        "the forward pass of Block writes the buffer state.seen, and is computed again from its later value",
+    ),
     "a weight that some samples use": (
-        {"unused": "some", "dropout": "no"}, "strategy=fsdp nodes=2",
-        "RandomModel uses blocks.0.unused.weight for some samples only, and shard 2 waits for its gradient",
+        {"unused": "some", "dropout": "no"},
+        f"strategy=pipeline nodes=4 strategy.pipeline=2 strategy.shard=2 {ZERO_BUBBLE}"
+        " strategy.reshard=false",
+        "RandomModel uses blocks.0.unused.weight for some samples only, and pipeline 2 x shard 2 waits for",
     ),
 }  # fmt: skip
 
@@ -142,6 +155,7 @@ FIRST = (
     "positions counted otherwise",
     "positions mixed behind a gate of zero",
     "a buffer that ranks write differently",
+    "a buffer that compiled code reads later",
     "a weight that some samples use",
 )
 
@@ -158,7 +172,9 @@ def test_a_wrong_model_is_refused(attempt: Try, case: str) -> None:
         ({"attention": "fused", "gate": "zero"}, "strategy=tensor nodes=2"),
         ({"state": "count", "unused": True}, "strategy=data nodes=2"),
         ({"feed": "normed"}, "strategy=tensor nodes=2"),
+        ({"dropout": "heads"}, "strategy=fsdp nodes=2 training.compile=true"),
         ({"feed": "conv", "gate": "zero"}, "strategy=tensor nodes=2 strategy.sequence_parallel=false"),
+        ({"unused": "some", "dropout": "no"}, "strategy=fsdp nodes=2 training.microbatch_size=1"),
         ({"shared": "blocks", "dropout": "no"}, "strategy=fsdp nodes=2 training.microbatch_size=2"),
         (
             {"shared": "pairs", "layers": 4, "dropout": "no"},
@@ -173,6 +189,15 @@ def test_a_wrong_model_is_refused(attempt: Try, case: str) -> None:
                 ({}, "strategy=context nodes=2"),
                 ({"unused": "some", "dropout": "no"}, "strategy=data nodes=2 training.microbatch_size=1"),
                 ({"unused": "some", "dropout": "no"}, "strategy=parameter_server nodes=3"),
+                ({"unused": "some", "dropout": "no"}, "strategy=hsdp nodes=2 gpus_per_node=2"),
+                (
+                    {"unused": "some", "dropout": "no"},
+                    "strategy=fsdp nodes=2 gpus_per_node=2 strategy.tensor=2",
+                ),
+                (
+                    {"unused": "some", "dropout": "no"},
+                    "strategy=pipeline nodes=4 strategy.pipeline=2 strategy.shard=2 strategy.microbatches=2",
+                ),
                 ({"feed": "mixture"}, "strategy=tensor nodes=2 strategy.sequence_parallel=false"),
                 ({"shared": "linear"}, "strategy=fsdp nodes=2 gpus_per_node=2 strategy.tensor=2"),
                 ({"shared": "weight"}, "strategy=tensor nodes=2"),
@@ -200,13 +225,11 @@ def test_a_model_of_rows_equals_one_device(attempt: Try, spec: dict[str, Any], l
     assert attempt({**RIGHT_ROWS, **spec}, layout) == EQUAL
 
 
-ZERO_BUBBLE = "strategy.schedule=interleaved_zero_bubble strategy.stages_per_rank=1 strategy.microbatches=4"
-
-
 @pytest.mark.parametrize(
     "layout",
     [
         "strategy=pipeline nodes=2 strategy.microbatches=2",
+        "strategy=fsdp nodes=2",
         *in_full(
             [
                 (f"strategy=pipeline nodes=4 strategy.pipeline=2 strategy.replicate=2 {ZERO_BUBBLE}",),
@@ -225,6 +248,26 @@ def test_a_weight_that_the_loss_does_not_use_stays(workers: Workers, layout: str
     split = workers.train(*layout.split(), *words)
     names = [name for name in alone.weights if ".unused." in name]
     assert len(names) == 4
+    assert split.gradients.keys() == alone.gradients.keys() == alone.weights.keys() - set(names)
+    assert all(split.weights[name].equal(alone.weights[name]) for name in names)
+
+
+SHORT = tuple(word for word in COMMON if word.startswith("training"))
+EXPERTS = ("model=moe_tiny", "model._target_=tests.models.UnusedBesideExperts", "model.layers=2", *SHORT)
+IMAGES = ("model=segmenter", "data=cells", "model._target_=tests.models.UnusedInImages", *SHORT)
+
+
+@pytest.mark.parametrize(
+    ("words", "layout"), [(EXPERTS, "strategy=expert nodes=2"), (IMAGES, "strategy=tile nodes=2")]
+)
+def test_a_weight_that_nothing_uses_stays_beside_experts_and_in_tiles(
+    workers: Workers, words: tuple[str, ...], layout: str
+) -> None:
+    alone = workers.train("strategy=single", *words, "training.validation_samples=8")
+    split = workers.train(*layout.split(), *words, "training.validation_samples=8")
+    assert largest_difference(split.losses, alone.losses) < 1e-9
+    names = [name for name in alone.weights if ".unused." in name]
+    assert names
     assert split.gradients.keys() == alone.gradients.keys() == alone.weights.keys() - set(names)
     assert all(split.weights[name].equal(alone.weights[name]) for name in names)
 

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpc_parallel.models.attention import Attention, CausalAttention, FullAttention
+from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.strategies import cache
 from hpc_parallel.strategies.cache import CachedAttention, Past
 
 BATCH, HEADS, KV_HEADS, LENGTH, WIDTH = 2, 4, 2, 6, 3
@@ -131,8 +133,19 @@ def test_a_cache_keeps_the_masks_of_earlier_passes(
 def test_a_bias_of_another_shape_is_refused(
     shape: tuple[int, ...], inputs: tuple[Tensor, Tensor, Tensor]
 ) -> None:
-    """Also one that would broadcast: a device of strategy.tensor has fewer heads than the bias."""
-    with pytest.raises(
-        ValueError, match=r"The bias of an attention has the shape .* needs strategy.tensor=1"
-    ):
+    """Also one that would broadcast."""
+    with pytest.raises(ValueError, match=r"The bias of an attention has the shape .* is needed"):
         CausalAttention()(*inputs, bias=lambda q, k: torch.zeros(shape))
+
+
+def test_a_cache_takes_the_heads_of_its_device(inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+    """As strategy.tensor splits them."""
+    query, key, value = inputs
+    block = nn.Sequential(CausalAttention())
+    block[0].local_bias = lambda bias, heads: bias[:heads]
+    model = LayeredModel(stem=nn.Identity(), blocks=[block], head=nn.Identity())
+    cache.apply(model, length=LENGTH)
+    (attention,) = (module for module in model.modules() if isinstance(module, CachedAttention))
+    output = attention(query[:, :2], key[:, :1], value[:, :1], bias=alibi)
+    expected = CausalAttention()(query, key, value, bias=alibi)[:, :2]
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)

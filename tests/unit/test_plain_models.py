@@ -150,13 +150,22 @@ def test_its_small_copy_is_built_without_the_large_one(monkeypatch: pytest.Monke
     assert Large.built == [4]
 
 
-@pytest.mark.parametrize(("layout", "built"), [(Layout(replicate=2), []), (Layout(shard=2), [4])])
+@pytest.mark.parametrize(
+    ("schedule", "layout", "built"),
+    [
+        ("1f1b", Layout(shard=2), []),
+        ("interleaved_zero_bubble", Layout(pipeline=2), []),
+        ("interleaved_zero_bubble", Layout(replicate=2), [4]),
+        ("interleaved_zero_bubble", Layout(shard=2), [4]),
+    ],
+)
 def test_a_small_copy_for_its_gradients_is_built_only_if_they_are_compared(
-    layout: Layout, built: list[int], monkeypatch: pytest.MonkeyPatch
+    schedule: str, layout: Layout, built: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Large, "built", [])
     monkeypatch.setattr(verify, "sometimes_used", lambda run, model: [])
     config = prepared("launcher=local", "~model", "+model={_target_: tests.plain_models.Large}").config
+    config.strategy.schedule = schedule
     run: Any = SimpleNamespace(config=config, layout=layout)
     verify._require_gradients(run, as_random=True)
     assert Large.built == built

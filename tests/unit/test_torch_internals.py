@@ -24,6 +24,7 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -76,6 +77,56 @@ def test_a_style_of_our_own_is_asked_to_split(fifth_of_eight: None) -> None:
 
     mesh = DeviceMesh("cpu", torch.arange(8), mesh_dim_names=("tensor",))
     assert parallelize_module(nn.Linear(2, 2), mesh, Style()).split_over == 8
+
+
+def test_slices_of_unused_weights_get_zeros_that_can_be_dropped(alone: None) -> None:
+    """As if another rank had used the weight: fully_shard reduces all gradients."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.used(x)
+
+    model: Any = fully_shard(Model(), mesh=DeviceMesh("cpu", [0]))
+    gradients = torch_internals.SlicedGradients(model)
+    for accumulates in (True, False):
+        model.set_requires_gradient_sync(not accumulates)
+        model(torch.ones(1, 2)).sum().backward()
+    used, unused = model.used.weight, model.unused.weight
+    assert used.grad is not None
+    assert used.grad.full_tensor().eq(2).all()
+    assert unused.grad is not None
+    assert not unused.grad.full_tensor().any()
+    gradients.drop(gradients.used())
+    assert used.grad is not None
+    assert unused.grad is None
+    assert gradients.used() == [False, False]  # since the last call
+
+
+@pytest.mark.processes  # of the compiler
+def test_compiled_code_wraps_integers() -> None:
+    """The transposed numbers keep it from vectors, whose arithmetic wraps in any case."""
+
+    def positive(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        return torch.where(numbers * 0x7FEB352D > 0, x, -x)
+
+    torch_internals.wrap_integers()
+    torch_internals.wrap_integers()
+    x = torch.ones(4, 32, 4, 4, dtype=torch.float64).transpose(1, 2)
+    numbers = (torch.arange(4 * 4 * 32 * 4) * 987_654_321 % 2**31).int().view(4, 4, 32, 4)
+    compiled = torch.compile(positive, fullgraph=True, dynamic=False)
+    assert compiled(x, numbers).equal(positive(x, numbers))
+
+
+def test_what_is_written_has_another_version() -> None:
+    buffer = torch.zeros(2)
+    before = torch_internals.version_of(buffer)
+    assert torch_internals.version_of(buffer) == before
+    buffer += 1
+    assert torch_internals.version_of(buffer) > before
 
 
 def test_the_profiler_is_seen_and_its_events_have_a_thread() -> None:
