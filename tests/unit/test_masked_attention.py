@@ -149,3 +149,22 @@ def test_a_cache_takes_the_heads_of_its_device(inputs: tuple[Tensor, Tensor, Ten
     output = attention(query[:, :2], key[:, :1], value[:, :1], bias=alibi)
     expected = CausalAttention()(query, key, value, bias=alibi)[:, :2]
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+
+
+def test_new_tokens_leave_out_the_kernel_that_plans_for_each_length(
+    monkeypatch: pytest.MonkeyPatch, inputs: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    allowed: list[bool] = []
+
+    def noting(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return query
+
+    monkeypatch.setattr(cache, "attend", noting)
+    past = Past()
+    cached = CachedAttention(past, length=LENGTH)
+    for places in (slice(0, 2), slice(2, 3)):
+        cached(*(x[:, :, places] for x in inputs))
+        past.grow(places.stop - places.start)
+    assert allowed == [False]
+    assert torch.backends.cuda.cudnn_sdp_enabled()  # for everything else, as before
