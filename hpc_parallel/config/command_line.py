@@ -14,6 +14,7 @@ from hydra._internal.utils import get_args_parser
 from hpc_parallel.config.compose import find_folder
 from hpc_parallel.config.key_suggestions import SYNONYMS
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.script import with_script
 from hpc_parallel.config.typed_text import as_typed
 from hpc_parallel.exit_codes import DONE
 from hpc_parallel.problems import ConfigError
@@ -41,9 +42,10 @@ class CommandLine:
     def parse(cls, words: Sequence[str]) -> CommandLine:
         """Parse the words; flags may stand anywhere. `--version` ends the process.
 
-        Raises ConfigError for an unknown flag, a `--config-dir` that does not exist and
-        `--experimental-rerun`.
+        What follows `--` becomes overrides. Raises ConfigError for an unknown flag, a `--config-dir` that
+        does not exist and `--experimental-rerun`.
         """
+        words = with_script(words)
         # Hydra requires a plus if the defaults don't name the group; users may write `jobs=` both ways.
         plain = tuple(word.removeprefix("+") if word.startswith("+jobs=") else word for word in words)
         plain = tuple(map(as_typed, plain))

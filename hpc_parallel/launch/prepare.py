@@ -17,15 +17,18 @@ from hpc_parallel.config import job_python
 from hpc_parallel.config.batch_plan import BatchPlan, batch_of
 from hpc_parallel.config.checks import starting_weights
 from hpc_parallel.config.checks.all_checks import find_problems, in_order
+from hpc_parallel.config.checks.script_checks import script_warnings
 from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.container_paths import container_warnings
 from hpc_parallel.config.layout import Layout, layout_of, processes_per_node, servers
 from hpc_parallel.config.node_devices import launcher_kind
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.script import TASK, kind_of
 from hpc_parallel.config.site_limits import site_warnings
 from hpc_parallel.config.tasks import total_steps
 from hpc_parallel.launch import resume
 from hpc_parallel.launch.import_check import check_imports
+from hpc_parallel.launch.script_places import kept_notes, script_folders, script_places
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.checkpoint_index import complete
@@ -87,9 +90,12 @@ class PreparedRun:
     @property
     def notes(self) -> list[str]:
         """Lines that the user should read before the run starts."""
-        kept = () if self.snapshot is None else self.snapshot.notes
-        texts = (*job_python.warnings(self.config), *self.container_warnings)
+        kept = [] if self.snapshot is None else [*self.snapshot.notes]
+        texts = (
+            *job_python.warnings(self.config), *self.container_warnings, *script_warnings(self.config),
+        )  # fmt: skip
         warnings = [*site_warnings(self.config), *(f"warning     {text}" for text in texts)]
+        kept = [*kept, *kept_notes(self.config.script, snapshot=self.snapshot)]
         return [*warnings, *kept, *filter(None, [self.import_note])]
 
     @property
@@ -104,6 +110,11 @@ class PreparedRun:
         return self.config.resume is not None
 
     @property
+    def is_script(self) -> bool:
+        """Whether a script of the user's runs in place of a task of ours."""
+        return self.config.task.name == TASK
+
+    @property
     def steps(self) -> int:
         """The last step number in the metrics."""
         return total_steps(self.config)
@@ -111,6 +122,14 @@ class PreparedRun:
     def __str__(self) -> str:
         nodes, devices = self.config.nodes, self.config.gpus_per_node
         start = f"; continues after step {self._checkpoint_step}" if self.resumes else ""
+        if self.is_script:
+            kind = kind_of(self.values["script"]) or TASK
+            script = ("-m " if kind == "module" else "") + str(getattr(self.config.script, kind))
+            processes = f"{self.processes} process{'es' * (self.processes > 1)}"
+            return (
+                f"{script}: {nodes} node{'s' * (nodes > 1)} x {devices} device{'s' * (devices > 1)} "
+                f"= {processes}"
+            )
         server = "a server and " if servers(self.config.strategy) else ""
         return (
             f"{self.config.strategy.name}: {nodes} node{'s' * (nodes > 1)} x {devices} "
@@ -252,13 +271,15 @@ def prepare(
     layout = layout_of(config.strategy, devices=config.devices)
     batch = batch_of(config, layout)
     folder = RunFolder(path.absolute())
+    snapshot = _snapshot(config, folder, plan)
     if config.weights is not None:
         values["weights"] = str(path_of(config.weights))
     if config.resume and (problems := list(resume.find_problems(folder, values))):
         raise ConfigError(problems)
     values["run_dir"] = str(folder.path)
+    values["script"] |= script_places(config.script, folder=folder, snapshot=snapshot)
     return PreparedRun(
-        config, values, layout=layout, batch=batch, folder=folder, snapshot=_snapshot(config, folder, plan),
+        config, values, layout=layout, batch=batch, folder=folder, snapshot=snapshot,
         overrides=overrides, config_dir=Path(config_dir).absolute() if config_dir else None,
         import_note=imports.note,
     )  # fmt: skip
@@ -284,4 +305,5 @@ def _snapshot(config: RunConfig, folder: RunFolder, plan: Callable[..., Snapshot
     return plan(
         folder.code, working_directory=Path.cwd(), most_mb=launcher.snapshot_mb,
         exclude=launcher.snapshot_exclude, credentials=launcher.snapshot_credentials,
+        also=script_folders(config.script),
     )  # fmt: skip
