@@ -98,7 +98,7 @@ def total_steps(run: RecordedRun, state: State) -> int | None:
     """The last step that the run will have; for an ended run that trained nothing, its last step."""
     if run.task in ("train", "proof"):
         return integer(table(run.head.get("training")).get("steps"))
-    if state.ended or run.config is None:
+    if run.task == "script" or state.ended or run.config is None:
         return integer((run.last_metrics or {}).get("step")) if state.name == "completed" else None
     from hpc_parallel.config import tasks, typed_config  # this import takes 0.2 s
 

@@ -35,6 +35,7 @@ from hpc_parallel.supervise.root_cause import (
     missing_rank,
     this_attempt,
 )
+from hpc_parallel.supervise.script_rank import is_script
 from hpc_parallel.supervise.summary import summarise
 
 _LOG_LINES = 40
@@ -69,6 +70,8 @@ def conclude(
     records = failure.records(folder)
     records += killed_tasks(folder, text=text, recorded={record.rank for record in records})
     if returncode == 0 and not records and not cancelled:
+        if is_script(folder.read_config()):  # its ranks do not know whether all of them succeeded
+            write_json(folder.summary, _summary(folder, outcome="completed", environment=environment))
         return None
     cause = find_root_cause(records)
     if cause is not None and cause.kind in (failure.HANG, failure.LOST_PEER, failure.STOPPED):
@@ -223,14 +226,12 @@ def _signal_of_code(returncode: int) -> str | None:
 def _out_of_time(folder: RunFolder) -> dict[str, Any]:
     """The content of `failure.json` for a job that Slurm ended at its time limit."""
     lines = MetricsReader(folder.metrics).read()
-    step = lines[-1]["step"] if lines else 0
-    minutes = folder.read_config()["launcher"]["time_minutes"]
-    message = f"the time limit of {minutes} min was reached after step {step}"
-    return _without_rank(
-        kind=failure.TIME_LIMIT,
-        message=message,
-        line=f"{message}: raise launcher.time_minutes, or train less",
-    )
+    config = folder.read_config()
+    message = f"the time limit of {config['launcher']['time_minutes']} min was reached"
+    if lines or not is_script(config):
+        message += f" after step {lines[-1]['step'] if lines else 0}"
+    advice = "raise launcher.time_minutes" + ("" if is_script(config) else ", or train less")
+    return _without_rank(kind=failure.TIME_LIMIT, message=message, line=f"{message}: {advice}")
 
 
 def _without_rank(

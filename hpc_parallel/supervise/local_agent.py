@@ -1,5 +1,7 @@
 """The agent of a local run: it forks all ranks on this machine from one process that has imported torch.
 
+The ranks of a user's script are programs of their own, which it starts.
+
 `python -m hpc_parallel.job agent RUN_FOLDER`. The nodes are simulated: each rank sees the variables that
 torchrun sets.
 """
@@ -11,13 +13,16 @@ import math
 import os
 import secrets
 import signal
+import socket
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, MutableMapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hpc_parallel.config.layout import processes_per_node, recorded_strategy
 from hpc_parallel.record import owner
@@ -27,7 +32,9 @@ from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.supervise import failure
 from hpc_parallel.supervise.conclude_run import conclude, may_restart
 from hpc_parallel.supervise.fabric import site_variables
+from hpc_parallel.supervise.process_tree import adopt_orphans, end_descendants
 from hpc_parallel.supervise.rank_process import die_with_parent
+from hpc_parallel.supervise.script_rank import is_script
 from hpc_parallel.supervise.supervisor import Supervisor
 from hpc_parallel.supervise.world import World
 
@@ -35,6 +42,13 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext
 
 Entry = Callable[[str], int]
+
+
+class Processes(Protocol):
+    """The processes of the ranks, which it reaps."""
+
+    def pids(self) -> dict[int, int]: ...
+
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PERIOD_S = 0.02
@@ -79,13 +93,14 @@ def _attempt(
     environments = rank_environments(nodes=config["nodes"], per_node=per_node)
     folder.begin_anew()
     failure.forget_all(folder)
-    note_phase(folder, "importing torch")
+    note_phase(folder, "the script" if is_script(config) else "importing torch")
     owner.take(folder)  # if the launcher is killed, the ranks still save their state before they end
     try:
+        start = _start_script if is_script(config) else partial(_fork, entry=load_entry())
         watch = _start(
             folder,
             environments=environments,
-            entry=load_entry(),
+            start=start,
             hang_timeout_s=config["cluster"]["hang_timeout_s"],
         )
     except Exception:
@@ -94,10 +109,14 @@ def _attempt(
         conclude(folder, returncode=1, text=text, cancelled=False, environment={})
         return 1
     cancelled = watch.wait()
+    if is_script(config):
+        end_descendants()
     failed = any(watch.returncodes.values()) or len(watch.returncodes) < len(environments)
     if failed or cancelled:
         asked_by = failure.signal_name(watch.signals[0]) if cancelled else None
         conclude(folder, returncode=1, cancelled=cancelled, asked_by=asked_by, environment={})
+    elif is_script(config):  # no rank knows that all of them succeeded
+        conclude(folder, returncode=0, environment={})
     summary = read_json(folder.summary)
     return int(summary is None or summary["outcome"] != "completed")
 
@@ -131,7 +150,7 @@ class Watch:
         folder: RunFolder,
         *,
         worlds: dict[int, World],
-        context: PContext,
+        context: Processes,
         hang_timeout_s: float | None,
     ) -> None:
         self.folder = folder
@@ -203,21 +222,16 @@ class Watch:
 
 
 def _start(
-    folder: RunFolder, *, environments: dict[int, dict[str, str]], entry: Entry, hang_timeout_s: float | None
+    folder: RunFolder,
+    *,
+    environments: dict[int, dict[str, str]],
+    start: Callable[..., Processes],
+    hang_timeout_s: float | None,
 ) -> Watch:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
-
     worlds = {rank: World.discover({**os.environ, **variables}) for rank, variables in environments.items()}
     # Block signals until our handlers are set: torch's handlers raise.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    context = start_processes(
-        name="hpc_parallel",
-        entrypoint=_be_rank,
-        args={rank: (str(folder.path), worlds[rank], os.getpid(), entry) for rank in environments},
-        envs=environments,
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # each rank opens its own files
-        start_method="fork",
-    )
+    context = start(folder, environments=environments, worlds=worlds)
     # Watch does not use context.wait(). At the first failure context.wait() ends the other ranks at once,
     # before they can write their records, and then waits 30 s for those that do not react.
     watch = Watch(folder, worlds=worlds, context=context, hang_timeout_s=hang_timeout_s)
@@ -225,6 +239,59 @@ def _start(
         signal.signal(number, watch.on_signal)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     return watch
+
+
+def _fork(
+    folder: RunFolder, *, environments: dict[int, dict[str, str]], worlds: dict[int, World], entry: Entry
+) -> PContext:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+
+    return start_processes(
+        name="hpc_parallel",
+        entrypoint=_be_rank,
+        args={rank: (str(folder.path), worlds[rank], os.getpid(), entry) for rank in environments},
+        envs=environments,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # each rank opens its own files
+        start_method="fork",
+    )
+
+
+class ScriptProcesses:
+    """The parents of a script's ranks, as srun starts them on a cluster: without torch in this process."""
+
+    def __init__(self, folder: RunFolder, *, environments: dict[int, dict[str, str]]) -> None:
+        port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        command = [sys.executable, "-m", "hpc_parallel.job", "rank", str(folder.path)]
+        self._processes = {
+            rank: subprocess.Popen(
+                command, env={**os.environ, **variables, **port}, stdin=subprocess.DEVNULL,
+                preexec_fn=partial(_prepare_parent, os.getpid()),
+            )
+            for rank, variables in environments.items()
+        }  # fmt: skip
+
+    def pids(self) -> dict[int, int]:
+        return {rank: process.pid for rank, process in self._processes.items()}
+
+
+def _start_script(
+    folder: RunFolder, *, environments: dict[int, dict[str, str]], worlds: dict[int, World]
+) -> ScriptProcesses:
+    adopt_orphans()
+    return ScriptProcesses(folder, environments=environments)
+
+
+def _prepare_parent(agent: int) -> None:
+    """Run in the parent of a rank before its program: it ends its script if the agent ends."""
+    die_with_parent(agent, by=signal.SIGTERM)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def _be_rank(run_folder: str, world: World, agent: int, entry: Entry) -> None:

@@ -14,12 +14,14 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.supervise import failure
-from hpc_parallel.supervise.fabric import site_variables
+from hpc_parallel.supervise import failure, script_failure, script_rank
+from hpc_parallel.supervise.fabric import DeviceError, site_variables
 from hpc_parallel.supervise.nvidia_profiler import ProfilerError, profiler_words
+from hpc_parallel.supervise.process_tree import adopt_orphans, end_descendants
 from hpc_parallel.supervise.supervisor import supervised
 from hpc_parallel.supervise.world import World
 
@@ -31,7 +33,7 @@ _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal
 
 
 def run(run_folder: str, *, worker: tuple[str, ...] = WORKER) -> None:
-    """Run this rank's worker to its end.
+    """Run this rank's worker, or the user's script in its place, to its end.
 
     Raises SystemExit with the worker's exit code, or 128 + n after signal n. Unlike other exceptions it
     passes through submitit without a traceback, and srun receives the code.
@@ -41,6 +43,8 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER) -> None:
     failure.forget(folder, rank=world.rank)
     config = folder.read_config()
     site_variables(config["cluster"]["environment"], os.environ)  # before torch loads OpenMP
+    if script_rank.is_script(config):
+        return _run_script(folder, config, world=world)
     if world.rank == 0:
         note_phase(folder, "importing torch")
     for number in _IGNORED:
@@ -57,7 +61,44 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER) -> None:
         returncode = child.wait()
     if returncode != 0:
         failure.record_death(folder, world=world, returncode=returncode)
-        sys.exit(returncode if returncode > 0 else 128 - returncode)
+        sys.exit(_exit_code(returncode))
+
+
+def _run_script(folder: RunFolder, config: dict[str, Any], *, world: World) -> None:
+    """As `run`, for a script of the user's, whose processes end with it."""
+    adopt_orphans()
+    script_failure.forget(folder, rank=world.rank)
+    relay = script_rank.Relay(reaches_all=world.launcher == "slurm")
+    for number in _IGNORED:
+        signal.signal(number, relay)
+    log_start = script_failure.size_of(folder.log(world.rank, "err"))
+    variables = dict(os.environ)
+    try:
+        script_rank.set_variables(folder, config, world=world, environment=variables)
+        if world.rank == 0:
+            script_rank.begin(folder, config, world=world)
+        with script_rank.streams(folder, rank=world.rank) as streams:
+            child = subprocess.Popen(
+                script_rank.words_of(folder, config, rank=world.rank),
+                cwd=script_rank.working_directory(folder, config, rank=world.rank),
+                env=variables, preexec_fn=partial(_prepare, os.getpid()), **streams,
+            )  # fmt: skip
+    except (DeviceError, OSError) as error:  # no such program on this host, for example
+        failure.record_exception(folder, world=world, error=error)
+        sys.exit(str(error))
+    relay.connect(child)
+    returncode = child.wait()
+    end_descendants()
+    if returncode > 0:
+        script_failure.record(folder, world=world, returncode=returncode, log_start=log_start)
+    elif returncode < 0:
+        failure.record_death(folder, world=world, returncode=returncode)
+    if returncode != 0:
+        sys.exit(_exit_code(returncode))
+
+
+def _exit_code(returncode: int) -> int:
+    return returncode if returncode > 0 else 128 - returncode
 
 
 def _prepare(parent: int) -> None:

@@ -146,13 +146,14 @@ def _generated(lines: Lines) -> dict[str, Any]:
 
 
 def _measured(lines: Lines) -> dict[str, Any]:
-    """The figures of the machine are in files of their own."""
+    """The figures of the machine, and those of a script, are in files of their own."""
     return {}
 
 
 # Figures of the tasks that do not train.
 FIGURES: dict[str, Callable[[Lines], dict[str, Any]]] = {
     "infer": _inferred, "generate": _generated, "collectives": _measured, "preflight": _measured,
+    "script": _measured,
 }  # fmt: skip
 
 

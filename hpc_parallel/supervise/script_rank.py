@@ -1,0 +1,196 @@
+"""What one rank of `task=script` starts: its words, the variables that torchrun would set, and its logs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hpc_parallel.config.script import PLACEHOLDERS, TASK, arguments_of, fill, kind_of, name_of
+from hpc_parallel.record import attempts
+from hpc_parallel.record.job_state import job_of
+from hpc_parallel.record.metrics_file import last_line
+from hpc_parallel.record.owner import hold_by_job
+from hpc_parallel.record.phase import note_phase
+from hpc_parallel.record.provenance import installed_packages
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_read import DamagedError, read_json
+from hpc_parallel.record.safe_write import open_append, write_json
+from hpc_parallel.supervise import fabric, fabric_kind, flight_recorder
+from hpc_parallel.supervise.world import World, expand_hosts
+
+SHARED = 20_000  # ports from here on, by the number of the job, if the site names none
+_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")  # of NVIDIA and AMD
+
+
+def is_script(config: Mapping[str, Any]) -> bool:
+    """Whether a script of the user's runs in place of a task of ours. config: of `config.yaml`."""
+    return bool(config.get("task", {}).get("name") == TASK)
+
+
+def words_of(folder: RunFolder, config: Mapping[str, Any], *, rank: int) -> list[str]:
+    """The program and its arguments."""
+    script = config["script"]
+    arguments = arguments_of(script, values=_placeholders(folder, config, rank=rank))
+    if script["file"]:  # a path in the kept source is relative to the run folder
+        return [sys.executable, "-u", str(folder.path / script["file"]), *arguments]
+    if script["module"]:  # -P: not from the working directory, but from the kept source
+        return [sys.executable, "-u", "-P", "-m", script["module"], *arguments]
+    command = script["command"]
+    return [str(folder.path / command) if os.sep in command else command, *arguments]
+
+
+def working_directory(folder: RunFolder, config: Mapping[str, Any], *, rank: int) -> Path:
+    return Path(fill(config["script"]["working_directory"], _placeholders(folder, config, rank=rank)))
+
+
+def _placeholders(folder: RunFolder, config: Mapping[str, Any], *, rank: int) -> dict[str, str]:
+    return dict(zip(PLACEHOLDERS, (str(folder.path), str(rank), str(config["seed"])), strict=True))
+
+
+def set_variables(
+    folder: RunFolder, config: Mapping[str, Any], *, world: World, environment: MutableMapping[str, str]
+) -> None:
+    """Set the variables of a rank: those of torchrun, the network's, and the number of threads.
+
+    Only the variables of torchrun replace what the user or the site has set. Raises DeviceError.
+    """
+    cluster = config["cluster"]
+    fabric.use_scratch(cluster["scratch"], environment, host=world.host)
+    flight_recorder.set_variables(folder, environment)
+    environment.setdefault("OMP_NUM_THREADS", str(fabric.cpu_threads(world, environment)))
+    environment.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in C code writes its stack to the log
+    nccl = config["device"] != "cpu" and any(map(os.path.exists, _GPU_DRIVERS))
+    devices = fabric_kind.fabric_devices()
+    fabric_kind.set_fabric(
+        cluster["fabric"], devices, environment, nccl=nccl, one_machine=world.one_machine
+    )
+    fabric.set_interfaces(environment, world=world, hosts=world.hosts, suffix=cluster["master_suffix"])
+    fabric.require_interfaces(environment, host=world.host, nccl=nccl)
+    environment.pop("PYTHONSAFEPATH", None)  # for our own modules: a script imports what lies beside it
+    if world.one_machine and config["nodes"] > 1:  # simulated nodes: each has its own GPUs
+        visible = visible_devices(environment, node=world.node, per_node=world.world_size // world.nodes)
+        environment.update({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    environment.update(torchrun_variables(folder, config, world=world, environment=environment))
+
+
+def torchrun_variables(
+    folder: RunFolder, config: Mapping[str, Any], *, world: World, environment: Mapping[str, str]
+) -> dict[str, str]:
+    """The variables that torchrun sets for a rank. Simulated nodes count their own ranks, as hosts do."""
+    local_world_size, local_rank = world.local_world_size, world.local_rank
+    if world.one_machine:
+        local_world_size = world.world_size // world.nodes
+        local_rank = world.rank % local_world_size
+    address, port = rendezvous(config, world=world, environment=environment)
+    values: dict[str, object] = {
+        "RANK": world.rank, "WORLD_SIZE": world.world_size,
+        "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world_size,
+        "GROUP_RANK": world.node, "GROUP_WORLD_SIZE": world.nodes,
+        "ROLE_RANK": world.rank, "ROLE_WORLD_SIZE": world.world_size, "ROLE_NAME": "default",
+        "MASTER_ADDR": address, "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": environment.get("TORCHELASTIC_RUN_ID", world.attempt),
+        "TORCHELASTIC_RESTART_COUNT": environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        "TORCHELASTIC_MAX_RESTARTS": environment.get("TORCHELASTIC_MAX_RESTARTS", "0"),
+        "TORCHELASTIC_ERROR_FILE": error_file(folder, rank=world.rank),
+    }  # fmt: skip
+    return {name: str(value) for name, value in values.items()}
+
+
+def rendezvous(
+    config: Mapping[str, Any], *, world: World, environment: Mapping[str, str]
+) -> tuple[str, str]:
+    """The address and the port at which rank 0 listens. torchrun and the local agent have chosen both."""
+    cluster = config["cluster"]
+    if world.launcher == "torchrun" and {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+        return environment["MASTER_ADDR"], environment["MASTER_PORT"]
+    hosts = world.hosts or expand_hosts(environment.get("SLURM_JOB_NODELIST", ""))
+    address = "127.0.0.1" if world.one_machine or not hosts else hosts[0] + cluster["master_suffix"]
+    job = environment.get("SLURM_JOB_ID", "0")
+    return address, str(cluster["port"] or SHARED + (int(job) if job.isdecimal() else 0) % SHARED)
+
+
+def visible_devices(environment: Mapping[str, str], *, node: int, per_node: int) -> str | None:
+    """The GPUs of a simulated node among those of this machine; None if there are not enough for it."""
+    listed = environment.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        count = sum(1 for entry in _listed("/dev") if entry.removeprefix("nvidia").isdecimal())
+        names = [str(index) for index in range(count)]
+    else:
+        names = [name for name in listed.split(",") if name]
+    chosen = names[node * per_node : (node + 1) * per_node]
+    return ",".join(chosen) if len(chosen) == per_node else None
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def error_file(folder: RunFolder, *, rank: int) -> Path:
+    """Where `torch.distributed.elastic.multiprocessing.errors.record` writes an exception."""
+    return folder.logs / f"rank-{rank}.error.json"
+
+
+def begin(folder: RunFolder, config: Mapping[str, Any], *, world: World) -> None:
+    """Record the start, on rank 0: which job runs here, on which hosts, with which packages."""
+    if (job := job_of(os.environ)) is not None:
+        hold_by_job(folder, job)
+    folder.begin_anew()
+    last = None
+    with suppress(FileNotFoundError, DamagedError):
+        last = last_line(folder.metrics)
+    attempts.begin(folder, step=(last or {}).get("step", 0), environment=os.environ)
+    submitted: dict[str, Any] = {}
+    with suppress(DamagedError):
+        submitted = read_json(folder.environment) or {}
+    started = {
+        "python": sys.version.split()[0],
+        "ranks": [{"host": world.where(rank)} for rank in range(world.world_size)],
+        "fabric": fabric.recorded(os.environ, also=config["cluster"]["environment"]),
+        "packages": installed_packages(),
+    }
+    write_json(folder.environment, submitted | started)
+    kind = "-m " if kind_of(config["script"]) == "module" else ""
+    note_phase(folder, f"running {kind}{name_of(config['script'])}")
+
+
+@contextmanager
+def streams(folder: RunFolder, *, rank: int) -> Iterator[dict[str, int]]:
+    """The streams of the script: no input, and the rank's logs, to which a restart appends."""
+    out, err = (open_append(folder.log(rank, stream)) for stream in ("out", "err"))
+    try:
+        yield {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
+    finally:
+        os.close(out)
+        os.close(err)
+
+
+class Relay:
+    """Passes a signal that asks this process to end on to the script, unless Slurm has sent it to both."""
+
+    def __init__(self, *, reaches_all: bool) -> None:
+        self._reaches_all = reaches_all
+        self._child: subprocess.Popen[bytes] | None = None
+        self._early: list[int] = []  # received before the script started
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._reaches_all or number == signal.SIGUSR2:
+            return
+        if self._child is None:
+            self._early.append(number)
+        else:
+            self._child.send_signal(number)
+
+    def connect(self, child: subprocess.Popen[bytes]) -> None:
+        self._child = child
+        for number in self._early:
+            child.send_signal(number)
