@@ -35,6 +35,20 @@ def with_script(words: Sequence[str]) -> list[str]:
     return [*before, *task, f"script.{kind}={name}", f"script.words=[{','.join(arguments)}]"]
 
 
+def with_placeholders(word: str) -> str:
+    """The override `word`, with quotes around values of `script.` that name a placeholder.
+
+    Hydra would read `{run}` as a mapping.
+    """
+    key, _, value = word.partition("=")
+    is_plain = any(placeholder in value for placeholder in PLACEHOLDERS) and not set(value) & set("'\"")
+    if not key.lstrip("+").startswith(f"{TASK}.") or not is_plain:
+        return word
+    start, end = ("[", "]") if value.startswith("[") and value.endswith("]") else ("", "")
+    parts = value[len(start) : len(value) - len(end)].split(",")
+    return f"{key}={start}{','.join(map(_literal, parts))}{end}"
+
+
 def _literal(word: str) -> str:
     """Quote a word so that neither Hydra nor OmegaConf (`${...}`) changes it."""
     return quoted(re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", word))

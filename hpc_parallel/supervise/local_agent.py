@@ -93,7 +93,7 @@ def _attempt(
     environments = rank_environments(nodes=config["nodes"], per_node=per_node)
     folder.begin_anew()
     failure.forget_all(folder)
-    note_phase(folder, "the script" if is_script(config) else "importing torch")
+    note_phase(folder, "starting the script" if is_script(config) else "importing torch")
     owner.take(folder)  # if the launcher is killed, the ranks still save their state before they end
     try:
         start = _start_script if is_script(config) else partial(_fork, entry=load_entry())

@@ -76,7 +76,7 @@ def _run_script(folder: RunFolder, config: dict[str, Any], *, world: World) -> N
     try:
         script_rank.set_variables(folder, config, world=world, environment=variables)
         if world.rank == 0:
-            script_rank.begin(folder, config, world=world)
+            script_rank.begin(folder, config, world=world, environment=variables)
         with script_rank.streams(folder, rank=world.rank) as streams:
             child = subprocess.Popen(
                 script_rank.words_of(folder, config, rank=world.rank),

@@ -140,8 +140,13 @@ def error_file(folder: RunFolder, *, rank: int) -> Path:
     return folder.logs / f"rank-{rank}.error.json"
 
 
-def begin(folder: RunFolder, config: Mapping[str, Any], *, world: World) -> None:
-    """Record the start, on rank 0: which job runs here, on which hosts, with which packages."""
+def begin(
+    folder: RunFolder, config: Mapping[str, Any], *, world: World, environment: Mapping[str, str]
+) -> None:
+    """Record the start, on rank 0: which job runs here, on which hosts, with which packages.
+
+    environment: of the script.
+    """
     if (job := job_of(os.environ)) is not None:
         hold_by_job(folder, job)
     folder.begin_anew()
@@ -155,7 +160,7 @@ def begin(folder: RunFolder, config: Mapping[str, Any], *, world: World) -> None
     started = {
         "python": sys.version.split()[0],
         "ranks": [{"host": world.where(rank)} for rank in range(world.world_size)],
-        "fabric": fabric.recorded(os.environ, also=config["cluster"]["environment"]),
+        "fabric": fabric.recorded(environment, also=config["cluster"]["environment"]),
         "packages": installed_packages(),
     }
     write_json(folder.environment, submitted | started)
