@@ -14,7 +14,7 @@ from hydra._internal.utils import get_args_parser
 from hpc_parallel.config.compose import find_folder
 from hpc_parallel.config.key_suggestions import SYNONYMS
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.config.script import with_placeholders, with_script
+from hpc_parallel.config.script import with_quotes, with_script
 from hpc_parallel.config.typed_text import as_typed
 from hpc_parallel.exit_codes import DONE
 from hpc_parallel.problems import ConfigError
@@ -48,7 +48,7 @@ class CommandLine:
         words = with_script(words)
         # Hydra requires a plus if the defaults don't name the group; users may write `jobs=` both ways.
         plain = tuple(word.removeprefix("+") if word.startswith("+jobs=") else word for word in words)
-        plain = tuple(as_typed(with_placeholders(word)) for word in plain)
+        plain = tuple(as_typed(with_quotes(word)) for word in plain)
         if "--version" in plain:
             print(f"hpc_parallel {sys.modules['hpc_parallel'].__version__}")  # an import would be upwards
             sys.exit(DONE)

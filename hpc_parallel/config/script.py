@@ -26,23 +26,31 @@ def with_script(words: Sequence[str]) -> list[str]:
     end = list(words).index("--")
     before, script = list(words[:end]), list(words[end + 1 :])
     if not script or script == ["-m"]:
-        raise ConfigError([f"{' '.join(['--', *script])} ends the line: a script comes after it. Try -- train.py."])
+        raise ConfigError(
+            [f"{' '.join(['--', *script])} ends the line: a script comes after it. Try -- train.py."]
+        )
+    if others := [word for word in before if word.startswith("task=") and word != f"task={TASK}"]:
+        raise ConfigError(
+            [f"{others[0]} can't be with a script after --, which is task={TASK}. Leave it out."]
+        )
     kind = "file" if script[0].endswith(".py") else "command"
     if script[0] == "-m":
         kind, script = "module", script[1:]
     name, *arguments = map(_literal, script)
-    task = [] if f"task={TASK}" in before else [f"task={TASK}"]
-    return [*before, *task, f"script.{kind}={name}", f"script.words=[{','.join(arguments)}]"]
+    return [*before, f"task={TASK}", f"script.{kind}={name}", f"script.words=[{','.join(arguments)}]"]
 
 
-def with_placeholders(word: str) -> str:
-    """The override `word`, with quotes around values of `script.` that name a placeholder.
+def with_quotes(word: str) -> str:
+    """The override `word`, with quotes around values of `script.` that Hydra could not read.
 
-    Hydra would read `{run}` as a mapping.
+    It would take `{run}` for a mapping, and stop at the `=` of a style.
     """
     key, _, value = word.partition("=")
-    is_plain = any(placeholder in value for placeholder in PLACEHOLDERS) and not set(value) & set("'\"")
-    if not key.lstrip("+").startswith(f"{TASK}.") or not is_plain:
+    if not key.lstrip("+").startswith(f"{TASK}.") or set(value) & set("'\""):
+        return word
+    if key == f"{TASK}.style":
+        return f"{key}={_literal(value)}"
+    if not any(placeholder in value for placeholder in PLACEHOLDERS):
         return word
     start, end = ("[", "]") if value.startswith("[") and value.endswith("]") else ("", "")
     parts = value[len(start) : len(value) - len(end)].split(",")

@@ -49,9 +49,7 @@ class LocalLauncher:
     def launch(self, run: PreparedRun) -> int:
         """Raises KeyboardInterrupt after a cancelled run has ended, because a sweep must not continue."""
         run.write()
-        code = follow_agent(
-            run.folder, steps=run.steps, variables=run.variables, is_script=run.is_script
-        )
+        code = follow_agent(run.folder, steps=run.steps, variables=run.variables, is_script=run.is_script)
         summary = read_json(run.folder.summary)
         if summary is not None and summary["outcome"] == "cancelled":
             raise KeyboardInterrupt

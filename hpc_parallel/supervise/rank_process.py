@@ -44,7 +44,8 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER) -> None:
     config = folder.read_config()
     site_variables(config["cluster"]["environment"], os.environ)  # before torch loads OpenMP
     if script_rank.is_script(config):
-        return _run_script(folder, config, world=world)
+        _run_script(folder, config, world=world)
+        return
     if world.rank == 0:
         note_phase(folder, "importing torch")
     for number in _IGNORED:
@@ -77,11 +78,12 @@ def _run_script(folder: RunFolder, config: dict[str, Any], *, world: World) -> N
         script_rank.set_variables(folder, config, world=world, environment=variables)
         if world.rank == 0:
             script_rank.begin(folder, config, world=world, environment=variables)
-        with script_rank.streams(folder, rank=world.rank) as streams:
+        with script_rank.streams(folder, rank=world.rank) as (out, err):
             child = subprocess.Popen(
                 script_rank.words_of(folder, config, rank=world.rank),
                 cwd=script_rank.working_directory(folder, config, rank=world.rank),
-                env=variables, preexec_fn=partial(_prepare, os.getpid()), **streams,
+                env=variables, preexec_fn=partial(_prepare, os.getpid()),
+                stdin=subprocess.DEVNULL, stdout=out, stderr=err,
             )  # fmt: skip
     except (DeviceError, OSError) as error:  # no such program on this host, for example
         failure.record_exception(folder, world=world, error=error)

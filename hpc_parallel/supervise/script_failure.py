@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, open_regular, read_json
@@ -64,7 +63,9 @@ def last_traceback(lines: Sequence[str]) -> list[str]:
 def _syntax_error(lines: Sequence[str]) -> int | None:
     """Where an error of the compiler begins, which has no heading."""
     errors = [index for index, line in enumerate(lines) if re.match(r"(Syntax|Indentation|Tab)Error: ", line)]
-    frames = [index for index, line in enumerate(lines) if errors and index < errors[-1] and _FRAME.match(line)]
+    frames = [
+        index for index, line in enumerate(lines) if errors and index < errors[-1] and _FRAME.match(line)
+    ]
     return frames[-1] if frames else None
 
 
@@ -113,5 +114,3 @@ def size_of(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-

@@ -68,9 +68,7 @@ def set_variables(
     environment.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in C code writes its stack to the log
     nccl = config["device"] != "cpu" and any(map(os.path.exists, _GPU_DRIVERS))
     devices = fabric_kind.fabric_devices()
-    fabric_kind.set_fabric(
-        cluster["fabric"], devices, environment, nccl=nccl, one_machine=world.one_machine
-    )
+    fabric_kind.set_fabric(cluster["fabric"], devices, environment, nccl=nccl, one_machine=world.one_machine)
     fabric.set_interfaces(environment, world=world, hosts=world.hosts, suffix=cluster["master_suffix"])
     fabric.require_interfaces(environment, host=world.host, nccl=nccl)
     environment.pop("PYTHONSAFEPATH", None)  # for our own modules: a script imports what lies beside it
@@ -103,9 +101,7 @@ def torchrun_variables(
     return {name: str(value) for name, value in values.items()}
 
 
-def rendezvous(
-    config: Mapping[str, Any], *, world: World, environment: Mapping[str, str]
-) -> tuple[str, str]:
+def rendezvous(config: Mapping[str, Any], *, world: World, environment: Mapping[str, str]) -> tuple[str, str]:
     """The address and the port at which rank 0 listens. torchrun and the local agent have chosen both."""
     cluster = config["cluster"]
     if world.launcher == "torchrun" and {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
@@ -169,14 +165,14 @@ def begin(
 
 
 @contextmanager
-def streams(folder: RunFolder, *, rank: int) -> Iterator[dict[str, int]]:
-    """The streams of the script: no input, and the rank's logs, to which a restart appends."""
-    out, err = (open_append(folder.log(rank, stream)) for stream in ("out", "err"))
+def streams(folder: RunFolder, *, rank: int) -> Iterator[tuple[int, int]]:
+    """The logs of the rank, to which a restart appends, as descriptors of stdout and stderr."""
+    logs = [open_append(folder.log(rank, stream)) for stream in ("out", "err")]
     try:
-        yield {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
+        yield logs[0], logs[1]
     finally:
-        os.close(out)
-        os.close(err)
+        for log in logs:
+            os.close(log)
 
 
 class Relay:

@@ -34,8 +34,8 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> Problems:
     """overrides: those of the command line, of which a script must read each."""
     script = config.script
     if config.task.name != TASK:
-        if script != ScriptConfig():
-            yield "script. has keys, but only task=script starts a script. Try task=script."
+        if typed := [key for key, value in vars(script).items() if value != getattr(ScriptConfig(), key)]:
+            yield f"script.{typed[0]} is for task=script, and this is task={config.task.name}. Try task=script."
         return
     named = [f"script.{kind}" for kind in KINDS if getattr(script, kind)]
     if len(named) != 1:
@@ -113,7 +113,9 @@ def _module(config: RunConfig, module: str) -> Problems:
             return
         paths = spec.submodule_search_locations
     if paths is not None and PathFinder.find_spec(f"{module}.__main__", paths) is None:
-        yield Problem("script.module", module, "is a package without a __main__.py, which python -m would run")
+        yield Problem(
+            "script.module", module, "is a package without a __main__.py, which python -m would run"
+        )
 
 
 def _command(config: RunConfig, command: str) -> Problems:
@@ -126,12 +128,21 @@ def _command(config: RunConfig, command: str) -> Problems:
     elif os.sep not in command:
         if not _changes_environment(config) and shutil.which(command) is None:
             is_file = Path(command).is_file()
-            rule = f"is not on the PATH; a program of this folder is ./{command}" if is_file else "is not on the PATH"
+            rule = (
+                f"is not on the PATH; a program of this folder is ./{command}"
+                if is_file
+                else "is not on the PATH"
+            )
             yield Problem("script.command", command, rule, (f"./{command}",) if is_file else ())
     elif not (path := _path(command)).is_file():
         near = nearest(name, [entry.name for entry in _entries(path.parent)])
         rule = "is a folder" if path.is_dir() else "does not exist"
-        yield Problem("script.command", command, rule, tuple(str(path.with_name(each)) for each in near))
+        yield Problem(
+            "script.command",
+            command,
+            rule,
+            tuple(os.path.join(os.path.dirname(command), each) for each in near),
+        )
     elif not os.access(path, os.X_OK):
         yield f"script.command = {command} is not executable. Try chmod +x {command}."
 
