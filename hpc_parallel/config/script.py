@@ -6,8 +6,9 @@ Both halves use it, so it imports neither Hydra nor torch.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from hpc_parallel.problems import ConfigError, quoted, spell
@@ -16,6 +17,7 @@ from hpc_parallel.record.values import flatten
 TASK = "script"
 KINDS = ("file", "module", "command")  # keys of `script.` of which exactly one is set
 STYLES = ("--key value", "--key=value", "-key value", "key=value")
+STOP_SIGNALS = ("none", "SIGTERM", "SIGUSR1", "SIGUSR2")
 PLACEHOLDERS = ("{run}", "{rank}", "{seed}")
 
 
@@ -43,12 +45,12 @@ def with_script(words: Sequence[str]) -> list[str]:
 def with_quotes(word: str) -> str:
     """The override `word`, with quotes around values of `script.` that Hydra could not read.
 
-    It would take `{run}` for a mapping, and stop at the `=` of a style.
+    It would take `{run}` for a mapping, and stop at the spaces or the `=` of a text.
     """
     key, _, value = word.partition("=")
     if not key.lstrip("+").startswith(f"{TASK}.") or set(value) & set("'\""):
         return word
-    if key == f"{TASK}.style":
+    if key in (f"{TASK}.style", f"{TASK}.resume_arguments"):
         return f"{key}={_literal(value)}"
     if not any(placeholder in value for placeholder in PLACEHOLDERS):
         return word
@@ -87,6 +89,16 @@ def arguments_of(script: Mapping[str, Any], *, values: Mapping[str, str]) -> lis
         for word in _words_of(key, value, style=script["style"])
     ]
     return [fill(word, values) for word in (*script["words"], *named)]
+
+
+def resume_words(script: Mapping[str, Any], *, values: Mapping[str, str], folder: Path) -> list[str]:
+    """The words of `script.resume_arguments`; none if a path among them does not exist.
+
+    folder: the working directory, from which relative paths count.
+    """
+    words = [fill(word, values) for word in shlex.split(script["resume_arguments"] or "")]
+    paths = [path for word in words if "/" in (path := word.rpartition("=")[2])]
+    return words if all((folder / path).exists() for path in paths) else []
 
 
 def fill(word: str, values: Mapping[str, str]) -> str:

@@ -20,5 +20,11 @@ class ScriptConfig:
     # More arguments by name, which a sweep may vary (`script.arguments.lr=1e-3,3e-4`).
     arguments: dict[str, Any] = field(default_factory=dict)
     style: str = "--key value"  # How `script.arguments` are written.
+    # The signal that the script gets `launcher.grace_s` before the time limit and at a preemption; it then
+    # saves and ends, and the job starts again.
+    stop_signal: str = "none"
+    requeue_codes: list[int] = field(default_factory=list)  # Exit codes that ask for a new start.
+    # Words that are added from the second start on, if the paths among them exist: `--resume {run}/last.pt`.
+    resume_arguments: str | None = None
     # The folder in which the script runs, for example `{run}`; null: where the command was typed.
     working_directory: str | None = None

@@ -82,7 +82,8 @@ def run(run_folder: str, *, load_entry: Callable[[], Entry]) -> int:
         for number in STOP_SIGNALS:  # no rank has started yet
             signal.signal(number, leave)
         code = _attempt(folder, config=config, per_node=per_node, load_entry=load_entry)
-        if code == 0 or not may_restart(folder):
+        asks = (read_json(folder.summary) or {}).get("outcome") == "preempted"  # a script, by its exit code
+        if code == 0 or not (asks or may_restart(folder)):
             return code
         print("restarting", flush=True)
 
@@ -184,6 +185,8 @@ class Watch:
                 terminate_at = min(terminate_at, now)
                 patience_s = _SAVE_S if cancelled else _PATIENCE_S
             for rank, returncode in self._newly_ended():
+                if returncode == 0 and self.folder.stopped.exists():  # the others have as long as under srun
+                    terminate_at = min(terminate_at, now + _SAVE_S)
                 if returncode == 0 or cancelled:
                     continue
                 stopped = kill_at < math.inf and -returncode in (signal.SIGTERM, signal.SIGKILL)

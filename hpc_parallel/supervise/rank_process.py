@@ -18,6 +18,7 @@ from typing import Any
 
 from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.supervise import failure, script_failure, script_rank
 from hpc_parallel.supervise.fabric import DeviceError, site_variables
 from hpc_parallel.supervise.nvidia_profiler import ProfilerError, profiler_words
@@ -69,7 +70,8 @@ def _run_script(folder: RunFolder, config: dict[str, Any], *, world: World) -> N
     """As `run`, for a script of the user's, whose processes end with it."""
     adopt_orphans()
     script_failure.forget(folder, rank=world.rank)
-    relay = script_rank.Relay(reaches_all=world.launcher == "slurm")
+    script = config["script"]
+    relay = script_rank.Relay(script["stop_signal"], reaches_all=world.launcher == "slurm")
     for number in _IGNORED:
         signal.signal(number, relay)
     log_start = script_failure.size_of(folder.log(world.rank, "err"))
@@ -91,6 +93,12 @@ def _run_script(folder: RunFolder, config: dict[str, Any], *, world: World) -> N
     relay.connect(child)
     returncode = child.wait()
     end_descendants()
+    stop = relay.stop_of(returncode, requeue_codes=script["requeue_codes"])
+    if stop is not None and not failure.records(
+        folder
+    ):  # else srun ends this rank after another one's failure
+        write_json(folder.stopped, stop)
+        return  # with 0, so that srun lets the other ranks save
     if returncode > 0:
         script_failure.record(folder, world=world, returncode=returncode, log_start=log_start)
     elif returncode < 0:

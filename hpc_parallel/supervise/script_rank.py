@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hpc_parallel.config.script import PLACEHOLDERS, TASK, arguments_of, fill, kind_of, name_of
+from hpc_parallel.config.script import PLACEHOLDERS, TASK, arguments_of, fill, kind_of, name_of, resume_words
 from hpc_parallel.record import attempts
 from hpc_parallel.record.job_state import job_of
 from hpc_parallel.record.metrics_file import last_line
@@ -37,13 +37,21 @@ def is_script(config: Mapping[str, Any]) -> bool:
 def words_of(folder: RunFolder, config: Mapping[str, Any], *, rank: int) -> list[str]:
     """The program and its arguments."""
     script = config["script"]
-    arguments = arguments_of(script, values=_placeholders(folder, config, rank=rank))
+    values = _placeholders(folder, config, rank=rank)
+    arguments = arguments_of(script, values=values)
+    if restarted(folder):
+        arguments += resume_words(script, values=values, folder=working_directory(folder, config, rank=rank))
     if script["file"]:  # a path in the kept source is relative to the run folder
         return [sys.executable, "-u", str(folder.path / script["file"]), *arguments]
     if script["module"]:  # -P: not from the working directory, but from the kept source
         return [sys.executable, "-u", "-P", "-m", script["module"], *arguments]
     command = script["command"]
     return [str(folder.path / command) if os.sep in command else command, *arguments]
+
+
+def restarted(folder: RunFolder) -> bool:
+    """Whether an earlier start has ended. Rank 0 may have recorded this start, or not yet."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 or bool(attempts.recent_ends(folder))
 
 
 def working_directory(folder: RunFolder, config: Mapping[str, Any], *, rank: int) -> Path:
@@ -176,22 +184,42 @@ def streams(folder: RunFolder, *, rank: int) -> Iterator[tuple[int, int]]:
 
 
 class Relay:
-    """Passes a signal that asks this process to end on to the script, unless Slurm has sent it to both."""
+    """Passes signals on to the script, and remembers the one that asked it to stop.
 
-    def __init__(self, *, reaches_all: bool) -> None:
+    Slurm sends USR2 before the time limit and TERM at a preemption, both also to the script itself.
+    """
+
+    def __init__(self, stop_signal: str, *, reaches_all: bool) -> None:
+        self.stopped_by: str | None = None
+        self._stop = None if stop_signal == "none" else signal.Signals[stop_signal]
         self._reaches_all = reaches_all
         self._child: subprocess.Popen[bytes] | None = None
         self._early: list[int] = []  # received before the script started
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self._reaches_all or number == signal.SIGUSR2:
-            return
         if self._child is None:
             self._early.append(number)
-        else:
+        elif number in (signal.SIGUSR2, signal.SIGTERM) and self._stop is not None:
+            self.stopped_by = self.stopped_by or signal.Signals(number).name
+            if number != self._stop or not self._reaches_all:
+                self._child.send_signal(self._stop)
+        elif not self._reaches_all and number != signal.SIGUSR2:
             self._child.send_signal(number)
 
     def connect(self, child: subprocess.Popen[bytes]) -> None:
         self._child = child
         for number in self._early:
-            child.send_signal(number)
+            self(number, None)
+
+    def stop_of(self, returncode: int, *, requeue_codes: Sequence[int]) -> dict[str, Any] | None:
+        """The content of `stopped.json` if the script ended because it was asked to, or asks for a new start.
+
+        returncode: as in subprocess, negative for a signal.
+        """
+        if returncode in requeue_codes:
+            return {"signal": self.stopped_by, "code": returncode}
+        ends = {0}
+        for number in (signal.SIGTERM, self._stop or signal.SIGTERM):
+            ends |= {-int(number), 128 + int(number)}
+        asked = self.stopped_by is not None and self._reaches_all and returncode in ends
+        return {"signal": self.stopped_by, "code": returncode} if asked else None

@@ -227,3 +227,41 @@ for number in range(400_000): print("line", number)
     assert "\x1b" not in done.stdout
     assert len(done.stdout) < 10**6
     assert "line 399999" in done.stdout
+
+
+def test_an_exit_code_asks_for_a_new_start_which_resumes(home: Path) -> None:
+    (home / "script.py").write_text("""
+import pathlib, sys
+saved = pathlib.Path(sys.argv[1])
+if "--resume" in sys.argv:
+    print("resumed")
+else:
+    saved.touch()
+    sys.exit(75)
+""")
+    words = ("script.requeue_codes=[75]", "script.resume_arguments=--resume {run}/saved")
+    done = run(home, "launcher=local", *words, "--", "script.py", "{run}/saved")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resumed" in done.stdout
+    assert json.loads((only_run(home) / "summary.json").read_text())["restarts"] == 1
+
+
+def test_new_starts_end_after_the_allowed_number(home: Path) -> None:
+    (home / "script.py").write_text("raise SystemExit(75)\n")
+    words = ("launcher=local", "script.requeue_codes=[75]", "launcher.max_requeues=1")
+    done = run(home, *words, "--", "script.py")
+    assert done.returncode == 1
+    outcome, line = ended(home)
+    assert outcome == "failed"
+    assert "the script asks for a new start: it ended with exit code 75" in (line or "")
+    assert "launcher.max_requeues=1 are used up" in (line or "")
+
+
+def test_a_killed_rank_starts_again_from_the_scripts_own_checkpoint(home: Path) -> None:
+    words = ("run_dir=run", "script.resume_arguments=--init_from=resume --out_dir={run}/out")
+    arguments = ("nano.py", "--max_iters=10", "--out_dir={run}/out", "--die_at=6")
+    done = run(home, *TWO_NODES, *words, "--", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    whole = losses_alone("nano.py", "--max_iters=10")
+    assert printed_losses(home / "run")[-5:] == pytest.approx(whole[5:], rel=1e-4)
+    assert json.loads((home / "run" / "summary.json").read_text())["outcome"] == "completed"

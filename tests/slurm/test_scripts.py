@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,40 @@ def test_a_single_file_with_its_own_checkpoint_runs_and_a_killed_rank_is_named(s
     )
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert printed_losses(site.home / "resumed") == whole[5:]
+
+
+SAVES = """
+import os, pathlib, signal, sys, time
+saved = pathlib.Path(sys.argv[1])
+if "--resume" in sys.argv:
+    sys.exit(print("resumed from", saved.read_text()))
+def stop(number, frame):
+    if os.environ["RANK"] == "0":
+        saved.write_text(f"signal {number}")
+    sys.exit(0)
+signal.signal(signal.SIGUSR1, stop)
+print("ready", flush=True)
+time.sleep(200)
+"""
+
+
+def test_a_stop_signal_lets_the_script_save_and_the_job_starts_again(site: Site) -> None:
+    """As before the time limit: Slurm sends USR2 to every process of the step."""
+    (site.home / "saves.py").write_text(SAVES)
+    words = ("nodes=2", "script.stop_signal=SIGUSR1", "script.resume_arguments=--resume {run}/saved")
+    follow = site.follow(*words, "run_dir=run", "--", "saves.py", "{run}/saved")
+    outs = [site.home / "run" / "logs" / f"rank-{rank}.out" for rank in (0, 1)]
+    deadline = time.monotonic() + 120
+    while not all(out.exists() and "ready" in out.read_text() for out in outs):
+        assert time.monotonic() < deadline
+        time.sleep(0.3)
+    owner = json.loads((site.home / "run" / "owner.json").read_text())
+    site.cluster.run("scancel", "--signal=USR2", owner["job_id"])
+    assert follow.wait(400) == 0
+    assert "resumed from signal 10" in outs[0].read_text()
+    summary = read(site.home / "run", "summary.json")
+    assert (summary["outcome"], summary["restarts"], summary["job_ids"]) == (
+        "completed",
+        1,
+        [owner["job_id"]],
+    )

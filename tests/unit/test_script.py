@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hpc_parallel.config.checks.all_checks import find_problems
 from hpc_parallel.config.checks.script_checks import script_warnings
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import resolve
-from hpc_parallel.config.script import arguments_of
+from hpc_parallel.config.script import arguments_of, resume_words
 from hpc_parallel.config.sweep_compose import compose_run
 from hpc_parallel.launch.checked_run import checked_run
 from hpc_parallel.problems import ConfigError
@@ -47,8 +48,8 @@ def problems(*words: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "word",
-    ["--lr", "3e-4", "a,b", "a b", "${x}", r"\${x}", "$(x)", "it's", '"', "", "{a: b}", "[1]", "new\nline", "\\",
-     "\\\\", "é", "--"],
+    ["--lr", "3e-4", "a,b", "a b", "${x}", r"\${x}", "$(x)", "it's", '"', "", "{a: b}", "[1]", "new\nline",
+     "\\", "\\\\", "é", "--"],
 )  # fmt: skip
 def test_words_after_the_dashes_arrive_as_they_were_typed(word: str) -> None:
     config = composed(LOCAL, "--", "train.py", word, "last")
@@ -119,6 +120,8 @@ def test_placeholders_are_filled_and_other_braces_stay() -> None:
         (("cluster.hang_timeout_s=60", "--", "train.py"), "hang_timeout_s: a script can't use this yet."),
         (("script.working_directory=nowhere", "--", "train.py"), "nowhere is not a folder"),
         (("script.style=--k", "--", "train.py"), "is not one of --key value, --key=value, -key value"),
+        (("script.requeue_codes=[0,75,200]", "--", "train.py"), "script.requeue_codes = [0,200] must be exit codes"),
+        (("script.resume_arguments='", "--", "train.py"), "script.resume_arguments"),
         (("script.fil=train.py",), "there is no key script.fil. Try script.file"),
     ],
 )  # fmt: skip
@@ -152,9 +155,10 @@ def test_any_number_of_devices_is_legal_whatever_a_training_would_need(nodes: in
 def slurm_world(rank: int, **more: str) -> tuple[World, dict[str, str]]:
     """Rank `rank` of four on two hosts, with Slurm's variables."""
     environment = {
-        "SLURM_JOB_ID": "41234", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank),
-        "SLURM_NODEID": str(rank // 2), "SLURM_LOCALID": str(rank % 2), "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-        "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "n[1-2]", **more,
+        "SLURM_JOB_ID": "41234", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]",
+        "SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank // 2), "SLURM_LOCALID": str(rank % 2),
+        "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NUM_NODES": "2",
+        **more,
     }  # fmt: skip
     return World.discover(environment), environment
 
@@ -238,3 +242,63 @@ def test_a_dry_run_shows_the_words_and_the_variables(capsys: pytest.CaptureFixtu
         assert f"  {line}\n" in shown.err
     assert not (here / "runs").exists()
     assert "RANK" not in os.environ
+
+
+def test_the_words_of_a_restart_need_the_files_that_they_name(here: Path) -> None:
+    words = ("script.resume_arguments=--resume {run}/last.pt --quiet", "--", "train.py")
+    script = vars(composed(LOCAL, *words).script)
+    values = {**VALUES, "{run}": str(here)}
+    assert resume_words(script, values=values, folder=here) == []
+    (here / "last.pt").touch()
+    assert resume_words(script, values=values, folder=here) == ["--resume", f"{here}/last.pt", "--quiet"]
+
+
+class Child:
+    """A process that only counts its signals."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+
+    def send_signal(self, number: int) -> None:
+        self.received.append(number)
+
+
+@pytest.mark.parametrize(
+    ("stop_signal", "reaches_all", "number", "received"),
+    [
+        ("none", True, signal.SIGUSR2, []), ("none", True, signal.SIGTERM, []),
+        ("none", False, signal.SIGTERM, [signal.SIGTERM]), ("none", False, signal.SIGUSR2, []),
+        ("SIGUSR1", True, signal.SIGUSR2, [signal.SIGUSR1]),
+        ("SIGUSR1", True, signal.SIGTERM, [signal.SIGUSR1]),
+        ("SIGTERM", True, signal.SIGTERM, []),  # Slurm has sent it to the script too
+        ("SIGTERM", False, signal.SIGTERM, [signal.SIGTERM]),
+        ("SIGUSR2", True, signal.SIGUSR2, []),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("early", [False, True])
+def test_each_signal_reaches_the_script_once(
+    stop_signal: str, reaches_all: bool, number: int, received: list[int], early: bool
+) -> None:
+    relay, child = script_rank.Relay(stop_signal, reaches_all=reaches_all), Child()
+    if early:
+        relay(number, None)
+    relay.connect(child)  # type: ignore[arg-type]
+    if not early:
+        relay(number, None)
+    assert child.received == received
+
+
+@pytest.mark.parametrize(
+    ("number", "returncode", "stops"),
+    [
+        (None, 75, True), (None, 0, False), (None, 1, False), (signal.SIGUSR2, 0, True),
+        (signal.SIGUSR2, 1, False), (signal.SIGUSR2, -signal.SIGUSR1, True), (signal.SIGUSR2, 143, True),
+        (signal.SIGTERM, -signal.SIGTERM, True), (signal.SIGTERM, -signal.SIGKILL, False),
+    ],
+)  # fmt: skip
+def test_an_end_is_a_stop_only_if_it_was_asked_for(number: int | None, returncode: int, stops: bool) -> None:
+    relay = script_rank.Relay("SIGUSR1", reaches_all=True)
+    relay.connect(Child())  # type: ignore[arg-type]
+    if number is not None:
+        relay(number, None)
+    assert (relay.stop_of(returncode, requeue_codes=[75]) is not None) == stops

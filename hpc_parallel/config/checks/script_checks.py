@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import sys
 import warnings
@@ -35,7 +36,7 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> Problems:
     script = config.script
     if config.task.name != TASK:
         if typed := [key for key, value in vars(script).items() if value != getattr(ScriptConfig(), key)]:
-            yield f"script.{typed[0]} is for task=script, and this is task={config.task.name}. Try task=script."
+            yield f"script.{typed[0]} needs task=script, and this is {config.task.name}. Try task=script."
         return
     named = [f"script.{kind}" for kind in KINDS if getattr(script, kind)]
     if len(named) != 1:
@@ -50,6 +51,12 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> Problems:
     elif script.command:
         yield from _command(config, script.command)
     yield from _folder(script.working_directory)
+    if wrong := [code for code in script.requeue_codes if not 0 < code < 126]:
+        yield Problem("script.requeue_codes", wrong, "must be exit codes from 1 to 125", ([75],))
+    try:
+        shlex.split(script.resume_arguments or "")
+    except ValueError as error:
+        yield f"script.resume_arguments can't be split into words: {error}."
 
 
 def script_warnings(config: RunConfig) -> Iterator[str]:
