@@ -258,7 +258,8 @@ def test_new_starts_end_after_the_allowed_number(home: Path) -> None:
 
 
 def test_a_killed_rank_starts_again_from_the_scripts_own_checkpoint(home: Path) -> None:
-    words = ("run_dir=run", "script.resume_arguments=--init_from=resume --out_dir={run}/out")
+    resume = "script.resume_arguments=--init_from=resume --out_dir={run}/out"
+    words = ("run_dir=run", "launcher.max_restarts=1", resume)
     arguments = ("nano.py", "--max_iters=10", "--out_dir={run}/out", "--die_at=6")
     done = run(home, *TWO_NODES, *words, "--", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr

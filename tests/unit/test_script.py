@@ -120,7 +120,7 @@ def test_placeholders_are_filled_and_other_braces_stay() -> None:
         (("cluster.hang_timeout_s=60", "--", "train.py"), "hang_timeout_s: a script can't use this yet."),
         (("script.working_directory=nowhere", "--", "train.py"), "nowhere is not a folder"),
         (("script.style=--k", "--", "train.py"), "is not one of --key value, --key=value, -key value"),
-        (("script.requeue_codes=[0,75,200]", "--", "train.py"), "script.requeue_codes = [0,200] must be exit codes"),
+        (("script.requeue_codes=[0,75,200]", "--", "train.py"), "[0,200] must be exit codes from 1 to 125"),
         (("script.resume_arguments='", "--", "train.py"), "script.resume_arguments"),
         (("script.fil=train.py",), "there is no key script.fil. Try script.file"),
     ],
