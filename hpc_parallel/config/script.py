@@ -50,7 +50,7 @@ def with_quotes(word: str) -> str:
     key, _, value = word.partition("=")
     if not key.lstrip("+").startswith(f"{TASK}.") or set(value) & set("'\""):
         return word
-    if key in (f"{TASK}.style", f"{TASK}.resume_arguments"):
+    if key in (f"{TASK}.style", f"{TASK}.resume_arguments", f"{TASK}.metrics"):
         return f"{key}={_literal(value)}"
     if not any(placeholder in value for placeholder in PLACEHOLDERS):
         return word

@@ -20,6 +20,9 @@ class ScriptConfig:
     # More arguments by name, which a sweep may vary (`script.arguments.lr=1e-3,3e-4`).
     arguments: dict[str, Any] = field(default_factory=dict)
     style: str = "--key value"  # How `script.arguments` are written.
+    # A regular expression for lines that rank 0 prints; its named groups become metrics. It needs a group
+    # `step`: `iter (?P<step>\d+): loss (?P<loss>[\d.]+)`.
+    metrics: str | None = None
     # The signal that the script gets `launcher.grace_s` before the time limit and at a preemption; it then
     # saves and ends, and the job starts again.
     stop_signal: str = "none"

@@ -31,7 +31,7 @@ FIGURES = {
     "infer": ("latency_s", "latency_p99_s", "samples_per_s", "validation_loss", "peak_memory_bytes"),
     "collectives": (),
     "preflight": (),
-    "script": (),
+    "script": ("final_loss",),
     "generate": ("tokens_per_s", "step_time_s", "prompt_time_s", "peak_memory_bytes"),
 }
 
@@ -52,6 +52,8 @@ def objective_problems(config: RunConfig) -> Problems:
             near = nearest(name, figures) or figures[:1]
             rule = f"is not a figure of task={task}, which has {', '.join(figures) or 'none'}"
             yield Problem("sweep.objective", name, rule, tuple(near))
+    if task == TASK and config.script.metrics is None:
+        yield "sweep.objective needs script.metrics, which reads the loss that the script prints."
     if figures is not _TRAINED:
         return
     if "validation_loss" in requested and training.validate_every is None:

@@ -86,6 +86,8 @@ class Follower:
         for metrics in self._reader.read():
             self._has_new = True
             self._keep(metrics)
+            if self._output is not None:  # it has the same figures
+                continue
             parts = described(metrics, steps=self._steps)
             if not self._console.is_terminal:
                 self._say(SEPARATOR.join(parts))
@@ -153,7 +155,8 @@ class Follower:
         outcome = str(summary["outcome"])
         if outcome == "cancelled" and signals:
             outcome = cancelled_by(signal_name(signals[0]))
-        parts = [outcome + (f": step {step} of {self._steps}" if self._steps else "")]
+        of_steps = f": step {step}" if step and self._output is not None else ""
+        parts = [outcome + (f": step {step} of {self._steps}" if self._steps else of_steps)]
         if (loss := number(self._last.get("loss"))) is not None:
             parts.append(f"loss {figure(loss)}")
         if self._validation:

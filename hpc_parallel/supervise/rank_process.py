@@ -19,7 +19,7 @@ from typing import Any
 from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.supervise import failure, script_failure, script_rank
+from hpc_parallel.supervise import failure, script_failure, script_metrics, script_rank
 from hpc_parallel.supervise.fabric import DeviceError, site_variables
 from hpc_parallel.supervise.nvidia_profiler import ProfilerError, profiler_words
 from hpc_parallel.supervise.process_tree import adopt_orphans, end_descendants
@@ -74,7 +74,7 @@ def _run_script(folder: RunFolder, config: dict[str, Any], *, world: World) -> N
     relay = script_rank.Relay(script["stop_signal"], reaches_all=world.launcher == "slurm")
     for number in _IGNORED:
         signal.signal(number, relay)
-    log_start = script_failure.size_of(folder.log(world.rank, "err"))
+    starts = {stream: script_failure.size_of(folder.log(world.rank, stream)) for stream in ("out", "err")}
     variables = dict(os.environ)
     try:
         script_rank.set_variables(folder, config, world=world, environment=variables)
@@ -91,8 +91,10 @@ def _run_script(folder: RunFolder, config: dict[str, Any], *, world: World) -> N
         failure.record_exception(folder, world=world, error=error)
         sys.exit(str(error))
     relay.connect(child)
-    returncode = child.wait()
-    end_descendants()
+    pattern = script["metrics"] if world.rank == 0 else None
+    with script_metrics.reading(folder, pattern=pattern, start_bytes=starts["out"]):
+        returncode = child.wait()
+        end_descendants()
     stop = relay.stop_of(returncode, requeue_codes=script["requeue_codes"])
     if stop is not None and not failure.records(
         folder
@@ -100,7 +102,7 @@ def _run_script(folder: RunFolder, config: dict[str, Any], *, world: World) -> N
         write_json(folder.stopped, stop)
         return  # with 0, so that srun lets the other ranks save
     if returncode > 0:
-        script_failure.record(folder, world=world, returncode=returncode, log_start=log_start)
+        script_failure.record(folder, world=world, returncode=returncode, log_start=starts["err"])
     elif returncode < 0:
         failure.record_death(folder, world=world, returncode=returncode)
     if returncode != 0:

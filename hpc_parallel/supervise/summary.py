@@ -146,14 +146,19 @@ def _generated(lines: Lines) -> dict[str, Any]:
 
 
 def _measured(lines: Lines) -> dict[str, Any]:
-    """The figures of the machine, and those of a script, are in files of their own."""
+    """The figures of the machine are in files of their own."""
     return {}
+
+
+def _of_script(lines: Lines) -> dict[str, Any]:
+    """What `script.metrics` has read. hpc_parallel does not know the layout of a script."""
+    return {"layout": {}, "steps": _last(lines, "step") or 0, "final_loss": _last(lines, "loss")}
 
 
 # Figures of the tasks that do not train.
 FIGURES: dict[str, Callable[[Lines], dict[str, Any]]] = {
     "infer": _inferred, "generate": _generated, "collectives": _measured, "preflight": _measured,
-    "script": _measured,
+    "script": _of_script,
 }  # fmt: skip
 
 

@@ -88,10 +88,11 @@ def test_each_rank_has_the_variables_of_torchrun_and_the_kept_source(home: Path)
 
 
 def test_the_loss_curve_of_two_ranks_equals_that_of_one_process(home: Path) -> None:
-    done = run(home, *TWO_NODES, "--", "ddp.py", "--steps", "8")
+    metrics = r"script.metrics=step (?P<step>\d+).* loss (?P<loss>[\d.]+)"
+    done = run(home, *TWO_NODES, metrics, "--", "ddp.py", "--steps", "8")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 8 of 8 loss" in done.stdout  # rank 0's output
-    assert "completed\n" in done.stdout
+    assert "completed: step 8, loss" in done.stdout
     assert "of 0" not in done.stdout
     assert printed_losses(only_run(home)) == pytest.approx(losses_alone("ddp.py", "--steps", "8"), rel=1e-5)
     assert json.loads((home / "losses.json").read_text())  # in the folder of the command
@@ -99,7 +100,10 @@ def test_the_loss_curve_of_two_ranks_equals_that_of_one_process(home: Path) -> N
     assert "completed" in shown
     assert "step " not in shown
     (row,) = json.loads(command(home, "status", "--json"))
-    assert (row["state"], row["step"], row["steps"]) == ("completed", None, None)
+    assert (row["state"], row["step"]) == ("completed", 8)
+    lines = [json.loads(line) for line in (only_run(home) / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert [line["loss"] for line in lines] == printed_losses(only_run(home))
     assert "step 8 of 8 loss" in command(home, "logs", str(only_run(home)))
 
 

@@ -29,6 +29,7 @@ def test_the_loss_curve_of_two_hosts_equals_that_of_one_process(site: Site) -> N
     done = site.run("nodes=2", "launcher=slurm", "launcher.wait=true", "--", "ddp.py", "--steps", "8")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "of 0 steps" not in done.stdout
+    assert "completed\n" in done.stdout
     folder = only_run(site)
     summary = read(folder, "summary.json")
     (job_id,) = summary["job_ids"]

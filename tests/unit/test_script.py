@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,11 @@ from hpc_parallel.config.sweep_compose import compose_run
 from hpc_parallel.launch.checked_run import checked_run
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.supervise import failure, script_failure, script_rank
+from hpc_parallel.supervise import failure, script_failure, script_metrics, script_rank
 from hpc_parallel.supervise.world import World
 
 LOCAL = "launcher=local"
+METRICS = r"step (?P<step>\d+).* loss (?P<loss>[\d.]+)"
 VALUES = {"{run}": "/runs/1", "{rank}": "3", "{seed}": "7"}
 
 
@@ -121,6 +125,8 @@ def test_placeholders_are_filled_and_other_braces_stay() -> None:
         (("script.working_directory=nowhere", "--", "train.py"), "nowhere is not a folder"),
         (("script.style=--k", "--", "train.py"), "is not one of --key value, --key=value, -key value"),
         (("script.requeue_codes=[0,75,200]", "--", "train.py"), "[0,200] must be exit codes from 1 to 125"),
+        (("script.metrics=(", "--", "train.py"), "is not a regular expression"),
+        (("script.metrics=loss (?P<loss>.*)", "--", "train.py"), "has no group (?P<step>"),
         (("script.resume_arguments='", "--", "train.py"), "script.resume_arguments"),
         (("script.fil=train.py",), "there is no key script.fil. Try script.file"),
     ],
@@ -302,3 +308,30 @@ def test_an_end_is_a_stop_only_if_it_was_asked_for(number: int | None, returncod
     if number is not None:
         relay(number, None)
     assert (relay.stop_of(returncode, requeue_codes=[75]) is not None) == stops
+
+
+@pytest.mark.parametrize(
+    ("line", "figures"),
+    [
+        ("step 3 of 9 loss 1.5", {"step": 3, "loss": 1.5}), ("step 4 of 9 loss nan", {"step": 4, "loss": None}),
+        ("step 5 of 9 loss 1.5.2", None), ("loss 2", None), ("", None),
+    ],
+)  # fmt: skip
+def test_figures_are_read_from_a_line(line: str, figures: dict[str, float] | None) -> None:
+    found = script_metrics.figures_of(line, re.compile(r"step (?P<step>\d+).* loss (?P<loss>[\d.]+|nan)"))
+    assert (found and {key: found[key] for key in found if key != "time"}) == figures
+
+
+def test_every_line_is_read_once_also_the_last_without_an_end(here: Path) -> None:
+    folder = RunFolder(here / "run")
+    folder.create()
+    earlier = "step 1 loss 9\n"
+    folder.log(0, "out").write_text(earlier)
+    with script_metrics.reading(folder, pattern=METRICS, start_bytes=len(earlier)):
+        with folder.log(0, "out").open("a") as log:
+            log.write("x" * 3 * 2**20 + "\nstep 2 loss 4\nste")
+            log.flush()
+            time.sleep(1.5)
+            log.write("p 3 loss 2")
+    lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines] == [(2, 4), (3, 2)]

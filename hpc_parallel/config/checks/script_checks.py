@@ -53,6 +53,7 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> Problems:
     yield from _folder(script.working_directory)
     if wrong := [code for code in script.requeue_codes if not 0 < code < 126]:
         yield Problem("script.requeue_codes", wrong, "must be exit codes from 1 to 125", ([75],))
+    yield from _metrics(script.metrics)
     try:
         shlex.split(script.resume_arguments or "")
     except ValueError as error:
@@ -159,6 +160,16 @@ def _folder(folder: str | None) -> Problems:
         return
     if not _path(folder).is_dir():
         yield Problem("script.working_directory", folder, "is not a folder", (None, "{run}"))
+
+
+def _metrics(pattern: str | None) -> Problems:
+    try:
+        groups = re.compile(pattern or "(?P<step>)").groupindex
+    except re.error as error:
+        yield f"script.metrics = {pattern} is not a regular expression: {error}."
+        return
+    if "step" not in groups:
+        yield f"script.metrics = {pattern} has no group (?P<step>\\d+), the number of the step."
 
 
 def _path(text: str) -> Path:
