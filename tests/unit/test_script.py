@@ -125,6 +125,7 @@ def test_placeholders_are_filled_and_other_braces_stay() -> None:
         (("script.working_directory=nowhere", "--", "train.py"), "nowhere is not a folder"),
         (("script.style=--k", "--", "train.py"), "is not one of --key value, --key=value, -key value"),
         (("script.requeue_codes=[0,75,200]", "--", "train.py"), "[0,200] must be exit codes from 1 to 125"),
+        (("launcher=script", "cluster.start=mpirun", "--", "train.py"), "Try cluster.start=srun."),
         (("script.metrics=(", "--", "train.py"), "is not a regular expression"),
         (("script.metrics=loss (?P<loss>.*)", "--", "train.py"), "has no group (?P<step>"),
         (("script.resume_arguments='", "--", "train.py"), "script.resume_arguments"),
@@ -136,7 +137,7 @@ def test_what_can_not_start_is_refused_in_a_sentence(
 ) -> None:
     (here / "bad.py").write_text("def f(:\n")
     (here / "plain").write_text("")
-    found = problems(LOCAL, *words)
+    found = problems(*([] if words[0].startswith("launcher=") else [LOCAL]), *words)
     assert any(sentence in problem for problem in found), found
 
 
@@ -313,7 +314,8 @@ def test_an_end_is_a_stop_only_if_it_was_asked_for(number: int | None, returncod
 @pytest.mark.parametrize(
     ("line", "figures"),
     [
-        ("step 3 of 9 loss 1.5", {"step": 3, "loss": 1.5}), ("step 4 of 9 loss nan", {"step": 4, "loss": None}),
+        ("step 3 of 9 loss 1.5", {"step": 3, "loss": 1.5}),
+        ("step 4 of 9 loss nan", {"step": 4, "loss": None}),
         ("step 5 of 9 loss 1.5.2", None), ("loss 2", None), ("", None),
     ],
 )  # fmt: skip
@@ -327,11 +329,11 @@ def test_every_line_is_read_once_also_the_last_without_an_end(here: Path) -> Non
     folder.create()
     earlier = "step 1 loss 9\n"
     folder.log(0, "out").write_text(earlier)
-    with script_metrics.reading(folder, pattern=METRICS, start_bytes=len(earlier)):
-        with folder.log(0, "out").open("a") as log:
-            log.write("x" * 3 * 2**20 + "\nstep 2 loss 4\nste")
-            log.flush()
-            time.sleep(1.5)
-            log.write("p 3 loss 2")
+    reading = script_metrics.reading(folder, pattern=METRICS, start_bytes=len(earlier))
+    with reading, folder.log(0, "out").open("a") as log:  # the log is closed first
+        log.write("x" * 3 * 2**20 + "\nstep 2 loss 4\nste")
+        log.flush()
+        time.sleep(1.5)
+        log.write("p 3 loss 2")
     lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     assert [(line["step"], line["loss"]) for line in lines] == [(2, 4), (3, 2)]

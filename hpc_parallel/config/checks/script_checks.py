@@ -51,6 +51,8 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> Problems:
     elif script.command:
         yield from _command(config, script.command)
     yield from _folder(script.working_directory)
+    if config.cluster.start != "srun" and launcher_kind(config.launcher.kind) != "local":
+        yield Problem("cluster.start", config.cluster.start, "can't start a script yet", ("srun",))
     if wrong := [code for code in script.requeue_codes if not 0 < code < 126]:
         yield Problem("script.requeue_codes", wrong, "must be exit codes from 1 to 125", ([75],))
     yield from _metrics(script.metrics)
