@@ -22,7 +22,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from hpc_parallel.config.layout import processes_per_node, recorded_strategy
 from hpc_parallel.record import owner
@@ -38,16 +38,8 @@ from hpc_parallel.supervise.script_rank import is_script
 from hpc_parallel.supervise.supervisor import Supervisor
 from hpc_parallel.supervise.world import World
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing import PContext
-
 Entry = Callable[[str], int]
-
-
-class Processes(Protocol):
-    """The processes of the ranks, which it reaps."""
-
-    def pids(self) -> dict[int, int]: ...
+Processes = tuple[dict[int, int], object]  # rank -> process; the object that owns and reaps them
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -151,13 +143,12 @@ class Watch:
         folder: RunFolder,
         *,
         worlds: dict[int, World],
-        context: Processes,
+        processes: Processes,
         hang_timeout_s: float | None,
     ) -> None:
         self.folder = folder
         self.worlds = worlds
-        self.context = context  # owns the processes and their queues
-        self.alive = dict(context.pids())  # rank -> process
+        self.alive, self._owner = processes
         self.returncodes: dict[int, int] = {}  # as in subprocess: negative for a signal
         self.supervisors = {
             rank: Supervisor(folder, world=worlds[rank], process=process, timeout_s=hang_timeout_s)
@@ -234,10 +225,10 @@ def _start(
     worlds = {rank: World.discover({**os.environ, **variables}) for rank, variables in environments.items()}
     # Block signals until our handlers are set: torch's handlers raise.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    context = start(folder, environments=environments, worlds=worlds)
+    processes = start(folder, environments, worlds)
     # Watch does not use context.wait(). At the first failure context.wait() ends the other ranks at once,
     # before they can write their records, and then waits 30 s for those that do not react.
-    watch = Watch(folder, worlds=worlds, context=context, hang_timeout_s=hang_timeout_s)
+    watch = Watch(folder, worlds=worlds, processes=processes, hang_timeout_s=hang_timeout_s)
     for number in STOP_SIGNALS:
         signal.signal(number, watch.on_signal)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -245,11 +236,11 @@ def _start(
 
 
 def _fork(
-    folder: RunFolder, *, environments: dict[int, dict[str, str]], worlds: dict[int, World], entry: Entry
-) -> PContext:
+    folder: RunFolder, environments: dict[int, dict[str, str]], worlds: dict[int, World], *, entry: Entry
+) -> Processes:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
-    return start_processes(
+    context = start_processes(
         name="hpc_parallel",
         entrypoint=_be_rank,
         args={rank: (str(folder.path), worlds[rank], os.getpid(), entry) for rank in environments},
@@ -257,31 +248,23 @@ def _fork(
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # each rank opens its own files
         start_method="fork",
     )
+    return dict(context.pids()), context
 
 
-class ScriptProcesses:
-    """The parents of a script's ranks, as srun starts them on a cluster: without torch in this process."""
-
-    def __init__(self, folder: RunFolder, *, environments: dict[int, dict[str, str]]) -> None:
-        port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-        command = [sys.executable, "-m", "hpc_parallel.job", "rank", str(folder.path)]
-        self._processes = {
-            rank: subprocess.Popen(
-                command, env={**os.environ, **variables, **port}, stdin=subprocess.DEVNULL,
-                preexec_fn=partial(_prepare_parent, os.getpid()),
-            )
-            for rank, variables in environments.items()
-        }  # fmt: skip
-
-    def pids(self) -> dict[int, int]:
-        return {rank: process.pid for rank, process in self._processes.items()}
-
-
-def _start_script(
-    folder: RunFolder, *, environments: dict[int, dict[str, str]], worlds: dict[int, World]
-) -> ScriptProcesses:
+def _start_script(folder: RunFolder, environments: dict[int, dict[str, str]], worlds: object) -> Processes:
+    """Start the parents of a script's ranks, as srun does on a cluster: without torch in this process."""
     adopt_orphans()
-    return ScriptProcesses(folder, environments=environments)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+    command = [sys.executable, "-m", "hpc_parallel.job", "rank", str(folder.path)]
+    processes = {
+        rank: subprocess.Popen(
+            command, env={**os.environ, **variables, **port}, stdin=subprocess.DEVNULL,
+            preexec_fn=partial(_prepare_parent, os.getpid()),
+        )
+        for rank, variables in environments.items()
+    }  # fmt: skip
+    return {rank: process.pid for rank, process in processes.items()}, processes
 
 
 def _prepare_parent(agent: int) -> None:
@@ -290,11 +273,6 @@ def _prepare_parent(agent: int) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def _be_rank(run_folder: str, world: World, agent: int, entry: Entry) -> None:

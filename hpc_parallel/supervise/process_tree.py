@@ -17,27 +17,11 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def end_descendants(*, grace_s: float = GRACE_S) -> int:
-    """End all descendants by SIGTERM, then by SIGKILL; returns how many there were."""
-    ended = 0
+def end_descendants() -> None:
+    """End all descendants by SIGTERM, and those that live after GRACE_S by SIGKILL."""
     for attempt in range(_ROUNDS):
-        processes = [process for process in psutil.Process().children(recursive=True) if _lives(process)]
-        if not processes:
-            break
-        ended += len(processes)
+        processes = psutil.Process().children(recursive=True)
         for process in processes:
             with suppress(psutil.Error):
                 process.terminate() if attempt == 0 else process.kill()
-        _, alive = psutil.wait_procs(processes, timeout=grace_s)
-        for process in alive:
-            with suppress(psutil.Error):
-                process.kill()
-        psutil.wait_procs(alive, timeout=grace_s)
-    return ended
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False
+        psutil.wait_procs(processes, timeout=GRACE_S)

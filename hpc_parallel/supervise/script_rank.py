@@ -124,19 +124,11 @@ def visible_devices(environment: Mapping[str, str], *, node: int, per_node: int)
     """The GPUs of a simulated node among those of this machine; None if there are not enough for it."""
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
-        count = sum(1 for entry in _listed("/dev") if entry.removeprefix("nvidia").isdecimal())
-        names = [str(index) for index in range(count)]
+        names = [str(index) for index, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
     else:
         names = [name for name in listed.split(",") if name]
     chosen = names[node * per_node : (node + 1) * per_node]
     return ",".join(chosen) if len(chosen) == per_node else None
-
-
-def _listed(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
 
 
 def error_file(folder: RunFolder, *, rank: int) -> Path:

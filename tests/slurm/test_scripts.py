@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -100,20 +101,22 @@ time.sleep(200)
 def test_a_stop_signal_lets_the_script_save_and_the_job_starts_again(site: Site) -> None:
     """As before the time limit: Slurm sends USR2 to every process of the step."""
     (site.home / "saves.py").write_text(SAVES)
-    words = ("nodes=2", "script.stop_signal=SIGUSR1", "script.resume_arguments=--resume {run}/saved")
-    follow = site.follow(*words, "run_dir=run", "--", "saves.py", "{run}/saved")
-    outs = [site.home / "run" / "logs" / f"rank-{rank}.out" for rank in (0, 1)]
-    deadline = time.monotonic() + 120
-    while not all(out.exists() and "ready" in out.read_text() for out in outs):
+    words = ("nodes=2", "launcher=slurm", "script.stop_signal=SIGUSR1", "run_dir=run")
+    resume = "script.resume_arguments=--resume {run}/saved"
+    assert site.run(*words, resume, "--", "saves.py", "{run}/saved").returncode == 0
+    folder = site.home / "run"
+    outs = [folder / "logs" / f"rank-{rank}.out" for rank in (0, 1)]
+    wait_until(lambda: all(out.exists() and "ready" in out.read_text() for out in outs))
+    job_id = read(folder, "owner.json")["job_id"]
+    site.cluster.run("scancel", "--signal=USR2", job_id)
+    wait_until(lambda: "resumed from signal 10" in outs[0].read_text(), within_s=300)
+    wait_until((folder / "summary.json").exists)
+    summary = read(folder, "summary.json")
+    assert (summary["outcome"], summary["restarts"], summary["job_ids"]) == ("completed", 1, [job_id])
+
+
+def wait_until(condition: Callable[[], object], *, within_s: float = 120) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.3)
-    owner = json.loads((site.home / "run" / "owner.json").read_text())
-    site.cluster.run("scancel", "--signal=USR2", owner["job_id"])
-    assert follow.wait(400) == 0
-    assert "resumed from signal 10" in outs[0].read_text()
-    summary = read(site.home / "run", "summary.json")
-    assert (summary["outcome"], summary["restarts"], summary["job_ids"]) == (
-        "completed",
-        1,
-        [owner["job_id"]],
-    )

@@ -19,16 +19,16 @@ from hpc_parallel.config.script_schema import ScriptConfig
 from hpc_parallel.problems import Problem, Problems, nearest
 
 # Keys of our own training, which a script does not read.
-UNREAD = ("strategy", "model", "data", "optimizer", "training", "weights", "profile", "preflight", "fabric")
-NOT_YET = ("cluster.hang_timeout_s", "resume")
+UNREAD = ("strategy", "model", "data", "optimizer", "training", "weights")
+NOT_YET = ("cluster.hang_timeout_s", "resume", "profile", "preflight", "fabric")
 LAUNCHERS = ("torchrun", "srun", "mpirun", "mpiexec", "accelerate", "deepspeed")
 _MOST_BYTES = 2**20  # of a file whose text is searched
+_IMPORT = re.compile(rb"^\s*(?:from|import)\s+(\w+)", re.MULTILINE)
 # Words of a program that knows that it is one of several.
 _DISTRIBUTED = re.compile(
     rb"RANK|WORLD_SIZE|SLURM_|init_process_group|torch\.distributed|torchrun|accelerate|lightning|deepspeed"
     rb"|transformers|mpi4py|horovod|jax|tensorflow|composer|colossalai|\bray\b|hydra|job_context"
 )
-_IMPORT = re.compile(rb"^\s*(?:from|import)\s+(\w+)", re.MULTILINE)
 
 
 def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> Problems:
@@ -67,8 +67,7 @@ def script_warnings(config: RunConfig) -> Iterator[str]:
     file = config.script.file
     if config.task.name != TASK or file is None or config.devices == 1:
         return
-    path = _path(file)
-    if path.is_file() and not any(map(_is_distributed, [path, *_imported(path)])):
+    if not _may_be_distributed(_path(file)):
         yield (
             f"{file} never reads RANK or WORLD_SIZE and calls no init_process_group: each of the "
             f"{config.devices} processes will do the whole work."
@@ -83,8 +82,8 @@ def _unread(overrides: Sequence[str]) -> Problems:
             f"{', '.join(unread)} {verb} for the training of hpc_parallel, and your script does not read it. "
             "Give the script arguments of its own after --."
         )
-    for key in NOT_YET:
-        if key in keys:
+    for key in keys:
+        if key in NOT_YET or key.partition(".")[0] in NOT_YET:
             yield f"{key}: a script can't use this yet. Try the same line without it."
 
 
@@ -200,20 +199,12 @@ def _has_other_python(config: RunConfig) -> bool:
     return bool(launcher.python or launcher.conda or launcher.venv) or _changes_environment(config)
 
 
-def _is_distributed(path: Path) -> bool:
+def _may_be_distributed(path: Path) -> bool:
+    """Whether a file reads the variables of a rank, or imports a module beside it, which may."""
     try:
         with path.open("rb") as file:
-            return _DISTRIBUTED.search(file.read(_MOST_BYTES)) is not None
+            text = file.read(_MOST_BYTES)
     except OSError:
-        return True  # not known
-
-
-def _imported(path: Path) -> Iterator[Path]:
-    """Files beside the script that it imports."""
-    with path.open("rb") as file:
-        names = {match.decode() for match in _IMPORT.findall(file.read(_MOST_BYTES))}
-    for name in sorted(names):
-        if (path.parent / f"{name}.py").is_file():
-            yield path.parent / f"{name}.py"
-        elif (path.parent / name).is_dir():
-            yield from sorted((path.parent / name).glob("*.py"))
+        return True
+    beside = {entry.stem for entry in _entries(path.parent)}
+    return bool(_DISTRIBUTED.search(text)) or any(name.decode() in beside for name in _IMPORT.findall(text))
