@@ -145,7 +145,6 @@ def begin(
     """
     if (job := job_of(os.environ)) is not None:
         hold_by_job(folder, job)
-    folder.begin_anew()
     last = None
     with suppress(FileNotFoundError, DamagedError):
         last = last_line(folder.metrics)

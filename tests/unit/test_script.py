@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hpc_parallel.__main__ import main as command
 from hpc_parallel.config.checks.all_checks import find_problems
 from hpc_parallel.config.checks.script_checks import script_warnings
 from hpc_parallel.config.command_line import CommandLine
@@ -235,6 +236,11 @@ def test_an_exit_code_of_the_scripts_own_is_not_blamed_on_a_traceback_that_it_ha
     folder.log(0, "err").write_text("Traceback (most recent call last):\nKeyError: 1\ndone\n")
     script_failure.record(folder, world=world, returncode=75, log_start=0)
     assert failure.records(folder)[0].message == "the script ended with exit code 75: done"
+
+
+def test_without_a_command_the_words_after_the_dashes_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["--", "missing.py"]) == 2
+    assert "script.file = missing.py does not exist" in capsys.readouterr().err
 
 
 def test_a_dry_run_shows_the_words_and_the_variables(capsys: pytest.CaptureFixture[str], here: Path) -> None:
