@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from hpc_parallel.record.safe_read import DamagedError, open_regular
+from hpc_parallel.supervise.script_failure import size_of
 
 _MOST_BYTES = 16 * 1024  # in one read
 _MOST_CHARACTERS = 500  # of a line
@@ -16,7 +17,7 @@ class OutputTail:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._offset_bytes = _size(path)  # what an earlier start has printed is not shown
+        self._offset_bytes = size_of(path)  # what an earlier start has printed is not shown
 
     def read(self, *, last: bool = False) -> list[str]:
         """The new lines. last: also one without its line end, because nothing will follow."""
@@ -40,10 +41,3 @@ class OutputTail:
 def _shown(line: str) -> str:
     """What a terminal would show: a progress bar overwrites its line."""
     return line.rstrip("\r").rpartition("\r")[2][:_MOST_CHARACTERS]
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
 
+from hpc_parallel.record.attempts import keep_metrics
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, open_regular
 from hpc_parallel.record.safe_write import append_line
@@ -36,7 +37,7 @@ def reading(folder: RunFolder, *, pattern: str | None, start_bytes: int) -> Iter
 
 
 def _read(folder: RunFolder, pattern: re.Pattern[str], offset: int, ended: threading.Event) -> None:
-    is_last = False
+    is_last, is_first = False, True
     while not is_last:
         is_last = ended.wait(_PERIOD_S)
         with suppress(OSError, DamagedError), open_regular(folder.log(0, "out")) as file:
@@ -45,6 +46,9 @@ def _read(folder: RunFolder, pattern: re.Pattern[str], offset: int, ended: threa
                 cut = added.rfind(b"\n") + 1 or (len(added) if is_last or len(added) == _MOST_BYTES else 0)
                 for line in added[:cut].decode(errors="replace").splitlines():
                     if (figures := figures_of(line, pattern)) is not None:
+                        if is_first:  # a restart repeats steps
+                            keep_metrics(folder, until=figures["step"] - 1)
+                        is_first = False
                         append_line(folder.metrics, figures)
                 offset += cut
                 file.seek(offset)

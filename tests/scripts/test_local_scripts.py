@@ -270,3 +270,20 @@ def test_a_killed_rank_starts_again_from_the_scripts_own_checkpoint(home: Path) 
     whole = losses_alone("nano.py", "--max_iters=10")
     assert printed_losses(home / "run")[-5:] == pytest.approx(whole[5:], rel=1e-4)
     assert json.loads((home / "run" / "summary.json").read_text())["outcome"] == "completed"
+
+
+def test_a_script_of_a_checkout_is_kept_and_an_ignored_program_runs_where_it_is(home: Path) -> None:
+    (home / "src").mkdir()
+    (home / "src" / "beside.py").write_text("")
+    (home / "src" / "script.py").write_text("import beside; print(beside.__file__, __file__)\n")
+    (home / "solver").write_text("#!/bin/sh\necho $0 $RANK\n")
+    (home / "solver").chmod(0o755)
+    (home / ".gitignore").write_text("solver\nruns\n")
+    subprocess.run(["git", "init", "--quiet"], cwd=home, check=True)
+    assert run(home, "launcher=local", "run_dir=runs/1", "--", "src/script.py").returncode == 0
+    kept = home / "runs" / "1" / "code" / home.name / "src"
+    printed = (home / "runs" / "1" / "logs" / "rank-0.out").read_text()
+    assert printed.split() == [f"{kept}/beside.py", f"{kept}/script.py"]
+    done = run(home, "launcher=local", "run_dir=runs/2", "--", "./solver")
+    assert "not kept    ./solver" in done.stdout
+    assert (home / "runs" / "2" / "logs" / "rank-0.out").read_text() == f"{home}/solver 0\n"

@@ -335,6 +335,7 @@ def test_every_line_is_read_once_also_the_last_without_an_end(here: Path) -> Non
     folder.create()
     earlier = "step 1 loss 9\n"
     folder.log(0, "out").write_text(earlier)
+    folder.metrics.write_text('{"step": 1, "loss": 9}\n{"step": 2, "loss": 8}\n')  # of the earlier start
     reading = script_metrics.reading(folder, pattern=METRICS, start_bytes=len(earlier))
     with reading, folder.log(0, "out").open("a") as log:  # the log is closed first
         log.write("x" * 3 * 2**20 + "\nstep 2 loss 4\nste")
@@ -342,4 +343,4 @@ def test_every_line_is_read_once_also_the_last_without_an_end(here: Path) -> Non
         time.sleep(1.5)
         log.write("p 3 loss 2")
     lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
-    assert [(line["step"], line["loss"]) for line in lines] == [(2, 4), (3, 2)]
+    assert [(line["step"], line["loss"]) for line in lines] == [(1, 9), (2, 4), (3, 2)]
