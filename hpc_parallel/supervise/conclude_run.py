@@ -150,9 +150,8 @@ def _conclude_stop(folder: RunFolder, *, stopped: Mapping[str, Any], environment
         how = restart.why_stopped(stopped["signal"], environment=environment)
     attempts.end(folder, how=how)
     launcher = folder.read_config()["launcher"]
-    continues = (
-        "step" in stopped or "code" in stopped
-    )  # else the task begins again, which a time limit would end again
+    # Else the task begins again, which a time limit would end again. `code`: of a script
+    continues = "step" in stopped or "code" in stopped
     is_repeatable = continues or how != restart.TIME_LIMIT
     restarts = is_repeatable and restart.allowed(folder, how=how, recoverable=False, launcher=launcher)
     reasons = {

@@ -96,9 +96,8 @@ def _run_script(folder: RunFolder, config: dict[str, Any], *, world: World) -> N
         returncode = child.wait()
         end_descendants()
     stop = relay.stop_of(returncode, requeue_codes=script["requeue_codes"])
-    if stop is not None and not failure.records(
-        folder
-    ):  # else srun ends this rank after another one's failure
+    # After another rank's failure srun ends this one, which is no stop.
+    if stop is not None and not failure.records(folder):
         write_json(folder.stopped, stop)
         return  # with 0, so that srun lets the other ranks save
     if returncode > 0:
