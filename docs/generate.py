@@ -65,6 +65,7 @@ SECTIONS: tuple[tuple[str, type], ...] = (
     ("machine", schema.MachineConfig),
     ("fabric", schema.FabricConfig),
     ("preflight", schema.PreflightConfig),
+    ("script", schema.ScriptConfig),
     ("profile", schema.ProfileConfig),
     ("sweep", schema.SweepConfig),
 )

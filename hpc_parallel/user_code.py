@@ -77,10 +77,15 @@ def _cause_of(error: BaseException) -> BaseException | None:
 def user_line(error: BaseException) -> str | None:
     """The innermost line of the traceback in a file that is no part of Python or of an installed package."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = os.path.abspath(frame.filename)
-        if os.path.isfile(path) and not path.startswith(tuple(f"{root}{os.sep}" for root in _NOT_THE_USERS)):
-            return f"{os.path.basename(path)}:{frame.lineno}"
+        if is_users(frame.filename):
+            return f"{os.path.basename(frame.filename)}:{frame.lineno}"
     return None
+
+
+def is_users(file: str) -> bool:
+    """Whether a file of a traceback is no part of Python or of an installed package."""
+    path = os.path.abspath(file)
+    return os.path.isfile(path) and not path.startswith(tuple(f"{root}{os.sep}" for root in _NOT_THE_USERS))
 
 
 def failure_of(key: str, table: dict[str, Any], *, advice: str = "") -> str | None:

@@ -16,6 +16,7 @@ from hpc_parallel.config.layout import (
     processes_per_node,
     servers,
 )
+from hpc_parallel.config.script import TASK as SCRIPT
 from hpc_parallel.problems import printable
 from hpc_parallel.record.recorded import RecordedRun
 from hpc_parallel.record.values import integer, table, text
@@ -82,7 +83,8 @@ def hosts(run: RecordedRun) -> list[Host]:
             rank = place * count // (nodes * devices)  # one process may drive a node's devices
             # If a process drives several devices, the run records only the first.
             name = text(places[rank].get("device")) if count == nodes * devices else None
-            held.append(Device(rank, name, _holds(place - servers(strategy), degrees, strategy)))
+            holds = {} if run.task == SCRIPT else _holds(place - servers(strategy), degrees, strategy)
+            held.append(Device(rank, name, holds))
         rows.append(Host(node, text(places[node * count // nodes].get("host")), tuple(held)))
     return rows
 

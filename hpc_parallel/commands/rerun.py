@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hpc_parallel.problems import ConfigError
+from hpc_parallel.problems import ConfigError, quoted
 from hpc_parallel.record.find import path_of
 from hpc_parallel.record.provenance import installed_packages
 from hpc_parallel.record.recorded_start import RecordedStart, key_of, read_start
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
 from hpc_parallel.record.snapshot import Snapshot
+from hpc_parallel.record.values import table, text
 from hpc_parallel.shell import complain, refuse
 
 ONCE = ("run_dir", "resume")  # keys that belong to one run
@@ -81,13 +82,25 @@ def _is_origin(values: Mapping[str, Any]) -> bool:
 
 def command(folder: RunFolder, start: RecordedStart, more: Sequence[str]) -> list[str]:
     """The arguments of `run` that repeat the run with the kept source. Raises ConfigError."""
-    words = [word for word in start.overrides if key_of(word) not in ONCE]
+    kept = _kept_script(folder)
+    words = [word for word in start.overrides if key_of(word) not in (*ONCE, *map(key_of, kept))] + kept
     if start.config_dir is None:
         return [*words, *more]
     config_dir = _as_kept(folder, start.values, start.config_dir)
     if not config_dir.is_dir():
         raise ConfigError([f"--config-dir {config_dir}: the folder of the run's configurations is gone."])
     return ["--config-dir", str(config_dir), *words, *more]
+
+
+def _kept_script(folder: RunFolder) -> list[str]:
+    """The override that names the copy of a user's script which the run kept."""
+    script = table(folder.read_config().get("script"))
+    paths = {key: text(script.get(key)) for key in ("file", "command")}
+    prefix = f"{folder.code.name}/"
+    return [
+        f"script.{key}={quoted(folder.path / path)}"
+        for key, path in paths.items() if path is not None and path.startswith(prefix)
+    ]  # fmt: skip
 
 
 def source(folder: RunFolder, start: RecordedStart) -> dict[str, str]:

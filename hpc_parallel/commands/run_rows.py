@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 
+from hpc_parallel.config.script import TASK as SCRIPT
 from hpc_parallel.record.metrics_file import duration, figure, per_second
 from hpc_parallel.record.names import label
 from hpc_parallel.record.recorded import RecordedRun
@@ -98,7 +99,7 @@ def total_steps(run: RecordedRun, state: State) -> int | None:
     """The last step that the run will have; for an ended run that trained nothing, its last step."""
     if run.task in ("train", "proof"):
         return integer(table(run.head.get("training")).get("steps"))
-    if state.ended or run.config is None:
+    if run.task == SCRIPT or state.ended or run.config is None:
         return integer((run.last_metrics or {}).get("step")) if state.name == "completed" else None
     from hpc_parallel.config import tasks, typed_config  # this import takes 0.2 s
 

@@ -11,9 +11,12 @@ import hydra
 
 from hpc_parallel.config.compose import composing, find_folder, resolve
 from hpc_parallel.config.schema import register
+from hpc_parallel.config.script import KINDS, TASK, name_of
 from hpc_parallel.record.values import flatten
 
 ONCE = ("run_dir", "resume", "dry_run")  # keys that belong to one start
+# Keys that `task=script` sets itself.
+OF_SCRIPTS = ("strategy.name", "training.global_batch_size", "cluster.hang_timeout_s")
 FOLLOWING = {"name": "strategy.name"}  # a key whose default is the value of another key
 
 
@@ -38,6 +41,9 @@ def changed(config: Mapping[str, Any]) -> dict[str, Change]:
     """The changes by dotted key."""
     values = flatten(config)
     default_values = defaults() | {key: values.get(source) for key, source in FOLLOWING.items()}
+    if values.get("task.name") == TASK:
+        script = {key: values.get(f"script.{key}") for key in KINDS}
+        default_values |= {"name": name_of(script), **{key: values.get(key) for key in OF_SCRIPTS}}
     return {
         key: Change(value, default_values.get(key), key in default_values)
         for key, value in values.items()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_parallel.commands import grid, roles
 from hpc_parallel.commands.run_rows import Row, rows_of
+from hpc_parallel.config.script import TASK as SCRIPT
 from hpc_parallel.exit_codes import DONE
 from hpc_parallel.problems import printable, spell
 from hpc_parallel.record.checkpoint_index import complete, skipped
@@ -157,7 +158,7 @@ def _parts(run: RecordedRun, row: Row, changed: Mapping[str, Change]) -> Iterabl
             [(f"{key} = {spell(change.value)}", _default_text(change)) for key, change in changed.items()]
         )
     if hosts := grid.hosts(run):
-        yield f"\n{_devices(run)} = {grid.layout(run)}"
+        yield f"\n{_devices(run)}" + ("" if run.task == SCRIPT else f" = {grid.layout(run)}")
         yield grid.draw(hosts)
         yield from _roles(run)
     if network := transport_lines(run.environment or {}):
@@ -208,9 +209,11 @@ def _roles(run: RecordedRun) -> Iterable[RenderableType]:
 
 def _head(run: RecordedRun, row: Row) -> list[tuple[str, str]]:
     state = row.state + (f" ({row.reason})" if row.reason else "")
+    is_script = run.task == SCRIPT
     step = f"{row.step or 0} of {'?' if row.steps is None else row.steps}"
     time_left = "" if row.time_left_s is None else f", about {duration(row.time_left_s)} left"
-    lines = [("run", row.run), ("state", state), ("step", step + time_left), ("folder", row.path)]
+    lines = [("run", row.run), ("state", state), *([] if is_script else [("step", step + time_left)])]
+    lines.append(("folder", row.path))
     lines += [("jobs", ", ".join(run.job_ids))] * bool(run.job_ids)
     lines += _times(run)
     command = (run.environment or {}).get("overrides")

@@ -14,6 +14,7 @@ from hydra._internal.utils import get_args_parser
 from hpc_parallel.config.compose import find_folder
 from hpc_parallel.config.key_suggestions import SYNONYMS
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.script import with_quotes, with_script
 from hpc_parallel.config.typed_text import as_typed
 from hpc_parallel.exit_codes import DONE
 from hpc_parallel.problems import ConfigError
@@ -41,12 +42,13 @@ class CommandLine:
     def parse(cls, words: Sequence[str]) -> CommandLine:
         """Parse the words; flags may stand anywhere. `--version` ends the process.
 
-        Raises ConfigError for an unknown flag, a `--config-dir` that does not exist and
-        `--experimental-rerun`.
+        What follows `--` becomes overrides. Raises ConfigError for an unknown flag, a `--config-dir` that
+        does not exist and `--experimental-rerun`.
         """
+        words = with_script(words)
         # Hydra requires a plus if the defaults don't name the group; users may write `jobs=` both ways.
         plain = tuple(word.removeprefix("+") if word.startswith("+jobs=") else word for word in words)
-        plain = tuple(map(as_typed, map(_with_key_of_hardware, plain)))
+        plain = tuple(as_typed(with_quotes(_with_key_of_hardware(word))) for word in plain)
         if "--version" in plain:
             print(f"hpc_parallel {sys.modules['hpc_parallel'].__version__}")  # an import would be upwards
             sys.exit(DONE)

@@ -20,7 +20,8 @@ from hpc_parallel.config.default_batch import default_batch_size, usual_batch_si
 from hpc_parallel.config.gpu_defaults import OF_CPUS, default_precision, default_share
 from hpc_parallel.config.key_suggestions import suggest
 from hpc_parallel.config.node_devices import AUTO, NodeShare, devices_of_a_node, launcher_kind
-from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.schema import RunConfig, StrategyConfig
+from hpc_parallel.config.script import KINDS, TASK, name_of
 from hpc_parallel.config.tasks import JOB_SECONDS, LOCAL_SECONDS
 from hpc_parallel.config.typed_config import filled, typed
 from hpc_parallel.problems import ConfigError, Problem
@@ -61,7 +62,7 @@ def resolve(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
 
     Raises UnresolvedError with every key that is missing or unknown to the schemas.
     """
-    config = _with_time_budget(_with_batch(_with_gpu_defaults(_with_devices(config))))
+    config = _with_time_budget(_with_batch(_with_script(_with_gpu_defaults(_with_devices(config)))))
     if (run := _resolve_valid(config)) is not None:
         return run, asdict(run)
     problems: list[Problem | str] = [
@@ -118,6 +119,24 @@ def _with_gpu_defaults(config: DictConfig) -> DictConfig:
     for key, value in zip(shares, (share.cpus, share.memory_gb), strict=True):
         if OmegaConf.select(config, f"cluster.{key}") is None:
             OmegaConf.update(config, f"cluster.{key}", value)
+    return config
+
+
+def _with_script(config: DictConfig) -> DictConfig:
+    """For `task=script`, a name after the script, and one replica for each device in place of a strategy."""
+    if OmegaConf.select(config, "task.name", default=None) != TASK:
+        return config
+    config = copy.deepcopy(config)
+    try:
+        script = {key: config.script[key] for key in KINDS}
+        devices = config.nodes * config.gpus_per_node
+    except OmegaConfBaseException:  # `resolve` reports it with all other keys
+        return config
+    if OmegaConf.is_interpolation(config, "name"):
+        config.name = name_of(script)
+    config.strategy = OmegaConf.structured(StrategyConfig(name=TASK, replicate=-1))
+    config.training.global_batch_size = max(1, devices)
+    config.cluster.hang_timeout_s = None  # the script does not report its progress
     return config
 
 

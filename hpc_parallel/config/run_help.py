@@ -23,6 +23,7 @@ examples:
   python -m hpc_parallel.run strategy=tensor gpus_per_node=2 launcher=slurm dry_run=true
                                                                  print what would be submitted
   python -m hpc_parallel.run -m strategy=data,fsdp nodes=1,2,4   a sweep: six runs
+  python -m hpc_parallel.run nodes=2 -- train.py --lr 3e-4       a script of your own, on each device
   python -m hpc_parallel.run resume=RUN_FOLDER                   continue from the newest checkpoint
 
 groups (KEY=CHOICE; a star marks the default):

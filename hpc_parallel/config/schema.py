@@ -29,6 +29,7 @@ from hpc_parallel.config.model_data_schema import (
     TransformerConfig,
     UNetConfig,
 )
+from hpc_parallel.config.script_schema import ScriptConfig
 from hpc_parallel.config.site_schema import (
     ClusterConfig,
     FabricConfig,
@@ -250,7 +251,7 @@ class PreflightTaskConfig(TaskConfig):
 
 TASKS: dict[str, type[TaskConfig]] = {
     "train": TaskConfig, "infer": InferConfig, "generate": GenerateConfig, "proof": TaskConfig,
-    "collectives": CollectivesConfig, "preflight": PreflightTaskConfig,
+    "collectives": CollectivesConfig, "preflight": PreflightTaskConfig, "script": TaskConfig,
 }  # fmt: skip
 
 
@@ -307,6 +308,7 @@ class RunConfig:
     fabric: FabricConfig = field(default_factory=FabricConfig)
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
+    script: ScriptConfig = field(default_factory=ScriptConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
@@ -355,7 +357,9 @@ def register() -> None:
     store = ConfigStore.instance()
     if "run_schema.yaml" in store.repo:
         return  # by an earlier command of this process
-    store.store(name="run_schema", node=ComposedConfig)
+    composed = OmegaConf.structured(ComposedConfig)
+    OmegaConf.set_struct(composed.script.arguments, False)  # any name, without a plus
+    store.store(name="run_schema", node=composed)
     store.store(group="model", name="transformer_schema", node=TransformerConfig)
     store.store(group="model", name="moe_schema", node=MoeTransformerConfig)
     store.store(group="model", name="huggingface_schema", node=HuggingFaceConfig)

@@ -13,6 +13,7 @@ from hpc_parallel.config.schema import (
     PreflightTaskConfig,
     RunConfig,
 )
+from hpc_parallel.config.script import TASK
 from hpc_parallel.data.codec import encode, reads_bytes
 from hpc_parallel.problems import Problem, Problems, nearest
 
@@ -30,6 +31,7 @@ FIGURES = {
     "infer": ("latency_s", "latency_p99_s", "samples_per_s", "validation_loss", "peak_memory_bytes"),
     "collectives": (),
     "preflight": (),
+    "script": ("final_loss",),
     "generate": ("tokens_per_s", "step_time_s", "prompt_time_s", "peak_memory_bytes"),
 }
 
@@ -50,6 +52,8 @@ def objective_problems(config: RunConfig) -> Problems:
             near = nearest(name, figures) or figures[:1]
             rule = f"is not a figure of task={task}, which has {', '.join(figures) or 'none'}"
             yield Problem("sweep.objective", name, rule, tuple(near))
+    if task == TASK and config.script.metrics is None:
+        yield "sweep.objective needs script.metrics, which reads the loss that the script prints."
     if figures is not _TRAINED:
         return
     if "validation_loss" in requested and training.validate_every is None:
@@ -67,7 +71,7 @@ def total_steps(config: RunConfig) -> int:
         lengths = prompt_lengths(config) if config.task.prompts else [config.task.prompt_length]
         return max(lengths) - min(lengths) + config.task.new_tokens
     measures = isinstance(config.task, CollectivesConfig | PreflightTaskConfig)
-    return 0 if measures else config.training.steps
+    return 0 if measures or config.task.name == TASK else config.training.steps
 
 
 def batch_sizes(config: RunConfig) -> list[int]:

@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 
 from hpc_parallel.config.override_words import schema_keys
 
-_TABLES = ("launcher.extra", "cluster.extra", "cluster.srun", "cluster.environment")
-"""Mappings whose values are words of sbatch, srun or a shell, where `true` means a flag without a value."""
+_TABLES = ("launcher.extra", "cluster.extra", "cluster.srun", "cluster.environment", "script.arguments")
+"""Mappings whose values are words of a program or a shell, where `true` means a flag without a value."""
 _WORD = re.compile(r"(?P<plus>[+]*)(?P<key>[\w.]+)=(?P<value>.*)", re.DOTALL)
 _TOKENS = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[\[\]{},:]|[^\[\]{},:'"]+""")
 _PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)

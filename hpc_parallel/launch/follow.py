@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
+from hpc_parallel.launch.output_tail import OutputTail
 from hpc_parallel.problems import printable, quoted
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.log_noise import is_noise
@@ -53,7 +54,11 @@ class Follower:
     folder has when the follower is made are those of an earlier start and are not shown.
     """
 
-    def __init__(self, folder: RunFolder, *, steps: int, console: Console | None = None) -> None:
+    def __init__(
+        self, folder: RunFolder, *, steps: int, console: Console | None = None, is_script: bool = False
+    ) -> None:
+        """is_script: whether the run is a script of the user's, of which rank 0's output is shown."""
+        self._output = OutputTail(folder.log(0, "out")) if is_script else None
         self._folder = folder
         self._steps = steps
         self._console = console or Console()
@@ -77,9 +82,12 @@ class Follower:
 
     def poll(self) -> None:
         """Show the steps logged since the last call; and which part of the start or the end begins."""
+        self._show_output()
         for metrics in self._reader.read():
             self._has_new = True
             self._keep(metrics)
+            if self._output is not None:  # it has the same figures
+                continue
             parts = described(metrics, steps=self._steps)
             if not self._console.is_terminal:
                 self._say(SEPARATOR.join(parts))
@@ -89,7 +97,12 @@ class Follower:
             self._show_bar(self._progress(parts))
         if (phase := read_phase(self._folder)) not in (None, self._phase):
             self._phase = phase
-            self._announce(str(phase) if self._has_new else f"starting: {phase}")
+            started = self._has_new or self._output is not None
+            self._announce(str(phase) if started else f"starting: {phase}")
+
+    def _show_output(self, *, last: bool = False) -> None:
+        for line in self._output.read(last=last) if self._output is not None else ():
+            self._say(line)
 
     def _announce(self, text: str) -> None:
         if self._console.is_terminal:
@@ -108,6 +121,7 @@ class Follower:
         signals: those by which the user ended the run.
         """
         self.poll()
+        self._show_output(last=True)
         if self._bar is not None:
             self._bar.stop()
         summary = {"outcome": "failed", **(read_json(self._folder.summary) or {})}
@@ -141,7 +155,8 @@ class Follower:
         outcome = str(summary["outcome"])
         if outcome == "cancelled" and signals:
             outcome = cancelled_by(signal_name(signals[0]))
-        parts = [outcome + (f": step {step} of {self._steps}" if self._steps else "")]
+        of_steps = f": step {step}" if step and self._output is not None else ""
+        parts = [outcome + (f": step {step} of {self._steps}" if self._steps else of_steps)]
         if (loss := number(self._last.get("loss"))) is not None:
             parts.append(f"loss {figure(loss)}")
         if self._validation:

@@ -49,7 +49,7 @@ class LocalLauncher:
     def launch(self, run: PreparedRun) -> int:
         """Raises KeyboardInterrupt after a cancelled run has ended, because a sweep must not continue."""
         run.write()
-        code = follow_agent(run.folder, steps=run.steps, variables=run.variables)
+        code = follow_agent(run.folder, steps=run.steps, variables=run.variables, is_script=run.is_script)
         summary = read_json(run.folder.summary)
         if summary is not None and summary["outcome"] == "cancelled":
             raise KeyboardInterrupt
@@ -63,10 +63,11 @@ def follow_agent(
     variables: Mapping[str, str] = MappingProxyType({}),
     console: Console | None = None,
     agent: Sequence[str] = AGENT,
+    is_script: bool = False,
 ) -> int:
     """Start the agent, show the run until it ends, and return the exit code: 0 if it completed.
 
-    variables: additional environment variables of the run's processes.
+    variables: additional environment variables of the run's processes; is_script: of `Follower`.
 
     At the first Ctrl-C, or if the terminal is closed, the agent ends the ranks in order, which save before.
     The second Ctrl-C kills all processes at once. If this process dies, the agent and the ranks end too.
@@ -76,7 +77,7 @@ def follow_agent(
         try:
             from hpc_parallel.launch.follow import Follower  # rich loads while the agent loads torch
 
-            follower = Follower(folder, steps=steps, console=console)
+            follower = Follower(folder, steps=steps, console=console, is_script=is_script)
             note, forwarded, is_shown = "starting", 0, True
             while not process.has_ended():
                 if len(signals) > forwarded:

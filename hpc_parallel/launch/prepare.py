@@ -17,15 +17,19 @@ from hpc_parallel.config import job_python
 from hpc_parallel.config.batch_plan import BatchPlan, batch_of
 from hpc_parallel.config.checks import starting_weights
 from hpc_parallel.config.checks.all_checks import find_problems, in_order
+from hpc_parallel.config.checks.script_checks import script_warnings
 from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.container_paths import container_warnings
 from hpc_parallel.config.layout import Layout, layout_of, processes_per_node, servers
+from hpc_parallel.config.model_bytes import trains
 from hpc_parallel.config.node_devices import launcher_kind
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.script import TASK, kind_of
 from hpc_parallel.config.site_limits import site_warnings
 from hpc_parallel.config.tasks import total_steps
 from hpc_parallel.launch import resume
 from hpc_parallel.launch.import_check import check_imports
+from hpc_parallel.launch.script_places import kept_notes, script_folders, script_places
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.checkpoint_index import complete
@@ -92,9 +96,12 @@ class PreparedRun:
     @property
     def notes(self) -> list[str]:
         """Lines that the user should read before the run starts."""
-        kept = () if self.snapshot is None else self.snapshot.notes
-        texts = (*job_python.warnings(self.config), *self.container_warnings)
+        kept = [] if self.snapshot is None else [*self.snapshot.notes]
+        texts = (
+            *job_python.warnings(self.config), *self.container_warnings, *script_warnings(self.config),
+        )  # fmt: skip
         warnings = [*site_warnings(self.config), *(f"warning     {text}" for text in texts)]
+        kept = [*kept, *kept_notes(self.config.script, snapshot=self.snapshot)]
         return [*self.plan_notes, *warnings, *kept, *filter(None, [self.import_note])]
 
     @property
@@ -109,6 +116,11 @@ class PreparedRun:
         return self.config.resume is not None
 
     @property
+    def is_script(self) -> bool:
+        """Whether a script of the user's runs in place of a task of ours."""
+        return self.config.task.name == TASK
+
+    @property
     def steps(self) -> int:
         """The last step number in the metrics."""
         return total_steps(self.config)
@@ -116,6 +128,14 @@ class PreparedRun:
     def __str__(self) -> str:
         nodes, devices = self.config.nodes, self.config.gpus_per_node
         start = f"; continues after step {self._checkpoint_step}" if self.resumes else ""
+        if self.is_script:
+            kind = kind_of(self.values["script"]) or TASK
+            script = ("-m " if kind == "module" else "") + str(getattr(self.config.script, kind))
+            processes = f"{self.processes} process{'es' * (self.processes > 1)}"
+            return (
+                f"{script}: {nodes} node{'s' * (nodes > 1)} x {devices} device{'s' * (devices > 1)} "
+                f"= {processes}"
+            )
         server = "a server and " if servers(self.config.strategy) else ""
         return (
             f"{self.config.strategy.name}: {nodes} node{'s' * (nodes > 1)} x {devices} "
@@ -264,13 +284,15 @@ def prepare(
     folder = RunFolder(path.absolute())
     planned = _forecast(config, user_folder)
     notes += [] if planned is None else planned.warnings
+    snapshot = _snapshot(config, folder, plan)
     if config.weights is not None:
         values["weights"] = str(path_of(config.weights))
     if config.resume and (problems := list(resume.find_problems(folder, values))):
         raise ConfigError(problems)
     values["run_dir"] = str(folder.path)
+    values["script"] |= script_places(config.script, folder=folder, snapshot=snapshot)
     return PreparedRun(
-        config, values, layout=layout, batch=batch, folder=folder, snapshot=_snapshot(config, folder, plan),
+        config, values, layout=layout, batch=batch, folder=folder, snapshot=snapshot,
         overrides=overrides, config_dir=user_folder, import_note=imports.note,
         predicted=None if planned is None else planned.figures, plan_notes=notes,
     )  # fmt: skip
@@ -311,7 +333,7 @@ def _forecast(config: RunConfig, user_folder: Path | None) -> Forecast | None:
 
 
 def _is_planned(config: RunConfig) -> bool:
-    return config.plan.hardware is not None and config.plan.on_overflow != "off"
+    return config.plan.hardware is not None and config.plan.on_overflow != "off" and trains(config)
 
 
 def _missing_interfaces(config: RunConfig) -> list[str]:
@@ -334,4 +356,5 @@ def _snapshot(config: RunConfig, folder: RunFolder, plan: Callable[..., Snapshot
     return plan(
         folder.code, working_directory=Path.cwd(), most_mb=launcher.snapshot_mb,
         exclude=launcher.snapshot_exclude, credentials=launcher.snapshot_credentials,
+        also=script_folders(config.script),
     )  # fmt: skip

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 
 from hpc_parallel.config.node_devices import launcher_kind
 from hpc_parallel.launch.prepare import PreparedRun
-from hpc_parallel.supervise import fabric, flight_recorder, nccl_log
+from hpc_parallel.supervise import fabric, flight_recorder, nccl_log, script_rank
 from hpc_parallel.supervise.local_agent import rank_environments, share_cores
 from hpc_parallel.supervise.world import World
 
 OTHER_HOSTS = "<the interface that reaches the other hosts>"
+FIRST_HOST, RUN_ID = "<the first host>", "<this start>"
+FREE_PORT, PORT_OF_JOB = "<a free port>", "<20000 and the last digits of the job>"
 
 
 def rank_variables(
@@ -26,6 +30,8 @@ def rank_variables(
     if local:
         share_cores(variables, ranks=run.processes)
     flight_recorder.set_variables(run.folder, variables)
+    if run.is_script:
+        return _of_script(run, local=local, environment=environment, variables=variables)
     if local or run.config.nodes == 1:
         start = rank_environments(nodes=run.config.nodes, per_node=run.processes_per_node)
         fabric.set_sockets(variables, world=World.discover(start[0]), hosts=())
@@ -36,8 +42,29 @@ def rank_variables(
     return {name: value for name, value in sorted(variables.items()) if name not in environment}
 
 
+def _of_script(
+    run: PreparedRun, *, local: bool, environment: Mapping[str, str], variables: dict[str, str]
+) -> dict[str, str]:
+    """The variables of rank 0 of a script; what only the job knows is in angle brackets."""
+    start = {**variables, **rank_environments(nodes=run.config.nodes, per_node=run.processes_per_node)[0]}
+    if local:
+        start |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": FREE_PORT}
+        script_rank.set_variables(run.folder, run.values, world=World.discover(start), environment=start)
+    else:
+        start |= {"MASTER_ADDR": FIRST_HOST, "MASTER_PORT": str(run.config.cluster.port or PORT_OF_JOB)}
+        if run.config.nodes > 1:
+            start.setdefault("GLOO_SOCKET_IFNAME", OTHER_HOSTS)
+        world = replace(World.discover(start), local_world_size=run.processes_per_node)
+        start |= script_rank.torchrun_variables(run.folder, run.values, world=world, environment=start)
+    start["TORCHELASTIC_RUN_ID"] = RUN_ID
+    return {name: value for name, value in sorted(start.items()) if environment.get(name) != value}
+
+
 def describe(run: PreparedRun) -> list[str]:
     """The variables as lines for people."""
     local = launcher_kind(run.config.launcher.kind) == "local"
     lines = [f"  {name}={value}" for name, value in rank_variables(run, local=local).items()]
-    return ["each rank sets:", *lines]
+    if not run.is_script:
+        return ["each rank sets:", *lines]
+    words = shlex.join(script_rank.words_of(run.folder, run.values, rank=0))
+    return [f"rank 0 runs: {words}", "with:", *lines]

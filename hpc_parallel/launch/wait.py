@@ -27,7 +27,7 @@ def wait_for_job(run: PreparedRun, job_id: str) -> int:
 
     Ctrl-C stops the following, not the job. It raises KeyboardInterrupt, so that a sweep does not continue.
     """
-    follower = Follower(run.folder, steps=run.steps)
+    follower = Follower(run.folder, steps=run.steps, is_script=run.is_script)
     try:
         state = _follow(follower, job_id)
         deadline = time.monotonic() + summary_timeout_s(state.state)

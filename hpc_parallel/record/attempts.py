@@ -30,12 +30,7 @@ def begin(
 
     environment: Slurm's variables; warnings: about damaged checkpoints.
     """
-    lines = MetricsReader(folder.metrics).read()
-    kept = [line for line in lines if line["step"] <= step]
-    lost = max([line["step"] for line in lines], default=step) - step
-    content = "".join(json.dumps(line) + "\n" for line in kept).encode()
-    if content != _content(folder.metrics):  # the file has lines of later steps, or a torn line
-        write_bytes(folder.metrics, content)
+    lost = keep_metrics(folder, until=step)
     _append(
         folder,
         {
@@ -46,6 +41,16 @@ def begin(
             "warnings": list(warnings),
         },
     )
+
+
+def keep_metrics(folder: RunFolder, *, until: int) -> int:
+    """Remove the metrics of steps after `until`; returns how many steps that are."""
+    lines = MetricsReader(folder.metrics).read()
+    kept = [line for line in lines if line["step"] <= until]
+    content = "".join(json.dumps(line) + "\n" for line in kept).encode()
+    if content != _content(folder.metrics):  # the file has lines of later steps, or a torn line
+        write_bytes(folder.metrics, content)
+    return max([line["step"] for line in lines], default=until) - until
 
 
 def end(folder: RunFolder, *, how: str, host: str | None = None, exclude: Sequence[str] = ()) -> None:

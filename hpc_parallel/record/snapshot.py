@@ -58,6 +58,14 @@ class Snapshot:
         python_path = os.pathsep.join([*map(str, self.import_path), *inherited])
         return {"PYTHONSAFEPATH": "1", "PYTHONPATH": python_path}
 
+    def copy_of(self, path: Path) -> Path | None:
+        """The copy of a file; None if it is not copied."""
+        for root, copy in self.copies.items():
+            for place in (path, path.resolve()):
+                if place.is_relative_to(root) and str(place.relative_to(root)) in self.files[root]:
+                    return copy / place.relative_to(root)
+        return None
+
     def take(self) -> None:
         """Copy the files."""
         for root, copy in self.copies.items():
@@ -100,6 +108,7 @@ def plan_snapshot(
     most_mb: int = 64,
     exclude: Sequence[str] = (),
     credentials: bool = False,
+    also: Sequence[Path] = (),
 ) -> Snapshot:
     """Plan a copy of every git checkout that this process imports from, without the files that git ignores.
 
@@ -109,12 +118,12 @@ def plan_snapshot(
     source kept with a run (`rerun`) copies that source again and no other.
 
     exclude: patterns of names of files and folders, or of their paths from a checkout's root;
-    credentials: also copy files that look like credentials.
+    credentials: also copy files that look like credentials; also: more folders that are imported from.
 
     Raises ConfigError if more than `most_mb` MiB are left: then the files are not only source.
     """
     package = Path(__file__).resolve().parents[2]
-    imported = list(dict.fromkeys([working_directory, package, *_editable_import_path()]))
+    imported = list(dict.fromkeys([working_directory, *also, package, *_editable_import_path()]))
     code = next((folder for path in imported if (folder := kept_code(path)) is not None), None)
     if code is not None:
         checkouts = {

@@ -16,6 +16,7 @@ from typing import Any
 
 from hpc_parallel.config.axes import AXES, with_all_axes
 from hpc_parallel.config.layout import Layout, layout_of, recorded_strategy
+from hpc_parallel.config.script import TASK as SCRIPT
 from hpc_parallel.problems import printable
 from hpc_parallel.record import attempts
 from hpc_parallel.record.credentials import without_secret_values
@@ -317,6 +318,8 @@ def _summary_so_far(run: RecordedRun) -> dict[str, Any]:
 
 
 def _layout(run: RecordedRun) -> dict[str, int]:
+    if run.task == SCRIPT:
+        return {}
     try:
         strategy = recorded_strategy(run.config or {})
         layout = layout_of(strategy, devices=_devices(run) or 0).degrees

@@ -114,6 +114,7 @@ def _options_of(run: RecordedRun) -> dict[str, Any]:
     config = {key: value for key, value in (run.config or {}).items() if key not in RUN_KEYS}
     speedless = [key for key in SPEEDLESS if key != "steps" or run.task not in (None, "train")]
     excluded = {f"strategy.{key}" for key in STRATEGY} | {f"training.{key}" for key in speedless}
+    excluded |= {"training.global_batch_size"} if run.task == "script" else set()  # it follows the devices
     return {key: value for key, value in flatten(config).items() if key not in excluded}
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_parallel.record import attempts
+from hpc_parallel.record.job_state import job_of
 from hpc_parallel.record.metrics_file import MetricsReader
 from hpc_parallel.record.provenance import read_environment
 from hpc_parallel.record.recorded_slow_ranks import accusations
@@ -36,6 +37,7 @@ from hpc_parallel.supervise.root_cause import (
     missing_rank,
     this_attempt,
 )
+from hpc_parallel.supervise.script_rank import is_script
 from hpc_parallel.supervise.summary import summarise
 
 _LOG_LINES = 40
@@ -70,6 +72,8 @@ def conclude(
     records = failure.records(folder)
     records += killed_tasks(folder, text=text, recorded={record.rank for record in records})
     if returncode == 0 and not records and not cancelled:
+        if is_script(folder.read_config()):  # its ranks do not know whether all of them succeeded
+            write_json(folder.summary, _summary(folder, outcome="completed", environment=environment))
         return None
     cause = find_root_cause(records)
     if cause is not None and cause.kind in (failure.HANG, failure.LOST_PEER, failure.STOPPED):
@@ -142,31 +146,41 @@ def may_restart(folder: RunFolder) -> bool:
 
 def _conclude_stop(folder: RunFolder, *, stopped: Mapping[str, Any], environment: Mapping[str, str]) -> str:
     """Conclude a run whose ranks saved their state after a signal, and restart it if this is allowed."""
-    how = restart.why_stopped(stopped["signal"], environment=environment)
+    how = restart.REQUEUED
+    if stopped["signal"] is not None:
+        how = restart.why_stopped(stopped["signal"], environment=environment)
     attempts.end(folder, how=how)
     launcher = folder.read_config()["launcher"]
-    continues = "step" in stopped  # else the task begins again, which a time limit would end again
+    # Else the task begins again, which a time limit would end again. `code`: of a script
+    continues = "step" in stopped or "code" in stopped
     is_repeatable = continues or how != restart.TIME_LIMIT
     restarts = is_repeatable and restart.allowed(folder, how=how, recoverable=False, launcher=launcher)
     reasons = {
         restart.TIME_LIMIT: f"the time limit of {launcher['time_minutes']} min was near",
         restart.PREEMPTED: "preempted by Slurm",
         restart.CANCELLED: cancelled_by(stopped["signal"]),
+        restart.REQUEUED: "the script asks for a new start",
     }
-    kept = f"saved at step {stopped['step']}" if continues else f"{stopped['kept']} are kept"
+    if "code" in stopped:
+        kept = f"it ended with {_signal_of_code(stopped['code']) or 'exit code ' + str(stopped['code'])}"
+    else:
+        kept = f"saved at step {stopped['step']}" if continues else f"{stopped['kept']} are kept"
     line = f"{reasons[how]}: {kept}"
-    if how == restart.TIME_LIMIT and not restarts:
+    if how in (restart.TIME_LIMIT, restart.REQUEUED) and not restarts:
         if continues:
             line += f"; launcher.max_requeues={launcher['max_requeues']} are used up"
         else:
             line += "; try a longer launcher.time_minutes or a smaller task.seconds"
-        write_json(folder.failure, _without_rank(kind=failure.TIME_LIMIT, message=line, line=line))
-    if continues and not restarts:
+        kind = failure.TIME_LIMIT if how == restart.TIME_LIMIT else failure.ERROR
+        write_json(folder.failure, _without_rank(kind=kind, message=line, line=line))
+    if "step" in stopped and not restarts:
         line += f"; go on with resume={folder.path}"
     outcome = "preempted" if restarts else "cancelled" if how == restart.CANCELLED else "failed"
     write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
     write_json(folder.stopped, {**stopped, "how": how, "line": line})
-    if restarts:  # last, because Slurm may end this process at once
+    if restarts and job_of(environment) is None:
+        line += "; it starts again"
+    elif restarts:  # last, because Slurm may end this process at once
         line += f"; {restart.requeue_or_resubmit(folder, launcher=launcher, environment=environment)}"
     return line
 
@@ -225,13 +239,14 @@ def _out_of_time(folder: RunFolder) -> dict[str, Any]:
     """The content of `failure.json` for a job that Slurm ended at its time limit."""
     lines = MetricsReader(folder.metrics).read()
     step = lines[-1]["step"] if lines else 0
-    minutes = folder.read_config()["launcher"]["time_minutes"]
+    config = folder.read_config()
+    minutes = config["launcher"]["time_minutes"]
     message = f"the time limit of {minutes} min was reached after step {step}"
-    return _without_rank(
-        kind=failure.TIME_LIMIT,
-        message=message,
-        line=f"{message}: raise launcher.time_minutes, or train less",
-    )
+    advice = "raise launcher.time_minutes, or train less"
+    if is_script(config):
+        message = f"the time limit of {minutes} min was reached"
+        advice = "raise launcher.time_minutes, or set script.stop_signal"
+    return _without_rank(kind=failure.TIME_LIMIT, message=message, line=f"{message}: {advice}")
 
 
 def _without_rank(

@@ -107,17 +107,24 @@ def set_sockets(
     reasons = set_unset(environment, {"GLOO_ENABLE_STORE_V2_API": "1"}, reason=STORE)
     if world.world_size > MOST_CONNECTED:
         reasons |= set_unset(environment, {"TORCH_GLOO_LAZY_INIT": "1"}, reason=LAZY)
+    return reasons | set_interfaces(environment, world=world, hosts=hosts, suffix=suffix)
+
+
+def set_interfaces(
+    environment: MutableMapping[str, str], *, world: World, hosts: Iterable[str], suffix: str = ""
+) -> dict[str, str]:
+    """The part of `set_sockets` that chooses interfaces. It fits every program that uses gloo or NCCL."""
     loopback = _interface_of("127.0.0.1") if world.one_machine else None
     if loopback is not None:
         both = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback)
-        return reasons | set_unset(environment, both, reason="all ranks are on this machine")
+        return set_unset(environment, both, reason="all ranks are on this machine")
     if "GLOO_SOCKET_IFNAME" not in environment:
         others = dict.fromkeys(host for host in hosts if host != world.host)  # many ranks, few hosts
         for other in others:
             if (interface := interface_towards(other + suffix)) is not None:
                 environment["GLOO_SOCKET_IFNAME"] = interface
-                return reasons | {"GLOO_SOCKET_IFNAME": REACHES}  # the same text on all hosts
-    return reasons
+                return {"GLOO_SOCKET_IFNAME": REACHES}  # the same text on all hosts
+    return {}
 
 
 def require_interfaces(environment: Mapping[str, str], *, host: str, nccl: bool) -> None:

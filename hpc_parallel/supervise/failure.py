@@ -167,6 +167,30 @@ def record_death(folder: RunFolder, *, world: World, returncode: int, stopped: b
     _write(folder, world=world, kind=kind, message=message, signal_name=name)
 
 
+def record_reason(
+    folder: RunFolder,
+    *,
+    world: World,
+    kind: str,
+    message: str,
+    lines: list[str],
+    details: dict[str, Any] | None = None,
+) -> None:
+    """Record a failure that another process has described in a text."""
+    message = message[:_MESSAGE_CHARACTERS]
+    _write(folder, world=world, kind=kind, message=message, lines=lines, details=details)
+
+
+def kind_of_text(name: str, message: str) -> str:
+    """The kind of an exception of another process, by the name of its class and its message."""
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    is_of_torch = name == "RuntimeError" or name.startswith("Dist")  # DistBackendError, DistNetworkError
+    if is_of_torch:
+        return _kind_of_one(RuntimeError(message))
+    return DISK if name == "OSError" and _NO_SPACE.search(message) else ERROR
+
+
 def record_hang(folder: RunFolder, *, world: World, message: str, stack: list[str]) -> None:
     """Record that this rank has made no progress, whether it is the cause or not."""
     _write(folder, world=world, kind=HANG, message=message, lines=stack)

@@ -1,5 +1,7 @@
 """The agent of a local run: it forks all ranks on this machine from one process that has imported torch.
 
+The ranks of a user's script are programs of their own, which it starts.
+
 `python -m hpc_parallel.job agent RUN_FOLDER`. The nodes are simulated: each rank sees the variables that
 torchrun sets.
 """
@@ -11,13 +13,16 @@ import math
 import os
 import secrets
 import signal
+import socket
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, MutableMapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpc_parallel.config.layout import processes_per_node, recorded_strategy
 from hpc_parallel.record import owner
@@ -27,14 +32,15 @@ from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.supervise import failure
 from hpc_parallel.supervise.conclude_run import conclude, may_restart
 from hpc_parallel.supervise.fabric import site_variables
+from hpc_parallel.supervise.process_tree import adopt_orphans, end_descendants
 from hpc_parallel.supervise.rank_process import die_with_parent
+from hpc_parallel.supervise.script_rank import is_script
 from hpc_parallel.supervise.supervisor import Supervisor
 from hpc_parallel.supervise.world import World
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing import PContext
-
 Entry = Callable[[str], int]
+Processes = tuple[dict[int, int], object]  # rank -> process; the object that owns and reaps them
+
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PERIOD_S = 0.02
@@ -68,7 +74,8 @@ def run(run_folder: str, *, load_entry: Callable[[], Entry]) -> int:
         for number in STOP_SIGNALS:  # no rank has started yet
             signal.signal(number, leave)
         code = _attempt(folder, config=config, per_node=per_node, load_entry=load_entry)
-        if code == 0 or not may_restart(folder):
+        asks = (read_json(folder.summary) or {}).get("outcome") == "preempted"  # a script, by its exit code
+        if code == 0 or not (asks or may_restart(folder)):
             return code
         print("restarting", flush=True)
 
@@ -79,13 +86,14 @@ def _attempt(
     environments = rank_environments(nodes=config["nodes"], per_node=per_node)
     folder.begin_anew()
     failure.forget_all(folder)
-    note_phase(folder, "importing torch")
+    note_phase(folder, "starting the script" if is_script(config) else "importing torch")
     owner.take(folder)  # if the launcher is killed, the ranks still save their state before they end
     try:
+        start = _start_script if is_script(config) else partial(_fork, entry=load_entry())
         watch = _start(
             folder,
             environments=environments,
-            entry=load_entry(),
+            start=start,
             hang_timeout_s=config["cluster"]["hang_timeout_s"],
         )
     except Exception:
@@ -94,10 +102,14 @@ def _attempt(
         conclude(folder, returncode=1, text=text, cancelled=False, environment={})
         return 1
     cancelled = watch.wait()
+    if is_script(config):
+        end_descendants()
     failed = any(watch.returncodes.values()) or len(watch.returncodes) < len(environments)
     if failed or cancelled:
         asked_by = failure.signal_name(watch.signals[0]) if cancelled else None
         conclude(folder, returncode=1, cancelled=cancelled, asked_by=asked_by, environment={})
+    elif is_script(config):  # no rank knows that all of them succeeded
+        conclude(folder, returncode=0, environment={})
     summary = read_json(folder.summary)
     return int(summary is None or summary["outcome"] != "completed")
 
@@ -131,13 +143,12 @@ class Watch:
         folder: RunFolder,
         *,
         worlds: dict[int, World],
-        context: PContext,
+        processes: Processes,
         hang_timeout_s: float | None,
     ) -> None:
         self.folder = folder
         self.worlds = worlds
-        self.context = context  # owns the processes and their queues
-        self.alive = dict(context.pids())  # rank -> process
+        self.alive, self._owner = processes
         self.returncodes: dict[int, int] = {}  # as in subprocess: negative for a signal
         self.supervisors = {
             rank: Supervisor(folder, world=worlds[rank], process=process, timeout_s=hang_timeout_s)
@@ -165,6 +176,8 @@ class Watch:
                 terminate_at = min(terminate_at, now)
                 patience_s = _SAVE_S if cancelled else _PATIENCE_S
             for rank, returncode in self._newly_ended():
+                if returncode == 0 and self.folder.stopped.exists():  # the others have as long as under srun
+                    terminate_at = min(terminate_at, now + _SAVE_S)
                 if returncode == 0 or cancelled:
                     continue
                 stopped = kill_at < math.inf and -returncode in (signal.SIGTERM, signal.SIGKILL)
@@ -203,13 +216,30 @@ class Watch:
 
 
 def _start(
-    folder: RunFolder, *, environments: dict[int, dict[str, str]], entry: Entry, hang_timeout_s: float | None
+    folder: RunFolder,
+    *,
+    environments: dict[int, dict[str, str]],
+    start: Callable[..., Processes],
+    hang_timeout_s: float | None,
 ) -> Watch:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
-
     worlds = {rank: World.discover({**os.environ, **variables}) for rank, variables in environments.items()}
     # Block signals until our handlers are set: torch's handlers raise.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    processes = start(folder, environments, worlds)
+    # Watch does not use context.wait(). At the first failure context.wait() ends the other ranks at once,
+    # before they can write their records, and then waits 30 s for those that do not react.
+    watch = Watch(folder, worlds=worlds, processes=processes, hang_timeout_s=hang_timeout_s)
+    for number in STOP_SIGNALS:
+        signal.signal(number, watch.on_signal)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    return watch
+
+
+def _fork(
+    folder: RunFolder, environments: dict[int, dict[str, str]], worlds: dict[int, World], *, entry: Entry
+) -> Processes:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+
     context = start_processes(
         name="hpc_parallel",
         entrypoint=_be_rank,
@@ -218,13 +248,31 @@ def _start(
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # each rank opens its own files
         start_method="fork",
     )
-    # Watch does not use context.wait(). At the first failure context.wait() ends the other ranks at once,
-    # before they can write their records, and then waits 30 s for those that do not react.
-    watch = Watch(folder, worlds=worlds, context=context, hang_timeout_s=hang_timeout_s)
+    return dict(context.pids()), context
+
+
+def _start_script(folder: RunFolder, environments: dict[int, dict[str, str]], worlds: object) -> Processes:
+    """Start the parents of a script's ranks, as srun does on a cluster: without torch in this process."""
+    adopt_orphans()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+    command = [sys.executable, "-m", "hpc_parallel.job", "rank", str(folder.path)]
+    processes = {
+        rank: subprocess.Popen(
+            command, env={**os.environ, **variables, **port}, stdin=subprocess.DEVNULL,
+            preexec_fn=partial(_prepare_parent, os.getpid()),
+        )
+        for rank, variables in environments.items()
+    }  # fmt: skip
+    return {rank: process.pid for rank, process in processes.items()}, processes
+
+
+def _prepare_parent(agent: int) -> None:
+    """Run in the parent of a rank before its program: it ends its script if the agent ends."""
+    die_with_parent(agent, by=signal.SIGTERM)
     for number in STOP_SIGNALS:
-        signal.signal(number, watch.on_signal)
+        signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    return watch
 
 
 def _be_rank(run_folder: str, world: World, agent: int, entry: Entry) -> None:

@@ -14,12 +14,15 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.supervise import failure
-from hpc_parallel.supervise.fabric import site_variables
+from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.supervise import failure, script_failure, script_metrics, script_rank
+from hpc_parallel.supervise.fabric import DeviceError, site_variables
 from hpc_parallel.supervise.nvidia_profiler import ProfilerError, profiler_words
+from hpc_parallel.supervise.process_tree import adopt_orphans, end_descendants
 from hpc_parallel.supervise.supervisor import supervised
 from hpc_parallel.supervise.world import World
 
@@ -31,7 +34,7 @@ _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal
 
 
 def run(run_folder: str, *, worker: tuple[str, ...] = WORKER) -> None:
-    """Run this rank's worker to its end.
+    """Run this rank's worker, or the user's script in its place, to its end.
 
     Raises SystemExit with the worker's exit code, or 128 + n after signal n. Unlike other exceptions it
     passes through submitit without a traceback, and srun receives the code.
@@ -41,6 +44,9 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER) -> None:
     failure.forget(folder, rank=world.rank)
     config = folder.read_config()
     site_variables(config["cluster"]["environment"], os.environ)  # before torch loads OpenMP
+    if script_rank.is_script(config):
+        _run_script(folder, config, world=world)
+        return
     if world.rank == 0:
         note_phase(folder, "importing torch")
     for number in _IGNORED:
@@ -57,7 +63,53 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER) -> None:
         returncode = child.wait()
     if returncode != 0:
         failure.record_death(folder, world=world, returncode=returncode)
-        sys.exit(returncode if returncode > 0 else 128 - returncode)
+        sys.exit(_exit_code(returncode))
+
+
+def _run_script(folder: RunFolder, config: dict[str, Any], *, world: World) -> None:
+    """As `run`, for a script of the user's, whose processes end with it."""
+    adopt_orphans()
+    script_failure.forget(folder, rank=world.rank)
+    script = config["script"]
+    relay = script_rank.Relay(script["stop_signal"], reaches_all=world.launcher == "slurm")
+    for number in _IGNORED:
+        signal.signal(number, relay)
+    starts = {stream: script_failure.size_of(folder.log(world.rank, stream)) for stream in ("out", "err")}
+    variables = dict(os.environ)
+    try:
+        script_rank.set_variables(folder, config, world=world, environment=variables)
+        if world.rank == 0:
+            script_rank.begin(folder, config, world=world, environment=variables)
+        with script_rank.streams(folder, rank=world.rank) as (out, err):
+            child = subprocess.Popen(
+                script_rank.words_of(folder, config, rank=world.rank),
+                cwd=script_rank.working_directory(folder, config, rank=world.rank),
+                env=variables, preexec_fn=partial(_prepare, os.getpid()),
+                stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+            )  # fmt: skip
+    except (DeviceError, OSError) as error:  # no such program on this host, for example
+        failure.record_exception(folder, world=world, error=error)
+        sys.exit(str(error))
+    relay.connect(child)
+    pattern = script["metrics"] if world.rank == 0 else None
+    with script_metrics.reading(folder, pattern=pattern, start_bytes=starts["out"]):
+        returncode = child.wait()
+        end_descendants()
+    stop = relay.stop_of(returncode, requeue_codes=script["requeue_codes"])
+    # After another rank's failure srun ends this one, which is no stop.
+    if stop is not None and not failure.records(folder):
+        write_json(folder.stopped, stop)
+        return  # with 0, so that srun lets the other ranks save
+    if returncode > 0:
+        script_failure.record(folder, world=world, returncode=returncode, log_start=starts["err"])
+    elif returncode < 0:
+        failure.record_death(folder, world=world, returncode=returncode)
+    if returncode != 0:
+        sys.exit(_exit_code(returncode))
+
+
+def _exit_code(returncode: int) -> int:
+    return returncode if returncode > 0 else 128 - returncode
 
 
 def _prepare(parent: int) -> None:

@@ -18,6 +18,7 @@ from hpc_parallel.record.submission_environment import submission_environment
 from hpc_parallel.supervise import failure
 
 TIME_LIMIT, PREEMPTED, CANCELLED = "time_limit", "preempted", "cancelled"
+REQUEUED = "requeued"  # a script asked for it by its exit code
 TWICE = 2  # failures of a host after which the next start excludes it
 MOST_EXCLUSIONS = 8  # starts that may end because preflight checks exclude hosts
 
@@ -47,8 +48,8 @@ def allowed(folder: RunFolder, *, how: str, recoverable: bool, launcher: Mapping
     ends = Counter(_kind(end) for end in attempts.recent_ends(folder))
     if how == PREEMPTED:
         return True
-    if how == TIME_LIMIT:
-        return ends[TIME_LIMIT] <= int(launcher["max_requeues"])  # the count includes this end
+    if how in (TIME_LIMIT, REQUEUED):
+        return ends[how] <= int(launcher["max_requeues"])  # the count includes this end
     if how == failure.NONFINITE:  # only once, because the same samples may cause the same failure
         first_time = sum(end["how"] == how for end in attempts.recent_ends(folder)) == 1
         return recoverable and first_time
@@ -59,7 +60,11 @@ def allowed(folder: RunFolder, *, how: str, recoverable: bool, launcher: Mapping
 
 def _kind(end: Mapping[str, Any]) -> str:
     how = str(end["how"])
-    return how if how in (TIME_LIMIT, PREEMPTED, CANCELLED, failure.PREFLIGHT, "completed") else "failure"
+    return (
+        how
+        if how in (TIME_LIMIT, PREEMPTED, CANCELLED, REQUEUED, failure.PREFLIGHT, "completed")
+        else "failure"
+    )
 
 
 def hosts_to_exclude(folder: RunFolder) -> list[str]:

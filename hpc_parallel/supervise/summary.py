@@ -153,9 +153,15 @@ def _measured(lines: Lines) -> dict[str, Any]:
     return {}
 
 
+def _of_script(lines: Lines) -> dict[str, Any]:
+    """What `script.metrics` has read. hpc_parallel does not know the layout of a script."""
+    return {"layout": {}, "steps": _last(lines, "step") or 0, "final_loss": _last(lines, "loss")}
+
+
 # Figures of the tasks that do not train.
 FIGURES: dict[str, Callable[[Lines], dict[str, Any]]] = {
     "infer": _inferred, "generate": _generated, "collectives": _measured, "preflight": _measured,
+    "script": _of_script,
 }  # fmt: skip
 
 

@@ -133,7 +133,7 @@ def composes(words: Sequence[str]) -> int:
     """The exit code of `run`, which starts nothing."""
     explains = {"--help", "--cfg"} & set(words)
     launcher = ["launcher=local"] * (not any(word.startswith("launcher=") for word in words))
-    return run([*words, *([] if explains else ["dry_run=true", *launcher])])
+    return run([*([] if explains else ["dry_run=true", *launcher]), *words])  # a script's words come last
 
 
 def parse_only(monkeypatch: pytest.MonkeyPatch) -> None:

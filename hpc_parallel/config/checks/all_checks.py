@@ -23,6 +23,7 @@ from hpc_parallel.config.checks import (
     parquet_checks,
     profile_checks,
     python_checks,
+    script_checks,
     site_checks,
     switch_checks,
     task_checks,
@@ -35,6 +36,7 @@ from hpc_parallel.config.layout import EXECUTIONS, divisors
 from hpc_parallel.config.model_data_schema import TransformerConfig
 from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.config.schema import TASKS, RunConfig
+from hpc_parallel.config.script import STOP_SIGNALS, STYLES, TASK
 from hpc_parallel.problems import Problem, Problems, nearest
 from hpc_parallel.record.safe_read import MAX_INTEGER, list_folder
 
@@ -60,6 +62,8 @@ CHOICES = {
     "plan.on_overflow": ("stop", "warn", "off"),
     "profile.kind": ("none", "torch", "nsys", "ncu"),
     "task.name": tuple(TASKS),
+    "script.style": STYLES,
+    "script.stop_signal": STOP_SIGNALS,
 }
 
 CALLBACKS, VALIDATION = "hpc_parallel.training.callbacks", "validation_loss"
@@ -77,15 +81,18 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> list[Prob
     """Returns all problems of `config`, in the order of the command line's `overrides`."""
     if huge := list(_integers(config)):  # the other checks loop up to these numbers: they might never end
         return in_order(huge, overrides)
-    checks = (
-        _counts, _choices, _ranges, optimizer_checks.find_problems, execution_checks.find_problems,
+    general = (_counts, _choices, _ranges)
+    of_the_site = (cluster_checks.find_problems, site_checks.find_problems, python_checks.find_problems)
+    of_training = (
+        optimizer_checks.find_problems, execution_checks.find_problems,
         layout_checks.find_problems, _model, _callbacks, _data, parquet_checks.find_problems,
         huggingface_checks.find_problems, image_checks.find_problems, task_checks.find_problems,
-        cluster_checks.find_problems, site_checks.find_problems, python_checks.find_problems,
         switch_checks.find_problems, fp8_checks.find_problems, profile_checks.find_problems,
         machine_checks.find_problems,
     )  # fmt: skip
-    return in_order([problem for check in checks for problem in check(config)], overrides)
+    checks = (*general, *(() if config.task.name == TASK else of_training), *of_the_site)
+    problems = [problem for check in checks for problem in check(config)]
+    return in_order([*problems, *script_checks.find_problems(config, overrides)], overrides)
 
 
 def in_order(problems: Sequence[Problem | str], overrides: Sequence[str]) -> list[Problem | str]:

@@ -1,0 +1,210 @@
+"""Check a script of the user's own: what would fail on every device is refused before the job queues."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from hpc_parallel.config.node_devices import launcher_kind
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.script import KINDS, TASK
+from hpc_parallel.config.script_schema import ScriptConfig
+from hpc_parallel.problems import Problem, Problems, nearest
+
+# Keys of our own training, which a script does not read.
+UNREAD = ("strategy", "model", "data", "optimizer", "training", "weights")
+NOT_YET = ("cluster.hang_timeout_s", "resume", "profile", "preflight", "fabric")
+LAUNCHERS = ("torchrun", "srun", "mpirun", "mpiexec", "accelerate", "deepspeed")
+_MOST_BYTES = 2**20  # of a file whose text is searched
+_IMPORT = re.compile(rb"^\s*(?:from|import)\s+(\w+)", re.MULTILINE)
+# Words of a program that knows that it is one of several.
+_DISTRIBUTED = re.compile(
+    rb"RANK|WORLD_SIZE|SLURM_|init_process_group|torch\.distributed|torchrun|accelerate|lightning|deepspeed"
+    rb"|transformers|mpi4py|horovod|jax|tensorflow|composer|colossalai|\bray\b|hydra|job_context"
+)
+
+
+def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> Problems:
+    """overrides: those of the command line, of which a script must read each."""
+    script = config.script
+    if config.task.name != TASK:
+        if typed := [key for key, value in vars(script).items() if value != getattr(ScriptConfig(), key)]:
+            yield f"script.{typed[0]} needs task=script, and this is {config.task.name}. Try task=script."
+        return
+    named = [f"script.{kind}" for kind in KINDS if getattr(script, kind)]
+    if len(named) != 1:
+        what = f"{' and '.join(named)} are set, but one run starts one" if named else "task=script names no"
+        yield f"{what} script. Try -- train.py at the end of the line, or script.file=train.py."
+        return
+    yield from _unread(overrides)
+    if script.file:
+        yield from _file(config, script.file)
+    elif script.module:
+        yield from _module(config, script.module)
+    elif script.command:
+        yield from _command(config, script.command)
+    yield from _folder(script.working_directory)
+    if config.cluster.start != "srun" and launcher_kind(config.launcher.kind) != "local":
+        yield Problem("cluster.start", config.cluster.start, "can't start a script yet", ("srun",))
+    if wrong := [code for code in script.requeue_codes if not 0 < code < 126]:
+        yield Problem("script.requeue_codes", wrong, "must be exit codes from 1 to 125", ([75],))
+    yield from _metrics(script.metrics)
+    try:
+        shlex.split(script.resume_arguments or "")
+    except ValueError as error:
+        yield f"script.resume_arguments can't be split into words: {error}."
+
+
+def script_warnings(config: RunConfig) -> Iterator[str]:
+    """What may be meant, and is more often a mistake."""
+    file = config.script.file
+    if config.task.name != TASK or file is None or config.devices == 1:
+        return
+    if not _may_be_distributed(_path(file)):
+        yield (
+            f"{file} never reads RANK or WORLD_SIZE and calls no init_process_group: each of the "
+            f"{config.devices} processes will do the whole work."
+        )
+
+
+def _unread(overrides: Sequence[str]) -> Problems:
+    keys = dict.fromkeys(override.partition("=")[0].lstrip("+~") for override in overrides)
+    if unread := [key for key in keys if key.partition(".")[0] in UNREAD]:
+        verb = "is" if len(unread) == 1 else "are"
+        yield (
+            f"{', '.join(unread)} {verb} for the training of hpc_parallel, and your script does not read it. "
+            "Give the script arguments of its own after --."
+        )
+    for key in keys:
+        if key in NOT_YET or key.partition(".")[0] in NOT_YET:
+            yield f"{key}: a script can't use this yet. Try the same line without it."
+
+
+def _file(config: RunConfig, file: str) -> Problems:
+    path = _path(file)
+    if not path.is_file():
+        near = nearest(path.name, [entry.name for entry in _entries(path.parent)])
+        rule = "is a folder" if path.is_dir() else f"does not exist in {path.parent}"
+        yield Problem("script.file", file, rule, tuple(str(Path(file).with_name(name)) for name in near))
+    elif not os.access(path, os.R_OK):
+        yield Problem("script.file", file, "can't be read by you")
+    elif not _has_other_python(config):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                compile(path.read_bytes(), file, "exec", dont_inherit=True)
+        except (SyntaxError, ValueError) as error:
+            line = f"line {error.lineno}: " if isinstance(error, SyntaxError) and error.lineno else ""
+            text = error.msg if isinstance(error, SyntaxError) else str(error)
+            yield f"script.file = {file} can't be compiled: {line}{text}."
+
+
+def _module(config: RunConfig, module: str) -> Problems:
+    """Search the module without an import of its packages, which could run anything."""
+    if _has_other_python(config):
+        return
+    paths: Sequence[str] | None = [os.getcwd(), *sys.path]
+    spec: ModuleSpec | None = None
+    for index, part in enumerate(parts := module.split(".")):
+        spec = None if paths is None else PathFinder.find_spec(".".join(parts[: index + 1]), paths)
+        if spec is None:
+            rule = f"can't be found: there is no {part} in {'.'.join(parts[:index]) or 'the import path'}"
+            if Path(module).is_file() or module.endswith(".py"):
+                rule += "; a file needs no -m"
+            yield Problem("script.module", module, rule)
+            return
+        paths = spec.submodule_search_locations
+    if paths is not None and PathFinder.find_spec(f"{module}.__main__", paths) is None:
+        yield Problem(
+            "script.module", module, "is a package without a __main__.py, which python -m would run"
+        )
+
+
+def _command(config: RunConfig, command: str) -> Problems:
+    name = Path(command).name
+    if name in LAUNCHERS:
+        yield (
+            f"script.command = {command} starts processes itself, and hpc_parallel does that already: name "
+            "the script alone, as in -- train.py."
+        )
+    elif os.sep not in command:
+        if not _changes_environment(config) and shutil.which(command) is None:
+            is_file = Path(command).is_file()
+            rule = (
+                f"is not on the PATH; a program of this folder is ./{command}"
+                if is_file
+                else "is not on the PATH"
+            )
+            yield Problem("script.command", command, rule, (f"./{command}",) if is_file else ())
+    elif not (path := _path(command)).is_file():
+        near = nearest(name, [entry.name for entry in _entries(path.parent)])
+        rule = "is a folder" if path.is_dir() else "does not exist"
+        yield Problem(
+            "script.command",
+            command,
+            rule,
+            tuple(os.path.join(os.path.dirname(command), each) for each in near),
+        )
+    elif not os.access(path, os.X_OK):
+        yield f"script.command = {command} is not executable. Try chmod +x {command}."
+
+
+def _folder(folder: str | None) -> Problems:
+    if folder is None or "{run}" in folder:
+        return
+    if not _path(folder).is_dir():
+        yield Problem("script.working_directory", folder, "is not a folder", (None, "{run}"))
+
+
+def _metrics(pattern: str | None) -> Problems:
+    try:
+        groups = re.compile(pattern or "(?P<step>)").groupindex
+    except re.error as error:
+        yield f"script.metrics = {pattern} is not a regular expression: {error}."
+        return
+    if "step" not in groups:
+        yield f"script.metrics = {pattern} has no group (?P<step>\\d+), the number of the step."
+
+
+def _path(text: str) -> Path:
+    return Path(os.path.expanduser(text)).absolute()
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _changes_environment(config: RunConfig) -> bool:
+    """Whether commands of the job or an image decide what the job finds; a local run ignores them."""
+    launcher, cluster = config.launcher, config.cluster
+    lines = (launcher.container, launcher.setup, launcher.modules, cluster.setup, cluster.modules)
+    return launcher_kind(launcher.kind) != "local" and any(lines)
+
+
+def _has_other_python(config: RunConfig) -> bool:
+    """Whether the job may run another Python than this one."""
+    launcher = config.launcher
+    if launcher_kind(launcher.kind) == "local":
+        return False
+    return bool(launcher.python or launcher.conda or launcher.venv) or _changes_environment(config)
+
+
+def _may_be_distributed(path: Path) -> bool:
+    """Whether a file reads the variables of a rank, or imports a module beside it, which may."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MOST_BYTES)
+    except OSError:
+        return True
+    beside = {entry.stem for entry in _entries(path.parent)}
+    return bool(_DISTRIBUTED.search(text)) or any(name.decode() in beside for name in _IMPORT.findall(text))

@@ -1,0 +1,124 @@
+"""A script of the user's own: from the words after `--` to keys, and from keys to its arguments.
+
+Both halves use it, so it imports neither Hydra nor torch.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any
+
+from hpc_parallel.problems import ConfigError, quoted, spell
+from hpc_parallel.record.values import flatten
+
+TASK = "script"
+KINDS = ("file", "module", "command")  # keys of `script.` of which exactly one is set
+STYLES = ("--key value", "--key=value", "-key value", "key=value")
+STOP_SIGNALS = ("none", "SIGTERM", "SIGUSR1", "SIGUSR2")
+PLACEHOLDERS = ("{run}", "{rank}", "{seed}")
+
+
+def with_script(words: Sequence[str]) -> list[str]:
+    """Replace `-- train.py --lr 3e-4` at the end of a command line by overrides. Raises ConfigError."""
+    if "--" not in words:
+        return list(words)
+    end = list(words).index("--")
+    before, script = list(words[:end]), list(words[end + 1 :])
+    if not script or script == ["-m"]:
+        raise ConfigError(
+            [f"{' '.join(['--', *script])} ends the line: a script comes after it. Try -- train.py."]
+        )
+    if others := [word for word in before if word.startswith("task=") and word != f"task={TASK}"]:
+        raise ConfigError(
+            [f"{others[0]} can't be with a script after --, which is task={TASK}. Leave it out."]
+        )
+    kind = "file" if script[0].endswith(".py") else "command"
+    if script[0] == "-m":
+        kind, script = "module", script[1:]
+    name, *arguments = map(_literal, script)
+    return [*before, f"task={TASK}", f"script.{kind}={name}", f"script.words=[{','.join(arguments)}]"]
+
+
+def with_quotes(word: str) -> str:
+    """The override `word`, with quotes around values of `script.` that Hydra could not read.
+
+    It would take `{run}` for a mapping, and stop at the spaces or the `=` of a text.
+    """
+    key, _, value = word.partition("=")
+    if not key.lstrip("+").startswith(f"{TASK}.") or set(value) & set("'\""):
+        return word
+    if key in (f"{TASK}.style", f"{TASK}.resume_arguments", f"{TASK}.metrics"):
+        return f"{key}={_literal(value)}"
+    if not any(placeholder in value for placeholder in PLACEHOLDERS):
+        return word
+    start, end = ("[", "]") if value.startswith("[") and value.endswith("]") else ("", "")
+    parts = value[len(start) : len(value) - len(end)].split(",")
+    return f"{key}={start}{','.join(map(_literal, parts))}{end}"
+
+
+def _literal(word: str) -> str:
+    """Quote a word so that neither Hydra nor OmegaConf (`${...}`) changes it."""
+    return quoted(re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", word))
+
+
+def kind_of(script: Mapping[str, Any]) -> str | None:
+    """The key that names the script; None if there is not exactly one."""
+    kinds = [kind for kind in KINDS if script.get(kind)]
+    return kinds[0] if len(kinds) == 1 else None
+
+
+def name_of(script: Mapping[str, Any]) -> str:
+    """A short name of the script, for the run and for messages: `train` for `code/train.py`."""
+    kind = kind_of(script)
+    text = str(script[kind]) if kind else TASK
+    name = text.rpartition(".")[2] if kind == "module" else PurePath(text).stem
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.")[:100] or TASK
+
+
+def arguments_of(script: Mapping[str, Any], *, values: Mapping[str, str]) -> list[str]:
+    """The arguments of the script: `script.words`, then `script.arguments` in its style.
+
+    values: what `{run}`, `{rank}` and `{seed}` become.
+    """
+    named = [
+        word
+        for key, value in flatten(script["arguments"]).items()
+        for word in _words_of(key, value, style=script["style"])
+    ]
+    return [fill(word, values) for word in (*script["words"], *named)]
+
+
+def resume_words(script: Mapping[str, Any], *, values: Mapping[str, str], folder: Path) -> list[str]:
+    """The words of `script.resume_arguments`; none if a path among them does not exist.
+
+    folder: the working directory, from which relative paths count.
+    """
+    words = [fill(word, values) for word in shlex.split(script["resume_arguments"] or "")]
+    paths = [path for word in words if "/" in (path := word.rpartition("=")[2])]
+    return words if all((folder / path).exists() for path in paths) else []
+
+
+def fill(word: str, values: Mapping[str, str]) -> str:
+    """Replace the placeholders; other braces stay."""
+    for placeholder in PLACEHOLDERS:
+        word = word.replace(placeholder, values[placeholder])
+    return word
+
+
+def _words_of(key: str, value: Any, *, style: str) -> Iterator[str]:
+    """One argument. With a space, true is a flag without a value, and false and null leave it out."""
+    if value == {}:
+        return
+    dashes, _, separator = style.partition("key")
+    name = dashes + key
+    if separator == " value":
+        if value is not None and value is not False:
+            yield name
+            yield from () if value is True else map(str, value if isinstance(value, list) else [value])
+    elif style == "key=value":  # Hydra reads true, false and null
+        yield f"{name}={spell(value) if not isinstance(value, float | str) else value}"
+    else:  # Python's literals, as nanoGPT reads them
+        yield f"{name}={value}"

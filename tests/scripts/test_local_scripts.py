@@ -1,0 +1,289 @@
+"""Scripts of the user's own on this machine, over two simulated nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.scripts.loops import CLIENTS, losses_alone, printed_losses
+
+pytestmark = pytest.mark.processes
+ROOT = str(Path(__file__).resolve().parents[2])
+TWO_NODES = ("nodes=2", "launcher=local")
+VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "OF_THE_USER",
+)  # fmt: skip
+SHOW = f"""
+import json, os, sys, beside
+variables = {{name: os.environ.get(name) for name in {VARIABLES}}}
+print(json.dumps([variables, sys.argv[1:], os.getcwd(), beside.VALUE]))
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    for client in CLIENTS.glob("*.py"):
+        shutil.copy(client, tmp_path)
+    return tmp_path
+
+
+def run(home: Path, *words: str, module: str = "run", **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", f"hpc_parallel.{module}" if module == "run" else "hpc_parallel", *words],
+        cwd=home, env={**os.environ, "PYTHONPATH": ROOT, **environment}, capture_output=True, text=True,
+        timeout=240,
+    )  # fmt: skip
+
+
+def command(home: Path, *words: str) -> str:
+    done = run(home, *words, module="command")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def only_run(home: Path) -> Path:
+    (folder,) = home.glob("runs/*/*")
+    return folder
+
+
+def ended(home: Path) -> tuple[str, str | None]:
+    """The outcome, and the line that names the cause."""
+    folder = only_run(home)
+    summary, failure = folder / "summary.json", folder / "failure.json"
+    line = json.loads(failure.read_text())["line"] if failure.exists() else None
+    return json.loads(summary.read_text())["outcome"], line
+
+
+def processes_of(marker: str) -> list[psutil.Process]:
+    return [p for p in psutil.process_iter(["cmdline"]) if marker in " ".join(p.info["cmdline"] or [])]
+
+
+def test_each_rank_has_the_variables_of_torchrun_and_the_kept_source(home: Path) -> None:
+    (home / "show.py").write_text(SHOW)
+    (home / "beside.py").write_text("VALUE = 1\n")
+    words = ("script.arguments.lr=3e-4", "script.arguments.out={run}/{rank}/{seed}", "seed=7")
+    done = run(home, *TWO_NODES, "gpus_per_node=2", *words, "--", "show.py", "a b", "$x", OF_THE_USER="kept")
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = only_run(home)
+    assert (folder / "code" / home.name / "show.py").exists()
+    assert folder.parent.name == "show"
+    for rank in range(4):
+        variables, arguments, place, value = json.loads((folder / "logs" / f"rank-{rank}.out").read_text())
+        assert variables == {
+            "RANK": str(rank), "LOCAL_RANK": str(rank % 2), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",
+            "GROUP_RANK": str(rank // 2), "MASTER_ADDR": "127.0.0.1", "OF_THE_USER": "kept",
+        }  # fmt: skip
+        assert arguments == ["a b", "$x", "--lr", "3e-4", "--out", f"{folder}/{rank}/7"]
+        assert (place, value) == (str(home), 1)
+
+
+def test_the_loss_curve_of_two_ranks_equals_that_of_one_process(home: Path) -> None:
+    metrics = r"script.metrics=step (?P<step>\d+).* loss (?P<loss>[\d.]+)"
+    done = run(home, *TWO_NODES, metrics, "--", "ddp.py", "--steps", "8")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 8 of 8 loss" in done.stdout  # rank 0's output
+    assert "completed: step 8, loss" in done.stdout
+    assert "of 0" not in done.stdout
+    assert printed_losses(only_run(home)) == pytest.approx(losses_alone("ddp.py", "--steps", "8"), rel=1e-5)
+    assert json.loads((home / "losses.json").read_text())  # in the folder of the command
+    shown = command(home, "show", str(only_run(home)))
+    assert "completed" in shown
+    assert not any(line.startswith("step ") for line in shown.splitlines())
+    (row,) = json.loads(command(home, "status", "--json"))
+    assert (row["state"], row["step"]) == ("completed", 8)
+    lines = [json.loads(line) for line in (only_run(home) / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert [line["loss"] for line in lines] == printed_losses(only_run(home))
+    assert "step 8 of 8 loss" in command(home, "logs", str(only_run(home)))
+
+
+def test_a_single_file_resumes_from_its_own_checkpoint_after_a_rank_was_killed(home: Path) -> None:
+    arguments = ("nano.py", "--max_iters=10", "--out_dir={run}/out")
+    killed = run(
+        home, *TWO_NODES, "run_dir=killed", "launcher.max_restarts=0", "--", *arguments, "--die_at=6"
+    )
+    assert killed.returncode == 1
+    assert re.search(r"^rank 1 on \S+ failed first: killed by SIGKILL", killed.stdout, re.MULTILINE)
+    again = ("nano.py", "--max_iters=10", f"--out_dir={home}/killed/out", "--init_from=resume")
+    resumed = run(home, *TWO_NODES, "run_dir=resumed", "--", *again)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    whole = losses_alone("nano.py", "--max_iters=10")
+    assert printed_losses(home / "resumed") == pytest.approx(whole[5:], rel=1e-4)
+
+
+def test_a_sweep_varies_arguments_in_the_style_of_the_script(home: Path) -> None:
+    (home / "show.py").write_text("import sys; print(sys.argv[1:])\n")
+    words = ("launcher=local", "script.style=key=value", "script.arguments.model.lr=1e-3,3e-4")
+    done = run(home, "-m", *words, "--", "show.py", "x")
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = {(path / "logs" / "rank-0.out").read_text() for path in home.glob("runs/show/*")}
+    assert printed == {"['x', 'model.lr=1e-3']\n", "['x', 'model.lr=3e-4']\n"}
+
+
+def test_a_later_edit_changes_neither_a_module_that_runs_nor_its_repetition(home: Path) -> None:
+    (home / "package").mkdir()
+    for name, text in (("__init__", ""), ("part", "TEXT = 'first'\n")):
+        (home / "package" / f"{name}.py").write_text(text)
+    (home / "package" / "__main__.py").write_text("from package.part import TEXT\nprint(TEXT)\n")
+    assert run(home, "launcher=local", "--", "-m", "package").returncode == 0
+    first = only_run(home)
+    (home / "package" / "part.py").write_text("TEXT = 'second'\n")
+    assert "first" in command(home, "rerun", str(first))
+    assert "second" in run(home, "launcher=local", "--", "-m", "package").stdout
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        ("input()", r"EOFError: EOF when reading a line \(script\.py:1\)"),
+        ("import sys; sys.exit(75)", "the script ended with exit code 75"),
+        ("import sys; sys.exit('which file?')", r"the script ended with exit code 1: which file\?"),
+        ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV"),
+        ("import nowhere_to_be_found", r"ModuleNotFoundError: No module named .* \(script\.py:1\)"),
+        ("raise MemoryError('no')", r"MemoryError: no \(script\.py:1\)"),
+    ],
+)
+def test_a_failure_is_one_clear_line(home: Path, body: str, line: str) -> None:
+    (home / "script.py").write_text(body)
+    done = run(home, "launcher=local", "--", "script.py")
+    assert done.returncode == 1
+    outcome, recorded = ended(home)
+    assert outcome == "failed"
+    assert re.fullmatch(rf"rank 0 on \S+ failed first: {line}", recorded or ""), recorded
+    assert done.stdout.splitlines()[-1] == recorded
+
+
+def test_the_file_of_torchs_record_names_the_exception_where_the_log_is_silent(home: Path) -> None:
+    body = """
+from torch.distributed.elastic.multiprocessing.errors import record
+import sys
+@record
+def main():
+    sys.stderr = open("/dev/null", "w")
+    {}["the key"]
+main()
+"""
+    (home / "script.py").write_text(body)
+    done = run(home, "launcher=local", "--", "script.py")
+    assert done.stdout.splitlines()[-1].endswith("failed first: KeyError: 'the key' (script.py:7)")
+
+
+def test_a_rank_that_lost_its_peer_is_not_to_blame(home: Path) -> None:
+    done = run(home, *TWO_NODES, "--", "ddp.py", "--fail-at", "2")
+    assert done.returncode == 1
+    last = done.stdout.splitlines()[-1]
+    assert re.match(r"rank 1 on \S+ failed first: ValueError: no data for step 2 \(ddp\.py:\d+\)", last), last
+
+
+@pytest.mark.parametrize("way", ["ends", "fails"])
+def test_processes_that_outlive_their_script_end_with_it(home: Path, way: str) -> None:
+    marker = f"7{os.getpid()}"
+    (home / "script.py").write_text(f"""
+import subprocess, sys
+subprocess.Popen(["sleep", "{marker}"], start_new_session=True)
+sys.exit({int(way == "fails")})
+""")
+    assert run(home, "launcher=local", "--", "script.py").returncode == int(way == "fails")
+    assert processes_of(f"sleep {marker}") == []
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
+def test_a_cancelled_script_leaves_nothing_running(home: Path, signals: list[signal.Signals]) -> None:
+    marker = f"6{os.getpid()}"
+    ignore = "trap '' TERM\n" * (len(signals) > 1)  # it then takes two
+    (home / "solver").write_text(f"#!/bin/bash\n{ignore}sleep {marker} &\nsleep {marker}\n")
+    (home / "solver").chmod(0o755)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hpc_parallel.run", *TWO_NODES, "--", "./solver"], cwd=home,
+        env={**os.environ, "PYTHONPATH": ROOT}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while len(processes_of(f"sleep {marker}")) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(1)
+    assert process.wait(60) == 1
+    assert processes_of(f"sleep {marker}") == []
+    assert ended(home)[0] == "cancelled"
+
+
+def test_much_and_binary_output_neither_stops_the_run_nor_floods_the_terminal(home: Path) -> None:
+    (home / "script.py").write_text("""
+import sys
+sys.stdout.buffer.write(bytes(range(256)) * 2 + b"\\n")
+for number in range(400_000): print("line", number)
+""")
+    done = run(home, "launcher=local", "--", "script.py")
+    assert done.returncode == 0
+    assert "bytes are not shown" in done.stdout
+    assert "\x1b" not in done.stdout
+    assert len(done.stdout) < 10**6
+    assert "line 399999" in done.stdout
+
+
+def test_an_exit_code_asks_for_a_new_start_which_resumes(home: Path) -> None:
+    (home / "script.py").write_text("""
+import pathlib, sys
+saved = pathlib.Path(sys.argv[1])
+if "--resume" in sys.argv:
+    print("resumed")
+else:
+    saved.touch()
+    sys.exit(75)
+""")
+    words = ("script.requeue_codes=[75]", "script.resume_arguments=--resume {run}/saved")
+    done = run(home, "launcher=local", *words, "--", "script.py", "{run}/saved")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resumed" in done.stdout
+    assert json.loads((only_run(home) / "summary.json").read_text())["restarts"] == 1
+
+
+def test_new_starts_end_after_the_allowed_number(home: Path) -> None:
+    (home / "script.py").write_text("raise SystemExit(75)\n")
+    words = ("launcher=local", "script.requeue_codes=[75]", "launcher.max_requeues=1")
+    done = run(home, *words, "--", "script.py")
+    assert done.returncode == 1
+    outcome, line = ended(home)
+    assert outcome == "failed"
+    assert "the script asks for a new start: it ended with exit code 75" in (line or "")
+    assert "launcher.max_requeues=1 are used up" in (line or "")
+
+
+def test_a_killed_rank_starts_again_from_the_scripts_own_checkpoint(home: Path) -> None:
+    resume = "script.resume_arguments=--init_from=resume --out_dir={run}/out"
+    words = ("run_dir=run", "launcher.max_restarts=1", resume)
+    arguments = ("nano.py", "--max_iters=10", "--out_dir={run}/out", "--die_at=6")
+    done = run(home, *TWO_NODES, *words, "--", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    whole = losses_alone("nano.py", "--max_iters=10")
+    assert printed_losses(home / "run")[-5:] == pytest.approx(whole[5:], rel=1e-4)
+    assert json.loads((home / "run" / "summary.json").read_text())["outcome"] == "completed"
+
+
+def test_a_script_of_a_checkout_is_kept_and_an_ignored_program_runs_where_it_is(home: Path) -> None:
+    (home / "src").mkdir()
+    (home / "src" / "beside.py").write_text("")
+    (home / "src" / "script.py").write_text("import beside; print(beside.__file__, __file__)\n")
+    (home / "solver").write_text("#!/bin/sh\necho $0 $RANK\n")
+    (home / "solver").chmod(0o755)
+    (home / ".gitignore").write_text("solver\nruns\n")
+    subprocess.run(["git", "init", "--quiet"], cwd=home, check=True)
+    assert run(home, "launcher=local", "run_dir=runs/1", "--", "src/script.py").returncode == 0
+    kept = home / "runs" / "1" / "code" / home.name / "src"
+    printed = (home / "runs" / "1" / "logs" / "rank-0.out").read_text()
+    assert printed.split() == [f"{kept}/beside.py", f"{kept}/script.py"]
+    done = run(home, "launcher=local", "run_dir=runs/2", "--", "./solver")
+    assert "not kept    ./solver" in done.stdout
+    assert (home / "runs" / "2" / "logs" / "rank-0.out").read_text() == f"{home}/solver 0\n"

@@ -1,0 +1,122 @@
+"""A script of the user's own on a real Slurm: the clients of tests/scripts over two hosts."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+from test_jobs import Site, only_run, read
+
+from tests.scripts.loops import CLIENTS, losses_alone, printed_losses
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def site(cluster: Cluster, tmp_path: Path) -> Site:
+    """A folder with the clients, and nothing else."""
+    for client in CLIENTS.glob("*.py"):
+        shutil.copy(client, tmp_path)
+    return Site(cluster, tmp_path)
+
+
+def test_the_loss_curve_of_two_hosts_equals_that_of_one_process(site: Site) -> None:
+    done = site.run("nodes=2", "launcher=slurm", "launcher.wait=true", "--", "ddp.py", "--steps", "8")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "of 0 steps" not in done.stdout
+    assert "completed\n" in done.stdout
+    folder = only_run(site)
+    summary = read(folder, "summary.json")
+    (job_id,) = summary["job_ids"]
+    record = site.record(job_id)
+    assert (record["JobState"], record["NumNodes"], record["NumTasks"]) == ("COMPLETED", "2", "2")
+    assert (summary["outcome"], summary["world_size"]) == ("completed", 2)
+    environment = read(folder, "environment.json")
+    hosts = {rank["host"] for rank in environment["ranks"]}
+    assert len(hosts) == 2
+    assert hosts <= set(site.cluster.hosts)
+    assert environment["fabric"]["GLOO_SOCKET_IFNAME"] == "fabric0"
+    curve = json.loads((site.home / "losses.json").read_text())  # where the command was typed
+    assert curve == pytest.approx(losses_alone("ddp.py", "--steps", "8"), rel=1e-5)
+
+
+def test_a_failing_rank_is_named_with_its_host_and_line(site: Site) -> None:
+    words = ("nodes=2", "launcher=slurm", "launcher.wait=true", "--", "ddp.py", "--fail-at", "3")
+    done = site.run(*words)
+    assert done.returncode == 1
+    last = done.stdout.splitlines()[-1]
+    assert re.match(r"rank 1 on \S+ failed first: ValueError: no data for step 3 \(ddp\.py:\d+\)", last), last
+    assert read(only_run(site), "summary.json")["outcome"] == "failed"
+
+
+def test_a_sweep_is_an_array_in_which_each_run_has_its_own_arguments(site: Site) -> None:
+    words = ("-m", "nodes=2", "launcher=slurm", "sweep.wait=true", "script.arguments.seed=1,2")
+    done = site.run(*words, "script.working_directory={run}", "--", "ddp.py", "--steps", "3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    curves = [json.loads(path.read_text()) for path in site.home.glob("runs/ddp/*/losses.json")]
+    expected = [losses_alone("ddp.py", "--steps", "3", "--seed", seed) for seed in ("1", "2")]
+    assert sorted(curves) == [pytest.approx(curve, rel=1e-5) for curve in sorted(expected)]
+
+
+def test_a_single_file_with_its_own_checkpoint_runs_and_a_killed_rank_is_named(site: Site) -> None:
+    words = ("nodes=2", "launcher=slurm", "launcher.wait=true", "launcher.max_restarts=0")
+    done = site.run(*words, "run_dir=whole", "--", "nano.py", "--out_dir={run}/out", "--max_iters=10")
+    assert done.returncode == 0, done.stdout + done.stderr
+    whole = printed_losses(site.home / "whole")
+    assert whole == pytest.approx(losses_alone("nano.py", "--max_iters=10"), rel=1e-4)
+    killed = site.run(
+        *words, "run_dir=killed", "--", "nano.py", "--out_dir={run}/out", "--max_iters=10", "--die_at=6"
+    )
+    assert killed.returncode == 1
+    assert re.search(r"rank 1 on \S+ failed first: killed by SIGKILL", killed.stdout + killed.stderr)
+    out = f"--out_dir={site.home / 'killed' / 'out'}"
+    resumed = site.run(
+        *words, "run_dir=resumed", "--", "nano.py", out, "--max_iters=10", "--init_from=resume"
+    )
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert printed_losses(site.home / "resumed") == whole[5:]
+
+
+SAVES = """
+import os, pathlib, signal, sys, time
+saved = pathlib.Path(sys.argv[1])
+if "--resume" in sys.argv:
+    sys.exit(print("resumed from", saved.read_text()))
+def stop(number, frame):
+    if os.environ["RANK"] == "0":
+        saved.write_text(f"signal {number}")
+    sys.exit(0)
+signal.signal(signal.SIGUSR1, stop)
+print("ready", flush=True)
+time.sleep(200)
+"""
+
+
+def test_a_stop_signal_lets_the_script_save_and_the_job_starts_again(site: Site) -> None:
+    """As before the time limit: Slurm sends USR2 to every process of the step."""
+    (site.home / "saves.py").write_text(SAVES)
+    words = ("nodes=2", "launcher=slurm", "script.stop_signal=SIGUSR1", "run_dir=run")
+    resume = "script.resume_arguments=--resume {run}/saved"
+    assert site.run(*words, resume, "--", "saves.py", "{run}/saved").returncode == 0
+    folder = site.home / "run"
+    outs = [folder / "logs" / f"rank-{rank}.out" for rank in (0, 1)]
+    wait_until(lambda: all(out.exists() and "ready" in out.read_text() for out in outs))
+    job_id = read(folder, "owner.json")["job_id"]
+    site.cluster.run("scancel", "--signal=USR2", job_id)
+    wait_until(lambda: "resumed from signal 10" in outs[0].read_text(), within_s=300)
+    wait_until((folder / "summary.json").exists)
+    summary = read(folder, "summary.json")
+    assert (summary["outcome"], summary["restarts"], summary["job_ids"]) == ("completed", 1, [job_id])
+
+
+def wait_until(condition: Callable[[], object], *, within_s: float = 120) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.3)

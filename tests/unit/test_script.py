@@ -1,0 +1,346 @@
+"""A script of the user's own, until it starts: its words, its variables, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_parallel.__main__ import main as command
+from hpc_parallel.config.checks.all_checks import find_problems
+from hpc_parallel.config.checks.script_checks import script_warnings
+from hpc_parallel.config.command_line import CommandLine
+from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.script import arguments_of, resume_words
+from hpc_parallel.config.sweep_compose import compose_run
+from hpc_parallel.launch.checked_run import checked_run
+from hpc_parallel.problems import ConfigError
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.supervise import failure, script_failure, script_metrics, script_rank
+from hpc_parallel.supervise.world import World
+
+LOCAL = "launcher=local"
+METRICS = r"step (?P<step>\d+).* loss (?P<loss>[\d.]+)"
+VALUES = {"{run}": "/runs/1", "{rank}": "3", "{seed}": "7"}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("import os; os.environ['RANK']\n")
+    return tmp_path
+
+
+def composed(*words: str) -> Any:
+    line = CommandLine.parse(words)
+    return resolve(compose_run(line.overrides, **line.places).config)[0]
+
+
+def problems(*words: str) -> list[str]:
+    try:
+        line = CommandLine.parse(words)
+        checked_run(line)
+    except ConfigError as error:
+        return [str(problem) for problem in error.problems]
+    return []
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["--lr", "3e-4", "a,b", "a b", "${x}", r"\${x}", "$(x)", "it's", '"', "", "{a: b}", "[1]", "new\nline",
+     "\\", "\\\\", "é", "--"],
+)  # fmt: skip
+def test_words_after_the_dashes_arrive_as_they_were_typed(word: str) -> None:
+    config = composed(LOCAL, "--", "train.py", word, "last")
+    assert config.script.words == [word, "last"]
+    assert (config.script.file, config.task.name, config.name) == ("train.py", "script", "train")
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value", "name"),
+    [
+        (("-m", "package.module", "x"), "module", "package.module", "module"),
+        (("./solver", "x"), "command", "./solver", "solver"),
+        (("bin/my solver.sh", "x"), "command", "bin/my solver.sh", "my-solver"),
+    ],
+)
+def test_a_module_or_a_program(words: tuple[str, ...], key: str, value: str, name: str) -> None:
+    config = composed(LOCAL, "--", *words)
+    assert getattr(config.script, key) == value
+    assert (config.script.words, config.name) == (["x"], name)
+
+
+@pytest.mark.parametrize(
+    ("style", "expected"),
+    [
+        ("--key value", ["--lr", "3e-4", "--fast", "--layers", "1", "2", "--model.dim", "8"]),
+        ("-key value", ["-lr", "3e-4", "-fast", "-layers", "1", "2", "-model.dim", "8"]),
+        ("--key=value", ["--lr=3e-4", "--fast=True", "--slow=False", "--none=None", "--layers=[1, 2]",
+                         "--model.dim=8"]),
+        ("key=value", ["lr=3e-4", "fast=true", "slow=false", "none=null", "layers=[1,2]", "model.dim=8"]),
+    ],
+)  # fmt: skip
+def test_arguments_are_written_in_the_style_of_the_script(style: str, expected: list[str]) -> None:
+    words = ("lr=3e-4", "fast=true", "slow=false", "none=null", "layers=[1,2]", "model.dim=8")
+    script = vars(
+        composed(
+            LOCAL, f"script.style={style}", *(f"script.arguments.{w}" for w in words), "--", "t.py"
+        ).script
+    )
+    assert arguments_of(script, values=VALUES) == expected
+
+
+def test_placeholders_are_filled_and_other_braces_stay() -> None:
+    script = vars(composed(LOCAL, "script.arguments.out={run}/{rank}", "--", "t.py", "{seed}", "{x}").script)
+    assert arguments_of(script, values=VALUES) == ["7", "{x}", "--out", "/runs/1/3"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--", "trai.py"), "script.file = trai.py does not exist in"),
+        (("--", "trai.py"), "Try script.file=train.py."),
+        (("--", "bad.py"), "script.file = bad.py can't be compiled: line 1: "),
+        (("--", "./plain"), "script.command = ./plain is not executable. Try chmod +x ./plain."),
+        (("--", "./missing"), "script.command = ./missing does not exist."),
+        (("--", "plain"), "a program of this folder is ./plain"),
+        (("--", "no-such-program"), "is not on the PATH"),
+        (("--", "torchrun", "train.py"), "starts processes itself"),
+        (("--", "-m", "nope.x"), "nope.x can't be found: there is no nope in the import path."),
+        (("--", "-m", "json.nope"), "script.module = json.nope can't be found: there is no nope in json."),
+        (("--", "-m", "json"), "is a package without a __main__.py"),
+        (("--",), "a script comes after it. Try -- train.py."),
+        (("task=infer", "--", "train.py"), "task=infer can't be with a script after --"),
+        (("task=script",), "task=script names no script."),
+        (("script.file=train.py",), "Try task=script."),
+        (("task=script", "script.file=train.py", "script.module=json"), "file and script.module are set"),
+        (("strategy=fsdp", "training.steps=3", "model=tiny", "--", "train.py"),
+         "strategy, training.steps, model are for the training of hpc_parallel"),
+        (("cluster.hang_timeout_s=60", "--", "train.py"), "hang_timeout_s: a script can't use this yet."),
+        (("script.working_directory=nowhere", "--", "train.py"), "nowhere is not a folder"),
+        (("script.style=--k", "--", "train.py"), "is not one of --key value, --key=value, -key value"),
+        (("script.requeue_codes=[0,75,200]", "--", "train.py"), "[0,200] must be exit codes from 1 to 125"),
+        (("launcher=script", "cluster.start=mpirun", "--", "train.py"), "Try cluster.start=srun."),
+        (("script.metrics=(", "--", "train.py"), "is not a regular expression"),
+        (("script.metrics=loss (?P<loss>.*)", "--", "train.py"), "has no group (?P<step>"),
+        (("script.resume_arguments='", "--", "train.py"), "script.resume_arguments"),
+        (("script.fil=train.py",), "there is no key script.fil. Try script.file"),
+    ],
+)  # fmt: skip
+def test_what_can_not_start_is_refused_in_a_sentence(
+    here: Path, words: tuple[str, ...], sentence: str
+) -> None:
+    (here / "bad.py").write_text("def f(:\n")
+    (here / "plain").write_text("")
+    found = problems(*([] if words[0].startswith("launcher=") else [LOCAL]), *words)
+    assert any(sentence in problem for problem in found), found
+
+
+def test_every_problem_is_told_at_once() -> None:
+    assert len(problems(LOCAL, "nodes=0", "model=tiny", "--", "trai.py")) == 3
+
+
+def test_a_script_that_is_no_part_of_a_group_is_warned_of(here: Path) -> None:
+    (here / "alone.py").write_text("print(1)\n")
+    (here / "parts.py").write_text("import os\nRANK = os.environ['RANK']\n")
+    (here / "whole.py").write_text("import parts\n")
+    for name, nodes, expected in (("alone", 2, 1), ("alone", 1, 0), ("whole", 2, 0), ("train", 2, 0)):
+        assert len(list(script_warnings(composed(LOCAL, f"nodes={nodes}", "--", f"{name}.py")))) == expected
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_any_number_of_devices_is_legal_whatever_a_training_would_need(nodes: int) -> None:
+    config = composed(LOCAL, f"nodes={nodes}", "gpus_per_node=5", "--", "train.py")
+    assert find_problems(config) == []
+
+
+def slurm_world(rank: int, **more: str) -> tuple[World, dict[str, str]]:
+    """Rank `rank` of four on two hosts, with Slurm's variables."""
+    environment = {
+        "SLURM_JOB_ID": "41234", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]",
+        "SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank // 2), "SLURM_LOCALID": str(rank % 2),
+        "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NUM_NODES": "2",
+        **more,
+    }  # fmt: skip
+    return World.discover(environment), environment
+
+
+def test_the_variables_are_those_of_torchrun(here: Path) -> None:
+    world, environment = slurm_world(3)
+    config = {"cluster": {"port": None, "master_suffix": "-ib"}, "nodes": 2}
+    folder = RunFolder(here)
+    found = script_rank.torchrun_variables(folder, config, world=world, environment=environment)
+    assert found.items() >= {
+        "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "n1-ib", "MASTER_PORT": "21234",
+    }.items()  # fmt: skip
+    config["cluster"]["port"] = 29500
+    assert script_rank.rendezvous(config, world=world, environment=environment) == ("n1-ib", "29500")
+
+
+@pytest.mark.parametrize(
+    ("visible", "node", "expected"),
+    [
+        ("0,1,2,3", 0, "0,1"),
+        ("4,5,6,7", 1, "6,7"),
+        ("0,1", 1, None),
+        ("", 0, None),
+        ("GPU-a,GPU-b", 0, "GPU-a,GPU-b"),
+    ],
+)
+def test_simulated_nodes_share_the_visible_gpus(visible: str, node: int, expected: str | None) -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": visible}
+    assert script_rank.visible_devices(environment, node=node, per_node=2) == expected
+
+
+@pytest.mark.parametrize(
+    ("log", "kind", "message"),
+    [
+        ("Traceback (most recent call last):\n  File \"{file}\", line 7, in f\n    x\nValueError: bad\n",
+         "error", "ValueError: bad (train.py:7)"),
+        ("[rank1]: Traceback (most recent call last):\n[rank1]:   File \"{file}\", line 7, in f\n"
+         "[rank1]: RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:3\n",
+         "lost_peer", "RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:3 (train.py:7)"),
+        ("Traceback (most recent call last):\n  File \"{file}\", line 7, in f\n"
+         "torch.OutOfMemoryError: CUDA out of memory. Tried\n",
+         "out_of_memory", "OutOfMemoryError: CUDA out of memory. Tried (train.py:7)"),
+        ("  File \"{file}\", line 2\n    x y\n      ^\nSyntaxError: invalid syntax\n",
+         "error", "SyntaxError: invalid syntax (train.py:2)"),
+        ("usage: train.py\ntrain.py: error: no\n\n", "error",
+         "the script ended with exit code 1: train.py: error: no"),
+        ("", "error", "the script ended with exit code 1"),
+    ],
+)  # fmt: skip
+def test_the_cause_is_read_from_the_log(here: Path, log: str, kind: str, message: str) -> None:
+    folder = RunFolder(here / "run")
+    folder.create()
+    world, _ = slurm_world(1)
+    before = "Traceback (most recent call last):\nKeyError: 'of an earlier start'\n"
+    text = before + log.replace("{file}", str(here / "train.py"))
+    folder.log(1, "err").write_text(text)
+    script_failure.record(folder, world=world, returncode=1, log_start=len(before))
+    (found,) = failure.records(folder)
+    assert (found.kind, found.message, found.host) == (kind, message, "n1")
+
+
+def test_an_exit_code_of_the_scripts_own_is_not_blamed_on_a_traceback_that_it_has_handled(here: Path) -> None:
+    folder = RunFolder(here / "run")
+    folder.create()
+    world, _ = slurm_world(0)
+    folder.log(0, "err").write_text("Traceback (most recent call last):\nKeyError: 1\ndone\n")
+    script_failure.record(folder, world=world, returncode=75, log_start=0)
+    assert failure.records(folder)[0].message == "the script ended with exit code 75: done"
+
+
+def test_without_a_command_the_words_after_the_dashes_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["--", "missing.py"]) == 2
+    assert "script.file = missing.py does not exist" in capsys.readouterr().err
+
+
+def test_a_dry_run_shows_the_words_and_the_variables(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    from hpc_parallel.commands.run import main
+
+    assert main(["launcher=script", "nodes=2", "dry_run=true", "--", "train.py", "--lr", "1"]) == 0
+    shown = capsys.readouterr()
+    assert "#SBATCH --nodes=2" in shown.out
+    assert "hpc_parallel.job rank" in shown.out
+    assert f"/code/{here.name}/train.py --lr 1\n" in shown.err
+    for line in ("LOCAL_WORLD_SIZE=1", "WORLD_SIZE=2", "MASTER_ADDR=<the first host>"):
+        assert f"  {line}\n" in shown.err
+    assert not (here / "runs").exists()
+    assert "RANK" not in os.environ
+
+
+def test_the_words_of_a_restart_need_the_files_that_they_name(here: Path) -> None:
+    words = ("script.resume_arguments=--resume {run}/last.pt --quiet", "--", "train.py")
+    script = vars(composed(LOCAL, *words).script)
+    values = {**VALUES, "{run}": str(here)}
+    assert resume_words(script, values=values, folder=here) == []
+    (here / "last.pt").touch()
+    assert resume_words(script, values=values, folder=here) == ["--resume", f"{here}/last.pt", "--quiet"]
+
+
+class Child:
+    """A process that only counts its signals."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+
+    def send_signal(self, number: int) -> None:
+        self.received.append(number)
+
+
+@pytest.mark.parametrize(
+    ("stop_signal", "reaches_all", "number", "received"),
+    [
+        ("none", True, signal.SIGUSR2, []), ("none", True, signal.SIGTERM, []),
+        ("none", False, signal.SIGTERM, [signal.SIGTERM]), ("none", False, signal.SIGUSR2, []),
+        ("SIGUSR1", True, signal.SIGUSR2, [signal.SIGUSR1]),
+        ("SIGUSR1", True, signal.SIGTERM, [signal.SIGUSR1]),
+        ("SIGTERM", True, signal.SIGTERM, []),  # Slurm has sent it to the script too
+        ("SIGTERM", False, signal.SIGTERM, [signal.SIGTERM]),
+        ("SIGUSR2", True, signal.SIGUSR2, []),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("early", [False, True])
+def test_each_signal_reaches_the_script_once(
+    stop_signal: str, reaches_all: bool, number: int, received: list[int], early: bool
+) -> None:
+    relay, child = script_rank.Relay(stop_signal, reaches_all=reaches_all), Child()
+    if early:
+        relay(number, None)
+    relay.connect(child)  # type: ignore[arg-type]
+    if not early:
+        relay(number, None)
+    assert child.received == received
+
+
+@pytest.mark.parametrize(
+    ("number", "returncode", "stops"),
+    [
+        (None, 75, True), (None, 0, False), (None, 1, False), (signal.SIGUSR2, 0, True),
+        (signal.SIGUSR2, 1, False), (signal.SIGUSR2, -signal.SIGUSR1, True), (signal.SIGUSR2, 143, True),
+        (signal.SIGTERM, -signal.SIGTERM, True), (signal.SIGTERM, -signal.SIGKILL, False),
+    ],
+)  # fmt: skip
+def test_an_end_is_a_stop_only_if_it_was_asked_for(number: int | None, returncode: int, stops: bool) -> None:
+    relay = script_rank.Relay("SIGUSR1", reaches_all=True)
+    relay.connect(Child())  # type: ignore[arg-type]
+    if number is not None:
+        relay(number, None)
+    assert (relay.stop_of(returncode, requeue_codes=[75]) is not None) == stops
+
+
+@pytest.mark.parametrize(
+    ("line", "figures"),
+    [
+        ("step 3 of 9 loss 1.5", {"step": 3, "loss": 1.5}),
+        ("step 4 of 9 loss nan", {"step": 4, "loss": None}),
+        ("step 5 of 9 loss 1.5.2", None), ("loss 2", None), ("", None),
+    ],
+)  # fmt: skip
+def test_figures_are_read_from_a_line(line: str, figures: dict[str, float] | None) -> None:
+    found = script_metrics.figures_of(line, re.compile(r"step (?P<step>\d+).* loss (?P<loss>[\d.]+|nan)"))
+    assert (found and {key: found[key] for key in found if key != "time"}) == figures
+
+
+def test_every_line_is_read_once_also_the_last_without_an_end(here: Path) -> None:
+    folder = RunFolder(here / "run")
+    folder.create()
+    earlier = "step 1 loss 9\n"
+    folder.log(0, "out").write_text(earlier)
+    folder.metrics.write_text('{"step": 1, "loss": 9}\n{"step": 2, "loss": 8}\n')  # of the earlier start
+    reading = script_metrics.reading(folder, pattern=METRICS, start_bytes=len(earlier))
+    with reading, folder.log(0, "out").open("a") as log:  # the log is closed first
+        log.write("x" * 3 * 2**20 + "\nstep 2 loss 4\nste")
+        log.flush()
+        time.sleep(1.5)
+        log.write("p 3 loss 2")
+    lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines] == [(1, 9), (2, 4), (3, 2)]
