@@ -325,7 +325,7 @@ def _hardware_problems(config: RunConfig, user_folder: Path | None) -> list[Prob
 
 def _forecast(config: RunConfig, user_folder: Path | None) -> Forecast | None:
     """The plan of the run. Without a known hardware nothing is planned, nor are modules loaded for it."""
-    if not _is_planned(config):
+    if not _is_planned(config) or not trains(config):
         return None
     from hpc_parallel.launch.forecast import forecast
 
@@ -333,7 +333,7 @@ def _forecast(config: RunConfig, user_folder: Path | None) -> Forecast | None:
 
 
 def _is_planned(config: RunConfig) -> bool:
-    return config.plan.hardware is not None and config.plan.on_overflow != "off" and trains(config)
+    return config.plan.hardware is not None and config.plan.on_overflow != "off"
 
 
 def _missing_interfaces(config: RunConfig) -> list[str]:
