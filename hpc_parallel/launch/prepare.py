@@ -290,7 +290,8 @@ def prepare(
     if config.resume and (problems := list(resume.find_problems(folder, values))):
         raise ConfigError(problems)
     values["run_dir"] = str(folder.path)
-    values["script"] |= script_places(config.script, folder=folder, snapshot=snapshot)
+    if config.task.name == TASK:
+        values["script"] |= script_places(config.script, folder=folder, snapshot=snapshot)
     return PreparedRun(
         config, values, layout=layout, batch=batch, folder=folder, snapshot=snapshot,
         overrides=overrides, config_dir=user_folder, import_note=imports.note,
