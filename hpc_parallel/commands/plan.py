@@ -1,13 +1,15 @@
 """`python -m hpc_parallel plan hardware=NAME [OVERRIDES]`: plan the time of training steps, without a job.
 
     python -m hpc_parallel plan strategy=fsdp model=8b nodes=8 gpus_per_node=8 hardware=b200_node8_3200gbit
+    python -m hpc_parallel plan strategy=fsdp model=8b nodes=1,2 gpus_per_node=8 hardware=b200_node8_3200gbit
     python -m hpc_parallel plan --best model=1b nodes=4 gpus_per_node=8 hardware=h100_sxm_node8_3200gbit
     python -m hpc_parallel plan --table iterations.csv --output planned.csv hardware=a100_80gb_node8_800gbit
 
-The overrides are those of a run. `--best` ranks all layouts of the devices. A table is CSV with the columns
-gpus, global_batch, micro_batch, hidden, heads, layers, sequence, tensor, data and pipeline; the output has
-the same rows with `planned_ms`. `--explain` prints all numbers with their formulas. Exit codes: 0 done, 1 the
-output can't be written, 2 the configuration, the table or the command is wrong, or no layout fits.
+The overrides are those of a run. Several numbers of nodes show how it scales. `--best` ranks all layouts of
+the devices. A table is CSV with the columns gpus, global_batch, micro_batch, hidden, heads, layers,
+sequence, tensor, data and pipeline; the output has the same rows with `planned_ms`. `--explain` prints all
+numbers with their formulas. Exit codes: 0 done, 1 the output can't be written, 2 the configuration, the
+table or the command is wrong, or no layout fits.
 """
 
 from __future__ import annotations
@@ -61,12 +63,18 @@ def _plan_run(options: argparse.Namespace, words: Sequence[str], *, names: Seque
     if options.rows is not None:
         problems.append(f"--rows {options.rows} is for --best. Try it with --best.")
     from hpc_parallel.commands.plan_run import planned_run, report, site_hardware
+    from hpc_parallel.commands.plan_scaling import of_first_size, scaled, sizes_of
 
     folder = options.config_dir
-    name = names[-1] if names else site_hardware(words, user_folder=folder)
+    name = names[-1] if names else site_hardware(of_first_size(words), user_folder=folder)
     hardware = _read(lambda: named_hardware(name, user_folder=folder), problems)
     if problems or hardware is None:
         raise ConfigError(problems)
+    if sizes_of(words):
+        if options.explain is not None or options.tokens is not None:
+            raise ConfigError(["--explain and --tokens are for one number of nodes. Try nodes=1."])
+        say(*scaled(options.overrides, hardware=hardware, user_folder=folder))
+        return DONE
     config, work, step = planned_run(options.overrides, hardware=hardware, user_folder=folder)
     if options.explain is not None:
         say(*explanation(step, hardware))

@@ -1,0 +1,116 @@
+"""The plan of one configuration on several numbers of nodes, as `plan nodes=1,2,4` prints it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from hpc_parallel.commands.plan_run import planned_run
+from hpc_parallel.config.layout import Layout, layout_of
+from hpc_parallel.planning import memory
+from hpc_parallel.planning.hardware import Hardware
+from hpc_parallel.planning.ranking import mfu
+from hpc_parallel.planning.run_work import assumptions
+from hpc_parallel.problems import ConfigError
+from hpc_parallel.record.metrics_file import size
+
+NODES = "nodes="
+PAYS = 0.5  # of the first row's tokens/s of a device, for each device that is added
+
+
+@dataclass(frozen=True)
+class Size:
+    """The plan on `nodes`. memory_bytes: of the device that needs most; None if it is not known."""
+
+    nodes: int
+    devices: int
+    layout: Layout
+    step_s: float
+    tokens_per_s: float
+    mfu: float
+    memory_bytes: int | None
+
+
+def sizes_of(words: Sequence[str]) -> list[str]:
+    """The values of the last `nodes=`, if they are several."""
+    values = [word.removeprefix(NODES) for word in words if word.startswith(NODES)]
+    return values[-1].split(",") if values and "," in values[-1] else []
+
+
+def of_first_size(words: Sequence[str]) -> list[str]:
+    """The words with the first of several numbers of nodes."""
+    return _with_nodes(words, sizes[0]) if (sizes := sizes_of(words)) else list(words)
+
+
+def _with_nodes(words: Sequence[str], nodes: str) -> list[str]:
+    return [*(word for word in words if not word.startswith(NODES)), f"{NODES}{nodes}"]
+
+
+def scaled(words: Sequence[str], *, hardware: Hardware, user_folder: Path | None) -> Iterator[str]:
+    """Plan each size and describe them. Raises ConfigError with the problems of all sizes."""
+    sizes: list[Size] = []
+    problems: dict[str, None] = {}
+    for nodes in sizes_of(words):
+        try:
+            sizes.append(_planned(_with_nodes(words, nodes), hardware=hardware, user_folder=user_folder))
+        except ConfigError as error:
+            problems |= dict.fromkeys(f"{NODES}{nodes}: {problem}" for problem in error.problems)
+    if problems:
+        raise ConfigError([*problems])
+    config, _, _ = planned_run(of_first_size(words), hardware=hardware, user_folder=user_folder)
+    batch = config.training.global_batch_size
+    yield f"{hardware.device.name}, {config.training.precision}, {batch} samples a step"
+    yield from table(sorted(sizes, key=lambda each: each.devices), room=hardware.device.memory_bytes)
+    yield from assumptions(config, hardware)
+
+
+def _planned(words: Sequence[str], *, hardware: Hardware, user_folder: Path | None) -> Size:
+    config, work, step = planned_run(words, hardware=hardware, user_folder=user_folder)
+    held = memory.plan_fullest(config)
+    return Size(
+        nodes=config.nodes,
+        devices=work.devices,
+        layout=layout_of(config.strategy, devices=config.devices),
+        step_s=step.total_s,
+        tokens_per_s=work.samples * work.decoder.sequence / step.total_s,
+        mfu=mfu(work, step, hardware),
+        memory_bytes=None if held is None or held.unknown else held.fullest.total,
+    )
+
+
+def table(sizes: Sequence[Size], *, room: float) -> Iterator[str]:
+    """A row for each size, then from which on more nodes do not pay."""
+    width = max(len(str(each.layout)) for each in sizes)
+    head = f"{'step':>9}  {'tokens/s':>11}  {'MFU':>6}  {'efficiency':>10}  memory"
+    yield f"{'nodes':>5}  {'layout':{width}}  {head}"
+    first = sizes[0]
+    for each in sizes:
+        text = "not known" if each.memory_bytes is None else size(each.memory_bytes)
+        if each.memory_bytes is not None and each.memory_bytes > room:
+            text += ": may not fit"
+        yield (
+            f"{each.nodes:>5}  {each.layout!s:{width}}  {each.step_s:>8.4g}s  {each.tokens_per_s:>11,.0f}  "
+            f"{100 * each.mfu:>5.1f}%  {100 * efficiency(each, first):>9.0f}%  {text}"
+        )
+    yield f"efficiency: tokens/s of a device, beside {first.nodes} node{'s' * (first.nodes > 1)}."
+    yield verdict(sizes)
+
+
+def efficiency(each: Size, first: Size) -> float:
+    """The tokens/s of a device relative to those at the first size."""
+    return each.tokens_per_s / each.devices / (first.tokens_per_s / first.devices)
+
+
+def verdict(sizes: Sequence[Size]) -> str:
+    """The first size whose added devices bring less than PAYS of what a device brings at the first size."""
+    first = sizes[0]
+    of_a_device = first.tokens_per_s / first.devices
+    for before, after in pairwise(sizes):
+        brings = (after.tokens_per_s - before.tokens_per_s) / (after.devices - before.devices) / of_a_device
+        if brings < PAYS:
+            step = f"From {before.nodes} to {after.nodes} nodes"
+            share = f"each added device brings {100 * brings:.0f} % of one at {first.nodes}"
+            return f"{step} {share}: more than {before.nodes} do not pay for one training with this batch."
+    return f"Each added device brings at least {100 * PAYS:.0f} % of one at {first.nodes}: all sizes pay."

@@ -1,0 +1,67 @@
+"""`plan nodes=1,2,4`: each row is the plan of its size, and more nodes pay as long as they bring enough."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hpc_parallel.commands.plan import main
+from hpc_parallel.commands.plan_run import planned_run
+from hpc_parallel.commands.plan_scaling import Size, efficiency, verdict
+from hpc_parallel.config.layout import Layout
+from hpc_parallel.planning.hardware import named_hardware
+
+HARDWARE = "h100_sxm_node8_3200gbit"
+RUN = (
+    "strategy=fsdp",
+    "model=1b",
+    "gpus_per_node=8",
+    f"hardware={HARDWARE}",
+    "training.global_batch_size=64",
+)
+
+
+def test_each_row_is_the_plan_of_its_size(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*RUN, "nodes=1,4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line for line in lines if re.match(r" +\d+  ", line)]
+    assert len(rows) == 2
+    rates = {}
+    for nodes, line in zip((1, 4), rows, strict=True):
+        words = [*RUN, f"nodes={nodes}"]
+        _, work, step = planned_run(
+            words, hardware=named_hardware(HARDWARE, user_folder=None), user_folder=None
+        )
+        rates[nodes] = work.samples * work.decoder.sequence / step.total_s
+        cells = re.split(r" {2,}", line.strip())
+        assert cells[:2] == [str(nodes), f"shard {8 * nodes}"]
+        assert cells[2] == f"{step.total_s:.4g}s"
+        assert cells[3] == f"{rates[nodes]:,.0f}"
+    percent = f"{100 * rates[4] / rates[1] / 4:.0f}%"
+    assert percent in rows[1]
+
+
+def size(nodes: int, tokens_per_s: float) -> Size:
+    return Size(nodes, nodes * 4, Layout(), 1.0, tokens_per_s, 0.4, None)
+
+
+def test_more_nodes_pay_until_an_added_device_brings_less_than_half() -> None:
+    sizes = [size(1, 100.0), size(2, 180.0), size(4, 270.0), size(8, 300.0)]
+    assert [efficiency(each, sizes[0]) for each in sizes] == [1.0, 0.9, 0.675, 0.375]
+    assert verdict(sizes[:2]) == "Each added device brings at least 50 % of one at 1: all sizes pay."
+    assert verdict(sizes).startswith("From 2 to 4 nodes each added device brings 45 % of one at 1: more")
+
+
+def test_the_problems_of_all_sizes_come_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*RUN, "nodes=two,3,4"]) == 2
+    said = capsys.readouterr().err
+    assert "nodes=two: nodes" in said
+    assert "nodes=3: " in said  # 64 samples over 24 devices
+    assert "nodes=4: " not in said
+
+
+@pytest.mark.parametrize("option", ["--explain", "--tokens=1e9", "--best"])
+def test_options_of_one_size_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*RUN[1:], "nodes=1,2", option]) == 2
+    assert "Try " in capsys.readouterr().err
