@@ -3,6 +3,7 @@
     python -m hpc_parallel plan strategy=fsdp model=8b nodes=8 gpus_per_node=8 hardware=b200_node8_3200gbit
     python -m hpc_parallel plan strategy=fsdp model=8b nodes=1,2 gpus_per_node=8 hardware=b200_node8_3200gbit
     python -m hpc_parallel plan --best model=1b nodes=4 gpus_per_node=8 hardware=h100_sxm_node8_3200gbit
+    python -m hpc_parallel plan --hours 24 --devices 256 --tokens 1e12 hardware=h100_sxm_node8_3200gbit
     python -m hpc_parallel plan --table iterations.csv --output planned.csv hardware=a100_80gb_node8_800gbit
 
 The overrides are those of a run. Several numbers of nodes show how it scales. `--best` ranks all layouts of
@@ -42,6 +43,8 @@ def main(arguments: Sequence[str]) -> int:
         words = [word for word in options.overrides if not word.startswith(HARDWARE)]
         if options.table is not None:
             return _plan_table(options, words, names=names)
+        if options.hours is not None or options.devices is not None:
+            return _plan_budget(options, names=names)
         if options.best:
             return _plan_best(options)
         return _plan_run(options, words, names=names)
@@ -58,8 +61,7 @@ def _plan_run(options: argparse.Namespace, words: Sequence[str], *, names: Seque
         near = f"--explain, or --table iterations.csv --explain {row}"
         problems.append(f"--explain {row}: only a table has rows. Try {near}.")
     tokens = TOKENS if options.tokens is None else options.tokens
-    if not 0 < tokens < float("inf"):
-        problems.append(f"--tokens {tokens:g} is not a positive number. Try --tokens {TOKENS:g}.")
+    problems += _token_problems(options)
     if options.rows is not None:
         problems.append(f"--rows {options.rows} is for --best. Try it with --best.")
     from hpc_parallel.commands.plan_run import planned_run, report, site_hardware
@@ -81,6 +83,38 @@ def _plan_run(options: argparse.Namespace, words: Sequence[str], *, names: Seque
     explain = options.explain is not None
     say(*report(config, (work, step), hardware=hardware, tokens=tokens, explain=explain))
     return DONE
+
+
+def _plan_budget(options: argparse.Namespace, *, names: Sequence[str]) -> int:
+    from hpc_parallel.commands.plan_budget import Budget, budgeted
+
+    problems: list[Problem | str] = []
+    hours, devices, tokens = options.hours, options.devices, options.tokens or TOKENS
+    if hours is None or devices is None:
+        missing = "--hours 24" if hours is None else "--devices 256"
+        problems.append(f"--hours and --devices belong together. Try it with {missing}.")
+    if hours is not None and not 0 < hours < float("inf"):
+        problems.append(f"--hours {hours:g} is not a positive number. Try --hours 24.")
+    if devices is not None and devices < 1:
+        problems.append(f"--devices {devices}: there is at least one. Try --devices 8.")
+    problems += _token_problems(options)
+    for option in ("best", "rows", "explain", "output"):
+        if getattr(options, option):
+            problems.append(f"--{option} does not go with --hours. Try it without --{option}.")
+    folder = options.config_dir
+    name = names[-1] if names else None
+    hardware = _read(lambda: named_hardware(name, user_folder=folder), problems)
+    if problems or hardware is None:
+        raise ConfigError(problems)
+    budget = Budget(hours, devices, tokens)
+    say(*budgeted(options.overrides, budget, hardware=hardware, user_folder=folder))
+    return DONE
+
+
+def _token_problems(options: argparse.Namespace) -> Iterator[str]:
+    tokens = TOKENS if options.tokens is None else options.tokens
+    if not 0 < tokens < float("inf"):
+        yield f"--tokens {tokens:g} is not a positive number. Try --tokens {TOKENS:g}."
 
 
 def _plan_best(options: argparse.Namespace) -> int:
@@ -189,5 +223,7 @@ def _parser() -> argparse.ArgumentParser:
         help="print all numbers (of a row) with formulas",
     )
     parser.add_argument("--tokens", type=float, help=f"tokens of the training (default {TOKENS:g})")
+    parser.add_argument("--hours", type=float, help="what can be trained in this time on --devices")
+    parser.add_argument("--devices", type=int, help="how many there are for --hours")
     parser.add_argument("--config-dir", type=Path, help="a folder whose hardware/ has files of your own")
     return parser
