@@ -210,7 +210,23 @@ def test_collectives_have_no_figure_for_a_sweeper() -> None:
     )
 
 
-@pytest.mark.parametrize("task", ["train", *(task for task, figures in FIGURES.items() if figures)])
+OURS = [task for task, figures in FIGURES.items() if figures and task != "script"]
+
+
+def test_a_script_has_the_loss_that_it_prints() -> None:
+    words = ["task=script", "script.command=ls", "sweep.objective=final_loss"]
+    (refusal,) = objective_problems(prepared(*words).config)
+    assert "needs script.metrics" in str(refusal)
+    pattern = r"script.metrics='step (?P<step>\d+) loss (?P<loss>\S+)'"
+    run = prepared(*words, pattern)
+    assert not list(objective_problems(run.config))
+    summary = summarise(
+        run.values, outcome="completed", lines=[{"step": 3, "loss": 1.5}], history={}, measured={}
+    )
+    assert summary["final_loss"] == 1.5
+
+
+@pytest.mark.parametrize("task", ["train", *OURS])
 def test_the_figures_are_those_of_the_summary(task: str) -> None:
     names = ("loss", "validation_loss", "samples_per_s", "step_time_s", "peak_memory_bytes", "batch_size",
              "latency_s", "latency_p99_s", "tokens_per_s")  # fmt: skip

@@ -92,12 +92,14 @@ def test_help_is_one_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert max(map(len, lines)) <= 110
 
 
-def test_every_example_of_the_help_is_legal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_example_of_the_help_is_legal(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "train.py").write_text("import os\nprint(os.environ['RANK'])\n")
     examples = re.findall(r"^  python -m hpc_parallel\.run(.*?)(?:  |$)", USAGE, re.MULTILINE)
-    assert len(examples) == 6
+    assert len(examples) == 7
     for example in examples:
         words = [word for word in shlex.split(example) if not word.startswith(("resume=", "launcher="))]
-        printed(capsys, *words, "launcher=script", *["dry_run=true"] * ("dry_run=true" not in words))
+        told = main(["launcher=script", *["dry_run=true"] * ("dry_run=true" not in words), *words])
+        assert told == 0, capsys.readouterr().err
 
 
 def test_the_shell_can_complete() -> None:

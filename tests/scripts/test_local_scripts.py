@@ -207,14 +207,17 @@ def test_a_cancelled_script_leaves_nothing_running(home: Path, signals: list[sig
         [sys.executable, "-m", "hpc_parallel.run", *TWO_NODES, "--", "./solver"], cwd=home,
         env={**os.environ, "PYTHONPATH": ROOT}, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while len(processes_of(f"sleep {marker}")) < 4:
         assert time.monotonic() < deadline
         time.sleep(0.2)
     for number in signals:
         process.send_signal(number)
         time.sleep(1)
-    assert process.wait(60) == 1
+    while len(signals) > 1 and process.poll() is None and time.monotonic() < deadline:
+        process.send_signal(signals[-1])  # a busy machine may have delivered two as one
+        time.sleep(2)
+    assert process.wait(240) == 1
     assert processes_of(f"sleep {marker}") == []
     assert ended(home)[0] == "cancelled"
 
