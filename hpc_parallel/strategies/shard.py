@@ -89,10 +89,12 @@ class UnusedWeights:
         loss = self._inner.train(inputs, targets)
         for gradients in self._gradients:
             here = gradients.used()
-            used = torch.tensor(here, dtype=torch.int32, device=self._device)
+            used = torch.ones(len(here), dtype=torch.int32, device=self._device)
+            if not all(here):  # else nothing goes from the host to the device, for which it would wait
+                used = torch.tensor(here, dtype=torch.int32, device=self._device)
             with marked(f"all_reduce {name_of(self._axis)}"):
                 dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._axis.get_group())
-            if not all(here):  # else there is nothing to read, which would wait for the device
+            if not all(here):
                 gradients.drop(used.bool().tolist())
         return loss
 
