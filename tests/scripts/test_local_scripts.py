@@ -206,6 +206,8 @@ def test_a_cancelled_script_leaves_nothing_running(home: Path, signals: list[sig
     process = subprocess.Popen(
         [sys.executable, "-m", "hpc_parallel.run", *TWO_NODES, "--", "./solver"], cwd=home,
         env={**os.environ, "PYTHONPATH": ROOT}, stdout=subprocess.PIPE, text=True,
+        # A shell's job in the background ignores it, and so would the run.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     deadline = time.monotonic() + 240
     while len(processes_of(f"sleep {marker}")) < 4:
