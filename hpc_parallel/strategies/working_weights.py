@@ -104,9 +104,9 @@ def cast(weight: Tensor) -> Tensor:
 
 
 class Cast(torch.autograd.Function):
-    """A cast whose backward pass widens the gradient by a fast kernel.
+    """A cast whose backward pass widens the gradient by torch's foreach kernel.
 
-    `Tensor.to` from bfloat16 to float32 moves 1 TB/s on an H200 and this 3 TB/s: 7.4 ms of a step of 138 ms.
+    `Tensor.to` from bfloat16 to float32 moves 1 TB/s on an H200: 7.4 ms of a step of 138 ms.
     """
 
     @staticmethod
