@@ -40,7 +40,7 @@ def best(words: Sequence[str], *, user_folder: Path | None, rows: int = ROWS) ->
         asked = ask(cell.config, cell.overrides, user_folder=user_folder)
         found = search(asked.config, asked.hardware, choices=asked.choices, most=rows)
         if not found.best:
-            raise ConfigError(without_room(found.nearest, asked.hardware))
+            raise ConfigError(without_room(found, asked.config, asked.hardware, choices=asked.choices))
     return Best(asked, found.best)
 
 

@@ -95,10 +95,12 @@ def _overflow(config: RunConfig, planned: MemoryPlan, hardware: Hardware, *, is_
         if planned.fullest.total <= room:
             return None
         needed = size(planned.fullest.total)
-        return f"warning     a device may need {needed}, and a {device} has {size(room)}: the run may not fit"
+        return (
+            f"warning     a device may need {needed}, and one {device} has {size(room)}: the run may not fit"
+        )
     text = (
         f"memory: parameters, optimizer state and activations need {size(certain_bytes(least))} on device "
-        f"{least.device}, and a {device} has {size(room)}."
+        f"{least.device}, and one {device} has {size(room)}."
     )
     near = _layouts_that_fit(config, hardware) if is_timed else ""
     if config.plan.on_overflow != STOP or hardware.device.kind == CPU:  # a process may take what others leave
@@ -112,9 +114,10 @@ def _layouts_that_fit(config: RunConfig, hardware: Hardware) -> str:
         strategy=replace(config.strategy, microbatches=None, stages_per_rank=None, cuts=None),
         training=replace(config.training, microbatch_size=None),
     )
-    found = search(asked, hardware, choices=Choices(), most=NEAR)
+    choices = Choices()
+    found = search(asked, hardware, choices=choices, most=NEAR)
     if not found.best:
-        line = without_room(found.nearest, hardware)[0]
+        line = without_room(found, asked, hardware, choices=choices)[0]
         return f" {line[0].upper()}{line[1:]}"
     ways = [f"{' '.join(one.words)} ({seconds(one.step.total_s)} a step)" for one in found.best]
     return f" Try {alternatives(ways)}."

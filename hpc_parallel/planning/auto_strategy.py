@@ -59,7 +59,7 @@ def choose(composed: DictConfig, overrides: Sequence[str], *, user_folder: Path 
     asked = ask(composed, overrides, user_folder=user_folder)
     found = search(asked.config, asked.hardware, choices=asked.choices, most=2)
     if not found.best:
-        raise ConfigError(without_room(found.nearest, asked.hardware))
+        raise ConfigError(without_room(found, asked.config, asked.hardware, choices=asked.choices))
     first = found.best[0]
     words, name = first.words, _named(composed)
     reason = f" {advantage(found.best[:2])}" if len(found.best) > 1 else ""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.planning.hardware import Hardware
-from hpc_parallel.planning.search import Candidate
+from hpc_parallel.planning.search import DOUBLINGS, Candidate, Choices, Found, enough_nodes
 from hpc_parallel.planning.step_time import StepTime, Work
 from hpc_parallel.problems import printable
 from hpc_parallel.record.metrics_file import milliseconds, size
@@ -119,14 +120,16 @@ def _row(at: int, candidate: Candidate, hardware: Hardware) -> tuple[str, ...]:
     )
 
 
-def without_room(nearest: Candidate | None, hardware: Hardware) -> list[str]:
+def without_room(found: Found, config: RunConfig, hardware: Hardware, *, choices: Choices) -> list[str]:
     """The problem of a configuration of which no layout fits, with the one that needs least memory."""
     there = size(hardware.device.memory_bytes)
-    if nearest is None:
+    if found.nearest is None:
         return ["no layout passes all checks of a run. Try strategy=fsdp, which names the problems."]
-    needed = size(nearest.memory.fullest.total)
-    near = f"{' '.join(nearest.words)} needs {needed}"
-    return [
-        f"no layout fits in the {there} of a {hardware.device.name}. The nearest one, {near}. "
-        f"Try more devices (nodes={2 * nearest.config.nodes}) or a smaller model."
-    ]
+    needed = size(found.nearest.memory.fullest.total)
+    near = f"{' '.join(found.nearest.words)} needs {needed}"
+    larger = enough_nodes(config, hardware, choices=choices)
+    if larger is None:
+        advice = f"Nor does one on up to {2**DOUBLINGS * config.nodes} nodes. Try a smaller model."
+    else:
+        advice = f"Try nodes={larger.config.nodes} with {' '.join(larger.words)}, or a smaller model."
+    return [f"no layout fits in the {there} of one {hardware.device.name}. The nearest one, {near}. {advice}"]

@@ -40,6 +40,7 @@ NAMES = {
 }  # fmt: skip
 OTHERS = "hybrid"  # the strategy of all other layouts
 NEAR = 8  # layouts that are looked at for the one that needs least memory
+DOUBLINGS = 6  # of the nodes, to find out how many are enough
 _Refine = Callable[[], Iterator["_Entry"]]
 
 
@@ -134,6 +135,15 @@ def search(config: RunConfig, hardware: Hardware, *, choices: Choices, most: int
     Its own layout and microbatches are not looked at, but for a microbatch size or a number that is set.
     """
     return _Search(config, hardware, choices).run(most)
+
+
+def enough_nodes(config: RunConfig, hardware: Hardware, *, choices: Choices) -> Candidate | None:
+    """The fastest way to run it on the fewest nodes that have room: twice as many, four times, and so on."""
+    for doublings in range(1, DOUBLINGS + 1):
+        larger = replace(config, nodes=config.nodes * 2**doublings)
+        if best := search(larger, hardware, choices=choices, most=1).best:
+            return best[0]
+    return None
 
 
 @dataclass(order=True)

@@ -100,7 +100,7 @@ def test_a_run_that_cannot_fit_is_stopped_with_layouts_that_do(on_overflow: str)
         text = str(problem)
         # 8,030,261,248 weights: themselves and two states in float32, before any activation
         assert float(text.partition(" need ")[2].split()[0]) > 3 * 4 * 8030261248 / 2**30
-        assert "a NVIDIA H100 SXM has 74.5 GiB. Try strategy=" in text
+        assert "one NVIDIA H100 SXM has 74.5 GiB. Try strategy=" in text
         near = text.partition("Try ")[2].partition(" (")[0].split()
         assert checked(*SITE, "model=8b", "nodes=2", *near).plan_notes == []
         return

@@ -236,8 +236,22 @@ def test_without_room_the_nearest_layout_is_named(capsys: pytest.CaptureFixture[
     words = ["model=70b", "gpus_per_node=8", f"hardware={H100}"]
     assert command(["plan", "--best", *words]) == 2
     message = capsys.readouterr().err
-    assert "no layout fits in the 74.5 GiB of a NVIDIA H100 SXM. The nearest one, strategy=" in message
+    assert "no layout fits in the 74.5 GiB of one NVIDIA H100 SXM. The nearest one, strategy=" in message
     assert "training.activation_checkpointing=full needs " in message
+    advice = message.partition(" Try ")[2].partition(", or a smaller model.")[0]
+    assert advice.startswith("nodes=2 with strategy=")
+    layout = [word for word in advice.split() if word not in ("nodes=2", "with")]
+    assert command(["plan", *words[:2], words[2], "nodes=2", *layout]) == 0
+    assert ": fits" in capsys.readouterr().out
+
+
+def test_more_nodes_are_not_advised_if_they_do_not_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """One sample of 2**20 tokens stays on one device of these axes, whatever their number."""
+    words = ["model=70b", "gpus_per_node=1", f"hardware={H100}", "training.global_batch_size=1",
+             "training.microbatch_size=1", "data.sequence_length=1048576", "strategy.pipeline=1"]  # fmt: skip
+    assert command(["plan", "--best", *words]) == 2
+    message = capsys.readouterr().err
+    assert message.rstrip().endswith("Nor does one on up to 64 nodes. Try a smaller model.")
 
 
 def test_all_problems_of_a_search_at_once(capsys: pytest.CaptureFixture[str]) -> None:
