@@ -9,8 +9,8 @@
 The overrides are those of a run. Several numbers of nodes show how it scales. `--best` ranks all layouts of
 the devices. A table is CSV with the columns gpus, global_batch, micro_batch, hidden, heads, layers,
 sequence, tensor, data and pipeline; the output has the same rows with `planned_ms`. `--explain` prints all
-numbers with their formulas. Exit codes: 0 done, 1 the output can't be written, 2 the configuration, the
-table or the command is wrong, or no layout fits.
+numbers with their formulas, `--json` the figures of a run as an object. Exit codes: 0 done, 1 the output
+can't be written, 2 the configuration, the table or the command is wrong, or no layout fits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hpc_parallel.planning.step_time import StepTime
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.shell import complain, refuse
-from hpc_parallel.terminal import say
+from hpc_parallel.terminal import print_json, say
 
 HARDWARE = "hardware="
 TOKENS = 1e12
@@ -64,7 +64,7 @@ def _plan_run(options: argparse.Namespace, words: Sequence[str], *, names: Seque
     problems += _token_problems(options)
     if options.rows is not None:
         problems.append(f"--rows {options.rows} is for --best. Try it with --best.")
-    from hpc_parallel.commands.plan_run import planned_run, report, site_hardware
+    from hpc_parallel.commands.plan_run import planned_run, record, report, site_hardware
     from hpc_parallel.commands.plan_scaling import of_first_size, scaled, sizes_of
 
     folder = options.config_dir
@@ -73,11 +73,14 @@ def _plan_run(options: argparse.Namespace, words: Sequence[str], *, names: Seque
     if problems or hardware is None:
         raise ConfigError(problems)
     if sizes_of(words):
-        if options.explain is not None or options.tokens is not None:
-            raise ConfigError(["--explain and --tokens are for one number of nodes. Try nodes=1."])
+        if options.explain is not None or options.tokens is not None or options.json:
+            raise ConfigError(["--explain, --tokens and --json are for one number of nodes. Try nodes=1."])
         say(*scaled(options.overrides, hardware=hardware, user_folder=folder))
         return DONE
     config, work, step = planned_run(options.overrides, hardware=hardware, user_folder=folder)
+    if options.json:
+        print_json(record(config, (work, step), hardware=hardware, tokens=tokens))
+        return DONE
     if options.explain is not None:
         say(*explanation(step, hardware))
     explain = options.explain is not None
@@ -98,7 +101,7 @@ def _plan_budget(options: argparse.Namespace, *, names: Sequence[str]) -> int:
     if devices is not None and devices < 1:
         problems.append(f"--devices {devices}: there is at least one. Try --devices 8.")
     problems += _token_problems(options)
-    for option in ("best", "rows", "explain", "output"):
+    for option in ("best", "rows", "explain", "output", "json"):
         if getattr(options, option):
             problems.append(f"--{option} does not go with --hours. Try it without --{option}.")
     folder = options.config_dir
@@ -120,10 +123,10 @@ def _token_problems(options: argparse.Namespace) -> Iterator[str]:
 def _plan_best(options: argparse.Namespace) -> int:
     from hpc_parallel.commands.plan_best import ROWS, best, report
 
-    names = ("tokens", "output", "explain")
+    names = ("tokens", "output", "explain", "json")
     problems: list[Problem | str] = [
         f"--{name} does not go with --best. Try it without --{name}."
-        for name in names if getattr(options, name) is not None
+        for name in names if getattr(options, name) not in (None, False)
     ]  # fmt: skip
     rows = ROWS if options.rows is None else options.rows
     if rows < 1:
@@ -159,7 +162,7 @@ def _plan_table(options: argparse.Namespace, words: Sequence[str], *, names: Seq
 
 
 def _option_problems(options: argparse.Namespace, words: Sequence[str]) -> Iterator[str]:
-    for option, value in (("--best", options.best), ("--rows", options.rows)):
+    for option, value in (("--best", options.best), ("--rows", options.rows), ("--json", options.json)):
         if value:
             yield f"{option} is for one configuration. Try it without --table."
     for word in words:
@@ -222,6 +225,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="ROW",
         help="print all numbers (of a row) with formulas",
     )
+    parser.add_argument("--json", action="store_true", help="print the figures of one configuration as JSON")
     parser.add_argument("--tokens", type=float, help=f"tokens of the training (default {TOKENS:g})")
     parser.add_argument("--hours", type=float, help="what can be trained in this time on --devices")
     parser.add_argument("--devices", type=int, help="how many there are for --hours")

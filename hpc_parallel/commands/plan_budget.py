@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_parallel.commands.plan_best import best
+from hpc_parallel.commands.plan_figures import HOUR_S, Training, costs, notes
 from hpc_parallel.commands.run_rows import duration
+from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.ranking import mfu, tokens_per_s
-from hpc_parallel.planning.run_work import assumptions
 from hpc_parallel.planning.search import Candidate
 from hpc_parallel.problems import ConfigError
 
@@ -56,7 +57,14 @@ def budgeted(
     )
     yield from table(rows, budget, hardware)
     if fitting := [candidate for candidate in rows.values() if candidate is not None]:
-        yield from assumptions(fitting[0].config, hardware)
+        yield _spent(budget, fitting[0].config, hardware)
+        yield from notes(fitting[0].config, hardware)
+
+
+def _spent(budget: Budget, config: RunConfig, hardware: Hardware) -> str:
+    training = Training(budget.tokens, budget.hours * HOUR_S, budget.devices)
+    costing = [f"{one.label} {one.text}" for one in costs(training, config=config, hardware=hardware)]
+    return f"Spent: {'; '.join([f'{training.device_hours:,.0f} device-hours', *costing])}."
 
 
 def nodes_of(devices: int, hardware: Hardware) -> tuple[int, int]:
@@ -81,7 +89,7 @@ def table(rows: dict[str, Candidate | None], budget: Budget, hardware: Hardware)
             yield f"{model:>6}  no layout fits in memory"
             continue
         rate = tokens_per_s(candidate.work, candidate.step)
-        seen, needed_s = rate * budget.hours * 3600, budget.tokens / rate
+        seen, needed_s = rate * budget.hours * HOUR_S, budget.tokens / rate
         share = mfu(candidate.work, candidate.step, hardware)
         yield (
             f"{model:>6}  {rate:>11,.0f}  {100 * share:>5.1f}%  {seen:>15.3g}  {duration(needed_s):>18}  "

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from hpc_parallel.commands.run_rows import duration
+from hpc_parallel.commands.plan_figures import figures, memory_figure, notes
 from hpc_parallel.config.checks.all_checks import find_problems
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import resolve
@@ -19,11 +20,9 @@ from hpc_parallel.planning.auto_strategy import choose, is_auto
 from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.measured_links import with_measured_links
 from hpc_parallel.planning.memory import text_table
-from hpc_parallel.planning.ranking import mfu, model_flops
-from hpc_parallel.planning.run_work import assumptions, unplanned, work_of_run
+from hpc_parallel.planning.run_work import unplanned, work_of_run
 from hpc_parallel.planning.step_time import StepTime, Work, step_time
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.record.metrics_file import size
 
 
 def command_line(words: Sequence[str], *, user_folder: Path | None) -> CommandLine:
@@ -73,18 +72,22 @@ def report(
     config: RunConfig, plan: tuple[Work, StepTime], *, hardware: Hardware, tokens: float, explain: bool
 ) -> Iterator[str]:
     """One figure a line, with its formula if `explain`; then what the plan assumes."""
-    work, step = plan
-    layout = layout_of(config.strategy, devices=config.devices)
-    pipeline = f", {work.schedule}" if work.pipeline > 1 else ""
-    yield f"{layout} on {work.devices} x {hardware.device.name}{pipeline}, {work.precision}"
-    yield f"{work.data} replicas x {work.microbatches} microbatches x {work.microbatch_size} samples"
-    for label, value, formula in _figures(work, step, hardware=hardware, tokens=tokens):
-        yield f"  {label:<24} {value}" + f" = {formula}" * explain
+    yield from headline(config, plan[0], hardware)
+    for figure in figures(config, plan, hardware=hardware, tokens=tokens):
+        yield f"  {figure.label:<24} {figure.text}" + f" = {figure.formula}" * explain
     yield from _memory(config, hardware, explain=explain)
     if config.machine.collectives:
         _, measured = with_measured_links(hardware, config.machine)
         yield f"Measured links (machine): {', '.join(measured) or 'none that a plan reads'}."
-    yield from assumptions(config, hardware)
+    yield from notes(config, hardware)
+
+
+def headline(config: RunConfig, work: Work, hardware: Hardware) -> Iterator[str]:
+    """Two lines: the devices and the batch."""
+    layout = layout_of(config.strategy, devices=config.devices)
+    pipeline = f", {work.schedule}" if work.pipeline > 1 else ""
+    yield f"{layout} on {work.devices} x {hardware.device.name}{pipeline}, {work.precision}"
+    yield f"{work.data} replicas x {work.microbatches} microbatches x {work.microbatch_size} samples"
 
 
 def _memory(config: RunConfig, hardware: Hardware, *, explain: bool) -> Iterator[str]:
@@ -93,33 +96,24 @@ def _memory(config: RunConfig, hardware: Hardware, *, explain: bool) -> Iterator
     if planned is None:
         yield f"  {'memory':<24} not known for this model"
         return
-    label = "memory, at least" if planned.unknown else "memory, estimate"
-    needed, there = planned.fullest.total, hardware.device.memory_bytes
-    verdict = "fits" if needed <= there and not planned.unknown else "may not fit"
-    without = f" ({'; '.join(planned.unknown)})" if planned.unknown else ""
-    yield f"  {label:<24} {size(needed)} of {size(there)}: {verdict}{without}"
+    figure = memory_figure(planned, hardware)
+    yield f"  {figure.label:<24} {figure.text}"
     if explain:
         yield from text_table(planned)
 
 
-def _figures(
-    work: Work, step: StepTime, *, hardware: Hardware, tokens: float
-) -> Iterator[tuple[str, str, str]]:
-    """Label, value and formula."""
-    total_s, per_step, peak = step.total_s, work.samples * work.decoder.sequence, hardware.device.peak_flops
-    flops = model_flops(work)
-    rate = work.devices * peak[work.precision]
-    training_s, busy = tokens / per_step * total_s, step.timeline
-    hours = training_s * work.devices / 3600
-    ends = f"gradients {step.gradients_s:.4g} s + update {step.update_s:.4g} s"
-    yield "step time", f"{total_s:.4g} s", f"microbatches {busy.total_s:.4g} s + {ends}"
-    yield "tokens/s", f"{per_step / total_s:,.0f}", f"{per_step} tokens / {total_s:.4g} s"
-    text = f"{flops:.4g} FLOP / ({total_s:.4g} s x {rate:.4g} FLOP/s)"
-    yield "model FLOP utilisation", f"{100 * mfu(work, step, hardware):.1f} %", text
-    ranks = len(busy.busy_s)
-    text = f"1 - {sum(busy.busy_s):.4g} s of {ranks} ranks / ({ranks} x {busy.total_s:.4g} s)"
-    yield "bubble", f"{100 * busy.bubble_share:.1f} %", text
-    text = f"{step.exposed_s:.4g} s of tensor sums, gathers and gradients / {total_s:.4g} s"
-    yield "exposed communication", f"{100 * step.exposed_s / total_s:.1f} %", text
-    text = f"{tokens:.4g} / {per_step} x {total_s:.4g} s, x {work.devices} devices"
-    yield f"to {tokens:.3g} tokens", f"{duration(training_s)}, {hours:,.0f} device-hours", text
+def record(
+    config: RunConfig, plan: tuple[Work, StepTime], *, hardware: Hardware, tokens: float
+) -> dict[str, Any]:
+    """The figures as `--json` prints them."""
+    planned = memory.plan(config)
+    step_figures = {one.key: one.value for one in figures(config, plan, hardware=hardware, tokens=tokens)}
+    return {
+        **step_figures,
+        "tokens": tokens,
+        "devices": plan[0].devices,
+        "memory_bytes": None if planned is None else planned.fullest.total,
+        "memory_unknown": None if planned is None else planned.unknown,
+        "device_memory_bytes": hardware.device.memory_bytes,
+        "assumptions": [*notes(config, hardware)],
+    }

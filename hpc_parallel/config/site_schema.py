@@ -72,6 +72,8 @@ class ClusterConfig:
     # as small as the memory needs; null: not checked, and read from the GPUs when the job starts.
     device_memory_gb: float | None = None
     hardware: str | None = None  # The file of `conf/hardware/` that describes the nodes, for plans of runs.
+    # What an hour of one device costs, in your currency, for the cost in plans; null: no cost.
+    device_hour_price: float | None = None
     # CPU cores for each device, if `launcher.cpus_per_device` is not set; null: what sinfo says of a node's
     # cores, divided by its GPUs, or 1.
     cpus_per_device: int | None = None

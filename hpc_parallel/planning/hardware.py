@@ -15,6 +15,8 @@ from hpc_parallel.problems import ConfigError, Problem, nearest
 
 EXTENDS = "extends"  # the key that names the file whose values hold where this file has none
 CALIBRATION = "calibration"  # which a file does not take from another one
+POWER = "power_w"
+MAY_BE_NULL = (CALIBRATION, POWER)
 DEVICE_KINDS = ("cuda", "cpu")
 _T = TypeVar("_T")
 
@@ -24,7 +26,7 @@ class Device:
     """One device.
 
     kind: that of `device=` in a run, one of DEVICE_KINDS. peak_flops: dense, by precision.
-    multiprocessors: how many work on tiles of a product.
+    multiprocessors: how many work on tiles of a product. power_w: of its board; None if it is not known.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Device:
     memory_bytes: float
     memory_bytes_per_s: float
     multiprocessors: int
+    power_w: float | None
 
 
 @dataclass(frozen=True)
@@ -207,13 +210,14 @@ def _typed(kind: type[_T], values: Any, place: str, problems: list[Problem | str
         elif name == "peak_flops":
             made[name] = {str(key): float(number) for key, number in value.items()}
         else:
-            made[name] = hint(value) if hint in (int, float) else value
+            number = int if hint is int else float
+            made[name] = number(value) if _positive(value) else value
     return kind(**made) if not problems else object.__new__(kind)
 
 
 def _broken_rule(name: str, hint: Any, value: Any) -> str | None:
     """The rule that the value of a field breaks, if any, with a legal value where there is a near one."""
-    if name == CALIBRATION and value is None:
+    if name in MAY_BE_NULL and value is None:
         return None
     if name == "kind":
         return None if value in DEVICE_KINDS else f"is none of {', '.join(DEVICE_KINDS)}. Try kind: cuda"

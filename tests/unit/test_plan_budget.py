@@ -17,7 +17,7 @@ ASKED = ("--hours", "10", "--devices", "8", "--tokens", "1e10", f"hardware={HARD
 
 def test_a_model_sees_its_rate_times_the_time(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["model=1b", "training.global_batch_size=256", "data.sequence_length=2048"]
-    assert main([*ASKED, *words]) == 0
+    assert main([*ASKED, *words, "cluster.device_hour_price=2.5"]) == 0
     said = capsys.readouterr().out
     place = ["nodes=1", "gpus_per_node=8", f"hardware={HARDWARE}"]
     (candidate,) = best([*words, *place], user_folder=None, rows=1).candidates
@@ -25,6 +25,8 @@ def test_a_model_sees_its_rate_times_the_time(capsys: pytest.CaptureFixture[str]
     assert f"{rate:,.0f}" in said
     assert f"{rate * 36000:.3g}" in said
     assert "not given" not in said
+    spent = "Spent: 80 device-hours; cost 200.00 at 2.5 a device-hour; energy of the devices 32 kWh at 400 W"
+    assert spent in said
     answer = "The largest of these that sees 1e+10 tokens in 10 h: 1b." in said
     assert answer == (rate * 36000 >= 1e10)
 

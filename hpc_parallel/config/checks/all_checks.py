@@ -182,6 +182,7 @@ def _ranges(config: RunConfig) -> Problems:
         ("launcher.max_restarts", 0, math.inf, True, 0),
         ("launcher.memory_gb", 0, math.inf, False, 16),
         ("cluster.device_memory_gb", 0, math.inf, False, 80),
+        ("cluster.device_hour_price", 0, math.inf, True, 2.5),
         ("cluster.memory_gb_per_device", 0, math.inf, False, 16),
         ("cluster.port", 1024, 65535, True, 29500),
         ("cluster.start_timeout_s", 0, math.inf, False, 300),

@@ -1,0 +1,117 @@
+"""The figures of a plan: of a step, and of the training that takes so many of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hpc_parallel.commands.run_rows import duration
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.planning.hardware import Hardware
+from hpc_parallel.planning.memory import MemoryPlan
+from hpc_parallel.planning.ranking import mfu, model_flops
+from hpc_parallel.planning.run_work import assumptions
+from hpc_parallel.planning.step_time import StepTime, Work
+from hpc_parallel.record.metrics_file import size
+
+HOUR_S = 3600
+POWERS = ((1e3, "kWh"), (1e6, "MWh"), (1e9, "GWh"))  # in Wh
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure.
+
+    key: its name in JSON, with the names of `summary.json` where that has it. text, formula: for a reader.
+    """
+
+    key: str
+    label: str
+    value: float
+    text: str
+    formula: str
+
+
+@dataclass(frozen=True)
+class Training:
+    """The devices of a training of `tokens` tokens for `seconds`."""
+
+    tokens: float
+    seconds: float
+    devices: int
+
+    @property
+    def device_hours(self) -> float:
+        return self.seconds * self.devices / HOUR_S
+
+
+def figures(
+    config: RunConfig, plan: tuple[Work, StepTime], *, hardware: Hardware, tokens: float
+) -> Iterator[Figure]:
+    """Those of a step, then those of a training of `tokens` tokens."""
+    work, step = plan
+    per_step = work.samples * work.decoder.sequence
+    yield from _of_step(work, step, hardware)
+    training = Training(tokens, tokens / per_step * step.total_s, work.devices)
+    hours = training.device_hours
+    text = f"{tokens:.4g} / {per_step} x {step.total_s:.4g} s, x {work.devices} devices"
+    yield Figure(
+        "device_hours", f"to {tokens:.3g} tokens", hours,
+        f"{duration(training.seconds)}, {hours:,.0f} device-hours", text,
+    )  # fmt: skip
+    yield from costs(training, config=config, hardware=hardware)
+
+
+def _of_step(work: Work, step: StepTime, hardware: Hardware) -> Iterator[Figure]:
+    total_s, busy, peak = step.total_s, step.timeline, hardware.device.peak_flops[work.precision]
+    tokens, flops = work.samples * work.decoder.sequence, model_flops(work)
+    ends = f"gradients {step.gradients_s:.4g} s + update {step.update_s:.4g} s"
+    text = f"microbatches {busy.total_s:.4g} s + {ends}"
+    yield Figure("step_time_s", "step time", total_s, f"{total_s:.4g} s", text)
+    text = f"{tokens} tokens / {total_s:.4g} s"
+    yield Figure("tokens_per_s", "tokens/s", tokens / total_s, f"{tokens / total_s:,.0f}", text)
+    share = mfu(work, step, hardware)
+    text = f"{flops:.4g} FLOP / ({total_s:.4g} s x {work.devices * peak:.4g} FLOP/s)"
+    yield Figure("mfu", "model FLOP utilisation", share, f"{100 * share:.1f} %", text)
+    ranks, share = len(busy.busy_s), busy.bubble_share
+    text = f"1 - {sum(busy.busy_s):.4g} s of {ranks} ranks / ({ranks} x {busy.total_s:.4g} s)"
+    yield Figure("bubble_share", "bubble", share, f"{100 * share:.1f} %", text)
+    share = step.exposed_s / total_s
+    text = f"{step.exposed_s:.4g} s of tensor sums, gathers and gradients / {total_s:.4g} s"
+    yield Figure("exposed_communication_share", "exposed communication", share, f"{100 * share:.1f} %", text)
+
+
+def costs(training: Training, *, config: RunConfig, hardware: Hardware) -> Iterator[Figure]:
+    """Cost and energy of a training, where the site's price and the board power of the device are known."""
+    hours, price, power_w = training.device_hours, config.cluster.device_hour_price, hardware.device.power_w
+    if price is not None:
+        text = f"{hours:,.0f} device-hours x {price:g}"
+        yield Figure("cost", "cost", hours * price, f"{hours * price:,.2f} at {price:g} a device-hour", text)
+    if power_w is not None:
+        energy_wh = hours * power_w
+        text = f"{hours:,.0f} device-hours x {power_w:g} W"
+        shown = f"{energy(energy_wh)} at {power_w:g} W a device"
+        yield Figure("energy_kwh", "energy of the devices", energy_wh / 1e3, shown, text)
+
+
+def energy(energy_wh: float) -> str:
+    """`512 kWh`, `28.9 MWh`."""
+    unit, name = max((pair for pair in POWERS if pair[0] <= energy_wh), default=POWERS[0])
+    return f"{energy_wh / unit:.3g} {name}"
+
+
+def memory_figure(planned: MemoryPlan, hardware: Hardware) -> Figure:
+    """Whether the device that needs most has room."""
+    label = "memory, at least" if planned.unknown else "memory, estimate"
+    needed, there = planned.fullest.total, hardware.device.memory_bytes
+    verdict = "fits" if needed <= there and not planned.unknown else "may not fit"
+    without = f" ({'; '.join(planned.unknown)})" if planned.unknown else ""
+    text = f"{size(needed)} of {size(there)}: {verdict}{without}"
+    return Figure("memory_bytes", label, needed, text, f"device {planned.fullest.device}, as listed below")
+
+
+def notes(config: RunConfig, hardware: Hardware) -> Iterator[str]:
+    """What the figures take for granted."""
+    yield from assumptions(config, hardware)
+    if hardware.device.power_w is not None:
+        yield "Energy: all devices at their board power all the time. Hosts, network and cooling come on top."
