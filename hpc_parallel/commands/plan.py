@@ -4,13 +4,15 @@
     python -m hpc_parallel plan strategy=fsdp model=8b nodes=1,2 gpus_per_node=8 hardware=b200_node8_3200gbit
     python -m hpc_parallel plan --best model=1b nodes=4 gpus_per_node=8 hardware=h100_sxm_node8_3200gbit
     python -m hpc_parallel plan --hours 24 --devices 256 --tokens 1e12 hardware=h100_sxm_node8_3200gbit
+    python -m hpc_parallel plan strategy=fsdp model=8b nodes=8 hardware=b200_node8_3200gbit --output my-plan
     python -m hpc_parallel plan --table iterations.csv --output planned.csv hardware=a100_80gb_node8_800gbit
 
 The overrides are those of a run. Several numbers of nodes show how it scales. `--best` ranks all layouts of
 the devices. A table is CSV with the columns gpus, global_batch, micro_batch, hidden, heads, layers,
-sequence, tensor, data and pipeline; the output has the same rows with `planned_ms`. `--explain` prints all
-numbers with their formulas, `--json` the figures of a run as an object. Exit codes: 0 done, 1 the output
-can't be written, 2 the configuration, the table or the command is wrong, or no layout fits.
+sequence, tensor, data and pipeline; the output has the same rows with `planned_ms`. The output of one
+configuration is a folder with a page. `--explain` prints all numbers with their formulas, `--json` the
+figures of a run as an object. Exit codes: 0 done, 1 the output can't be written, 2 the configuration, the
+table or the command is wrong, or no layout fits.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ def main(arguments: Sequence[str]) -> int:
 def _plan_run(options: argparse.Namespace, words: Sequence[str], *, names: Sequence[str]) -> int:
     problems: list[Problem | str] = []
     if options.output is not None:
-        problems.append("--output is for the rows of a table. Try it with --table iterations.csv.")
+        from hpc_parallel.commands.plan_page import page_problems
+
+        problems += page_problems(options.output, json=options.json)
     if options.explain is not None and options.explain is not FIRST:
         row = options.explain
         near = f"--explain, or --table iterations.csv --explain {row}"
@@ -73,8 +77,9 @@ def _plan_run(options: argparse.Namespace, words: Sequence[str], *, names: Seque
     if problems or hardware is None:
         raise ConfigError(problems)
     if sizes_of(words):
-        if options.explain is not None or options.tokens is not None or options.json:
-            raise ConfigError(["--explain, --tokens and --json are for one number of nodes. Try nodes=1."])
+        for_one = ("explain", "tokens", "json", "output")
+        if wrong := [f"--{name}" for name in for_one if getattr(options, name) not in (None, False)]:
+            raise ConfigError([f"{' and '.join(wrong)}: only for one number of nodes. Try nodes=1."])
         say(*scaled(options.overrides, hardware=hardware, user_folder=folder))
         return DONE
     config, work, step = planned_run(options.overrides, hardware=hardware, user_folder=folder)
@@ -85,7 +90,13 @@ def _plan_run(options: argparse.Namespace, words: Sequence[str], *, names: Seque
         say(*explanation(step, hardware))
     explain = options.explain is not None
     say(*report(config, (work, step), hardware=hardware, tokens=tokens, explain=explain))
-    return DONE
+    if options.output is None:
+        return DONE
+    from hpc_parallel.commands.plan_page import Planned, write_page
+
+    return write_page(
+        Planned(options.overrides, config, work, step, hardware, folder, tokens), options.output
+    )
 
 
 def _plan_budget(options: argparse.Namespace, *, names: Sequence[str]) -> int:
@@ -216,7 +227,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--best", action="store_true", help="rank the layouts of the devices")
     parser.add_argument("--rows", type=int, help="rows of --best (default 5)")
     parser.add_argument("--table", type=Path, help="a CSV of iterations")
-    parser.add_argument("--output", type=Path, help=f"the CSV to write, with {PLANNED}")
+    parser.add_argument(
+        "--output", type=Path, help=f"a folder for the page; of a table, the CSV with {PLANNED}"
+    )
     parser.add_argument(
         "--explain",
         type=int,

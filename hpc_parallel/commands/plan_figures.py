@@ -107,7 +107,7 @@ def memory_figure(planned: MemoryPlan, hardware: Hardware) -> Figure:
     verdict = "fits" if needed <= there and not planned.unknown else "may not fit"
     without = f" ({'; '.join(planned.unknown)})" if planned.unknown else ""
     text = f"{size(needed)} of {size(there)}: {verdict}{without}"
-    return Figure("memory_bytes", label, needed, text, f"device {planned.fullest.device}, as listed below")
+    return Figure("memory_bytes", label, needed, text, f"device {planned.fullest.device} needs most")
 
 
 def notes(config: RunConfig, hardware: Hardware) -> Iterator[str]:

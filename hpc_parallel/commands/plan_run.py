@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from hpc_parallel.config.schema import RunConfig, register
 from hpc_parallel.config.sweep_compose import compose_run
 from hpc_parallel.launch.checked_run import reporting_all_problems
 from hpc_parallel.planning import memory
-from hpc_parallel.planning.auto_strategy import choose, is_auto
+from hpc_parallel.planning.auto_strategy import choose, is_auto, on_nodes_of
 from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.measured_links import with_measured_links
 from hpc_parallel.planning.memory import text_table
@@ -63,9 +62,8 @@ def planned_run(
         layout = layout_of(config.strategy, devices=config.devices)
         if problems := list(unplanned(config, layout, hardware)):
             raise ConfigError(problems)
-    hardware, _ = with_measured_links(hardware, config.machine)
-    work, node = work_of_run(config), replace(hardware.node, devices=config.gpus_per_node)
-    return config, work, step_time(work, replace(hardware, node=node))
+    work = work_of_run(config)
+    return config, work, step_time(work, on_nodes_of(config, hardware))
 
 
 def report(

@@ -41,10 +41,11 @@ def sizes_of(words: Sequence[str]) -> list[str]:
 
 def of_first_size(words: Sequence[str]) -> list[str]:
     """The words with the first of several numbers of nodes."""
-    return _with_nodes(words, sizes[0]) if (sizes := sizes_of(words)) else list(words)
+    return with_nodes(words, sizes[0]) if (sizes := sizes_of(words)) else list(words)
 
 
-def _with_nodes(words: Sequence[str], nodes: str) -> list[str]:
+def with_nodes(words: Sequence[str], nodes: str) -> list[str]:
+    """The words with this number of nodes."""
     return [*(word for word in words if not word.startswith(NODES)), f"{NODES}{nodes}"]
 
 
@@ -54,7 +55,7 @@ def scaled(words: Sequence[str], *, hardware: Hardware, user_folder: Path | None
     problems: dict[str, None] = {}
     for nodes in sizes_of(words):
         try:
-            sizes.append(_planned(_with_nodes(words, nodes), hardware=hardware, user_folder=user_folder))
+            sizes.append(planned_size(with_nodes(words, nodes), hardware=hardware, user_folder=user_folder))
         except ConfigError as error:
             problems |= dict.fromkeys(f"{NODES}{nodes}: {problem}" for problem in error.problems)
     if problems:
@@ -66,7 +67,8 @@ def scaled(words: Sequence[str], *, hardware: Hardware, user_folder: Path | None
     yield from assumptions(config, hardware)
 
 
-def _planned(words: Sequence[str], *, hardware: Hardware, user_folder: Path | None) -> Size:
+def planned_size(words: Sequence[str], *, hardware: Hardware, user_folder: Path | None) -> Size:
+    """The plan of the words on their nodes. Raises ConfigError with all problems."""
     config, work, step = planned_run(words, hardware=hardware, user_folder=user_folder)
     held = memory.plan_fullest(config)
     return Size(

@@ -13,6 +13,16 @@ def _free(source: int, target: int) -> float:
 
 
 @dataclass(frozen=True)
+class Span:
+    """One action on its rank, from `start_s` to `end_s` after the start of the step."""
+
+    rank: int
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
 class Timeline:
     """The time of all actions of a step, and the time in which each rank computes."""
 
@@ -30,11 +40,13 @@ def simulate(
     *,
     action_s: Callable[[Kind, int], float],
     transfer_s: Callable[[int, int], float] = _free,
+    spans: list[Span] | None = None,
 ) -> Timeline:
     """Run each rank's actions in the order of its schedule, as soon as their inputs have arrived.
 
     action_s: seconds of an action of a kind on a stage. transfer_s: seconds from one stage to a neighbouring
-    stage on another rank; transfers run beside the computation, and a link takes several at once.
+    stage on another rank; transfers run beside the computation, and a link takes several at once. spans: gets
+    every action, if it is a list.
 
     Raises ValueError if ranks wait for each other.
     """
@@ -51,6 +63,8 @@ def simulate(
                 cost = costs[action[:2]]
                 free_s[rank] = inputs.ends[action] = max(free_s[rank], ready_s) + cost
                 busy_s[rank] += cost
+                if spans is not None:
+                    spans.append(Span(rank, action, free_s[rank] - cost, free_s[rank]))
                 upcoming[rank] = next(order, None)
                 moved = True
     if any(action is not None for action in upcoming):

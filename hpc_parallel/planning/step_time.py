@@ -14,7 +14,7 @@ from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.kernels import Kernels, Term
 from hpc_parallel.planning.operations import FLOAT32_BYTES, NUMBER_BYTES, precise_bytes
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, Kind, Pipeline
-from hpc_parallel.planning.pipeline_times import Timeline, simulate
+from hpc_parallel.planning.pipeline_times import Span, Timeline, simulate
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,23 @@ class Step:
         self._alike_s: dict[tuple[Kind, int, bool, bool], float] = {}
         self._unhidden_s: dict[Kind, float] = {}  # gathers of a block that its computation does not hide
 
-    def result(self) -> StepTime:
-        work, transfers = self.work, {} if self.work.blocking else self._transfers
-        timeline = simulate(
+    def _simulated(self, spans: list[Span] | None = None) -> Timeline:
+        transfers = {} if self.work.blocking else self._transfers
+        return simulate(
             self._pipeline,
             action_s=self._action_s,
             transfer_s=lambda source, target: transfers.get(min(source, target), 0.0),
+            spans=spans,
         )
+
+    def spans(self) -> list[Span]:
+        """Every action of the pipeline's ranks; of one rank without a pipeline."""
+        spans: list[Span] = []
+        self._simulated(spans)
+        return [span for span in spans if span.end_s > span.start_s]
+
+    def result(self) -> StepTime:
+        work, timeline = self.work, self._simulated()
         self._add_stages()
         text = f"{work.schedule}, {work.pipeline} ranks, {work.microbatches} microbatches, simulated"
         self._add("all microbatches", timeline.total_s, text)

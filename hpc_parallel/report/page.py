@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hpc_parallel.problems import alternatives, printable
+from hpc_parallel.record.metrics_file import size
 from hpc_parallel.report import collective_curves, latency, markdown
 from hpc_parallel.report.claims import Approach, Claim, judged
 from hpc_parallel.report.gather import Gathered, Row
@@ -135,8 +136,8 @@ def render(gathered: Gathered) -> Report:
         "plots": plots,
         "zip": zip,
     }
-    page = _fill("report.html.j2", values)
-    plain = _fill("report.md.j2", values, finalize=markdown.text)
+    page = fill("report.html.j2", values)
+    plain = fill("report.md.j2", values, finalize=markdown.text)
     return Report(page, plain, table(gathered, series), latency.table(timed), plots)
 
 
@@ -155,7 +156,7 @@ def _plots(
     return draw(rows, series=series, predictions=predictions)
 
 
-def _fill(name: str, values: dict[str, Any], **settings: Any) -> str:
+def fill(name: str, values: dict[str, Any], **settings: Any) -> str:
     """Render the template with every value escaped and characters that are not text replaced."""
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True,
@@ -166,6 +167,7 @@ def _fill(name: str, values: dict[str, Any], **settings: Any) -> str:
         "digits": lambda value: UNMEASURED if value is None else digits(value, 3),
         "code": markdown.code,
         "block": markdown.block,
+        "size": size,
     }
     text = templates.get_template(name).render(values).strip() + "\n"
     return _NO_TEXT.sub(lambda match: printable(match[0]), text)

@@ -77,8 +77,13 @@ def _draw(rates: Axes, efficiencies: Axes, series: Sequence[Series], *, first: i
     efficiencies.set_ylim(bottom=0)
     efficiencies.set_ylabel(f"efficiency, % of {ticks[0]} device{'s' * (ticks[0] > 1)}")
     for axes in (rates, efficiencies):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, labels=[str(tick) for tick in ticks])
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xlabel("devices")
+        count_devices(axes, ticks)
+
+
+def count_devices(axes: Axes, ticks: Sequence[int]) -> None:
+    """Make the horizontal axis one of devices, with these ticks."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, labels=[str(tick) for tick in ticks])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("devices")

@@ -16,6 +16,7 @@ from hpc_parallel.report.drawing import (
     ORANGE,
     PURPLE,
     SKY,
+    VERMILION,
     Plot,
     add_patch_legend,
     bar_style,
@@ -37,6 +38,7 @@ KINDS = {  # kind of a stage's work -> colour, hatch, name
     "backward": (ORANGE, "//", "backward"),
     "weights": (GREEN, "..", "gradients of weights"),
     "average": (SKY, "\\\\", "average of gradients"),
+    "update": (VERMILION, "++", "update"),
 }
 OTHER = "other"  # a kind that this version does not know
 KINDS[OTHER] = ("#999999", "--", "other work")
@@ -51,11 +53,12 @@ def plots(rows: Sequence[Row]) -> Iterator[Plot]:
             "What the stages of each device did in one profiled step. Numbers are microbatches "
             "(stage:microbatch if a device has several stages), where there is room. Blank is idle."
             + first_of(MAX_TIMELINES, len(timelines)),
-            partial(_timeline, ranks),
+            partial(timeline_figure, ranks),
         )  # fmt: skip
 
 
-def _timeline(ranks: Sequence[dict[str, Any]]) -> Figure:
+def timeline_figure(ranks: Sequence[dict[str, Any]]) -> Figure:
+    """A row for each rank, as `gather.timeline` has them."""
     figure, ((axes,),) = canvas(0.9 + 0.42 * len(ranks))
     length_s = max(float(rank["length_s"]) for rank in ranks)
     unit = unit_of("seconds", [length_s])

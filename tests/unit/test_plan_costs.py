@@ -64,4 +64,4 @@ def test_a_wrong_price_and_options_for_something_else_are_refused(capsys: pytest
     assert command(["plan", A100, "--table", "x.csv", "--json", "--output", "y.csv"]) == 2
     assert "--json is for one configuration" in capsys.readouterr().err
     assert command(["plan", A100, "model=1b", "nodes=1,2", "--json"]) == 2
-    assert "--json are for one number of nodes. Try nodes=1." in capsys.readouterr().err
+    assert "--json: only for one number of nodes. Try nodes=1." in capsys.readouterr().err

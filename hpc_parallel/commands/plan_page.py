@@ -1,0 +1,176 @@
+"""`plan --output FOLDER`: the page of a plan, with its figures as JSON and its plots as PNG."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_parallel.commands.plan_figures import figures, memory_figure, notes
+from hpc_parallel.commands.plan_run import headline, record
+from hpc_parallel.commands.plan_scaling import Size, efficiency, planned_size, verdict, with_nodes
+from hpc_parallel.commands.report_folder import PAGE, PLOTS, output_problems, write_folder
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.exit_codes import DONE, FAILED
+from hpc_parallel.planning import memory
+from hpc_parallel.planning.auto_strategy import on_nodes_of
+from hpc_parallel.planning.hardware import Hardware
+from hpc_parallel.planning.memory import MemoryPlan
+from hpc_parallel.planning.pipeline_orders import Kind
+from hpc_parallel.planning.ranking import seconds
+from hpc_parallel.planning.step_time import Step, StepTime, Work
+from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.report.page import WITHOUT_PLOTS, can_draw
+from hpc_parallel.report.plan_page import PlanPage, Role, ScalingPoint, render
+from hpc_parallel.shell import complain
+from hpc_parallel.terminal import say
+
+FIGURES = "plan.json"
+BATCH = "training.global_batch_size"
+AROUND = 4  # numbers of nodes up to so many times that of the plan
+NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHTS: "weights"}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, and the words and the hardware that it is of."""
+
+    words: Sequence[str]
+    config: RunConfig
+    work: Work
+    step: StepTime
+    hardware: Hardware
+    user_folder: Path | None
+    tokens: float
+
+
+def page_problems(output: Path, *, json: bool) -> Iterator[Problem | str]:
+    """Why the page can't be written."""
+    if json:
+        yield f"--json does not go with --output: the folder has {FIGURES}. Try it without --json."
+    yield from output_problems(Path(os.path.expanduser(output)).absolute(), beside=FIGURES, near="plan")
+
+
+def write_page(plan: Planned, output: Path) -> int:
+    """Write the folder and say where its page is; returns the exit code."""
+    place = Path(os.path.expanduser(output)).absolute()
+    try:
+        write_folder(page_files(plan), place)
+    except OSError as error:
+        complain([f"{place} can't be written: {error.strerror or error}"])
+        return FAILED
+    if not can_draw():
+        complain([WITHOUT_PLOTS])
+    say(f"Page: {place / PAGE}")
+    return DONE
+
+
+def page_files(plan: Planned) -> dict[str, str | bytes]:
+    """The files of the folder, by their paths in it."""
+    page = _page(plan)
+    plots = []
+    if can_draw():
+        from hpc_parallel.report.plan_plots import draw
+
+        plots = draw(page)
+    values = record(plan.config, (plan.work, plan.step), hardware=plan.hardware, tokens=plan.tokens)
+    return {
+        PAGE: render(page, plots),
+        FIGURES: json.dumps(values, indent=2, allow_nan=False) + "\n",
+        **{f"{PLOTS}/{plot.name}.png": plot.png for plot in plots},
+    }
+
+
+def _page(plan: Planned) -> PlanPage:
+    config, hardware = plan.config, plan.hardware
+    held = memory.plan(config)
+    title, *lines = headline(config, plan.work, hardware)
+    shown = [*figures(config, (plan.work, plan.step), hardware=hardware, tokens=plan.tokens)]
+    sizes, left_out = _sizes(plan)
+    return PlanPage(
+        title=f"Plan: {title}",
+        lines=lines,
+        command=f"python -m hpc_parallel plan {' '.join(plan.words)}",
+        figures=[*shown, *([] if held is None else [memory_figure(held, hardware)])],
+        roles=[] if held is None else _roles(held),
+        device_memory_bytes=hardware.device.memory_bytes,
+        ranks=_ranks(plan),
+        sizes=[_point(size, sizes[0]) for size in sizes],
+        verdict=verdict(sizes) if len(sizes) > 1 else "",
+        left_out=left_out,
+        notes=[*notes(config, hardware), *([] if held is None else held.unknown)],
+    )
+
+
+def _roles(held: MemoryPlan) -> list[Role]:
+    """Devices that hold the same are one role, named after the first of them."""
+    groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    roles: dict[tuple[tuple[str, int], ...], str] = {}
+    for device in held.devices:
+        key = tuple(device.kinds.items())
+        groups.setdefault(key, []).append(device.device)
+        roles.setdefault(key, device.role)
+    return [Role(_label(devices, roles[key]), dict(key)) for key, devices in groups.items()]
+
+
+def _label(devices: Sequence[int], role: str) -> str:
+    first, last = devices[0], devices[-1]
+    if len(devices) == 1:
+        text = f"device {first}"
+    elif last - first + 1 == len(devices):
+        text = f"devices {first} to {last}"
+    else:
+        text = f"device {first} and {len(devices) - 1} more"
+    return f"{text} ({role})" if role else text
+
+
+def _ranks(plan: Planned) -> list[dict[str, Any]]:
+    """The actions of each rank of the pipeline, then the average of gradients and the update."""
+    step = plan.step
+    spans = Step(plan.work, on_nodes_of(plan.config, plan.hardware)).spans()
+    chunks: list[list[tuple[float, float, int, str, int | None]]] = [[] for _ in range(plan.work.pipeline)]
+    for span in spans:
+        kind, stage, microbatch = span.action
+        chunks[span.rank].append((span.start_s, span.end_s, stage, NAMES[kind], microbatch))
+    ends = step.timeline.total_s, step.timeline.total_s + step.gradients_s, step.total_s
+    for own in chunks:
+        stage = own[0][2]
+        own.append((ends[0], ends[1], stage, "average", None))
+        own.append((ends[1], ends[2], stage, "update", None))
+    return [
+        {"rank": rank, "length_s": step.total_s, "chunks": [one for one in own if one[1] > one[0]]}
+        for rank, own in enumerate(chunks)
+    ]
+
+
+def _sizes(plan: Planned) -> tuple[list[Size], list[str]]:
+    """The plans on 1, 2, 4, ... nodes around this one with the same batch, and why others are left out."""
+    words = [word for word in plan.words if not word.startswith(f"{BATCH}=")]
+    words.append(f"{BATCH}={plan.config.training.global_batch_size}")
+    sizes, left_out = [], []
+    for nodes in _numbers_of_nodes(plan.config.nodes):
+        try:
+            found = planned_size(
+                with_nodes(words, str(nodes)), hardware=plan.hardware, user_folder=plan.user_folder
+            )
+        except ConfigError as error:
+            left_out.append(f"nodes={nodes}: {error.problems[0]}")
+        else:
+            sizes.append(found)
+    return sizes, left_out
+
+
+def _numbers_of_nodes(nodes: int) -> Iterator[int]:
+    """Powers of two up to AROUND times the nodes, at most as much below them as above, and the nodes."""
+    powers = [2**power for power in range((AROUND * nodes).bit_length())]
+    yield from sorted({nodes, *(power for power in powers if nodes <= AROUND * power)})
+
+
+def _point(size: Size, first: Size) -> ScalingPoint:
+    return ScalingPoint(
+        nodes=size.nodes, devices=size.devices, layout=str(size.layout), step_text=seconds(size.step_s),
+        tokens_per_s=size.tokens_per_s, mfu=size.mfu, efficiency=efficiency(size, first),
+    )  # fmt: skip

@@ -1,0 +1,146 @@
+"""The page of a plan alone: its figures are those of the plan, and it opens on wide and narrow screens."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from hpc_parallel.__main__ import main
+from hpc_parallel.commands.plan_scaling import efficiency, planned_size, with_nodes
+from hpc_parallel.config.compose import resolve
+from hpc_parallel.planning import memory
+from hpc_parallel.planning.hardware import named_hardware
+from hpc_parallel.planning.pipeline_orders import Pipeline
+from hpc_parallel.planning.pipeline_times import Span, simulate
+from hpc_parallel.report.plan_plots import MAX_CHUNKS, MAX_RANKS, PARTS, drawable
+from tests.composed import composed
+from tests.report.browser import open_page, unavailable_reason
+
+HARDWARE = "a100_80gb_node8_800gbit"
+RUN = (
+    "strategy=hybrid", "model=1b", "nodes=2", "gpus_per_node=2", "strategy.pipeline=2", "strategy.tensor=2",
+    "training.global_batch_size=8", "training.microbatch_size=1",
+)  # fmt: skip
+PLAN = (*RUN, f"hardware={HARDWARE}", "cluster.device_hour_price=2.5")
+VALUE = re.compile(r'data-value="([^"]*)"')
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plan") / "my-plan"
+    assert main(["plan", *PLAN, "--output", str(folder)]) == 0
+    return folder
+
+
+def rows(page: Path, table: str) -> list[list[str]]:
+    """The cells of a table's body."""
+    body = page.read_text().partition(f'id="{table}"')[2].partition("<tbody>")[2].partition("</tbody>")[0]
+    return [re.findall(r"<td[^>]*>.*?</td>", row, re.DOTALL) for row in body.split("</tr>")[:-1]]
+
+
+def test_its_figures_are_those_of_the_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *PLAN, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert json.loads((folder / "plan.json").read_text()) == printed
+    shown = {key: float(value) for key, value in re.findall(
+        r'data-key="(\w+)" data-value="([^"]+)"', (folder / "index.html").read_text())}  # fmt: skip
+    assert shown == {key: printed[key] for key in shown}
+    assert {"step_time_s", "tokens_per_s", "device_hours", "cost", "energy_kwh", "memory_bytes"} <= set(shown)
+
+
+def test_its_memory_is_that_of_each_role(folder: Path) -> None:
+    """Two stages of two devices; each kind is in one part of a bar."""
+    config, _ = resolve(composed(*RUN, "device=cuda"))
+    held = memory.plan(config)
+    assert held is not None
+    *kinds, total = rows(folder / "index.html", "memory")
+    sums = [int(VALUE.search(cell)[1]) for cell in total[1:]]  # type: ignore[index]
+    assert sums == [held.devices[0].total, held.devices[2].total]
+    for at, column in ((0, 1), (2, 2)):
+        values = [int(VALUE.search(row[column])[1]) for row in kinds]  # type: ignore[index]
+        assert values == [size for kind, size in held.devices[at].kinds.items()
+                          if size or held.devices[2 - at].kinds[kind]]  # fmt: skip
+    parts = [kind for kinds_of_part, _, _ in PARTS.values() for kind in kinds_of_part]
+    assert sorted(parts) == sorted(memory.KINDS)
+
+
+def test_its_sizes_are_plans_of_the_same_batch(folder: Path) -> None:
+    hardware = named_hardware(HARDWARE, user_folder=None)
+    sizes = [
+        planned_size(with_nodes(PLAN[:-2], str(nodes)), hardware=hardware, user_folder=None)
+        for nodes in (2, 4, 8)
+    ]
+    shown = rows(folder / "index.html", "scaling")
+    assert [re.sub("<.*?>", "", row[0]) for row in shown] == ["2", "4", "8"]
+    for size, row in zip(sizes, shown, strict=True):
+        assert float(VALUE.search(row[4])[1]) == pytest.approx(size.tokens_per_s)  # type: ignore[index]
+        assert f"{efficiency(size, sizes[0]):.0%}" in row[6]
+    assert "nodes=1: " in (folder / "index.html").read_text()  # two devices have no 2 x 2
+
+
+def test_every_action_has_its_span() -> None:
+    """Two stages, two microbatches, by hand: F0 F0 | F1 B1 F1 B1 | B0 B0 with 1 and 3 s, and 0.5 s links."""
+    spans: list[Span] = []
+    times = simulate(
+        Pipeline("1f1b", 2, 2),
+        action_s=lambda kind, stage: (1.0, 3.0)[stage],
+        transfer_s=lambda source, target: 0.5,
+        spans=spans,
+    )
+    ends = {
+        rank: [(one.start_s, one.end_s) for one in spans if one.rank == rank and one.end_s > one.start_s]
+        for rank in (0, 1)
+    }
+    assert ends[1] == [(1.5, 4.5), (4.5, 7.5), (7.5, 10.5), (10.5, 13.5)]
+    assert ends[0][:2] == [(0.0, 1.0), (1.0, 2.0)]
+    assert ends[0][-1] == (14.0, 15.0)
+    assert max(span.end_s for span in spans) == times.total_s
+
+
+def test_a_long_step_is_cut_for_the_picture() -> None:
+    chunks = [(float(at), at + 1.0, 0, "forward", at) for at in range(1000)]
+    ranks = [{"rank": rank, "length_s": 1000.0, "chunks": chunks} for rank in range(64)]
+    kept, cut_s = drawable(ranks)
+    assert [kept[0]["rank"], kept[-1]["rank"], len(kept)] == [0, 63, MAX_RANKS]
+    assert cut_s is not None
+    assert sum(len(rank["chunks"]) for rank in kept) <= MAX_CHUNKS
+    assert drawable(ranks[:2]) == (ranks[:2], None)
+
+
+@pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.full)])
+def test_it_opens_on_any_screen(width: int, folder: Path, tmp_path: Path) -> None:
+    if reason := unavailable_reason():
+        pytest.skip(reason)
+    script = """
+        const width = svg => svg.getBoundingClientRect().width;
+        const seen = [...document.querySelectorAll("figure svg")].filter(width);
+        return {figures: seen.map(svg => svg.getAttribute("aria-label")),
+                page: document.documentElement.scrollWidth,
+                narrow: seen.every(svg => width(svg) <= innerWidth)};
+    """
+    opened = open_page(folder / "index.html", script, scratch=tmp_path, width=width)
+    assert (opened.console, opened.asked) == ([], [])
+    assert opened.answer["page"] <= width
+    assert opened.answer["narrow"]
+    assert opened.answer["figures"] == [
+        "Memory of a device at its fullest", "One step, planned", "More and fewer nodes: the same batch"
+    ]  # fmt: skip
+
+
+def test_only_an_earlier_plan_is_replaced(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").write_text("keep")
+    words = ["plan", *PLAN, "--output"]
+    assert main([*words, str(tmp_path / "mine"), "--json"]) == 2
+    said = capsys.readouterr().err
+    assert "mine is there and is no plan, which alone would be replaced. Try --output=" in said
+    assert "--json does not go with --output" in said
+    assert (tmp_path / "mine/notes.txt").read_text() == "keep"
+    (folder / "plots/old.png").write_bytes(b"")
+    assert main([*words, str(folder)]) == 0
+    assert not (folder / "plots/old.png").exists()
