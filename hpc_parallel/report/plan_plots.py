@@ -45,7 +45,7 @@ PARTS = {  # what a bar shows -> its kinds, colour, hatch
     ),
     "workspaces, context, slack": (("workspaces", "device context", "allocator slack"), "#999999", "--"),
 }  # fmt: skip
-MAX_RANKS, MAX_CHUNKS = 16, 3000  # of a drawn step
+MAX_RANKS, MAX_CHUNKS = 16, 800  # of a drawn step: more are too narrow to be seen
 
 
 def draw(page: PlanPage) -> list[Plot]:
