@@ -183,7 +183,7 @@ def test_all_problems_of_a_table_at_once(tmp_path: Path, capsys: pytest.CaptureF
     message = capsys.readouterr().err
     for text in (
         "nodes=2: a plan of a table takes hardware=NAME only",
-        f"Try hardware={NAME}",
+        f"Try hardware=a100_80gb_node8_1600gbit or hardware={NAME}.",
         "rows.csv:2: tensor x data x pipeline = 4, but gpus = 8",
         "rows.csv:3: gpus = 'x' is not a positive integer",
         "rows.csv:4: data x micro_batch = 6 does not divide global_batch = 8",
