@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -33,8 +34,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def run(run_folder: str, *, worker: tuple[str, ...] = WORKER) -> None:
+def run(run_folder: str, *, worker: tuple[str, ...] = WORKER, is_local: bool = False) -> None:
     """Run this rank's worker, or the user's script in its place, to its end.
+
+    is_local: whether the local agent started it, on a simulated node.
 
     Raises SystemExit with the worker's exit code, or 128 + n after signal n. Unlike other exceptions it
     passes through submitit without a traceback, and srun receives the code.
@@ -45,7 +48,9 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER) -> None:
     config = folder.read_config()
     site_variables(config["cluster"]["environment"], os.environ)  # before torch loads OpenMP
     if script_rank.is_script(config):
-        _run_script(folder, config, world=world)
+        if is_local:  # torchrun of a simulated node knows its own ranks only
+            world = replace(world, local_rank=world.rank, local_world_size=world.world_size)
+        _run_script(folder, config, world=world, in_job=not is_local)
         return
     if world.rank == 0:
         note_phase(folder, "importing torch")
@@ -66,12 +71,13 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER) -> None:
         sys.exit(_exit_code(returncode))
 
 
-def _run_script(folder: RunFolder, config: dict[str, Any], *, world: World) -> None:
+def _run_script(folder: RunFolder, config: dict[str, Any], *, world: World, in_job: bool) -> None:
     """As `run`, for a script of the user's, whose processes end with it."""
     adopt_orphans()
     script_failure.forget(folder, rank=world.rank)
     script = config["script"]
-    relay = script_rank.Relay(script["stop_signal"], reaches_all=world.launcher == "slurm")
+    reaches_all = in_job and world.launcher in ("slurm", "torchrun")
+    relay = script_rank.Relay(script["stop_signal"], in_job=in_job, reaches_all=reaches_all)
     for number in _IGNORED:
         signal.signal(number, relay)
     starts = {stream: script_failure.size_of(folder.log(world.rank, stream)) for stream in ("out", "err")}
@@ -82,9 +88,10 @@ def _run_script(folder: RunFolder, config: dict[str, Any], *, world: World) -> N
             script_rank.begin(folder, config, world=world, environment=variables)
         with script_rank.streams(folder, rank=world.rank) as (out, err):
             child = subprocess.Popen(
-                script_rank.words_of(folder, config, rank=world.rank),
-                cwd=script_rank.working_directory(folder, config, rank=world.rank),
+                script_rank.words_of(folder, config, rank=world.rank, variables=variables),
+                cwd=script_rank.working_directory(folder, config, rank=world.rank, variables=variables),
                 env=variables, preexec_fn=partial(_prepare, os.getpid()),
+                close_fds=False,  # PMI_FD of MPI; our own files close themselves
                 stdin=subprocess.DEVNULL, stdout=out, stderr=err,
             )  # fmt: skip
     except (DeviceError, OSError) as error:  # no such program on this host, for example

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from cluster import Cluster
 from test_jobs import Site, only_run, read
+from test_starts import words_of
 
 from tests.scripts.loops import CLIENTS, losses_alone, printed_losses
 
@@ -81,6 +82,46 @@ def test_a_single_file_with_its_own_checkpoint_runs_and_a_killed_rank_is_named(s
     )
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert printed_losses(site.home / "resumed") == whole[5:]
+
+
+OWN_TORCHRUN = (
+    "-m", "torch.distributed.run", "--nnodes={nodes}", "--nproc-per-node={devices}", "--node-rank={rank}",
+    "--master-addr={address}", "--master-port={port}",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "before", "logs"),
+    [
+        (("script.start=torchrun", "script.torchrun=[--max-restarts=0]"), (), 4),
+        pytest.param(("script.start=node",), OWN_TORCHRUN, 2, marks=pytest.mark.full),
+    ],
+)
+def test_a_launcher_on_each_node_starts_the_ranks(
+    site: Site, words: tuple[str, ...], before: tuple[str, ...], logs: int
+) -> None:
+    line = (*words, "nodes=2", "gpus_per_node=2", "launcher=slurm", "launcher.wait=true", "--", *before)
+    done = site.run(*line, "ddp.py", "--steps", "4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = only_run(site)
+    assert len(list((folder / "logs").glob("rank-*.out"))) == logs
+    assert printed_losses(folder) == pytest.approx(losses_alone("ddp.py", "--steps", "4"), rel=1e-5)
+    hosts = {rank["host"] for rank in read(folder, "environment.json")["ranks"]}
+    assert len(hosts) == 2, hosts
+    assert site.record(read(folder, "summary.json")["job_ids"][0])["NumTasks"] == "4" if logs == 4 else "2"
+
+
+@pytest.mark.parametrize("start", ["openmpi", pytest.param("mpich", marks=pytest.mark.full)])
+def test_a_plain_mpi_program_runs_under_mpirun(start: str, site: Site) -> None:
+    words = ("nodes=2", "gpus_per_node=2", "launcher=slurm", "launcher.wait=true", *words_of(start, site))
+    done = site.run(*words, "run_dir=run", "--", "mpi_sum.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = [(site.home / "run" / "logs" / f"rank-{rank}.out").read_text() for rank in range(4)]
+    assert printed == [f"rank {rank} of 4: sum 6\n" for rank in range(4)]
+    failed = site.run(*words, "run_dir=failed", "--", "mpi_sum.py", "--fail")
+    assert failed.returncode == 1
+    line = read(site.home / "failed", "failure.json")["line"]
+    assert re.fullmatch(r"rank 1 on n1 failed first: the script ended with exit code 3.*", line), line
 
 
 SAVES = """
