@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.supervise import failure, script_failure, script_metrics, script_rank
+from hpc_parallel.supervise import failure, oom, script_failure, script_metrics, script_rank
 from hpc_parallel.supervise.fabric import DeviceError, site_variables
 from hpc_parallel.supervise.nvidia_profiler import ProfilerError, profiler_words
 from hpc_parallel.supervise.process_tree import adopt_orphans, end_descendants
@@ -45,12 +46,12 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER, is_local: bool = F
     folder = RunFolder(Path(run_folder))
     world = World.discover(os.environ)
     failure.forget(folder, rank=world.rank)
-    config = folder.read_config()
+    config, kills = folder.read_config(), oom.cgroup_kills()
     site_variables(config["cluster"]["environment"], os.environ)  # before torch loads OpenMP
     if script_rank.is_script(config):
         if is_local:  # torchrun of a simulated node knows its own ranks only
             world = replace(world, local_rank=world.rank, local_world_size=world.world_size)
-        _run_script(folder, config, world=world, in_job=not is_local)
+        _run_script(folder, config, world=world, in_job=not is_local, kills=kills)
         return
     if world.rank == 0:
         note_phase(folder, "importing torch")
@@ -67,11 +68,14 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER, is_local: bool = F
     ):
         returncode = child.wait()
     if returncode != 0:
-        failure.record_death(folder, world=world, returncode=returncode)
+        cgroup = oom.killing_cgroup(kills)
+        failure.record_death(folder, world=world, returncode=returncode, cgroup=cgroup)
         sys.exit(_exit_code(returncode))
 
 
-def _run_script(folder: RunFolder, config: dict[str, Any], *, world: World, in_job: bool) -> None:
+def _run_script(
+    folder: RunFolder, config: dict[str, Any], *, world: World, in_job: bool, kills: Mapping[str, int]
+) -> None:
     """As `run`, for a script of the user's, whose processes end with it."""
     adopt_orphans()
     script_failure.forget(folder, rank=world.rank)
@@ -110,7 +114,8 @@ def _run_script(folder: RunFolder, config: dict[str, Any], *, world: World, in_j
     if returncode > 0:
         script_failure.record(folder, world=world, returncode=returncode, log_start=starts["err"])
     elif returncode < 0:
-        failure.record_death(folder, world=world, returncode=returncode)
+        cgroup = oom.killing_cgroup(kills)
+        failure.record_death(folder, world=world, returncode=returncode, cgroup=cgroup)
     if returncode != 0:
         sys.exit(_exit_code(returncode))
 
