@@ -139,17 +139,21 @@ time.sleep(200)
 """
 
 
-def test_a_stop_signal_lets_the_script_save_and_the_job_starts_again(site: Site) -> None:
-    """As before the time limit: Slurm sends USR2 to every process of the step."""
+@pytest.mark.parametrize(
+    "start", ["ranks", *(pytest.param(start, marks=pytest.mark.full) for start in ("torchrun", "openmpi"))]
+)
+def test_a_stop_signal_lets_the_script_save_and_the_job_starts_again(start: str, site: Site) -> None:
+    """As before the time limit: Slurm sends USR2 to every process of the step, or to the shell of mpirun."""
     (site.home / "saves.py").write_text(SAVES)
-    words = ("nodes=2", "launcher=slurm", "script.stop_signal=SIGUSR1", "run_dir=run")
+    by = words_of(start, site) if start == "openmpi" else [f"script.start={start}"]
+    words = ("nodes=2", "launcher=slurm", "script.stop_signal=SIGUSR1", "run_dir=run", *by)
     resume = "script.resume_arguments=--resume {run}/saved"
     assert site.run(*words, resume, "--", "saves.py", "{run}/saved").returncode == 0
     folder = site.home / "run"
     outs = [folder / "logs" / f"rank-{rank}.out" for rank in (0, 1)]
     wait_until(lambda: all(out.exists() and "ready" in out.read_text() for out in outs))
     job_id = read(folder, "owner.json")["job_id"]
-    site.cluster.run("scancel", "--signal=USR2", job_id)
+    site.cluster.run("scancel", "--signal=USR2", *(["--batch"] if start == "openmpi" else []), job_id)
     wait_until(lambda: "resumed from signal 10" in outs[0].read_text(), within_s=300)
     wait_until((folder / "summary.json").exists)
     summary = read(folder, "summary.json")
