@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -29,7 +30,7 @@ from hpc_parallel.config.script import TORCHRUN
 from hpc_parallel.record import owner
 from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import read_json, read_tail
+from hpc_parallel.record.safe_read import DamagedError, read_json, read_tail
 from hpc_parallel.supervise import failure
 from hpc_parallel.supervise.conclude_run import conclude, may_restart
 from hpc_parallel.supervise.fabric import site_variables
@@ -120,7 +121,8 @@ def _attempt(
         asked_by = failure.signal_name(watch.signals[0]) if cancelled else None
         code, log = next(filter(None, watch.returncodes.values()), 1), ""
         if not is_rank:  # of torchrun itself
-            log = read_tail(folder.logs / "agent.err").decode(errors="replace")
+            with suppress(OSError, DamagedError):
+                log = read_tail(folder.logs / "agent.err").decode(errors="replace")
         conclude(folder, returncode=code, text=log, cancelled=cancelled, asked_by=asked_by, environment={})
     elif is_script(config):  # no rank knows that all of them succeeded
         conclude(folder, returncode=0, environment={})

@@ -234,7 +234,8 @@ for number in range(400_000): print("line", number)
     assert "line 399999" in done.stdout
 
 
-def test_an_exit_code_asks_for_a_new_start_which_resumes(home: Path) -> None:
+@pytest.mark.parametrize("start", ["ranks", pytest.param("torchrun", marks=pytest.mark.full)])
+def test_an_exit_code_asks_for_a_new_start_which_resumes(start: str, home: Path) -> None:
     (home / "script.py").write_text("""
 import pathlib, sys
 saved = pathlib.Path(sys.argv[1])
@@ -244,7 +245,8 @@ else:
     saved.touch()
     sys.exit(75)
 """)
-    words = ("script.requeue_codes=[75]", "script.resume_arguments=--resume {run}/saved")
+    resume = "script.resume_arguments=--resume {run}/saved"
+    words = (f"script.start={start}", "script.requeue_codes=[75]", resume)
     done = run(home, "launcher=local", *words, "--", "script.py", "{run}/saved")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resumed" in done.stdout

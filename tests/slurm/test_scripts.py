@@ -47,9 +47,10 @@ def test_the_loss_curve_of_two_hosts_equals_that_of_one_process(site: Site) -> N
     assert curve == pytest.approx(losses_alone("ddp.py", "--steps", "8"), rel=1e-5)
 
 
-def test_a_failing_rank_is_named_with_its_host_and_line(site: Site) -> None:
-    words = ("nodes=2", "launcher=slurm", "launcher.wait=true", "--", "ddp.py", "--fail-at", "3")
-    done = site.run(*words)
+@pytest.mark.parametrize("start", ["ranks", pytest.param("torchrun", marks=pytest.mark.full)])
+def test_a_failing_rank_is_named_with_its_host_and_line(start: str, site: Site) -> None:
+    words = ("nodes=2", "launcher=slurm", "launcher.wait=true", f"script.start={start}")
+    done = site.run(*words, "--", "ddp.py", "--fail-at", "3")
     assert done.returncode == 1
     last = done.stdout.splitlines()[-1]
     assert re.match(r"rank 1 on \S+ failed first: ValueError: no data for step 3 \(ddp\.py:\d+\)", last), last
