@@ -136,7 +136,6 @@ def _with_script(config: DictConfig) -> DictConfig:
         config.name = name_of(script)
     config.strategy = OmegaConf.structured(StrategyConfig(name=TASK, replicate=-1))
     config.training.global_batch_size = max(1, devices)
-    config.cluster.hang_timeout_s = None  # the script does not report its progress
     return config
 
 

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -19,10 +20,12 @@ from typing import Any
 from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.supervise import failure, script_failure, script_metrics, script_rank
+from hpc_parallel.supervise import failure, hang_report, script_failure, script_rank
 from hpc_parallel.supervise.fabric import DeviceError, site_variables
 from hpc_parallel.supervise.nvidia_profiler import ProfilerError, profiler_words
 from hpc_parallel.supervise.process_tree import adopt_orphans, end_descendants
+from hpc_parallel.supervise.script_metrics import MetricsWriter
+from hpc_parallel.supervise.script_watch import ScriptSupervisor, watching
 from hpc_parallel.supervise.supervisor import supervised
 from hpc_parallel.supervise.world import World
 
@@ -71,10 +74,17 @@ def _run_script(folder: RunFolder, config: dict[str, Any], *, world: World) -> N
     adopt_orphans()
     script_failure.forget(folder, rank=world.rank)
     script = config["script"]
-    relay = script_rank.Relay(script["stop_signal"], reaches_all=world.launcher == "slurm")
+    relay = script_rank.Relay(
+        script["stop_signal"], reaches_all=world.launcher == "slurm",
+        stop_prefix=script_rank.stop_prefix(folder, world=world),
+    )  # fmt: skip
     for number in _IGNORED:
         signal.signal(number, relay)
-    starts = {stream: script_failure.size_of(folder.log(world.rank, stream)) for stream in ("out", "err")}
+    log_start = script_failure.size_of(folder.log(world.rank, "err"))
+    checks: list[Callable[[bool], None]] = []
+    if world.rank == 0:
+        checks.append(MetricsWriter(folder, pattern=script["metrics"]))
+    hang_report.forget(folder, world=world)
     variables = dict(os.environ)
     try:
         script_rank.set_variables(folder, config, world=world, environment=variables)
@@ -91,8 +101,9 @@ def _run_script(folder: RunFolder, config: dict[str, Any], *, world: World) -> N
         failure.record_exception(folder, world=world, error=error)
         sys.exit(str(error))
     relay.connect(child)
-    pattern = script["metrics"] if world.rank == 0 else None
-    with script_metrics.reading(folder, pattern=pattern, start_bytes=starts["out"]):
+    if (timeout_s := config["cluster"]["hang_timeout_s"]) is not None:
+        checks.append(ScriptSupervisor(folder, world=world, process=child.pid, timeout_s=timeout_s))
+    with watching(checks):
         returncode = child.wait()
         end_descendants()
     stop = relay.stop_of(returncode, requeue_codes=script["requeue_codes"])
@@ -101,7 +112,7 @@ def _run_script(folder: RunFolder, config: dict[str, Any], *, world: World) -> N
         write_json(folder.stopped, stop)
         return  # with 0, so that srun lets the other ranks save
     if returncode > 0:
-        script_failure.record(folder, world=world, returncode=returncode, log_start=starts["err"])
+        script_failure.record(folder, world=world, returncode=returncode, log_start=log_start)
     elif returncode < 0:
         failure.record_death(folder, world=world, returncode=returncode)
     if returncode != 0:
