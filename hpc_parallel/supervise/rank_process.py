@@ -24,6 +24,7 @@ from hpc_parallel.supervise import failure, hang_report, script_failure, script_
 from hpc_parallel.supervise.fabric import DeviceError, site_variables
 from hpc_parallel.supervise.nvidia_profiler import ProfilerError, profiler_words
 from hpc_parallel.supervise.process_tree import adopt_orphans, end_descendants
+from hpc_parallel.supervise.script_devices import DeviceWatch
 from hpc_parallel.supervise.script_metrics import MetricsWriter
 from hpc_parallel.supervise.script_watch import ScriptSupervisor, watching
 from hpc_parallel.supervise.supervisor import supervised
@@ -101,6 +102,7 @@ def _run_script(folder: RunFolder, config: dict[str, Any], *, world: World) -> N
         failure.record_exception(folder, world=world, error=error)
         sys.exit(str(error))
     relay.connect(child)
+    checks.append(DeviceWatch(folder, world=world, process=child.pid, environment=variables))
     if (timeout_s := config["cluster"]["hang_timeout_s"]) is not None:
         checks.append(ScriptSupervisor(folder, world=world, process=child.pid, timeout_s=timeout_s))
     with watching(checks):

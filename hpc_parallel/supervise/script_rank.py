@@ -153,6 +153,8 @@ def begin(
     """
     if (job := job_of(os.environ)) is not None:
         hold_by_job(folder, job)
+    for rank in folder.logs.glob("rank-*.device.json"):  # an earlier start may have had more ranks
+        rank.unlink(missing_ok=True)
     last = None
     with suppress(FileNotFoundError, DamagedError):
         last = last_line(folder.metrics)

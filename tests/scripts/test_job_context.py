@@ -193,6 +193,28 @@ def test_a_hang_names_the_rank_that_is_behind_and_keeps_all_stacks(home: Path) -
     assert json.loads((only_run(home) / "failure.json").read_text())["kind"] == "hang"
 
 
+def test_the_processes_of_each_rank_are_measured(home: Path) -> None:
+    (home / "script.py").write_text("""
+import subprocess, sys, time
+data = bytearray(200 * 2**20)
+subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
+time.sleep(2)  # a sample is taken after a second
+while time.process_time() < 1: pass
+""")
+    began = time.monotonic()
+    done = run(home, *TWO_NODES, "--", "script.py")
+    took_s = time.monotonic() - began
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in (0, 1):
+        figures = json.loads((only_run(home) / f"logs/rank-{rank}.device.json").read_text())
+        assert figures["rank"] == rank
+        assert 1 / took_s < figures["cpu_cores"] < (os.cpu_count() or 1)
+        assert 200 * 2**20 < figures["resident_bytes"] < 300 * 2**20
+    shown = command(home, "show", str(only_run(home)))
+    assert re.search(r"^CPU +median \d\.\d cores", shown, re.MULTILINE)
+    assert re.search(r"^resident memory +median 0\.2 GiB", shown, re.MULTILINE)
+
+
 def test_a_check_that_fails_does_not_stop_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     calls = []
 
