@@ -142,19 +142,28 @@ def test_event_files_of_tensorboard_become_metrics(home: Path) -> None:
     pytest.importorskip("tensorboard")
     (home / "script.py").write_text("""
 import pathlib, sys
-from torch.utils.tensorboard import SummaryWriter
-with SummaryWriter(sys.argv[1]) as writer:
-    for step in range(1, 4):
-        writer.add_scalar("train/loss", 1 / step, step)
-        writer.add_scalar("lr", 0.5, step)
-        writer.add_text("note", "a text is no figure", step)
+# The classes of which torch's SummaryWriter is made.
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+writer = EventFileWriter(sys.argv[1])
+for step in range(1, 4):
+    values = [Summary.Value(tag=tag, simple_value=value)
+              for tag, value in {"train/loss": 1 / step, "lr": 0.5, "bad": float("nan")}.items()]
+    values.append(Summary.Value(tag="note", tensor=TensorProto(dtype=7, string_val=[b"no figure"])))
+    writer.add_event(Event(step=step, wall_time=1.7e9, summary=Summary(value=values)))
+writer.close()
 pathlib.Path(sys.argv[1], "events.out.tfevents.0.damaged").write_bytes(b"\\xff" * 5000)
 """)
     done = run(home, "launcher=local", "--", "script.py", "{run}/board")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "completed: step 3, loss 0.3333" in done.stdout
     lines = metrics_of(only_run(home))
-    assert [(line["step"], line["lr"]) for line in lines] == [(1, 0.5), (2, 0.5), (3, 0.5)]
+    assert [(line["step"], line["lr"], line["bad"]) for line in lines] == [
+        (step, 0.5, None) for step in (1, 2, 3)
+    ]
+    assert all("note" not in line for line in lines)
     assert [line["loss"] for line in lines] == pytest.approx([1, 1 / 2, 1 / 3])
     assert all(line["loss"] == line["train/loss"] for line in lines)
     (row,) = json.loads(command(home, "status", "--json"))
