@@ -44,9 +44,9 @@ class MetricsWriter:
     def __call__(self, is_last: bool) -> None:
         figures = [line for log in self._logs for line in log.read(is_last)]
         for line in [*figures, *self._events.read(is_last)]:
-            if self._is_first:  # a restart repeats steps
+            if self._is_first and line["step"] > 0:  # a restart repeats steps; hyperparameters are of step 0
                 keep_metrics(self._folder, until=line["step"] - 1)
-            self._is_first = False
+                self._is_first = False
             append_line(self._folder.metrics, line)
 
 

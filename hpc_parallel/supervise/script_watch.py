@@ -107,6 +107,6 @@ def python_of(process: int) -> int:
         root = psutil.Process(process)
         for each in [root, *root.children(recursive=True)]:
             with suppress(psutil.Error):
-                if "python" in each.name():
+                if "python" in os.path.basename(each.exe()):  # torch changes the name of its process
                     return int(each.pid)
     return process

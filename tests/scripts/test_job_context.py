@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 
 from hpc_parallel.job_context import Agreement, has_agreed, request_stop
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.supervise.event_files import EventFiles
+from hpc_parallel.supervise.script_metrics import MetricsWriter
 from hpc_parallel.supervise.script_watch import watching
 from tests.scripts.test_local_scripts import ROOT, TWO_NODES, command, ended, only_run, run
 
@@ -168,6 +171,34 @@ pathlib.Path(sys.argv[1], "events.out.tfevents.0.damaged").write_bytes(b"\\xff" 
     assert all(line["loss"] == line["train/loss"] for line in lines)
     (row,) = json.loads(command(home, "status", "--json"))
     assert (row["state"], row["step"]) == ("completed", 3)
+
+
+def test_an_event_file_that_can_not_be_read_is_announced(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = EventFiles(home)
+    (home / "events.out.tfevents.1").write_bytes(b"")
+    (home / "a link.tfevents").symlink_to("/dev/zero")
+    monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_file_loader", None)
+    assert list(files.read(is_last=True)) == list(files.read(is_last=True)) == []
+    told = capsys.readouterr().err
+    assert told.count("is not read into metrics.jsonl: install tensorboard beside hpc_parallel") == 1
+
+
+def test_a_restart_drops_only_the_steps_that_it_repeats(home: Path) -> None:
+    folder = RunFolder(home / "run")
+    folder.create()
+    folder.metrics.write_text("".join(f'{{"step": {step}, "old": 1}}\n' for step in range(1, 6)))
+    writer = MetricsWriter(folder, pattern=None)
+    with (home / "run/logs/rank-0.metrics.jsonl").open("w") as log:  # step 0: of hyperparameters
+        log.write(
+            '{"step": 0, "x": 1}\n{"step": 4, "loss": 2}\n{"step": "5"}\n{"step": 5, "loss": "a"}\n[]\n'
+        )
+    writer(True)
+    assert [(line["step"], line.get("old")) for line in metrics_of(home / "run")] == [
+        (1, 1), (2, 1), (3, 1), (0, None), (4, None), (5, None),
+    ]  # fmt: skip
+    assert "loss" not in metrics_of(home / "run")[-1]
 
 
 # The stand-in for torch has its place in a path, as the real one.
