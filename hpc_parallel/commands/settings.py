@@ -16,7 +16,7 @@ from hpc_parallel.record.values import flatten
 
 ONCE = ("run_dir", "resume", "dry_run")  # keys that belong to one start
 # Keys that `task=script` sets itself.
-OF_SCRIPTS = ("strategy.name", "training.global_batch_size", "cluster.hang_timeout_s")
+OF_SCRIPTS = ("strategy.name", "training.global_batch_size")
 FOLLOWING = {"name": "strategy.name"}  # a key whose default is the value of another key
 
 
@@ -44,6 +44,7 @@ def changed(config: Mapping[str, Any]) -> dict[str, Change]:
     if values.get("task.name") == TASK:
         script = {key: values.get(f"script.{key}") for key in KINDS}
         default_values |= {"name": name_of(script), **{key: values.get(key) for key in OF_SCRIPTS}}
+        default_values["cluster.hang_timeout_s"] = None
     return {
         key: Change(value, default_values.get(key), key in default_values)
         for key, value in values.items()

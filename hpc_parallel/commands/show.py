@@ -224,7 +224,7 @@ def _head(run: RecordedRun, row: Row) -> list[tuple[str, str]]:
         lines.append(("shares", spell(shares)))
     if steps := _checkpoints(run):
         lines.append(("checkpoints", ", ".join(map(str, steps))))
-    if names := skipped(run.folder.checkpoints):
+    if not is_script and (names := skipped(run.folder.checkpoints)):
         lines.append(("no checkpoints", f"{', '.join(names)} (links and files are skipped)"))
     lines += [("can't be read", f"{name} ({why})") for name, why in run.damaged.items()]
     return lines

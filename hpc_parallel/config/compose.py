@@ -141,7 +141,6 @@ def _with_script(config: DictConfig) -> DictConfig:
     if start != RANKS and of_site != "mpirun":
         config.cluster.start = TORCHRUN if start == TORCHRUN else "srun"
     config.training.global_batch_size = max(1, devices)
-    config.cluster.hang_timeout_s = None  # the script does not report its progress
     return config
 
 

@@ -22,6 +22,10 @@ STOP_SIGNALS = ("none", "SIGTERM", "SIGUSR1", "SIGUSR2")
 PLACEHOLDERS = (
     "{run}", "{rank}", "{seed}", "{nodes}", "{devices}", "{processes}", "{address}", "{port}",
 )  # fmt: skip
+# Words of a program whose figures reach `metrics.jsonl` without `script.metrics`.
+LOGS = re.compile(rb"job_context|tensorboard|summarywriter|accelerate|lightning|transformers", re.IGNORECASE)
+_IMPORT = re.compile(rb"^\s*(?:from|import)\s+(\w+)", re.MULTILINE)
+_MOST_BYTES = 2**20  # of a file whose text is searched
 
 
 def with_script(words: Sequence[str]) -> list[str]:
@@ -125,3 +129,14 @@ def _words_of(key: str, value: Any, *, style: str) -> Iterator[str]:
         yield f"{name}={spell(value) if not isinstance(value, float | str) else value}"
     else:  # Python's literals, as nanoGPT reads them
         yield f"{name}={value}"
+
+
+def may_mention(path: Path, words: re.Pattern[bytes]) -> bool:
+    """Whether a Python file has one of the words, or imports a module beside it, which may."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES)
+        beside = {entry.stem for entry in path.parent.iterdir()}
+    except OSError:
+        return True
+    return bool(words.search(content)) or any(name.decode() in beside for name in _IMPORT.findall(content))

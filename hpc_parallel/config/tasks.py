@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hpc_parallel.config.layout import layout_of
@@ -13,7 +14,7 @@ from hpc_parallel.config.schema import (
     PreflightTaskConfig,
     RunConfig,
 )
-from hpc_parallel.config.script import TASK
+from hpc_parallel.config.script import LOGS, TASK, may_mention
 from hpc_parallel.data.codec import encode, reads_bytes
 from hpc_parallel.problems import Problem, Problems, nearest
 
@@ -52,8 +53,9 @@ def objective_problems(config: RunConfig) -> Problems:
             near = nearest(name, figures) or figures[:1]
             rule = f"is not a figure of task={task}, which has {', '.join(figures) or 'none'}"
             yield Problem("sweep.objective", name, rule, tuple(near))
-    if task == TASK and config.script.metrics is None:
-        yield "sweep.objective needs script.metrics, which reads the loss that the script prints."
+    script = config.script
+    if task == TASK and not script.metrics and script.file and not may_mention(Path(script.file), LOGS):
+        yield "sweep.objective needs a loss: set script.metrics, or call job_context.log in the script."
     if figures is not _TRAINED:
         return
     if "validation_loss" in requested and training.validate_every is None:

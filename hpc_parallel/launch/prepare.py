@@ -134,7 +134,7 @@ class PreparedRun:
             processes = f"{self.processes} process{'es' * (self.processes > 1)}"
             return (
                 f"{script}: {nodes} node{'s' * (nodes > 1)} x {devices} device{'s' * (devices > 1)} "
-                f"= {processes}"
+                f"= {processes}" + ("; continues" if self.resumes else "")
             )
         server = "a server and " if servers(self.config.strategy) else ""
         return (

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 
+from hpc_parallel import job_context
 from hpc_parallel.config.node_devices import launcher_kind
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.supervise import fabric, flight_recorder, nccl_log, script_rank
@@ -56,7 +57,7 @@ def _of_script(
             start.setdefault("GLOO_SOCKET_IFNAME", OTHER_HOSTS)
         world = replace(World.discover(start), local_world_size=run.processes_per_node)
         start |= script_rank.torchrun_variables(run.folder, run.values, world=world, environment=start)
-    start["TORCHELASTIC_RUN_ID"] = RUN_ID
+    start |= {"TORCHELASTIC_RUN_ID": RUN_ID, job_context.STOP: str(run.folder.rendezvous / f"{RUN_ID}.stop")}
     return {name: value for name, value in sorted(start.items()) if environment.get(name) != value}
 
 

@@ -15,6 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from hpc_parallel.config.command_line import CommandLine
+from hpc_parallel.config.script import TASK
 from hpc_parallel.config.sweep_compose import compose_run
 from hpc_parallel.problems import ConfigError, Problem, Problems, nearest, quoted
 from hpc_parallel.record.checkpoint_index import complete
@@ -72,7 +73,8 @@ def resumed(words: Sequence[str], *, warn: Callable[[str], None] = warn_on_stder
     names_dir = any(word.startswith(("--config-dir", "-cd")) for word in words)
     flags = ["--config-dir", str(start.config_dir)] if start.config_dir and not names_dir else []
     others = [word for word in words if word not in resume_words]
-    batch = [] if BATCH in {*typed, *map(key_of, before)} else _recorded_batch(folder)
+    has_batch = BATCH in {*typed, *map(key_of, before)} or f"task={TASK}" in [*before, *words]
+    batch = [] if has_batch else _recorded_batch(folder)
     return [*flags, *before, *batch, *others, f"run_dir={run_dir}", f"resume={run_dir}"]
 
 
@@ -156,13 +158,16 @@ def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Problems:
         yield f"resume = {folder.path} can't continue: {error}"
         return
     settings = flatten(values)
-    for fixed, reason in FIXED.items():
+    is_script = settings["task.name"] == TASK
+    for fixed, reason in (FIXED if not is_script else {"task.name": "it is no script"}).items():
         for key in sorted(before.keys() | settings.keys()):
             added = key == fixed and key not in before  # by a newer version than the run's
             fits = added or before.get(key) == settings.get(key)
             if (key == fixed or key.startswith(f"{fixed}.")) and not fits:
                 rule = f"differs from the run to resume: {reason}"
                 yield Problem(key, settings.get(key), rule, (before.get(key),))
+    if is_script:  # it has checkpoints of its own
+        return
     if ended := _ended_early(folder, callbacks=values["training"].get("callbacks")):
         yield f"resume = {folder.path} ended early: {ended}. To train on, try training.callbacks=[]."
     steps = [checkpoint.step for checkpoint in complete(folder.checkpoints)]  # newest first

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -78,6 +79,17 @@ def recent_ends(folder: RunFolder) -> list[dict[str, Any]]:
     lines = read_lines(folder.attempts)
     last_resume = max((index for index, line in enumerate(lines) if "resumed" in line), default=-1)
     return [line for line in lines[last_resume + 1 :] if _is_end(line)]
+
+
+def earlier_starts(folder: RunFolder) -> int:
+    """How many starts came before the one that runs now, whether or not it has recorded its begin.
+
+    Every start but the first follows an end or a user who started the run again, or both.
+    """
+    by_hand = [
+        "resumed" in line for line in read_lines(folder.attempts) if "resumed" in line or _is_end(line)
+    ]
+    return sum(this or not following for this, following in pairwise([*by_hand, False]))
 
 
 def starts(folder: RunFolder) -> list[dict[str, Any]]:

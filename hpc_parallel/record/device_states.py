@@ -1,9 +1,13 @@
-"""How busy, full and hot the devices of a run were: from `rank_times.json`, which may hold anything."""
+"""How busy, full and hot the devices of a run were: from `rank_times.json`, which may hold anything.
+
+Of a script, each rank has a file of its own, which may hold anything too.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from statistics import median, median_low
 from typing import Any
 
@@ -13,25 +17,27 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.values import integer, number, table, text
 
-MOST_SAMPLES = 100
+MOST_SAMPLES, MOST_RANKS = 100, 4096
 # Figure -> its title, its text, and which value is the worst.
 FIGURES: Mapping[str, tuple[str, Callable[[float], str], Callable[..., tuple[float, int]]]] = {
     "utilisation": ("utilisation", "{:.0%}".format, min),
     "memory_bytes": ("memory", size, max),
     "power_w": ("power", "{:.0f} W".format, max),
     "temperature_c": ("temperature", "{:.0f} °C".format, max),
+    "cpu_cores": ("CPU", "{:.1f} cores".format, min),
+    "resident_bytes": ("resident memory", size, max),
 }
 
 
 def device_lines(folder: RunFolder) -> list[tuple[str, str]]:
     """Title and text of each figure: the median of all devices, and the worst one with its rank.
 
-    A device counts with the median of its timed steps. Empty if no GPU was seen.
+    A device counts with the median of its timed steps. Empty if no device was seen.
     """
-    try:
-        samples = table(read_json(folder.rank_times)).get("samples")
-    except (OSError, ValueError):
-        return []
+    samples = _read(folder.rank_times).get("samples")
+    if samples is None:
+        files = sorted(folder.logs.glob("rank-*.device.json"))[:MOST_RANKS]
+        samples = [{"ranks": [_read(file) for file in files]}]
     hosts: dict[int, str] = {}
     values: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for sample in samples[-MOST_SAMPLES:] if isinstance(samples, list) else []:
@@ -44,6 +50,18 @@ def device_lines(folder: RunFolder) -> list[tuple[str, str]]:
                 if (value := number(state.get(key))) is not None:
                     values[key][rank].append(float(value))
     return [(FIGURES[key][0], _line(key, values[key], hosts)) for key in FIGURES if values[key]]
+
+
+def device_file(folder: RunFolder, *, rank: int) -> Path:
+    """Where the parent of a script's rank keeps the figures of its device."""
+    return folder.logs / f"rank-{rank}.device.json"
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return table(read_json(file))
+    except (OSError, ValueError):
+        return {}
 
 
 def _line(key: str, by_rank: Mapping[int, list[float]], hosts: Mapping[int, str]) -> str:

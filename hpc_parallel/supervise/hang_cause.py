@@ -6,6 +6,7 @@ recorder tells which GPU has not begun the collective in which the others wait.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -43,7 +44,7 @@ def _blame(
     reports: Sequence[HangReport], *, unresponsive: Sequence[int], records: Sequence[Record]
 ) -> tuple[HangReport, str]:
     """The report of the rank to blame and the reason; certain evidence is checked first."""
-    ahead = max(reports, key=lambda report: report.position)
+    ahead = max(reports, key=lambda report: (report.position, not report.stopped))
     for report in reports:
         if report.stopped:
             return report, f"stopped by a signal (state T) {report.place}; {_others(ahead)}"
@@ -51,13 +52,15 @@ def _blame(
     if disconnected:
         return _lost_link(reports, disconnected=disconnected)
     for report in reports:
-        if report.phase is None:
+        if report.phase is None and not report.is_script:
             return report, f"hangs {report.place}, where its Python can't run; {_others(ahead)}"
     if unresponsive:
         rank = unresponsive[0]
         hosts = {record.rank: record.host for record in records}
         lost = replace(ahead, rank=rank, host=hosts.get(rank, "a host that is silent"), stack=[])
         return lost, f"gave no sign for {ahead.idle_s:.0f} s: its host may be cut off; {_others(ahead)}"
+    if any(report.is_script for report in reports):
+        return _script_behind(reports)
     if device := _device_behind(reports):
         return device
     behind = min(reports, key=_order(reports))
@@ -67,6 +70,27 @@ def _blame(
         summary = f"no rank is behind and rank 0 answers, but all stand {ahead.place}"
         return behind, f"{summary} for {behind.idle_s:.0f} s{_last(ahead)}"
     return behind, f"hangs {behind.place} for {behind.idle_s:.0f} s; {_others(ahead)}"
+
+
+def _script_behind(reports: Sequence[HangReport]) -> tuple[HangReport, str]:
+    """The rank of a script that is not inside torch, where ranks wait for each other, as the others are.
+
+    If none or all are, it is a rank at the rarest place.
+    """
+    ranks_at = Counter(report.where for report in reports)
+    behind = min(reports, key=lambda report: (_waits_in_torch(report), ranks_at[report.where], report.rank))
+    others = [report for report in reports if report.where != behind.where]
+    idle = f"no rank has written anything for {behind.idle_s:.0f} s"
+    if not others:
+        return behind, f"no rank is behind, but all stand {behind.place}: {idle}"
+    place = Counter(report.place for report in others).most_common(1)[0][0]
+    return behind, f"hangs {behind.place}; others wait {place}; {idle}"
+
+
+def _waits_in_torch(report: HangReport) -> bool:
+    """Whether the innermost frame is one of torch's, but not of a loader that waits for data."""
+    innermost = report.stack[-1] if report.stack else ""
+    return "/torch/" in innermost and "/torch/utils/data/" not in innermost
 
 
 def _device_behind(reports: Sequence[HangReport]) -> tuple[HangReport, str] | None:

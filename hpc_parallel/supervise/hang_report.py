@@ -51,6 +51,7 @@ class HangReport:
     device: DeviceProgress | None = None  # of a GPU with NCCL
     stopped: bool = False  # by SIGSTOP or a similar signal
     unreachable: str | None = None  # the address of rank 0, if a connection to it failed
+    is_script: bool = False  # of the user's, which has no phases
 
     @property
     def position(self) -> tuple[int, int, bool]:
@@ -145,7 +146,7 @@ def report_of(values: Mapping[str, Any]) -> HangReport | None:
         rank=rank, host=host, world_size=world_size, attempt=attempt, phase=phase, step=step, idle_s=idle_s,
         where=where, stack=texts(values.get("stack")), collective=_collective_of(values.get("collective")),
         device=_device_of(values.get("device")), stopped=values.get("stopped") is True,
-        unreachable=text(values.get("unreachable")),
+        unreachable=text(values.get("unreachable")), is_script=values.get("is_script") is True,
     )  # fmt: skip
 
 

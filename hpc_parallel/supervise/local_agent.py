@@ -105,7 +105,7 @@ def _attempt(
             folder,
             environments=environments,
             start=start,
-            hang_timeout_s=config["cluster"]["hang_timeout_s"],
+            hang_timeout_s=None if is_script(config) else config["cluster"]["hang_timeout_s"],
             is_rank=is_rank,
         )
     except Exception:

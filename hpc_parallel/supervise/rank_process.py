@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,13 @@ from typing import Any
 from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.supervise import failure, oom, script_failure, script_metrics, script_rank
+from hpc_parallel.supervise import failure, hang_report, oom, script_failure, script_rank
 from hpc_parallel.supervise.fabric import DeviceError, site_variables
 from hpc_parallel.supervise.nvidia_profiler import ProfilerError, profiler_words
 from hpc_parallel.supervise.process_tree import adopt_orphans, end_descendants
+from hpc_parallel.supervise.script_devices import DeviceWatch
+from hpc_parallel.supervise.script_metrics import MetricsWriter
+from hpc_parallel.supervise.script_watch import ScriptSupervisor, watching
 from hpc_parallel.supervise.supervisor import supervised
 from hpc_parallel.supervise.world import World
 
@@ -80,11 +83,18 @@ def _run_script(
     adopt_orphans()
     script_failure.forget(folder, rank=world.rank)
     script = config["script"]
-    reaches_all = in_job and world.launcher in ("slurm", "torchrun")
-    relay = script_rank.Relay(script["stop_signal"], in_job=in_job, reaches_all=reaches_all)
+    relay = script_rank.Relay(
+        script["stop_signal"], in_job=in_job,
+        reaches_all=in_job and world.launcher in ("slurm", "torchrun"),
+        stop_prefix=script_rank.stop_prefix(folder, world=world),
+    )  # fmt: skip
     for number in _IGNORED:
         signal.signal(number, relay)
-    starts = {stream: script_failure.size_of(folder.log(world.rank, stream)) for stream in ("out", "err")}
+    log_start = script_failure.size_of(folder.log(world.rank, "err"))
+    checks: list[Callable[[bool], None]] = []
+    if world.rank == 0:
+        checks.append(MetricsWriter(folder, pattern=script["metrics"]))
+    hang_report.forget(folder, world=world)
     variables = dict(os.environ)
     try:
         script_rank.set_variables(folder, config, world=world, environment=variables)
@@ -102,8 +112,10 @@ def _run_script(
         failure.record_exception(folder, world=world, error=error)
         sys.exit(str(error))
     relay.connect(child)
-    pattern = script["metrics"] if world.rank == 0 else None
-    with script_metrics.reading(folder, pattern=pattern, start_bytes=starts["out"]):
+    checks.append(DeviceWatch(folder, world=world, process=child.pid, environment=variables))
+    if (timeout_s := config["cluster"]["hang_timeout_s"]) is not None:
+        checks.append(ScriptSupervisor(folder, world=world, process=child.pid, timeout_s=timeout_s))
+    with watching(checks):
         returncode = child.wait()
         end_descendants()
     stop = relay.stop_of(returncode, requeue_codes=script["requeue_codes"])
@@ -112,7 +124,7 @@ def _run_script(
         write_json(folder.stopped, stop)
         return  # with 0, so that srun lets the other ranks save
     if returncode > 0:
-        script_failure.record(folder, world=world, returncode=returncode, log_start=starts["err"])
+        script_failure.record(folder, world=world, returncode=returncode, log_start=log_start)
     elif returncode < 0:
         cgroup = oom.killing_cgroup(kills)
         failure.record_death(folder, world=world, returncode=returncode, cgroup=cgroup)

@@ -1,62 +1,76 @@
-"""Reads the figures that a script prints, by a pattern of the user's, into `metrics.jsonl`."""
+"""Reads the figures of a script into `metrics.jsonl`, in the parent of rank 0.
+
+They come from the lines that rank 0 prints (`script.metrics`), from `job_context.log`, and from the event
+files that it writes for TensorBoard. One process writes the file, so a restart can drop the steps that it
+repeats.
+"""
 
 from __future__ import annotations
 
 import re
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from hpc_parallel.job_context import LOGGED
 from hpc_parallel.record.attempts import keep_metrics
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import DamagedError, open_regular
+from hpc_parallel.record.safe_read import DamagedError, open_regular, parse_line
 from hpc_parallel.record.safe_write import append_line
-from hpc_parallel.record.values import finite
+from hpc_parallel.record.values import finite, integer, number
+from hpc_parallel.supervise.event_files import EventFiles
+from hpc_parallel.supervise.script_failure import size_of
 
-_PERIOD_S = 1.0
+Figures = dict[str, Any]
 _MOST_BYTES = 2**20  # in one read; a longer line is cut
 
 
-@contextmanager
-def reading(folder: RunFolder, *, pattern: str | None, start_bytes: int) -> Iterator[None]:
-    """While the block runs, read the lines that rank 0 prints, from byte `start_bytes` of its log."""
-    if pattern is None:
-        yield
-        return
-    ended = threading.Event()
-    arguments = (folder, re.compile(pattern), start_bytes, ended)
-    thread = threading.Thread(target=_read, args=arguments, name="metrics")
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+class MetricsWriter:
+    """Call it from time to time while the script runs, and once after its end."""
+
+    def __init__(self, folder: RunFolder, *, pattern: str | None) -> None:
+        """pattern: `script.metrics`. What an earlier start has written is not read again."""
+        self._folder = folder
+        logged = folder.path / LOGGED
+        self._logs = [_Log(logged, _logged_figures)]
+        if pattern is not None:
+            self._logs.append(_Log(folder.log(0, "out"), partial(figures_of, pattern=re.compile(pattern))))
+        self._events = EventFiles(folder.path)
+        self._is_first = True
+
+    def __call__(self, is_last: bool) -> None:
+        figures = [line for log in self._logs for line in log.read(is_last)]
+        for line in [*figures, *self._events.read(is_last)]:
+            if self._is_first and line["step"] > 0:  # a restart repeats steps; hyperparameters are of step 0
+                keep_metrics(self._folder, until=line["step"] - 1)
+                self._is_first = False
+            append_line(self._folder.metrics, line)
 
 
-def _read(folder: RunFolder, pattern: re.Pattern[str], offset: int, ended: threading.Event) -> None:
-    is_last, is_first = False, True
-    while not is_last:
-        is_last = ended.wait(_PERIOD_S)
-        with suppress(OSError, DamagedError), open_regular(folder.log(0, "out")) as file:
-            file.seek(offset)
+class _Log:
+    """The figures in the lines of a growing file."""
+
+    def __init__(self, path: Path, parse: Callable[[str], Figures | None]) -> None:
+        self._path, self._parse, self._offset = path, parse, size_of(path)
+
+    def read(self, is_last: bool) -> list[Figures]:
+        found: list[Figures | None] = []
+        with suppress(OSError, DamagedError), open_regular(self._path) as file:
+            file.seek(self._offset)
             while added := file.read(_MOST_BYTES):
                 cut = added.rfind(b"\n") + 1 or (len(added) if is_last or len(added) == _MOST_BYTES else 0)
-                for line in added[:cut].decode(errors="replace").splitlines():
-                    if (figures := figures_of(line, pattern)) is not None:
-                        if is_first:  # a restart repeats steps
-                            keep_metrics(folder, until=figures["step"] - 1)
-                        is_first = False
-                        append_line(folder.metrics, figures)
-                offset += cut
-                file.seek(offset)
+                found += map(self._parse, added[:cut].decode(errors="replace").splitlines())
+                self._offset += cut
+                file.seek(self._offset)
                 if not cut:
                     break
+        return [figures for figures in found if figures is not None]
 
 
-def figures_of(line: str, pattern: re.Pattern[str]) -> dict[str, Any] | None:
+def figures_of(line: str, pattern: re.Pattern[str]) -> Figures | None:
     """The figures in one line of output; None if it has no step. A figure that is not finite is null."""
     if (match := pattern.search(line)) is None:
         return None
@@ -66,3 +80,15 @@ def figures_of(line: str, pattern: re.Pattern[str]) -> dict[str, Any] | None:
     except ValueError:  # the group took something that is no number
         return None
     return None if step is None else {"step": int(step), **values, "time": datetime.now(UTC).isoformat()}
+
+
+def _logged_figures(line: str) -> Figures | None:
+    """The figures of one call of `job_context.log`."""
+    values = parse_line(line.encode()) or {}
+    if integer(values.get("step")) is None:
+        return None
+    return {
+        key: value
+        for key, value in values.items()
+        if key == "time" or value is None or number(value) is not None
+    }

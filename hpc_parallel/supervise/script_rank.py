@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from hpc_parallel import job_context
 from hpc_parallel.config.script import PLACEHOLDERS, TASK, arguments_of, fill, kind_of, name_of, resume_words
 from hpc_parallel.record import attempts
 from hpc_parallel.record.job_state import job_of
@@ -41,7 +42,7 @@ def words_of(
     script = config["script"]
     values = _placeholders(folder, config, rank=rank, variables=variables)
     arguments = arguments_of(script, values=values)
-    if restarted(folder):
+    if restarts(folder):
         working = Path(fill(script["working_directory"], values))
         arguments += resume_words(script, values=values, folder=working)
     if script["file"]:  # a path in the kept source is relative to the run folder
@@ -52,9 +53,9 @@ def words_of(
     return [str(folder.path / command) if os.sep in command else command, *arguments]
 
 
-def restarted(folder: RunFolder) -> bool:
-    """Whether an earlier start has ended. Rank 0 may have recorded this start, or not yet."""
-    return int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 or bool(attempts.recent_ends(folder))
+def restarts(folder: RunFolder) -> int:
+    """How many starts came before this one: as the folder records them, or as Slurm counts them."""
+    return max(int(os.environ.get("SLURM_RESTART_COUNT", "0")), attempts.earlier_starts(folder))
 
 
 def working_directory(
@@ -119,6 +120,8 @@ def torchrun_variables(
         "TORCHELASTIC_RESTART_COUNT": environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
         "TORCHELASTIC_MAX_RESTARTS": environment.get("TORCHELASTIC_MAX_RESTARTS", "0"),
         "TORCHELASTIC_ERROR_FILE": error_file(folder, rank=world.rank),
+        job_context.RUN: folder.path, job_context.RESTARTS: restarts(folder),
+        job_context.STOP: stop_prefix(folder, world=world),
     }  # fmt: skip
     return {name: str(value) for name, value in values.items()}
 
@@ -148,6 +151,11 @@ def visible_devices(environment: Mapping[str, str], *, node: int, per_node: int)
     return ",".join(chosen) if len(chosen) == per_node else None
 
 
+def stop_prefix(folder: RunFolder, *, world: World) -> str:
+    """How the names of the files begin by which the ranks of this start agree on a step to stop."""
+    return str(folder.rendezvous / f"{world.attempt}.stop")
+
+
 def error_file(folder: RunFolder, *, rank: int) -> Path:
     """Where `torch.distributed.elastic.multiprocessing.errors.record` writes an exception."""
     return folder.logs / f"rank-{rank}.error.json"
@@ -162,6 +170,8 @@ def begin(
     """
     if (job := job_of(os.environ)) is not None:
         hold_by_job(folder, job)
+    for rank in folder.logs.glob("rank-*.device.json"):  # an earlier start may have had more ranks
+        rank.unlink(missing_ok=True)
     last = None
     with suppress(FileNotFoundError, DamagedError):
         last = last_line(folder.metrics)
@@ -198,9 +208,10 @@ class Relay:
     mpirun has started it.
     """
 
-    def __init__(self, stop_signal: str, *, in_job: bool, reaches_all: bool) -> None:
+    def __init__(self, stop_signal: str, *, in_job: bool, reaches_all: bool, stop_prefix: str) -> None:
         """in_job: signals are Slurm's, not of a local agent; reaches_all: it sends them to the script too."""
         self.stopped_by: str | None = None
+        self._stop_prefix = stop_prefix
         self._stop = None if stop_signal == "none" else signal.Signals[stop_signal]
         self._in_job, self._reaches_all = in_job, reaches_all
         self._child: subprocess.Popen[bytes] | None = None
@@ -209,8 +220,11 @@ class Relay:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self._child is None:
             self._early.append(number)
-        elif number in (signal.SIGUSR2, signal.SIGTERM) and self._stop is not None:
+            return
+        if number in (signal.SIGUSR2, signal.SIGTERM):
             self.stopped_by = self.stopped_by or signal.Signals(number).name
+            job_context.request_stop(self._stop_prefix)
+        if number in (signal.SIGUSR2, signal.SIGTERM) and self._stop is not None:
             if number != self._stop or not self._reaches_all:
                 self._child.send_signal(self._stop)
         elif not self._reaches_all and number != signal.SIGUSR2:
@@ -231,5 +245,6 @@ class Relay:
         ends = {0}
         for number in (signal.SIGTERM, self._stop or signal.SIGTERM):
             ends |= {-int(number), 128 + int(number)}
-        asked = self.stopped_by is not None and self._in_job and returncode in ends
+        has_asked = self._stop is not None or job_context.has_agreed(self._stop_prefix)
+        asked = self.stopped_by is not None and has_asked and self._in_job and returncode in ends
         return {"signal": self.stopped_by, "code": returncode} if asked else None

@@ -26,6 +26,8 @@ _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)
 class Supervisor:
     """Checks the process of one rank from time to time, without torch."""
 
+    is_script = False
+
     def __init__(self, folder: RunFolder, *, world: World, process: int, timeout_s: float) -> None:
         self.folder, self.world, self.process, self.timeout_s = folder, world, process, timeout_s
         self.period_s = timeout_s / hang_report.LOOKS
@@ -44,25 +46,34 @@ class Supervisor:
             return
         self.checked_at = now
         stopped = state_of(self.process) == "T"
-        self.stopped_s = self.stopped_s + min(now - before, 2 * self.period_s) if stopped else 0.0
         if self.alarmed_at is None:
-            if self.stopped_s >= self.timeout_s:
+            if self.hangs(min(now - before, 2 * self.period_s), stopped=stopped):
                 hang_report.raise_alarm(self.folder, attempt=self.world.attempt)
             if hang_report.alarm(self.folder, attempt=self.world.attempt):
                 self.alarmed_at = now
+                self.on_alarm()
         if self.alarmed_at is None:
             return
         waited = now - self.alarmed_at > hang_report.grace_s(self.timeout_s)
         if hang_report.has_report(self.folder, rank=self.world.rank, attempt=self.world.attempt):
             self.done = True
-        elif waited or (stopped and self._others_reported()):
-            self._report(stopped=stopped)
+        elif waited or (stopped and self.others_reported()):
+            self.report(stopped=stopped)
             self.done = True
 
-    def _others_reported(self) -> bool:
+    def hangs(self, elapsed_s: float, *, stopped: bool) -> bool:
+        """Whether this rank has to raise the alarm. elapsed_s: since the last check."""
+        self.stopped_s = self.stopped_s + elapsed_s if stopped else 0.0
+        return self.stopped_s >= self.timeout_s
+
+    def on_alarm(self) -> None:
+        """Called once, when this supervisor has noticed the alarm."""
+
+    def others_reported(self) -> bool:
+        """Whether all other ranks have written their reports."""
         return hang_report.other_reports(self.folder, world=self.world) == self.world.world_size - 1
 
-    def _report(self, *, stopped: bool) -> None:
+    def report(self, *, stopped: bool) -> None:
         """Read the stacks of the process, which ends it, and write its report."""
         text = take_stacks(self.process, log=self.folder.log(self.world.rank, "err"))
         write_text(hang_report.stacks(self.folder, self.world.rank), text)
@@ -72,10 +83,11 @@ class Supervisor:
         report = HangReport(
             rank=self.world.rank, host=self.world.host, world_size=self.world.world_size,
             attempt=self.world.attempt, phase=None, step=None, idle_s=self.timeout_s,
-            where=where, stack=stack, stopped=stopped,
+            where=where, stack=stack, stopped=stopped, is_script=self.is_script,
         )  # fmt: skip
         hang_report.write_report(self.folder, report)
-        reason = "stopped by a signal (state T)" if stopped else "its Python can't run"
+        alive = "no rank has written anything:" if self.is_script else "its Python can't run"
+        reason = "stopped by a signal (state T)" if stopped else alive
         failure.record_hang(self.folder, world=self.world, message=f"{reason} {report.place}", stack=stack)
 
 

@@ -213,12 +213,16 @@ def test_collectives_have_no_figure_for_a_sweeper() -> None:
 OURS = [task for task, figures in FIGURES.items() if figures and task != "script"]
 
 
-def test_a_script_has_the_loss_that_it_prints() -> None:
-    words = ["task=script", "script.command=ls", "sweep.objective=final_loss"]
+def test_a_script_has_the_loss_that_it_prints_or_logs(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print(1)\n")
+    words = ["task=script", f"script.file={script}", "sweep.objective=final_loss"]
     (refusal,) = objective_problems(prepared(*words).config)
-    assert "needs script.metrics" in str(refusal)
+    assert "set script.metrics, or call job_context.log" in str(refusal)
     pattern = r"script.metrics='step (?P<step>\d+) loss (?P<loss>\S+)'"
-    run = prepared(*words, pattern)
+    assert not list(objective_problems(prepared(*words, pattern).config))
+    script.write_text("from hpc_parallel import job_context\n")
+    run = prepared(*words)
     assert not list(objective_problems(run.config))
     summary = summarise(
         run.values, outcome="completed", lines=[{"step": 3, "loss": 1.5}], history={}, measured={}

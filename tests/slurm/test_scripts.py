@@ -161,6 +161,64 @@ def test_a_stop_signal_lets_the_script_save_and_the_job_starts_again(start: str,
     assert (summary["outcome"], summary["restarts"], summary["job_ids"]) == ("completed", 1, [job_id])
 
 
+AGREES = """
+import os, time
+from hpc_parallel import job_context
+print("start", job_context.restarts, flush=True)
+step = 0
+while job_context.restarts == 0:
+    time.sleep(0.1 if step or os.environ["RANK"] == "0" else 2)  # rank 1 is some steps behind
+    step += 1
+    if job_context.stop_requested(step):
+        (job_context.checkpoint_folder / os.environ["RANK"]).write_text(str(step))
+        break
+    print("step", step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("signal", ["USR2", pytest.param("TERM", marks=pytest.mark.full)])
+def test_ranks_on_two_hosts_stop_at_the_same_step_and_the_job_starts_again(site: Site, signal: str) -> None:
+    """As before the time limit, and at a preemption: Slurm signals every process of the step."""
+    (site.home / "agrees.py").write_text(AGREES)
+    words = ("nodes=2", "launcher=slurm", "run_dir=run", "--", "agrees.py")
+    assert site.run(*words).returncode == 0
+    folder = site.home / "run"
+    outs = [folder / "logs" / f"rank-{rank}.out" for rank in (0, 1)]
+    wait_until(lambda: all(out.exists() and "step 2" in out.read_text() for out in outs))
+    job_id = read(folder, "owner.json")["job_id"]
+    site.cluster.run("scancel", f"--signal={signal}", job_id)
+    wait_until(lambda: all((folder / "checkpoints" / rank).exists() for rank in "01"))
+    steps = {(folder / "checkpoints" / rank).read_text() for rank in "01"}
+    assert len(steps) == 1
+    if signal == "TERM":  # by hand it is no preemption, so the run is cancelled
+        wait_until((folder / "summary.json").exists)
+        assert read(folder, "summary.json")["outcome"] == "cancelled"
+        return
+    wait_until(lambda: all("start 1" in out.read_text() for out in outs), within_s=300)
+    wait_until((folder / "summary.json").exists)
+    assert read(folder, "summary.json")["outcome"] == "completed"
+
+
+@pytest.mark.full
+def test_a_hang_over_two_hosts_names_the_rank_that_is_behind(site: Site) -> None:
+    (site.home / "hangs.py").write_text("""
+import os, time
+def load(): time.sleep(600)
+def wait(): time.sleep(600)
+print("step 1", flush=True)
+load() if os.environ["RANK"] == "0" else wait()
+""")
+    words = ("nodes=2", "launcher=slurm", "launcher.wait=true", "launcher.max_restarts=0", "run_dir=run")
+    done = site.run(*words, "cluster.hang_timeout_s=5", "--", "hangs.py")
+    assert done.returncode == 1
+    line = read(site.home / "run", "failure.json")["line"]
+    assert re.search(
+        r"rank 0 on \S+ failed first: hangs at \S+:3 in load; others wait at \S+:4 in wait", line
+    )
+    stacks = [(site.home / f"run/logs/rank-{rank}.stacks").read_text() for rank in (0, 1)]
+    assert ["in load" in stacks[0], "in wait" in stacks[1]] == [True, True]
+
+
 def wait_until(condition: Callable[[], object], *, within_s: float = 120) -> None:
     deadline = time.monotonic() + within_s
     while not condition():

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hpc_parallel.commands import show
-from hpc_parallel.record.device_states import device_lines
+from hpc_parallel.record.device_states import device_file, device_lines
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.supervise import script_devices
+from hpc_parallel.supervise.script_devices import gpu_of
+from hpc_parallel.supervise.world import World
 from tests.recorded_runs import finished
 
 GIB = 2**30
@@ -69,3 +74,89 @@ def test_show_has_the_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     at = printed.index("devices")
     assert [line.split(maxsplit=1) for line in printed[at + 1 : at + 5]] == [list(row) for row in EXPECTED]
+
+
+def test_of_a_script_each_rank_has_a_file(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
+    for rank, cores in enumerate((3.9, 4.0, 0.5)):
+        figures = gpu(rank, 0.9, 40 + rank, 380, 60) | {"cpu_cores": cores, "resident_bytes": 2 * GIB}
+        device_file(folder, rank=rank).write_text(json.dumps(figures))
+    device_file(folder, rank=3).write_text("{")
+    assert device_lines(folder) == [
+        ("utilisation", "median 90%, worst 90% (rank 0 on n0)"),
+        ("memory", "median 41.0 GiB, worst 42.0 GiB (rank 2 on n1)"),
+        ("power", "median 380 W, worst 380 W (rank 2 on n1)"),
+        ("temperature", "median 60 °C, worst 60 °C (rank 2 on n1)"),
+        ("CPU", "median 3.9 cores, worst 0.5 cores (rank 2 on n1)"),
+        ("resident memory", "median 2.0 GiB, worst 2.0 GiB (rank 2 on n1)"),
+    ]
+
+
+class FourGpus:
+    """In place of pynvml: four GPUs, whose load is that of the second of three samples."""
+
+    NVMLError = OSError
+    NVML_TEMPERATURE_GPU = 0
+
+    def __init__(self) -> None:
+        self.loads = iter((50, 100, 0))
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        pass
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return 4
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:  # noqa: N802
+        return int(uuid.removeprefix("GPU-"))
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
+        return f"GPU-{handle}"
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:  # noqa: N802
+        return SimpleNamespace(gpu=next(self.loads))
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:  # noqa: N802
+        return SimpleNamespace(used=handle * GIB)
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:  # noqa: N802
+        raise OSError("not supported")
+
+    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:  # noqa: N802
+        return 60
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "uuid"),
+    [
+        (None, 3, "GPU-3"), ("2,3", 1, "GPU-3"), ("1", 5, "GPU-1"), ("GPU-7,GPU-8", 1, "GPU-8"),
+        ("", 0, None),
+    ],
+)  # fmt: skip
+def test_the_gpu_of_a_rank_is_that_of_its_local_rank(
+    visible: str | None, local_rank: int, uuid: str | None
+) -> None:
+    variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert gpu_of({**variables, "LOCAL_RANK": str(local_rank)}, nvml=FourGpus()) == uuid
+
+
+def test_loads_are_averaged_and_memory_is_the_highest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script_devices, "_nvml", FourGpus)
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    world = World.discover({})
+    watch = script_devices.DeviceWatch(
+        folder, world=world, process=os.getpid(), environment={"LOCAL_RANK": "2"}
+    )
+    for call in range(21):  # three of them take a sample
+        watch(call == 21)
+    figures = json.loads(device_file(folder, rank=0).read_text())
+    assert (figures["utilisation"], figures["memory_bytes"]) == (0.5, 2 * GIB)
+    assert "power_w" not in figures
+    assert figures["resident_bytes"] > 10 * 2**20

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from torch.distributed import DistStoreError, TCPStore
 
+from hpc_parallel.record.attempts import earlier_starts
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.supervise import failure, hang_report
 from hpc_parallel.supervise.flight_recorder import Collective, DeviceProgress, device_progress
@@ -361,3 +362,49 @@ def test_time_in_which_the_job_was_suspended_does_not_count(
 def test_the_alarm_of_another_rank_is_noticed(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     hang_report.raise_alarm(folder, attempt="alone")
     assert looked(folder, monkeypatch, mark=range(1, 42)) == pytest.approx(0)
+
+
+def test_of_a_script_the_rank_outside_torch_is_behind_else_the_one_at_the_rarest_place(
+    folder: RunFolder,
+) -> None:
+    waits = {
+        "phase": None, "step": None, "is_script": True, "collective": None, "where": "train.py:9 in step",
+        "stack": ['  File "/x/torch/autograd/graph.py", line 8 in run'],
+    }  # fmt: skip
+    loads = {**waits, "where": "train.py:7 in load", "stack": ['  File "/x/train.py", line 7 in load']}
+    reads = {**waits, "stack": ['  File "/x/torch/utils/data/dataloader.py", line 7 in get']}
+    silent = "no rank has written anything for 300 s"
+    everyone = dict.fromkeys(range(4), waits)
+    line = f"2 on n2: hangs at train.py:7 in load; others wait at train.py:9 in step; {silent}"
+    assert blamed(folder, but={**everyone, 2: loads}) == line
+    assert blamed(folder, but={**everyone, 3: reads, 1: {**waits, "where": "train.py:2 in f"}}).startswith(
+        "3 "
+    )
+    assert blamed(
+        folder, but={**dict.fromkeys(range(4), loads), 2: {**loads, "where": "rare.py:2 in f"}}
+    ) == (f"2 on n2: hangs at rare.py:2 in f; others wait at train.py:7 in load; {silent}")
+    assert blamed(folder, but=everyone) == (
+        f"0 on n1: no rank is behind, but all stand at train.py:9 in step: {silent}"
+    )
+    stopped = {**everyone, 0: {**waits, "stopped": True}}
+    assert blamed(folder, but=stopped) == (
+        "0 on n1: stopped by a signal (state T) at train.py:9 in step; others wait at train.py:9 in step"
+    )
+
+
+@pytest.mark.parametrize(
+    ("lines", "earlier"),
+    [
+        ([], 0),
+        (["began"], 0),
+        (["began", "ended", "began"], 1),
+        (["began", "ended"], 1),  # rank 0 has not recorded its begin yet
+        (["began", "ended", "resumed", "began"], 1),  # by hand after a failure
+        (["began", "resumed"], 1),  # by hand after it completed
+        (["began", "ended", "began", "ended", "resumed", "began", "ended"], 3),
+    ],
+)
+def test_each_start_knows_how_many_came_before(folder: RunFolder, lines: list[str], earlier: int) -> None:
+    text = "".join(json.dumps({word: "2026-11-26T00:00:00+00:00", "how": "killed"}) + "\n" for word in lines)
+    folder.attempts.write_text(text)
+    assert earlier_starts(folder) == earlier

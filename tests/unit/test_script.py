@@ -24,6 +24,7 @@ from hpc_parallel.launch.checked_run import checked_run
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.supervise import failure, script_failure, script_metrics, script_rank
+from hpc_parallel.supervise.script_watch import watching
 from hpc_parallel.supervise.world import World
 
 LOCAL = "launcher=local"
@@ -127,7 +128,7 @@ def test_placeholders_are_filled_and_other_braces_stay() -> None:
         (("task=script", "script.file=train.py", "script.module=json"), "file and script.module are set"),
         (("strategy=fsdp", "training.steps=3", "model=tiny", "--", "train.py"),
          "strategy, training.steps, model are for the training of hpc_parallel"),
-        (("cluster.hang_timeout_s=60", "--", "train.py"), "hang_timeout_s: a script can't use this yet."),
+        (("fabric.require=true", "--", "train.py"), "fabric.require: a script can't use this yet."),
         (("script.working_directory=nowhere", "--", "train.py"), "nowhere is not a folder"),
         (("script.style=--k", "--", "train.py"), "is not one of --key value, --key=value, -key value"),
         (("script.requeue_codes=[0,75,200]", "--", "train.py"), "[0,200] must be exit codes from 1 to 125"),
@@ -338,7 +339,8 @@ class Child:
 def test_each_signal_reaches_the_script_once(
     stop_signal: str, reaches_all: bool, number: int, received: list[int], early: bool
 ) -> None:
-    relay, child = script_rank.Relay(stop_signal, in_job=True, reaches_all=reaches_all), Child()
+    relay = script_rank.Relay(stop_signal, in_job=True, reaches_all=reaches_all, stop_prefix="stop")
+    child = Child()
     if early:
         relay(number, None)
     relay.connect(child)  # type: ignore[arg-type]
@@ -356,7 +358,7 @@ def test_each_signal_reaches_the_script_once(
     ],
 )  # fmt: skip
 def test_an_end_is_a_stop_only_if_it_was_asked_for(number: int | None, returncode: int, stops: bool) -> None:
-    relay = script_rank.Relay("SIGUSR1", in_job=True, reaches_all=True)
+    relay = script_rank.Relay("SIGUSR1", in_job=True, reaches_all=True, stop_prefix="stop")
     relay.connect(Child())  # type: ignore[arg-type]
     if number is not None:
         relay(number, None)
@@ -382,7 +384,7 @@ def test_every_line_is_read_once_also_the_last_without_an_end(here: Path) -> Non
     earlier = "step 1 loss 9\n"
     folder.log(0, "out").write_text(earlier)
     folder.metrics.write_text('{"step": 1, "loss": 9}\n{"step": 2, "loss": 8}\n')  # of the earlier start
-    reading = script_metrics.reading(folder, pattern=METRICS, start_bytes=len(earlier))
+    reading = watching([script_metrics.MetricsWriter(folder, pattern=METRICS)])
     with reading, folder.log(0, "out").open("a") as log:  # the log is closed first
         log.write("x" * 3 * 2**20 + "\nstep 2 loss 4\nste")
         log.flush()

@@ -10,6 +10,7 @@ from hpc_parallel.config import fabric_kinds
 from hpc_parallel.config.key_suggestions import VALUES
 from hpc_parallel.config.node_devices import launcher_kind, runs_on_cpus
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.script import TASK
 from hpc_parallel.problems import Problem, Problems, nearest
 
 RUNTIMES = ("apptainer", "pyxis")
@@ -112,6 +113,8 @@ def _hang_timeout(config: RunConfig) -> Problems:
     limit_s, collective_s = config.cluster.hang_timeout_s, config.cluster.collective_timeout_s
     # A tenth for all to look, a fifth and 5 s for all to write (supervise/hang_report.py), some room.
     most_s = (collective_s - 10) / 1.3
+    if config.task.name == TASK:  # its time-outs are its own
+        return
     if limit_s is not None and math.isfinite(collective_s) and limit_s > most_s:
         rule = (
             "leaves the ranks no time to tell where they hang, before "

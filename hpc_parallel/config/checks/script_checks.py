@@ -15,16 +15,14 @@ from pathlib import Path
 from hpc_parallel.config.layout import processes_per_node
 from hpc_parallel.config.node_devices import launcher_kind
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.config.script import KINDS, NODE, RANKS, TASK, TORCHRUN
+from hpc_parallel.config.script import KINDS, NODE, RANKS, TASK, TORCHRUN, may_mention
 from hpc_parallel.config.script_schema import ScriptConfig
 from hpc_parallel.problems import Problem, Problems, nearest
 
 # Keys of our own training, which a script does not read.
 UNREAD = ("strategy", "model", "data", "optimizer", "training", "weights")
-NOT_YET = ("cluster.hang_timeout_s", "resume", "profile", "preflight", "fabric")
+NOT_YET = ("profile", "preflight", "fabric")
 LAUNCHERS = ("torchrun", "srun", "mpirun", "mpiexec", "accelerate", "deepspeed")
-_MOST_BYTES = 2**20  # of a file whose text is searched
-_IMPORT = re.compile(rb"^\s*(?:from|import)\s+(\w+)", re.MULTILINE)
 # Words of a program that knows that it is one of several.
 _DISTRIBUTED = re.compile(
     rb"RANK|WORLD_SIZE|SLURM_|init_process_group|torch\.distributed|torchrun|accelerate|lightning|deepspeed"
@@ -68,7 +66,7 @@ def script_warnings(config: RunConfig) -> Iterator[str]:
     processes = config.nodes * processes_per_node(config.strategy, gpus_per_node=config.gpus_per_node)
     if config.task.name != TASK or file is None or processes == 1:
         return
-    if not _may_be_distributed(_path(file)):
+    if not may_mention(_path(file), _DISTRIBUTED):
         yield (
             f"{file} never reads RANK or WORLD_SIZE and calls no init_process_group: each of the "
             f"{processes} processes will do the whole work."
@@ -213,14 +211,3 @@ def _has_other_python(config: RunConfig) -> bool:
     if launcher_kind(launcher.kind) == "local":
         return False
     return bool(launcher.python or launcher.conda or launcher.venv) or _changes_environment(config)
-
-
-def _may_be_distributed(path: Path) -> bool:
-    """Whether a file reads the variables of a rank, or imports a module beside it, which may."""
-    try:
-        with path.open("rb") as file:
-            text = file.read(_MOST_BYTES)
-    except OSError:
-        return True
-    beside = {entry.stem for entry in _entries(path.parent)}
-    return bool(_DISTRIBUTED.search(text)) or any(name.decode() in beside for name in _IMPORT.findall(text))

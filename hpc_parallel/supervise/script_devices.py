@@ -1,0 +1,96 @@
+"""How busy and full the device and the processes of one rank of a script are, by its parent."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import psutil
+
+from hpc_parallel.record.device_states import device_file
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.supervise.device_state import device_state
+from hpc_parallel.supervise.world import World
+
+_EVERY = 10  # calls between two samples, each of which lists the processes of the host
+_MEANS = ("utilisation", "power_w")  # the other figures are peaks
+
+
+class DeviceWatch:
+    """Call it from time to time while the script runs, and once after its end; it keeps a file up to date.
+
+    `cpu_cores` is the time of all processes of the rank on CPUs in each second, and `resident_bytes` the
+    largest sum of their memory, in which shared pages count for each. With an NVIDIA GPU, the figures of
+    `device_state` are beside them.
+    """
+
+    def __init__(
+        self, folder: RunFolder, *, world: World, process: int, environment: Mapping[str, str]
+    ) -> None:
+        """environment: of the script."""
+        self._file, self._process = device_file(folder, rank=world.rank), process
+        self._figures: dict[str, Any] = {"rank": world.rank, "host": world.host}
+        self._nvml = _nvml()
+        self._uuid = None if self._nvml is None else gpu_of(environment, nvml=self._nvml)
+        self._started = time.monotonic()
+        self._calls, self._samples, self._cpu_s = 0, 0, 0.0
+
+    def __call__(self, is_last: bool) -> None:
+        self._calls += 1
+        if is_last:  # the processes have ended: what Linux counted of them
+            used = resource.getrusage(resource.RUSAGE_CHILDREN)
+            self._keep(used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)
+        elif self._calls % _EVERY == 1:
+            self._keep(*_used_by_tree(self._process))
+            self._samples += 1
+            for key, value in device_state(self._nvml, self._uuid).items():
+                before = self._figures.get(key, value)
+                mean = before + (value - before) / self._samples
+                self._figures[key] = mean if key in _MEANS else max(before, value)
+        else:
+            return
+        write_json(self._file, self._figures)
+
+    def _keep(self, cpu_s: float, resident_bytes: int) -> None:
+        self._cpu_s = max(self._cpu_s, cpu_s)
+        self._figures["cpu_cores"] = self._cpu_s / (time.monotonic() - self._started)
+        self._figures["resident_bytes"] = max(resident_bytes, self._figures.get("resident_bytes", 0))
+
+
+def gpu_of(environment: Mapping[str, str], *, nvml: Any) -> str | None:
+    """The UUID of the GPU of a rank, by torch's convention that of its local rank; None without one."""
+    with suppress(nvml.NVMLError, ValueError):
+        nvml.nvmlInit()
+        visible = environment.get("CUDA_VISIBLE_DEVICES")
+        numbers = [str(index) for index in range(nvml.nvmlDeviceGetCount())]
+        names = numbers if visible is None else [name for name in visible.split(",") if name]
+        local_rank = int(environment["LOCAL_RANK"])
+        name = names[local_rank if local_rank < len(names) else 0] if names else None
+        if name is None or not name.isdecimal():
+            return name
+        return str(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(int(name))))
+    return None
+
+
+def _used_by_tree(process: int) -> tuple[float, int]:
+    """Seconds on CPUs, and bytes of resident memory, of a process and its descendants."""
+    cpu_s, resident_bytes = 0.0, 0
+    with suppress(psutil.Error):
+        root = psutil.Process(process)
+        for each in [root, *root.children(recursive=True)]:
+            with suppress(psutil.Error):
+                cpu_s += sum(each.cpu_times()[:4])  # its own, and of the children that have ended
+                resident_bytes += each.memory_info().rss
+    return cpu_s, resident_bytes
+
+
+def _nvml() -> Any:
+    with suppress(ImportError):
+        import pynvml
+
+        return pynvml
+    return None

@@ -1,0 +1,112 @@
+"""What the parent of a rank does while a script of the user's runs, in a thread."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import psutil
+
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.supervise import hang_report
+from hpc_parallel.supervise.script_failure import size_of
+from hpc_parallel.supervise.supervisor import Supervisor, state_of
+from hpc_parallel.supervise.world import World
+
+PERIOD_S = 1.0
+FIRST_S = 60.0  # in which a script may be silent at its start, while it imports and connects
+
+
+@contextmanager
+def watching(checks: Sequence[Callable[[bool], None]]) -> Iterator[None]:
+    """While the block runs, call each check with False from time to time, and at its end with True.
+
+    A check that fails, because the disk is full for example, is not called again, and says so.
+    """
+    ended = threading.Event()
+    alive = list(checks)
+
+    def run() -> None:
+        is_last = False
+        while not is_last:
+            is_last = ended.wait(PERIOD_S)
+            for check in list(alive):
+                try:
+                    check(is_last)
+                except Exception:
+                    traceback.print_exc()
+                    alive.remove(check)
+
+    thread = threading.Thread(target=run, name="watching")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+class ScriptSupervisor(Supervisor):
+    """Finds out that no rank of a script writes anything, and where each rank stands.
+
+    A script does not report its progress, so rank 0's parent looks at the logs of all ranks. At the alarm
+    each parent stops its rank by SIGSTOP. It reads the stack, which ends the rank, only when all ranks stand
+    still: otherwise some would fail because they lose a peer, before their stack is read.
+    """
+
+    is_script = True
+
+    def __init__(self, folder: RunFolder, *, world: World, process: int, timeout_s: float) -> None:
+        super().__init__(folder, world=world, process=process, timeout_s=timeout_s)
+        logs = [folder.log(rank, stream) for rank in range(world.world_size) for stream in ("out", "err")]
+        self._files = [*logs, folder.metrics] if world.rank == 0 else []
+        self._sizes = self._sizes_now()
+        self._silent_s, self._limit_s = 0.0, max(FIRST_S, timeout_s)
+        self._was_stopped = False  # by somebody else
+
+    def __call__(self, is_last: bool) -> None:
+        if not is_last and time.monotonic() - self.checked_at >= self.period_s:
+            self.check()
+
+    def hangs(self, elapsed_s: float, *, stopped: bool) -> bool:
+        """Whether the process is stopped, or no rank has written anything, for as long as the time-out."""
+        sizes = self._sizes_now()
+        if sizes != self._sizes:
+            self._silent_s, self._limit_s = 0.0, self.timeout_s
+        self._silent_s += elapsed_s
+        self._sizes = sizes
+        silent = self.world.rank == 0 and self._silent_s >= self._limit_s
+        return super().hangs(elapsed_s, stopped=stopped) or silent
+
+    def _sizes_now(self) -> list[int]:
+        return [size_of(file) for file in self._files]
+
+    def on_alarm(self) -> None:
+        """Stop the rank where it stands."""
+        self.process = python_of(self.process)
+        self._was_stopped = state_of(self.process) == "T"
+        with suppress(OSError):
+            os.kill(self.process, signal.SIGSTOP)
+
+    def report(self, *, stopped: bool) -> None:
+        """Write the report, and wait until the others have: the end of this parent ends the job."""
+        super().report(stopped=self._was_stopped)
+        until = time.monotonic() + hang_report.grace_s(self.timeout_s)
+        while not self.others_reported() and time.monotonic() < until:
+            time.sleep(min(self.period_s, PERIOD_S))
+
+
+def python_of(process: int) -> int:
+    """The first Python among a process and its descendants; the process itself if there is none."""
+    with suppress(psutil.Error):
+        root = psutil.Process(process)
+        for each in [root, *root.children(recursive=True)]:
+            with suppress(psutil.Error):
+                if "python" in os.path.basename(each.exe()):  # torch changes the name of its process
+                    return int(each.pid)
+    return process

@@ -1,0 +1,267 @@
+"""What a script tells its job and asks of it, what is seen of it, and how it is continued by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_parallel.job_context import Agreement, has_agreed, request_stop
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.supervise.event_files import EventFiles
+from hpc_parallel.supervise.script_metrics import MetricsWriter
+from hpc_parallel.supervise.script_watch import watching
+from tests.scripts.test_local_scripts import ROOT, TWO_NODES, command, ended, only_run, run
+
+GUIDE = Path(ROOT) / "docs/own-script.md"
+FILE = re.compile(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", re.DOTALL)
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def metrics_of(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_outside_a_job_it_is_harmless_and_imports_neither_torch_nor_hydra(home: Path) -> None:
+    (home / "script.py").write_text("""
+import sys
+from hpc_parallel import job_context
+job_context.log(step=1, loss=2.0)
+print(job_context.stop_requested(1), job_context.checkpoint_folder, job_context.restarts)
+print({"torch", "hydra", "yaml"} & set(sys.modules))
+""")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("HPC_PARALLEL")}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=home, env={**environment, "PYTHONPATH": ROOT},
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout == "False None None\nset()\n"
+    assert sorted(path.name for path in home.iterdir()) == ["script.py"]
+
+
+def test_figures_and_checkpoints_continue_after_a_resume_by_hand(home: Path) -> None:
+    (home / "script.py").write_text("""
+import sys
+from hpc_parallel import job_context
+last = job_context.checkpoint_folder / "last.txt"
+first = int(last.read_text()) if "--resume" in sys.argv else 1
+print("start", job_context.restarts, "at", first)
+for step in range(first, first + 4):
+    job_context.log(step=step, loss=1 / step, bad=float("nan"))
+    last.write_text(str(3))
+""")
+    words = ("run_dir=run", "script.resume_arguments=--resume {run}/checkpoints/last.txt")
+    first = run(home, *TWO_NODES, *words, "--", "script.py")
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "completed: step 4, loss 0.25" in first.stdout
+    again = run(home, "resume=run")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "; continues" in again.stdout
+    assert (home / "run/logs/rank-1.out").read_text().splitlines() == ["start 0 at 1", "start 1 at 3"]
+    lines = metrics_of(home / "run")
+    assert [(line["step"], line["loss"], line["bad"]) for line in lines] == [
+        (step, 1 / step, None) for step in range(1, 7)
+    ]  # the repeated steps are there once
+    assert json.loads((home / "run/summary.json").read_text())["restarts"] == 1
+
+
+@pytest.mark.parametrize("lead", [0, 1, 7])
+def test_ranks_that_are_steps_apart_stop_at_the_same_step(home: Path, lead: int) -> None:
+    """Rank 0 is `lead` steps ahead at the request; rank 2 asks for the first time only after it."""
+    prefix = str(home / "attempt.stop")
+    ranks = [Agreement(prefix, rank=rank, ranks=3) for rank in range(3)]
+    assert not any(ranks[0].includes(step) for step in range(lead + 1))
+    assert not ranks[1].includes(0)
+    request_stop(prefix)
+    threads = [threading.Thread(target=rank.watch) for rank in ranks]
+    for thread in threads[:2]:
+        thread.start()
+    held: list[bool] = []
+    waits = threading.Thread(target=lambda: held.append(ranks[0].includes(lead + 1)))
+    while not ranks[0]._holds:
+        time.sleep(0.01)
+    waits.start()  # it must not answer before all have published
+    assert not held
+    assert not ranks[2].includes(0)
+    threads[2].start()
+    for thread in (*threads, waits):
+        thread.join(60)
+    assert has_agreed(prefix)
+    answers = [[rank.includes(step) for step in range(lead + 4)] for rank in ranks]
+    assert answers == [[step > lead for step in range(lead + 4)]] * 3
+    assert held == [True]
+
+
+def test_without_all_ranks_no_step_is_agreed_on(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = str(home / "attempt.stop")
+    request_stop(prefix)
+    alone = Agreement(prefix, rank=0, ranks=2, answer_s=0.1)
+    alone.watch()
+    assert not alone.includes(10**9)
+    assert not has_agreed(prefix)
+    assert "not every rank calls stop_requested" in capsys.readouterr().err
+
+
+def test_the_guides_script_stops_at_one_step_on_all_ranks_and_goes_on(home: Path) -> None:
+    (home / "counts.py").write_text(dict(FILE.findall(GUIDE.read_text()))["counts.py"])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hpc_parallel.run", *TWO_NODES, "run_dir=run", "--", "counts.py"], cwd=home,
+        env={**os.environ, "PYTHONPATH": ROOT}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 240
+    while not (home / "run/metrics.jsonl").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(240) == 1
+    assert ended_in(home / "run") == "cancelled"
+    step = int((home / "run/checkpoints/step.txt").read_text())
+    stops = [path.read_text() for path in (home / "run/rendezvous").glob("*.stop-at")]
+    assert stops == [str(step)]
+    assert [line["step"] for line in metrics_of(home / "run")] == [*range(1, step + 1)]
+    done = run(home, "resume=run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line["step"] for line in metrics_of(home / "run")] == [*range(1, 101)]
+
+
+def ended_in(folder: Path) -> str:
+    return str(json.loads((folder / "summary.json").read_text())["outcome"])
+
+
+def test_event_files_of_tensorboard_become_metrics(home: Path) -> None:
+    pytest.importorskip("tensorboard")
+    (home / "script.py").write_text("""
+import pathlib, sys
+# The classes of which torch's SummaryWriter is made.
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+writer = EventFileWriter(sys.argv[1])
+for step in range(1, 4):
+    values = [Summary.Value(tag=tag, simple_value=value)
+              for tag, value in {"train/loss": 1 / step, "lr": 0.5, "bad": float("nan")}.items()]
+    values.append(Summary.Value(tag="note", tensor=TensorProto(dtype=7, string_val=[b"no figure"])))
+    writer.add_event(Event(step=step, wall_time=1.7e9, summary=Summary(value=values)))
+writer.close()
+pathlib.Path(sys.argv[1], "events.out.tfevents.0.damaged").write_bytes(b"\\xff" * 5000)
+""")
+    done = run(home, "launcher=local", "--", "script.py", "{run}/board")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "completed: step 3, loss 0.3333" in done.stdout
+    lines = metrics_of(only_run(home))
+    assert [(line["step"], line["lr"], line["bad"]) for line in lines] == [
+        (step, 0.5, None) for step in (1, 2, 3)
+    ]
+    assert all("note" not in line for line in lines)
+    assert [line["loss"] for line in lines] == pytest.approx([1, 1 / 2, 1 / 3])
+    assert all(line["loss"] == line["train/loss"] for line in lines)
+    (row,) = json.loads(command(home, "status", "--json"))
+    assert (row["state"], row["step"]) == ("completed", 3)
+
+
+def test_an_event_file_that_can_not_be_read_is_announced(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = EventFiles(home)
+    (home / "events.out.tfevents.1").write_bytes(b"")
+    (home / "a link.tfevents").symlink_to("/dev/zero")
+    monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_file_loader", None)
+    assert list(files.read(is_last=True)) == list(files.read(is_last=True)) == []
+    told = capsys.readouterr().err
+    assert told.count("is not read into metrics.jsonl: install tensorboard beside hpc_parallel") == 1
+
+
+def test_a_restart_drops_only_the_steps_that_it_repeats(home: Path) -> None:
+    folder = RunFolder(home / "run")
+    folder.create()
+    folder.metrics.write_text("".join(f'{{"step": {step}, "old": 1}}\n' for step in range(1, 6)))
+    writer = MetricsWriter(folder, pattern=None)
+    with (home / "run/logs/rank-0.metrics.jsonl").open("w") as log:  # step 0: of hyperparameters
+        log.write(
+            '{"step": 0, "x": 1}\n{"step": 4, "loss": 2}\n{"step": "5"}\n{"step": 5, "loss": "a"}\n[]\n'
+        )
+    writer(True)
+    assert [(line["step"], line.get("old")) for line in metrics_of(home / "run")] == [
+        (1, 1), (2, 1), (3, 1), (0, None), (4, None), (5, None),
+    ]  # fmt: skip
+    assert "loss" not in metrics_of(home / "run")[-1]
+
+
+# The stand-in for torch has its place in a path, as the real one.
+HANGS = """
+import os, pathlib, sys, time
+place = pathlib.Path(sys.argv[1], "torch")
+place.mkdir(parents=True, exist_ok=True)
+(place / "peers.py").write_text("import time\\ndef wait(): time.sleep(600)\\n")
+sys.path.insert(0, str(place))
+import peers
+def load(): time.sleep(600)
+print("step 1", flush=True)
+load() if os.environ["RANK"] == "1" else peers.wait()
+"""
+
+
+def test_a_hang_names_the_rank_that_is_behind_and_keeps_all_stacks(home: Path) -> None:
+    (home / "script.py").write_text(HANGS)
+    words = ("cluster.hang_timeout_s=3", "launcher.max_restarts=0", "--", "script.py", "{run}/{rank}")
+    done = run(home, *TWO_NODES, *words)
+    assert done.returncode == 1
+    outcome, line = ended(home)
+    assert outcome == "failed"
+    pattern = (
+        r"rank 1 on \S+ failed first: hangs at \S+/script.py:8 in load; others wait at \S+script.py:10 in "
+        r"<module>; no rank has written anything for 3 s; 1 follower"
+    )
+    assert re.fullmatch(pattern, line or ""), line
+    stacks = [(only_run(home) / f"logs/rank-{rank}.stacks").read_text() for rank in (0, 1)]
+    assert "in wait" in stacks[0]
+    assert "in load" in stacks[1]
+    assert json.loads((only_run(home) / "failure.json").read_text())["kind"] == "hang"
+
+
+def test_the_processes_of_each_rank_are_measured(home: Path) -> None:
+    (home / "script.py").write_text("""
+import subprocess, sys, time
+data = bytearray(200 * 2**20)
+subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
+time.sleep(2)  # a sample is taken after a second
+while time.process_time() < 1: pass
+""")
+    began = time.monotonic()
+    done = run(home, *TWO_NODES, "--", "script.py")
+    took_s = time.monotonic() - began
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in (0, 1):
+        figures = json.loads((only_run(home) / f"logs/rank-{rank}.device.json").read_text())
+        assert figures["rank"] == rank
+        assert 1 / took_s < figures["cpu_cores"] < (os.cpu_count() or 1)
+        assert 200 * 2**20 < figures["resident_bytes"] < 300 * 2**20
+    shown = command(home, "show", str(only_run(home)))
+    assert re.search(r"^CPU +median \d\.\d cores", shown, re.MULTILINE)
+    assert re.search(r"^resident memory +median 0\.2 GiB", shown, re.MULTILINE)
+
+
+def test_a_check_that_fails_does_not_stop_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    calls = []
+
+    def breaks(is_last: bool) -> None:
+        raise OSError("no space")
+
+    with watching([breaks, calls.append]):
+        pass
+    assert calls == [True]
+    assert "no space" in capsys.readouterr().err
