@@ -27,6 +27,7 @@ from hpc_parallel.commands.plan_calibrate import calibrated
 from hpc_parallel.planning.calibration import planned_s
 from hpc_parallel.planning.hardware import Hardware, read_hardware
 from hpc_parallel.planning.measured_runs import read_runs
+from hpc_parallel.problems import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests" / "slurm"))
@@ -128,7 +129,7 @@ class Result:
 
 
 class Site:
-    """A shell on the cluster. began_s: when its time started, by the monotonic clock."""
+    """A shell on the cluster. end_s: when no run may begin any more, by the monotonic clock."""
 
     def __init__(self, cluster: Cluster, folder: Path, *, end_s: float) -> None:
         self._cluster, self._folder, self._end_s = cluster, folder, end_s
@@ -177,7 +178,11 @@ def measure(site: Site, hardware: Hardware, *, rate: str, cases: Sequence[Case])
         if site.late:
             print(f"left out, the time is used: {rate} {case.name}", flush=True)
             continue
-        (run,) = read_runs([site.run(f"{rate} {case.name}", *case.words)], hardware)
+        try:
+            (run,) = read_runs([site.run(f"{rate} {case.name}", *case.words)], hardware)
+        except (RuntimeError, ConfigError) as error:  # the others count nevertheless, and the table lacks it
+            print(error, flush=True)
+            continue
         results.append(Result(rate, case, planned_s(run, hardware), run.step_s))
         print(row(results[-1]), flush=True)
     return results
