@@ -6,12 +6,14 @@
     python -m hpc_parallel plan --hours 24 --devices 256 --tokens 1e12 hardware=h100_sxm_node8_3200gbit
     python -m hpc_parallel plan strategy=fsdp model=8b nodes=8 hardware=b200_node8_3200gbit --output my-plan
     python -m hpc_parallel plan --table iterations.csv --output planned.csv hardware=a100_80gb_node8_800gbit
+    python -m hpc_parallel plan --calibrate runs/*/* hardware=cpu --output site/hardware/mycluster.yaml
 
 The overrides are those of a run. Several numbers of nodes show how it scales. `--best` ranks all layouts of
 the devices. A table is CSV with the columns gpus, global_batch, micro_batch, hidden, heads, layers,
 sequence, tensor, data and pipeline; the output has the same rows with `planned_ms`. The output of one
-configuration is a folder with a page. `--explain` prints all numbers with their formulas, `--json` the
-figures of a run as an object. Exit codes: 0 done, 1 the output can't be written, 2 the configuration, the
+configuration is a folder with a page. `--calibrate` fits a hardware file to finished runs. `--explain` prints
+all numbers with their formulas, `--json` the figures of a run as an object. Exit codes: 0 done, 1 the output
+can't be written, 2 the configuration, the
 table or the command is wrong, or no layout fits.
 """
 
@@ -43,6 +45,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         names = [word.removeprefix(HARDWARE) for word in options.overrides if word.startswith(HARDWARE)]
         words = [word for word in options.overrides if not word.startswith(HARDWARE)]
+        if options.calibrate:
+            return _calibrate(options, words, names=names)
         if options.table is not None:
             return _plan_table(options, words, names=names)
         if options.hours is not None or options.devices is not None:
@@ -163,13 +167,37 @@ def _plan_table(options: argparse.Namespace, words: Sequence[str], *, names: Seq
     if row is not None:
         say(*explanation(plan_row(rows[row - 1], hardware), hardware))
     if options.output is not None:
-        try:
-            write_text(options.output, table_text(with_planned(rows, hardware)), mode=0o666)
-        except OSError as error:
-            complain([f"{options.output} can't be written: {error.strerror or error}."])
+        if not _written(options.output, table_text(with_planned(rows, hardware))):
             return FAILED
         say(f"{options.output}: {len(rows)} rows with {PLANNED}. {origin(hardware)}")
     return DONE
+
+
+def _calibrate(options: argparse.Namespace, words: Sequence[str], *, names: Sequence[str]) -> int:
+    from hpc_parallel.commands.plan_calibrate import calibrated
+
+    others = ("best", "rows", "table", "explain", "json", "tokens", "hours", "devices")
+    given = [name for name in others if getattr(options, name) not in (None, False)]
+    if given:
+        raise ConfigError(
+            [f"--{name} does not go with --calibrate. Try it without --{name}." for name in given]
+        )
+    name = names[-1] if names else None
+    profile = calibrated(words, name=name, output=options.output, user_folder=options.config_dir)
+    if not _written(options.output, profile.content):
+        return FAILED
+    say(*profile.lines)
+    return DONE
+
+
+def _written(file: Path, content: str) -> bool:
+    """Write a file that the user named; a failure is printed."""
+    try:
+        write_text(file, content, mode=0o666)
+    except OSError as error:
+        complain([f"{file} can't be written: {error.strerror or error}."])
+        return False
+    return True
 
 
 def _option_problems(options: argparse.Namespace, words: Sequence[str]) -> Iterator[str]:
@@ -224,11 +252,16 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m hpc_parallel plan", description="Plan the time of training steps, without a job."
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="hardware=NAME, and keys of a run")
+    parser.add_argument(
+        "--calibrate", action="store_true", help="fit the hardware to finished runs: RUN ... in place of keys"
+    )
     parser.add_argument("--best", action="store_true", help="rank the layouts of the devices")
     parser.add_argument("--rows", type=int, help="rows of --best (default 5)")
     parser.add_argument("--table", type=Path, help="a CSV of iterations")
     parser.add_argument(
-        "--output", type=Path, help=f"a folder for the page; of a table, the CSV with {PLANNED}"
+        "--output",
+        type=Path,
+        help=f"a folder for the page; of a table, the CSV with {PLANNED}; the file of --calibrate",
     )
     parser.add_argument(
         "--explain",

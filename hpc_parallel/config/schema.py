@@ -249,9 +249,20 @@ class PreflightTaskConfig(TaskConfig):
     seconds: float | None = None
 
 
+@dataclass
+class CalibrateConfig(TaskConfig):
+    """Measure products, memory, launches and links for plans, and write a file of `hardware/`."""
+
+    name: str = "calibrate"  # The name of the task.
+    # Seconds for all measurements: what does not fit is left out; null: 60 on this machine, 300 in a job (at
+    # most half of its time limit).
+    seconds: float | None = None
+
+
 TASKS: dict[str, type[TaskConfig]] = {
     "train": TaskConfig, "infer": InferConfig, "generate": GenerateConfig, "proof": TaskConfig,
-    "collectives": CollectivesConfig, "preflight": PreflightTaskConfig, "script": TaskConfig,
+    "collectives": CollectivesConfig, "preflight": PreflightTaskConfig, "calibrate": CalibrateConfig,
+    "script": TaskConfig,
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from hpc_parallel.config.layout import layout_of
 from hpc_parallel.config.schema import (
+    CalibrateConfig,
     CollectivesConfig,
     GenerateConfig,
     InferConfig,
@@ -32,6 +33,7 @@ FIGURES = {
     "infer": ("latency_s", "latency_p99_s", "samples_per_s", "validation_loss", "peak_memory_bytes"),
     "collectives": (),
     "preflight": (),
+    "calibrate": (),
     "script": ("final_loss",),
     "generate": ("tokens_per_s", "step_time_s", "prompt_time_s", "peak_memory_bytes"),
 }
@@ -72,7 +74,7 @@ def total_steps(config: RunConfig) -> int:
     if isinstance(config.task, GenerateConfig):
         lengths = prompt_lengths(config) if config.task.prompts else [config.task.prompt_length]
         return max(lengths) - min(lengths) + config.task.new_tokens
-    measures = isinstance(config.task, CollectivesConfig | PreflightTaskConfig)
+    measures = isinstance(config.task, CollectivesConfig | PreflightTaskConfig | CalibrateConfig)
     return 0 if measures or config.task.name == TASK else config.training.steps
 
 

@@ -46,11 +46,15 @@ class Exchange:
         """Latency of each step + bytes on the bus / bandwidth (alpha-beta; Hockney 1994)."""
         if self.group.ranks == 1:
             return 0.0
-        return self._latency_s(hardware) + self._bus_bytes / bus_bytes_per_s(self.group, hardware)
+        return self._latency_s(hardware) + self._bus_bytes(hardware) / bus_bytes_per_s(self.group, hardware)
 
-    @property
-    def _bus_bytes(self) -> float:
-        return self.bytes * bus_factor(self.operation, self.group.ranks)
+    def copying_s(self, hardware: Hardware) -> float:
+        """Seconds of the processor for the bytes, on a CPU: those inside a node, where no wire waits."""
+        return self._bus_bytes(hardware) / hardware.node.collective.bytes_per_s
+
+    def _bus_bytes(self, hardware: Hardware) -> float:
+        factor = bus_factor(self.operation, self.group.ranks)
+        return self.bytes * factor * hardware.ring_factors.get(self.operation, 1.0)
 
     def _latency_s(self, hardware: Hardware) -> float:
         turns = 2 if self.operation == "all_reduce" else 1
@@ -60,9 +64,10 @@ class Exchange:
     def formula(self, hardware: Hardware) -> str:
         group = self.group
         where = f"{group.ranks} ranks on {group.nodes} nodes" if group.nodes > 1 else f"{group.ranks} ranks"
+        rate, on_bus = bus_bytes_per_s(group, hardware), self._bus_bytes(hardware)
         return (
             f"{self.operation} of {self.bytes:.4g} B, {where}: {self._latency_s(hardware) * 1e6:.1f} us + "
-            f"{self._bus_bytes:.4g} B on the bus / {bus_bytes_per_s(group, hardware) / 1e9:.4g} GB/s"
+            f"{on_bus:.4g} B on the bus / {rate / 1e9:.4g} GB/s"
         )
 
 

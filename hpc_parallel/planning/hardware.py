@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -16,7 +17,12 @@ from hpc_parallel.problems import ConfigError, Problem, nearest
 EXTENDS = "extends"  # the key that names the file whose values hold where this file has none
 CALIBRATION = "calibration"  # which a file does not take from another one
 POWER = "power_w"
-MAY_BE_NULL = (CALIBRATION, POWER)
+OPTIONAL = ("ring_factors", "shared_cores", POWER, CALIBRATION)
+TABLES = {
+    "peak_flops": "{bfloat16: 1.0e+14}",
+    "ring_factors": "{reduce_scatter: 2.0}",
+}  # a legal value of each
+MEASURED_BY, FITTED_BY = "task=calibrate", "plan --calibrate"  # a `calibration` of this program begins so
 DEVICE_KINDS = ("cuda", "cpu")
 _T = TypeVar("_T")
 
@@ -124,7 +130,10 @@ class Network:
 class Hardware:
     """A device, its node and the network.
 
-    calibration: the measurement of this machine that the coefficients come from; None without one.
+    ring_factors: bytes on the bus of a collective, as a multiple of what a ring sends; 1 where it has none.
+    shared_cores: the cores that all devices of all nodes share, as processes of one machine do; None if each
+    device has its own. calibration: the measurement of this machine that the coefficients come from; None
+    without one.
     """
 
     device: Device
@@ -133,6 +142,8 @@ class Hardware:
     products: Products
     traffic: Traffic
     host: Host
+    ring_factors: dict[str, float] = field(default_factory=dict)
+    shared_cores: int | None = None
     calibration: str | None = None
 
 
@@ -160,6 +171,55 @@ def read_hardware(name: str, *, folders: Sequence[Path]) -> Hardware:
     if problems:
         raise ConfigError(problems)
     return hardware
+
+
+def coefficient(hardware: Hardware, name: str) -> float:
+    """The value of a dotted name, such as `network.share`."""
+    value: Any = hardware
+    for part in name.split("."):
+        value = getattr(value, part)
+    return float(value)
+
+
+def with_coefficients(hardware: Hardware, values: Mapping[str, float]) -> Hardware:
+    """`hardware` with other values of dotted names."""
+    for name, value in values.items():
+        hardware = _with(hardware, name.split("."), value)
+    return hardware
+
+
+def _with(owner: Any, path: Sequence[str], value: float) -> Any:
+    inner = _with(getattr(owner, path[0]), path[1:], value) if len(path) > 1 else value
+    return replace(owner, **{path[0]: inner})
+
+
+def hardware_text(hardware: Hardware, *, head: Sequence[str], sources: Mapping[str, str]) -> str:
+    """A file of `conf/hardware/`. sources: a comment for dotted names, or for a table of them."""
+    lines = [*(f"# {line}" for line in head)]
+    for key, value in asdict(hardware).items():
+        if value is not None and value != {}:
+            lines += _yaml_lines(key, value, sources=sources)
+    return "\n".join([*lines, ""])
+
+
+def _yaml_lines(name: str, value: Any, *, sources: Mapping[str, str]) -> Iterator[str]:
+    indent, key = "  " * name.count("."), name.rpartition(".")[2]
+    comment = f" # {sources[name]}" if name in sources else ""
+    if isinstance(value, dict):
+        yield f"{indent}{key}:{comment}"
+        for inner, content in value.items():
+            yield from _yaml_lines(f"{name}.{inner}", content, sources=sources)
+    else:
+        text = json.dumps(value) if isinstance(value, str) else _number_text(value)
+        yield f"{indent}{key}: {text}{comment}"
+
+
+def _number_text(value: float) -> str:
+    """YAML 1.1 takes 1e-05 for a text: a number needs a point."""
+    if isinstance(value, int):
+        return str(value)
+    mantissa, _, exponent = f"{value:.6g}".partition("e")
+    return f"{mantissa}{'' if '.' in mantissa else '.0'}e{exponent}" if exponent else mantissa
 
 
 def _values(name: str, folders: Sequence[Path], *, by: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -207,8 +267,8 @@ def _typed(kind: type[_T], values: Any, place: str, problems: list[Problem | str
             made[name] = _typed(hint, value, f"{place}: {name}", problems)  # type: ignore[arg-type]
         elif rule := _broken_rule(name, hint, value):
             problems.append(f"{place}: {name} = {value!r} {rule}.")
-        elif name == "peak_flops":
-            made[name] = {str(key): float(number) for key, number in value.items()}
+        elif name in TABLES:
+            made[name] = {str(key): float(number) for key, number in (value or {}).items()}
         else:
             number = int if hint is int else float
             made[name] = number(value) if _positive(value) else value
@@ -217,18 +277,18 @@ def _typed(kind: type[_T], values: Any, place: str, problems: list[Problem | str
 
 def _broken_rule(name: str, hint: Any, value: Any) -> str | None:
     """The rule that the value of a field breaks, if any, with a legal value where there is a near one."""
-    if name in MAY_BE_NULL and value is None:
+    if name in OPTIONAL and value is None:
         return None
     if name == "kind":
         return None if value in DEVICE_KINDS else f"is none of {', '.join(DEVICE_KINDS)}. Try kind: cuda"
     if name in ("name", CALIBRATION):
         return None if isinstance(value, str) else "is not a text"
-    if name == "peak_flops":
+    if name in TABLES:
         right = isinstance(value, dict) and value and all(map(_positive, value.values()))
-        return None if right else "is not a table of positive numbers by precision. Try {bfloat16: 1.0e+14}"
+        return None if right else f"is not a table of positive numbers by name. Try {TABLES[name]}"
     if not _positive(value):
         return "is not a positive number"
-    if hint is int and value != int(value):
+    if (hint is int or name == "shared_cores") and value != int(value):
         return f"is not a whole number. Try {name}: {math.ceil(value)}"
     return None
 

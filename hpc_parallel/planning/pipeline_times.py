@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, Action, Kind, Pipeline, orders
@@ -40,18 +41,22 @@ def simulate(
     *,
     action_s: Callable[[Kind, int], float],
     transfer_s: Callable[[int, int], float] = _free,
+    at_once: float | None = None,
     spans: list[Span] | None = None,
 ) -> Timeline:
     """Run each rank's actions in the order of its schedule, as soon as their inputs have arrived.
 
     action_s: seconds of an action of a kind on a stage. transfer_s: seconds from one stage to a neighbouring
-    stage on another rank; transfers run beside the computation, and a link takes several at once. spans: gets
-    every action, if it is a list.
+    stage on another rank; transfers run beside the computation, and a link takes several at once. at_once:
+    how many ranks compute at full speed at the same time, if they share cores; None: all. spans: gets every
+    action, if it is a list.
 
     Raises ValueError if ranks wait for each other.
     """
     inputs = _Inputs(pipeline, transfer_s)
     costs = {(kind, stage): action_s(kind, stage) for kind in Kind for stage in range(pipeline.stages)}
+    if at_once is not None and at_once < pipeline.ranks:
+        return _Sharing(pipeline, inputs, costs, at_once, [] if spans is None else spans).run()
     left = [iter(order) for order in orders(pipeline)]
     upcoming = [next(order, None) for order in left]
     free_s, busy_s = [0.0] * pipeline.ranks, [0.0] * pipeline.ranks
@@ -70,6 +75,69 @@ def simulate(
     if any(action is not None for action in upcoming):
         raise ValueError(f"the ranks of {pipeline} wait for each other")
     return Timeline(max(free_s), tuple(busy_s))
+
+
+class _Sharing:
+    """Ranks that share cores: actions that run at the same time slow each other down.
+
+    Time advances to the next event: an action ends, or the input of a rank that waits arrives.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        inputs: _Inputs,
+        costs: Mapping[tuple[Kind, int], float],
+        at_once: float,
+        spans: list[Span],
+    ) -> None:
+        self._pipeline, self._inputs, self._costs, self._at_once = pipeline, inputs, costs, at_once
+        self._spans = spans
+        self._left = [deque(order) for order in orders(pipeline)]
+        self._running: dict[int, float] = {}  # rank -> seconds that its action needs on a core of its own
+        self._starts_s: dict[int, float] = {}  # of these actions
+        self._busy_s = [0.0] * pipeline.ranks
+        self._now_s = 0.0
+
+    def run(self) -> Timeline:
+        while any(self._left):
+            arrivals_s = self._start_ready()
+            if not self._running:
+                if not arrivals_s:
+                    raise ValueError(f"the ranks of {self._pipeline} wait for each other")
+                self._now_s = min(arrivals_s)
+                continue
+            self._advance(arrivals_s)
+        return Timeline(self._now_s, tuple(self._busy_s))
+
+    def _start_ready(self) -> list[float]:
+        """Start the next actions whose inputs are there; returns when the inputs of others arrive."""
+        arrivals_s = []
+        for rank, order in enumerate(self._left):
+            if rank in self._running or not order:
+                continue
+            ready_s = self._inputs.ready_s(order[0])
+            if ready_s is not None and ready_s <= self._now_s:
+                self._running[rank], self._starts_s[rank] = self._costs[order[0][:2]], self._now_s
+            elif ready_s is not None:
+                arrivals_s.append(ready_s)
+        return arrivals_s
+
+    def _advance(self, arrivals_s: Sequence[float]) -> None:
+        speed = min(1.0, self._at_once / len(self._running))
+        first = min(self._running, key=lambda rank: self._running[rank])
+        end_s = self._now_s + self._running[first] / speed
+        next_s = min(end_s, *arrivals_s) if arrivals_s else end_s
+        elapsed_s = next_s - self._now_s
+        self._now_s = next_s
+        for rank in self._running:
+            self._running[rank] -= elapsed_s * speed
+            self._busy_s[rank] += elapsed_s
+        if next_s == end_s:
+            action = self._left[first].popleft()
+            self._inputs.ends[action] = end_s
+            self._spans.append(Span(first, action, self._starts_s[first], end_s))
+            del self._running[first]
 
 
 class _Inputs:

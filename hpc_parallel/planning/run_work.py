@@ -14,12 +14,12 @@ from hpc_parallel.config.schedules import stages_per_rank
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.planning.activations import types_of
 from hpc_parallel.planning.decoder import Decoder
-from hpc_parallel.planning.hardware import Hardware
+from hpc_parallel.planning.hardware import FITTED_BY, MEASURED_BY, Hardware
 from hpc_parallel.planning.planned_state import Division
 from hpc_parallel.planning.step_time import Work
 from hpc_parallel.problems import Problem, Problems
 
-MEGABYTE = 1e6
+MEBIBYTE = 2**20  # torch's unit of `bucket_cap_mb`
 UNPLANNED_AXES = ("expert", "context", "tile")
 
 
@@ -82,7 +82,7 @@ def work_of_run(config: RunConfig, *, model: ModelWeights | None = None) -> Work
         shard=layout.shard,
         stream_bytes=types.stream,
         gradient_bytes=types.precise,
-        bucket_bytes=config.strategy.bucket_mb * MEGABYTE if ddp else 0.0,
+        bucket_bytes=config.strategy.bucket_mb * MEBIBYTE if ddp else 0.0,
     )
 
 
@@ -96,7 +96,7 @@ def _blocks(config: RunConfig, layout: Layout, model: ModelWeights | None) -> tu
 def assumptions(config: RunConfig, hardware: Hardware) -> Iterator[str]:
     """What the plan of this configuration takes for granted."""
     yield "This is a prediction. Data loading, checkpoints and validation are not in it."
-    yield "Its coefficients come from runs of Megatron-LM; no run of this program was compared with it."
+    yield _origin(hardware)
     if config.training.activation_checkpointing == "selective":
         yield "training.activation_checkpointing=selective is planned as none: expect a longer step."
     if config.training.compile:
@@ -106,6 +106,14 @@ def assumptions(config: RunConfig, hardware: Hardware) -> Iterator[str]:
             "This hardware is not calibrated: shares of peaks and launch times are those of an A100. "
             "Expect larger errors."
         )
+
+
+def _origin(hardware: Hardware) -> str:
+    """Whose runs the coefficients come from."""
+    calibration = hardware.calibration or ""
+    if calibration.startswith((MEASURED_BY, FITTED_BY)):
+        return f"Its coefficients come from this machine: {calibration}."
+    return "Its coefficients come from runs of Megatron-LM; no run of this program was compared with it."
 
 
 def _decoder(config: RunConfig) -> Decoder:

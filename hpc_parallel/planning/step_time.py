@@ -15,6 +15,9 @@ from hpc_parallel.planning.kernels import Kernels, Term
 from hpc_parallel.planning.operations import FLOAT32_BYTES, NUMBER_BYTES, precise_bytes
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, Kind, Pipeline
 from hpc_parallel.planning.pipeline_times import Span, Timeline, simulate
+from hpc_parallel.planning.shared_cores import contended, pipelines_at_once
+
+CPU = "cpu"  # the kind of a device
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,14 @@ class Step:
     """
 
     def __init__(self, work: Work, hardware: Hardware, kernels: Kernels | None = None) -> None:
-        self.work, self.hardware = work, hardware
-        self._kernels = kernels or Kernels(hardware)
+        self.work = work
+        self._all_busy = contended(hardware, devices=work.devices)
+        # A stage of a pipeline computes beside as many others as the simulation shows.
+        ranks = work.tensor * work.data
+        self.hardware = contended(hardware, devices=ranks) if work.pipeline > 1 else self._all_busy
+        self._at_once = pipelines_at_once(hardware, devices=ranks)
+        shared = self.hardware is not hardware
+        self._kernels = Kernels(self.hardware) if shared or kernels is None else kernels
         self.share = Share(
             work.decoder, work.microbatch_size, work.tensor, hardware.traffic, work.number_bytes
         )
@@ -105,6 +114,7 @@ class Step:
             self._pipeline,
             action_s=self._action_s,
             transfer_s=lambda source, target: transfers.get(min(source, target), 0.0),
+            at_once=self._at_once,
             spans=spans,
         )
 
@@ -132,7 +142,7 @@ class Step:
     def block_s(self, kind: Kind) -> float:
         """The least time that a block adds to a stage."""
         device_s, host_s = self._block_s[kind]
-        return _overlapped(device_s, host_s, sharpness=self.hardware.host.sharpness) * self._slowest
+        return self._together_s(device_s, host_s) * self._slowest
 
     def least_s(self) -> float:
         """A lower bound of the step's time, which needs no simulation.
@@ -158,18 +168,35 @@ class Step:
         self._terms += terms
         return sum(term.seconds for term in terms)
 
-    def _exchange_s(self, exchange: Exchange) -> float:
-        seconds = exchange.seconds(self.hardware)
-        return self._add(exchange.name, seconds, exchange.formula(self.hardware)) if seconds else 0.0
+    @property
+    def _on_cpu(self) -> bool:
+        """A CPU has no queue of launches, and torch no streams there: what a device does comes in turn."""
+        return self.hardware.device.kind == CPU
+
+    def _together_s(self, device_s: float, host_s: float) -> float:
+        """Computation and its launches, which a GPU overlaps."""
+        if self._on_cpu:
+            return device_s + host_s
+        return _overlapped(device_s, host_s, sharpness=self.hardware.host.sharpness)
+
+    def _exchange_s(self, exchange: Exchange, hardware: Hardware | None = None) -> float:
+        """hardware: where other devices are busy than in an action."""
+        hardware = hardware or self.hardware
+        seconds = exchange.seconds(hardware)
+        return self._add(exchange.name, seconds, exchange.formula(hardware)) if seconds else 0.0
 
     def _group(self, ranks: int, *, stride: int) -> Group:
         return Group(ranks, stride, self.hardware.node.devices)
 
     @cached_property
     def _tensor_sum_s(self) -> float:
-        group = self._group(self.work.tensor, stride=1)
-        size = self.share.activation_bytes
-        return self._exchange_s(Exchange("sum over the tensor axis", "all_reduce", size, group))
+        """The parts of a sum go to the devices that keep them, which gather them again: an all-reduce."""
+        group, size = self._group(self.work.tensor, stride=1), self.share.activation_bytes
+        if not self.hardware.ring_factors:
+            return self._exchange_s(Exchange("sum over the tensor axis", "all_reduce", size, group))
+        gather = Exchange("gather over the tensor axis", "all_gather", size, group)
+        scatter = Exchange("parts of a sum over the tensor axis", "reduce_scatter", size, group)
+        return self._exchange_s(gather) + self._exchange_s(scatter)
 
     @cached_property
     def _block_s(self) -> dict[Kind, tuple[float, float]]:
@@ -179,19 +206,25 @@ class Step:
         forward_s = self._sum_s("block forward") + sums_s
         backward_s = self._sum_s("block backward") + sums_s
         split, unfused_s = self.work.tensor > 1, share.unfused * host.unfused_s
-        host_forward_s = host.forward_s + 2 * split * host.collective_s + unfused_s
-        host_backward_s = host.backward_s + 4 * split * host.collective_s + 2 * unfused_s
+        gathers = self._gathers  # forward; again, with a sum of gradients, backward
+        host_forward_s = host.forward_s + (2 * split + gathers) * host.collective_s + unfused_s
+        host_backward_s = host.backward_s + (4 * split + 2 * gathers) * host.collective_s + 2 * unfused_s
         if self.work.recompute:
             backward_s += forward_s
         if self._gathers:
             waits = {
-                FORWARD: self._gather_s - forward_s,
-                BACKWARD: self._gather_s + self._scatter_s - backward_s,
+                FORWARD: self._gather_s - forward_s * self._beside,
+                BACKWARD: self._gather_s + self._scatter_s - backward_s * self._beside,
             }
             self._unhidden_s = {kind: max(0.0, wait) for kind, wait in waits.items()}
             forward_s += self._unhidden_s[FORWARD]
             backward_s += self._unhidden_s[BACKWARD]
         return {FORWARD: (forward_s, host_forward_s), BACKWARD: (backward_s, host_backward_s)}
+
+    @property
+    def _beside(self) -> bool:
+        """Whether fully_shard communicates beside the computation: on a CPU it waits."""
+        return not self._on_cpu
 
     @property
     def _gathers(self) -> bool:
@@ -200,7 +233,8 @@ class Step:
 
     def _sliced_s(self, name: str, operation: str, weights: float, *, number_bytes: int) -> float:
         group = self._group(self.work.shard, stride=self.work.tensor)
-        return self._exchange_s(Exchange(name, operation, number_bytes * weights / self.work.tensor, group))
+        exchange = Exchange(name, operation, number_bytes * weights / self.work.tensor, group)
+        return self._exchange_s(exchange, self._all_busy)
 
     @cached_property
     def _gather_s(self) -> float:
@@ -248,6 +282,9 @@ class Step:
     def _blocks_and_ends_s(self, kind: Kind, stage: int) -> float:
         host, layers = self.hardware.host, self.work.blocks[stage]
         ends = [name for name, at in (("first", 0), ("last", self._last)) if stage == at]
+        if self._on_cpu:
+            ends_s = sum(self._ends_s[kind, name] + host.microbatch_s for name in ends)
+            return ends_s + layers * sum(self._block_s[kind])
         before = "first" if kind is FORWARD else "last"
         device_s = host_s = 0.0
         if before in ends:
@@ -255,7 +292,7 @@ class Step:
             device_s = max(self._ends_s[kind, before], host_s)
         block_device_s, block_host_s = self._block_s[kind]
         host_s += layers * block_host_s
-        device_s = _overlapped(device_s + layers * block_device_s, host_s, sharpness=host.sharpness)
+        device_s = self._together_s(device_s + layers * block_device_s, host_s)
         after = [name for name in ends if name != before]
         if after:
             host_s += host.microbatch_s
@@ -326,15 +363,19 @@ class Step:
         work = self.work
         size = work.gradient_bytes * self._weights / work.shard
         replicas = self._group(work.data // work.shard, stride=work.tensor * work.shard)
-        seconds = self._exchange_s(Exchange("mean of gradients", "all_reduce", size, replicas))
+        mean = Exchange("mean of gradients", "all_reduce", size, replicas)
+        seconds = self._exchange_s(mean, self._all_busy)
         if work.shard > 1:
             seconds += self._slices_s()
-        if work.bucket_bytes is not None and seconds > 0:
-            seconds = self._beside_backward_s(seconds, last=min(1.0, work.bucket_bytes / size))
+        if work.bucket_bytes is not None and seconds > 0 and (work.bucket_bytes > 0 or self._beside):
+            copying_s = mean.copying_s(self._all_busy) if self._on_cpu else 0.0
+            share = min(1.0, work.bucket_bytes / size)
+            seconds = self._beside_backward_s(seconds, share=share, least_s=copying_s)
         if work.decoder.tied and self._last not in self._pipeline.stages_of(0):
             ends = self._group(2, stride=work.tensor * work.data * (work.pipeline - 1))
             size = work.gradient_bytes * work.decoder.end_weights / work.tensor / work.shard
-            seconds += self._exchange_s(Exchange("gradient of the shared weight", "all_reduce", size, ends))
+            both = Exchange("gradient of the shared weight", "all_reduce", size, ends)
+            seconds += self._exchange_s(both, self._all_busy)
         return seconds
 
     def _slices_s(self) -> float:
@@ -347,21 +388,39 @@ class Step:
         )
         return gather + self._sliced_s("gradients of a step", "reduce_scatter", weights, number_bytes=size)
 
-    def _beside_backward_s(self, seconds: float, *, last: float) -> float:
-        """What is left after the last backward pass, at least the last message. last: its part of all."""
+    def _beside_backward_s(self, seconds: float, *, share: float, least_s: float) -> float:
+        """What is left after the last backward pass.
+
+        share: of all gradients in one message. least_s: what a processor copies.
+        """
         hidden_s = self._whole_s(BACKWARD, 0)
-        left_s = max(last * seconds, seconds - hidden_s)
-        return self._add(
-            "exposed gradients", left_s, f"{seconds:.6g} s beside {hidden_s:.6g} s of computation"
-        )
+        left_s = max(least_s, left_after(hidden_s, seconds, share=share))
+        text = f"{seconds:.6g} s in messages of {100 * share:.3g} %, beside {hidden_s:.6g} s of computation"
+        return self._add("exposed gradients", left_s, text)
 
     @cached_property
     def _update_s(self) -> float:
-        traffic, device = self.hardware.traffic, self.hardware.device
+        traffic, device = self._all_busy.traffic, self._all_busy.device
         wider = precise_bytes(self.work.number_bytes) / FLOAT32_BYTES
         moved = wider * traffic.optimizer_bytes * self._weights / self.work.shard
-        seconds = moved / (device.memory_bytes_per_s * traffic.share) + self.hardware.host.step_s
+        seconds = moved / (device.memory_bytes_per_s * traffic.share) + self._all_busy.host.step_s
         return self._add("update", seconds, f"{moved:.4g} B / memory bandwidth + launches of a step")
+
+
+def left_after(computed_s: float, sent_s: float, *, share: float) -> float:
+    """Seconds from the end of a computation to that of the messages that it makes evenly.
+
+    A message starts when all of it is computed and the one before has arrived. share: of all bytes, in each
+    but the last one; 0: each byte is sent at once.
+    """
+    if share == 0:
+        return max(0.0, sent_s - computed_s)
+    full = math.ceil(1 / share) - 1
+    if full == 0:
+        return sent_s
+    made_s, message_s = share * computed_s, share * sent_s
+    end_s = max(made_s + full * message_s, full * made_s + message_s)
+    return max(0.0, end_s - computed_s) + sent_s - full * message_s
 
 
 def _overlapped(device_s: float, host_s: float, *, sharpness: float) -> float:

@@ -13,6 +13,7 @@ from hpc_parallel.record.metrics_file import milliseconds, per_second, read_metr
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import MIB, list_folder, parse_line, read_head, read_json
 from hpc_parallel.record.values import integer, number, table, text
+from hpc_parallel.record.values import texts as text_list
 
 SHOWN_BYTES = 16 * MIB  # of generated.jsonl
 OPENERS = {
@@ -22,6 +23,7 @@ OPENERS = {
     ".nsys-rep": "open it in Nsight Systems",
     ".ncu-rep": "open it in Nsight Compute",
 }
+MOST_LINES = 100  # of `calibration.json`
 INITIAL = "initial"  # weights that were not read from a file
 
 
@@ -32,6 +34,8 @@ def results(folder: RunFolder, summary: Mapping[str, Any]) -> list[str]:
         lines = show_table(rows)
     elif measured := read_json(folder.collectives):
         return collectives(measured, folder)
+    elif calibrated := read_json(folder.calibration):
+        return [printable(line) for line in text_list(calibrated.get("lines"))[:MOST_LINES]]
     elif checked := read_json(folder.machine_check):
         return machine_lines(checked)
     elif rows := _rows_so_far(folder, summary):

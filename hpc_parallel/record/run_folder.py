@@ -126,6 +126,16 @@ class RunFolder:
         return self.path / "machine.yaml"
 
     @property
+    def hardware(self) -> Path:
+        """The file of `hardware/` that `task=calibrate` measured."""
+        return self.path / "hardware.yaml"
+
+    @property
+    def calibration(self) -> Path:
+        """The rows behind it, and the lines that `show` prints."""
+        return self.path / "calibration.json"
+
+    @property
     def preflight(self) -> Path:
         """What the hosts said of themselves at the start, and which of them were accused."""
         return self.path / "preflight.json"

@@ -161,7 +161,7 @@ def _of_script(lines: Lines) -> dict[str, Any]:
 # Figures of the tasks that do not train.
 FIGURES: dict[str, Callable[[Lines], dict[str, Any]]] = {
     "infer": _inferred, "generate": _generated, "collectives": _measured, "preflight": _measured,
-    "script": _of_script,
+    "calibrate": _measured, "script": _of_script,
 }  # fmt: skip
 
 

@@ -44,6 +44,7 @@ from hpc_parallel.supervise.world import World
 from hpc_parallel.supervise.xids import XidEvents
 from hpc_parallel.torch_internals import set_default_timeout
 from hpc_parallel.worker import open_files, preflight, stop, transport
+from hpc_parallel.worker.calibrate import calibrate
 from hpc_parallel.worker.collectives import measure_collectives
 from hpc_parallel.worker.environment import describe, tf32
 from hpc_parallel.worker.generation import generate
@@ -61,7 +62,7 @@ from hpc_parallel.worker.watchdog import watch
 # Keys are the names in conf/task/.
 TASKS: dict[str, Callable[..., object]] = {
     "train": train, "infer": infer, "generate": generate, "proof": prove,
-    "collectives": measure_collectives, "preflight": check_machine,
+    "collectives": measure_collectives, "preflight": check_machine, "calibrate": calibrate,
 }  # fmt: skip
 WATCHED = (train, infer, generate)
 

@@ -4,31 +4,27 @@
     python tests/benchmarks/calibrate_plan.py --fit             # fit them to 100 random rows, print both
     python tests/benchmarks/calibrate_plan.py --leave-out       # fit without a model size, plan that size
 
-Each coefficient starts from what a data sheet or a profile of a similar machine says, and the fit pays for
-leaving it: the sum of squared relative errors over ERROR (linear above HUBER, Huber 1964), plus the squared
-logarithms of the changes over the tolerances below. A coefficient that the rows say nothing about stays.
+Each coefficient starts from what a data sheet or a profile of a similar machine says
+(`planning/coefficient_fit.py`).
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from hpc_parallel.planning.hardware import Hardware, read_hardware
+from hpc_parallel.planning import coefficient_fit
+from hpc_parallel.planning.coefficient_fit import Expected
+from hpc_parallel.planning.hardware import Hardware, read_hardware, with_coefficients
 from hpc_parallel.planning.iteration_table import Row, plan_row, read_table
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE, FOLDERS = ROOT / "tests" / "data" / "a100_iterations.csv", [ROOT / "conf" / "hardware"]
 NAME = "a100_80gb_node8_800gbit"
-SEED, ROWS, ERROR, HUBER = 0, 100, 0.03, 1.0
+SEED, ROWS = 0, 100
 # Coefficient: the expected value, and the tolerance of its logarithm.
 EXPECTED = {
     "products.peak_share": (0.9, 0.06),
@@ -56,9 +52,6 @@ EXPECTED = {
     "network.share": (0.85, 0.1),
     "network.spread": (0.03, 0.4),
 }
-CENTRE = np.log([value for value, _ in EXPECTED.values()])
-TOLERANCE = np.array([tolerance for _, tolerance in EXPECTED.values()])
-Vector = Any  # a numpy array
 
 
 def sample(rows: Sequence[Row], seed: int = SEED) -> list[int]:
@@ -66,60 +59,20 @@ def sample(rows: Sequence[Row], seed: int = SEED) -> list[int]:
     return sorted(random.Random(seed).sample(range(len(rows)), min(ROWS, len(rows))))
 
 
-def with_coefficients(hardware: Hardware, logarithms: Vector) -> Hardware:
-    for name, value in zip(EXPECTED, np.exp(logarithms), strict=True):
-        hardware = _set(hardware, name.split("."), float(value))
-    return hardware
-
-
-def _set(owner: Any, path: Sequence[str], value: float) -> Any:
-    inner = _set(getattr(owner, path[0]), path[1:], value) if len(path) > 1 else value
-    return replace(owner, **{path[0]: inner})
-
-
 def measured_s(row: Row) -> float:
     return float(row["iteration_ms"]) / 1e3
 
 
-def fit(rows: Sequence[Row], hardware: Hardware) -> Vector:
-    """The logarithms of the coefficients (Levenberg-Marquardt on the logarithms of the times)."""
+def fit(rows: Sequence[Row], hardware: Hardware) -> dict[str, float]:
+    """The coefficients by name."""
 
-    def residuals(logarithms: Vector) -> Vector:
-        machine = with_coefficients(hardware, logarithms)
-        return np.array([math.log(plan_row(row, machine).total_s / measured_s(row)) / ERROR for row in rows])
+    def planned_s(values: Mapping[str, float]) -> list[float]:
+        machine = with_coefficients(hardware, values)
+        return [plan_row(row, machine).total_s for row in rows]
 
-    def cost(residual: Vector, logarithms: Vector) -> float:
-        size = abs(residual)
-        robust = np.where(size < HUBER, size**2, 2 * HUBER * size - HUBER**2)
-        return float(robust.sum() + (((logarithms - CENTRE) / TOLERANCE) ** 2).sum())
-
-    point, damping = CENTRE.copy(), 1.0
-    residual = residuals(point)
-    best = cost(residual, point)
-    for _ in range(25):
-        slopes = _slopes(residuals, point, residual)
-        weights = np.minimum(1, HUBER / np.maximum(abs(residual), 1e-12))
-        curvature = slopes.T @ (weights[:, None] * slopes) + np.diag(1 / TOLERANCE**2)
-        gradient = slopes.T @ (weights * residual) + (point - CENTRE) / TOLERANCE**2
-        for _ in range(8):
-            trial = point - np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), gradient)
-            trial_residual = residuals(trial)
-            value = cost(trial_residual, trial)
-            if value < best:
-                break
-            damping *= 4
-        else:
-            return point
-        gain, point, residual, best, damping = best - value, trial, trial_residual, value, damping / 4
-        if gain < 0.01:
-            break
-    return point
-
-
-def _slopes(residuals: Callable[[Vector], Vector], point: Vector, residual: Vector) -> Vector:
-    step = 1e-4
-    moved = [residuals(point + step * unit) - residual for unit in np.eye(len(point))]
-    return np.stack(moved, axis=1) / step
+    expected = {name: Expected(*pair) for name, pair in EXPECTED.items()}
+    fitted = coefficient_fit.fit(expected, measured_s=list(map(measured_s, rows)), planned_s=planned_s)
+    return {name: one.value for name, one in fitted.items()}
 
 
 def errors(rows: Sequence[Row], hardware: Hardware) -> list[tuple[Row, float]]:
@@ -176,10 +129,10 @@ def main() -> None:
         return
     chosen = sample(rows, options.seed)
     if options.fit:
-        logarithms = fit([rows[i] for i in chosen], hardware)
-        hardware = with_coefficients(hardware, logarithms)
-        for (name, (value, tolerance)), number in zip(EXPECTED.items(), np.exp(logarithms), strict=True):
-            print(f"{name:<30} {number:.4g}  (expected {value:.4g}, tolerance {tolerance:g})")
+        values = fit([rows[i] for i in chosen], hardware)
+        hardware = with_coefficients(hardware, values)
+        for name, (value, tolerance) in EXPECTED.items():
+            print(f"{name:<30} {values[name]:.4g}  (expected {value:.4g}, tolerance {tolerance:g})")
     planned = errors(rows, hardware)
     print(line("rows of the calibration", [planned[i] for i in chosen]))
     print(line("other rows", [one for i, one in enumerate(planned) if i not in set(chosen)]))

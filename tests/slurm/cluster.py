@@ -143,13 +143,14 @@ class Cluster:
     def mend(self, host: str) -> None:
         self.run("ip", "link", "set", "fabric0", "up", host=host)
 
-    def shape(self, rate: str, *hosts: str) -> None:
+    def shape(self, rate: str, *hosts: str, burst: str = "1m") -> None:
         """Limit the links of these hosts (none: of all) to this rate (`1gbit`) in both directions.
 
-        `unshape` removes the limits of all hosts, which must all have one.
+        burst: the bytes that pass faster than the rate after a pause. `unshape` removes the limits of all
+        hosts, which must all have one.
         """
         for host in hosts or self.hosts:
-            self._queue(host, "replace", "tbf", "rate", rate, "burst", "1m", "latency", "50ms")
+            self._queue(host, "replace", "tbf", "rate", rate, "burst", burst, "latency", "50ms")
 
     def unshape(self) -> None:
         for host in self.hosts:

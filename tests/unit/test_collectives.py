@@ -217,7 +217,7 @@ def test_rows_say_how_many_there_are_and_how_long_they_take() -> None:
     assert valid_rows({"rows": lines})[0]["size_bytes"] == 8
 
 
-@pytest.mark.parametrize("task", ["collectives", "infer", "preflight"])
+@pytest.mark.parametrize("task", ["collectives", "infer", "preflight", "calibrate"])
 @pytest.mark.parametrize(
     ("words", "seconds"),
     [

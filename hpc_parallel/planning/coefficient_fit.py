@@ -1,0 +1,157 @@
+"""Fit the coefficients of a hardware file to measured times.
+
+Each coefficient has an expected value, and the fit pays for leaving it: the sum of squared relative errors
+over `error` (linear above HUBER, Huber 1964), plus the squared logarithms of the changes over the tolerances.
+A coefficient that the times say nothing about therefore stays. Levenberg-Marquardt on logarithms (Marquardt
+1963), without a library: there are few coefficients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+ERROR, HUBER = 0.03, 1.0  # of a time, relative; where outliers begin, in units of `error`
+ROUNDS, TRIES, ENOUGH = 25, 8, 0.01
+SLOPE_STEP = 1e-4
+Vector = list[float]
+Matrix = list[Vector]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A value before the measurement, and the tolerance of its logarithm."""
+
+    value: float
+    tolerance: float
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A value after the fit. spread: of its logarithm, by the curvature of the sum."""
+
+    value: float
+    spread: float
+
+
+def fit(
+    expected: Mapping[str, Expected],
+    *,
+    measured_s: Sequence[float],
+    planned_s: Callable[[Mapping[str, float]], Sequence[float]],
+    error: float = ERROR,
+) -> dict[str, Fitted]:
+    """The coefficients by name. planned_s: the times that a plan has with such values."""
+    problem = _Problem(expected, measured_s, planned_s, error)
+    point, curvature = problem.minimum()
+    variances = [row[at] for at, row in enumerate(_inverse(curvature))]
+    return {
+        name: Fitted(math.exp(logarithm), math.sqrt(max(0.0, variance)))
+        for name, logarithm, variance in zip(expected, point, variances, strict=True)
+    }
+
+
+class _Problem:
+    """The sum that a fit makes small."""
+
+    def __init__(
+        self,
+        expected: Mapping[str, Expected],
+        measured_s: Sequence[float],
+        planned_s: Callable[[Mapping[str, float]], Sequence[float]],
+        error: float,
+    ) -> None:
+        self._names, self._measured_s, self._planned_s, self._error = (
+            list(expected), measured_s, planned_s, error,
+        )  # fmt: skip
+        self._centre = [math.log(one.value) for one in expected.values()]
+        self._weights = [1 / one.tolerance**2 for one in expected.values()]
+
+    def minimum(self) -> tuple[Vector, Matrix]:
+        """The logarithms of the coefficients, and the curvature there."""
+        point, damping = list(self._centre), 1.0
+        residual = self._residuals(point)
+        best = self._cost(residual, point)
+        for _ in range(ROUNDS):
+            curvature, gradient = self._model(point, residual)
+            for _ in range(TRIES):
+                trial = _minus(point, _solved(_damped(curvature, damping), gradient))
+                trial_residual = self._residuals(trial)
+                cost = self._cost(trial_residual, trial)
+                if cost < best:
+                    break
+                damping *= 4
+            else:
+                return point, curvature
+            gain, point, residual, best, damping = best - cost, trial, trial_residual, cost, damping / 4
+            if gain < ENOUGH:
+                break
+        return point, self._model(point, residual)[0]
+
+    def _residuals(self, point: Vector) -> Vector:
+        values = {name: math.exp(at) for name, at in zip(self._names, point, strict=True)}
+        planned_s = self._planned_s(values)
+        pairs = zip(planned_s, self._measured_s, strict=True)
+        return [math.log(planned / measured) / self._error for planned, measured in pairs]
+
+    def _cost(self, residual: Vector, point: Vector) -> float:
+        robust = sum(r * r if abs(r) < HUBER else 2 * HUBER * abs(r) - HUBER**2 for r in residual)
+        moved = zip(point, self._centre, self._weights, strict=True)
+        return robust + sum(weight * (at - centre) ** 2 for at, centre, weight in moved)
+
+    def _model(self, point: Vector, residual: Vector) -> tuple[Matrix, Vector]:
+        """The curvature and the gradient of half the sum (iteratively reweighted least squares)."""
+        slopes = [self._slope(point, residual, at) for at in range(len(point))]
+        weights = [min(1.0, HUBER / max(abs(r), 1e-12)) for r in residual]
+        curvature = [[_dot(one, other, weights) for other in slopes] for one in slopes]
+        gradient = [_dot(slope, residual, weights) for slope in slopes]
+        for at, weight in enumerate(self._weights):
+            curvature[at][at] += weight
+            gradient[at] += weight * (point[at] - self._centre[at])
+        return curvature, gradient
+
+    def _slope(self, point: Vector, residual: Vector, at: int) -> Vector:
+        moved = [value + SLOPE_STEP * (number == at) for number, value in enumerate(point)]
+        return [(new - old) / SLOPE_STEP for new, old in zip(self._residuals(moved), residual, strict=True)]
+
+
+def _dot(one: Vector, other: Vector, weights: Vector) -> float:
+    return sum(weight * a * b for weight, a, b in zip(weights, one, other, strict=True))
+
+
+def _minus(one: Vector, other: Vector) -> Vector:
+    return [a - b for a, b in zip(one, other, strict=True)]
+
+
+def _damped(matrix: Matrix, damping: float) -> Matrix:
+    return [[value * (1 + damping * (i == j)) for j, value in enumerate(row)] for i, row in enumerate(matrix)]
+
+
+def _solved(matrix: Matrix, right: Vector) -> Vector:
+    """The solution of a positive definite system (Cholesky)."""
+    lower = _cholesky(matrix)
+    size = len(right)
+    middle = [0.0] * size
+    for i in range(size):
+        middle[i] = (right[i] - sum(lower[i][k] * middle[k] for k in range(i))) / lower[i][i]
+    solution = [0.0] * size
+    for i in reversed(range(size)):
+        known = sum(lower[k][i] * solution[k] for k in range(i + 1, size))
+        solution[i] = (middle[i] - known) / lower[i][i]
+    return solution
+
+
+def _cholesky(matrix: Matrix) -> Matrix:
+    size = len(matrix)
+    lower = [[0.0] * size for _ in range(size)]
+    for i in range(size):
+        for j in range(i + 1):
+            rest = matrix[i][j] - sum(lower[i][k] * lower[j][k] for k in range(j))
+            lower[i][j] = math.sqrt(rest) if i == j else rest / lower[j][j]
+    return lower
+
+
+def _inverse(matrix: Matrix) -> Matrix:
+    units = [[float(i == j) for j in range(len(matrix))] for i in range(len(matrix))]
+    return [_solved(matrix, unit) for unit in units]

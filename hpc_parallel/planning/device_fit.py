@@ -1,0 +1,168 @@
+"""The hardware that the rows of `task=calibrate` show: peaks, and coefficients that fit all of them together.
+
+A row is planned with the formulas of a step, so a coefficient means the same in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hpc_parallel.config.site_schema import MachineConfig
+from hpc_parallel.planning.coefficient_fit import Expected, fit
+from hpc_parallel.planning.decoder import Decoder
+from hpc_parallel.planning.hardware import MEASURED_BY, Hardware, Link, coefficient, with_coefficients
+from hpc_parallel.planning.measured_links import ACROSS, INSIDE, with_measured_links
+from hpc_parallel.planning.operations import NUMBER_BYTES, Move, Product
+from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD
+from hpc_parallel.planning.step_time import Step, Work
+
+PRODUCT, ELEMENTWISE, LAUNCH, UPDATE = "product", "elementwise", "launch", "update"
+BLOCK_FORWARD, BLOCK_BACKWARD, ENDS = "block forward", "block backward", "embedding and head"
+FITTED_PRECISION = {
+    "cpu": "float32",
+    "cuda": "bfloat16",
+}  # of the blocks, and of the products that are fitted
+HEADS, VOCABULARY = 4, 256  # of the measured blocks and ends
+ERROR = 0.1  # of the formulas, relative
+# Coefficient -> the tolerance of its logarithm: a file of another device may be far off.
+TOLERANCES = {
+    "products.peak_share": 0.5,
+    "products.depth": 1.0,
+    "traffic.kernel_s": 2.0,
+    "traffic.elementwise": 1.0,
+    "traffic.optimizer_bytes": 0.7,
+    "host.forward_s": 2.0,
+    "host.backward_s": 2.0,
+    "host.microbatch_s": 2.0,
+    "host.step_s": 2.0,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement.
+
+    size: the side of a product, the bytes that are moved, the weights of an update, or the width of a block.
+    tokens: of a block, in one sample.
+    """
+
+    kind: str
+    precision: str
+    size: int
+    time_s: float
+    tokens: int = 1
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is not fitted. devices: that measured at the same time; spread: of their speeds, relative."""
+
+    name: str
+    kind: str
+    memory_bytes: float
+    multiprocessors: int
+    node_devices: int
+    devices: int
+    shared_cores: int | None
+    spread: float
+
+
+def rate(row: Row) -> float:
+    """FLOP/s of a product, bytes/s of elementwise work."""
+    work = 2 * row.size**3 if row.kind == PRODUCT else row.size
+    return work / row.time_s
+
+
+def planned_s(row: Row, hardware: Hardware) -> float:
+    """The time of a row by the formulas of a step."""
+    peak, number_bytes = hardware.device.peak_flops[row.precision], NUMBER_BYTES[row.precision]
+    if row.kind == PRODUCT:
+        return Product("", row.size, row.size, row.size, number_bytes).seconds(hardware, peak=peak)
+    if row.kind in (ELEMENTWISE, LAUNCH):
+        return Move("", row.size, 1).seconds(hardware, peak=peak)
+    if row.kind == UPDATE:
+        rate = hardware.device.memory_bytes_per_s * hardware.traffic.share
+        return hardware.host.step_s + hardware.traffic.optimizer_bytes * row.size / rate
+    step = Step(_work(row), hardware)
+    if row.kind == ENDS:
+        blocks_s = step.block_s(FORWARD) + step.block_s(BACKWARD)
+        return step.microbatch_s() - blocks_s
+    return step.block_s(FORWARD if row.kind == BLOCK_FORWARD else BACKWARD)
+
+
+def _work(row: Row) -> Work:
+    """One block with embedding and head, on one device."""
+    decoder = Decoder(
+        layers=1, dim=row.size, heads=HEADS, kv_heads=HEADS, ffn_dim=ffn_dim(row.size), vocabulary=VOCABULARY,
+        sequence=row.tokens, ffn_matrices=3, flash=True,
+    )  # fmt: skip
+    return Work(
+        decoder, tensor=1, data=1, pipeline=1, microbatch_size=1, microbatches=1, blocks=(1,),
+        precision=row.precision, recompute=False, blocking=False,
+    )  # fmt: skip
+
+
+def ffn_dim(width: int) -> int:
+    """Of the measured blocks."""
+    return 3 * width
+
+
+def device_hardware(rows: Sequence[Row], machine: Machine, *, base: Hardware) -> Hardware:
+    """The coefficients of a device. base: where the fit starts, and the values that no row shows.
+
+    Raises ValueError without a product of the fitted precision and an elementwise row.
+    """
+    precision = FITTED_PRECISION[machine.kind]
+    peaks = {
+        one: max(rate(row) for row in rows if row.kind == PRODUCT and row.precision == one)
+        for one in sorted({row.precision for row in rows if row.kind == PRODUCT})
+    }
+    if precision not in peaks:
+        raise ValueError(f"no product of {precision} was measured")
+    peaks.setdefault("float16", peaks.get("bfloat16", peaks[precision]))
+    bandwidth = rate(max((row for row in rows if row.kind == ELEMENTWISE), key=lambda row: row.size))
+    device = replace(
+        base.device, name=machine.name, kind=machine.kind, peak_flops=peaks,
+        memory_bytes=machine.memory_bytes, memory_bytes_per_s=bandwidth,
+        multiprocessors=machine.multiprocessors,
+    )  # fmt: skip
+    traffic, network = replace(base.traffic, share=1.0), replace(base.network, spread=machine.spread)
+    node = replace(base.node, devices=1)  # while rows are planned
+    start = replace(base, device=device, traffic=traffic, network=network, node=node, shared_cores=None)
+    fitted = [row for row in rows if row.precision == precision or row.kind != PRODUCT]
+
+    def times_s(values: Mapping[str, float]) -> list[float]:
+        hardware = with_coefficients(start, values)
+        return [planned_s(row, hardware) for row in fitted]
+
+    expected = {name: Expected(coefficient(start, name), wide) for name, wide in TOLERANCES.items()}
+    measured_s = [row.time_s for row in fitted]
+    found = fit(expected, measured_s=measured_s, planned_s=times_s, error=ERROR)
+    hardware = with_coefficients(start, {name: one.value for name, one in found.items()})
+    return replace(
+        hardware,
+        node=replace(base.node, devices=machine.node_devices),
+        shared_cores=machine.shared_cores,
+        calibration=f"{MEASURED_BY} on {machine.devices} devices",
+    )
+
+
+def with_links(hardware: Hardware, profile: MachineConfig, *, turns: float) -> tuple[Hardware, list[str]]:
+    """With the links of a profile, and a name for each of them.
+
+    turns: how many devices took turns on each core while the links were measured (`shared_cores.py`).
+    """
+    linked, names = with_measured_links(hardware, profile)
+    node, network = linked.node, linked.network
+    if f"all_reduce {INSIDE}" in names:
+        node = replace(node, collective=_alone(node.collective, turns))
+    if f"send_recv {INSIDE}" in names:
+        node = replace(node, send=_alone(node.send, turns))
+    if f"all_reduce {ACROSS}" in names:
+        network = replace(network, latency_s=network.latency_s / turns)
+    return replace(linked, node=node, network=network), names
+
+
+def _alone(link: Link, turns: float) -> Link:
+    return Link(link.latency_s / turns, link.bytes_per_s * turns)

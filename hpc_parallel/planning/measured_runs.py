@@ -1,0 +1,137 @@
+"""Finished trainings as measurements: the step of each, and the time that it took.
+
+A run folder may come from anybody, so every value is checked before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_parallel.config.checks import layout_checks
+from hpc_parallel.config.layout import layout_of
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.typed_config import filled
+from hpc_parallel.planning.hardware import Hardware
+from hpc_parallel.planning.run_work import unplanned, work_of_run
+from hpc_parallel.planning.step_time import Work, step_time
+from hpc_parallel.problems import ConfigError, Problem, printable
+from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
+from hpc_parallel.record.safe_read import DamagedError, read_json
+from hpc_parallel.record.values import number, table, text
+
+MOST_DEVICES, MOST_NUMBER = 2**16, 2**24  # in a configuration that is planned: no folder may take all memory
+LONGEST_STEP_S = 1e6
+MOST_LETTERS = 80  # of a device's name
+NO_PLAN = "its configuration has numbers that no plan takes."
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """One training. device: what it ran on, in the words of torch. step_s: the median of its steps."""
+
+    name: str
+    work: Work
+    node_devices: int
+    device: str
+    step_s: float
+
+
+def read_runs(paths: Sequence[Path], hardware: Hardware) -> list[MeasuredRun]:
+    """Raises ConfigError with the problems of all folders."""
+    runs, problems = [], list[Problem | str]()
+    for path in paths:
+        try:
+            runs.append(_read_run(RunFolder(path), hardware))
+        except ConfigError as error:
+            problems += [printable(f"{path}: {problem}") for problem in error.problems]
+    if problems:
+        raise ConfigError(problems)
+    return runs
+
+
+def _read_run(folder: RunFolder, hardware: Hardware) -> MeasuredRun:
+    if (reason := unreadable(folder.path)) is not None:
+        raise ConfigError([reason])
+    if not is_run_folder(folder.path):
+        raise ConfigError(["is not a run folder (no config.yaml and rendezvous in it)."])
+    try:
+        values, summary = folder.read_config(), read_json(folder.summary) or {}
+        environment = read_json(folder.environment) or {}
+    except (OSError, DamagedError) as error:
+        raise ConfigError([f"{printable(str(error))}."]) from error
+    step_s = _step_s(summary)
+    config = _config(values)
+    kind = _device_kind(environment)
+    if kind != hardware.device.kind:
+        raise ConfigError(
+            [f"ran on {kind}, but hardware= describes a device of kind {hardware.device.kind}."]
+        )
+    try:
+        work = _work(config, hardware)
+    except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(["its configuration can't be planned."]) from error
+    name = (text(environment.get("device")) or kind)[:MOST_LETTERS]
+    return MeasuredRun(folder.path.name, work, config.gpus_per_node, name, step_s)
+
+
+def _step_s(summary: dict[str, Any]) -> float:
+    if text(summary.get("outcome")) != "completed":
+        raise ConfigError(["has not completed, so its steps are not measured."])
+    step_s = number(summary.get("step_time_s"))
+    if step_s is None or not 0 < step_s < LONGEST_STEP_S:
+        raise ConfigError(["its summary.json has no time of a step."])
+    return step_s
+
+
+def _config(values: dict[str, Any]) -> RunConfig:
+    """The recorded configuration, if all of its numbers are small enough to plan it."""
+    config = filled(values)
+    if config is None:
+        raise ConfigError(["its configuration is of another version, or was changed. Measure it again."])
+    if (
+        config.devices > MOST_DEVICES
+        or _largest([config.model, config.data, vars(config.strategy)]) > MOST_NUMBER
+    ):
+        raise ConfigError([NO_PLAN])
+    if config.training.compile or config.training.activation_checkpointing == "selective":
+        raise ConfigError([
+            "training.compile and selective checkpointing are not planned, so they can't be fitted."
+        ])  # fmt: skip
+    return config
+
+
+def _largest(value: Any) -> float:
+    """The largest number in nested values."""
+    if isinstance(value, dict):
+        return _largest(list(value.values()))
+    if isinstance(value, list):
+        return max(map(_largest, value), default=0.0)
+    return abs(value) if isinstance(value, int | float) else 0.0
+
+
+def _device_kind(environment: dict[str, Any]) -> str:
+    ranks = environment.get("ranks")
+    first = table(ranks[0]) if isinstance(ranks, list) and ranks else {}
+    kind = (text(first.get("device")) or "").partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise ConfigError(["its environment.json does not say on which devices it ran."])
+    return kind
+
+
+def _work(config: RunConfig, hardware: Hardware) -> Work:
+    if problems := list(layout_checks.find_problems(config)):
+        raise ConfigError(problems)
+    layout = layout_of(config.strategy, devices=config.devices)
+    if problems := list(unplanned(config, layout, hardware)):
+        raise ConfigError(problems)
+    work = work_of_run(config)
+    sizes = [value for value in vars(work.decoder).values() if not isinstance(value, bool)]
+    if min(*sizes, work.microbatch_size, work.microbatches, *work.blocks) < 1:
+        raise ConfigError([NO_PLAN])
+    step_time(work, hardware)  # whatever else is wrong shows here
+    return work

@@ -1,0 +1,264 @@
+"""`task=calibrate`: measure what a plan needs of devices and links, and write a file of `hardware/`."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpc_parallel.config.schema import CalibrateConfig, CollectivesConfig, RunConfig
+from hpc_parallel.config.site_schema import MachineConfig
+from hpc_parallel.planning.device_fit import PRODUCT, Machine, Row, device_hardware, rate, with_links
+from hpc_parallel.planning.hardware import MEASURED_BY, Hardware, hardware_text, named_hardware
+from hpc_parallel.planning.measured_links import ACROSS, INSIDE
+from hpc_parallel.profiling.collective_cases import Group
+from hpc_parallel.profiling.machine_profile import machine_profile
+from hpc_parallel.record import attempts
+from hpc_parallel.record.results import results
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.safe_write import write_json, write_text
+from hpc_parallel.strategies.exchange import all_gather, all_gather_numbers
+from hpc_parallel.training.writers import FileWriter
+from hpc_parallel.worker import collectives
+from hpc_parallel.worker.collectives import Bench, largest_size, measure_cell, named_groups
+from hpc_parallel.worker.collectives_plan import ROW_S, Measure, Plan
+from hpc_parallel.worker.device_probes import Probe, probes
+from hpc_parallel.worker.session import complete, note_stop
+from hpc_parallel.worker.stop import Stop
+from hpc_parallel.worker.time_budget import TimeBudget, advice
+
+DEVICES_SHARE = 0.5  # of the time; the links have the rest
+LINKS = CollectivesConfig(
+    operations=["all_reduce", "send_recv"], dtypes=["float32"],
+    min_bytes=1024, factor=16,
+)  # fmt: skip
+MOST_LINK_BYTES = {"cuda": 2**28, "cpu": 2**24}
+BASES = {"cpu": "cpu", "cuda": "a100_80gb_node8_800gbit"}  # the values that nothing here measures
+LEAST_SPREAD = 1e-3
+WORLD = "world"  # the group of all ranks
+SOURCES = {
+    "device.peak_flops": "the fastest product of each type, not a data sheet",
+    "device.memory_bytes_per_s": "elementwise work on the largest array",
+    "products": "peak_share and depth: fitted to products by size",
+    "traffic": "kernel_s, elementwise, optimizer_bytes: fitted to launches, blocks and updates",
+    "host": "forward_s, backward_s, microbatch_s, step_s: fitted to blocks and updates",
+    "network.spread": "of the devices' speeds",
+    "shared_cores": "all devices are processes of one machine",
+}
+
+
+def calibrate(
+    config: RunConfig,
+    *,
+    values: dict[str, Any],
+    folder: RunFolder,
+    device: torch.device,
+    environment: Mapping[str, str],
+) -> None:
+    """Measure on all ranks of the default process group.
+
+    Rank 0 writes a line of `metrics.jsonl` for each row at once, and at the end `hardware.yaml` and
+    `calibration.json`, then `summary.json`; after a signal `stopped.json`, without a profile.
+    """
+    assert isinstance(config.task, CalibrateConfig)
+    if dist.get_rank() == 0:
+        attempts.begin(folder, step=0, environment=environment)
+    budget = TimeBudget(config.task.seconds)
+    devices = DeviceRows(device, turns=turns_of(config, environment))
+    groups = link_groups(named_groups(config, device=device))
+    most_bytes = min(MOST_LINK_BYTES[device.type], largest_size(LINKS, device=device))
+    links = Plan.of(LINKS, groups=groups, most_bytes=most_bytes)
+    writer = FileWriter(folder, steps=0)
+    done = 0
+    with Stop(step=0, period_s=0.0) as stop:
+        for line in _lines(
+            devices, links, budget, measure=partial(measure_cell, device=device, groups=groups)
+        ):
+            done += 1
+            if dist.get_rank() == 0:
+                writer.write({**line, "step": done, "time": datetime.now(UTC).isoformat()})
+            if (signalled := stop.after(done)) is not None:
+                about = {"kept": f"{done} rows, and no profile"}
+                note_stop(folder, [], signalled=signalled, about=about)
+                return
+        spread = speed_spread(devices.rows, device=device)
+        if dist.get_rank() == 0:
+            write_profile(folder, config=config, devices=devices, links=links, spread=spread)
+        complete(values, folder=folder, lines=[], writers=[])
+    if dist.get_rank() == 0:
+        print(*results(folder, read_json(folder.summary) or {}), sep="\n", flush=True)
+
+
+def _lines(
+    devices: DeviceRows, links: Plan, budget: TimeBudget, *, measure: Measure
+) -> Iterator[dict[str, Any]]:
+    """Measure everything; yields the line of each row."""
+    total = len(devices.probes) + len(links.cells)
+    for row in devices.measure(budget):
+        yield {
+            "steps": total, "measured": cells(row), "time_left_s": max(0.0, budget.seconds - budget.used_s),
+            **vars(row),
+        }  # fmt: skip
+    if links.cells:
+        for _ in links.measure(measure, budget):
+            yield {**links.metrics_line(budget), "steps": total}
+
+
+class DeviceRows:
+    """The rows of the devices. All measure at the same time, and the slowest counts.
+
+    turns: how many of them take turns on each core. A row has the time of one that has a core to itself.
+    """
+
+    def __init__(self, device: torch.device, *, turns: tuple[float, int | None]) -> None:
+        self.device, (self.turns, self.shared_cores) = device, turns
+        self.probes = list(probes(device))
+        self.rows: list[Row] = []
+        self.left_out: str | None = None
+
+    def measure(self, budget: TimeBudget) -> Iterator[Row]:
+        """The smallest of each kind is always measured."""
+        times: dict[tuple[str, int], float] = {}
+        measured: set[tuple[str, str]] = set()
+        skipped = 0
+        for number, probe in enumerate(self.probes):
+            left_s = DEVICES_SHARE * budget.seconds - budget.seconds + budget.left_s()
+            if left_s < 0 and (probe.kind, probe.precision) in measured:
+                skipped += 1
+                continue
+            seconds = min(ROW_S, max(0.0, left_s) / (len(self.probes) - number) / 2)
+            time_s = Bench(device=self.device, seconds=seconds).time(probe.prepare()).time_s / self.turns
+            times[probe.kind, probe.size] = alone_s = self._alone_s(probe, time_s, times)
+            measured.add((probe.kind, probe.precision))
+            self.rows.append(Row(probe.kind, probe.precision, probe.size, alone_s, probe.tokens))
+            yield self.rows[-1]
+        if skipped:
+            reason = advice(budget, needed_s=budget.used_s * skipped / max(1, len(self.rows)))
+            self.left_out = f"left out: {skipped} of {len(self.probes)} rows of devices: {reason}"
+
+    def _alone_s(self, probe: Probe, time_s: float, times: Mapping[tuple[str, int], float]) -> float:
+        """Without the parts that other rows have; at least a tenth of it, where noise is larger."""
+        rest_s = time_s - sum(times[kind, probe.size] for kind in probe.less)
+        return max(rest_s, time_s / 10)
+
+
+def link_groups(groups: Mapping[str, Group]) -> dict[str, Group]:
+    """Those inside a node and across nodes; all ranks, if they are one of the two; none of a single rank."""
+    both = {name: groups[name] for name in (INSIDE, ACROSS) if name in groups}
+    return both or {name: group for name, group in groups.items() if name == WORLD and group.ranks > 1}
+
+
+def cells(row: Row) -> list[str]:
+    """A row for the screen."""
+    speed = f"{rate(row) / 1e9:.2f} GFLOP/s" if row.kind == PRODUCT else ""
+    return [
+        row.kind.ljust(18), row.precision.ljust(8), str(row.size).rjust(10),
+        f"{row.time_s * 1e6:.1f} us".rjust(13), speed.rjust(16),
+    ]  # fmt: skip
+
+
+def turns_of(config: RunConfig, environment: Mapping[str, str]) -> tuple[float, int | None]:
+    """How many ranks take turns on each core, and the cores if all nodes of the run share them.
+
+    Several nodes on one machine share its cores, as the processes of a local run do. A job on one node says
+    nothing about others.
+    """
+    machines = all_gather(Path("/proc/sys/kernel/random/boot_id").read_text())
+    cores = len(os.sched_getaffinity(0))
+    if config.device == "cuda" or torch.cuda.is_available():
+        return 1.0, None
+    turns = max(1.0, machines.count(machines[dist.get_rank()]) / cores)
+    one_machine = len(set(machines)) == 1
+    shared = one_machine and (config.nodes > 1 or "SLURM_JOB_ID" not in environment)
+    return turns, cores if shared else None
+
+
+def speed_spread(rows: Sequence[Row], *, device: torch.device) -> float:
+    """The relative standard deviation of the devices' speeds, in a product of middle size."""
+    products = [row for row in rows if row.kind == PRODUCT]
+    probe = next(one for one in probes(device) if (one.kind, one.size) == (PRODUCT, products[-1].size))
+    run = probe.prepare()
+    times = [_own_time_s(run, device) for _ in range(5)]
+    (by_rank,) = all_gather_numbers([sorted(times)[2]], device=torch.device("cpu"))
+    return max(LEAST_SPREAD, pstdev(by_rank) / fmean(by_rank))
+
+
+def _own_time_s(run: Callable[[], object], device: torch.device) -> float:
+    clock = time.thread_time if device.type == "cpu" else time.perf_counter  # others may use the core
+    collectives.synchronize(device)
+    began = clock()
+    run()
+    collectives.synchronize(device)
+    return clock() - began
+
+
+def write_profile(
+    folder: RunFolder, *, config: RunConfig, devices: DeviceRows, links: Plan, spread: float
+) -> None:
+    """Write `hardware.yaml`, and the rows with the lines for people to `calibration.json`."""
+    machine = _machine(config, devices, spread=spread)
+    base = named_hardware(BASES[devices.device.type], user_folder=None)
+    hardware = device_hardware(devices.rows, machine, base=base)
+    hardware, measured = with_links(hardware, _link_profile(config, links), turns=devices.turns)
+    today = datetime.now(UTC).date().isoformat()
+    head = [
+        f"Measured by {MEASURED_BY} on {today}: {config.nodes} nodes x {config.gpus_per_node} devices.",
+        f"Links: {', '.join(measured) or 'not measured'}.",
+        f"What has no source is of {BASES[devices.device.type]}.yaml.",
+    ]
+    sources = SOURCES | ({"node": "links: measured", "network": "measured"} if measured else {})
+    write_text(folder.hardware, hardware_text(hardware, head=head, sources=sources))
+    lines = [*_summary(hardware, measured), *filter(None, (devices.left_out, links.left_out))]
+    lines.append(
+        f"profile: {folder.hardware}. Copy it to FOLDER/hardware/NAME.yaml, then "
+        "`plan --config-dir FOLDER hardware=NAME`"
+    )
+    write_json(folder.calibration, {"lines": lines, "rows": [vars(row) for row in devices.rows]})
+
+
+def _machine(config: RunConfig, devices: DeviceRows, *, spread: float) -> Machine:
+    device = devices.device
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name, memory, processors = properties.name, properties.total_memory, properties.multi_processor_count
+    else:
+        name = platform.processor() or platform.machine()
+        ranks = dist.get_world_size() if devices.shared_cores else config.gpus_per_node
+        memory, processors = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks, 1
+    return Machine(
+        f"{name}, measured", device.type, float(memory), processors, config.gpus_per_node,
+        dist.get_world_size(), devices.shared_cores, spread,
+    )  # fmt: skip
+
+
+def _link_profile(config: RunConfig, links: Plan) -> MachineConfig:
+    """The fits of the links; all ranks are those inside a node, or one of each node."""
+    names = {WORLD: INSIDE if config.nodes == 1 else ACROSS}
+    rows = [{**row, "group": names.get(row["group"], row["group"])} for row in links.sorted_rows()]
+    profile = machine_profile(rows, site=config.cluster.name, device_type="", measured="")
+    return MachineConfig(collectives=profile["collectives"])
+
+
+def _summary(hardware: Hardware, links: Sequence[str]) -> Iterator[str]:
+    device, host, traffic = hardware.device, hardware.host, hardware.traffic
+    for precision, peak in device.peak_flops.items():
+        yield f"products, {precision:<9} {peak / 1e9:12,.1f} GFLOP/s"
+    yield f"memory               {device.memory_bytes_per_s / 1e9:12,.1f} GB/s"
+    yield f"launch               {traffic.kernel_s * 1e6:12,.1f} us"
+    yield f"block, launches      {host.forward_s * 1e6:12,.1f} us forward"
+    yield f"                     {host.backward_s * 1e6:12,.1f} us backward"
+    if hardware.shared_cores:
+        yield f"all devices share {hardware.shared_cores} cores"
+    if links:
+        for name, link in (("inside a node", hardware.node.collective), ("across nodes", hardware.network)):
+            yield f"links {name:<15}{link.bytes_per_s / 1e9:12,.3f} GB/s, {link.latency_s * 1e6:,.1f} us"

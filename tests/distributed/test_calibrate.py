@@ -1,0 +1,53 @@
+"""`task=calibrate` on ranks of this machine: its profile is read by plans, and says what was measured."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import yaml
+
+from hpc_parallel.planning.device_fit import (
+    BLOCK_BACKWARD,
+    BLOCK_FORWARD,
+    ELEMENTWISE,
+    LAUNCH,
+    PRODUCT,
+    UPDATE,
+)
+from hpc_parallel.planning.hardware import read_hardware
+from hpc_parallel.record.results import results
+from hpc_parallel.record.run_folder import RunFolder
+from tests.workers import Workers
+
+
+def test_a_profile_of_this_machine(workers: Workers) -> None:
+    folder = RunFolder(workers.do("task=calibrate", "nodes=2", "strategy=data", "task.seconds=4"))
+    hardware = read_hardware("hardware", folders=[folder.path])
+    cores = len(os.sched_getaffinity(0))
+    assert hardware.shared_cores == cores  # both nodes are processes of this machine
+    assert hardware.node.devices == 1
+    assert hardware.calibration == "task=calibrate on 2 devices"
+    rows = json.loads(folder.calibration.read_text())["rows"]
+    assert {row["kind"] for row in rows} >= {
+        BLOCK_BACKWARD, BLOCK_FORWARD, ELEMENTWISE, LAUNCH, PRODUCT, UPDATE,
+    }  # fmt: skip
+    fastest = {}
+    for row in rows:
+        if row["kind"] == PRODUCT:
+            rate = 2 * row["size"] ** 3 / row["time_s"]
+            fastest[row["precision"]] = max(rate, fastest.get(row["precision"], 0.0))
+    assert fastest.keys() == {"float32", "bfloat16", "float64"}
+    for precision, rate in fastest.items():
+        assert hardware.device.peak_flops[precision] == pytest.approx(rate, rel=1e-4)
+    lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert {line["group"] for line in lines if "group" in line} == {"world"}
+    assert len({line["steps"] for line in lines}) == 1
+    shown = results(folder, {})
+    assert f"all devices share {cores} cores" in shown
+    assert shown[-1].endswith("`plan --config-dir FOLDER hardware=NAME`")
+    sources = folder.hardware.read_text()
+    assert yaml.safe_load(sources)["device"]["kind"] == "cpu"
+    assert "peak_flops: # the fastest product of each type, not a data sheet" in sources
