@@ -75,8 +75,8 @@ def usage() -> str:
 
 
 def _is_name(word: str) -> bool:
-    """Whether it is not an override (`nodes=2`, `~key`), a flag of Hydra, or the `--` before a script."""
-    return word != "--" and word.replace("-", "_").isidentifier()
+    """Whether it is not an override (`nodes=2`, `~key`), a flag of `run`, or the `--` before a script."""
+    return not word.startswith("-") and word.replace("-", "_").isidentifier()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from hpc_parallel.problems import ConfigError, Problem
 
 CHOICES = ("python", "conda", "venv")  # the keys of the launcher that choose it
 _CONDA = re.compile(r"\b(?:conda|mamba|micromamba|source)\s+activate\s+([^\s;&|]+)")
+_MODULE = re.compile(r"(?:cray-)?python[\d.]*|(?:ana|mini)conda\d*|miniforge\d*|mambaforge|conda|mamba", re.I)
 _VENV = re.compile(r"(?:^|[;&|]\s*)(?:source|\.)\s+([^\s;&|]*)/bin/activate\b")
 
 
@@ -64,6 +65,7 @@ def warnings(config: RunConfig) -> Iterator[str]:
         return
     if is_chosen(launcher):
         return
+    yield from _unused_modules(config)
     setups = [("cluster", line) for line in config.cluster.setup]
     for group, line in [*setups, *(("launcher", line) for line in launcher.setup)]:
         if match := _CONDA.search(line) or _VENV.search(line):
@@ -71,6 +73,20 @@ def warnings(config: RunConfig) -> Iterator[str]:
                 f"{group}.setup: {line.strip()} does not change the Python of the job, which is "
                 f"{sys.executable}. Try launcher.{'conda' if match.re is _CONDA else 'venv'}={match[1]}."
             )
+
+
+def _unused_modules(config: RunConfig) -> Iterator[str]:
+    """Modules of Python that this shell has not loaded: the current Python can't need them."""
+    if config.launcher.container is not None:
+        return
+    here = os.environ.get("LOADEDMODULES", "").split(":")
+    for group, names in (("cluster", config.cluster.modules), ("launcher", config.launcher.modules)):
+        for name in names:
+            if name not in here and _MODULE.fullmatch(name.partition("/")[0]):
+                yield (
+                    f"{group}.modules: {name} does not change the Python of the job, which is "
+                    f"{sys.executable}. Try launcher.python=python3."
+                )
 
 
 def absolute(path: str) -> str:

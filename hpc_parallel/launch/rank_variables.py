@@ -52,7 +52,8 @@ def _of_script(
         start |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": FREE_PORT}
         script_rank.set_variables(run.folder, run.values, world=World.discover(start), environment=start)
     else:
-        start |= {"MASTER_ADDR": FIRST_HOST, "MASTER_PORT": str(run.config.cluster.port or PORT_OF_JOB)}
+        address = FIRST_HOST + run.config.cluster.master_suffix
+        start |= {"MASTER_ADDR": address, "MASTER_PORT": str(run.config.cluster.port or PORT_OF_JOB)}
         if run.config.nodes > 1:
             start.setdefault("GLOO_SOCKET_IFNAME", OTHER_HOSTS)
         world = replace(World.discover(start), local_world_size=run.processes_per_node)
@@ -67,7 +68,9 @@ def describe(run: PreparedRun) -> list[str]:
     variables = rank_variables(run, local=local)
     lines = [f"  {name}={value}" for name, value in variables.items()]
     if not run.is_script:
-        return ["each rank sets:", *lines]
+        suffix = "" if local or run.config.nodes == 1 else run.config.cluster.master_suffix
+        reached = f"rank 0 listens on the address of {FIRST_HOST}{suffix} (cluster.master_suffix)"
+        return ["each rank sets:", *lines, *([reached] if suffix else [])]
     found = {**os.environ, **variables}
     words = shlex.join(script_rank.words_of(run.folder, run.values, rank=0, variables=found))
     return [f"rank 0 runs: {words}", "with:", *lines]

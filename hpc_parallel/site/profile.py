@@ -181,7 +181,8 @@ def _habits(records: SlurmRecords, login: Login) -> Iterator[str]:
         yield f"max_array_size: {settings['MaxArraySize']}"
     if "JobRequeue" in settings:
         off = settings["JobRequeue"] == "0"
-        yield _line(f"resubmit: {str(off).lower()}", f"JobRequeue={settings['JobRequeue']}")
+        habit = "requeues no job, so a run continues in a new one" if off else "requeues jobs itself"
+        yield _line(f"resubmit: {str(off).lower()}", f"Slurm {habit} (JobRequeue={settings['JobRequeue']})")
     plugins = settings.get("TaskPlugin", "")
     if "affinity" in plugins:
         yield _line("srun: {cpu-bind: cores}", f"TaskPlugin={plugins}")

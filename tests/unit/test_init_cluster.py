@@ -134,6 +134,22 @@ def test_a_slurm_that_wants_accounts_is_told() -> None:
     assert line.endswith("# the project that pays: this Slurm refuses jobs without a known one")
 
 
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        (0, "resubmit: true # Slurm requeues no job, so a run continues in a new one (JobRequeue=0)"),
+        (1, "resubmit: false # Slurm requeues jobs itself (JobRequeue=1)"),
+    ],
+)
+def test_who_starts_a_job_again_is_said(setting: int, line: str) -> None:
+    Path("config.txt").write_text(f"JobRequeue = {setting}\nSLURM_VERSION = 24.05.4\n")
+    Path("node.txt").write_text("NodeName=c1 CPUTot=40 Gres=(null) RealMemory=1 Partitions=batch\n")
+    Path("partition.txt").write_text("PartitionName=batch Default=YES TotalNodes=1 State=UP\n")
+    assert main(["init-cluster", "--from", "config.txt", "node.txt", "partition.txt"]) == 0
+    written = Path("site/cluster/mysite.yaml").read_text().splitlines()
+    assert line in [" ".join(entry.split()) for entry in written]
+
+
 def test_a_site_without_gpus() -> None:
     Path("node.txt").write_text("NodeName=c1 CPUTot=40 Gres=(null) RealMemory=1 Partitions=batch\n")
     Path("partition.txt").write_text(

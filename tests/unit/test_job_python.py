@@ -244,11 +244,20 @@ def test_without_conda_an_environment_can_not_be_activated(
         (["cluster.setup=['source /a/bin/activate']"], "Try launcher.venv=/a."),
         (["launcher.setup=['conda activate torch']", "launcher.python=/bin/sh"], ""),
         (["launcher.setup=['conda deactivate','source /etc/profile']"], ""),
+        (["launcher.modules=[cuda/12.6,python/3.12]"],
+         "launcher.modules: python/3.12 does not change the Python of the job, which is "
+         f"{sys.executable}. Try launcher.python=python3."),
+        (["cluster.modules=[Miniconda3]"], "Try launcher.python=python3."),
+        (["launcher.modules=[python/3.11,pythonista/1]"], ""),  # the first is loaded here
+        (["launcher.modules=[python/3.12]", "launcher.python=python3"], ""),
         (["launcher=local", "launcher.setup=['conda activate torch']", "launcher.conda=torch"],
          "launcher.conda, launcher.setup are for jobs: this run uses the Python of this machine."),
     ],
 )  # fmt: skip
-def test_a_setup_that_changes_no_python_is_announced(site: Site, words: list[str], warning: str) -> None:
+def test_what_changes_no_python_is_announced(
+    site: Site, words: list[str], warning: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOADEDMODULES", "gcc/13:python/3.11")
     notes = prepared("launcher=script", "launcher.snapshot=false", *words).notes
     if warning:
         (note,) = notes

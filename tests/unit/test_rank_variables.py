@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_parallel.launch.rank_variables import OTHER_HOSTS, rank_variables
+from hpc_parallel.launch.rank_variables import FIRST_HOST, OTHER_HOSTS, rank_variables
 from hpc_parallel.run import main
 from tests.composed import prepared
 
@@ -35,6 +35,31 @@ def test_on_a_cluster_the_interface_is_that_of_the_host() -> None:
     assert by_node["NCCL_DEBUG"] == "INFO"  # `gpu_flag: none`, and GPUs
     site = {"GLOO_SOCKET_IFNAME": "ib0"}
     assert "GLOO_SOCKET_IFNAME" not in rank_variables(prepared("nodes=2"), local=False, environment=site)
+
+
+def test_threads_that_wait_here_leave_the_cores_to_others() -> None:
+    run = prepared("nodes=2")
+    assert rank_variables(run, local=True, environment={})["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert "OMP_WAIT_POLICY" not in rank_variables(run, local=True, environment={"GOMP_SPINCOUNT": "1000"})
+    assert "OMP_WAIT_POLICY" not in rank_variables(run, local=False, environment={})
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["nodes=2", "cluster.master_suffix=-ib"], f"rank 0 listens on the address of {FIRST_HOST}-ib"),
+        (["nodes=2", "cluster.master_suffix=-ib", "--", "train.py"], f"  MASTER_ADDR={FIRST_HOST}-ib"),
+        (["nodes=1", "cluster.master_suffix=-ib"], ""),
+        (["nodes=2"], ""),
+    ],
+)
+def test_a_dry_run_shows_the_suffix_of_addresses(
+    words: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("train.py").write_text("print()")
+    assert main(["launcher=script", "dry_run=true", "launcher.snapshot=false", *words]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [entry.partition(" (")[0] for entry in lines if FIRST_HOST in entry] == ([line] if line else [])
 
 
 def test_a_dry_run_prints_them_beside_the_script(capsys: pytest.CaptureFixture[str]) -> None:

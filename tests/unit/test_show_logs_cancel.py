@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from hpc_parallel import __version__
 from hpc_parallel.__main__ import COMMANDS, main
 from hpc_parallel.commands import grid
 from hpc_parallel.problems import ConfigError
@@ -385,6 +386,22 @@ def test_help_lists_the_commands(capsys: Capture) -> None:
 
 def test_a_mistyped_command(capsys: Capture) -> None:
     assert ran(capsys, "statsu") == (2, "", "There is no command statsu. Try status.\n")
+
+
+@pytest.mark.parametrize("flag", ["--cfg=job", "-m", "--config-dir=site", "--nonsense"])
+def test_flags_may_stand_before_the_overrides_of_a_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, flag: str
+) -> None:
+    lines: list[list[str]] = []
+    monkeypatch.setattr("hpc_parallel.commands.run.main", lambda words: lines.append(words) or 0)
+    assert ran(capsys, flag, "nodes=2") == (0, "", "")
+    assert lines == [[flag, "nodes=2"]]
+
+
+def test_the_version_needs_no_command(capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"hpc_parallel {__version__}\n")
 
 
 @pytest.mark.parametrize("command", ["status", "logs", "cancel", "show"])
