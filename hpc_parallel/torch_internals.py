@@ -474,6 +474,15 @@ def process_groups() -> dict[str, list[int]]:
     return {str(name): sorted(world.pg_group_ranks[group]) for group, name in world.pg_names.items()}
 
 
+def groups_by_ranks() -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """This rank's process groups by their global ranks; of several with the same ranks, the first one."""
+    world = dist.distributed_c10d._world
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for group in world.pg_names:
+        groups.setdefault(tuple(sorted(world.pg_group_ranks[group])), group)
+    return groups
+
+
 @contextmanager
 def fake_world(rank: int, *, size: int) -> Iterator[None]:
     """A default process group of `size` ranks of which only this `rank` exists; collectives send nothing."""

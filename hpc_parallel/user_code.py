@@ -16,7 +16,7 @@ from hpc_parallel.problems import ConfigError
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _NOT_THE_USERS = tuple({_PACKAGE, *map(os.path.abspath, sysconfig.get_paths().values())})
 _MOST_CHARACTERS = 200  # of the message of one cause
-_HINTS = (  # messages of torch
+_HINTS = (  # messages of torch and of the system
     (
         re.compile(
             r"unsigned char|Byte(Tensor|Type)|\b(got|found|type) Byte\b|for 'Byte'|[Gg]ot:? torch\.uint8"
@@ -26,6 +26,11 @@ _HINTS = (  # messages of torch
     (
         re.compile(r"Input type \((long )?(int|long)\)|dtype, but got (Long|Int) and"),
         "The data has whole numbers: try x.float() in the data or the stem",
+    ),
+    (
+        re.compile("Too many open files"),
+        "The limit of open files is too low for so many ranks: try `ulimit -n 4096` before the start, or in "
+        "launcher.setup",
     ),
 )
 
@@ -45,7 +50,7 @@ def described(error: BaseException) -> str:
 
 
 def hint(message: str) -> str:
-    """What to do about an error of torch that names neither the sample nor the remedy; empty if unknown."""
+    """What to do about an error that names neither the sample nor the remedy; empty if unknown."""
     return next((f". {advice}" for pattern, advice in _HINTS if pattern.search(message)), "")
 
 

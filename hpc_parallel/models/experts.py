@@ -6,6 +6,8 @@ technique does not need to know the model's class.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -49,3 +51,25 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
     products = [F.linear(group, weight) for group, weight in zip(rows.split(sizes), weights, strict=True)]
     return torch.cat(products)
+
+
+class Reorder(torch.autograd.Function):
+    """`rows[order // copies]` for a permutation `order`: each row appears `copies` times.
+
+    The backward pass of indexing sorts the indices on a GPU, because some may be equal. Here it reads the
+    gradients by `inverse`, the inverse of `order`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.copies = copies
+        return rows[order if copies == 1 else order // copies]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        gradient = gradients[0][inverse]
+        if ctx.copies > 1:
+            gradient = gradient.view(-1 if len(gradient) else 0, ctx.copies, gradient.shape[-1]).sum(1)
+        return gradient, None, None, None

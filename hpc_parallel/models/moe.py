@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hpc_parallel.models.auxiliary_loss import AuxiliaryLoss
 from hpc_parallel.models.drawn_weights import by_rows
-from hpc_parallel.models.experts import Experts
+from hpc_parallel.models.experts import Experts, Reorder
 from hpc_parallel.models.layered import PartFlops
 from hpc_parallel.models.transformer import Transformer
 
@@ -94,11 +94,12 @@ class MixtureOfExperts(nn.Module):
         """Returns [token, dim]: for each token the sum of its experts' outputs, weighted by `gates`."""
         assignments = chosen.flatten()
         order = assignments.argsort(stable=True)  # by expert
+        inverse = order.argsort()
         # Unlike bincount, scatter_add does not make the host wait for the device.
         zeros, ones = assignments.new_zeros(self.experts.count), torch.ones_like(assignments)
         counts = zeros.scatter_add(0, assignments, ones)
-        outputs = self.experts(tokens[order // self.per_token], counts)
-        by_token = outputs[order.argsort()].unflatten(0, (-1, self.per_token))
+        outputs = self.experts(Reorder.apply(tokens, order, inverse, self.per_token), counts)
+        by_token = Reorder.apply(outputs, inverse, order).unflatten(0, (-1, self.per_token))
         return torch.sum(by_token * gates.to(outputs.dtype).unsqueeze(-1), dim=1)
 
 

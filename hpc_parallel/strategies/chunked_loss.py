@@ -207,9 +207,10 @@ def cross_entropy(
     loss = torch.zeros((), dtype=precise, device=hidden.device)
     grad_hidden = torch.empty_like(hidden) if needs[0] else None
     grad_weight: Tensor | None = None
+    compute = (errors or errors_of) if any(needs) else without_errors
     for part in chunks(len(hidden), vocabulary=len(weight), device_type=hidden.device.type):
         x, counted = hidden[part].to(dtype), (target[part] != IGNORED)[:, None]
-        of_chunk, error = (errors or errors_of)(x @ product_weight.T, target[part, None], rows, dtype=precise)
+        of_chunk, error = compute(x @ product_weight.T, target[part, None], rows, dtype=precise)
         loss -= torch.where(counted, of_chunk, 0).sum()
         if grad_hidden is not None:
             grad_hidden[part] = (error @ product_weight) * counted
@@ -227,12 +228,21 @@ def errors_of(
 
     logits: [token, vocabulary]; target: [token, 1], of which ignored ones get the values of any other.
     """
-    local, index = _indices(target.masked_fill(target == IGNORED, 0), rows)
     logarithms = log_probabilities(logits, rows, dtype=dtype)
-    chosen = logarithms.gather(1, index)
+    local, index = _indices(target, rows)
+    of_targets = logarithms.gather(1, index)
     errors = exponentials(logarithms, dtype=logits.dtype)
-    errors.scatter_(1, index, (chosen.exp() - local.to(dtype)).to(logits.dtype))
-    return torch.where(local, chosen, 0), errors
+    errors.scatter_(1, index, (of_targets.exp() - local.to(dtype)).to(logits.dtype))
+    return torch.where(local, of_targets, 0), errors
+
+
+def without_errors(
+    logits: Tensor, target: Tensor, rows: Rows | None, *, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The first result of `errors_of`, and an empty tensor: a validation needs no gradient."""
+    local, index = _indices(target, rows)
+    of_targets = log_probabilities(logits, rows, dtype=dtype).gather(1, index)
+    return torch.where(local, of_targets, 0), logits.new_empty(0)
 
 
 def exponentials(logarithms: Tensor, *, dtype: torch.dtype) -> Tensor:
@@ -271,6 +281,8 @@ def chunks(tokens: int, *, vocabulary: int, device_type: str) -> Iterator[slice]
 
 
 def _indices(target: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
+    """Whether this rank has the column of each target, and that column's index here."""
+    target = target.masked_fill(target == IGNORED, 0)
     return (torch.ones_like(target, dtype=torch.bool), target) if rows is None else rows.indices(target)
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 from torch.nn import Module, Parameter
 
-from hpc_parallel.models.experts import Experts
+from hpc_parallel.models.experts import Experts, Reorder
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.strategies.forward_backward import ForwardBackward
@@ -69,8 +69,11 @@ def _with_tokens_of_all(
     arrived = Exchange.apply(rows, group, sent, received)
     experts = torch.arange(by_device.shape[1], device=rows.device).repeat(degree)
     order = experts.repeat_interleave(received_counts, output_size=sum(received)).argsort(stable=True)
-    outputs = functional_call(original, _local_weights(module, degree), (arrived[order], by_device.sum(0)))
-    return Exchange.apply(outputs[order.argsort()], group, received, sent)  # type: ignore[no-any-return]
+    inverse = order.argsort()
+    by_expert = Reorder.apply(arrived, order, inverse)
+    outputs = functional_call(original, _local_weights(module, degree), (by_expert, by_device.sum(0)))
+    by_sender = Reorder.apply(outputs, inverse, order)
+    return Exchange.apply(by_sender, group, received, sent)  # type: ignore[no-any-return]
 
 
 def _local_weights(module: Module, degree: int) -> dict[str, Tensor]:

@@ -43,6 +43,11 @@ def backend_of(device_type: str, group: dist.ProcessGroup | None = None) -> str:
     return dict(pairs)[device_type]
 
 
+def carries(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Whether `group` has a backend for tensors on devices of this type."""
+    return any(pair.split(":")[0] == device_type for pair in dist.get_backend_config(group).split(","))
+
+
 def make_groups(config: RunConfig, layout: Layout, *, device_type: str, saves: bool = True) -> Groups:
     """Make the groups that `config` needs. All ranks of the default process group must call it together.
 

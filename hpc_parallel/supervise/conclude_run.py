@@ -39,6 +39,7 @@ from hpc_parallel.supervise.root_cause import (
 )
 from hpc_parallel.supervise.script_rank import is_script
 from hpc_parallel.supervise.summary import summarise
+from hpc_parallel.user_code import hint
 
 _LOG_LINES = 40
 _TIME_LIMIT = re.compile(r"DUE TO TIME LIMIT|^Slurm says of job [\d_]+: timeout", re.MULTILINE)
@@ -218,7 +219,7 @@ def _without_record(folder: RunFolder, *, returncode: int, text: str) -> dict[st
     name = _signal_of_code(returncode)
     how = f"killed by {name}" if name else f"exit code {returncode}"
     last = lines[-1].strip() if lines else ""
-    message = last if "exit code" in last else f"{how}: {last}" if last else how
+    message = (last if "exit code" in last else f"{how}: {last}" if last else how) + hint(last)
     return _without_rank(
         kind=failure.KILLED if name else failure.START,
         message=message,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from io import BufferedWriter, FileIO, IOBase, RawIOBase
 from pathlib import Path
@@ -80,34 +80,53 @@ def random_state(device: torch.device) -> State:
     return state
 
 
-def read(checkpoint: Checkpoint, state: State) -> None:
-    """Fill `state` from a checkpoint. All ranks must call it together.
+class Reader(dcp.FileSystemReader):
+    """torch's reader of one checkpoint, which reads the index once: it has an entry for each part."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint.path)
+        self._metadata: Metadata | None = None
+
+    def read_metadata(self, *arguments: Any, **options: Any) -> Metadata:
+        if self._metadata is None:
+            self._metadata = super().read_metadata(*arguments, **options)
+        return self._metadata
+
+    @property
+    def entries(self) -> Mapping[str, Any]:
+        """What is known of each tensor, by name."""
+        return self.read_metadata().state_dict_metadata
+
+
+def read(reader: Reader, state: State) -> None:
+    """Fill `state` from a checkpoint. All ranks must call it together; each may have other names.
 
     Raises what torch.distributed.checkpoint raises if a name is missing or a shape differs.
     """
-    dcp.load(cast(dict[str, Any], state), storage_reader=dcp.FileSystemReader(checkpoint.path))
+    dcp.load(cast(dict[str, Any], state), storage_reader=reader)
 
 
-def readable(checkpoint: Checkpoint, state: State) -> State:
+def readable(reader: Reader, state: State) -> State:
     """Returns `state` without the loss scale if a run in another precision wrote the checkpoint."""
-    names = dcp.FileSystemReader(checkpoint.path).read_metadata().state_dict_metadata
-    return {name: value for name, value in state.items() if not name.startswith(LOSS_SCALE) or name in names}
+    return {
+        name: value
+        for name, value in state.items()
+        if not name.startswith(LOSS_SCALE) or name in reader.entries
+    }
 
 
-def optimizer_sizes(checkpoint: Checkpoint) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def optimizer_sizes(reader: Reader) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Size and type of each tensor of the optimizer's state in a checkpoint, by names as of its `state`."""
-    stored = dcp.FileSystemReader(checkpoint.path).read_metadata().state_dict_metadata
     return {
         name.removeprefix(OPTIMIZER): (entry.size, entry.properties.dtype)
-        for name, entry in stored.items()
+        for name, entry in reader.entries.items()
         if name.startswith(OPTIMIZER) and isinstance(entry, TensorStorageMetadata)
     }
 
 
-def random_names(checkpoint: Checkpoint) -> list[str]:
+def random_names(reader: Reader) -> list[str]:
     """Names of the generator states that a checkpoint has."""
-    names = dcp.FileSystemReader(checkpoint.path).read_metadata().state_dict_metadata
-    return [name for name in names if name.startswith("random/")]
+    return [name for name in reader.entries if name.startswith("random/")]
 
 
 def save_s(checkpoint: Checkpoint) -> float | None:

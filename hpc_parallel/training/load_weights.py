@@ -25,7 +25,8 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.trust import require_private
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.assemble import Assembled
-from hpc_parallel.training.checkpoint import State, state_of
+from hpc_parallel.training.checkpoint import Reader, State, state_of
+from hpc_parallel.training.read_once import read_once
 from hpc_parallel.training.restore import newest_sound
 
 PARTS = ("stem.", "blocks.", "head.")  # prefixes of our names; a library's file has other names
@@ -66,8 +67,8 @@ class CheckpointWeights:
     """The weights and running statistics of a checkpoint; each process reads without the others."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        entries = dcp.FileSystemReader(checkpoint.path).read_metadata().state_dict_metadata
-        self._path = checkpoint.path
+        self._reader = Reader(checkpoint)
+        entries = self._reader.entries
         self._keys = {
             key.partition("/")[2]: key for key in entries if key.startswith(("weights/", "buffers/"))
         }
@@ -79,7 +80,7 @@ class CheckpointWeights:
         by_key: dict[str, Any] = {self._keys[name]: tensor for name, tensor in state.items()}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose
-            dcp.load(by_key, storage_reader=dcp.FileSystemReader(self._path), no_dist=True)
+            dcp.load(by_key, storage_reader=self._reader, no_dist=True)
 
 
 @torch.no_grad()
@@ -108,7 +109,7 @@ def start_from(config: RunConfig, assembled: Assembled) -> str:
     state = {key.partition("/")[2]: tensor for key, tensor in state_of(assembled).items()}
     state, aliases = in_names_of(source.shapes, state, model=assembled.parts[0])
     require_fit(state, source.shapes, aliases=aliases, path=path)
-    source.fill(state)
+    read_once(state, source.fill)
     if dist.get_rank() == 0:
         print(f"starting from the weights of {path}", flush=True)
     return str(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hpc_parallel.record import checkpoint_index
 from hpc_parallel.record.checkpoint_index import Checkpoint
 from hpc_parallel.strategies import exchange
 from hpc_parallel.training.checkpoint import (
+    Reader,
     State,
     random_names,
     random_state,
@@ -21,6 +23,7 @@ from hpc_parallel.training.checkpoint import (
     readable,
     set_random_state,
 )
+from hpc_parallel.training.read_once import read_once
 
 
 def newest_sound(folder: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -53,10 +56,13 @@ def newest_sound(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, warnings
 
 
-def restore(checkpoint: Checkpoint, state: State, *, digest: str, device: torch.device) -> None:
+def restore(
+    checkpoint: Checkpoint, state: State, *, reader: Reader, digest: str, device: torch.device
+) -> None:
     """Fill `state`; restore the random generators too if the same number of ranks wrote the checkpoint.
 
-    `digest`: of the run's data. Raises ConfigError if the checkpoint was trained on other data.
+    `reader`: of the checkpoint. `digest`: of the run's data. Raises ConfigError if the checkpoint was trained
+    on other data.
     """
     if checkpoint.manifest["data"] != digest:
         raise ConfigError(
@@ -66,10 +72,10 @@ def restore(checkpoint: Checkpoint, state: State, *, digest: str, device: torch.
                 "began with."
             ]
         )
-    has_state = set(random_names(checkpoint)) >= set(random_state(device))
+    has_state = set(random_names(reader)) >= set(random_state(device))
     all_have_state = torch.tensor(int(has_state))
     dist.all_reduce(all_have_state, op=dist.ReduceOp.MIN)
     generators = random_state(device) if all_have_state else {}
-    read(checkpoint, readable(checkpoint, state) | generators)
+    read_once(readable(reader, state) | generators, partial(read, reader))
     if generators:
         set_random_state(generators, device=device)

@@ -6,6 +6,8 @@ to the host, and has sent the plan for all of it to rank 0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -35,16 +37,24 @@ class WrittenParts:
 def written(keys: dict[str, int]) -> frozenset[str]:
     """The names that this rank writes. `keys`: equal on two ranks that hold the same part of a tensor."""
     rank = dist.get_rank()
+    return frozenset(name for name, ranks in holders(keys).items() if chosen(ranks, keys[name]) == rank)
+
+
+def chosen(ranks: Sequence[int], key: int) -> int:
+    """The rank that works for all `ranks`, which hold the part of this `key`."""
+    return ranks[key % len(ranks)]
+
+
+def holders(keys: dict[str, int]) -> dict[str, tuple[int, ...]]:
+    """The ranks that hold each part of this rank, in order. All ranks must call it together."""
     table = all_keys(list(keys.values())).numpy()  # [rank, key]
     order = table.ravel().argsort(kind="stable")  # so that the holders of a key are in the order of ranks
     ordered = table.ravel()[order]
-    names: set[str] = set()
+    ranks: dict[str, tuple[int, ...]] = {}
     for name, key in keys.items():
         first, end = np.searchsorted(ordered, key, "left"), np.searchsorted(ordered, key, "right")
-        holders = np.unique(order[first:end] // table.shape[1])
-        if holders[key % len(holders)] == rank:
-            names.add(name)
-    return frozenset(names)
+        ranks[name] = tuple(np.unique(order[first:end] // table.shape[1]).tolist())
+    return ranks
 
 
 def all_keys(keys: list[int]) -> Tensor:

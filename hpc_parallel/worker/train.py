@@ -35,7 +35,7 @@ from hpc_parallel.supervise.device_state import device_state
 from hpc_parallel.supervise.progress import Progress
 from hpc_parallel.supervise.topology import nvml_module
 from hpc_parallel.training.callbacks import Callbacks
-from hpc_parallel.training.checkpoint import optimizer_sizes, save_s, state_of
+from hpc_parallel.training.checkpoint import Reader, optimizer_sizes, save_s, state_of
 from hpc_parallel.training.load_weights import start_from
 from hpc_parallel.training.metrics import Metrics, Scale, peak_flops
 from hpc_parallel.training.nonfinite import FollowerError, NonFiniteError
@@ -237,10 +237,11 @@ def restore_or_start(
     if checkpoint is not None:
         if not config.launcher.shared_folder:
             require_private(checkpoint.path)  # its index is a pickle
+        reader = Reader(checkpoint)
         if session.assembled.server is None or session.assembled.server.serves:
-            optimizer.create_state(optimizer_sizes(checkpoint))
+            optimizer.create_state(optimizer_sizes(reader))
         state = state_of(session.assembled, optimizer)
-        restore(checkpoint, state, digest=session.data.digest, device=session.device)
+        restore(checkpoint, state, reader=reader, digest=session.data.digest, device=session.device)
     else:
         start_from(config, session.assembled)
     steps_done = checkpoint.step if checkpoint else 0

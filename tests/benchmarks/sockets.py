@@ -1,6 +1,9 @@
 """The sockets of each rank after it has trained and saved, of real ranks on this machine.
 
 python tests/benchmarks/sockets.py [ranks ...] [-- overrides ...]
+python tests/benchmarks/sockets.py --light 64
+
+A light rank trains nothing: it makes the groups of a run, and sends what a step and a save send.
 """
 
 from __future__ import annotations
@@ -8,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import socket
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +51,24 @@ def rank(folder: RunFolder, number: int, size: int, pipe: Any, done: Any) -> Non
     os._exit(0)
 
 
+def light_rank(store_of: str, number: int, size: int, pipe: Any, done: Any) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", int(store_of), size, number == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=number, world_size=size)
+    saving, value = dist.new_group(backend="gloo"), torch.ones(2)
+    rows = [torch.empty(2) for _ in range(size)]
+    dist.all_reduce(value)
+    dist.barrier()
+    dist.all_gather(rows, value)
+    dist.gather(value, rows if number == 0 else None, group=saving)  # plans of a checkpoint
+    dist.broadcast(value, 0, group=saving)
+    dist.all_gather(rows, value, group=saving)
+    dist.barrier()
+    pipe.send(sockets())
+    done.wait()
+    os._exit(0)
+
+
 def sockets() -> int:
     """The sockets that this process has open, without those of `multiprocessing`."""
     return len(psutil.Process().net_connections("inet"))
@@ -57,22 +80,33 @@ def count(size: int, overrides: list[str]) -> list[int]:
         batch = f"training.global_batch_size={size}"
         run = prepared(f"run_dir={path}/run", *SMALL, f"gpus_per_node={size}", batch, *overrides)
         run.write()
-        folder = RunFolder(Path(path) / "run")
-        pipes, done = [FORK.Pipe() for _ in range(size)], FORK.Event()
-        for number in range(size):
-            FORK.Process(
-                target=rank, args=(folder, number, size, pipes[number][1], done), daemon=True
-            ).start()
-        counts = [here.recv() for here, _ in pipes]
-        done.set()
+        return counts_of(rank, RunFolder(Path(path) / "run"), size=size)
+
+
+def count_light(size: int) -> list[int]:
+    """The same of light ranks."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    return counts_of(light_rank, str(port), size=size)
+
+
+def counts_of(target: Callable[..., None], argument: object, *, size: int) -> list[int]:
+    pipes, done = [FORK.Pipe() for _ in range(size)], FORK.Event()
+    for number in range(size):
+        FORK.Process(
+            target=target, args=(argument, number, size, pipes[number][1], done), daemon=True
+        ).start()
+    counts = [here.recv() for here, _ in pipes]
+    done.set()
     return counts
 
 
 def main(words: list[str]) -> None:
     at = words.index("--") if "--" in words else len(words)
+    sizes = [int(word) for word in words[:at] if word != "--light"]
     print("ranks  rank 0  most of the others")
-    for size in [int(word) for word in words[:at]] or [2, 4, 8]:
-        first, *others = count(size, words[at + 1 :])
+    for size in sizes or [2, 4, 8]:
+        first, *others = count_light(size) if "--light" in words else count(size, words[at + 1 :])
         print(f"{size:5}  {first:6}  {max(others):18}", flush=True)
 
 

@@ -35,7 +35,7 @@ def saves(folder: str) -> tuple[list[int], list[list[float]], list[bool]]:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     from hpc_parallel.config.schema import TrainingConfig
-    from hpc_parallel.training.checkpoint import Writer, read
+    from hpc_parallel.training.checkpoint import Reader, Writer, read
     from hpc_parallel.training.saver import Saver
 
     mesh = init_device_mesh("cpu", (2,))
@@ -75,7 +75,7 @@ def saves(folder: str) -> tuple[list[int], list[list[float]], list[bool]]:
     values, intact = [], []
     for step in (1, 2, 4):
         checkpoint = Checkpoint(Path(folder, f"step-{step}"), step)
-        read(checkpoint, {"weights/replica": replica, "weights/shards": shards})
+        read(Reader(checkpoint), {"weights/replica": replica, "weights/shards": shards})
         values.append([*replica.tolist(), *shards.full_tensor().tolist()])
         intact.append(checkpoint.damage() is None and 0 < checkpoint.manifest["save_s"] < 60)
     return made, values, intact
@@ -101,7 +101,7 @@ def slow_save(folder: str, kind: str, timeout_s: float) -> dict[str, Any]:
 
     from hpc_parallel.config.schema import TrainingConfig
     from hpc_parallel.training import saver as module
-    from hpc_parallel.training.checkpoint import Writer, read
+    from hpc_parallel.training.checkpoint import Reader, Writer, read
 
     rank, waits, weight = dist.get_rank(), [0], torch.zeros(3)
     saving = saving_group(timeout_s)
@@ -143,7 +143,7 @@ def slow_save(folder: str, kind: str, timeout_s: float) -> dict[str, Any]:
     for step in (1, 2):
         checkpoint = Checkpoint(Path(folder, f"step-{step}"), step)
         if checkpoint.path.exists():
-            read(checkpoint, {"weights/a": weight})
+            read(Reader(checkpoint), {"weights/a": weight})
             seen[f"step {step}"] = weight.tolist()
     return seen | {
         "waited": waits[0] > 0,
@@ -216,31 +216,44 @@ LAYOUTS = (
 )  # fmt: skip
 
 
-def staged_bytes(folders: list[str]) -> list[int]:
-    """What this rank copies to the host for the checkpoint of each run."""
+def staged_and_read_bytes(folders: list[str]) -> list[tuple[int, int]]:
+    """Of each run: what this rank copies to the host for its checkpoint, and reads to continue from it."""
+    from torch.distributed.checkpoint import FileSystemReader
+
     from hpc_parallel.training.stager import Stager
 
-    stage, sizes = Stager.stage, []
+    stage, read_data, staged, read = Stager.stage, FileSystemReader.read_data, [], []
 
     def counted(self: Stager, state: dict[str, Any]) -> Any:
         copies = stage(self, state)
-        sizes.append(sum(buffer.nbytes for name, buffer in self._buffers.items() if name in state))
+        staged.append(sum(buffer.nbytes for name, buffer in self._buffers.items() if name in state))
         return copies
 
-    with mock.patch.object(Stager, "stage", counted):
+    def counted_read(self: FileSystemReader, plan: Any, planner: Any) -> Any:
+        tensors = [(planner.state_dict[item.dest_index.fqn], item.lengths) for item in plan.items]
+        read.append(sum(lengths.numel() * tensor.dtype.itemsize for tensor, lengths in tensors))
+        return read_data(self, plan, planner)
+
+    with (
+        mock.patch.object(Stager, "stage", counted),
+        mock.patch.object(FileSystemReader, "read_data", counted_read),
+    ):
         for folder in folders:
             do_here(folder)
-    return sizes
+            do_here(folder)  # from its last step on
+    return list(zip(staged, read, strict=True))
 
 
-def test_each_part_of_the_state_is_copied_and_written_by_one_rank(workers: Workers) -> None:
+def test_each_part_of_the_state_is_copied_written_and_read_by_one_rank(workers: Workers) -> None:
     """The reference is the index of the checkpoint: all names with their sizes, each once."""
     from torch.distributed.checkpoint import FileSystemReader
 
     folders = [workers.prepare(*SMALL, *layout).folder for layout in LAYOUTS]
-    by_layout = zip(*workers.run(4, staged_bytes, [str(folder.path) for folder in folders]), strict=True)
+    paths = [str(folder.path) for folder in folders]
+    by_layout = zip(*workers.run(4, staged_and_read_bytes, paths), strict=True)
     for layout, folder, sizes in zip(LAYOUTS, folders, by_layout, strict=True):
         stored = FileSystemReader(folder.checkpoints / "step-1").read_metadata().state_dict_metadata
         total = sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in stored.values())
-        assert sum(sizes) == total, layout
-        assert max(sizes) < 0.5 * total, layout  # the largest weight alone is a sixth
+        for sizes_of_ranks in zip(*sizes, strict=True):
+            assert sum(sizes_of_ranks) == total, layout
+            assert max(sizes_of_ranks) < 0.5 * total, layout  # the largest weight alone is a sixth

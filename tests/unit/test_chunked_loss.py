@@ -61,6 +61,20 @@ def test_no_logits_of_more_tokens_than_a_chunk_exist(monkeypatch: pytest.MonkeyP
     assert tokens == [10, 10, 10]
 
 
+def test_a_validation_computes_no_gradient_of_a_chunk() -> None:
+    hidden, weight, target = drawn()
+
+    def refuse(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        raise AssertionError("no errors are needed")
+
+    with torch.no_grad():
+        loss, *gradients = cross_entropy(
+            hidden, weight, target, torch.float64, None, refuse, needs=(False, False)
+        )
+    torch.testing.assert_close(loss, plain(hidden, weight, target)[0], rtol=1e-12, atol=1e-12)
+    assert gradients == [None, None]
+
+
 def test_between_the_passes_only_the_gradients_are_kept() -> None:
     hidden, weight, target = drawn()
     kept: list[int] = []

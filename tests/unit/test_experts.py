@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_parallel.config.compose import resolve
-from hpc_parallel.models.experts import grouped_product
+from hpc_parallel.models.experts import Reorder, grouped_product
 from hpc_parallel.models.layered import materialise
 from hpc_parallel.strategies import precision
 from hpc_parallel.strategies.whole_model import build_model
@@ -54,3 +57,25 @@ def test_the_model_of_experts_trains_in_the_default_precision_of_gpus() -> None:
     tokens = torch.arange(64).reshape(2, 32)
     model.loss(model(tokens), tokens).backward()
     assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in model.parameters())
+
+
+def test_rows_are_reordered_without_a_sort_in_the_backward_pass() -> None:
+    """The reference is indexing, whose backward pass is an index_put; some rows appear in several copies."""
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randn(6, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    order = torch.randperm(12, generator=generator)
+    weight = torch.randn(12, 4, generator=generator, dtype=torch.float64)
+    called: list[str] = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with Noting():
+        reordered = Reorder.apply(rows, order, order.argsort(), 2)
+        (gradient,) = torch.autograd.grad((reordered * weight).sum(), rows)
+    indexed = rows[order // 2]
+    assert reordered.equal(indexed)
+    torch.testing.assert_close(gradient, torch.autograd.grad((indexed * weight).sum(), rows)[0])
+    assert not any("index_put" in name for name in called)

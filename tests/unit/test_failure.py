@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -467,6 +468,16 @@ def test_numbers_of_a_type_that_a_layer_does_not_take_have_a_remedy(
     message = json.loads((folder.logs / "rank-1.failure.json").read_text())["message"]
     assert message.startswith(f"{type(raised.value).__name__}: ")
     assert remedy in message, message
+
+
+def test_a_process_that_may_open_no_more_files_says_what_to_do(folder: RunFolder) -> None:
+    """A rank that fails, and a run of which no rank could say why."""
+    error = OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/dev/null")
+    failure.record_exception(folder, world=world(1), error=error)
+    assert "try `ulimit -n 4096`" in json.loads((folder.logs / "rank-1.failure.json").read_text())["message"]
+    failure.forget_all(folder)
+    conclude(folder, returncode=1, text=f"Traceback\nOSError: {error}\n", environment={})
+    assert "try `ulimit -n 4096`" in json.loads(folder.failure.read_text())["message"]
 
 
 def test_a_message_with_the_word_byte_has_no_remedy() -> None:

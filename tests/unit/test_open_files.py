@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import os
 import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 
 from hpc_parallel.supervise.world import World
 from hpc_parallel.worker.open_files import MOST, raise_limit, shortage
@@ -31,3 +38,21 @@ def test_rank_0_needs_most() -> None:
     assert "LimitNOFILE=1056" in message
     assert shortage(1024, world(1, 512)) is None
     assert shortage(1024, world(1, 520)) is not None
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.parametrize("ranks", [4, 16, 64])
+def test_sockets_of_a_rank_grow_with_the_logarithm_of_the_ranks(ranks: int) -> None:
+    """Real ranks, as docs/performance.md says; rank 0 also has the store and receives the plans of saves."""
+    script = Path(__file__).parents[1] / "benchmarks/sockets.py"
+    environment = {**os.environ, "TORCH_GLOO_LAZY_INIT": "1"}
+    done = subprocess.run(
+        [sys.executable, script, "--light", str(ranks)], env=environment, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    counted, first, others = map(int, done.stdout.splitlines()[-1].split())
+    most = math.ceil(2 * math.log2(ranks) - 1)
+    assert counted == ranks
+    assert first <= 2 * ranks + most + 3
+    assert others <= 2 * most + 3

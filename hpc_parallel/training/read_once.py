@@ -1,0 +1,48 @@
+"""Reads each part of a state on one of the ranks that hold it, which sends it to the others.
+
+Without it each of N replicas would read the entire state from the storage. The readers of the parts are
+spread over the ranks, so that all of them read at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hpc_parallel import torch_internals
+from hpc_parallel.strategies.groups import carries
+from hpc_parallel.training.checkpoint import State
+from hpc_parallel.training.replicas import digest, holding
+from hpc_parallel.training.written_parts import chosen, holders
+
+
+@torch.no_grad()
+def read_once(state: State, fill: Callable[[State], object]) -> None:
+    """Fill the tensors of `state` by `fill`, which gets those that this rank reads.
+
+    All ranks must call it together. Ranks that hold the same part but have no group of their own all read it.
+    """
+    keys = {name: digest(holding(name, tensor)) for name, tensor in sorted(state.items())}
+    groups = torch_internals.groups_by_ranks()
+    shared: dict[str, tuple[int, dist.ProcessGroup]] = {}  # the reader and the group of each part
+    for name, ranks in holders(keys).items():
+        group = groups.get(ranks)
+        if len(ranks) > 1 and group is not None and carries(group, state[name].device.type):
+            shared[name] = chosen(ranks, keys[name]), group
+    rank = dist.get_rank()
+    fill({name: tensor for name, tensor in state.items() if name not in shared or shared[name][0] == rank})
+    for name, (reader, group) in shared.items():  # in one order on all ranks
+        send(state[name], reader=reader, group=group)
+
+
+def send(tensor: Tensor, *, reader: int, group: dist.ProcessGroup) -> None:
+    """Send the local part of `tensor` from the rank `reader` to all ranks of `group`."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    message = local.contiguous()
+    dist.broadcast(message, src=reader, group=group)
+    if message is not local:
+        local.copy_(message)
