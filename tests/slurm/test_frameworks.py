@@ -27,7 +27,7 @@ def test_a_framework_resumes_after_a_kill_and_equals_one_process(client: Client,
     resumes_and_equals_one_process(client, start=start, home=site.home)
 
 
-@pytest.mark.parametrize("name", ["USR1"])
+@pytest.mark.parametrize("name", ["USR1", "USR2"])
 def test_lightning_saves_and_requeues_the_job_itself(name: str, site: Site) -> None:  # noqa: F811
     """Slurm sends USR2, as before a time limit: Lightning's own handler saves and requeues the job."""
     require(ON_SLURM)
