@@ -103,7 +103,7 @@ $(STAMP): $(TRAINS)
 	$(RUN) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]"
 	touch $@
 
-# And the frameworks of the scripts that only make test-full starts: accelerate, lightning.
+# And the frameworks of the scripts that only make test-full starts: accelerate, lightning, deepspeed.
 $(FRAMEWORKS): $(STAMP)
 	$(RUN) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[scripts]"
 	touch $@

@@ -55,6 +55,7 @@ CLIENTS = [
         ("die_at=5",),
         keys=("script.style=key=value", "script.arguments.out={run}/out"),
     ),
+    Client("with_deepspeed.py", "deepspeed", "--resume {run}/out", ("--out", "{run}/out", "--die-at", "5")),
 ]
 
 
