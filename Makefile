@@ -5,6 +5,7 @@ RUN := $(VENV)/bin/python
 TRAINS := $(VENV)/.trains
 WRITES := $(VENV)/.writes
 PEERS := $(VENV)/peers
+FRAMEWORKS := $(VENV)/.frameworks
 STAMP := $(VENV)/.installed
 TESTS := $(RUN) -m pytest
 # The many processes of the tests read compiled modules, as those of a user do.
@@ -51,7 +52,7 @@ affected: $(STAMP)  ## the tests that a change since main can reach by imports, 
 one: $(STAMP)  ## one file or test, in one process with its output: make one T=tests/unit/test_layout.py
 	$(TESTS) -s --override-ini=addopts= $(T)
 
-test-full: $(STAMP)  ## what make test leaves out: more axes, float32, longer trainings
+test-full: $(FRAMEWORKS)  ## what make test leaves out: more axes, float32, longer trainings
 	@$(RUN) tests/slurm/cluster.py install || echo "make test-full leaves out the tests that need a real Slurm."
 	$(TESTS) --cache-clear -m "full and not timing" $(BESIDE); beside=$$?; \
 	$(TESTS) --target=test-full -m "full and timing" && exit $$beside
@@ -100,6 +101,11 @@ $(TRAINS): pyproject.toml constraints.txt
 # And what the tests need: transformers, wandb, optuna and others.
 $(STAMP): $(TRAINS)
 	$(RUN) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]"
+	touch $@
+
+# And the frameworks of the scripts that only make test-full starts: accelerate, lightning, deepspeed.
+$(FRAMEWORKS): $(STAMP)
+	$(RUN) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[scripts]"
 	touch $@
 
 # The peers of `make bench`, beside the packages of the tests and never among them.

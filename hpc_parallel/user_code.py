@@ -14,6 +14,7 @@ from typing import Any
 from hpc_parallel.problems import ConfigError
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
+_INSTALLED = {"site-packages", "dist-packages"}  # also of another Python, and below the home folder
 _NOT_THE_USERS = tuple({_PACKAGE, *map(os.path.abspath, sysconfig.get_paths().values())})
 _MOST_CHARACTERS = 200  # of the message of one cause
 _HINTS = (  # messages of torch and of the system
@@ -90,7 +91,9 @@ def user_line(error: BaseException) -> str | None:
 def is_users(file: str) -> bool:
     """Whether a file of a traceback is no part of Python or of an installed package."""
     path = os.path.abspath(file)
-    return os.path.isfile(path) and not path.startswith(tuple(f"{root}{os.sep}" for root in _NOT_THE_USERS))
+    if not os.path.isfile(path) or _INSTALLED & set(path.split(os.sep)):
+        return False
+    return not path.startswith(tuple(f"{root}{os.sep}" for root in _NOT_THE_USERS))
 
 
 def failure_of(key: str, table: dict[str, Any], *, advice: str = "") -> str | None:

@@ -104,7 +104,7 @@ def _run_script(
             child = subprocess.Popen(
                 script_rank.words_of(folder, config, rank=world.rank, variables=variables),
                 cwd=script_rank.working_directory(folder, config, rank=world.rank, variables=variables),
-                env=variables, preexec_fn=partial(_prepare, os.getpid()),
+                env=variables, preexec_fn=partial(_prepare, os.getpid(), handles=script["stop_signal"]),
                 close_fds=False,  # PMI_FD of MPI; our own files close themselves
                 stdin=subprocess.DEVNULL, stdout=out, stderr=err,
             )  # fmt: skip
@@ -136,10 +136,15 @@ def _exit_code(returncode: int) -> int:
     return returncode if returncode > 0 else 128 - returncode
 
 
-def _prepare(parent: int) -> None:
-    """Run in the worker before its program: a signal of Slurm must not end it while it loads."""
+def _prepare(parent: int, *, handles: str = "none") -> None:
+    """Run in the worker before its program: Slurm's SIGUSR2 must not end it while it loads.
+
+    handles: the signal at which a script saves. If it is this one, the script may end by it before it has a
+    handler, and then starts again. Lightning sets no handler for a signal that is ignored.
+    """
     die_with_parent(parent)
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    if handles != "SIGUSR2":
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def die_with_parent(parent: int, *, by: signal.Signals = signal.SIGKILL) -> None:

@@ -25,7 +25,7 @@ def losses_alone(client: str, *arguments: str) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [sys.executable, str(CLIENTS / client), *arguments],
-            cwd=folder, env=environment, capture_output=True, text=True, check=True, timeout=240,
+            cwd=folder, env=environment, capture_output=True, text=True, check=True, timeout=900,
         )  # fmt: skip
     return losses_of(done.stdout)
 

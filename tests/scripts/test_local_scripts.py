@@ -29,11 +29,13 @@ print(json.dumps([variables, sys.argv[1:], os.getcwd(), beside.VALUE]))
 """
 
 
-def run(home: Path, *words: str, module: str = "run", **environment: str) -> subprocess.CompletedProcess[str]:
+def run(
+    home: Path, *words: str, module: str = "run", timeout_s: float = 240, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", f"hpc_parallel.{module}" if module == "run" else "hpc_parallel", *words],
         cwd=home, env={**os.environ, "PYTHONPATH": ROOT, **environment}, capture_output=True, text=True,
-        timeout=240,
+        timeout=timeout_s,
     )  # fmt: skip
 
 

@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.supervise import failure, hang_report
+from hpc_parallel.supervise import failure, hang_report, rank_process
 from hpc_parallel.supervise.hang_report import HangReport
 from hpc_parallel.supervise.world import World
 
@@ -177,3 +178,16 @@ def _lives(process: int) -> bool:
 def test_the_worker_starts_with_the_sites_variables(folder: RunFolder) -> None:
     """OpenMP reads its own when torch is loaded, so they must be there before."""
     assert start(folder, "import os; assert os.environ['OF_THE_SITE'] == 'yes'").wait() == 0
+
+
+@pytest.mark.parametrize(("stop_signal", "is_ignored"), [("none", True), ("SIGUSR2", False)])
+def test_a_signal_that_a_script_waits_for_is_not_ignored_before_it_has_a_handler(
+    stop_signal: str, is_ignored: bool
+) -> None:
+    """Lightning would set no handler for it."""
+    prepare = partial(rank_process._prepare, os.getpid(), handles=stop_signal)
+    show = "import signal; print(signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN)"
+    done = subprocess.run(
+        [sys.executable, "-c", show], preexec_fn=prepare, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == str(is_ignored)

@@ -276,6 +276,14 @@ def test_the_cause_is_read_from_the_log(here: Path, log: str, kind: str, message
     assert (found.kind, found.message, found.host) == (kind, message, "n1")
 
 
+def test_a_line_of_a_package_that_is_installed_elsewhere_is_not_the_users(here: Path) -> None:
+    files = [here / "train.py", here / "lib" / "python3.9" / "site-packages" / "package" / "save.py"]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    assert script_failure.users_line([f'  File "{file}", line 4, in save' for file in files]) == "train.py:4"
+
+
 def test_an_exit_code_of_the_scripts_own_is_not_blamed_on_a_traceback_that_it_has_handled(here: Path) -> None:
     folder = RunFolder(here / "run")
     folder.create()
