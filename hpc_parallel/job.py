@@ -12,11 +12,11 @@ import sys
 from collections.abc import Callable, Sequence
 
 
-def rank(run_folder: str) -> None:
-    """Run one rank under Slurm to its end. submitit pickles this function by its name."""
+def rank(run_folder: str, place: str = "job") -> None:
+    """Run one rank to its end, in a job or for the `local` agent. submitit pickles this name."""
     from hpc_parallel.supervise import rank_process
 
-    rank_process.run(run_folder)
+    rank_process.run(run_folder, is_local=place == "local")
 
 
 def agent(arguments: Sequence[str]) -> None:

@@ -19,9 +19,10 @@ from omegaconf.errors import OmegaConfBaseException
 from hpc_parallel.config.default_batch import default_batch_size, usual_batch_size
 from hpc_parallel.config.gpu_defaults import OF_CPUS, default_precision, default_share
 from hpc_parallel.config.key_suggestions import suggest
+from hpc_parallel.config.layout import DATAPARALLEL, SPMD
 from hpc_parallel.config.node_devices import AUTO, NodeShare, devices_of_a_node, launcher_kind
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
-from hpc_parallel.config.script import KINDS, TASK, name_of
+from hpc_parallel.config.script import KINDS, NODE, RANKS, TASK, TORCHRUN, name_of
 from hpc_parallel.config.tasks import JOB_SECONDS, LOCAL_SECONDS
 from hpc_parallel.config.typed_config import filled, typed
 from hpc_parallel.problems import ConfigError, Problem
@@ -123,18 +124,22 @@ def _with_gpu_defaults(config: DictConfig) -> DictConfig:
 
 
 def _with_script(config: DictConfig) -> DictConfig:
-    """For `task=script`, a name after the script, and one replica for each device in place of a strategy."""
+    """For `task=script`, a name after the script, and what starts it in place of a strategy."""
     if OmegaConf.select(config, "task.name", default=None) != TASK:
         return config
     config = copy.deepcopy(config)
     try:
         script = {key: config.script[key] for key in KINDS}
-        devices = config.nodes * config.gpus_per_node
+        devices, start = config.nodes * config.gpus_per_node, config.script.start
+        of_site = config.cluster.start
     except OmegaConfBaseException:  # `resolve` reports it with all other keys
         return config
     if OmegaConf.is_interpolation(config, "name"):
         config.name = name_of(script)
-    config.strategy = OmegaConf.structured(StrategyConfig(name=TASK, replicate=-1))
+    execution = DATAPARALLEL if start == NODE else SPMD  # one process that drives all devices of a node
+    config.strategy = OmegaConf.structured(StrategyConfig(name=TASK, replicate=-1, execution=execution))
+    if start != RANKS and of_site != "mpirun":
+        config.cluster.start = TORCHRUN if start == TORCHRUN else "srun"
     config.training.global_batch_size = max(1, devices)
     config.cluster.hang_timeout_s = None  # the script does not report its progress
     return config

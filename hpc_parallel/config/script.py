@@ -16,9 +16,12 @@ from hpc_parallel.record.values import flatten
 
 TASK = "script"
 KINDS = ("file", "module", "command")  # keys of `script.` of which exactly one is set
+STARTS = RANKS, TORCHRUN, NODE = ("ranks", "torchrun", "node")
 STYLES = ("--key value", "--key=value", "-key value", "key=value")
 STOP_SIGNALS = ("none", "SIGTERM", "SIGUSR1", "SIGUSR2")
-PLACEHOLDERS = ("{run}", "{rank}", "{seed}")
+PLACEHOLDERS = (
+    "{run}", "{rank}", "{seed}", "{nodes}", "{devices}", "{processes}", "{address}", "{port}",
+)  # fmt: skip
 
 
 def with_script(words: Sequence[str]) -> list[str]:
@@ -52,7 +55,7 @@ def with_quotes(word: str) -> str:
         return word
     if key in (f"{TASK}.style", f"{TASK}.resume_arguments", f"{TASK}.metrics"):
         return f"{key}={_literal(value)}"
-    if not any(placeholder in value for placeholder in PLACEHOLDERS):
+    if key != f"{TASK}.torchrun" and not any(placeholder in value for placeholder in PLACEHOLDERS):
         return word
     start, end = ("[", "]") if value.startswith("[") and value.endswith("]") else ("", "")
     parts = value[len(start) : len(value) - len(end)].split(",")
@@ -81,7 +84,7 @@ def name_of(script: Mapping[str, Any]) -> str:
 def arguments_of(script: Mapping[str, Any], *, values: Mapping[str, str]) -> list[str]:
     """The arguments of the script: `script.words`, then `script.arguments` in its style.
 
-    values: what `{run}`, `{rank}` and `{seed}` become.
+    values: what each of PLACEHOLDERS becomes.
     """
     named = [
         word
@@ -103,8 +106,8 @@ def resume_words(script: Mapping[str, Any], *, values: Mapping[str, str], folder
 
 def fill(word: str, values: Mapping[str, str]) -> str:
     """Replace the placeholders; other braces stay."""
-    for placeholder in PLACEHOLDERS:
-        word = word.replace(placeholder, values[placeholder])
+    for placeholder, value in values.items():
+        word = word.replace(placeholder, value)
     return word
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class ScriptConfig:
-    """Your own script, which `task=script` starts once for each device ([Your own script](own-script.md)).
+    """Your own script, which `task=script` starts ([Your own script](own-script.md)).
 
     What follows `--` on the command line becomes `file`, `module` or `command`, and `words`.
     """
@@ -19,6 +19,10 @@ class ScriptConfig:
     words: list[str] = field(default_factory=list)  # The first arguments, as they are.
     # More arguments by name, which a sweep may vary (`script.arguments.lr=1e-3,3e-4`).
     arguments: dict[str, Any] = field(default_factory=dict)
+    # `ranks`: one process for each device; `torchrun`: torchrun starts them on each node; `node`: one process
+    # for each node, which starts others itself.
+    start: str = "ranks"
+    torchrun: list[str] = field(default_factory=list)  # Arguments of torchrun, one word each.
     style: str = "--key value"  # How `script.arguments` are written.
     # A regular expression for lines that rank 0 prints; its named groups become metrics. It needs a group
     # `step`: `iter (?P<step>\d+): loss (?P<loss>[\d.]+)`.

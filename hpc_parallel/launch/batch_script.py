@@ -211,6 +211,7 @@ def _start_values(run: PreparedRun) -> Mapping[str, object]:
     return {
         "start": cluster.start,
         "mpirun_arguments": cluster.mpirun,
+        "torchrun_arguments": run.config.script.torchrun,
         "nodes": run.config.nodes,
         "processes_per_node": run.processes_per_node,
         "processes": run.processes,

@@ -33,6 +33,7 @@ from hpc_parallel.record.safe_read import read_json, read_tail
 from hpc_parallel.record.values import integer, number, text
 from hpc_parallel.supervise.conclude_run import cancelled_by
 from hpc_parallel.supervise.failure import CONFIGURATION, signal_name
+from hpc_parallel.supervise.script_failure import size_of
 from hpc_parallel.terminal import progress_bars, room_beside_bar
 
 _TAIL_LINES = 12
@@ -162,7 +163,16 @@ class Follower:
         if self._validation:
             first, last = map(figure, (self._validation[0], self._validation[-1]))
             parts.append(f"validation loss {first}" + (f" -> {last}" if last != first else ""))
+        if outcome == "completed" and self._output is not None and not self._last:
+            parts += self._doubts()
         return ", ".join(parts)
+
+    def _doubts(self) -> list[str]:
+        """What suggests that a script, which ended with code 0, did not do its work."""
+        if not any(size_of(self._folder.log(0, stream)) for stream in ("out", "err")):
+            return ["but rank 0 printed nothing"]
+        has_pattern = self._folder.read_config()["script"]["metrics"] is not None
+        return ["but no line of rank 0 matches script.metrics"] if has_pattern else []
 
     def _plots(self) -> str:
         """The plots that the run has drawn, and the command that shows all."""

@@ -28,7 +28,7 @@ def rank_variables(
     variables = dict(environment)
     fabric.site_variables(run.config.cluster.environment, variables)
     if local:
-        share_cores(variables, ranks=run.processes)
+        share_cores(variables, ranks=run.config.devices if run.is_script else run.processes)
     flight_recorder.set_variables(run.folder, variables)
     if run.is_script:
         return _of_script(run, local=local, environment=environment, variables=variables)
@@ -63,8 +63,10 @@ def _of_script(
 def describe(run: PreparedRun) -> list[str]:
     """The variables as lines for people."""
     local = launcher_kind(run.config.launcher.kind) == "local"
-    lines = [f"  {name}={value}" for name, value in rank_variables(run, local=local).items()]
+    variables = rank_variables(run, local=local)
+    lines = [f"  {name}={value}" for name, value in variables.items()]
     if not run.is_script:
         return ["each rank sets:", *lines]
-    words = shlex.join(script_rank.words_of(run.folder, run.values, rank=0))
+    found = {**os.environ, **variables}
+    words = shlex.join(script_rank.words_of(run.folder, run.values, rank=0, variables=found))
     return [f"rank 0 runs: {words}", "with:", *lines]

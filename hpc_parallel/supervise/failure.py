@@ -150,10 +150,13 @@ def record_exception(
     )
 
 
-def record_death(folder: RunFolder, *, world: World, returncode: int, stopped: bool = False) -> None:
+def record_death(
+    folder: RunFolder, *, world: World, returncode: int, stopped: bool = False, cgroup: str | None = None
+) -> None:
     """Record how a rank ended that could not record it itself; an existing record is kept.
 
-    returncode: as in subprocess, negative for a signal; stopped: our clean-up sent the signal.
+    returncode: as in subprocess, negative for a signal; stopped: our clean-up sent the signal; cgroup: where
+    the kernel has ended processes for want of memory.
     """
     name = signal_name(-returncode) if returncode < 0 else None
     if name is None:
@@ -162,6 +165,8 @@ def record_death(folder: RunFolder, *, world: World, returncode: int, stopped: b
         kind, message = STOPPED, f"ended by {name} after another rank's failure"
     elif name == "SIGABRT" and (reason := _watchdogs_reason(folder, rank=world.rank)):
         kind, message = reason  # NCCL's watchdog ends the process with SIGABRT
+    elif name == "SIGKILL" and cgroup is not None:
+        kind, message = OUT_OF_MEMORY, f"killed by SIGKILL: out of memory in cgroup {cgroup}"
     else:
         kind, message = KILLED, f"killed by {name}"
     _write(folder, world=world, kind=kind, message=message, signal_name=name)

@@ -18,17 +18,19 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from hpc_parallel.config.layout import processes_per_node, recorded_strategy
+from hpc_parallel.config.script import TORCHRUN
 from hpc_parallel.record import owner
 from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.safe_read import DamagedError, read_json, read_tail
 from hpc_parallel.supervise import failure
 from hpc_parallel.supervise.conclude_run import conclude, may_restart
 from hpc_parallel.supervise.fabric import site_variables
@@ -69,7 +71,9 @@ def run(run_folder: str, *, load_entry: Callable[[], Entry]) -> int:
 
     # Both before the import of torch: OpenMP reads its variables when it is loaded.
     site_variables(config["cluster"]["environment"], os.environ)
-    share_cores(os.environ, ranks=config["nodes"] * per_node)
+    share_cores(
+        os.environ, ranks=config["nodes"] * (config["gpus_per_node"] if is_script(config) else per_node)
+    )
     while True:
         for number in STOP_SIGNALS:  # no rank has started yet
             signal.signal(number, leave)
@@ -84,17 +88,25 @@ def _attempt(
     folder: RunFolder, *, config: dict[str, Any], per_node: int, load_entry: Callable[[], Entry]
 ) -> int:
     environments = rank_environments(nodes=config["nodes"], per_node=per_node)
+    is_rank = not starts_torchrun(config)
+    if not is_rank:
+        environments = {rank: environments[rank] for rank in range(0, len(environments), per_node)}
     folder.begin_anew()
     failure.forget_all(folder)
     note_phase(folder, "starting the script" if is_script(config) else "importing torch")
     owner.take(folder)  # if the launcher is killed, the ranks still save their state before they end
     try:
-        start = _start_script if is_script(config) else partial(_fork, entry=load_entry())
+        start: Callable[..., Processes]
+        if is_script(config):
+            start = partial(_start_script, config=config)
+        else:
+            start = partial(_fork, entry=load_entry())
         watch = _start(
             folder,
             environments=environments,
             start=start,
             hang_timeout_s=config["cluster"]["hang_timeout_s"],
+            is_rank=is_rank,
         )
     except Exception:
         text = traceback.format_exc()
@@ -107,7 +119,11 @@ def _attempt(
     failed = any(watch.returncodes.values()) or len(watch.returncodes) < len(environments)
     if failed or cancelled:
         asked_by = failure.signal_name(watch.signals[0]) if cancelled else None
-        conclude(folder, returncode=1, cancelled=cancelled, asked_by=asked_by, environment={})
+        code, log = next(filter(None, watch.returncodes.values()), 1), ""
+        if not is_rank:  # of torchrun itself
+            with suppress(OSError, DamagedError):
+                log = read_tail(folder.logs / "agent.err").decode(errors="replace")
+        conclude(folder, returncode=code, text=log, cancelled=cancelled, asked_by=asked_by, environment={})
     elif is_script(config):  # no rank knows that all of them succeeded
         conclude(folder, returncode=0, environment={})
     summary = read_json(folder.summary)
@@ -145,8 +161,10 @@ class Watch:
         worlds: dict[int, World],
         processes: Processes,
         hang_timeout_s: float | None,
+        is_rank: bool,
     ) -> None:
-        self.folder = folder
+        """is_rank: each process is a rank; else it is torchrun, whose ranks record how they ended."""
+        self.folder, self._is_rank = folder, is_rank
         self.worlds = worlds
         self.alive, self._owner = processes
         self.returncodes: dict[int, int] = {}  # as in subprocess: negative for a signal
@@ -180,10 +198,11 @@ class Watch:
                     terminate_at = min(terminate_at, now + _SAVE_S)
                 if returncode == 0 or cancelled:
                     continue
-                stopped = kill_at < math.inf and -returncode in (signal.SIGTERM, signal.SIGKILL)
-                failure.record_death(
-                    self.folder, world=self.worlds[rank], returncode=returncode, stopped=stopped
-                )
+                if self._is_rank:
+                    stopped = kill_at < math.inf and -returncode in (signal.SIGTERM, signal.SIGKILL)
+                    failure.record_death(
+                        self.folder, world=self.worlds[rank], returncode=returncode, stopped=stopped
+                    )
                 terminate_at = min(terminate_at, now + _GRACE_S)
             for rank in self.alive.keys() & self.supervisors.keys() if not self.signals else ():
                 self.supervisors[rank].check()
@@ -221,6 +240,7 @@ def _start(
     environments: dict[int, dict[str, str]],
     start: Callable[..., Processes],
     hang_timeout_s: float | None,
+    is_rank: bool,
 ) -> Watch:
     worlds = {rank: World.discover({**os.environ, **variables}) for rank, variables in environments.items()}
     # Block signals until our handlers are set: torch's handlers raise.
@@ -228,7 +248,7 @@ def _start(
     processes = start(folder, environments, worlds)
     # Watch does not use context.wait(). At the first failure context.wait() ends the other ranks at once,
     # before they can write their records, and then waits 30 s for those that do not react.
-    watch = Watch(folder, worlds=worlds, processes=processes, hang_timeout_s=hang_timeout_s)
+    watch = Watch(folder, worlds=worlds, processes=processes, hang_timeout_s=hang_timeout_s, is_rank=is_rank)
     for number in STOP_SIGNALS:
         signal.signal(number, watch.on_signal)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -251,12 +271,32 @@ def _fork(
     return dict(context.pids()), context
 
 
-def _start_script(folder: RunFolder, environments: dict[int, dict[str, str]], worlds: object) -> Processes:
+def starts_torchrun(config: Mapping[str, Any]) -> bool:
+    """Whether torchrun starts the ranks of a simulated node."""
+    return is_script(config) and config["script"].get("start") == TORCHRUN
+
+
+def _start_script(
+    folder: RunFolder,
+    environments: dict[int, dict[str, str]],
+    worlds: dict[int, World],
+    *,
+    config: dict[str, Any],
+) -> Processes:
     """Start the parents of a script's ranks, as srun does on a cluster: without torch in this process."""
     adopt_orphans()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
-    command = [sys.executable, "-m", "hpc_parallel.job", "rank", str(folder.path)]
+    part = ["-m", "hpc_parallel.job", "rank", str(folder.path), "local"]
+    command = [sys.executable, *part]
+    if starts_torchrun(config):  # as sbatch_templates/torchrun.sh.j2
+        command = [
+            sys.executable, "-m", "torch.distributed.run", f"--nnodes={config['nodes']}",
+            f"--nproc-per-node={config['gpus_per_node']}", "--rdzv-backend=c10d",
+            f"--rdzv-id={environments[0]['TORCHELASTIC_RUN_ID']}",
+            f"--rdzv-endpoint=127.0.0.1:{port['MASTER_PORT']}", "--local-addr=127.0.0.1",
+            *config["script"]["torchrun"], "--module", *part[1:],
+        ]  # fmt: skip
     processes = {
         rank: subprocess.Popen(
             command, env={**os.environ, **variables, **port}, stdin=subprocess.DEVNULL,

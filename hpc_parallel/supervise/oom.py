@@ -1,9 +1,11 @@
-"""Summarise an allocator's out-of-memory error: where it happened, bytes requested, bytes free."""
+"""What ran out of memory: an allocator (where, bytes requested, bytes free), or the cgroup of a process."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hpc_parallel.record.metrics_file import size
@@ -13,6 +15,7 @@ _SIZE = rf"([\d.]+) ({'|'.join(_UNITS)})"
 # Messages of torch's CUDA allocator, its CPU allocator, and numpy.
 _ASKED = re.compile(rf"(?:tried to|unable to) allocate {_SIZE}", re.IGNORECASE)
 _FREE = re.compile(rf"of which {_SIZE} is free")
+_OOM_KILL = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 _AVAILABLE = re.compile(r"^MemAvailable:\s+(\d+) kB", re.MULTILINE)
 
 
@@ -30,6 +33,35 @@ def describe(error: BaseException, *, where: str | None) -> tuple[str, dict[str,
     line = "out of memory" + (f" in {where}" if where else "")
     line += f" ({', '.join(figures)})" if figures else ""
     return line, {"where": where, "asked_bytes": asked_bytes, "free_bytes": free_bytes}
+
+
+def cgroup_kills(root: Path = Path("/")) -> dict[str, int]:
+    """Processes that the kernel has ended for want of memory, by cgroup: this process's and those above it.
+
+    Source: cgroups(7); `memory.events` of version 2, `memory.oom_control` of version 1.
+    """
+    kills: dict[str, int] = {}
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, place = line.split(":", 2)
+            version_1 = "memory" in controllers.split(",")
+            if not version_1 and controllers:
+                continue
+            mount = root / "sys/fs/cgroup" / ("memory" if version_1 else "")
+            for path in (PurePosixPath(place), *PurePosixPath(place).parents):
+                file = (
+                    mount / str(path).lstrip("/") / ("memory.oom_control" if version_1 else "memory.events")
+                )
+                with suppress(OSError):
+                    if match := _OOM_KILL.search(file.read_text()):
+                        kills[str(path)] = int(match[1])
+    return kills
+
+
+def killing_cgroup(before: Mapping[str, int], root: Path = Path("/")) -> str | None:
+    """The innermost cgroup in which the kernel has ended a process since `before`; None if it has not."""
+    after = cgroup_kills(root)
+    return next((place for place, count in after.items() if count > before.get(place, 0)), None)
 
 
 def _bytes(pattern: re.Pattern[str], text: str) -> int | None:

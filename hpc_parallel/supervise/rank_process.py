@@ -11,6 +11,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -19,7 +21,7 @@ from typing import Any
 from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.supervise import failure, script_failure, script_metrics, script_rank
+from hpc_parallel.supervise import failure, oom, script_failure, script_metrics, script_rank
 from hpc_parallel.supervise.fabric import DeviceError, site_variables
 from hpc_parallel.supervise.nvidia_profiler import ProfilerError, profiler_words
 from hpc_parallel.supervise.process_tree import adopt_orphans, end_descendants
@@ -33,8 +35,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def run(run_folder: str, *, worker: tuple[str, ...] = WORKER) -> None:
+def run(run_folder: str, *, worker: tuple[str, ...] = WORKER, is_local: bool = False) -> None:
     """Run this rank's worker, or the user's script in its place, to its end.
+
+    is_local: whether the local agent started it, on a simulated node.
 
     Raises SystemExit with the worker's exit code, or 128 + n after signal n. Unlike other exceptions it
     passes through submitit without a traceback, and srun receives the code.
@@ -42,10 +46,12 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER) -> None:
     folder = RunFolder(Path(run_folder))
     world = World.discover(os.environ)
     failure.forget(folder, rank=world.rank)
-    config = folder.read_config()
+    config, kills = folder.read_config(), oom.cgroup_kills()
     site_variables(config["cluster"]["environment"], os.environ)  # before torch loads OpenMP
     if script_rank.is_script(config):
-        _run_script(folder, config, world=world)
+        if is_local:  # torchrun of a simulated node knows its own ranks only
+            world = replace(world, local_rank=world.rank, local_world_size=world.world_size)
+        _run_script(folder, config, world=world, in_job=not is_local, kills=kills)
         return
     if world.rank == 0:
         note_phase(folder, "importing torch")
@@ -62,16 +68,20 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER) -> None:
     ):
         returncode = child.wait()
     if returncode != 0:
-        failure.record_death(folder, world=world, returncode=returncode)
+        cgroup = oom.killing_cgroup(kills)
+        failure.record_death(folder, world=world, returncode=returncode, cgroup=cgroup)
         sys.exit(_exit_code(returncode))
 
 
-def _run_script(folder: RunFolder, config: dict[str, Any], *, world: World) -> None:
+def _run_script(
+    folder: RunFolder, config: dict[str, Any], *, world: World, in_job: bool, kills: Mapping[str, int]
+) -> None:
     """As `run`, for a script of the user's, whose processes end with it."""
     adopt_orphans()
     script_failure.forget(folder, rank=world.rank)
     script = config["script"]
-    relay = script_rank.Relay(script["stop_signal"], reaches_all=world.launcher == "slurm")
+    reaches_all = in_job and world.launcher in ("slurm", "torchrun")
+    relay = script_rank.Relay(script["stop_signal"], in_job=in_job, reaches_all=reaches_all)
     for number in _IGNORED:
         signal.signal(number, relay)
     starts = {stream: script_failure.size_of(folder.log(world.rank, stream)) for stream in ("out", "err")}
@@ -82,9 +92,10 @@ def _run_script(folder: RunFolder, config: dict[str, Any], *, world: World) -> N
             script_rank.begin(folder, config, world=world, environment=variables)
         with script_rank.streams(folder, rank=world.rank) as (out, err):
             child = subprocess.Popen(
-                script_rank.words_of(folder, config, rank=world.rank),
-                cwd=script_rank.working_directory(folder, config, rank=world.rank),
+                script_rank.words_of(folder, config, rank=world.rank, variables=variables),
+                cwd=script_rank.working_directory(folder, config, rank=world.rank, variables=variables),
                 env=variables, preexec_fn=partial(_prepare, os.getpid(), handles=script["stop_signal"]),
+                close_fds=False,  # PMI_FD of MPI; our own files close themselves
                 stdin=subprocess.DEVNULL, stdout=out, stderr=err,
             )  # fmt: skip
     except (DeviceError, OSError) as error:  # no such program on this host, for example
@@ -103,7 +114,8 @@ def _run_script(folder: RunFolder, config: dict[str, Any], *, world: World) -> N
     if returncode > 0:
         script_failure.record(folder, world=world, returncode=returncode, log_start=starts["err"])
     elif returncode < 0:
-        failure.record_death(folder, world=world, returncode=returncode)
+        cgroup = oom.killing_cgroup(kills)
+        failure.record_death(folder, world=world, returncode=returncode, cgroup=cgroup)
     if returncode != 0:
         sys.exit(_exit_code(returncode))
 

@@ -34,13 +34,16 @@ def is_script(config: Mapping[str, Any]) -> bool:
     return bool(config.get("task", {}).get("name") == TASK)
 
 
-def words_of(folder: RunFolder, config: Mapping[str, Any], *, rank: int) -> list[str]:
-    """The program and its arguments."""
+def words_of(
+    folder: RunFolder, config: Mapping[str, Any], *, rank: int, variables: Mapping[str, str]
+) -> list[str]:
+    """The program and its arguments. variables: those of `set_variables`."""
     script = config["script"]
-    values = _placeholders(folder, config, rank=rank)
+    values = _placeholders(folder, config, rank=rank, variables=variables)
     arguments = arguments_of(script, values=values)
     if restarted(folder):
-        arguments += resume_words(script, values=values, folder=working_directory(folder, config, rank=rank))
+        working = Path(fill(script["working_directory"], values))
+        arguments += resume_words(script, values=values, folder=working)
     if script["file"]:  # a path in the kept source is relative to the run folder
         return [sys.executable, "-u", str(folder.path / script["file"]), *arguments]
     if script["module"]:  # -P: not from the working directory, but from the kept source
@@ -54,12 +57,20 @@ def restarted(folder: RunFolder) -> bool:
     return int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 or bool(attempts.recent_ends(folder))
 
 
-def working_directory(folder: RunFolder, config: Mapping[str, Any], *, rank: int) -> Path:
-    return Path(fill(config["script"]["working_directory"], _placeholders(folder, config, rank=rank)))
+def working_directory(
+    folder: RunFolder, config: Mapping[str, Any], *, rank: int, variables: Mapping[str, str]
+) -> Path:
+    values = _placeholders(folder, config, rank=rank, variables=variables)
+    return Path(fill(config["script"]["working_directory"], values))
 
 
-def _placeholders(folder: RunFolder, config: Mapping[str, Any], *, rank: int) -> dict[str, str]:
-    return dict(zip(PLACEHOLDERS, (str(folder.path), str(rank), str(config["seed"])), strict=True))
+def _placeholders(
+    folder: RunFolder, config: Mapping[str, Any], *, rank: int, variables: Mapping[str, str]
+) -> dict[str, str]:
+    nodes, devices = config["nodes"], config["gpus_per_node"]
+    place = (variables["MASTER_ADDR"], variables["MASTER_PORT"])
+    values = (folder.path, rank, config["seed"], nodes, devices, nodes * devices, *place)
+    return dict(zip(PLACEHOLDERS, map(str, values), strict=True))
 
 
 def set_variables(
@@ -72,7 +83,10 @@ def set_variables(
     cluster = config["cluster"]
     fabric.use_scratch(cluster["scratch"], environment, host=world.host)
     flight_recorder.set_variables(folder, environment)
-    environment.setdefault("OMP_NUM_THREADS", str(fabric.cpu_threads(world, environment)))
+    per_node = config["gpus_per_node"]
+    share = per_node * world.nodes // world.world_size  # of ranks that the script starts itself
+    threads = max(1, fabric.cpu_threads(world, environment) // share)
+    environment.setdefault("OMP_NUM_THREADS", str(threads))
     environment.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in C code writes its stack to the log
     nccl = config["device"] != "cpu" and any(map(os.path.exists, _GPU_DRIVERS))
     devices = fabric_kind.fabric_devices()
@@ -81,7 +95,7 @@ def set_variables(
     fabric.require_interfaces(environment, host=world.host, nccl=nccl)
     environment.pop("PYTHONSAFEPATH", None)  # for our own modules: a script imports what lies beside it
     if world.one_machine and config["nodes"] > 1:  # simulated nodes: each has its own GPUs
-        visible = visible_devices(environment, node=world.node, per_node=world.world_size // world.nodes)
+        visible = visible_devices(environment, node=world.node, per_node=per_node)
         environment.update({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     environment.update(torchrun_variables(folder, config, world=world, environment=environment))
 
@@ -112,9 +126,12 @@ def torchrun_variables(
 def rendezvous(config: Mapping[str, Any], *, world: World, environment: Mapping[str, str]) -> tuple[str, str]:
     """The address and the port at which rank 0 listens. torchrun and the local agent have chosen both."""
     cluster = config["cluster"]
-    if world.launcher == "torchrun" and {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
-        return environment["MASTER_ADDR"], environment["MASTER_PORT"]
     hosts = world.hosts or expand_hosts(environment.get("SLURM_JOB_NODELIST", ""))
+    if world.launcher == "torchrun" and {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+        address = environment["MASTER_ADDR"]
+        is_name = (first := address.partition(".")[0]) in hosts  # torchrun writes the full name of the host
+        address = first + cluster["master_suffix"] if is_name and cluster["master_suffix"] else address
+        return address, environment["MASTER_PORT"]
     address = "127.0.0.1" if world.one_machine or not hosts else hosts[0] + cluster["master_suffix"]
     job = environment.get("SLURM_JOB_ID", "0")
     return address, str(cluster["port"] or SHARED + (int(job) if job.isdecimal() else 0) % SHARED)
@@ -177,13 +194,15 @@ def streams(folder: RunFolder, *, rank: int) -> Iterator[tuple[int, int]]:
 class Relay:
     """Passes signals on to the script, and remembers the one that asked it to stop.
 
-    Slurm sends USR2 before the time limit and TERM at a preemption, both also to the script itself.
+    Slurm sends USR2 before the time limit and TERM at a preemption, both also to the script itself, unless
+    mpirun has started it.
     """
 
-    def __init__(self, stop_signal: str, *, reaches_all: bool) -> None:
+    def __init__(self, stop_signal: str, *, in_job: bool, reaches_all: bool) -> None:
+        """in_job: signals are Slurm's, not of a local agent; reaches_all: it sends them to the script too."""
         self.stopped_by: str | None = None
         self._stop = None if stop_signal == "none" else signal.Signals[stop_signal]
-        self._reaches_all = reaches_all
+        self._in_job, self._reaches_all = in_job, reaches_all
         self._child: subprocess.Popen[bytes] | None = None
         self._early: list[int] = []  # received before the script started
 
@@ -212,5 +231,5 @@ class Relay:
         ends = {0}
         for number in (signal.SIGTERM, self._stop or signal.SIGTERM):
             ends |= {-int(number), 128 + int(number)}
-        asked = self.stopped_by is not None and self._reaches_all and returncode in ends
+        asked = self.stopped_by is not None and self._in_job and returncode in ends
         return {"signal": self.stopped_by, "code": returncode} if asked else None

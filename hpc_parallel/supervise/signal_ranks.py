@@ -22,10 +22,11 @@ def main(arguments: Sequence[str]) -> None:
 
 def ranks_here(folder: str) -> list[int]:
     """Process ids of this user's ranks of the run on this host."""
-    module = list(WORKER[-2:])  # -m hpc_parallel.worker.main
+    worker = [*WORKER[-2:], folder]  # -m hpc_parallel.worker.main
+    parent = ["-m", "hpc_parallel.job", "rank", folder]  # passes it to a script; a worker's ignores it
     return [
         process.pid
         for process in psutil.process_iter(["cmdline", "uids"])
-        if (process.info["cmdline"] or [])[-3:] == [*module, folder]
-        and process.info["uids"].real == os.geteuid()
+        if (words := process.info["cmdline"] or [])[-3:] == worker or words[1:] == parent
+        if process.info["uids"].real == os.geteuid()
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.scripts.loops import CLIENTS, losses_alone, printed_losses
+from tests.scripts.loops import losses_alone, printed_losses
 
 pytestmark = pytest.mark.processes
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -30,13 +29,6 @@ print(json.dumps([variables, sys.argv[1:], os.getcwd(), beside.VALUE]))
 """
 
 
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    for client in CLIENTS.glob("*.py"):
-        shutil.copy(client, tmp_path)
-    return tmp_path
-
-
 def run(
     home: Path, *words: str, module: str = "run", timeout_s: float = 240, **environment: str
 ) -> subprocess.CompletedProcess[str]:
@@ -44,6 +36,15 @@ def run(
         [sys.executable, "-m", f"hpc_parallel.{module}" if module == "run" else "hpc_parallel", *words],
         cwd=home, env={**os.environ, "PYTHONPATH": ROOT, **environment}, capture_output=True, text=True,
         timeout=timeout_s,
+    )  # fmt: skip
+
+
+def started(home: Path, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "hpc_parallel.run", *words], cwd=home,
+        env={**os.environ, "PYTHONPATH": ROOT}, stdout=subprocess.PIPE, text=True,
+        # A shell's job in the background ignores it, and so would the run.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
 
 
@@ -205,12 +206,7 @@ def test_a_cancelled_script_leaves_nothing_running(home: Path, signals: list[sig
     ignore = "trap '' TERM\n" * (len(signals) > 1)  # it then takes two
     (home / "solver").write_text(f"#!/bin/bash\n{ignore}sleep {marker} &\nsleep {marker}\n")
     (home / "solver").chmod(0o755)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hpc_parallel.run", *TWO_NODES, "--", "./solver"], cwd=home,
-        env={**os.environ, "PYTHONPATH": ROOT}, stdout=subprocess.PIPE, text=True,
-        # A shell's job in the background ignores it, and so would the run.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    process = started(home, *TWO_NODES, "--", "./solver")
     deadline = time.monotonic() + 240
     while len(processes_of(f"sleep {marker}")) < 4:
         assert time.monotonic() < deadline
@@ -240,7 +236,8 @@ for number in range(400_000): print("line", number)
     assert "line 399999" in done.stdout
 
 
-def test_an_exit_code_asks_for_a_new_start_which_resumes(home: Path) -> None:
+@pytest.mark.parametrize("start", ["ranks", pytest.param("torchrun", marks=pytest.mark.full)])
+def test_an_exit_code_asks_for_a_new_start_which_resumes(start: str, home: Path) -> None:
     (home / "script.py").write_text("""
 import pathlib, sys
 saved = pathlib.Path(sys.argv[1])
@@ -250,7 +247,8 @@ else:
     saved.touch()
     sys.exit(75)
 """)
-    words = ("script.requeue_codes=[75]", "script.resume_arguments=--resume {run}/saved")
+    resume = "script.resume_arguments=--resume {run}/saved"
+    words = (f"script.start={start}", "script.requeue_codes=[75]", resume)
     done = run(home, "launcher=local", *words, "--", "script.py", "{run}/saved")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resumed" in done.stdout

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from cluster import Cluster
 from test_jobs import Site, only_run, read
+from test_starts import words_of
 
 from tests.scripts.loops import CLIENTS, losses_alone, printed_losses
 
@@ -46,9 +47,10 @@ def test_the_loss_curve_of_two_hosts_equals_that_of_one_process(site: Site) -> N
     assert curve == pytest.approx(losses_alone("ddp.py", "--steps", "8"), rel=1e-5)
 
 
-def test_a_failing_rank_is_named_with_its_host_and_line(site: Site) -> None:
-    words = ("nodes=2", "launcher=slurm", "launcher.wait=true", "--", "ddp.py", "--fail-at", "3")
-    done = site.run(*words)
+@pytest.mark.parametrize("start", ["ranks", pytest.param("torchrun", marks=pytest.mark.full)])
+def test_a_failing_rank_is_named_with_its_host_and_line(start: str, site: Site) -> None:
+    words = ("nodes=2", "launcher=slurm", "launcher.wait=true", f"script.start={start}")
+    done = site.run(*words, "--", "ddp.py", "--fail-at", "3")
     assert done.returncode == 1
     last = done.stdout.splitlines()[-1]
     assert re.match(r"rank 1 on \S+ failed first: ValueError: no data for step 3 \(ddp\.py:\d+\)", last), last
@@ -83,6 +85,46 @@ def test_a_single_file_with_its_own_checkpoint_runs_and_a_killed_rank_is_named(s
     assert printed_losses(site.home / "resumed") == whole[5:]
 
 
+OWN_TORCHRUN = (
+    "-m", "torch.distributed.run", "--nnodes={nodes}", "--nproc-per-node={devices}", "--node-rank={rank}",
+    "--master-addr={address}", "--master-port={port}",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "before", "logs"),
+    [
+        (("script.start=torchrun", "script.torchrun=[--max-restarts=0]"), (), 4),
+        pytest.param(("script.start=node",), OWN_TORCHRUN, 2, marks=pytest.mark.full),
+    ],
+)
+def test_a_launcher_on_each_node_starts_the_ranks(
+    site: Site, words: tuple[str, ...], before: tuple[str, ...], logs: int
+) -> None:
+    line = (*words, "nodes=2", "gpus_per_node=2", "launcher=slurm", "launcher.wait=true", "--", *before)
+    done = site.run(*line, "ddp.py", "--steps", "4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = only_run(site)
+    assert len(list((folder / "logs").glob("rank-*.out"))) == logs
+    assert printed_losses(folder) == pytest.approx(losses_alone("ddp.py", "--steps", "4"), rel=1e-5)
+    hosts = {rank["host"] for rank in read(folder, "environment.json")["ranks"]}
+    assert len(hosts) == 2, hosts
+    assert site.record(read(folder, "summary.json")["job_ids"][0])["NumTasks"] == "4" if logs == 4 else "2"
+
+
+@pytest.mark.parametrize("start", ["openmpi", pytest.param("mpich", marks=pytest.mark.full)])
+def test_a_plain_mpi_program_runs_under_mpirun(start: str, site: Site) -> None:
+    words = ("nodes=2", "gpus_per_node=2", "launcher=slurm", "launcher.wait=true", *words_of(start, site))
+    done = site.run(*words, "run_dir=run", "--", "mpi_sum.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = [(site.home / "run" / "logs" / f"rank-{rank}.out").read_text() for rank in range(4)]
+    assert printed == [f"rank {rank} of 4: sum 6\n" for rank in range(4)]
+    failed = site.run(*words, "run_dir=failed", "--", "mpi_sum.py", "--fail")
+    assert failed.returncode == 1
+    line = read(site.home / "failed", "failure.json")["line"]
+    assert re.fullmatch(r"rank 1 on n1 failed first: the script ended with exit code 3.*", line), line
+
+
 SAVES = """
 import os, pathlib, signal, sys, time
 saved = pathlib.Path(sys.argv[1])
@@ -98,17 +140,21 @@ time.sleep(200)
 """
 
 
-def test_a_stop_signal_lets_the_script_save_and_the_job_starts_again(site: Site) -> None:
-    """As before the time limit: Slurm sends USR2 to every process of the step."""
+@pytest.mark.parametrize(
+    "start", ["ranks", *(pytest.param(start, marks=pytest.mark.full) for start in ("torchrun", "openmpi"))]
+)
+def test_a_stop_signal_lets_the_script_save_and_the_job_starts_again(start: str, site: Site) -> None:
+    """As before the time limit: Slurm sends USR2 to every process of the step, or to the shell of mpirun."""
     (site.home / "saves.py").write_text(SAVES)
-    words = ("nodes=2", "launcher=slurm", "script.stop_signal=SIGUSR1", "run_dir=run")
+    by = words_of(start, site) if start == "openmpi" else [f"script.start={start}"]
+    words = ("nodes=2", "launcher=slurm", "script.stop_signal=SIGUSR1", "run_dir=run", *by)
     resume = "script.resume_arguments=--resume {run}/saved"
     assert site.run(*words, resume, "--", "saves.py", "{run}/saved").returncode == 0
     folder = site.home / "run"
     outs = [folder / "logs" / f"rank-{rank}.out" for rank in (0, 1)]
     wait_until(lambda: all(out.exists() and "ready" in out.read_text() for out in outs))
     job_id = read(folder, "owner.json")["job_id"]
-    site.cluster.run("scancel", "--signal=USR2", job_id)
+    site.cluster.run("scancel", "--signal=USR2", *(["--batch"] if start == "openmpi" else []), job_id)
     wait_until(lambda: "resumed from signal 10" in outs[0].read_text(), within_s=300)
     wait_until((folder / "summary.json").exists)
     summary = read(folder, "summary.json")

@@ -19,6 +19,7 @@ from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.script import arguments_of, resume_words
 from hpc_parallel.config.sweep_compose import compose_run
+from hpc_parallel.launch.batch_script import render, sbatch_flags
 from hpc_parallel.launch.checked_run import checked_run
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.run_folder import RunFolder
@@ -111,7 +112,11 @@ def test_placeholders_are_filled_and_other_braces_stay() -> None:
         (("--", "./missing"), "script.command = ./missing does not exist."),
         (("--", "plain"), "a program of this folder is ./plain"),
         (("--", "no-such-program"), "is not on the PATH"),
-        (("--", "torchrun", "train.py"), "starts processes itself"),
+        (("--", "torchrun", "train.py"), "or try script.start=node"),
+        (("script.start=nodes", "--", "train.py"), "Try script.start=node."),
+        (("script.torchrun=[--max-restarts=1]", "--", "train.py"), "is not read. Try script.start=torchrun."),
+        (("script.start=torchrun", "script.torchrun=[--max-restarts=1]", "script.requeue_codes=[75]", "--",
+          "train.py"), "both start the ranks again"),
         (("--", "-m", "nope.x"), "nope.x can't be found: there is no nope in the import path."),
         (("--", "-m", "json.nope"), "script.module = json.nope can't be found: there is no nope in json."),
         (("--", "-m", "json"), "is a package without a __main__.py"),
@@ -126,7 +131,8 @@ def test_placeholders_are_filled_and_other_braces_stay() -> None:
         (("script.working_directory=nowhere", "--", "train.py"), "nowhere is not a folder"),
         (("script.style=--k", "--", "train.py"), "is not one of --key value, --key=value, -key value"),
         (("script.requeue_codes=[0,75,200]", "--", "train.py"), "[0,200] must be exit codes from 1 to 125"),
-        (("launcher=script", "cluster.start=mpirun", "--", "train.py"), "Try cluster.start=srun."),
+        (("launcher=script", "cluster.start=mpirun", "script.start=torchrun", "--", "train.py"),
+         "Try script.start=ranks or script.start=node."),
         (("script.metrics=(", "--", "train.py"), "is not a regular expression"),
         (("script.metrics=loss (?P<loss>.*)", "--", "train.py"), "has no group (?P<step>"),
         (("script.resume_arguments='", "--", "train.py"), "script.resume_arguments"),
@@ -182,6 +188,46 @@ def test_the_variables_are_those_of_torchrun(here: Path) -> None:
     }.items()  # fmt: skip
     config["cluster"]["port"] = 29500
     assert script_rank.rendezvous(config, world=world, environment=environment) == ("n1-ib", "29500")
+    by_torchrun = {
+        "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "41234.0", "MASTER_PORT": "7",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+    }  # fmt: skip
+    world = World.discover(by_torchrun)
+    for address, expected in (("n2.site.org", "n2-ib"), ("10.0.0.1", "10.0.0.1"), ("n2-ib", "n2-ib")):
+        environment = {**by_torchrun, "MASTER_ADDR": address}
+        assert script_rank.rendezvous(config, world=world, environment=environment) == (expected, "7")
+
+
+@pytest.mark.parametrize(("start", "tasks", "cpus", "threads"), [("ranks", 2, 3, 3), ("node", 1, 6, 3)])
+def test_a_process_for_each_node_has_all_its_cores_and_the_threads_of_its_own_ranks(
+    start: str, tasks: int, cpus: int, threads: int, here: Path
+) -> None:
+    shape = ("nodes=2", "gpus_per_node=2", "launcher.cpus_per_device=3")
+    words = "{rank} {nodes} {devices} {processes}"
+    line = ("launcher=script", f"script.start={start}", *shape, "--", "train.py", words)
+    run = checked_run(CommandLine.parse(line))
+    flags = sbatch_flags(run)
+    assert (flags["ntasks-per-node"], flags["cpus-per-task"]) == (tasks, cpus)
+    world, environment = slurm_world(
+        1, SLURM_CPUS_PER_TASK=str(cpus), SLURM_PROCID="1", SLURM_NODEID=str(1 // tasks),
+        SLURM_LOCALID=str(1 % tasks), SLURM_STEP_NUM_TASKS=str(2 * tasks),
+        SLURM_STEP_TASKS_PER_NODE=f"{tasks}(x2)",
+    )  # fmt: skip
+    values = run.values | {"device": "cpu"}
+    script_rank.set_variables(run.folder, values, world=world, environment=environment)
+    assert environment["OMP_NUM_THREADS"] == str(threads)
+    words = script_rank.words_of(run.folder, values, rank=1, variables=environment)
+    assert words[-1] == "1 2 2 4"
+
+
+def test_torchrun_gets_the_words_of_the_user() -> None:
+    shape = ("launcher=script", "script.start=torchrun", "nodes=2", "gpus_per_node=2")
+    words = ("script.torchrun=[--max-restarts=2,--tee,3]", "--", "train.py")
+    run = checked_run(CommandLine.parse([*shape, *words]))
+    (line,) = [line for line in render(run).splitlines() if "--module" in line]
+    assert line.split("--max-restarts=2 --tee 3 --module hpc_parallel.job rank")[1:]
+    assert run.processes == 4
 
 
 @pytest.mark.parametrize(
@@ -300,7 +346,7 @@ class Child:
 def test_each_signal_reaches_the_script_once(
     stop_signal: str, reaches_all: bool, number: int, received: list[int], early: bool
 ) -> None:
-    relay, child = script_rank.Relay(stop_signal, reaches_all=reaches_all), Child()
+    relay, child = script_rank.Relay(stop_signal, in_job=True, reaches_all=reaches_all), Child()
     if early:
         relay(number, None)
     relay.connect(child)  # type: ignore[arg-type]
@@ -318,7 +364,7 @@ def test_each_signal_reaches_the_script_once(
     ],
 )  # fmt: skip
 def test_an_end_is_a_stop_only_if_it_was_asked_for(number: int | None, returncode: int, stops: bool) -> None:
-    relay = script_rank.Relay("SIGUSR1", reaches_all=True)
+    relay = script_rank.Relay("SIGUSR1", in_job=True, reaches_all=True)
     relay.connect(Child())  # type: ignore[arg-type]
     if number is not None:
         relay(number, None)

@@ -36,7 +36,7 @@ from hpc_parallel.config.layout import EXECUTIONS, divisors
 from hpc_parallel.config.model_data_schema import TransformerConfig
 from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.config.schema import TASKS, RunConfig
-from hpc_parallel.config.script import STOP_SIGNALS, STYLES, TASK
+from hpc_parallel.config.script import STARTS, STOP_SIGNALS, STYLES, TASK
 from hpc_parallel.problems import Problem, Problems, nearest
 from hpc_parallel.record.safe_read import MAX_INTEGER, list_folder
 
@@ -62,6 +62,7 @@ CHOICES = {
     "plan.on_overflow": ("stop", "warn", "off"),
     "profile.kind": ("none", "torch", "nsys", "ncu"),
     "task.name": tuple(TASKS),
+    "script.start": STARTS,
     "script.style": STYLES,
     "script.stop_signal": STOP_SIGNALS,
 }

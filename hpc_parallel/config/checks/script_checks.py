@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+from hpc_parallel.config.layout import processes_per_node
 from hpc_parallel.config.node_devices import launcher_kind
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.config.script import KINDS, TASK
+from hpc_parallel.config.script import KINDS, NODE, RANKS, TASK, TORCHRUN
 from hpc_parallel.config.script_schema import ScriptConfig
 from hpc_parallel.problems import Problem, Problems, nearest
 
@@ -51,8 +52,7 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> Problems:
     elif script.command:
         yield from _command(config, script.command)
     yield from _folder(script.working_directory)
-    if config.cluster.start != "srun" and launcher_kind(config.launcher.kind) != "local":
-        yield Problem("cluster.start", config.cluster.start, "can't start a script yet", ("srun",))
+    yield from _start(config)
     if wrong := [code for code in script.requeue_codes if not 0 < code < 126]:
         yield Problem("script.requeue_codes", wrong, "must be exit codes from 1 to 125", ([75],))
     yield from _metrics(script.metrics)
@@ -65,12 +65,13 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> Problems:
 def script_warnings(config: RunConfig) -> Iterator[str]:
     """What may be meant, and is more often a mistake."""
     file = config.script.file
-    if config.task.name != TASK or file is None or config.devices == 1:
+    processes = config.nodes * processes_per_node(config.strategy, gpus_per_node=config.gpus_per_node)
+    if config.task.name != TASK or file is None or processes == 1:
         return
     if not _may_be_distributed(_path(file)):
         yield (
             f"{file} never reads RANK or WORLD_SIZE and calls no init_process_group: each of the "
-            f"{config.devices} processes will do the whole work."
+            f"{processes} processes will do the whole work."
         )
 
 
@@ -85,6 +86,20 @@ def _unread(overrides: Sequence[str]) -> Problems:
     for key in keys:
         if key in NOT_YET or key.partition(".")[0] in NOT_YET:
             yield f"{key}: a script can't use this yet. Try the same line without it."
+
+
+def _start(config: RunConfig) -> Problems:
+    script = config.script
+    if script.start == TORCHRUN and config.cluster.start == "mpirun":
+        rule = "is started by srun, and cluster.start=mpirun"
+        yield Problem("script.start", TORCHRUN, rule, (RANKS, NODE))
+    if script.torchrun and script.start != TORCHRUN:
+        yield f"script.torchrun = {script.torchrun} is not read. Try script.start=torchrun."
+    if script.requeue_codes and any(re.match("--max[-_]restarts", word) for word in script.torchrun):
+        yield (
+            "script.requeue_codes and torchrun's --max-restarts would both start the ranks again: leave one "
+            "out."
+        )
 
 
 def _file(config: RunConfig, file: str) -> Problems:
@@ -129,10 +144,11 @@ def _module(config: RunConfig, module: str) -> Problems:
 
 def _command(config: RunConfig, command: str) -> Problems:
     name = Path(command).name
-    if name in LAUNCHERS:
+    if name in LAUNCHERS and config.script.start != NODE:
         yield (
             f"script.command = {command} starts processes itself, and hpc_parallel does that already: name "
-            "the script alone, as in -- train.py."
+            "the script alone, as in -- train.py, or try script.start=node, which starts it once for each "
+            "node."
         )
     elif os.sep not in command:
         if not _changes_environment(config) and shutil.which(command) is None:
