@@ -210,7 +210,7 @@ def _yaml_lines(name: str, value: Any, *, sources: Mapping[str, str]) -> Iterato
         for inner, content in value.items():
             yield from _yaml_lines(f"{name}.{inner}", content, sources=sources)
     else:
-        text = json.dumps(value) if isinstance(value, str) else _number_text(value)
+        text = json.dumps(value) if value is None or isinstance(value, str) else _number_text(value)
         yield f"{indent}{key}: {text}{comment}"
 
 

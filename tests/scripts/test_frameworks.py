@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.scripts.frameworks import CLIENTS, Client, named, resumes_and_equals_one_process
-from tests.scripts.test_local_scripts import home, run  # noqa: F401  (home is a fixture)
+from tests.scripts.test_local_scripts import run
 
 pytestmark = [pytest.mark.full, pytest.mark.processes, pytest.mark.timeout(1200)]
 
 
 @pytest.mark.parametrize("client", CLIENTS, ids=named)
-def test_a_framework_resumes_after_a_kill_and_equals_one_process(client: Client, home: Path) -> None:  # noqa: F811
+def test_a_framework_resumes_after_a_kill_and_equals_one_process(client: Client, home: Path) -> None:
     start = partial(run, home, "launcher=local", timeout_s=900)
     resumes_and_equals_one_process(client, start=start, home=home)
