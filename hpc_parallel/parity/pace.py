@@ -39,12 +39,15 @@ class Pace:
         return plan + (f"; {self.left_out} can't apply and are left out" if self.left_out else "")
 
     def figures(self) -> list[str]:
-        """The rate, and an estimate of the time left; nothing before the first run has ended."""
+        """An estimate of the time left, and the rate, which a narrow terminal leaves out first.
+
+        Nothing before the first run has ended.
+        """
         if not self._times_s:
             return []
         usual_s = fmean(self._times_s)
         left = max(0, self.rows + self.alone - len(self._times_s))
-        return [f"{figure(usual_s, digits=2)} s a run", f"about {duration(left * usual_s)} left"]
+        return [f"about {duration(left * usual_s)} left", f"{figure(usual_s, digits=2)} s a run"]
 
     def total(self) -> str:
         """How long all runs took."""

@@ -272,7 +272,7 @@ def test_the_pace_of_a_proof() -> None:
         with pace.run():
             pass
     minutes, left_s = divmod(11 * (runs - 2), 60)
-    assert pace.figures() == ["11 s a run", f"about {minutes} min {left_s} s left"]
+    assert pace.figures() == [f"about {minutes} min {left_s} s left", "11 s a run"]
     assert pace.total() == "2 runs in 22 s (11 s a run)"
 
 
