@@ -1,0 +1,403 @@
+"""What one step does, counted without a GPU: bytes between ranks, casts, kernels, waits, kept activations.
+
+    python tests/benchmarks/step_counts.py [CASE ...] [-- OVERRIDES ...]
+
+A rank of a world whose other ranks don't exist takes two steps of `1b` with tensors that have shapes but no
+numbers, and the second one is counted. Only the experts' tensors have numbers, which decide how many rows are
+sent. An older commit is counted by this file too: make a work tree of it, and start this file there with
+PYTHONPATH set to that folder.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.pipelining import schedules as pipelining
+from torch.distributed.pipelining.stage import InferenceMode, PipelineStage
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hpc_parallel.profiling.traffic import KINDS, place_of
+from hpc_parallel.torch_internals import operator_arguments, operator_name
+
+SAMPLES = 4  # of a microbatch
+SEQ = 2048
+PLAIN = "plain loop"
+COMMON = (
+    "launcher=local", "device=cpu", f"data.sequence_length={SEQ}", "training.precision=bfloat16",
+    f"training.microbatch_size={SAMPLES}",
+)  # fmt: skip
+ONE_B = ("model=1b",)
+EXPERTS = (
+    "model=moe_tiny", "model.dim=256", "model.ffn_dim=512", "data.sequence_length=256",
+)  # fmt: skip
+# Two microbatches of a replica, eight of the pipeline.
+CASES: dict[str, tuple[str, ...]] = {
+    "one device": (*ONE_B, "strategy=single", "training.global_batch_size=8"),
+    "data 8": (*ONE_B, "strategy=data", "gpus_per_node=8", "training.global_batch_size=64"),
+    "fsdp 8": (*ONE_B, "strategy=fsdp", "gpus_per_node=8", "training.global_batch_size=64"),
+    "tensor 8": (*ONE_B, "strategy=tensor", "gpus_per_node=8", "training.global_batch_size=8"),
+    "pipeline 4": (
+        *ONE_B, "strategy=pipeline", "gpus_per_node=4", "training.global_batch_size=32",
+        "strategy.microbatches=8",
+    ),
+    "expert 8": (*EXPERTS, "strategy=expert", "gpus_per_node=8", "training.global_batch_size=64"),
+}  # fmt: skip
+# What makes the host wait for a GPU: operators, and methods that dispatch none for a tensor of the CPU.
+WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal")
+WAITING_METHODS = ("tolist", "cpu", "numpy")
+# Operators without a kernel beside views: they allocate, or ask for properties.
+WITHOUT_KERNEL = (
+    "aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::promote_types", "aten::detach",
+    "aten::lift_fresh", "prim::", "profiler::", "c10d::", "_c10d_functional::", "_dtensor::",
+)  # fmt: skip
+
+
+class StepCounts(TorchDispatchMode):
+    """Counts what is dispatched while it is active, by torch's own code and by the backward pass too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = self.casts = self.cast_bytes = 0
+        self.waits: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self.sent: Counter[tuple[str, str]] = Counter()  # bytes by kind of collective and dtype
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor then dispatches its local operators and collectives
+        name = operator_name(function) or ""
+        if name in KINDS:
+            self._note_collective(name, operator_arguments(function, args, kwargs))
+        if name in WAITS:
+            self.waits[name] += 1
+        result = function(*args, **(kwargs or {}))
+        if not name.startswith(WITHOUT_KERNEL) and not function.is_view:
+            self.kernels += 1
+        if name == "aten::_to_copy" and result.dtype != args[0].dtype:
+            self.casts += 1
+            self.cast_bytes += result.nbytes
+        return result
+
+    @contextmanager
+    def methods(self) -> Iterator[None]:
+        """Count the calls of `WAITING_METHODS` too."""
+
+        def noting(name: str) -> Callable[..., Any]:
+            original = getattr(Tensor, name)
+
+            def noted(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
+                self.waits[name] += 1
+                return original(tensor, *arguments, **options)
+
+            return noted
+
+        with patch.multiple(Tensor, **{name: noting(name) for name in WAITING_METHODS}):
+            yield
+
+    def _note_collective(self, name: str, arguments: Mapping[str, Any]) -> None:
+        kind, rule = KINDS[name]
+        self.calls[kind] += 1
+        tensors = [value for value in flat(arguments.values()) if isinstance(value, Tensor)]
+        dtype = str(tensors[0].dtype).removeprefix("torch.")
+        if sent := round(rule(arguments, place_of(arguments)).sent):
+            self.sent[kind, dtype] += sent
+
+
+def flat(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from flat(value)
+        else:
+            yield value
+
+
+class Kept:
+    """The memory that autograd keeps for the backward pass, without the weights that modules hold."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self._kept: dict[int, Tensor] = {}
+        self._weights: set[int] = set()
+        self._modules = [module for part in parts for module in part.modules()]
+
+    @property
+    def bytes(self) -> int:
+        kept = [tensor for key, tensor in self._kept.items() if key not in self._weights]
+        return sum(tensor.untyped_storage().nbytes() for tensor in kept)
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        handles = [module.register_forward_pre_hook(self._note_weights) for module in self._modules]
+        with saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            yield
+        for handle in handles:
+            handle.remove()
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        kept = local(tensor)
+        self._kept.setdefault(key(kept), kept)
+        return tensor
+
+    def _note_weights(self, module: nn.Module, _: object) -> None:
+        held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        # Weights that were replaced by their casts are no parameters.
+        held += [value for value in module._parameters.values() if value is not None]
+        self._weights |= {key(local(value)) for value in held}
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def key(tensor: Tensor) -> int:
+    """The same for tensors that share memory, while one of them lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def counted(step: Callable[[], object], parts: Sequence[nn.Module], *, microbatches: int) -> dict[str, Any]:
+    """The counts of the second step; what is kept is that of one microbatch."""
+    step()
+    kept = Kept(parts)
+    with StepCounts() as counts, kept.watch(), counts.methods():
+        step()
+    return {
+        "sent": {f"{kind} {dtype}": sent for (kind, dtype), sent in sorted(counts.sent.items())},
+        "calls": dict(sorted(counts.calls.items())),
+        "microbatches": microbatches,
+        "kept_bytes": kept.bytes // microbatches,
+        "casts": counts.casts,
+        "cast_bytes": counts.cast_bytes,
+        "waits": sum(counts.waits.values()),
+        "kernels": counts.kernels,
+    }
+
+
+def count_here(name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The counts of a case on rank 0, in this process, which must have no process group, now or before."""
+    from tests.composed import prepared
+
+    words = CASES["one device" if name == PLAIN else name]
+    config = prepared(*COMMON, *words, "run_dir=/nowhere/run", *overrides).config
+    if name == PLAIN:
+        return plain_counts(config)
+    fakes = nullcontext() if "expert" in name else FakeTensorMode(allow_non_fake_inputs=True)
+    with patch.object(pipelining._PipelineSchedule, "_warmup_p2p", dynamic), alone(config.devices):
+        return counts_of(config, fakes)
+
+
+@contextmanager
+def alone(ranks: int) -> Iterator[None]:
+    """Rank 0 of a world whose other ranks don't exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    new_group = dist.new_group
+
+    def new_fake_group(*arguments: Any, **options: Any) -> Any:
+        return new_group(*arguments, **{**options, "backend": "fake"})
+
+    replaced: dict[str, Any] = {"_send_meta": lambda *_: None, "_recv_meta": own_gradients_meta}
+    with (
+        patch.object(
+            dist, "new_group", lambda *a, **options: new_group(*a, **{**options, "backend": "fake"})
+        ),
+        patch("hpc_parallel.strategies.replicate.DistributedDataParallel", LoneReplica),
+        patch.multiple(PipelineStage, **replaced),
+    ):
+        yield
+
+
+def dynamic(schedule: object, stages: Sequence[Any], *_: object) -> None:
+    """In place of the vote by which the stages of a pipeline find out how they learn their shapes."""
+    for stage in stages:
+        stage._inference_mode = InferenceMode.DYNAMIC
+
+
+def own_gradients_meta(stage: Any, _: int) -> Any:
+    """The gradients that stage 0 receives have the shapes and types of its outputs."""
+    from torch.distributed.pipelining._utils import _StageBackwardMeta
+    from torch.distributed.pipelining.stage import _derive_grad_metas
+
+    return _StageBackwardMeta(_derive_grad_metas(stage._stage_meta.outputs))
+
+
+class LoneReplica(DistributedDataParallel):
+    """The future of a fake all-reduce has no tensor, so a bucket is its own mean."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.register_comm_hook(options["process_group"], averaged)
+        self.reducer = FirstBuckets(self.reducer)
+
+
+class FirstBuckets:
+    """A reducer that keeps its first buckets: the order of gradients would be sent as numbers."""
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+def averaged(group, bucket):  # type: ignore[no-untyped-def]  # torch reads the annotations
+    dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    done = torch.futures.Future()  # type: ignore[var-annotated]
+    done.set_result(bucket.buffer())
+    return done
+
+
+def counts_of(config: Any, fakes: AbstractContextManager[object]) -> dict[str, Any]:
+    from hpc_parallel.strategies import assemble as assembling
+    from hpc_parallel.training.optimizer import build_optimizer
+    from hpc_parallel.training.step import build_step
+
+    model, batch, place = planned(config)
+    shape = (config.data["sequence_length"],)
+    with patch.object(assembling, "materialise", partial(allocate, fakes)):
+        assembled = assembling.assemble(
+            model, config=config, batch=batch, sample_shape=shape, device=torch.device("cpu"), **place
+        )
+    for part in assembled.parts:
+        part.train()
+    optimizer = build_optimizer(assembled.named_parameters(), config.optimizer, split=True)
+    step = build_step(
+        assembled, optimizer=optimizer, clip_norm=config.training.clip_norm, on_nonfinite="stop"
+    )
+    with fakes:
+        tokens = torch.randint(256, (batch.samples_per_replica, *shape))
+        return counted(lambda: step.run(tokens, tokens), assembled.parts, microbatches=batch.microbatches)
+
+
+def planned(config: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """The model, the batch, and where this rank stands, by the names that this tree and older ones have."""
+    from hpc_parallel.config.layout import layout_of
+
+    layout = layout_of(config.strategy, devices=config.devices)
+    try:
+        from hpc_parallel.config.batch_plan import batch_of
+        from hpc_parallel.strategies.groups import make_groups
+        from hpc_parallel.strategies.whole_model import build_model
+    except ImportError:
+        return planned_before(config, layout)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Set timeout")
+        groups = make_groups(config, layout, device_type="cpu")
+    return build_model(config), batch_of(config, layout), {"groups": groups}
+
+
+def planned_before(config: Any, layout: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """The same at 07695be."""
+    from hpc_parallel.config import layout as layouts
+    from hpc_parallel.config.schedules import schedule_of
+    from hpc_parallel.strategies import assemble, mesh
+
+    batch = layouts.plan_batch(  # type: ignore[attr-defined]
+        config.training.global_batch_size, layout=layout, microbatch_size=config.training.microbatch_size,
+        microbatches=config.strategy.microbatches, in_turn=schedule_of(config.strategy).in_turn,
+    )  # fmt: skip
+    place = {"mesh": mesh.build_mesh(layout, device_type="cpu")}
+    return assemble.build_model(config), batch, place  # type: ignore[attr-defined]
+
+
+def allocate(
+    fakes: AbstractContextManager[object], model: nn.Module, *, dtype: torch.dtype, **_: object
+) -> nn.Module:
+    """Give every weight of `model` memory, in place of drawing its values."""
+
+    def memory(tensor: Tensor) -> Tensor:
+        values = local(tensor)
+        with fakes:
+            made = torch.randn(values.shape, dtype=dtype) * 0.02
+        if not isinstance(tensor, DTensor):
+            return made
+        return DTensor.from_local(
+            made, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape,
+            stride=tensor.stride(),
+        )  # fmt: skip
+
+    created: dict[int, nn.Parameter] = {}
+    for name, weight in list(model.named_parameters(remove_duplicate=False)):
+        if id(weight) not in created:
+            created[id(weight)] = nn.Parameter(memory(weight))
+        path, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, created[id(weight)])
+    return model
+
+
+def plain_counts(config: Any) -> dict[str, Any]:
+    """A plain loop in one file: autocast, fused AdamW, clipping, two microbatches."""
+    from tests.benchmarks.peers.plain_transformer import PlainTransformer, cross_entropy
+
+    seq = config.data["sequence_length"]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = PlainTransformer({"tied_head": True, "norm_eps": 1e-5, **config.model}, seq=seq)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        tokens = torch.randint(256, (config.training.microbatch_size, seq))
+
+        def step() -> None:
+            for _ in range(2):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = cross_entropy(model(tokens), tokens) / 2
+                loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        return counted(step, [model], microbatches=2)
+
+
+def row(name: str, counts: Mapping[str, Any]) -> str:
+    """A row of Markdown."""
+    sent = ", ".join(f"{kind} {size / 1e6:,.1f}" for kind, size in counts["sent"].items()) or "none"
+    batches = counts["microbatches"]
+    calls = ", ".join(
+        f"{counts['calls'].get(kind, 0) / batches:.3g}" for kind in ("all_gather", "reduce_scatter")
+    )
+    cells = (
+        name, sent, calls, f"{counts['kept_bytes'] / 1e9:.2f}",
+        f"{counts['casts']} ({counts['cast_bytes'] / 1e9:.2f})", counts["waits"], counts["kernels"],
+    )  # fmt: skip
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+HEAD = (
+    "| case | MB sent by kind and type | gathers, reduce-scatters a microbatch | GB kept of a microbatch "
+    "| casts (GB written) | host waits | kernels |\n|---|---|---|---|---|---|---|"
+)
+
+
+def main(words: Sequence[str]) -> None:
+    at = words.index("--") if "--" in words else len(words)
+    names, overrides = words[:at], words[at + 1 :]
+    if names[:1] == ["--one"]:
+        print(json.dumps(count_here(names[1], overrides)))
+        return
+    print(HEAD, flush=True)
+    for name in names or (*CASES, PLAIN):
+        command = [sys.executable, __file__, "--one", name, "--", *overrides]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(f"{name}: {done.stderr}")
+        print(row(name, json.loads(done.stdout.splitlines()[-1])), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
