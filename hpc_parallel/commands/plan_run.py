@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hpc_parallel.commands.run_rows import duration
 from hpc_parallel.config.checks.all_checks import find_problems
@@ -44,10 +45,10 @@ def site_hardware(words: Sequence[str], *, user_folder: Path | None) -> str | No
     return hardware
 
 
-def planned_run(
+def checked_config(
     words: Sequence[str], *, hardware: Hardware, user_folder: Path | None
-) -> tuple[RunConfig, Work, StepTime]:
-    """Compose, check and plan a configuration. Raises ConfigError with all problems."""
+) -> tuple[RunConfig, dict[str, Any]]:
+    """Compose and check a configuration, also as plain values. Raises ConfigError with all problems."""
     known = (
         [f"device={hardware.device.kind}"] if not any(word.startswith("device=") for word in words) else []
     )
@@ -58,12 +59,20 @@ def planned_run(
         if is_auto(composed):
             choice = choose(composed, overrides, user_folder=user_folder)
             composed, overrides = choice.composed, choice.overrides
-        config, _ = resolve(composed)
+        config, values = resolve(composed)
         if problems := find_problems(config, overrides):
             raise ConfigError(problems)
-        layout = layout_of(config.strategy, devices=config.devices)
-        if problems := list(unplanned(config, layout, hardware)):
-            raise ConfigError(problems)
+    return config, values
+
+
+def planned_run(
+    words: Sequence[str], *, hardware: Hardware, user_folder: Path | None
+) -> tuple[RunConfig, Work, StepTime]:
+    """Compose, check and plan a configuration. Raises ConfigError with all problems."""
+    config, _ = checked_config(words, hardware=hardware, user_folder=user_folder)
+    layout = layout_of(config.strategy, devices=config.devices)
+    if problems := list(unplanned(config, layout, hardware)):
+        raise ConfigError(problems)
     hardware, _ = with_measured_links(hardware, config.machine)
     work, node = work_of_run(config), replace(hardware.node, devices=config.gpus_per_node)
     return config, work, step_time(work, replace(hardware, node=node))
