@@ -5,16 +5,17 @@
     python -m hpc_parallel plan --best model=1b nodes=4 gpus_per_node=8 hardware=h100_sxm_node8_3200gbit
     python -m hpc_parallel plan --hours 24 --devices 256 --tokens 1e12 hardware=h100_sxm_node8_3200gbit
     python -m hpc_parallel plan strategy=fsdp model=8b nodes=8 hardware=b200_node8_3200gbit --output my-plan
+    python -m hpc_parallel plan --exact strategy=fsdp model=8b nodes=128 hardware=b200_node8_3200gbit
     python -m hpc_parallel plan --table iterations.csv --output planned.csv hardware=a100_80gb_node8_800gbit
     python -m hpc_parallel plan --calibrate runs/*/* hardware=cpu --output site/hardware/mycluster.yaml
 
 The overrides are those of a run. Several numbers of nodes show how it scales. `--best` ranks all layouts of
-the devices. A table is CSV with the columns gpus, global_batch, micro_batch, hidden, heads, layers,
-sequence, tensor, data and pipeline; the output has the same rows with `planned_ms`. The output of one
-configuration is a folder with a page. `--calibrate` fits a hardware file to finished runs. `--explain` prints
-all numbers with their formulas, `--json` the figures of a run as an object. Exit codes: 0 done, 1 the output
-can't be written, 2 the configuration, the
-table or the command is wrong, or no layout fits.
+the devices. `--exact` traces ranks with torch, but without the devices. A table is CSV with the columns gpus,
+global_batch, micro_batch, hidden, heads, layers, sequence, tensor, data and pipeline; the output has the same
+rows with `planned_ms`. The output of one configuration is a folder with a page. `--calibrate` fits a hardware
+file to finished runs. `--explain` prints all numbers with their formulas, `--json` the figures of a run as an
+object. Exit codes: 0 done, 1 the output can't be written, 2 the configuration, the table or the command is
+wrong, or no layout fits.
 """
 
 from __future__ import annotations
@@ -70,8 +71,7 @@ def _plan_run(options: argparse.Namespace, words: Sequence[str], *, names: Seque
         problems.append(f"--explain {row}: only a table has rows. Try {near}.")
     tokens = TOKENS if options.tokens is None else options.tokens
     problems += _token_problems(options)
-    if options.rows is not None:
-        problems.append(f"--rows {options.rows} is for --best. Try it with --best.")
+    problems += _exact_problems(options)
     from hpc_parallel.commands.plan_run import planned_run, record, report, site_hardware
     from hpc_parallel.commands.plan_scaling import of_first_size, scaled, sizes_of
 
@@ -80,6 +80,11 @@ def _plan_run(options: argparse.Namespace, words: Sequence[str], *, names: Seque
     hardware = _read(lambda: named_hardware(name, user_folder=folder), problems)
     if problems or hardware is None:
         raise ConfigError(problems)
+    if options.exact:
+        from hpc_parallel.commands.plan_exact import ROLES, exact
+
+        most = ROLES if options.rows is None else options.rows
+        return exact(options.overrides, hardware=hardware, user_folder=folder, most=most)
     if sizes_of(words):
         for_one = ("explain", "tokens", "json", "output")
         if wrong := [f"--{name}" for name in for_one if getattr(options, name) not in (None, False)]:
@@ -116,7 +121,7 @@ def _plan_budget(options: argparse.Namespace, *, names: Sequence[str]) -> int:
     if devices is not None and devices < 1:
         problems.append(f"--devices {devices}: there is at least one. Try --devices 8.")
     problems += _token_problems(options)
-    for option in ("best", "rows", "explain", "output", "json"):
+    for option in ("best", "exact", "rows", "explain", "output", "json"):
         if getattr(options, option):
             problems.append(f"--{option} does not go with --hours. Try it without --{option}.")
     folder = options.config_dir
@@ -135,6 +140,21 @@ def _token_problems(options: argparse.Namespace) -> Iterator[str]:
         yield f"--tokens {tokens:g} is not a positive number. Try --tokens {TOKENS:g}."
 
 
+def _exact_problems(options: argparse.Namespace) -> Iterator[str]:
+    """`--exact` and `--rows` beside other options; a plan of one run has no rows but those of its roles."""
+    if not options.exact:
+        if options.rows is not None:
+            yield f"--rows {options.rows} is for --best and --exact. Try it with --best."
+        return
+    for option in ("tokens", "explain"):
+        if getattr(options, option) is not None:
+            yield f"--{option} does not go with --exact. Try it without --{option}."
+    if options.rows is not None and options.rows < 1:
+        yield f"--rows {options.rows}: at least one role is traced. Try --rows 1."
+    if any(word.startswith("nodes=") and "," in word for word in options.overrides):
+        yield "--exact traces one number of nodes. Try nodes=1."
+
+
 def _plan_best(options: argparse.Namespace) -> int:
     from hpc_parallel.commands.plan_best import ROWS, best, report
 
@@ -143,6 +163,8 @@ def _plan_best(options: argparse.Namespace) -> int:
         f"--{name} does not go with --best. Try it without --{name}."
         for name in names if getattr(options, name) not in (None, False)
     ]  # fmt: skip
+    if options.exact:
+        problems.append("--exact does not go with --best. Try it without --exact.")
     rows = ROWS if options.rows is None else options.rows
     if rows < 1:
         problems.append(f"--rows {rows}: the table has at least one row. Try --rows {ROWS}.")
@@ -201,9 +223,9 @@ def _written(file: Path, content: str) -> bool:
 
 
 def _option_problems(options: argparse.Namespace, words: Sequence[str]) -> Iterator[str]:
-    for option, value in (("--best", options.best), ("--rows", options.rows), ("--json", options.json)):
-        if value:
-            yield f"{option} is for one configuration. Try it without --table."
+    for option in ("best", "exact", "rows", "json"):
+        if getattr(options, option):
+            yield f"--{option} is for one configuration. Try it without --table."
     for word in words:
         yield f"{word}: a plan of a table takes {HARDWARE}NAME only. Try it without {word}."
     if options.tokens is not None:
@@ -256,7 +278,8 @@ def _parser() -> argparse.ArgumentParser:
         "--calibrate", action="store_true", help="fit the hardware to finished runs: RUN ... in place of keys"
     )
     parser.add_argument("--best", action="store_true", help="rank the layouts of the devices")
-    parser.add_argument("--rows", type=int, help="rows of --best (default 5)")
+    parser.add_argument("--exact", action="store_true", help="trace what ranks hold and send (needs torch)")
+    parser.add_argument("--rows", type=int, help="rows of --best (default 5), or roles of --exact (8)")
     parser.add_argument("--table", type=Path, help="a CSV of iterations")
     parser.add_argument(
         "--output",

@@ -42,10 +42,10 @@ def site_hardware(words: Sequence[str], *, user_folder: Path | None) -> str | No
     return hardware
 
 
-def planned_run(
+def checked_config(
     words: Sequence[str], *, hardware: Hardware, user_folder: Path | None
-) -> tuple[RunConfig, Work, StepTime]:
-    """Compose, check and plan a configuration. Raises ConfigError with all problems."""
+) -> tuple[RunConfig, dict[str, Any]]:
+    """Compose and check a configuration, also as plain values. Raises ConfigError with all problems."""
     known = (
         [f"device={hardware.device.kind}"] if not any(word.startswith("device=") for word in words) else []
     )
@@ -56,12 +56,20 @@ def planned_run(
         if is_auto(composed):
             choice = choose(composed, overrides, user_folder=user_folder)
             composed, overrides = choice.composed, choice.overrides
-        config, _ = resolve(composed)
+        config, values = resolve(composed)
         if problems := find_problems(config, overrides):
             raise ConfigError(problems)
-        layout = layout_of(config.strategy, devices=config.devices)
-        if problems := list(unplanned(config, layout, hardware)):
-            raise ConfigError(problems)
+    return config, values
+
+
+def planned_run(
+    words: Sequence[str], *, hardware: Hardware, user_folder: Path | None
+) -> tuple[RunConfig, Work, StepTime]:
+    """Compose, check and plan a configuration. Raises ConfigError with all problems."""
+    config, _ = checked_config(words, hardware=hardware, user_folder=user_folder)
+    layout = layout_of(config.strategy, devices=config.devices)
+    if problems := list(unplanned(config, layout, hardware)):
+        raise ConfigError(problems)
     work = work_of_run(config)
     return config, work, step_time(work, on_nodes_of(config, hardware))
 

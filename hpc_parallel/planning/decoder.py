@@ -14,6 +14,7 @@ SPLIT_BYTES = 28  # of a device's part: the activation (16 at four times the wid
 SCORE_BYTES = 9  # of a score: scaled softmax (4), dropout and its mask (5)
 UNFUSED_BYTES = 24  # more for a score if scale, mask and softmax in float32 are kernels of their own
 EMBEDDING_BYTES = (8, 12)  # of a token's width, forward and backward
+VALUES = "weighted values"
 SCORES = "scores"  # a flash kernel does not keep them for the backward pass
 LOSS_FORWARD = 0.6  # the share of the loss's traffic
 
@@ -74,7 +75,8 @@ class Decoder:
 class Share:
     """The part of a decoder that one device computes: `samples` samples on one of `tensor` devices.
 
-    number_bytes: of the inputs and results of matrix products.
+    number_bytes: of the inputs and results of matrix products. context: the parts of a sequence, of which the
+    device has one.
     """
 
     decoder: Decoder
@@ -82,10 +84,11 @@ class Share:
     tensor: int
     traffic: Traffic
     number_bytes: int
+    context: int = 1
 
     @property
     def tokens(self) -> int:
-        return self.samples * self.decoder.sequence
+        return self.samples * self.decoder.sequence // self.context
 
     @property
     def activation_bytes(self) -> int:
@@ -102,17 +105,17 @@ class Share:
         decoder, tokens, tensor = self.decoder, self.tokens, self.tensor
         dim, width = decoder.dim, decoder.dim / decoder.heads
         columns, head_batch = decoder.ffn_dim / tensor, self.samples * decoder.heads / tensor
-        scores = head_batch * decoder.sequence**2
+        scores = head_batch * decoder.sequence**2 / self.context
         score_bytes = 0 if decoder.flash else SCORE_BYTES + UNFUSED_BYTES * self.unfused
         moved = tokens * dim * (WHOLE_BYTES + SPLIT_BYTES / tensor) * self.traffic.elementwise
         wider, number = self.number_bytes / HALF_BYTES, self.number_bytes
-        flash, seq = decoder.flash, decoder.sequence
+        flash, seq, rows = decoder.flash, decoder.sequence, decoder.sequence / self.context
         return [
             Product(
                 "queries, keys, values", tokens, (dim + 2 * decoder.kv_heads * width) / tensor, dim, number
             ),
-            Product(SCORES, seq, seq, width, number, batch=head_batch, in_cache=flash),
-            Product("weighted values", seq, width, seq, number, batch=head_batch, in_cache=flash),
+            Product(SCORES, rows, seq, width, number, batch=head_batch, in_cache=flash),
+            Product(VALUES, rows, width, seq, number, batch=head_batch, in_cache=flash),
             Product("attention output", tokens, dim, dim / tensor, number),
             Product("feed-forward up", tokens, (decoder.ffn_matrices - 1) * columns, dim, number),
             Product("feed-forward down", tokens, dim, columns, number),

@@ -57,6 +57,9 @@ class Exchange:
         return self.bytes * factor * hardware.ring_factors.get(self.operation, 1.0)
 
     def _latency_s(self, hardware: Hardware) -> float:
+        if self.operation == "send_recv":  # all ranks send to the next one at the same time
+            crosses = self.group.nodes > 1
+            return hardware.network.latency_s if crosses else hardware.node.send.latency_s
         turns = 2 if self.operation == "all_reduce" else 1
         inside = turns * (self.group.local - 1) * hardware.node.collective.latency_s
         return inside + math.log2(self.group.nodes) * hardware.network.latency_s

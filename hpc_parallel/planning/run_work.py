@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from hpc_parallel.config.batch_plan import batch_of
 from hpc_parallel.config.counts import count
+from hpc_parallel.config.holdings import sliced_over
 from hpc_parallel.config.layout import SPMD, Layout, layout_of
 from hpc_parallel.config.model_bytes import parameters, trains
 from hpc_parallel.config.model_data_schema import TransformerConfig
@@ -20,7 +22,7 @@ from hpc_parallel.planning.step_time import Work
 from hpc_parallel.problems import Problem, Problems
 
 MEBIBYTE = 2**20  # torch's unit of `bucket_cap_mb`
-UNPLANNED_AXES = ("expert", "context", "tile")
+UNPLANNED_AXES = ("expert", "tile")
 
 
 def unplanned(config: RunConfig, layout: Layout, hardware: Hardware) -> Problems:
@@ -79,10 +81,13 @@ def work_of_run(config: RunConfig, *, model: ModelWeights | None = None) -> Work
         per_rank=stages_per_rank(config.strategy) if layout.pipeline > 1 else 1,
         recompute=config.training.activation_checkpointing == "full",
         blocking=False,
-        shard=layout.shard,
+        shard=math.prod(layout.degrees[axis] for axis in sliced_over(layout)),
         stream_bytes=types.stream,
         gradient_bytes=types.precise,
         bucket_bytes=config.strategy.bucket_mb * MEBIBYTE if ddp else 0.0,
+        context=layout.context,
+        attention=config.strategy.context_attention,
+        compressed=ddp and config.strategy.gradient_compression == "bfloat16",
     )
 
 

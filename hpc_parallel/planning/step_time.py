@@ -16,7 +16,9 @@ from hpc_parallel.planning.operations import FLOAT32_BYTES, NUMBER_BYTES, precis
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, Kind, Pipeline
 from hpc_parallel.planning.pipeline_times import Span, Timeline, simulate
 from hpc_parallel.planning.shared_cores import contended, pipelines_at_once
+from hpc_parallel.planning.split_attention import Message, SplitAttention, attention_s
 
+COMPRESSED_BYTES = 2  # of a number in bfloat16
 CPU = "cpu"  # the kind of a device
 
 
@@ -24,11 +26,13 @@ CPU = "cpu"  # the kind of a device
 class Work:
     """One step.
 
-    data: all parts of the batch; `shard` of their devices in a row slice the weights (ZeRO-3). recompute:
+    data: all parts of the batch. context: all parts of a sequence, which exchange keys and values by
+    `attention`. `shard` of the devices in a row that hold the same weights slice them (ZeRO-3). recompute:
     blocks run forward again in the backward pass. blocking: a stage waits until what it sends has arrived.
     bucket_bytes: gradients are averaged in such messages beside the backward pass of the last microbatch;
     None: after it. blocks: the number in each stage. stream_bytes: of a number that one stage sends to the
-    next. gradient_bytes: of a number of the gradients that devices exchange.
+    next. gradient_bytes: of a number of the gradients that devices exchange. compressed: but their means
+    are of bfloat16.
     """
 
     decoder: Decoder
@@ -47,10 +51,18 @@ class Work:
     stream_bytes: int = 2
     gradient_bytes: int = 2
     bucket_bytes: float | None = None
+    context: int = 1
+    attention: str = "ring"
+    compressed: bool = False
+
+    @property
+    def alike(self) -> int:
+        """The devices that hold the same weights, or slices of them."""
+        return self.data * self.context
 
     @property
     def devices(self) -> int:
-        return self.tensor * self.data * self.pipeline
+        return self.tensor * self.alike * self.pipeline
 
     @property
     def number_bytes(self) -> int:
@@ -93,14 +105,15 @@ class Step:
         self.work = work
         self._all_busy = contended(hardware, devices=work.devices)
         # A stage of a pipeline computes beside as many others as the simulation shows.
-        ranks = work.tensor * work.data
+        ranks = work.tensor * work.alike
         self.hardware = contended(hardware, devices=ranks) if work.pipeline > 1 else self._all_busy
         self._at_once = pipelines_at_once(hardware, devices=ranks)
         shared = self.hardware is not hardware
         self._kernels = Kernels(self.hardware) if shared or kernels is None else kernels
         self.share = Share(
-            work.decoder, work.microbatch_size, work.tensor, hardware.traffic, work.number_bytes
+            work.decoder, work.microbatch_size, work.tensor, hardware.traffic, work.number_bytes, work.context
         )
+        self.sent: dict[str, Exchange] = {}  # so far, by name
         self._terms: list[Term] = []
         self._pipeline = Pipeline(work.schedule, work.pipeline, work.microbatches, work.per_rank)
         self._last = self._pipeline.stages - 1
@@ -131,8 +144,9 @@ class Step:
         self._add("all microbatches", timeline.total_s, text)
         gradients_s, update_s = self._gradients_s, self._update_s
         blocks = work.decoder.layers / work.pipeline * work.microbatches
-        sums = 6 if work.recompute else 4
-        exposed_s = gradients_s + blocks * (sums * self._tensor_sum_s + sum(self._unhidden_s.values()))
+        again = 0.0 if not work.recompute else 2.0 if work.blocking else 1.5
+        waits = (*self._unhidden_s.values(), *self._waits_for_context_s)
+        exposed_s = gradients_s + blocks * ((4 + again) * self._tensor_sum_s + sum(waits))
         return StepTime(timeline, gradients_s, update_s, exposed_s, tuple(self._terms))
 
     def microbatch_s(self) -> float:
@@ -183,6 +197,7 @@ class Step:
         """hardware: where other devices are busy than in an action."""
         hardware = hardware or self.hardware
         seconds = exchange.seconds(hardware)
+        self.sent[exchange.name] = exchange
         return self._add(exchange.name, seconds, exchange.formula(hardware)) if seconds else 0.0
 
     def _group(self, ranks: int, *, stride: int) -> Group:
@@ -209,8 +224,11 @@ class Step:
         gathers = self._gathers  # forward; again, with a sum of gradients, backward
         host_forward_s = host.forward_s + (2 * split + gathers) * host.collective_s + unfused_s
         host_backward_s = host.backward_s + (4 * split + 2 * gathers) * host.collective_s + 2 * unfused_s
+        if self.work.context > 1:
+            forward_s += self._context_s[FORWARD]
+            backward_s += self._context_s[BACKWARD]
         if self.work.recompute:
-            backward_s += forward_s
+            backward_s += forward_s - self._not_again_s
         if self._gathers:
             waits = {
                 FORWARD: self._gather_s - forward_s * self._beside,
@@ -223,8 +241,40 @@ class Step:
 
     @property
     def _beside(self) -> bool:
-        """Whether fully_shard communicates beside the computation: on a CPU it waits."""
+        """Whether a device communicates beside its computation: on a CPU it waits."""
         return not self._on_cpu
+
+    @property
+    def _not_again_s(self) -> float:
+        """The half of a block's last sum that torch's checkpointing does not repeat."""
+        return 0.0 if self.work.blocking else self._tensor_sum_s / 2  # Megatron repeats all
+
+    @cached_property
+    def _context_s(self) -> dict[Kind, float]:
+        """What a block waits for the other parts of its sequences, forward and backward."""
+        attention = SplitAttention(self.share, self._group(self.work.context, stride=self.work.tensor))
+        return {
+            kind: sum(map(self._exposed_s, attention.messages(kind, self.work.attention)))
+            for kind in (FORWARD, BACKWARD)
+        }
+
+    @property
+    def _waits_for_context_s(self) -> tuple[float, ...]:
+        """Those of a block and microbatch."""
+        if self.work.context == 1:
+            return ()
+        forward_s, backward_s = self._context_s[FORWARD], self._context_s[BACKWARD]
+        return (*(forward_s,) * (1 + self.work.recompute), backward_s)
+
+    def _exposed_s(self, message: Message) -> float:
+        """Of the messages beside which the attention of a block computes, what is left."""
+        exchange, part = message.exchange, "block forward" if message.kind is FORWARD else "block backward"
+        self.sent[exchange.name] = exchange
+        terms = self._kernels.terms(part, self.share, precision=self.work.precision)
+        hidden_s = message.beside * attention_s(terms) * self._beside
+        seconds = message.count * max(0.0, exchange.seconds(self.hardware) - hidden_s)
+        text = f"{message.count} x {exchange.formula(self.hardware)}, less {hidden_s:.4g} s of attention"
+        return self._add(exchange.name, seconds, text)
 
     @property
     def _gathers(self) -> bool:
@@ -328,7 +378,7 @@ class Step:
     @cached_property
     def _transfers(self) -> dict[int, float]:
         """Seconds from each stage to the next one, and back. A part of the activations goes each way."""
-        share, stride, devices = self.share, self.work.tensor * self.work.data, self.hardware.node.devices
+        share, stride, devices = self.share, self.work.tensor * self.work.alike, self.hardware.node.devices
         hidden_bytes = self.work.stream_bytes * share.tokens * share.decoder.dim
         owner = {
             stage: rank for rank in range(self.work.pipeline) for stage in self._pipeline.stages_of(rank)
@@ -350,9 +400,9 @@ class Step:
     def _weights(self) -> float:
         """Those of the device that has most: its part of its stages' blocks, embedding and head."""
         ranks = [self._pipeline.stages_of(rank) for rank in range(self.work.pipeline)]
-        return max(self._rank_weights(stages) for stages in ranks) / self.work.tensor
+        return max(self.rank_weights(stages) for stages in ranks) / self.work.tensor
 
-    def _rank_weights(self, stages: list[int]) -> float:
+    def rank_weights(self, stages: list[int]) -> float:
         """Those of all devices of a pipeline rank."""
         blocks = sum(self.work.blocks[stage] for stage in stages)
         return self.work.decoder.stage_weights(blocks, first=0 in stages, last=self._last in stages)
@@ -362,8 +412,9 @@ class Step:
         """What the device waits for: means over replicas, slices, and the weight that both ends share."""
         work = self.work
         size = work.gradient_bytes * self._weights / work.shard
-        replicas = self._group(work.data // work.shard, stride=work.tensor * work.shard)
-        mean = Exchange("mean of gradients", "all_reduce", size, replicas)
+        replicas = self._group(work.alike // work.shard, stride=work.tensor * work.shard)
+        sent = COMPRESSED_BYTES / work.gradient_bytes * size if work.compressed else size
+        mean = Exchange("mean of gradients", "all_reduce", sent, replicas)
         seconds = self._exchange_s(mean, self._all_busy)
         if work.shard > 1:
             seconds += self._slices_s()
@@ -372,15 +423,15 @@ class Step:
             share = min(1.0, work.bucket_bytes / size)
             seconds = self._beside_backward_s(seconds, share=share, least_s=copying_s)
         if work.decoder.tied and self._last not in self._pipeline.stages_of(0):
-            ends = self._group(2, stride=work.tensor * work.data * (work.pipeline - 1))
+            ends = self._group(2, stride=work.tensor * work.alike * (work.pipeline - 1))
             size = work.gradient_bytes * work.decoder.end_weights / work.tensor / work.shard
             both = Exchange("gradient of the shared weight", "all_reduce", size, ends)
             seconds += self._exchange_s(both, self._all_busy)
         return seconds
 
     def _slices_s(self) -> float:
-        """Gathers and sums over `shard` once a step: a stage's weights, or those outside of the blocks."""
-        ends = self.work.decoder.stage_weights(0, first=True, last=True)
+        """Gathers and sums over `shard`: of a stage once, or for each microbatch outside of the blocks."""
+        ends = self.work.microbatches * self.work.decoder.stage_weights(0, first=True, last=True)
         weights = ends if self._gathers else self._weights * self.work.tensor
         size = self.work.gradient_bytes
         gather = self._sliced_s(

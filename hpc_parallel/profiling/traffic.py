@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from hpc_parallel.torch_internals import DispatchMode, group_of, operator_arguments, operator_name
@@ -49,7 +50,8 @@ class Traffic(DispatchMode):
         """Compiled blocks stay compiled; their collectives are counted when they run."""
         return True
 
-    def _count(self, kind: str, moved: Moved) -> None:
+    def _count(self, kind: str, moved: Moved, group: ProcessGroup) -> None:
+        """`moved` in one call over `group`."""
         self.sent[kind] += round(moved.sent)
         self.received[kind] += round(moved.received)
 
@@ -60,16 +62,17 @@ class Traffic(DispatchMode):
         if name in KINDS:
             arguments = operator_arguments(function, args, kwargs)
             kind, rule = KINDS[name]
-            self._count(kind, rule(arguments, place_of(arguments)))
+            group = _group(arguments)
+            place = Place(rank=group.rank(), ranks=group.size())
+            self._count(kind, rule(arguments, place), group)
         elif name.startswith(COLLECTIVES) and name not in WITHOUT_BYTES:
             self.unknown.add(name)
         return function(*args, **(kwargs or {}))
 
 
-def place_of(arguments: Mapping[str, Any]) -> Place:
-    """This rank's position in the group of a collective, which is an argument by object or by name."""
-    group = group_of(arguments["process_group"] if "process_group" in arguments else arguments["group_name"])
-    return Place(rank=group.rank(), ranks=group.size())
+def _group(arguments: Mapping[str, Any]) -> ProcessGroup:
+    """That of a collective, which is an argument by object or by name."""
+    return group_of(arguments["process_group"] if "process_group" in arguments else arguments["group_name"])
 
 
 def bytes_of(value: Any) -> int:

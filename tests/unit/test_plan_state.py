@@ -75,7 +75,9 @@ def planned_and_measured(words: str, ranks: list[int]) -> tuple[list[dict[str, i
     assert all("activations" in clause for clause in plan_of_all.unknown)
     kinds = ("parameters", "gradients", "optimizer")
     planned = [vars(plan_of_all.devices[rank].state) for rank in ranks]
-    measured = [{kind: getattr(held, kind) for kind in kinds} for held in measure(config, ranks)]
+    measured = [
+        {kind: getattr(held, kind) for kind in kinds} for held in measure(config, ranks, microbatches=1)
+    ]
     return planned, measured
 
 

@@ -317,7 +317,8 @@ def test_bytes_are_those_of_the_precision(precision: str, number: int, stream: i
     sharded = step_of("strategy=fsdp", *words)
     assert bytes_of(sharded, "weights of a block") == pytest.approx(number * block, rel=1e-3)
     assert bytes_of(sharded, "gradients of a block") == pytest.approx(gradient * block, rel=1e-3)
-    assert bytes_of(sharded, "weights of a step") == pytest.approx(number * 2 * end, rel=1e-3)
+    of_step = 8 * number * 2 * end  # the ends are gathered for each of the 8 microbatches
+    assert bytes_of(sharded, "weights of a step") == pytest.approx(of_step, rel=1e-3)
     down = number * (1024 * (4096 + 14336) + 4096 * 14336)
     assert bytes_of(sharded, "block forward: feed-forward down") == pytest.approx(down, rel=1e-3)
     pipeline = step_of("strategy=pipeline", *words)
@@ -425,11 +426,11 @@ def test_the_kind_of_a_device_is_in_its_file(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_what_is_not_planned_is_refused_together(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", f"hardware={NAME}", "strategy=context", "gpus_per_node=16", "task=infer", "model=1b"]
-    assert command(words) == 2
+    experts = ("model=moe_tiny", "model.experts=16", "strategy=expert")
+    assert command(["plan", f"hardware={NAME}", *experts, "gpus_per_node=16", "task=infer"]) == 2
     message = capsys.readouterr().err
     assert "task = infer is not planned, only training is. Try task=train." in message
-    assert "strategy.context = 16 is not planned yet. Try strategy.context=1." in message
+    assert "strategy.expert = 16 is not planned yet. Try strategy.expert=1." in message
     assert "gpus_per_node = 16 is more than the hardware's 8. Try gpus_per_node=8." in message
 
 

@@ -1,0 +1,192 @@
+"""One rank's part of a run, assembled and stepped in a world whose other ranks don't exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from hpc_parallel.config.batch_plan import batch_of
+from hpc_parallel.config.layout import SPMD, layout_of, servers
+from hpc_parallel.config.model_weights import sample_shape_of
+from hpc_parallel.config.schema import RunConfig, StrategyConfig
+from hpc_parallel.models.drawn_weights import without_values
+from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.problems import ConfigError
+from hpc_parallel.strategies import forward_backward, replicate, shard, working_weights
+from hpc_parallel.strategies.assemble import assemble, surround
+from hpc_parallel.strategies.groups import make_groups
+from hpc_parallel.strategies.mesh import weight_axes
+from hpc_parallel.strategies.model_checks import is_own
+from hpc_parallel.training import weight_rules
+from hpc_parallel.training.optimizer import build_optimizer
+from hpc_parallel.training.state_bytes import local_bytes
+from hpc_parallel.worker.saved_tensors import SavedTensors
+from hpc_parallel.worker.traced_stages import Stages, states_between
+from hpc_parallel.worker.traced_traffic import MOST, Collective, GroupTraffic, of_step
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank holds and sends.
+
+    parameters, gradients, optimizer: bytes. activations: bytes that each of its stages keeps of one
+    microbatch. collectives: of one step. Those of a parameter server and between the devices of one process
+    are not traced.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: tuple[int, ...]
+    collectives: tuple[Collective, ...]
+
+
+class TracedRank:
+    """One rank's part of a run."""
+
+    def __init__(
+        self, model: LayeredModel, config: RunConfig, *, fakes: AbstractContextManager[object]
+    ) -> None:
+        """`fakes`: the context in which this rank's tensors are made."""
+        self._config, self._fakes = config, fakes
+        self._layout = layout_of(config.strategy, devices=config.devices)
+        self._batch = batch_of(config, self._layout)
+        shape = sample_shape_of(config.model, config.data)
+        if shape is None:
+            raise ConfigError(["data: the shape of its samples is known only after it is read."])
+        self._shape = shape
+        pipeline = self._layout.pipeline > 1
+        self._states = states_between(model, self._inputs(1, device="meta")) if pipeline else {}
+        self._groups = make_groups(config, self._layout, device_type="cpu", saves=False)
+        with without_values(self._zeros), patch.object(replicate, "apply", _averaging_in_sight):
+            self._assembled = assemble(
+                model, config=config, batch=self._batch, sample_shape=shape, groups=self._groups, device=CPU
+            )
+
+    def _zeros(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        with self._fakes:
+            return torch.zeros(shape, dtype=dtype)
+
+    def _inputs(self, microbatches: int, *, device: str = "cpu") -> Tensor:
+        dtype = torch.int64 if len(self._shape) == 1 else torch.uint8
+        samples = microbatches * self._batch.microbatch_size
+        return torch.zeros((samples, *self._shape), dtype=dtype, device=device)
+
+    def _targets(self, microbatches: int) -> Tensor:
+        pixelwise = self._assembled.parts[0].pixelwise
+        labels = self._shape[-2:] if pixelwise or len(self._shape) == 1 else ()
+        dtype = torch.uint8 if pixelwise else torch.int64
+        return torch.zeros((microbatches * self._batch.microbatch_size, *labels), dtype=dtype)
+
+    def measure(self, *, microbatches: int | None = None) -> Measured:
+        """Run a step with the first microbatches and the last one.
+
+        microbatches: of the step, if it is not that of the run.
+        """
+        microbatches = microbatches or self._batch.microbatches
+        assembled, server = self._assembled, self._assembled.server
+        split = bool(weight_axes(assembled.mesh))
+        # The other ranks, which may have the weights that a rule matches, don't exist.
+        with patch.object(weight_rules, "require_matches"):
+            optimizer = build_optimizer(assembled.named_parameters(), self._config.optimizer, split=split)
+        weights = [weight for part in assembled.parts for weight in part.parameters()]
+        updates = server is None or server.serves
+        with self._fakes, patch.object(replicate, "compress", _average_in_bfloat16):
+            traffic = GroupTraffic()
+            activations = self._train(min(MOST, microbatches), traffic=traffic)
+            if server is not None and updates:
+                server.collect()
+            gradients = [weight.grad for weight in weights if weight.grad is not None]
+            for part in assembled.parts:
+                shard.release(part)
+            held = local_bytes(weights), local_bytes(gradients)
+            if updates:
+                optimizer.step()
+        state_bytes = local_bytes(optimizer.state().values())
+        collectives = of_step(
+            traffic, microbatches=microbatches, layout=self._layout, first=servers(self._config.strategy)
+        )  # fmt: skip
+        return Measured(*held, state_bytes, activations, tuple(collectives))
+
+    def _train(self, microbatches: int, *, traffic: GroupTraffic) -> tuple[int, ...]:
+        """The bytes that each stage keeps of the first microbatch."""
+        mesh, strategy = self._assembled.mesh, self._config.strategy
+        if mesh.get_coordinate() is None:  # a dedicated server
+            return ()
+        inputs, targets = self._inputs(microbatches), self._targets(microbatches)
+        whole = self._layout.pipeline == 1 and strategy.execution == SPMD and not is_own(self._config)
+        if whole:  # the step of the run
+            with traffic, _watched_passes(self._assembled.parts[0], traffic=traffic) as watched:
+                self._assembled.build_schedule(microbatches).train(inputs, targets)
+            return (watched[0].bytes,)
+        stages = Stages(
+            self._assembled, states=self._states, groups=self._groups, config=self._config,
+            microbatches=microbatches, traffic=traffic,
+        )  # fmt: skip
+        casts = working_weights.applies(self._config)
+        parts = self._assembled.parts
+        with traffic:
+            surround(stages, parts=parts, mesh=mesh, options=strategy, casts=casts).train(inputs, targets)
+            stages.average()
+        return tuple(stages.activations)
+
+
+@contextmanager
+def _watched_passes(model: LayeredModel, *, traffic: GroupTraffic) -> Iterator[list[SavedTensors]]:
+    """What each forward pass keeps that `Accumulate` runs meanwhile; `traffic` learns where each begins."""
+    watched: list[SavedTensors] = []
+
+    def ranged(name: str) -> AbstractContextManager[object]:
+        if name != "forward":
+            return nullcontext()
+        traffic.begin_microbatch()
+        watched.append(SavedTensors([model]))
+        return watched[-1].watch()
+
+    with patch.object(forward_backward, "marked", ranged):
+        yield watched
+
+
+_REPLICATE = replicate.apply
+
+
+def _averaging_in_sight(
+    model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig, finds_unused: bool = False
+) -> DistributedDataParallel:
+    """As `replicate.apply`. torch's own averaging needs a result of the collective, and a fake has none."""
+    replica = _REPLICATE(model, axis=axis, options=options, finds_unused=finds_unused)
+    if options.gradient_compression != "bfloat16":
+        # A lambda, because torch rejects string annotations (`from __future__ import annotations`).
+        replica.register_comm_hook(axis.get_group(), lambda group, bucket: _average(group, bucket))
+    return replica
+
+
+def _average(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    gradients = bucket.buffer()
+    dist.all_reduce(gradients, group=group)
+    return _done(gradients)
+
+
+def _average_in_bfloat16(
+    group: dist.ProcessGroup, bucket: dist.GradBucket, *, axis: str
+) -> torch.futures.Future[Tensor]:
+    gradients = bucket.buffer()
+    message = gradients.to(torch.bfloat16)
+    dist.all_reduce(message, group=group)
+    return _done(gradients.copy_(message))
+
+
+def _done(gradients: Tensor) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(gradients)
+    return future
