@@ -37,6 +37,15 @@ from hpc_parallel.terminal import print_json, say
 HARDWARE = "hardware="
 TOKENS = 1e12
 FIRST = True  # what `--explain` without a row is; a number would be a row
+# Kinds of plans by their option, with the other options that each reads beside `--config-dir`.
+KINDS = {
+    "calibrate": ("output",),
+    "table": ("output", "explain"),
+    "hours": ("devices", "tokens"),
+    "best": ("rows",),
+    "exact": ("rows",),
+    "": ("explain", "tokens", "json", "output"),
+}
 _T = TypeVar("_T")
 
 
@@ -46,21 +55,51 @@ def main(arguments: Sequence[str]) -> int:
     try:
         names = [word.removeprefix(HARDWARE) for word in options.overrides if word.startswith(HARDWARE)]
         words = [word for word in options.overrides if not word.startswith(HARDWARE)]
-        if options.calibrate:
-            return _calibrate(options, words, names=names)
-        if options.table is not None:
-            return _plan_table(options, words, names=names)
-        if options.hours is not None or options.devices is not None:
-            return _plan_budget(options, names=names)
-        if options.best:
-            return _plan_best(options)
-        return _plan_run(options, words, names=names)
+        kind = _kind_of(options)
+        problems: list[Problem | str] = list(_foreign_options(options, kind))
+        if kind == "calibrate":
+            return _calibrate(options, words, names=names, problems=problems)
+        if kind == "table":
+            return _plan_table(options, words, names=names, problems=problems)
+        if kind == "hours":
+            return _plan_budget(options, names=names, problems=problems)
+        if kind == "best":
+            return _plan_best(options, problems=problems)
+        return _plan_run(options, words, names=names, problems=problems)
     except ConfigError as error:
         return refuse(error.problems)
 
 
-def _plan_run(options: argparse.Namespace, words: Sequence[str], *, names: Sequence[str]) -> int:
-    problems: list[Problem | str] = []
+def _is_given(options: argparse.Namespace, name: str) -> bool:
+    value = getattr(options, name)
+    return value is not None and value is not False
+
+
+def _kind_of(options: argparse.Namespace) -> str:
+    if options.devices is not None and options.hours is None:
+        return "hours"  # which says that it is missing
+    return next((kind for kind in KINDS if kind and _is_given(options, kind)), "")
+
+
+def _foreign_options(options: argparse.Namespace, kind: str) -> Iterator[str]:
+    known = dict.fromkeys(name for other, read in KINDS.items() for name in (other, *read) if name)
+    for name in known:
+        if name == kind or name in KINDS[kind] or not _is_given(options, name):
+            continue
+        if kind:
+            yield f"--{name} does not go with --{kind}. Try it without --{name}."
+        else:
+            kinds = [f"--{other}" for other, read in KINDS.items() if name in read]
+            yield f"--{name} is for {' and '.join(kinds)}. Try it with {kinds[0]}."
+
+
+def _plan_run(
+    options: argparse.Namespace,
+    words: Sequence[str],
+    *,
+    names: Sequence[str],
+    problems: list[Problem | str],
+) -> int:
     if options.output is not None:
         from hpc_parallel.commands.plan_page import page_problems
 
@@ -71,7 +110,8 @@ def _plan_run(options: argparse.Namespace, words: Sequence[str], *, names: Seque
         problems.append(f"--explain {row}: only a table has rows. Try {near}.")
     tokens = TOKENS if options.tokens is None else options.tokens
     problems += _token_problems(options)
-    problems += _exact_problems(options)
+    if options.exact:
+        problems += _exact_problems(options)
     from hpc_parallel.commands.plan_run import planned_run, record, report, site_hardware
     from hpc_parallel.commands.plan_scaling import of_first_size, scaled, sizes_of
 
@@ -87,7 +127,7 @@ def _plan_run(options: argparse.Namespace, words: Sequence[str], *, names: Seque
         return exact(options.overrides, hardware=hardware, user_folder=folder, most=most)
     if sizes_of(words):
         for_one = ("explain", "tokens", "json", "output")
-        if wrong := [f"--{name}" for name in for_one if getattr(options, name) not in (None, False)]:
+        if wrong := [f"--{name}" for name in for_one if _is_given(options, name)]:
             raise ConfigError([f"{' and '.join(wrong)}: only for one number of nodes. Try nodes=1."])
         say(*scaled(options.overrides, hardware=hardware, user_folder=folder))
         return DONE
@@ -108,10 +148,9 @@ def _plan_run(options: argparse.Namespace, words: Sequence[str], *, names: Seque
     )
 
 
-def _plan_budget(options: argparse.Namespace, *, names: Sequence[str]) -> int:
+def _plan_budget(options: argparse.Namespace, *, names: Sequence[str], problems: list[Problem | str]) -> int:
     from hpc_parallel.commands.plan_budget import Budget, budgeted
 
-    problems: list[Problem | str] = []
     hours, devices, tokens = options.hours, options.devices, options.tokens or TOKENS
     if hours is None or devices is None:
         missing = "--hours 24" if hours is None else "--devices 256"
@@ -121,9 +160,6 @@ def _plan_budget(options: argparse.Namespace, *, names: Sequence[str]) -> int:
     if devices is not None and devices < 1:
         problems.append(f"--devices {devices}: there is at least one. Try --devices 8.")
     problems += _token_problems(options)
-    for option in ("best", "exact", "rows", "explain", "output", "json"):
-        if getattr(options, option):
-            problems.append(f"--{option} does not go with --hours. Try it without --{option}.")
     folder = options.config_dir
     name = names[-1] if names else None
     hardware = _read(lambda: named_hardware(name, user_folder=folder), problems)
@@ -141,30 +177,15 @@ def _token_problems(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _exact_problems(options: argparse.Namespace) -> Iterator[str]:
-    """`--exact` and `--rows` beside other options; a plan of one run has no rows but those of its roles."""
-    if not options.exact:
-        if options.rows is not None:
-            yield f"--rows {options.rows} is for --best and --exact. Try it with --best."
-        return
-    for option in ("tokens", "explain"):
-        if getattr(options, option) is not None:
-            yield f"--{option} does not go with --exact. Try it without --{option}."
     if options.rows is not None and options.rows < 1:
         yield f"--rows {options.rows}: at least one role is traced. Try --rows 1."
     if any(word.startswith("nodes=") and "," in word for word in options.overrides):
         yield "--exact traces one number of nodes. Try nodes=1."
 
 
-def _plan_best(options: argparse.Namespace) -> int:
+def _plan_best(options: argparse.Namespace, *, problems: list[Problem | str]) -> int:
     from hpc_parallel.commands.plan_best import ROWS, best, report
 
-    names = ("tokens", "output", "explain", "json")
-    problems: list[Problem | str] = [
-        f"--{name} does not go with --best. Try it without --{name}."
-        for name in names if getattr(options, name) not in (None, False)
-    ]  # fmt: skip
-    if options.exact:
-        problems.append("--exact does not go with --best. Try it without --exact.")
     rows = ROWS if options.rows is None else options.rows
     if rows < 1:
         problems.append(f"--rows {rows}: the table has at least one row. Try --rows {ROWS}.")
@@ -176,8 +197,14 @@ def _plan_best(options: argparse.Namespace) -> int:
     return DONE
 
 
-def _plan_table(options: argparse.Namespace, words: Sequence[str], *, names: Sequence[str]) -> int:
-    problems: list[Problem | str] = list(_option_problems(options, words))
+def _plan_table(
+    options: argparse.Namespace,
+    words: Sequence[str],
+    *,
+    names: Sequence[str],
+    problems: list[Problem | str],
+) -> int:
+    problems += _option_problems(options, words)
     name = names[-1] if names else None
     hardware = _read(lambda: named_hardware(name, user_folder=options.config_dir), problems)
     rows = _read(lambda: read_table(options.table), problems) if options.table else None
@@ -195,15 +222,17 @@ def _plan_table(options: argparse.Namespace, words: Sequence[str], *, names: Seq
     return DONE
 
 
-def _calibrate(options: argparse.Namespace, words: Sequence[str], *, names: Sequence[str]) -> int:
+def _calibrate(
+    options: argparse.Namespace,
+    words: Sequence[str],
+    *,
+    names: Sequence[str],
+    problems: list[Problem | str],
+) -> int:
     from hpc_parallel.commands.plan_calibrate import calibrated
 
-    others = ("best", "rows", "table", "explain", "json", "tokens", "hours", "devices")
-    given = [name for name in others if getattr(options, name) not in (None, False)]
-    if given:
-        raise ConfigError(
-            [f"--{name} does not go with --calibrate. Try it without --{name}." for name in given]
-        )
+    if problems:
+        raise ConfigError(problems)
     name = names[-1] if names else None
     profile = calibrated(words, name=name, output=options.output, user_folder=options.config_dir)
     if not _written(options.output, profile.content):
@@ -223,13 +252,8 @@ def _written(file: Path, content: str) -> bool:
 
 
 def _option_problems(options: argparse.Namespace, words: Sequence[str]) -> Iterator[str]:
-    for option in ("best", "exact", "rows", "json"):
-        if getattr(options, option):
-            yield f"--{option} is for one configuration. Try it without --table."
     for word in words:
         yield f"{word}: a plan of a table takes {HARDWARE}NAME only. Try it without {word}."
-    if options.tokens is not None:
-        yield f"--tokens {options.tokens:g} is for one configuration. Try it without --tokens."
     if options.output is None and options.explain is None:
         yield "--output is missing. Try --output planned.csv, or --explain 1."
     if options.output is None:

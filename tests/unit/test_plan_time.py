@@ -402,7 +402,7 @@ def test_options_for_something_else_are_refused(tmp_path: Path, capsys: pytest.C
     assert "--tokens -1 is not a positive number. Try --tokens 1e+12." in message
     words = ["plan", f"hardware={NAME}", "--table", str(TABLE), "--tokens", "1e9"]
     assert command([*words, "--explain"]) == 2
-    assert "--tokens 1e+09 is for one configuration. Try it without --tokens." in capsys.readouterr().err
+    assert "--tokens does not go with --table. Try it without --tokens." in capsys.readouterr().err
     assert command([*words, "--explain", "0"]) == 2
     assert "--explain 0: the table has rows 1 to 511. Try --explain 1." in capsys.readouterr().err
     assert command(["plan", f"hardware={NAME}", "model=124m", "--explain", "1"]) == 2
