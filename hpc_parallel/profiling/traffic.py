@@ -62,9 +62,7 @@ class Traffic(DispatchMode):
         if name in KINDS:
             arguments = operator_arguments(function, args, kwargs)
             kind, rule = KINDS[name]
-            group = _group(arguments)
-            place = Place(rank=group.rank(), ranks=group.size())
-            self._count(kind, rule(arguments, place), group)
+            self._count(kind, rule(arguments, place_of(arguments)), _group(arguments))
         elif name.startswith(COLLECTIVES) and name not in WITHOUT_BYTES:
             self.unknown.add(name)
         return function(*args, **(kwargs or {}))
@@ -73,6 +71,12 @@ class Traffic(DispatchMode):
 def _group(arguments: Mapping[str, Any]) -> ProcessGroup:
     """That of a collective, which is an argument by object or by name."""
     return group_of(arguments["process_group"] if "process_group" in arguments else arguments["group_name"])
+
+
+def place_of(arguments: Mapping[str, Any]) -> Place:
+    """This rank's position in the group of a collective."""
+    group = _group(arguments)
+    return Place(rank=group.rank(), ranks=group.size())
 
 
 def bytes_of(value: Any) -> int:
