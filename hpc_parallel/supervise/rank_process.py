@@ -53,6 +53,7 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER, is_local: bool = F
     site_variables(config["cluster"]["environment"], os.environ)  # before torch loads OpenMP
     if script_rank.is_script(config):
         if is_local:  # torchrun of a simulated node knows its own ranks only
+            os.environ.pop("SLURM_RESTART_COUNT", None)  # of an allocation around this run
             world = replace(world, local_rank=world.rank, local_world_size=world.world_size)
         _run_script(folder, config, world=world, in_job=not is_local, kills=kills)
         return

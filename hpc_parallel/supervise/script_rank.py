@@ -152,8 +152,11 @@ def visible_devices(environment: Mapping[str, str], *, node: int, per_node: int)
 
 
 def stop_prefix(folder: RunFolder, *, world: World) -> str:
-    """How the names of the files begin by which the ranks of this start agree on a step to stop."""
-    return str(folder.rendezvous / f"{world.attempt}.stop")
+    """How the names of the files begin by which the ranks of this start agree on a step to stop.
+
+    Some MPIs name every attempt alike, so the number of earlier starts is a part of it.
+    """
+    return str(folder.rendezvous / f"{world.attempt}-{restarts(folder)}.stop")
 
 
 def error_file(folder: RunFolder, *, rank: int) -> Path:
@@ -232,8 +235,10 @@ class Relay:
 
     def connect(self, child: subprocess.Popen[bytes]) -> None:
         self._child = child
+        reaches_all, self._reaches_all = self._reaches_all, False  # there was no script that they could reach
         for number in self._early:
             self(number, None)
+        self._reaches_all = reaches_all
 
     def stop_of(self, returncode: int, *, requeue_codes: Sequence[int]) -> dict[str, Any] | None:
         """The content of `stopped.json` if the script ended because it was asked to, or asks for a new start.

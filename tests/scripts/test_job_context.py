@@ -53,6 +53,7 @@ print({"torch", "hydra", "yaml"} & set(sys.modules))
 
 
 def test_figures_and_checkpoints_continue_after_a_resume_by_hand(home: Path) -> None:
+    """Also in an allocation that Slurm has requeued, whose starts are not those of the run."""
     (home / "script.py").write_text("""
 import sys
 from hpc_parallel import job_context
@@ -64,10 +65,10 @@ for step in range(first, first + 4):
     last.write_text(str(3))
 """)
     words = ("run_dir=run", "script.resume_arguments=--resume {run}/checkpoints/last.txt")
-    first = run(home, *TWO_NODES, *words, "--", "script.py")
+    first = run(home, *TWO_NODES, *words, "--", "script.py", SLURM_RESTART_COUNT="3")
     assert first.returncode == 0, first.stdout + first.stderr
     assert "completed: step 4, loss 0.25" in first.stdout
-    again = run(home, "resume=run")
+    again = run(home, "resume=run", SLURM_RESTART_COUNT="3")
     assert again.returncode == 0, again.stdout + again.stderr
     assert "; continues" in again.stdout
     assert (home / "run/logs/rank-1.out").read_text().splitlines() == ["start 0 at 1", "start 1 at 3"]
@@ -115,6 +116,24 @@ def test_without_all_ranks_no_step_is_agreed_on(home: Path, capsys: pytest.Captu
     assert "not every rank calls stop_requested" in capsys.readouterr().err
 
 
+def test_a_rank_that_asks_too_late_gets_the_answer_of_those_that_gave_up(home: Path) -> None:
+    prefix = str(home / "attempt.stop")
+    request_stop(prefix)
+    gave_up, late = Agreement(prefix, rank=1, ranks=2, answer_s=0.1), Agreement(prefix, rank=0, ranks=2)
+    gave_up.watch()
+    late.watch()  # all have published now, and rank 0 would decide
+    assert [rank.includes(10**9) for rank in (gave_up, late)] == [False, False]
+    assert not has_agreed(prefix)
+
+
+def test_a_pipe_in_place_of_an_answer_holds_nobody(home: Path) -> None:
+    prefix = str(home / "attempt.stop")
+    request_stop(prefix)
+    os.mkfifo(f"{prefix}-at")
+    Agreement(prefix, rank=0, ranks=1).watch()
+    assert not has_agreed(prefix)
+
+
 def test_the_guides_script_stops_at_one_step_on_all_ranks_and_goes_on(home: Path) -> None:
     (home / "counts.py").write_text(dict(FILE.findall(GUIDE.read_text()))["counts.py"])
     process = subprocess.Popen(
@@ -129,7 +148,7 @@ def test_the_guides_script_stops_at_one_step_on_all_ranks_and_goes_on(home: Path
     assert process.wait(240) == 1
     assert ended_in(home / "run") == "cancelled"
     step = int((home / "run/checkpoints/step.txt").read_text())
-    stops = [path.read_text() for path in (home / "run/rendezvous").glob("*.stop-at")]
+    stops = [os.readlink(path) for path in (home / "run/rendezvous").glob("*.stop-at")]
     assert stops == [str(step)]
     assert [line["step"] for line in metrics_of(home / "run")] == [*range(1, step + 1)]
     done = run(home, "resume=run")

@@ -343,18 +343,35 @@ class Child:
         ("SIGUSR2", True, signal.SIGUSR2, []),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("early", [False, True])
 def test_each_signal_reaches_the_script_once(
-    stop_signal: str, reaches_all: bool, number: int, received: list[int], early: bool
+    stop_signal: str, reaches_all: bool, number: int, received: list[int]
 ) -> None:
     relay = script_rank.Relay(stop_signal, in_job=True, reaches_all=reaches_all, stop_prefix="stop")
     child = Child()
-    if early:
-        relay(number, None)
     relay.connect(child)  # type: ignore[arg-type]
-    if not early:
-        relay(number, None)
+    relay(number, None)
     assert child.received == received
+
+
+@pytest.mark.parametrize(
+    ("stop_signal", "number", "received"),
+    [
+        ("none", signal.SIGUSR2, []), ("none", signal.SIGTERM, [signal.SIGTERM]),
+        ("SIGUSR1", signal.SIGUSR2, [signal.SIGUSR1]), ("SIGTERM", signal.SIGTERM, [signal.SIGTERM]),
+        ("SIGUSR2", signal.SIGUSR2, [signal.SIGUSR2]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("reaches_all", [False, True])
+def test_a_signal_that_came_before_the_script_reaches_it(
+    stop_signal: str, number: int, received: list[int], reaches_all: bool
+) -> None:
+    relay = script_rank.Relay(stop_signal, in_job=True, reaches_all=reaches_all, stop_prefix="stop")
+    relay(number, None)
+    child = Child()
+    relay.connect(child)  # type: ignore[arg-type]
+    assert child.received == received
+    relay(signal.SIGUSR1, None)
+    assert len(child.received) == len(received) + (not reaches_all)
 
 
 @pytest.mark.parametrize(
