@@ -5,6 +5,7 @@ Both halves use it, so it imports neither Hydra nor torch.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -96,6 +97,11 @@ def arguments_of(script: Mapping[str, Any], *, values: Mapping[str, str]) -> lis
         for word in _words_of(key, value, style=script["style"])
     ]
     return [fill(word, values) for word in (*script["words"], *named)]
+
+
+def absolute(text: str) -> Path:
+    """A path as the user typed it, from where the user stands."""
+    return Path(os.path.expanduser(text)).absolute()
 
 
 def resume_words(script: Mapping[str, Any], *, values: Mapping[str, str], folder: Path) -> list[str]:

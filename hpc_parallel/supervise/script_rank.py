@@ -35,43 +35,31 @@ def is_script(config: Mapping[str, Any]) -> bool:
     return bool(config.get("task", {}).get("name") == TASK)
 
 
-def words_of(
+def command_of(
     folder: RunFolder, config: Mapping[str, Any], *, rank: int, variables: Mapping[str, str]
-) -> list[str]:
-    """The program and its arguments. variables: those of `set_variables`."""
-    script = config["script"]
-    values = _placeholders(folder, config, rank=rank, variables=variables)
+) -> tuple[list[str], Path]:
+    """The program with its arguments, and its working directory. variables: those of `set_variables`."""
+    script, nodes, devices = config["script"], config["nodes"], config["gpus_per_node"]
+    place = (variables["MASTER_ADDR"], variables["MASTER_PORT"])
+    filled = (folder.path, rank, config["seed"], nodes, devices, nodes * devices, *place)
+    values = dict(zip(PLACEHOLDERS, map(str, filled), strict=True))
+    working = Path(fill(script["working_directory"], values))
     arguments = arguments_of(script, values=values)
     if restarts(folder):
-        working = Path(fill(script["working_directory"], values))
         arguments += resume_words(script, values=values, folder=working)
     if script["file"]:  # a path in the kept source is relative to the run folder
-        return [sys.executable, "-u", str(folder.path / script["file"]), *arguments]
-    if script["module"]:  # -P: not from the working directory, but from the kept source
-        return [sys.executable, "-u", "-P", "-m", script["module"], *arguments]
-    command = script["command"]
-    return [str(folder.path / command) if os.sep in command else command, *arguments]
+        program = [sys.executable, "-u", str(folder.path / script["file"])]
+    elif script["module"]:  # -P: not from the working directory, but from the kept source
+        program = [sys.executable, "-u", "-P", "-m", script["module"]]
+    else:
+        command = script["command"]
+        program = [str(folder.path / command) if os.sep in command else command]
+    return [*program, *arguments], working
 
 
 def restarts(folder: RunFolder) -> int:
     """How many starts came before this one: as the folder records them, or as Slurm counts them."""
     return max(int(os.environ.get("SLURM_RESTART_COUNT", "0")), attempts.earlier_starts(folder))
-
-
-def working_directory(
-    folder: RunFolder, config: Mapping[str, Any], *, rank: int, variables: Mapping[str, str]
-) -> Path:
-    values = _placeholders(folder, config, rank=rank, variables=variables)
-    return Path(fill(config["script"]["working_directory"], values))
-
-
-def _placeholders(
-    folder: RunFolder, config: Mapping[str, Any], *, rank: int, variables: Mapping[str, str]
-) -> dict[str, str]:
-    nodes, devices = config["nodes"], config["gpus_per_node"]
-    place = (variables["MASTER_ADDR"], variables["MASTER_PORT"])
-    values = (folder.path, rank, config["seed"], nodes, devices, nodes * devices, *place)
-    return dict(zip(PLACEHOLDERS, map(str, values), strict=True))
 
 
 def set_variables(

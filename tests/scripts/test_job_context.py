@@ -18,7 +18,7 @@ from hpc_parallel.job_context import Agreement, has_agreed, request_stop
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.supervise.event_files import EventFiles
 from hpc_parallel.supervise.script_metrics import MetricsWriter
-from hpc_parallel.supervise.script_watch import watching
+from hpc_parallel.supervise.supervisor import watching
 from tests.scripts.test_local_scripts import ROOT, TWO_NODES, command, ended, only_run, run
 
 GUIDE = Path(ROOT) / "docs/own-script.md"

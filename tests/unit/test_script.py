@@ -24,7 +24,7 @@ from hpc_parallel.launch.checked_run import checked_run
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.supervise import failure, script_failure, script_metrics, script_rank
-from hpc_parallel.supervise.script_watch import watching
+from hpc_parallel.supervise.supervisor import watching
 from hpc_parallel.supervise.world import World
 
 LOCAL = "launcher=local"
@@ -218,7 +218,7 @@ def test_a_process_for_each_node_has_all_its_cores_and_the_threads_of_its_own_ra
     values = run.values | {"device": "cpu"}
     script_rank.set_variables(run.folder, values, world=world, environment=environment)
     assert environment["OMP_NUM_THREADS"] == str(threads)
-    words = script_rank.words_of(run.folder, values, rank=1, variables=environment)
+    words, _ = script_rank.command_of(run.folder, values, rank=1, variables=environment)
     assert words[-1] == "1 2 2 4"
 
 
