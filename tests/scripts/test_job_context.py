@@ -16,6 +16,7 @@ import pytest
 
 from hpc_parallel.job_context import Agreement, has_agreed, request_stop
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.supervise import event_files
 from hpc_parallel.supervise.event_files import EventFiles
 from hpc_parallel.supervise.script_metrics import MetricsWriter
 from hpc_parallel.supervise.supervisor import watching
@@ -202,6 +203,24 @@ def test_an_event_file_that_can_not_be_read_is_announced(
     assert list(files.read(is_last=True)) == list(files.read(is_last=True)) == []
     told = capsys.readouterr().err
     assert told.count("is not read into metrics.jsonl: install tensorboard beside hpc_parallel") == 1
+
+
+def test_files_of_earlier_starts_leave_room_for_new_ones_and_too_many_are_announced(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(event_files, "_loader", lambda path: opened.append(path.name) or (lambda: ()))
+    for number in range(100):
+        (home / f"a{number}.tfevents").touch()
+    files = EventFiles(home)
+    for number in range(66):
+        (home / f"b{number:02}\x1b.tfevents").touch()
+    for _ in range(2):
+        assert list(files.read(is_last=True)) == []
+    assert opened == [f"b{number:02}\x1b.tfevents" for number in range(64)]
+    told = capsys.readouterr().err
+    assert told.count("is not read into metrics.jsonl: 64 others are") == 2
+    assert "\x1b" not in told
 
 
 def test_a_restart_drops_only_the_steps_that_it_repeats(home: Path) -> None:
