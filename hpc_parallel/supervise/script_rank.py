@@ -24,6 +24,7 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.safe_write import open_append, write_json
 from hpc_parallel.supervise import fabric, fabric_kind, flight_recorder
+from hpc_parallel.supervise.process_tree import receivers
 from hpc_parallel.supervise.world import World, expand_hosts
 
 SHARED = 20_000  # ports from here on, by the number of the job, if the site names none
@@ -216,8 +217,10 @@ class Relay:
             self.stopped_by = self.stopped_by or signal.Signals(number).name
             job_context.request_stop(self._stop_prefix)
         if number in (signal.SIGUSR2, signal.SIGTERM) and self._stop is not None:
-            if number != self._stop or not self._reaches_all:
-                self._child.send_signal(self._stop)
+            if (number != self._stop or not self._reaches_all) and self._child.returncode is None:
+                for process in receivers(self._child.pid, self._stop):
+                    with suppress(ProcessLookupError):
+                        os.kill(process, self._stop)
         elif not self._reaches_all and number != signal.SIGUSR2:
             self._child.send_signal(number)
 
