@@ -43,3 +43,12 @@ def receivers(process: int, number: int) -> list[int]:
         if is_deaf and Path(root.exe()).name in _SHELLS and (programs := root.children()):
             return [receiver for program in programs for receiver in receivers(program.pid, number)]
     return [process]
+
+
+def kill_tree(process: int) -> None:
+    """Kill a process and all its descendants, also those in sessions of their own."""
+    with suppress(psutil.Error):
+        root = psutil.Process(process)
+        for each in [root, *root.children(recursive=True)]:
+            with suppress(psutil.Error):
+                each.kill()
