@@ -87,8 +87,9 @@ class Agreement:
     """The step from which all ranks answer yes.
 
     After the request each rank holds its answers back and publishes the last step for which it has answered
-    no. When all have done so, rank 0 publishes the step after the highest of these. A thread does this, so
-    a rank may wait for another one in a collective meanwhile.
+    no. When all have done so, rank 0 publishes the step after the highest of these. A rank that has waited
+    too long publishes that there is none. The first decision holds for all ranks. A thread does this, so a
+    rank may wait for another one in a collective meanwhile.
     """
 
     def __init__(self, prefix: str, *, rank: int, ranks: int, answer_s: float = _ANSWER_S) -> None:
@@ -116,7 +117,7 @@ class Agreement:
                 time.sleep(period_s)
             with self._changed:
                 self._holds = True
-            write_text(self._file(self._rank), str(self._denied))
+            _publish(self._file(self._rank), self._denied)
             first = self._agree(period_s / 5)
         except (OSError, ValueError) as error:  # a file server is gone, for example
             print(f"hpc_parallel can't agree on a step to stop: {error}", file=sys.stderr)
@@ -127,21 +128,16 @@ class Agreement:
 
     def _agree(self, period_s: float) -> float:
         answers, decision = [self._file(rank) for rank in range(self._ranks)], self._file("at")
-        # Rank 0 gives up first and says so, because all must have the same answer.
-        until = time.monotonic() + self._answer_s * (1 if self._rank == 0 else 3)
-        first = math.inf
+        until = time.monotonic() + self._answer_s
         while decision.name not in (names := self._names()):
-            is_late = time.monotonic() > until
             if self._rank == 0 and {file.name for file in answers} <= names:
-                write_text(decision, str(1 + max(int(file.read_text()) for file in answers)))
-            elif is_late and self._rank == 0:
-                write_text(decision, str(math.inf))
-            elif is_late:
+                _publish(decision, 1 + max(int(os.readlink(file)) for file in answers))
                 break
-            else:
-                time.sleep(period_s)
-        else:
-            first = float(decision.read_text())
+            if time.monotonic() > until:
+                _publish(decision, math.inf)
+                break
+            time.sleep(period_s)
+        first = float(os.readlink(decision))
         if first == math.inf:
             print("hpc_parallel: not every rank calls stop_requested: no step is agreed on", file=sys.stderr)
         return first
@@ -157,6 +153,12 @@ class Agreement:
 _agreement: Agreement | None = None
 
 
+def _publish(file: Path, number: float) -> None:
+    """Publish a number, unless `file` has one: a link is made at once with its text, and never replaced."""
+    with suppress(FileExistsError):
+        os.symlink(str(number), file)
+
+
 def request_stop(prefix: str) -> None:
     """Ask all ranks to stop: what `stop_requested` waits for."""
     with suppress(OSError):
@@ -166,7 +168,7 @@ def request_stop(prefix: str) -> None:
 def has_agreed(prefix: str) -> bool:
     """Whether the ranks have agreed on a step to stop."""
     with suppress(OSError, ValueError):
-        return float(Path(f"{prefix}-at").read_text()) < math.inf
+        return float(os.readlink(f"{prefix}-at")) < math.inf
     return False
 
 

@@ -5,9 +5,11 @@ This covers closed or full streams, Ctrl-C, a deleted folder, and characters tha
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TextIO
@@ -24,6 +26,8 @@ def run_command(work: Callable[[], int]) -> int:
     prints nothing and returns 1. If the reader closes the pipe early (`| head`), the exit code is 0, because
     the reader has what it wants.
     """
+    # While Python ends, a Ctrl-C would kill the process: the exit code would not be that of the command.
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     _open_closed_streams()
     _escape_what_streams_cannot_encode()
     try:

@@ -31,6 +31,7 @@ from hpc_parallel.planning.sent_bytes import sent_by_axes
 from hpc_parallel.planning.step_time import Step
 from hpc_parallel.problems import ConfigError, Problem, Problems
 from hpc_parallel.record.metrics_file import size
+from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.terminal import say
 
 ROLES = 8  # that are traced unless --rows says otherwise
@@ -106,7 +107,7 @@ def trace(values: Mapping[str, Any], ranks: Sequence[int]) -> tuple[int, dict[st
     """The exit code, and what each rank holds and sends by its number; None if it failed and said why."""
     with tempfile.TemporaryDirectory(prefix="hpc_parallel-") as folder:
         path = Path(folder) / "config.yaml"
-        path.write_text(yaml.safe_dump(values, sort_keys=False))
+        write_text(path, yaml.safe_dump(values, sort_keys=False))
         command = [sys.executable, "-W", "ignore", "-m", "hpc_parallel.worker.exact_plan", str(path)]
         done = subprocess.run([*command, *map(str, ranks)], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != DONE:

@@ -5,9 +5,11 @@ Both halves use it, so it imports neither Hydra nor torch.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -98,14 +100,22 @@ def arguments_of(script: Mapping[str, Any], *, values: Mapping[str, str]) -> lis
     return [fill(word, values) for word in (*script["words"], *named)]
 
 
+def absolute(text: str) -> Path:
+    """A path as the user typed it, from where the user stands."""
+    return Path(os.path.expanduser(text)).absolute()
+
+
 def resume_words(script: Mapping[str, Any], *, values: Mapping[str, str], folder: Path) -> list[str]:
     """The words of `script.resume_arguments`; none if a path among them does not exist.
 
     folder: the working directory, from which relative paths count.
     """
     words = [fill(word, values) for word in shlex.split(script["resume_arguments"] or "")]
-    paths = [path for word in words if "/" in (path := word.rpartition("=")[2])]
-    return words if all((folder / path).exists() for path in paths) else []
+    paths = [folder / path for word in words if "/" in (path := word.rpartition("=")[2])]
+    for needed in paths:  # an NFS client may remember that a file was missing until the folder is listed
+        with suppress(OSError):
+            os.listdir(needed.parent)
+    return words if all(needed.exists() for needed in paths) else []
 
 
 def fill(word: str, values: Mapping[str, str]) -> str:

@@ -177,7 +177,10 @@ def _signal(process: subprocess.Popen[bytes], signals: list[int]) -> None:
     if len(signals) == 1:
         process.send_signal(signals[0])
     else:
-        os.killpg(process.pid, signal.SIGKILL)
+        from hpc_parallel.supervise.process_tree import kill_tree
+
+        kill_tree(process.pid)
+        os.killpg(process.pid, signal.SIGKILL)  # also those whose parent has ended
 
 
 def _has_ended(process: int) -> bool:

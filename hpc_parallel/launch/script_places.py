@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from hpc_parallel.config.script import absolute
 from hpc_parallel.config.script_schema import ScriptConfig
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.snapshot import Snapshot
@@ -13,7 +14,7 @@ from hpc_parallel.record.snapshot import Snapshot
 
 def script_folders(script: ScriptConfig) -> list[Path]:
     """The folder of a Python file: the script imports from it."""
-    return [_absolute(script.file).parent] if script.file else []
+    return [absolute(script.file).parent] if script.file else []
 
 
 def script_places(script: ScriptConfig, *, folder: RunFolder, snapshot: Snapshot | None) -> dict[str, str]:
@@ -22,12 +23,12 @@ def script_places(script: ScriptConfig, *, folder: RunFolder, snapshot: Snapshot
     A path in the kept source is relative to the run folder, every other one is absolute. A command without a
     slash stays a name, which each host looks up on its PATH.
     """
-    places = {"working_directory": str(_absolute(script.working_directory or "."))}
+    places = {"working_directory": str(absolute(script.working_directory or "."))}
     if script.working_directory and script.working_directory.startswith("{run}"):
         places["working_directory"] = script.working_directory
     for key, text in _paths(script).items():
         kept = _kept(text, snapshot)
-        places[key] = str(_absolute(text)) if kept is None else str(kept.relative_to(folder.path))
+        places[key] = str(absolute(text)) if kept is None else str(kept.relative_to(folder.path))
     return places
 
 
@@ -46,8 +47,4 @@ def _paths(script: ScriptConfig) -> dict[str, str]:
 
 
 def _kept(text: str, snapshot: Snapshot | None) -> Path | None:
-    return None if snapshot is None else snapshot.copy_of(_absolute(text))
-
-
-def _absolute(text: str) -> Path:
-    return Path(os.path.expanduser(text)).absolute()
+    return None if snapshot is None else snapshot.copy_of(absolute(text))

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from hpc_parallel.problems import printable
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import is_file
 from hpc_parallel.record.values import finite
 
+Load = Callable[[], Iterable[Any]]  # the events that were added to a file since the last call
 _EVERY = 10  # calls; each lists the folder
 _MOST_FILES, _MOST_FIGURES, _MOST_BYTES = 64, 256, 2**30
 # Tags of the training loss: of PyTorch's tutorials, of the Trainer of transformers, of Lightning.
@@ -27,7 +29,7 @@ class EventFiles:
         """root: the run folder. Files that it has now are those of an earlier start."""
         folder = RunFolder(root)
         self._root, self._skipped = root, {folder.code, folder.logs, folder.rendezvous, folder.slurm}
-        self._loaders: dict[Path, Any] = dict.fromkeys(self._paths())  # None: not read
+        self._loaders: dict[Path, Load] = dict.fromkeys(self._paths(), _nothing)
         self._calls = 0
 
     def read(self, is_last: bool) -> Iterator[dict[str, Any]]:
@@ -35,14 +37,14 @@ class EventFiles:
         self._calls += 1
         if not is_last and self._calls % _EVERY:
             return
-        for path in self._paths()[:_MOST_FILES]:
+        for path in self._paths():
             if path not in self._loaders:
-                self._loaders[path] = _loader(path)
+                is_full = sum(load is not _nothing for load in self._loaders.values()) >= _MOST_FILES
+                self._loaders[path] = _refuse(path, f"{_MOST_FILES} others are") if is_full else _loader(path)
             try:
                 yield from _figures(self._loaders[path])
             except Exception as error:  # a damaged record ends the reading of its file
-                self._loaders[path] = None
-                print(f"{path} can't be read on: {type(error).__name__}: {error}", file=sys.stderr)
+                self._loaders[path] = _refuse(path, f"{type(error).__name__}: {error}")
 
     def _paths(self) -> list[Path]:
         paths = []
@@ -52,25 +54,30 @@ class EventFiles:
         return [path for path in paths if is_file(path) and not path.is_symlink()]
 
 
-def _loader(path: Path) -> Callable[[], Any] | None:
-    """A function that reads the events which were added to a file since its last call; None if none can."""
+def _loader(path: Path) -> Load:
     try:
         from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     except ImportError:
-        print(
-            f"{path} is not read into metrics.jsonl: install tensorboard beside hpc_parallel", file=sys.stderr
-        )
-        return None
+        return _refuse(path, "install tensorboard beside hpc_parallel")
     if path.stat().st_size > _MOST_BYTES:
-        print(f"{path} is not read into metrics.jsonl: it is larger than 1 GiB", file=sys.stderr)
-        return None
-    load: Callable[[], Any] = EventFileLoader(str(path)).Load
+        return _refuse(path, "it is larger than 1 GiB")
+    load: Load = EventFileLoader(str(path)).Load
     return load
 
 
-def _figures(load: Callable[[], Any] | None) -> list[dict[str, Any]]:
+def _refuse(path: Path, reason: str) -> Load:
+    print(printable(f"{path} is not read into metrics.jsonl: {reason}"), file=sys.stderr)
+    return _nothing
+
+
+def _nothing() -> Iterable[Any]:
+    """The events of a file that is not read."""
+    return ()
+
+
+def _figures(load: Load) -> list[dict[str, Any]]:
     steps: dict[int, dict[str, Any]] = defaultdict(dict)
-    for event in load() if load is not None else ():
+    for event in load():
         figures = steps[event.step]
         for value in event.summary.value:
             if (scalar := _scalar(value)) is not None and len(figures) < _MOST_FIGURES:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_SHELLS = {"sh", "bash", "dash", "ksh", "zsh"}
+_CAUGHT = re.compile(r"^SigCgt:\s*([0-9a-f]+)$", re.MULTILINE)  # the signals with a handler, a bit for each
 _ROUNDS = 5  # a process may start another one while it ends
 GRACE_S = 5.0  # from SIGTERM to SIGKILL
 
@@ -25,3 +29,26 @@ def end_descendants() -> None:
             with suppress(psutil.Error):
                 process.terminate() if attempt == 0 else process.kill()
         psutil.wait_procs(processes, timeout=GRACE_S)
+
+
+def receivers(process: int, number: int) -> list[int]:
+    """Who gets a signal that is for `process`: the programs of a shell that has no trap for it.
+
+    The shell would end by the signal and leave them.
+    """
+    with suppress(psutil.Error, OSError):
+        root = psutil.Process(process)
+        caught = _CAUGHT.search(Path(f"/proc/{process}/status").read_text())
+        is_deaf = caught is not None and not int(caught[1], 16) >> (number - 1) & 1
+        if is_deaf and Path(root.exe()).name in _SHELLS and (programs := root.children()):
+            return [receiver for program in programs for receiver in receivers(program.pid, number)]
+    return [process]
+
+
+def kill_tree(process: int) -> None:
+    """Kill a process and all its descendants, also those in sessions of their own."""
+    with suppress(psutil.Error):
+        root = psutil.Process(process)
+        for each in [root, *root.children(recursive=True)]:
+            with suppress(psutil.Error):
+                each.kill()

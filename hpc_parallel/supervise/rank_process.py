@@ -27,8 +27,8 @@ from hpc_parallel.supervise.nvidia_profiler import ProfilerError, profiler_words
 from hpc_parallel.supervise.process_tree import adopt_orphans, end_descendants
 from hpc_parallel.supervise.script_devices import DeviceWatch
 from hpc_parallel.supervise.script_metrics import MetricsWriter
-from hpc_parallel.supervise.script_watch import ScriptSupervisor, watching
-from hpc_parallel.supervise.supervisor import supervised
+from hpc_parallel.supervise.script_watch import ScriptSupervisor
+from hpc_parallel.supervise.supervisor import Supervisor, watching
 from hpc_parallel.supervise.world import World
 
 WORKER = (sys.executable, "-u", "-m", "hpc_parallel.worker.main")
@@ -53,6 +53,7 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER, is_local: bool = F
     site_variables(config["cluster"]["environment"], os.environ)  # before torch loads OpenMP
     if script_rank.is_script(config):
         if is_local:  # torchrun of a simulated node knows its own ranks only
+            os.environ.pop("SLURM_RESTART_COUNT", None)  # of an allocation around this run
             world = replace(world, local_rank=world.rank, local_world_size=world.world_size)
         _run_script(folder, config, world=world, in_job=not is_local, kills=kills)
         return
@@ -66,9 +67,10 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER, is_local: bool = F
         failure.record_exception(folder, world=world, error=error)
         sys.exit(str(error))
     child = subprocess.Popen([*profiler, *worker, run_folder], preexec_fn=partial(_prepare, os.getpid()))
-    with supervised(
-        folder, world=world, process=child.pid, timeout_s=config["cluster"].get("hang_timeout_s")
-    ):
+    checks = []
+    if (timeout_s := config["cluster"].get("hang_timeout_s")) is not None:
+        checks.append(Supervisor(folder, world=world, process=child.pid, timeout_s=timeout_s))
+    with watching(checks):
         returncode = child.wait()
     if returncode != 0:
         cgroup = oom.killing_cgroup(kills)
@@ -100,11 +102,11 @@ def _run_script(
         script_rank.set_variables(folder, config, world=world, environment=variables)
         if world.rank == 0:
             script_rank.begin(folder, config, world=world, environment=variables)
+        words, working = script_rank.command_of(folder, config, rank=world.rank, variables=variables)
         with script_rank.streams(folder, rank=world.rank) as (out, err):
             child = subprocess.Popen(
-                script_rank.words_of(folder, config, rank=world.rank, variables=variables),
-                cwd=script_rank.working_directory(folder, config, rank=world.rank, variables=variables),
-                env=variables, preexec_fn=partial(_prepare, os.getpid(), handles=script["stop_signal"]),
+                words, cwd=working, env=variables,
+                preexec_fn=partial(_prepare, os.getpid(), handles=script["stop_signal"]),
                 close_fds=False,  # PMI_FD of MPI; our own files close themselves
                 stdin=subprocess.DEVNULL, stdout=out, stderr=err,
             )  # fmt: skip

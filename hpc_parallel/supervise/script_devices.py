@@ -14,6 +14,7 @@ from hpc_parallel.record.device_states import device_file
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.supervise.device_state import device_state
+from hpc_parallel.supervise.topology import nvml_module
 from hpc_parallel.supervise.world import World
 
 _EVERY = 10  # calls between two samples, each of which lists the processes of the host
@@ -34,7 +35,7 @@ class DeviceWatch:
         """environment: of the script."""
         self._file, self._process = device_file(folder, rank=world.rank), process
         self._figures: dict[str, Any] = {"rank": world.rank, "host": world.host}
-        self._nvml = _nvml()
+        self._nvml = nvml_module()
         self._uuid = None if self._nvml is None else gpu_of(environment, nvml=self._nvml)
         self._started = time.monotonic()
         self._calls, self._samples, self._cpu_s = 0, 0, 0.0
@@ -86,11 +87,3 @@ def _used_by_tree(process: int) -> tuple[float, int]:
                 cpu_s += sum(each.cpu_times()[:4])  # its own, and of the children that have ended
                 resident_bytes += each.memory_info().rss
     return cpu_s, resident_bytes
-
-
-def _nvml() -> Any:
-    with suppress(ImportError):
-        import pynvml
-
-        return pynvml
-    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -110,7 +111,7 @@ def forget(folder: RunFolder, *, rank: int) -> None:
 
 
 def size_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+    """The bytes of a log; 0 if there is none. It is opened: an NFS client keeps an old size for a minute."""
+    with suppress(OSError, DamagedError), open_regular(path) as file:
+        return file.seek(0, os.SEEK_END)
+    return 0

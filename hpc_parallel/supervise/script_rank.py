@@ -24,6 +24,7 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.safe_write import open_append, write_json
 from hpc_parallel.supervise import fabric, fabric_kind, flight_recorder
+from hpc_parallel.supervise.process_tree import receivers
 from hpc_parallel.supervise.world import World, expand_hosts
 
 SHARED = 20_000  # ports from here on, by the number of the job, if the site names none
@@ -35,43 +36,31 @@ def is_script(config: Mapping[str, Any]) -> bool:
     return bool(config.get("task", {}).get("name") == TASK)
 
 
-def words_of(
+def command_of(
     folder: RunFolder, config: Mapping[str, Any], *, rank: int, variables: Mapping[str, str]
-) -> list[str]:
-    """The program and its arguments. variables: those of `set_variables`."""
-    script = config["script"]
-    values = _placeholders(folder, config, rank=rank, variables=variables)
+) -> tuple[list[str], Path]:
+    """The program with its arguments, and its working directory. variables: those of `set_variables`."""
+    script, nodes, devices = config["script"], config["nodes"], config["gpus_per_node"]
+    place = (variables["MASTER_ADDR"], variables["MASTER_PORT"])
+    filled = (folder.path, rank, config["seed"], nodes, devices, nodes * devices, *place)
+    values = dict(zip(PLACEHOLDERS, map(str, filled), strict=True))
+    working = Path(fill(script["working_directory"], values))
     arguments = arguments_of(script, values=values)
     if restarts(folder):
-        working = Path(fill(script["working_directory"], values))
         arguments += resume_words(script, values=values, folder=working)
     if script["file"]:  # a path in the kept source is relative to the run folder
-        return [sys.executable, "-u", str(folder.path / script["file"]), *arguments]
-    if script["module"]:  # -P: not from the working directory, but from the kept source
-        return [sys.executable, "-u", "-P", "-m", script["module"], *arguments]
-    command = script["command"]
-    return [str(folder.path / command) if os.sep in command else command, *arguments]
+        program = [sys.executable, "-u", str(folder.path / script["file"])]
+    elif script["module"]:  # -P: not from the working directory, but from the kept source
+        program = [sys.executable, "-u", "-P", "-m", script["module"]]
+    else:
+        command = script["command"]
+        program = [str(folder.path / command) if os.sep in command else command]
+    return [*program, *arguments], working
 
 
 def restarts(folder: RunFolder) -> int:
     """How many starts came before this one: as the folder records them, or as Slurm counts them."""
     return max(int(os.environ.get("SLURM_RESTART_COUNT", "0")), attempts.earlier_starts(folder))
-
-
-def working_directory(
-    folder: RunFolder, config: Mapping[str, Any], *, rank: int, variables: Mapping[str, str]
-) -> Path:
-    values = _placeholders(folder, config, rank=rank, variables=variables)
-    return Path(fill(config["script"]["working_directory"], values))
-
-
-def _placeholders(
-    folder: RunFolder, config: Mapping[str, Any], *, rank: int, variables: Mapping[str, str]
-) -> dict[str, str]:
-    nodes, devices = config["nodes"], config["gpus_per_node"]
-    place = (variables["MASTER_ADDR"], variables["MASTER_PORT"])
-    values = (folder.path, rank, config["seed"], nodes, devices, nodes * devices, *place)
-    return dict(zip(PLACEHOLDERS, map(str, values), strict=True))
 
 
 def set_variables(
@@ -152,8 +141,11 @@ def visible_devices(environment: Mapping[str, str], *, node: int, per_node: int)
 
 
 def stop_prefix(folder: RunFolder, *, world: World) -> str:
-    """How the names of the files begin by which the ranks of this start agree on a step to stop."""
-    return str(folder.rendezvous / f"{world.attempt}.stop")
+    """How the names of the files begin by which the ranks of this start agree on a step to stop.
+
+    Some MPIs name every attempt alike, so the number of earlier starts is a part of it.
+    """
+    return str(folder.rendezvous / f"{world.attempt}-{restarts(folder)}.stop")
 
 
 def error_file(folder: RunFolder, *, rank: int) -> Path:
@@ -225,15 +217,19 @@ class Relay:
             self.stopped_by = self.stopped_by or signal.Signals(number).name
             job_context.request_stop(self._stop_prefix)
         if number in (signal.SIGUSR2, signal.SIGTERM) and self._stop is not None:
-            if number != self._stop or not self._reaches_all:
-                self._child.send_signal(self._stop)
+            if (number != self._stop or not self._reaches_all) and self._child.returncode is None:
+                for process in receivers(self._child.pid, self._stop):
+                    with suppress(ProcessLookupError):
+                        os.kill(process, self._stop)
         elif not self._reaches_all and number != signal.SIGUSR2:
             self._child.send_signal(number)
 
     def connect(self, child: subprocess.Popen[bytes]) -> None:
         self._child = child
+        reaches_all, self._reaches_all = self._reaches_all, False  # there was no script that they could reach
         for number in self._early:
             self(number, None)
+        self._reaches_all = reaches_all
 
     def stop_of(self, returncode: int, *, requeue_codes: Sequence[int]) -> dict[str, Any] | None:
         """The content of `stopped.json` if the script ended because it was asked to, or asks for a new start.

@@ -1,54 +1,21 @@
-"""What the parent of a rank does while a script of the user's runs, in a thread."""
+"""The hang report of a script of the user's, which does not report its progress."""
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import psutil
 
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.supervise import hang_report
 from hpc_parallel.supervise.script_failure import size_of
-from hpc_parallel.supervise.supervisor import Supervisor, state_of
+from hpc_parallel.supervise.supervisor import PERIOD_S, Supervisor, state_of
 from hpc_parallel.supervise.world import World
 
-PERIOD_S = 1.0
 FIRST_S = 60.0  # in which a script may be silent at its start, while it imports and connects
-
-
-@contextmanager
-def watching(checks: Sequence[Callable[[bool], None]]) -> Iterator[None]:
-    """While the block runs, call each check with False from time to time, and at its end with True.
-
-    A check that fails, because the disk is full for example, is not called again, and says so.
-    """
-    ended = threading.Event()
-    alive = list(checks)
-
-    def run() -> None:
-        is_last = False
-        while not is_last:
-            is_last = ended.wait(PERIOD_S)
-            for check in list(alive):
-                try:
-                    check(is_last)
-                except Exception:
-                    traceback.print_exc()
-                    alive.remove(check)
-
-    thread = threading.Thread(target=run, name="watching")
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 class ScriptSupervisor(Supervisor):
@@ -68,10 +35,6 @@ class ScriptSupervisor(Supervisor):
         self._sizes = self._sizes_now()
         self._silent_s, self._limit_s = 0.0, max(FIRST_S, timeout_s)
         self._was_stopped = False  # by somebody else
-
-    def __call__(self, is_last: bool) -> None:
-        if not is_last and time.monotonic() - self.checked_at >= self.period_s:
-            self.check()
 
     def hangs(self, elapsed_s: float, *, stopped: bool) -> bool:
         """Whether the process is stopped, or no rank has written anything, for as long as the time-out."""

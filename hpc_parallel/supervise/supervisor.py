@@ -1,4 +1,7 @@
-"""The hang report that a rank's parent writes if the rank can't: it was stopped, or can't run Python."""
+"""What the parent of a rank does while it runs, in a thread; and the hang report that the parent writes.
+
+A rank that was stopped, or that can't run Python, can't write its own.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from hpc_parallel.record.run_folder import RunFolder
@@ -19,6 +23,7 @@ from hpc_parallel.supervise.hang_report import HangReport
 from hpc_parallel.supervise.progress import WAITS_FOR_REQUEST
 from hpc_parallel.supervise.world import World
 
+PERIOD_S = 1.0  # between two calls of the checks of `watching`
 _DUMP_S = 5.0  # time-out for a process to write its stacks
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
 
@@ -35,6 +40,11 @@ class Supervisor:
         self.checked_at = time.monotonic()
         self.alarmed_at: float | None = None  # when this supervisor noticed the alarm
         self.done = False
+
+    def __call__(self, is_last: bool) -> None:
+        """Check the process once in each period: for `watching`."""
+        if not is_last and time.monotonic() - self.checked_at >= self.period_s:
+            self.check()
 
     def check(self) -> None:
         """Check the process; call this repeatedly while it runs. Only the writing of a report takes time.
@@ -92,25 +102,32 @@ class Supervisor:
 
 
 @contextlib.contextmanager
-def supervised(folder: RunFolder, *, world: World, process: int, timeout_s: float | None) -> Iterator[None]:
-    """Check `process` from a thread until the block ends; no checks if `timeout_s` is None."""
-    if timeout_s is None:
-        yield
-        return
-    supervisor = Supervisor(folder, world=world, process=process, timeout_s=timeout_s)
+def watching(checks: Sequence[Callable[[bool], None]]) -> Iterator[None]:
+    """While the block runs, call each check with False from time to time, and at its end with True.
+
+    A check that fails, because the disk is full for example, is not called again, and says so.
+    """
     ended = threading.Event()
+    alive = list(checks)
 
-    def check_periodically() -> None:
-        while not ended.wait(supervisor.period_s):
-            supervisor.check()
+    def run() -> None:
+        is_last = False
+        while not is_last:
+            is_last = ended.wait(PERIOD_S)
+            for check in list(alive):
+                try:
+                    check(is_last)
+                except Exception:
+                    traceback.print_exc()
+                    alive.remove(check)
 
-    thread = threading.Thread(target=check_periodically, name="supervisor")
+    thread = threading.Thread(target=run, name="watching")
     thread.start()
     try:
         yield
     finally:
         ended.set()
-        thread.join()  # it may be writing the report
+        thread.join()
 
 
 def state_of(process: int) -> str:

@@ -16,9 +16,10 @@ import pytest
 
 from hpc_parallel.job_context import Agreement, has_agreed, request_stop
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.supervise import event_files
 from hpc_parallel.supervise.event_files import EventFiles
 from hpc_parallel.supervise.script_metrics import MetricsWriter
-from hpc_parallel.supervise.script_watch import watching
+from hpc_parallel.supervise.supervisor import watching
 from tests.scripts.test_local_scripts import ROOT, TWO_NODES, command, ended, only_run, run
 
 GUIDE = Path(ROOT) / "docs/own-script.md"
@@ -53,6 +54,7 @@ print({"torch", "hydra", "yaml"} & set(sys.modules))
 
 
 def test_figures_and_checkpoints_continue_after_a_resume_by_hand(home: Path) -> None:
+    """Also in an allocation that Slurm has requeued, whose starts are not those of the run."""
     (home / "script.py").write_text("""
 import sys
 from hpc_parallel import job_context
@@ -64,10 +66,10 @@ for step in range(first, first + 4):
     last.write_text(str(3))
 """)
     words = ("run_dir=run", "script.resume_arguments=--resume {run}/checkpoints/last.txt")
-    first = run(home, *TWO_NODES, *words, "--", "script.py")
+    first = run(home, *TWO_NODES, *words, "--", "script.py", SLURM_RESTART_COUNT="3")
     assert first.returncode == 0, first.stdout + first.stderr
     assert "completed: step 4, loss 0.25" in first.stdout
-    again = run(home, "resume=run")
+    again = run(home, "resume=run", SLURM_RESTART_COUNT="3")
     assert again.returncode == 0, again.stdout + again.stderr
     assert "; continues" in again.stdout
     assert (home / "run/logs/rank-1.out").read_text().splitlines() == ["start 0 at 1", "start 1 at 3"]
@@ -115,6 +117,24 @@ def test_without_all_ranks_no_step_is_agreed_on(home: Path, capsys: pytest.Captu
     assert "not every rank calls stop_requested" in capsys.readouterr().err
 
 
+def test_a_rank_that_asks_too_late_gets_the_answer_of_those_that_gave_up(home: Path) -> None:
+    prefix = str(home / "attempt.stop")
+    request_stop(prefix)
+    gave_up, late = Agreement(prefix, rank=1, ranks=2, answer_s=0.1), Agreement(prefix, rank=0, ranks=2)
+    gave_up.watch()
+    late.watch()  # all have published now, and rank 0 would decide
+    assert [rank.includes(10**9) for rank in (gave_up, late)] == [False, False]
+    assert not has_agreed(prefix)
+
+
+def test_a_pipe_in_place_of_an_answer_holds_nobody(home: Path) -> None:
+    prefix = str(home / "attempt.stop")
+    request_stop(prefix)
+    os.mkfifo(f"{prefix}-at")
+    Agreement(prefix, rank=0, ranks=1).watch()
+    assert not has_agreed(prefix)
+
+
 def test_the_guides_script_stops_at_one_step_on_all_ranks_and_goes_on(home: Path) -> None:
     (home / "counts.py").write_text(dict(FILE.findall(GUIDE.read_text()))["counts.py"])
     process = subprocess.Popen(
@@ -129,7 +149,7 @@ def test_the_guides_script_stops_at_one_step_on_all_ranks_and_goes_on(home: Path
     assert process.wait(240) == 1
     assert ended_in(home / "run") == "cancelled"
     step = int((home / "run/checkpoints/step.txt").read_text())
-    stops = [path.read_text() for path in (home / "run/rendezvous").glob("*.stop-at")]
+    stops = [os.readlink(path) for path in (home / "run/rendezvous").glob("*.stop-at")]
     assert stops == [str(step)]
     assert [line["step"] for line in metrics_of(home / "run")] == [*range(1, step + 1)]
     done = run(home, "resume=run")
@@ -183,6 +203,24 @@ def test_an_event_file_that_can_not_be_read_is_announced(
     assert list(files.read(is_last=True)) == list(files.read(is_last=True)) == []
     told = capsys.readouterr().err
     assert told.count("is not read into metrics.jsonl: install tensorboard beside hpc_parallel") == 1
+
+
+def test_files_of_earlier_starts_leave_room_for_new_ones_and_too_many_are_announced(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(event_files, "_loader", lambda path: opened.append(path.name) or (lambda: ()))
+    for number in range(100):
+        (home / f"a{number}.tfevents").touch()
+    files = EventFiles(home)
+    for number in range(66):
+        (home / f"b{number:02}\x1b.tfevents").touch()
+    for _ in range(2):
+        assert list(files.read(is_last=True)) == []
+    assert opened == [f"b{number:02}\x1b.tfevents" for number in range(64)]
+    told = capsys.readouterr().err
+    assert told.count("is not read into metrics.jsonl: 64 others are") == 2
+    assert "\x1b" not in told
 
 
 def test_a_restart_drops_only_the_steps_that_it_repeats(home: Path) -> None:

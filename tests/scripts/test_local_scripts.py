@@ -204,7 +204,7 @@ sys.exit({int(way == "fails")})
 def test_a_cancelled_script_leaves_nothing_running(home: Path, signals: list[signal.Signals]) -> None:
     marker = f"6{os.getpid()}"
     ignore = "trap '' TERM\n" * (len(signals) > 1)  # it then takes two
-    (home / "solver").write_text(f"#!/bin/bash\n{ignore}sleep {marker} &\nsleep {marker}\n")
+    (home / "solver").write_text(f"#!/bin/bash\n{ignore}setsid sleep {marker} &\nsleep {marker}\n")
     (home / "solver").chmod(0o755)
     process = started(home, *TWO_NODES, "--", "./solver")
     deadline = time.monotonic() + 240

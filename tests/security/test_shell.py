@@ -170,3 +170,22 @@ def test_without_a_home(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert done.stderr.startswith("each rank sets:\n")
     assert "nobody-here" in done.stdout
+
+
+def test_a_ctrl_c_while_python_ends_does_not_change_the_exit_code() -> None:
+    """A third one, for example, of a user to whom a run ends too slowly."""
+    script = """
+import os, signal, sys
+from hpc_parallel.shell import run_command
+
+class Last:
+    def __del__(self, kill=os.kill, process=os.getpid(), number=int(signal.SIGINT)):
+        kill(process, number)
+
+last = Last()
+def work():
+    raise KeyboardInterrupt
+sys.exit(run_command(work))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "")

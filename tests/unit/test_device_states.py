@@ -147,7 +147,7 @@ def test_the_gpu_of_a_rank_is_that_of_its_local_rank(
 def test_loads_are_averaged_and_memory_is_the_highest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(script_devices, "_nvml", FourGpus)
+    monkeypatch.setattr(script_devices, "nvml_module", FourGpus)
     folder = RunFolder(tmp_path / "run")
     folder.create()
     world = World.discover({})

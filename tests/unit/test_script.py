@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from hpc_parallel.launch.checked_run import checked_run
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.supervise import failure, script_failure, script_metrics, script_rank
-from hpc_parallel.supervise.script_watch import watching
+from hpc_parallel.supervise.supervisor import watching
 from hpc_parallel.supervise.world import World
 
 LOCAL = "launcher=local"
@@ -218,7 +220,7 @@ def test_a_process_for_each_node_has_all_its_cores_and_the_threads_of_its_own_ra
     values = run.values | {"device": "cpu"}
     script_rank.set_variables(run.folder, values, world=world, environment=environment)
     assert environment["OMP_NUM_THREADS"] == str(threads)
-    words = script_rank.words_of(run.folder, values, rank=1, variables=environment)
+    words, _ = script_rank.command_of(run.folder, values, rank=1, variables=environment)
     assert words[-1] == "1 2 2 4"
 
 
@@ -324,8 +326,11 @@ def test_the_words_of_a_restart_need_the_files_that_they_name(here: Path) -> Non
 class Child:
     """A process that only counts its signals."""
 
-    def __init__(self) -> None:
+    pid, returncode = 2**31 - 1, None  # no process has this number
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.received: list[int] = []
+        monkeypatch.setattr(os, "kill", lambda process, number: self.send_signal(number))
 
     def send_signal(self, number: int) -> None:
         self.received.append(number)
@@ -343,18 +348,35 @@ class Child:
         ("SIGUSR2", True, signal.SIGUSR2, []),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("early", [False, True])
 def test_each_signal_reaches_the_script_once(
-    stop_signal: str, reaches_all: bool, number: int, received: list[int], early: bool
+    stop_signal: str, reaches_all: bool, number: int, received: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     relay = script_rank.Relay(stop_signal, in_job=True, reaches_all=reaches_all, stop_prefix="stop")
-    child = Child()
-    if early:
-        relay(number, None)
+    child = Child(monkeypatch)
     relay.connect(child)  # type: ignore[arg-type]
-    if not early:
-        relay(number, None)
+    relay(number, None)
     assert child.received == received
+
+
+@pytest.mark.parametrize(
+    ("stop_signal", "number", "received"),
+    [
+        ("none", signal.SIGUSR2, []), ("none", signal.SIGTERM, [signal.SIGTERM]),
+        ("SIGUSR1", signal.SIGUSR2, [signal.SIGUSR1]), ("SIGTERM", signal.SIGTERM, [signal.SIGTERM]),
+        ("SIGUSR2", signal.SIGUSR2, [signal.SIGUSR2]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("reaches_all", [False, True])
+def test_a_signal_that_came_before_the_script_reaches_it(
+    stop_signal: str, number: int, received: list[int], reaches_all: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay = script_rank.Relay(stop_signal, in_job=True, reaches_all=reaches_all, stop_prefix="stop")
+    relay(number, None)
+    child = Child(monkeypatch)
+    relay.connect(child)  # type: ignore[arg-type]
+    assert child.received == received
+    relay(signal.SIGUSR1, None)
+    assert len(child.received) == len(received) + (not reaches_all)
 
 
 @pytest.mark.parametrize(
@@ -365,12 +387,43 @@ def test_each_signal_reaches_the_script_once(
         (signal.SIGTERM, -signal.SIGTERM, True), (signal.SIGTERM, -signal.SIGKILL, False),
     ],
 )  # fmt: skip
-def test_an_end_is_a_stop_only_if_it_was_asked_for(number: int | None, returncode: int, stops: bool) -> None:
+def test_an_end_is_a_stop_only_if_it_was_asked_for(
+    number: int | None, returncode: int, stops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     relay = script_rank.Relay("SIGUSR1", in_job=True, reaches_all=True, stop_prefix="stop")
-    relay.connect(Child())  # type: ignore[arg-type]
+    relay.connect(Child(monkeypatch))  # type: ignore[arg-type]
     if number is not None:
         relay(number, None)
     assert (relay.stop_of(returncode, requeue_codes=[75]) is not None) == stops
+
+
+@pytest.mark.parametrize(
+    ("shell", "printed"),
+    [
+        ("{python} saves.py; echo shell goes on", "saved\nshell goes on\n"),
+        ("trap 'echo trap' USR1; {python} saves.py & wait; kill $!", "trap\n"),
+    ],
+)
+def test_a_stop_signal_is_for_the_program_of_a_shell_script(here: Path, shell: str, printed: str) -> None:
+    """A shell without a trap would end by it, and the program would be ended while it saves."""
+    (here / "saves.py").write_text("""
+import pathlib, signal, sys, time
+def save(number, frame):
+    print("saved", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGUSR1, save)
+pathlib.Path("ready").touch()
+time.sleep(60)
+""")
+    (here / "train.sh").write_text(f"#!/bin/bash\n{shell.format(python=sys.executable)}\n")
+    (here / "train.sh").chmod(0o755)
+    relay = script_rank.Relay("SIGUSR1", in_job=True, reaches_all=True, stop_prefix=str(here / "stop"))
+    with subprocess.Popen(["./train.sh"], stdout=subprocess.PIPE, text=True) as script:
+        while not (here / "ready").exists():
+            time.sleep(0.05)
+        relay.connect(script)  # type: ignore[arg-type]
+        relay(signal.SIGUSR2, None)
+        assert script.communicate()[0] == printed
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pathlib import Path
 from hpc_parallel.config.layout import processes_per_node
 from hpc_parallel.config.node_devices import launcher_kind
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.config.script import KINDS, NODE, RANKS, TASK, TORCHRUN, may_mention
+from hpc_parallel.config.script import KINDS, NODE, RANKS, TASK, TORCHRUN, absolute, may_mention
 from hpc_parallel.config.script_schema import ScriptConfig
 from hpc_parallel.problems import Problem, Problems, nearest
 
@@ -66,7 +66,7 @@ def script_warnings(config: RunConfig) -> Iterator[str]:
     processes = config.nodes * processes_per_node(config.strategy, gpus_per_node=config.gpus_per_node)
     if config.task.name != TASK or file is None or processes == 1:
         return
-    if not may_mention(_path(file), _DISTRIBUTED):
+    if not may_mention(absolute(file), _DISTRIBUTED):
         yield (
             f"{file} never reads RANK or WORLD_SIZE and calls no init_process_group: each of the "
             f"{processes} processes will do the whole work."
@@ -101,11 +101,10 @@ def _start(config: RunConfig) -> Problems:
 
 
 def _file(config: RunConfig, file: str) -> Problems:
-    path = _path(file)
+    path = absolute(file)
     if not path.is_file():
-        near = nearest(path.name, [entry.name for entry in _entries(path.parent)])
         rule = "is a folder" if path.is_dir() else f"does not exist in {path.parent}"
-        yield Problem("script.file", file, rule, tuple(str(Path(file).with_name(name)) for name in near))
+        yield Problem("script.file", file, rule, _near(file, path))
     elif not os.access(path, os.R_OK):
         yield Problem("script.file", file, "can't be read by you")
     elif not _has_other_python(config):
@@ -135,14 +134,12 @@ def _module(config: RunConfig, module: str) -> Problems:
             return
         paths = spec.submodule_search_locations
     if paths is not None and PathFinder.find_spec(f"{module}.__main__", paths) is None:
-        yield Problem(
-            "script.module", module, "is a package without a __main__.py, which python -m would run"
-        )
+        rule = "is a package without a __main__.py, which python -m would run"
+        yield Problem("script.module", module, rule)
 
 
 def _command(config: RunConfig, command: str) -> Problems:
-    name = Path(command).name
-    if name in LAUNCHERS and config.script.start != NODE:
+    if Path(command).name in LAUNCHERS and config.script.start != NODE:
         yield (
             f"script.command = {command} starts processes itself, and hpc_parallel does that already: name "
             "the script alone, as in -- train.py, or try script.start=node, which starts it once for each "
@@ -150,22 +147,12 @@ def _command(config: RunConfig, command: str) -> Problems:
         )
     elif os.sep not in command:
         if not _changes_environment(config) and shutil.which(command) is None:
-            is_file = Path(command).is_file()
-            rule = (
-                f"is not on the PATH; a program of this folder is ./{command}"
-                if is_file
-                else "is not on the PATH"
-            )
-            yield Problem("script.command", command, rule, (f"./{command}",) if is_file else ())
-    elif not (path := _path(command)).is_file():
-        near = nearest(name, [entry.name for entry in _entries(path.parent)])
+            here = (f"./{command}",) if Path(command).is_file() else ()
+            rule = "is not on the PATH" + (f"; a program of this folder is {here[0]}" if here else "")
+            yield Problem("script.command", command, rule, here)
+    elif not (path := absolute(command)).is_file():
         rule = "is a folder" if path.is_dir() else "does not exist"
-        yield Problem(
-            "script.command",
-            command,
-            rule,
-            tuple(os.path.join(os.path.dirname(command), each) for each in near),
-        )
+        yield Problem("script.command", command, rule, _near(command, path))
     elif not os.access(path, os.X_OK):
         yield f"script.command = {command} is not executable. Try chmod +x {command}."
 
@@ -173,7 +160,7 @@ def _command(config: RunConfig, command: str) -> Problems:
 def _folder(folder: str | None) -> Problems:
     if folder is None or "{run}" in folder:
         return
-    if not _path(folder).is_dir():
+    if not absolute(folder).is_dir():
         yield Problem("script.working_directory", folder, "is not a folder", (None, "{run}"))
 
 
@@ -187,15 +174,13 @@ def _metrics(pattern: str | None) -> Problems:
         yield f"script.metrics = {pattern} has no group (?P<step>\\d+), the number of the step."
 
 
-def _path(text: str) -> Path:
-    return Path(os.path.expanduser(text)).absolute()
-
-
-def _entries(folder: Path) -> list[Path]:
+def _near(text: str, path: Path) -> tuple[str, ...]:
+    """Similar names in the folder of `path`, written as the user wrote it."""
     try:
-        return sorted(folder.iterdir())
+        names = sorted(os.listdir(path.parent))
     except OSError:
-        return []
+        return ()
+    return tuple(os.path.join(os.path.dirname(text), name) for name in nearest(path.name, names))
 
 
 def _changes_environment(config: RunConfig) -> bool:
