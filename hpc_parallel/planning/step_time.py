@@ -9,6 +9,7 @@ from itertools import accumulate
 
 from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.planning.decoder import Decoder, Share
+from hpc_parallel.planning.float8_rounding import Rounding
 from hpc_parallel.planning.group_times import Exchange, Group, bus_bytes_per_s, send_s
 from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.kernels import Kernels, Term
@@ -32,7 +33,7 @@ class Work:
     bucket_bytes: gradients are averaged in such messages beside the backward pass of the last microbatch;
     None: after it. blocks: the number in each stage. stream_bytes: of a number that one stage sends to the
     next. gradient_bytes: of a number of the gradients that devices exchange. compressed: but their means
-    are of bfloat16.
+    are of bfloat16. rounding: of the blocks' linear products in float8.
     """
 
     decoder: Decoder
@@ -54,6 +55,7 @@ class Work:
     context: int = 1
     attention: str = "ring"
     compressed: bool = False
+    rounding: Rounding | None = None
 
     @property
     def alike(self) -> int:
@@ -111,8 +113,9 @@ class Step:
         shared = self.hardware is not hardware
         self._kernels = Kernels(self.hardware) if shared or kernels is None else kernels
         self.share = Share(
-            work.decoder, work.microbatch_size, work.tensor, hardware.traffic, work.number_bytes, work.context
-        )
+            work.decoder, work.microbatch_size, work.tensor, hardware.traffic, work.number_bytes,
+            work.context, work.rounding,
+        )  # fmt: skip
         self.sent: dict[str, Exchange] = {}  # so far, by name
         self._terms: list[Term] = []
         self._pipeline = Pipeline(work.schedule, work.pipeline, work.microbatches, work.per_rank)
