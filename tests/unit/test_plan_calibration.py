@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -336,3 +337,21 @@ def test_a_step_of_too_many_passes_is_refused(runs: list[Path]) -> None:
     folder.config.write_text(text)
     with pytest.raises(ConfigError, match="numbers that no plan takes"):
         read_runs(runs, CPU)
+
+
+def test_processes_on_the_cores_of_a_machine_with_gpus_take_turns() -> None:
+    """A calibration with device=cpu measures its cores, whatever else the machine has."""
+    import torch
+
+    from hpc_parallel.config.compose import resolve
+    from hpc_parallel.worker import calibrate as module
+
+    config, _ = resolve(composed("nodes=2", "gpus_per_node=4", "device=cpu"))
+    with (
+        mock.patch.object(module, "all_gather", lambda machine: [machine] * 8),
+        mock.patch.object(module.dist, "get_rank", lambda: 0),
+        mock.patch.object(module.os, "sched_getaffinity", lambda process: {0, 1}),
+        mock.patch.object(torch.cuda, "is_available", lambda: True),
+    ):
+        assert module.turns_of(config, {}, device=torch.device("cpu")) == (4.0, 2)
+        assert module.turns_of(config, {}, device=torch.device("cuda", 0)) == (1.0, None)
