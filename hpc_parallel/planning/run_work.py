@@ -120,7 +120,7 @@ def assumptions(config: RunConfig, hardware: Hardware) -> Iterator[str]:
         but = ", but for the rounding to float8" if config.training.fp8 != OFF else ""
         yield f"training.compile is planned as false{but}: expect a shorter step."
     if config.training.fp8 != OFF:
-        yield "No step in float8 was compared with its plan. MFU is a share of the peak of bfloat16."
+        yield "One step in float8 was compared with its plan (docs/plan.md). MFU is a share of bfloat16's peak."
     if hardware.calibration is None:
         yield (
             "This hardware is not calibrated: shares of peaks and launch times are those of an A100. "
