@@ -94,6 +94,7 @@ def work_of_run(config: RunConfig, *, model: ModelWeights | None = None) -> Work
         context=layout.context,
         attention=config.strategy.context_attention,
         rounding=_rounding(config),
+        sequence_parallel=config.strategy.sequence_parallel,
         compressed=ddp and config.strategy.gradient_compression == "bfloat16",
     )
 
@@ -120,7 +121,7 @@ def assumptions(config: RunConfig, hardware: Hardware) -> Iterator[str]:
         but = ", but for the rounding to float8" if config.training.fp8 != OFF else ""
         yield f"training.compile is planned as false{but}: expect a shorter step."
     if config.training.fp8 != OFF:
-        yield "One step in float8 was compared with its plan (docs/plan.md). MFU is a share of bfloat16's peak."
+        yield "One step in float8 was compared with its plan (docs/plan.md). MFU: of the peak of bfloat16."
     if hardware.calibration is None:
         yield (
             "This hardware is not calibrated: shares of peaks and launch times are those of an A100. "

@@ -56,6 +56,18 @@ class Work:
     attention: str = "ring"
     compressed: bool = False
     rounding: Rounding | None = None
+    sequence_parallel: bool = True
+
+    @property
+    def repeated_sums(self) -> float:
+        """How many of a block's two sums over the tensor axis recomputation repeats.
+
+        torch stops at the last number that it needs, before it sums the block's result: with
+        `sequence_parallel` it has gathered the parts of the sequence by then. Megatron repeats all.
+        """
+        if not self.recompute:
+            return 0.0
+        return 2.0 if self.blocking else 1.5 if self.sequence_parallel else 1.0
 
     @property
     def alike(self) -> int:
@@ -147,9 +159,8 @@ class Step:
         self._add("all microbatches", timeline.total_s, text)
         gradients_s, update_s = self._gradients_s, self._update_s
         blocks = work.decoder.layers / work.pipeline * work.microbatches
-        again = 0.0 if not work.recompute else 2.0 if work.blocking else 1.5
         waits = (*self._unhidden_s.values(), *self._waits_for_context_s)
-        exposed_s = gradients_s + blocks * ((4 + again) * self._tensor_sum_s + sum(waits))
+        exposed_s = gradients_s + blocks * ((4 + work.repeated_sums) * self._tensor_sum_s + sum(waits))
         return StepTime(timeline, gradients_s, update_s, exposed_s, tuple(self._terms))
 
     def microbatch_s(self) -> float:
@@ -231,7 +242,7 @@ class Step:
             forward_s += self._context_s[FORWARD]
             backward_s += self._context_s[BACKWARD]
         if self.work.recompute:
-            backward_s += forward_s - self._not_again_s
+            backward_s += forward_s - (2 - self.work.repeated_sums) * self._tensor_sum_s
         if self._gathers:
             waits = {
                 FORWARD: self._gather_s - forward_s * self._beside,
@@ -246,11 +257,6 @@ class Step:
     def _beside(self) -> bool:
         """Whether a device communicates beside its computation: on a CPU it waits."""
         return not self._on_cpu
-
-    @property
-    def _not_again_s(self) -> float:
-        """The half of a block's last sum that torch's checkpointing does not repeat."""
-        return 0.0 if self.work.blocking else self._tensor_sum_s / 2  # Megatron repeats all
 
     @cached_property
     def _context_s(self) -> dict[Kind, float]:

@@ -348,10 +348,10 @@ def test_processes_on_the_cores_of_a_machine_with_gpus_take_turns() -> None:
 
     config, _ = resolve(composed("nodes=2", "gpus_per_node=4", "device=cpu"))
     with (
-        mock.patch.object(module, "all_gather", lambda machine: [machine] * 8),
-        mock.patch.object(module.dist, "get_rank", lambda: 0),
-        mock.patch.object(module.os, "sched_getaffinity", lambda process: {0, 1}),
-        mock.patch.object(torch.cuda, "is_available", lambda: True),
+        mock.patch.object(module, "all_gather", side_effect=lambda machine: [machine] * 8),
+        mock.patch.object(module.dist, "get_rank", return_value=0),
+        mock.patch.object(module.os, "sched_getaffinity", return_value={0, 1}),
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
     ):
         assert module.turns_of(config, {}, device=torch.device("cpu")) == (4.0, 2)
         assert module.turns_of(config, {}, device=torch.device("cuda", 0)) == (1.0, None)
