@@ -18,7 +18,7 @@ from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.recorded_start import key_of
 
 ROWS = 5
-LEFT_OUT = "Not looked at: context, tile, expert, strategy.schedule=naive, selective recomputation."
+LEFT_OUT = "Not looked at: tile, expert, strategy.schedule=naive, selective recomputation."
 
 
 @dataclass(frozen=True)

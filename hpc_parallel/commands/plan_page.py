@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from hpc_parallel.planning.pipeline_orders import Kind
 from hpc_parallel.planning.ranking import seconds
 from hpc_parallel.planning.step_time import Step, StepTime, Work
 from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.record.credentials import without_secret_values
 from hpc_parallel.report.page import WITHOUT_PLOTS, can_draw
 from hpc_parallel.report.plan_page import PlanPage, Role, ScalingPoint, render
 from hpc_parallel.shell import complain
@@ -93,7 +95,7 @@ def _page(plan: Planned) -> PlanPage:
     return PlanPage(
         title=f"Plan: {title}",
         lines=lines,
-        command=f"python -m hpc_parallel plan {' '.join(plan.words)}",
+        command=_command(plan),
         figures=[*shown, *([] if held is None else [memory_figure(held, hardware)])],
         roles=[] if held is None else _roles(held),
         device_memory_bytes=hardware.device.memory_bytes,
@@ -103,6 +105,14 @@ def _page(plan: Planned) -> PlanPage:
         left_out=left_out,
         notes=[*notes(config, hardware), *([] if held is None else held.unknown)],
     )
+
+
+def _command(plan: Planned) -> str:
+    """The command that plans the same, for a shell."""
+    folder = [] if plan.user_folder is None else ["--config-dir", str(plan.user_folder)]
+    tokens = ["--tokens", f"{plan.tokens:g}"]
+    words = [*folder, *tokens, *without_secret_values(plan.words)]
+    return shlex.join(["python", "-m", "hpc_parallel", "plan", *words])
 
 
 def _roles(held: MemoryPlan) -> list[Role]:

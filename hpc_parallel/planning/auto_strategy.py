@@ -29,7 +29,8 @@ from hpc_parallel.record.recorded_start import key_of
 
 AUTO = "auto"
 CPU, MANY = "cpu", 2**20  # the hardware of runs on CPUs that name none, and the most processes of a node
-OPEN = {"name": AUTO, "replicate": FREE, "pipeline": 1, "shard": 1, "tensor": 1}  # as conf/strategy/auto.yaml
+# As conf/strategy/auto.yaml.
+OPEN = {"name": AUTO, "replicate": FREE, "pipeline": 1, "shard": 1, "context": 1, "tensor": 1}
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hpc_parallel.planning.float8_rounding import ALIGNED, Rounding, in_float8
 from hpc_parallel.planning.hardware import Traffic
 from hpc_parallel.planning.operations import FLOAT32_BYTES, Move, Operation, Product, precise_bytes
 
@@ -16,6 +17,7 @@ UNFUSED_BYTES = 24  # more for a score if scale, mask and softmax in float32 are
 EMBEDDING_BYTES = (8, 12)  # of a token's width, forward and backward
 VALUES = "weighted values"
 SCORES = "scores"  # a flash kernel does not keep them for the backward pass
+QKV, UP = "queries, keys, values", "feed-forward up"
 LOSS_FORWARD = 0.6  # the share of the loss's traffic
 
 
@@ -76,7 +78,7 @@ class Share:
     """The part of a decoder that one device computes: `samples` samples on one of `tensor` devices.
 
     number_bytes: of the inputs and results of matrix products. context: the parts of a sequence, of which the
-    device has one.
+    device has one. rounding: of linear products in float8.
     """
 
     decoder: Decoder
@@ -85,6 +87,7 @@ class Share:
     traffic: Traffic
     number_bytes: int
     context: int = 1
+    rounding: Rounding | None = None
 
     @property
     def tokens(self) -> int:
@@ -102,6 +105,24 @@ class Share:
 
     def block(self) -> list[Operation]:
         """The forward pass of one block."""
+        operations = self._block()
+        if self.rounding is None:
+            return operations
+        return [*operations, *self.rounding.forward(in_float8(operations), layers=self._layers)]
+
+    @property
+    def _layers(self) -> dict[str, int]:
+        """How many linear layers a product stands for, if they are several: each rounds its own input."""
+        return {QKV: 3, UP: self.decoder.ffn_matrices - 1}
+
+    def _linear(self, name: str, columns: float, depth: float) -> Product:
+        """One of all tokens. Float8 needs multiples of 16."""
+        aligned = all(size % ALIGNED == 0 for size in (self.tokens, columns, depth))
+        float8 = self.rounding is not None and aligned
+        return Product(name, self.tokens, columns, depth, self.number_bytes, float8=float8)
+
+    def _block(self) -> list[Operation]:
+        """Without the rounding to float8."""
         decoder, tokens, tensor = self.decoder, self.tokens, self.tensor
         dim, width = decoder.dim, decoder.dim / decoder.heads
         columns, head_batch = decoder.ffn_dim / tensor, self.samples * decoder.heads / tensor
@@ -111,24 +132,25 @@ class Share:
         wider, number = self.number_bytes / HALF_BYTES, self.number_bytes
         flash, seq, rows = decoder.flash, decoder.sequence, decoder.sequence / self.context
         return [
-            Product(
-                "queries, keys, values", tokens, (dim + 2 * decoder.kv_heads * width) / tensor, dim, number
-            ),
+            self._linear(QKV, (dim + 2 * decoder.kv_heads * width) / tensor, dim),
             Product(SCORES, rows, seq, width, number, batch=head_batch, in_cache=flash),
             Product(VALUES, rows, width, seq, number, batch=head_batch, in_cache=flash),
-            Product("attention output", tokens, dim, dim / tensor, number),
-            Product("feed-forward up", tokens, (decoder.ffn_matrices - 1) * columns, dim, number),
-            Product("feed-forward down", tokens, dim, columns, number),
+            self._linear("attention output", dim, dim / tensor),
+            self._linear(UP, (decoder.ffn_matrices - 1) * columns, dim),
+            self._linear("feed-forward down", dim, columns),
             Move("norms, activation, sums", wider * moved, kernels=7),
             Move("softmax", wider * score_bytes * scores * self.traffic.attention, kernels=3),
         ]
 
     def block_backward(self) -> list[Operation]:
         """The backward pass of one block, without what `training.activation_checkpointing` computes again."""
-        forward = self.block()
+        forward = self._block()
         again = [one for one in forward if isinstance(one, Product) and one.name == SCORES and one.in_cache]
         gradients = [gradient for one in forward for gradient in one.backward()]
-        return [*again, *gradients, self._block_gradients()]
+        operations = [*again, *gradients, self._block_gradients()]
+        if self.rounding is None:
+            return operations
+        return [*operations, *self.rounding.backward(in_float8(forward), layers=self._layers)]
 
     def _block_gradients(self) -> Move:
         """Add the gradients of one block's weights to those of earlier microbatches."""

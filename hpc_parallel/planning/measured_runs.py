@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_parallel.config.checks import layout_checks
+from hpc_parallel.config.counts import count
 from hpc_parallel.config.layout import layout_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.typed_config import filled
@@ -22,7 +23,9 @@ from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
 from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.values import number, table, text
 
-MOST_DEVICES, MOST_NUMBER = 2**16, 2**24  # in a configuration that is planned: no folder may take all memory
+# In a configuration that is planned: no folder may take all memory, or hours.
+MOST_DEVICES, MOST_NUMBER, MOST_BLOCKS = 2**16, 2**24, 2**12
+MOST_PASSES = 2**16  # microbatches x stages of a pipeline: a plan simulates each
 LONGEST_STEP_S = 1e6
 MOST_LETTERS = 80  # of a device's name
 NO_PLAN = "its configuration has numbers that no plan takes."
@@ -93,10 +96,9 @@ def _config(values: dict[str, Any]) -> RunConfig:
     config = filled(values)
     if config is None:
         raise ConfigError(["its configuration is of another version, or was changed. Measure it again."])
-    if (
-        config.devices > MOST_DEVICES
-        or _largest([config.model, config.data, vars(config.strategy)]) > MOST_NUMBER
-    ):
+    batch = [config.training.global_batch_size, config.training.microbatch_size]
+    sizes = [config.model, config.data, vars(config.strategy), batch]
+    if config.devices > MOST_DEVICES or _largest(sizes) > MOST_NUMBER:
         raise ConfigError([NO_PLAN])
     if config.training.compile or config.training.activation_checkpointing == "selective":
         raise ConfigError([
@@ -124,6 +126,8 @@ def _device_kind(environment: dict[str, Any]) -> str:
 
 
 def _work(config: RunConfig, hardware: Hardware) -> Work:
+    if (count(config, "blocks")[1] or 1) > MOST_BLOCKS:
+        raise ConfigError([NO_PLAN])
     if problems := list(layout_checks.find_problems(config)):
         raise ConfigError(problems)
     layout = layout_of(config.strategy, devices=config.devices)
@@ -131,7 +135,8 @@ def _work(config: RunConfig, hardware: Hardware) -> Work:
         raise ConfigError(problems)
     work = work_of_run(config)
     sizes = [value for value in vars(work.decoder).values() if not isinstance(value, bool)]
-    if min(*sizes, work.microbatch_size, work.microbatches, *work.blocks) < 1:
+    passes = work.microbatches * len(work.blocks)
+    if min(*sizes, work.microbatch_size, work.microbatches, *work.blocks) < 1 or passes > MOST_PASSES:
         raise ConfigError([NO_PLAN])
     step_time(work, hardware)  # whatever else is wrong shows here
     return work

@@ -15,6 +15,7 @@ NUMBER_BYTES = {
     "float64": 8,
 }  # of inputs of products, by precision
 FLOAT32_BYTES = 4
+FLOAT8 = "float8"  # of products, by `training.fp8`
 
 
 def precise_bytes(number_bytes: int) -> int:
@@ -26,7 +27,8 @@ def precise_bytes(number_bytes: int) -> int:
 class Product:
     """`batch` products of [rows, depth] and [depth, columns].
 
-    number_bytes: of each number. in_cache: the largest matrix stays in the cache.
+    number_bytes: of each number; but float8: of the result, and the factors have one. in_cache: the largest
+    matrix stays in the cache.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Product:
     number_bytes: int
     batch: float = 1
     in_cache: bool = False
+    float8: bool = False
 
     @property
     def flops(self) -> float:
@@ -45,10 +48,13 @@ class Product:
     def bytes(self) -> float:
         """Each matrix once."""
         sides = (self.rows * self.depth, self.depth * self.columns, self.rows * self.columns)
+        if self.float8:
+            return self.batch * (sides[0] + sides[1] + self.number_bytes * sides[2])
         return self.number_bytes * self.batch * (sum(sides) - self.in_cache * max(sides))
 
     def seconds(self, hardware: Hardware, *, peak: float) -> float:
         """The longer of computation and memory traffic, and the least time of a kernel."""
+        peak = hardware.device.peak_flops[FLOAT8] if self.float8 else peak
         compute_s = self.flops / (peak * hardware.products.peak_share * self.efficiency(hardware))
         memory_s = self.bytes / (hardware.device.memory_bytes_per_s * hardware.traffic.share)
         return max(compute_s, memory_s) + hardware.traffic.kernel_s
@@ -76,7 +82,8 @@ class Product:
         shape = f"{self.rows:g} x {self.columns:g} x {self.depth:g}" + f" x {self.batch:g}" * (
             self.batch != 1
         )
-        return f"max(2 x {shape} FLOP / rate, {self.bytes:.4g} B / memory bandwidth) + kernel"
+        rate = f"{FLOAT8} rate" if self.float8 else "rate"
+        return f"max(2 x {shape} FLOP / {rate}, {self.bytes:.4g} B / memory bandwidth) + kernel"
 
 
 @dataclass(frozen=True)

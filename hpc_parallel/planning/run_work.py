@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from hpc_parallel.config.batch_plan import batch_of
+from hpc_parallel.config.checks.fp8_checks import OFF
 from hpc_parallel.config.counts import count
 from hpc_parallel.config.holdings import sliced_over
 from hpc_parallel.config.layout import SPMD, Layout, layout_of
@@ -16,7 +17,9 @@ from hpc_parallel.config.schedules import stages_per_rank
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.planning.activations import types_of
 from hpc_parallel.planning.decoder import Decoder
+from hpc_parallel.planning.float8_rounding import Rounding
 from hpc_parallel.planning.hardware import FITTED_BY, MEASURED_BY, Hardware
+from hpc_parallel.planning.operations import FLOAT8
 from hpc_parallel.planning.planned_state import Division
 from hpc_parallel.planning.step_time import Work
 from hpc_parallel.problems import Problem, Problems
@@ -51,10 +54,13 @@ def unplanned(config: RunConfig, layout: Layout, hardware: Hardware) -> Problems
     if sequence_of(config) is None:
         yield "data: the length of a sequence is not known. Try data=text."
     if config.training.precision not in hardware.device.peak_flops:
-        legal = tuple(hardware.device.peak_flops)
+        legal = tuple(name for name in hardware.device.peak_flops if name != FLOAT8)
         yield Problem(
             "training.precision", config.training.precision, "has no peak in the hardware's file", legal
         )
+    if config.training.fp8 != OFF and FLOAT8 not in hardware.device.peak_flops:
+        rule = f"has no peak in the hardware's file (device.peak_flops: {FLOAT8})"
+        yield Problem("training.fp8", config.training.fp8, rule, (OFF,))
 
 
 def sequence_of(config: RunConfig) -> int | None:
@@ -87,8 +93,15 @@ def work_of_run(config: RunConfig, *, model: ModelWeights | None = None) -> Work
         bucket_bytes=config.strategy.bucket_mb * MEBIBYTE if ddp else 0.0,
         context=layout.context,
         attention=config.strategy.context_attention,
+        rounding=_rounding(config),
+        sequence_parallel=config.strategy.sequence_parallel,
         compressed=ddp and config.strategy.gradient_compression == "bfloat16",
     )
+
+
+def _rounding(config: RunConfig) -> Rounding | None:
+    training = config.training
+    return None if training.fp8 == OFF else Rounding(training.fp8 == "rowwise", fused=training.compile)
 
 
 def _blocks(config: RunConfig, layout: Layout, model: ModelWeights | None) -> tuple[int, ...]:
@@ -105,7 +118,10 @@ def assumptions(config: RunConfig, hardware: Hardware) -> Iterator[str]:
     if config.training.activation_checkpointing == "selective":
         yield "training.activation_checkpointing=selective is planned as none: expect a longer step."
     if config.training.compile:
-        yield "training.compile is planned as false: expect a shorter step."
+        but = ", but for the rounding to float8" if config.training.fp8 != OFF else ""
+        yield f"training.compile is planned as false{but}: expect a shorter step."
+    if config.training.fp8 != OFF:
+        yield "One step in float8 was compared with its plan (docs/plan.md). MFU: of the peak of bfloat16."
     if hardware.calibration is None:
         yield (
             "This hardware is not calibrated: shares of peaks and launch times are those of an A100. "

@@ -13,7 +13,7 @@ from functools import cache, partial
 from itertools import accumulate
 from itertools import count as numbers_from_0
 
-from hpc_parallel.config.checks import tensor_checks
+from hpc_parallel.config.checks import context_checks, tensor_checks
 from hpc_parallel.config.checks.all_checks import find_problems
 from hpc_parallel.config.counts import count
 from hpc_parallel.config.layout import Layout, divisors, layout_of
@@ -28,15 +28,16 @@ from hpc_parallel.planning.memory import MemoryPlan
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, Pipeline
 from hpc_parallel.planning.planned_state import Division
 from hpc_parallel.planning.run_work import work_of_run
+from hpc_parallel.planning.shared_cores import contended
 from hpc_parallel.planning.step_time import Step, StepTime, Work
 from hpc_parallel.problems import Problem
 
 FREE = -1  # the degree of an axis that the search chooses
-AXES = ("pipeline", "replicate", "shard", "tensor")
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 CHECKPOINTING = ("none", "full")  # the time of `selective` is not planned
 NAMES = {
     (): "single", ("replicate",): "data", ("shard",): "fsdp", ("replicate", "shard"): "hsdp",
-    ("tensor",): "tensor", ("pipeline",): "pipeline",
+    ("context",): "context", ("tensor",): "tensor", ("pipeline",): "pipeline",
 }  # fmt: skip
 OTHERS = "hybrid"  # the strategy of all other layouts
 NEAR = 8  # layouts that are looked at for the one that needs least memory
@@ -112,15 +113,23 @@ def words_of(config: RunConfig) -> list[str]:
 def layouts(config: RunConfig, choices: Choices) -> Iterator[Layout]:
     """All legal layouts whose degrees the choices allow, whatever memory they need."""
     blocks, batch = count(config, "blocks")[1] or 1, config.training.global_batch_size
-    for tensor in _tensor_degrees(config):
-        for pipeline in divisors(config.devices // tensor):
-            data = config.devices // tensor // pipeline
+    for tensor, context in _splits_of_samples(config):
+        for pipeline in divisors(config.devices // tensor // context):
+            data = config.devices // tensor // context // pipeline
             if pipeline > blocks or batch % data:
                 continue
             for shard in divisors(data):
-                layout = Layout(pipeline, data // shard, shard, tensor=tensor)
+                layout = Layout(pipeline, data // shard, shard, context=context, tensor=tensor)
                 if all(choices.degrees[axis] in (FREE, layout.degrees[axis]) for axis in AXES):
                     yield layout
+
+
+def _splits_of_samples(config: RunConfig) -> Iterator[tuple[int, int]]:
+    """The degrees of tensor and context together that can split the model's layers and a sequence."""
+    for tensor in _tensor_degrees(config):
+        for context in divisors(config.devices // tensor):
+            if not any(context_checks.find_problems(config, Layout(context=context, tensor=tensor))):
+                yield tensor, context
 
 
 def _tensor_degrees(config: RunConfig) -> list[int]:
@@ -195,7 +204,7 @@ class _Search:
         model = None if shape is None else weights_of(config.model, sample_shape=shape)
         assert model is not None  # `unplanned` accepts the reference decoder only
         self._model: ModelWeights = model
-        self._known_times: dict[tuple[int, int, str], _Times] = {}
+        self._known_times: dict[tuple[int, int, int, int, str], _Times] = {}
         self._strategies: dict[tuple[Layout, str | None], StrategyConfig] = {}
         self._profiles: dict[tuple[int, str], list[tuple[int, int]]] = {}
 
@@ -235,7 +244,7 @@ class _Search:
     def _over_schedules(self, layout: Layout, size: int, checkpointing: str) -> _Entry:
         """Bounded by the time in which the mean rank of a pipeline computes."""
         microbatches = self.config.training.global_batch_size // layout.data // size
-        times = self._times(layout.tensor, size, checkpointing)
+        times = self._times(layout, size, checkpointing)
 
         def refine() -> Iterator[_Entry]:
             for schedule in self._schedules(layout):
@@ -296,14 +305,21 @@ class _Search:
     def _room(self) -> float:
         return self.hardware.device.memory_bytes
 
-    def _times(self, tensor: int, size: int, checkpointing: str) -> _Times:
-        key = (tensor, size, checkpointing)
+    def _times(self, layout: Layout, size: int, checkpointing: str) -> _Times:
+        """The devices of one stage compute at the same time; those of others may wait."""
+        key = (layout.pipeline, layout.context, layout.tensor, size, checkpointing)
         if key not in self._known_times:
-            layout = Layout(replicate=self.config.devices // tensor, tensor=tensor)
-            config = self._config(self._strategy(layout, None), size, checkpointing)
-            training = replace(config.training, global_batch_size=size * layout.data)
+            devices = self.config.devices
+            flat = Layout(
+                replicate=devices // layout.context // layout.tensor,
+                context=layout.context, tensor=layout.tensor,
+            )  # fmt: skip
+            config = self._config(self._strategy(flat, None), size, checkpointing)
+            training = replace(config.training, global_batch_size=size * flat.data)
             work = work_of_run(replace(config, training=training), model=self._model)
-            step = Step(work, self.hardware, self._kernels)
+            busy = contended(self.hardware, devices=devices / layout.pipeline)
+            kernels = self._kernels if busy is self.hardware else None
+            step = Step(work, replace(busy, shared_cores=None), kernels)
             self._known_times[key] = _Times(
                 step.microbatch_s(), step.block_s(FORWARD), step.block_s(BACKWARD)
             )
@@ -319,6 +335,7 @@ class _Search:
                 pipeline=layout.pipeline,
                 replicate=layout.replicate,
                 shard=layout.shard,
+                context=layout.context,
                 tensor=layout.tensor,
             )
         return self._strategies[key]

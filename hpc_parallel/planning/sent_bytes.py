@@ -84,15 +84,11 @@ class _Rank:
         return 0.0 if exchange is None else _bus_bytes(exchange)
 
     def _tensor_sums(self) -> float:
-        """Two sums of a block each way; one of the embedding forward, one of the head backward.
-
-        Recomputation stops before it scatters or sums the block's result.
-        """
+        """Two sums of a block each way; one of the embedding forward, one of the head backward."""
         work = self.step.work
-        again = 1.5 if self.config.strategy.sequence_parallel else 1.0
         one = sum(_bus_bytes(exchange) for name, exchange in self.step.sent.items() if name.endswith(SUMS))
         ends = (0 in self._stages) + (self._last in self._stages)
-        return one * (self._passes * (4 + again * work.recompute) + work.microbatches * ends)
+        return one * (self._passes * (4 + work.repeated_sums) + work.microbatches * ends)
 
     def _context(self) -> float:
         work = self.step.work

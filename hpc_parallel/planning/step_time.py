@@ -9,6 +9,7 @@ from itertools import accumulate
 
 from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.planning.decoder import Decoder, Share
+from hpc_parallel.planning.float8_rounding import Rounding
 from hpc_parallel.planning.group_times import Exchange, Group, bus_bytes_per_s, send_s
 from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.kernels import Kernels, Term
@@ -32,7 +33,7 @@ class Work:
     bucket_bytes: gradients are averaged in such messages beside the backward pass of the last microbatch;
     None: after it. blocks: the number in each stage. stream_bytes: of a number that one stage sends to the
     next. gradient_bytes: of a number of the gradients that devices exchange. compressed: but their means
-    are of bfloat16.
+    are of bfloat16. rounding: of the blocks' linear products in float8.
     """
 
     decoder: Decoder
@@ -54,6 +55,19 @@ class Work:
     context: int = 1
     attention: str = "ring"
     compressed: bool = False
+    rounding: Rounding | None = None
+    sequence_parallel: bool = True
+
+    @property
+    def repeated_sums(self) -> float:
+        """How many of a block's two sums over the tensor axis recomputation repeats.
+
+        torch stops at the last number that it needs, before it sums the block's result: with
+        `sequence_parallel` it has gathered the parts of the sequence by then. Megatron repeats all.
+        """
+        if not self.recompute:
+            return 0.0
+        return 2.0 if self.blocking else 1.5 if self.sequence_parallel else 1.0
 
     @property
     def alike(self) -> int:
@@ -111,8 +125,9 @@ class Step:
         shared = self.hardware is not hardware
         self._kernels = Kernels(self.hardware) if shared or kernels is None else kernels
         self.share = Share(
-            work.decoder, work.microbatch_size, work.tensor, hardware.traffic, work.number_bytes, work.context
-        )
+            work.decoder, work.microbatch_size, work.tensor, hardware.traffic, work.number_bytes,
+            work.context, work.rounding,
+        )  # fmt: skip
         self.sent: dict[str, Exchange] = {}  # so far, by name
         self._terms: list[Term] = []
         self._pipeline = Pipeline(work.schedule, work.pipeline, work.microbatches, work.per_rank)
@@ -144,9 +159,8 @@ class Step:
         self._add("all microbatches", timeline.total_s, text)
         gradients_s, update_s = self._gradients_s, self._update_s
         blocks = work.decoder.layers / work.pipeline * work.microbatches
-        again = 0.0 if not work.recompute else 2.0 if work.blocking else 1.5
         waits = (*self._unhidden_s.values(), *self._waits_for_context_s)
-        exposed_s = gradients_s + blocks * ((4 + again) * self._tensor_sum_s + sum(waits))
+        exposed_s = gradients_s + blocks * ((4 + work.repeated_sums) * self._tensor_sum_s + sum(waits))
         return StepTime(timeline, gradients_s, update_s, exposed_s, tuple(self._terms))
 
     def microbatch_s(self) -> float:
@@ -228,7 +242,7 @@ class Step:
             forward_s += self._context_s[FORWARD]
             backward_s += self._context_s[BACKWARD]
         if self.work.recompute:
-            backward_s += forward_s - self._not_again_s
+            backward_s += forward_s - (2 - self.work.repeated_sums) * self._tensor_sum_s
         if self._gathers:
             waits = {
                 FORWARD: self._gather_s - forward_s * self._beside,
@@ -243,11 +257,6 @@ class Step:
     def _beside(self) -> bool:
         """Whether a device communicates beside its computation: on a CPU it waits."""
         return not self._on_cpu
-
-    @property
-    def _not_again_s(self) -> float:
-        """The half of a block's last sum that torch's checkpointing does not repeat."""
-        return 0.0 if self.work.blocking else self._tensor_sum_s / 2  # Megatron repeats all
 
     @cached_property
     def _context_s(self) -> dict[Kind, float]:

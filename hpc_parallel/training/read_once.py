@@ -40,9 +40,12 @@ def read_once(state: State, fill: Callable[[State], object]) -> None:
 
 
 def send(tensor: Tensor, *, reader: int, group: dist.ProcessGroup) -> None:
-    """Send the local part of `tensor` from the rank `reader` to all ranks of `group`."""
+    """Send the local part of `tensor` from the rank `reader` to all ranks of `group`.
+
+    As bytes: gloo and NCCL do not take every type, such as int16.
+    """
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     message = local.contiguous()
-    dist.broadcast(message, src=reader, group=group)
+    dist.broadcast(message.view(-1).view(torch.uint8), src=reader, group=group)
     if message is not local:
         local.copy_(message)

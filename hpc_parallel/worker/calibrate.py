@@ -74,7 +74,7 @@ def calibrate(
     if dist.get_rank() == 0:
         attempts.begin(folder, step=0, environment=environment)
     budget = TimeBudget(config.task.seconds)
-    devices = DeviceRows(device, turns=turns_of(config, environment))
+    devices = DeviceRows(device, turns=turns_of(config, environment, device=device))
     groups = link_groups(named_groups(config, device=device))
     most_bytes = min(MOST_LINK_BYTES[device.type], largest_size(LINKS, device=device))
     links = Plan.of(LINKS, groups=groups, most_bytes=most_bytes)
@@ -167,7 +167,9 @@ def cells(row: Row) -> list[str]:
     ]  # fmt: skip
 
 
-def turns_of(config: RunConfig, environment: Mapping[str, str]) -> tuple[float, int | None]:
+def turns_of(
+    config: RunConfig, environment: Mapping[str, str], *, device: torch.device
+) -> tuple[float, int | None]:
     """How many ranks take turns on each core, and the cores if all nodes of the run share them.
 
     Several nodes on one machine share its cores, as the processes of a local run do. A job on one node says
@@ -175,7 +177,7 @@ def turns_of(config: RunConfig, environment: Mapping[str, str]) -> tuple[float, 
     """
     machines = all_gather(Path("/proc/sys/kernel/random/boot_id").read_text())
     cores = len(os.sched_getaffinity(0))
-    if config.device == "cuda" or torch.cuda.is_available():
+    if device.type == "cuda":
         return 1.0, None
     turns = max(1.0, machines.count(machines[dist.get_rank()]) / cores)
     one_machine = len(set(machines)) == 1

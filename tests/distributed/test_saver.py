@@ -257,3 +257,25 @@ def test_each_part_of_the_state_is_copied_written_and_read_by_one_rank(workers: 
         for sizes_of_ranks in zip(*sizes, strict=True):
             assert sum(sizes_of_ranks) == total, layout
             assert max(sizes_of_ranks) < 0.5 * total, layout  # the largest weight alone is a sixth
+
+
+def sent_types() -> list[list[float]]:
+    """What this rank has of tensors of odd types after the rank 0 has read them."""
+    import torch
+    import torch.distributed as dist
+
+    from hpc_parallel.training.read_once import send
+
+    received = []
+    for dtype in (torch.int16, torch.bool, torch.float8_e4m3fn, torch.complex64, torch.bfloat16):
+        for values in (torch.tensor(1), torch.tensor([[1, 0, 1], [0, 1, 1]]).T):  # a scalar; not contiguous
+            tensor = (values if dist.get_rank() == 0 else torch.zeros_like(values)).to(dtype)
+            send(tensor, reader=0, group=dist.group.WORLD)
+            received.append([float(number.real) for number in tensor.to(torch.complex64).flatten()])
+    return received
+
+
+def test_tensors_of_all_types_are_sent(workers: Workers) -> None:
+    """gloo refuses int16 and float8."""
+    for received in workers.run(2, sent_types):
+        assert received == [[1.0], [1.0, 0.0, 0.0, 1.0, 1.0, 1.0]] * 5

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,18 @@ def test_its_figures_are_those_of_the_plan(folder: Path, capsys: pytest.CaptureF
         r'data-key="(\w+)" data-value="([^"]+)"', (folder / "index.html").read_text())}  # fmt: skip
     assert shown == {key: printed[key] for key in shown}
     assert {"step_time_s", "tokens_per_s", "device_hours", "cost", "energy_kwh", "memory_bytes"} <= set(shown)
+
+
+def test_its_command_plans_the_same_and_shows_no_credential(tmp_path: Path) -> None:
+    secret = "+cluster.environment.WANDB_API_KEY=k0123456789"
+    words = ["model=tiny", f"hardware={HARDWARE}", "optimizer.betas=[0.9, 0.95]", secret]
+    folder = tmp_path / "my-plan"
+    assert main(["plan", *words, "--tokens", "2e9", "--output", str(folder)]) == 0
+    text = html.unescape((folder / "index.html").read_text())
+    (line,) = re.findall(r"python -m hpc_parallel plan [^<]*", text)
+    command = shlex.split(line)[4:]
+    assert command == ["--tokens", "2e+09", *words[:3], "+cluster.environment.WANDB_API_KEY=..."]
+    assert "0123456789" not in text
 
 
 def test_its_memory_is_that_of_each_role(folder: Path) -> None:

@@ -21,7 +21,7 @@ from hpc_parallel.planning.auto_strategy import ask
 from hpc_parallel.planning.hardware import Hardware, read_hardware
 from hpc_parallel.planning.ranking import advantage, limit, parts_s
 from hpc_parallel.planning.run_work import work_of_run
-from hpc_parallel.planning.search import AXES, Candidate, Choices, name_of, search
+from hpc_parallel.planning.search import AXES, Candidate, Choices, Split, search, split_of
 from hpc_parallel.planning.step_time import Step, step_time
 from tests.benchmarks.calibrate_plan import FOLDERS
 from tests.composed import composed, prepared
@@ -70,10 +70,10 @@ def test_the_pruned_search_finds_what_a_search_of_everything_finds(share: float)
     """share: of all ways that fit in the device's memory."""
     totals = sorted(total for _, total, _ in every_way())
     room = totals[int(share * (len(totals) - 1))]
-    fastest: dict[tuple[int, int, str], float] = {}
+    fastest: dict[Split, float] = {}
     for way, total, step_s in every_way():
         layout = layout_of(way.strategy, devices=way.devices)
-        key = (layout.pipeline, layout.tensor, name_of(layout))
+        key = split_of(layout)
         if total <= room:
             fastest[key] = min(fastest.get(key, math.inf), step_s)
     config, hardware, choices = asked(*SMALL, room=room)
@@ -95,6 +95,32 @@ def test_memory_changes_the_choice() -> None:
         for room in (totals[-1], totals[len(totals) // 20])
     ]
     assert found[0] != found[1]
+
+
+def test_a_search_on_shared_cores_finds_what_a_search_of_everything_finds() -> None:
+    """There a rank of a pipeline is fast while others wait, so deep pipelines are among the fastest."""
+    config, hardware, choices = asked(*SMALL, "device=cpu", "plan.hardware=cpu", room=math.inf)
+    hardware = replace(hardware, shared_cores=2)
+    fastest: dict[Split, float] = {}
+    for way, _, _ in every_way():
+        batch = {key: getattr(way.training, key) for key in ("microbatch_size", "activation_checkpointing")}
+        run = replace(config, strategy=way.strategy, training=replace(config.training, **batch))
+        key = split_of(layout_of(way.strategy, devices=way.devices))
+        fastest[key] = min(fastest.get(key, math.inf), step_time(work_of_run(run), hardware).total_s)
+    found = search(config, hardware, choices=choices, most=8).best
+    expected = sorted(fastest.values())[:8]
+    assert [one.step.total_s for one in found] == pytest.approx(expected, rel=1e-12)
+    assert found[0].layout.pipeline == 4
+
+
+def test_long_sequences_are_split_over_more_devices_than_there_are_samples() -> None:
+    words = ("strategy=auto", "model=8b", "nodes=2", "gpus_per_node=8", "data.sequence_length=131072",
+             "training.global_batch_size=4", f"plan.hardware={H100}")  # fmt: skip
+    found = search(*asked(*words)[:2], choices=Choices(), most=1).best[0]
+    assert found.layout.context * found.layout.tensor * found.layout.pipeline >= 4
+    assert found.layout.context > 1
+    kept = asked(*words, "strategy.context=1")
+    assert {one.layout.context for one in search(*kept[:2], choices=kept[2], most=3).best} == {1}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -135,6 +161,8 @@ def test_the_bound_is_exact_where_the_last_stage_is_the_longest() -> None:
         (*SMALL, "strategy.gradient_compression=bfloat16", "strategy.shard=1"),  # not with every schedule
         ("strategy=auto", "model=1b", "nodes=4", "gpus_per_node=8", f"plan.hardware={H100}"),
         ("strategy=auto", "model=70b", "nodes=16", "gpus_per_node=8", f"plan.hardware={H100}"),
+        (*SMALL, "training.global_batch_size=1"),  # strategy=context among others
+        (*SMALL, "training.global_batch_size=2", "strategy.context_attention=all_to_all"),  # four heads
     ],
 )
 def test_a_run_accepts_what_is_proposed_and_composes_the_same(words: tuple[str, ...]) -> None:
@@ -248,7 +276,8 @@ def test_without_room_the_nearest_layout_is_named(capsys: pytest.CaptureFixture[
 def test_more_nodes_are_not_advised_if_they_do_not_help(capsys: pytest.CaptureFixture[str]) -> None:
     """One sample of 2**20 tokens stays on one device of these axes, whatever their number."""
     words = ["model=70b", "gpus_per_node=1", f"hardware={H100}", "training.global_batch_size=1",
-             "training.microbatch_size=1", "data.sequence_length=1048576", "strategy.pipeline=1"]  # fmt: skip
+             "training.microbatch_size=1", "data.sequence_length=1048576", "strategy.pipeline=1",
+             "strategy.context=1"]  # fmt: skip
     assert command(["plan", "--best", *words]) == 2
     message = capsys.readouterr().err
     assert message.rstrip().endswith("Nor does one on up to 64 nodes. Try a smaller model.")

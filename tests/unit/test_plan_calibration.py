@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -302,6 +303,11 @@ def test_all_problems_of_a_calibration_are_told(
         ("nodes: 1", "nodes: 1000000000"),
         ("heads: 4", "heads: 0"),
         ("sequence_length: ", "sequence_length: -"),
+        ("layers: 4", "layers: 16000000"),  # below the limit of all numbers
+        (
+            "global_batch_size: 16",
+            "global_batch_size: 4611686018427387904",
+        ),  # 2**62, of which plans try divisors
     ],
 )
 def test_a_hostile_configuration_is_refused(runs: list[Path], old: str, new: str) -> None:
@@ -313,3 +319,39 @@ def test_a_hostile_configuration_is_refused(runs: list[Path], old: str, new: str
     folder.config.write_text(text.replace(old, new, 1))
     with pytest.raises(ConfigError):
         calibrate(read_runs(runs, CPU), CPU)
+
+
+def test_a_step_of_too_many_passes_is_refused(runs: list[Path]) -> None:
+    """2**22 microbatches x 4 stages would be simulated one by one."""
+    from hpc_parallel.problems import ConfigError
+
+    folder = RunFolder(runs[0])
+    text = folder.config.read_text()
+    for old, new in (
+        ("nodes: 1", "nodes: 4"), ("pipeline: 1", "pipeline: 4"),
+        ("global_batch_size: 16", "global_batch_size: 4194304"),
+        ("microbatch_size: null", "microbatch_size: 1"),
+    ):  # fmt: skip
+        assert old in text
+        text = text.replace(old, new, 1)
+    folder.config.write_text(text)
+    with pytest.raises(ConfigError, match="numbers that no plan takes"):
+        read_runs(runs, CPU)
+
+
+def test_processes_on_the_cores_of_a_machine_with_gpus_take_turns() -> None:
+    """A calibration with device=cpu measures its cores, whatever else the machine has."""
+    import torch
+
+    from hpc_parallel.config.compose import resolve
+    from hpc_parallel.worker import calibrate as module
+
+    config, _ = resolve(composed("nodes=2", "gpus_per_node=4", "device=cpu"))
+    with (
+        mock.patch.object(module, "all_gather", side_effect=lambda machine: [machine] * 8),
+        mock.patch.object(module.dist, "get_rank", return_value=0),
+        mock.patch.object(module.os, "sched_getaffinity", return_value={0, 1}),
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+    ):
+        assert module.turns_of(config, {}, device=torch.device("cpu")) == (4.0, 2)
+        assert module.turns_of(config, {}, device=torch.device("cuda", 0)) == (1.0, None)

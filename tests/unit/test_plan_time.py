@@ -462,3 +462,17 @@ def test_an_update_takes_as_long_as_that_of_the_largest_stage() -> None:
     block, end = 4096**2 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14336, 128256 * 4096
     moved = [bytes_of(step_of(*words, f"strategy.cuts=[1,2,3,4,5,6,{last}]"), "update") for last in (7, 14)]
     assert moved[0] / moved[1] == pytest.approx((25 * block + end) / (18 * block + end), rel=1e-3)
+
+
+@pytest.mark.parametrize(("split", "repeated"), [(True, 1.5), (False, 1.0)])
+def test_recomputation_stops_before_the_last_sum(split: bool, repeated: float) -> None:
+    """As the collectives that `plan --exact` traces."""
+    words = ("strategy=tensor", "gpus_per_node=2", "training.global_batch_size=4",
+             "training.microbatch_size=2", f"strategy.sequence_parallel={split}")  # fmt: skip
+    without, full = (
+        step_of(*words, f"training.activation_checkpointing={mode}") for mode in ("none", "full")
+    )
+    sums = {term.name: term.seconds for term in full.terms}["sum over the tensor axis"]
+    blocks, microbatches = 4, 2
+    longer_s = full.exposed_s - without.exposed_s
+    assert longer_s == pytest.approx(repeated * blocks * microbatches * sums)

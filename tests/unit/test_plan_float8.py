@@ -1,0 +1,135 @@
+"""The planned time of `training.fp8`: the hardware's rates, and the rounding that the code really does."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hpc_parallel.__main__ import main as command
+from hpc_parallel.config.compose import resolve
+from hpc_parallel.models.transformer import Transformer
+from hpc_parallel.planning.float8_rounding import ROUNDED, ROUNDING_KERNELS, in_float8
+from hpc_parallel.planning.hardware import read_hardware
+from hpc_parallel.planning.run_work import work_of_run
+from hpc_parallel.planning.step_time import Step
+from hpc_parallel.strategies import float8
+from tests.benchmarks.calibrate_plan import FOLDERS
+from tests.composed import composed
+
+H100 = "h100_sxm_node8_3200gbit"
+RUN = (
+    "strategy=fsdp", "gpus_per_node=8", "device=cuda", "training.precision=bfloat16", "model=1b",
+    "data.sequence_length=4096", "training.global_batch_size=8",
+)  # fmt: skip
+LINEAR = ("queries, keys, values", "attention output", "feed-forward up", "feed-forward down")
+
+
+class Bytes(TorchDispatchMode):
+    """Counts the bytes that operations read and write, and the operations on large tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved = self.kernels = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = function(*args, **(kwargs or {}))
+        if not function.is_view:
+            read = [argument for argument in args if isinstance(argument, Tensor)]
+            self.moved += sum(tensor.nbytes for tensor in (*read, result))
+            self.kernels += 1
+        return result
+
+
+@pytest.mark.parametrize("dim", [None, -1, 0])
+def test_the_rounding_moves_the_bytes_that_are_planned(dim: int | None) -> None:
+    matrix = torch.randn(512, 1024).bfloat16()
+    with Bytes() as counted:
+        float8.quantise(matrix, float8.INPUT, dim=dim)
+    assert counted.moved / matrix.numel() == pytest.approx(ROUNDED[False], rel=0.05)
+    assert counted.kernels == pytest.approx(ROUNDING_KERNELS[False], abs=1)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_as_many_numbers_are_rounded_as_planned(recipe: str) -> None:
+    """By the blocks of a decoder with a gate and fewer heads of keys than of queries."""
+    sizes = {"dim": 64, "heads": 4, "kv_heads": 2, "ffn_dim": 192, "vocab_size": 256}
+    words = [f"model.{key}={value}" for key, value in sizes.items()]
+    config, _ = resolve(composed(
+        *RUN, "strategy=single", "gpus_per_node=1", *words, "model.layers=1", "data.sequence_length=32",
+        "training.global_batch_size=2", f"training.fp8={recipe}",
+    ))  # fmt: skip
+    share = Step(work_of_run(config), read_hardware(H100, folders=FOLDERS)).share
+    model = Transformer(layers=1, **sizes)
+    layers = [*float8.layers_of(model)]
+    float8.apply(model, recipe=recipe, device=torch.device("cpu"))
+    rounded = [0]
+
+    def counted(x: Tensor, *arguments: object, **options: object) -> object:
+        rounded[0] += x.numel()
+        return quantise(x, *arguments, **options)  # type: ignore[arg-type]
+
+    quantise, ids = float8.quantise, torch.zeros(2, 32, dtype=torch.int64)
+    with mock.patch.object(float8, "quantise", counted):
+        loss = model.loss(model(ids), ids)
+        forward = rounded[0]
+        loss.backward()
+    planned = {one.name: one for one in (*share.block(), *share.block_backward())}
+    assert forward == sum(planned[f"{name}: to float8"].bytes for name in LINEAR) / ROUNDED[False]
+    copies, scaled = 2, 20
+    inputs, weights, results = 0, 0, 0
+    for layer in layers:
+        inputs, weights = inputs + 64 * layer.in_features, weights + layer.weight.numel()
+        results += 64 * layer.out_features
+    extra = copies * (inputs + weights + results) + scaled * (inputs + weights) * (recipe == "rowwise")
+    of_rounding = sum(planned[f"{name}: gradients to float8"].bytes for name in LINEAR) - extra
+    assert rounded[0] - forward == of_rounding / ROUNDED[False]
+
+
+def test_only_the_linear_products_of_blocks_are_faster() -> None:
+    hardware = read_hardware(H100, folders=FOLDERS)
+    steps = {
+        recipe: Step(work_of_run(resolve(composed(*RUN, f"training.fp8={recipe}"))[0]), hardware)
+        for recipe in ("off", "tensorwise")
+    }
+    products = {
+        recipe: {
+            one.name: one for one in (*step.share.block(), *step.share.block_backward(), *step.share.head())
+        }
+        for recipe, step in steps.items()
+    }
+    peak = hardware.device.peak_flops["bfloat16"]
+    assert len(in_float8(list(products["tensorwise"].values()))) == 3 * len(LINEAR)
+    for name, before in products["off"].items():
+        times = [one.seconds(hardware, peak=peak) - hardware.traffic.kernel_s
+                 for one in (before, products["tensorwise"][name])]  # fmt: skip
+        faster = 1979 / 989 if name.startswith(LINEAR) else 1.0
+        assert times[0] == pytest.approx(faster * times[1], rel=1e-9), name
+
+
+def test_fused_rounding_pays_and_one_kernel_after_the_other_does_not() -> None:
+    """Rounding kernel by kernel moves more bytes than the products save time."""
+    hardware = read_hardware(H100, folders=FOLDERS)
+    bfloat16, fused, eager = (
+        Step(work_of_run(resolve(composed(*RUN, "model=8b", *words))[0]), hardware).result().total_s
+        for words in (
+            (), ("training.fp8=tensorwise", "training.compile=true"), ("training.fp8=tensorwise",)
+        )
+    )  # fmt: skip
+    assert fused < bfloat16 < eager
+
+
+def test_hardware_without_a_peak_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["strategy=fsdp", "model=1b", "gpus_per_node=8", "training.fp8=tensorwise"]
+    assert command(["plan", *words, "hardware=a100_80gb_node8_800gbit"]) == 2
+    message = capsys.readouterr().err
+    assert (
+        "training.fp8 = tensorwise has no peak in the hardware's file (device.peak_flops: float8)" in message
+    )
+    assert command(["plan", *words, f"hardware={H100}"]) == 0
+    assert "One step in float8 was compared with its plan (docs/plan.md)." in capsys.readouterr().out
+    assert command(["plan", *words[:-1], "training.precision=float16x", f"hardware={H100}"]) == 2
+    assert "float8" not in capsys.readouterr().err
