@@ -18,16 +18,15 @@ def watched(run_folder: str) -> Counter[Seen]:
     seen: Counter[Seen] = Counter()
 
     class Watching(traffic.Traffic):
-        """Knows the group of the collective that it counts."""
+        """Knows the peer of a send that it counts."""
 
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             self.arguments = traffic.operator_arguments(function, args, kwargs)
             return super().__torch_dispatch__(function, types, args, kwargs)
 
-        def _count(self, kind: str, moved: traffic.Moved) -> None:
-            super()._count(kind, moved)
-            group = self.arguments.get("process_group", self.arguments.get("group_name"))
-            ranks = tuple(dist.get_process_group_ranks(traffic.group_of(group)))
+        def _count(self, kind: str, moved: traffic.Moved, group: dist.ProcessGroup) -> None:
+            super()._count(kind, moved, group)
+            ranks = tuple(dist.get_process_group_ranks(group))
             if kind == "send":
                 if moved.sent:
                     seen[kind, (dist.get_rank(), ranks[self.arguments["dst"]])] += 1
