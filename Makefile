@@ -20,8 +20,8 @@ $(VENV)/bin/lint-imports --no-cache
 endef
 # Only these modules are imported to find the tests that compare seconds.
 TIMED = $$(grep -rl --include='test_*.py' 'mark\.timing' tests)
-# Two processes for two cores: the ranks of a training are processes too.
-BESIDE := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+# Three processes for two cores: tests that wait for Slurm or for a rank leave a core free.
+BESIDE := --numprocesses 3 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: help train test check affected one test-full fuzz chaos lint docs benchmarks bench gpu cluster \
   cluster-down clean
@@ -37,7 +37,7 @@ test: $(STAMP)  ## every feature once, with a real Slurm where this machine can 
 	@$(RUN) tests/slurm/cluster.py install || echo "make test leaves out the tests that need a real Slurm."
 	@$(RUN) tests/report/browser.py install || echo "make test leaves out the tests that open a report."
 	$(STYLE)
-	-$(TESTS) --cache-clear -m "not full and not chaos_slow and not timing" $(BESIDE)
+	-$(TESTS) --cache-clear --durations=30 -m "not full and not chaos_slow and not timing" $(BESIDE)
 	-$(TESTS) -m "timing and not full" $(TIMED)
 	@echo "Left out: make test-full (more axes, float32, longer trainings), make chaos, make fuzz."
 	$(TESTS) $(AGAIN)=2 --target=test -m "not full and not chaos_slow"
