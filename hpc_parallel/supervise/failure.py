@@ -47,12 +47,15 @@ ERROR = "error"  # in the user's code or ours
 # Messages of gloo, NCCL and torch's store when the other side of a connection is gone or silent.
 _LOST_PEER = re.compile(
     r"connection (was likely )?closed|closed by (remote )?peer|connection reset|connection refused"
-    r"|connection timed out|broken pipe|socket closed|socket timeout|pair closure|no route to host"
+    r"|connection timed out|broken pipe|socket closed|socket timeout|no route to host"
     r"|failed to recv, got 0 bytes|gloo connectfullmesh failed|remote process exited|ncclremoteerror",
     re.IGNORECASE,
 )
+# gloo says "application timeout" in the other collectives of the rank whose time-out has passed.
 _TIMEOUT = re.compile(
-    r"timed out waiting \d+ ?ms|watchdog caught collective operation timeout", re.IGNORECASE
+    r"timed out waiting \d+ ?ms|application timeout caused pair closure"
+    r"|watchdog caught collective operation timeout",
+    re.IGNORECASE,
 )
 # gloo received a message of an unexpected size; torch compared the collectives (TORCH_DISTRIBUTED_DEBUG).
 _DESYNC = re.compile(r"op\.preamble\.length|detected mismatch between collectives", re.IGNORECASE)

@@ -98,6 +98,7 @@ class StartError(RuntimeError):
         (RuntimeError("Read error [10.77.0.2]:4212: Connection reset by peer"), "lost_peer"),
         (RuntimeError("writev [10.77.0.2]:4212: Broken pipe"), "lost_peer"),
         (RuntimeError("Timed out waiting 600000ms for recv operation to complete"), "collective_timeout"),
+        (RuntimeError("Application timeout caused pair closure"), "collective_timeout"),
         (RuntimeError("[enforce fail at pair.cc] op.preamble.length <= op.nbytes. 8 vs 4"), "desync"),
         (RuntimeError("Failed to recv, got 0 bytes. Connection was likely closed."), "lost_peer"),
         (RuntimeError("ncclRemoteError: A call failed possibly due to a network error"), "lost_peer"),
