@@ -39,9 +39,9 @@ def test_on_a_cluster_the_interface_is_that_of_the_host() -> None:
 
 def test_threads_that_wait_here_leave_the_cores_to_others() -> None:
     run = prepared("nodes=2")
-    assert rank_variables(run, local=True, environment={})["OMP_WAIT_POLICY"] == "PASSIVE"
-    assert "OMP_WAIT_POLICY" not in rank_variables(run, local=True, environment={"GOMP_SPINCOUNT": "1000"})
-    assert "OMP_WAIT_POLICY" not in rank_variables(run, local=False, environment={})
+    assert rank_variables(run, local=True, environment={})["GOMP_SPINCOUNT"] == "1000"
+    assert "GOMP_SPINCOUNT" not in rank_variables(run, local=True, environment={"OMP_WAIT_POLICY": "ACTIVE"})
+    assert "GOMP_SPINCOUNT" not in rank_variables(run, local=False, environment={})
 
 
 @pytest.mark.parametrize(
