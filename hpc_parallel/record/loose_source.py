@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 MOST_FILES = 2_000  # more is a home directory or a data set
 MOST_BYTES = 2**20  # of a file that is copied; a larger one is data, to which the copy has a link
+_CORE_NAME = re.compile(r"core(\.\d+)?")
+_ELF_TYPE_END, _ET_CORE = 18, 4
 _NO_SOURCE = ("__pycache__", "node_modules")
 
 
@@ -44,6 +47,21 @@ def loose_source(folder: Path, *, most_bytes: int, leave_out: Callable[[Path], b
     return LooseSource(tuple(names), links)
 
 
+def is_core_file(path: str | Path) -> bool:
+    """Whether the kernel wrote it when a process was aborted: the memory of that process, not source.
+
+    It is an ELF file of type 4 (man 5 elf) with the name `core` or `core.PID` (man 5 core).
+    """
+    if not _CORE_NAME.fullmatch(os.path.basename(path)):
+        return False
+    try:
+        with open(path, "rb") as file:
+            head = file.read(_ELF_TYPE_END)
+    except OSError:
+        return False
+    return head[:4] == b"\x7fELF" and _ET_CORE in head[_ELF_TYPE_END - 2 :]
+
+
 def _walk(folder: Path, leave_out: Callable[[Path], bool]) -> Iterator[str]:
     for place, folders, files in os.walk(folder):
         here = Path(place)
@@ -53,7 +71,7 @@ def _walk(folder: Path, leave_out: Callable[[Path], bool]) -> Iterator[str]:
         yield from (
             str((here / name).relative_to(folder))
             for name in sorted(files)
-            if not name.startswith(".") and (here / name).is_file()
+            if not name.startswith(".") and (here / name).is_file() and not is_core_file(here / name)
         )
 
 

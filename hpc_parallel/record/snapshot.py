@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hpc_parallel.problems import ConfigError, Problem, printable
 from hpc_parallel.record.credentials import is_credential_file
-from hpc_parallel.record.loose_source import LooseSource, loose_source
+from hpc_parallel.record.loose_source import LooseSource, is_core_file, loose_source
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder
 from hpc_parallel.record.safe_read import DamagedError
 from hpc_parallel.record.sweep_folder import read_sweep
@@ -251,7 +251,7 @@ def _is_installed(folder: Path) -> bool:
 
 def _is_source(path: str) -> bool:
     """Whether it is a file or a link to a folder: git also lists submodules that are not checked out."""
-    return isfile(path) or (islink(path) and isdir(path))
+    return (isfile(path) and not is_core_file(path)) or (islink(path) and isdir(path))
 
 
 def _link_target(link: Path, *, root: Path) -> str:

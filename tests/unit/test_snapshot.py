@@ -83,6 +83,24 @@ def test_more_than_source_is_refused_with_its_largest_file(checkout: Path, tmp_p
     plan_snapshot(tmp_path / "code", working_directory=checkout, most_mb=6, exclude=[pattern])
 
 
+def elf(kind: int) -> bytes:
+    """The head of a 64-bit little-endian ELF file of a type, and its machine (man 5 elf)."""
+    return b"\x7fELF" + bytes([2, 1, 1]) + bytes(9) + kind.to_bytes(2, "little") + b"\x3e\0"
+
+
+def test_the_memory_of_a_process_that_was_aborted_is_no_source(checkout: Path, tmp_path: Path) -> None:
+    for folder in (checkout, tmp_path / "no_git"):
+        folder.mkdir(exist_ok=True)
+        for name, content in (("core", elf(4)), ("core.4711", elf(4)), ("core.12", elf(3)), ("core.py", b"")):
+            (folder / name).write_bytes(content)
+        (folder / "sub").mkdir(exist_ok=True)
+        (folder / "sub/core").write_text("of the matter")
+        code = tmp_path / f"code_{folder.name}"
+        plan_snapshot(code, working_directory=folder).take()
+        kept = {name for name in copied(code / folder.name) if "core" in name}
+        assert kept == {"core.12", "core.py", "sub/core"}
+
+
 @pytest.mark.parametrize(
     ("pattern", "left"),
     [
