@@ -24,7 +24,7 @@ from hpc_parallel.report.model_metrics import own_metrics
 from hpc_parallel.report.networks import networks
 from hpc_parallel.report.predictions import Prediction, predictions
 from hpc_parallel.report.seeds import pools
-from hpc_parallel.report.spread import NOISE
+from hpc_parallel.report.spread import NOISE, ROUNDING
 from hpc_parallel.report.spreadsheet import to_csv
 from hpc_parallel.report.tables import (
     UNMEASURED,
@@ -222,7 +222,8 @@ def _best_note(comparison: Comparison) -> str:
     text = (
         "The best figure of the completed runs is marked in each column, unless all are equal. "
         "Nothing is marked where the difference is within the spread of the speeds, or below "
-        f"{NOISE:.0%} for other measured figures. A column without a figure is left out."
+        f"{NOISE:.0%} for other measured figures, {ROUNDING:.1%} for losses (what bfloat16 rounds). "
+        "A column without a figure is left out."
     )
     if comparison.settings > 1:
         text += (

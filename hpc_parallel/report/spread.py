@@ -10,6 +10,7 @@ from typing import Any
 from hpc_parallel.report.figures import is_count, number
 
 NOISE = 0.05  # relative: a smaller difference between two measured figures shows nothing
+ROUNDING = 2**-8  # relative: bfloat16 can't tell such losses apart
 FEWEST_LINES = 3  # with fewer timed lines of metrics, a range says nothing
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from hpc_parallel.config.axes import AXES
 from hpc_parallel.report.gather import FIGURES, PARTS, Row, identity, without
 from hpc_parallel.report.labels import OPTIMIZER_SPEEDLESS, RUN_KEYS, SPEEDLESS
-from hpc_parallel.report.spread import NOISE
+from hpc_parallel.report.spread import NOISE, ROUNDING
 
 UNMEASURED = "not measured"
 STRONG, WEAK = "strong", "weak"
@@ -61,7 +61,7 @@ COLUMNS = (
     Column("bubble_share", "bubble", "share", min, _pipelined, noise=NOISE),
     Column("exposed_communication_share", "exposed communication", "share", min, _parallel, noise=NOISE),
     Column("traffic_bytes", "traffic per step", "bytes", min, _sends),
-    Column("final_loss", "final loss", "loss", min, same_samples=True),
+    Column("final_loss", "final loss", "loss", min, same_samples=True, noise=ROUNDING),
     Column("restarts", "restarts", "count", min, same_samples=True),
     Column("device_hours", "device-hours", "hours", min, same_samples=True, noise=NOISE),
 )
@@ -230,7 +230,7 @@ def _is_even(column: Column, a: Row, b: Row) -> bool:
     if column.timed:
         return a.spread.overlaps(b.spread)
     x, y = (row.figures[column.key] or 0.0 for row in (a, b))
-    return abs(x - y) <= column.noise * max(x, y)
+    return abs(x - y) <= column.noise * max(abs(x), abs(y))
 
 
 @dataclass(frozen=True)

@@ -146,6 +146,15 @@ def test_no_star_is_won_within_the_noise_or_without_a_spread(tmp_path: Path, new
     assert best(tmp_path)["peak_memory_bytes"] == []
 
 
+@pytest.mark.parametrize(("other", "marked"), [(2.995, []), (2.98, [1])])
+def test_no_loss_wins_by_what_bfloat16_rounds(
+    other: float, marked: list[int], tmp_path: Path, new: Callable[[], Path]
+) -> None:
+    for loss in (3.0, other):
+        ended(new(), "strategy=data", "nodes=2", "training.precision=bfloat16", final_loss=loss)
+    assert best(tmp_path)["final_loss"] == marked
+
+
 def test_losses_compare_after_as_many_samples_of_the_same_work(
     tmp_path: Path, new: Callable[[], Path]
 ) -> None:
