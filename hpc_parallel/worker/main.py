@@ -89,6 +89,8 @@ def main(run_folder: str) -> int:
         if config.training.deterministic:
             reasons |= torch_variables.use_fixed_workspaces(os.environ)
         device = prepare_device(config, world)
+        if world.rank == 0 and (problem := unused_gpus(config, device, host=world.host)) is not None:
+            print(f"WARNING: {problem}", file=sys.stderr, flush=True)
         fabric.require_interfaces(os.environ, host=world.host, nccl=device.type == "cuda")
         xids = XidEvents(nvml_module(), preflight.gpu_uuid(device))
         on_phase = phases_of(folder, rank=world.rank)
@@ -170,6 +172,17 @@ def prepare_device(config: RunConfig, world: World) -> torch.device:
         torch.backends.cudnn.benchmark = False
     torch.set_num_threads(fabric.cpu_threads(world, os.environ))
     return device
+
+
+def unused_gpus(config: RunConfig, device: torch.device, *, host: str) -> str | None:
+    """That a job asked for GPUs and trains without one, because torch finds none; else None."""
+    asked = config.launcher.kind == "slurm" and config.cluster.gpus
+    if not asked or config.device != "auto" or device.type != "cpu":
+        return None
+    return (
+        f"the job asked for GPUs, but torch {torch.__version__} finds none on {host}: this run uses the CPU, "
+        f"in {config.training.precision}. Try a torch built for these GPUs, or device=cpu if this is meant"
+    )
 
 
 def beyond_shared_gpu(config: RunConfig) -> str | None:
