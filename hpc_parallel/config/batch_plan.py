@@ -52,6 +52,7 @@ class BatchPlan:
 
 def batch_of(config: RunConfig, layout: Layout) -> BatchPlan:
     """The plan of a run. Raises ValueError as `plan_batch` does."""
+    undecided = config.training.microbatch_size is None and config.strategy.microbatches is None
     return plan_batch(
         config.training.global_batch_size,
         layout=layout,
@@ -59,7 +60,7 @@ def batch_of(config: RunConfig, layout: Layout) -> BatchPlan:
         microbatches=config.strategy.microbatches,
         in_turn=schedule_of(config.strategy).in_turn,
         shares=batch_shares(config.strategy.shares, layout),
-        fitting=fitting_samples(config, layout),
+        fitting=fitting_samples(config, layout) if undecided else None,
     )
 
 

@@ -177,15 +177,32 @@ class _Times:
     whole_s: float
     forward_s: float
     backward_s: float
+    blocks: int
 
     @property
     def block_s(self) -> float:
         return self.forward_s + self.backward_s
 
+    @property
+    def ends_s(self) -> float:
+        """At most, of the embedding and the head."""
+        return self.whole_s - self.blocks * self.block_s
+
     def before_s(self, schedule: str | None) -> float:
         """Of a block of the stages before a rank's first one, while the rank waits."""
         splits = schedule is not None and SCHEDULES[schedule].splits_backward
         return self.forward_s if splits else self.block_s
+
+
+@dataclass(frozen=True)
+class _Profile:
+    """How a schedule divides the blocks.
+
+    rows: for each stage, the blocks before it, and its rank's from it on. in_front: those of the first stage.
+    """
+
+    rows: list[tuple[int, int]]
+    in_front: int
 
 
 def _is_of_memory(problem: Problem | str) -> bool:
@@ -206,7 +223,9 @@ class _Search:
         self._model: ModelWeights = model
         self._known_times: dict[tuple[int, int, int, int, str], _Times] = {}
         self._strategies: dict[tuple[Layout, str | None], StrategyConfig] = {}
-        self._profiles: dict[tuple[int, str], list[tuple[int, int]]] = {}
+        self._profiles: dict[tuple[int, str], _Profile] = {}
+        self._in_front: dict[int, int] = {}
+        self._sent_s: dict[Layout, float] = {}
 
     def run(self, most: int) -> Found:
         queue = list(self._layouts_with_microbatches())
@@ -242,34 +261,65 @@ class _Search:
                     yield self._over_schedules(layout, size, checkpointing)
 
     def _over_schedules(self, layout: Layout, size: int, checkpointing: str) -> _Entry:
-        """Bounded by the time in which the mean rank of a pipeline computes."""
+        """Bounded by what the mean rank of a pipeline computes, and by one microbatch's way through it."""
         microbatches = self.config.training.global_batch_size // layout.data // size
-        times = self._times(layout, size, checkpointing)
+        times, blocks = self._times(layout, size, checkpointing), self._model.blocks
+        backward_s = blocks * times.backward_s + times.ends_s  # at most
+        later_s = backward_s / 2 if layout.pipeline > 1 else 0.0  # gradients of weights
+        alone_s = max(microbatches * times.whole_s / layout.pipeline, times.whole_s - later_s)
+        any_s = alone_s + self._waits_s(layout, times, self._most_in_front(layout))
 
         def refine() -> Iterator[_Entry]:
             for schedule in self._schedules(layout):
                 strategy = self._strategy(layout, schedule)
                 if self._runs(strategy, layout, microbatches):
-                    bound_s = max(
+                    profile = self._profile(strategy, layout)
+                    own_s = max(
                         microbatches * own * times.block_s + before * times.before_s(schedule)
-                        for before, own in self._profile(strategy, layout)
+                        for before, own in profile.rows
                     )
+                    bound_s = max(any_s, own_s + self._waits_s(layout, times, profile.in_front))
                     bounded = partial(self._bounded, strategy, layout, size, checkpointing)
                     yield self._entry(bound_s, layout, refine=bounded)
 
-        return self._entry(microbatches * times.whole_s / layout.pipeline, layout, refine=refine)
+        return self._entry(any_s, layout, refine=refine)
 
-    def _profile(self, strategy: StrategyConfig, layout: Layout) -> list[tuple[int, int]]:
-        """For each rank of a pipeline, the blocks before its first stage, and its own."""
+    def _most_in_front(self, layout: Layout) -> int:
+        """The most blocks that the first stage has under any schedule."""
+        if layout.pipeline not in self._in_front:
+            strategies = [self._strategy(layout, schedule) for schedule in self._schedules(layout)]
+            profiles = [self._profile(each, layout) for each in strategies if self._has_blocks(each, layout)]
+            self._in_front[layout.pipeline] = max((profile.in_front for profile in profiles), default=0)
+        return self._in_front[layout.pipeline]
+
+    def _has_blocks(self, strategy: StrategyConfig, layout: Layout) -> bool:
+        """Whether each stage has one."""
+        return layout.pipeline == 1 or layout.pipeline * stages_per_rank(strategy) <= self._model.blocks
+
+    def _waits_s(self, layout: Layout, times: _Times, blocks: int) -> float:
+        """At least, for gradients that a first stage with so many blocks does not hide."""
+        if layout not in self._sent_s:
+            size = self._microbatch_sizes(layout)[-1]
+            config = self._config(self._strategy(layout, None), size, self.choices.checkpointing[0])
+            work = replace(work_of_run(config, model=self._model), schedule="1f1b", per_rank=1)
+            self._sent_s[layout] = Step(work, self.hardware, self._kernels).least_sent_s()
+        hidden_s = blocks * times.backward_s + times.ends_s + 2 * self.hardware.host.action_s
+        return max(0.0, self._sent_s[layout] - hidden_s)
+
+    def _profile(self, strategy: StrategyConfig, layout: Layout) -> _Profile:
         key = (layout.pipeline, strategy.schedule)
         if key not in self._profiles:
             config = replace(self.config, strategy=strategy)
             blocks = list(map(len, Division(config, layout, self._model).blocks))
             before = [0, *accumulate(blocks)]
             pipeline = Pipeline(strategy.schedule, layout.pipeline, 1, len(blocks) // layout.pipeline)
-            ranks = map(pipeline.stages_of, range(layout.pipeline))
-            rows = [(before[own[0]], sum(blocks[stage] for stage in own)) for own in ranks]
-            self._profiles[key] = [row for row in rows if not any(map(partial(_exceeds, row), rows))]
+            rows = [
+                (before[stage], sum(blocks[later] for later in own[at:]))
+                for own in map(pipeline.stages_of, range(layout.pipeline))
+                for at, stage in enumerate(own)
+            ]
+            longest = [row for row in rows if not any(map(partial(_exceeds, row), rows))]
+            self._profiles[key] = _Profile(longest, in_front=blocks[0])
         return self._profiles[key]
 
     def _bounded(
@@ -284,10 +334,9 @@ class _Search:
         """Whether the schedule can; a quick answer before that of all checks."""
         if layout.pipeline == 1:
             return True
-        stages = layout.pipeline * stages_per_rank(strategy)
         late = schedule_of(strategy).splits_backward and layout.by_fully_shard and strategy.reshard
         fits = unfit(strategy, microbatches=microbatches, ranks=layout.pipeline) is None
-        return stages <= self._model.blocks and fits and not late
+        return self._has_blocks(strategy, layout) and fits and not late
 
     def _simulated(self, config: RunConfig, layout: Layout, step: Step) -> Iterator[_Entry]:
         if memory.may_fit(config, room=self._room, model=self._model):
@@ -307,9 +356,12 @@ class _Search:
 
     def _times(self, layout: Layout, size: int, checkpointing: str) -> _Times:
         """The devices of one stage compute at the same time; those of others may wait."""
-        key = (layout.pipeline, layout.context, layout.tensor, size, checkpointing)
+        devices = self.config.devices
+        busy = contended(self.hardware, devices=devices / layout.pipeline)
+        kernels = self._kernels if busy is self.hardware else None
+        others = 1 if kernels else layout.pipeline  # stages that do not compute meanwhile
+        key = (others, layout.context, layout.tensor, size, checkpointing)
         if key not in self._known_times:
-            devices = self.config.devices
             flat = Layout(
                 replicate=devices // layout.context // layout.tensor,
                 context=layout.context, tensor=layout.tensor,
@@ -317,11 +369,9 @@ class _Search:
             config = self._config(self._strategy(flat, None), size, checkpointing)
             training = replace(config.training, global_batch_size=size * flat.data)
             work = work_of_run(replace(config, training=training), model=self._model)
-            busy = contended(self.hardware, devices=devices / layout.pipeline)
-            kernels = self._kernels if busy is self.hardware else None
-            step = Step(work, replace(busy, shared_cores=None), kernels)
+            step = Step(work, replace(busy, shared_cores=None) if busy.shared_cores else busy, kernels)
             self._known_times[key] = _Times(
-                step.microbatch_s(), step.block_s(FORWARD), step.block_s(BACKWARD)
+                step.microbatch_s(), step.block_s(FORWARD), step.block_s(BACKWARD), self._model.blocks
             )
         return self._known_times[key]
 

@@ -175,16 +175,23 @@ class Step:
     def least_s(self) -> float:
         """A lower bound of the step's time, which needs no simulation.
 
-        A rank computes its stages for all microbatches, after the first microbatch came through the stages
-        before them. Unless the schedule splits the backward pass, the last gradient then goes back there.
+        From the first forward pass of a stage on, its rank computes it and its later stages for all
+        microbatches; the last gradient then goes back through the stages before it. Gradients of weights
+        alone may be computed meanwhile.
         """
-        kinds = (FORWARD,) if SCHEDULES[self.work.schedule].splits_backward else (FORWARD, BACKWARD)
-        stages = range(self._last + 1)
-        before_s = [0.0, *accumulate(sum(self._action_s(kind, at) for kind in kinds) for at in stages)]
-        busy_s = [sum(self._action_s(kind, at) for kind in Kind) for at in stages]
-        ranks = map(self._pipeline.stages_of, range(self.work.pipeline))
-        count = self.work.microbatches
-        whole_s = max(before_s[own[0]] + count * sum(busy_s[stage] for stage in own) for own in ranks)
+        stages, links_s = range(self._last + 1), {} if self.work.blocking else self._transfers
+        forward_s = [self._action_s(FORWARD, at) for at in stages]
+        backward_s = [self._action_s(BACKWARD, at) for at in stages]
+        weights_s = [self._action_s(WEIGHTS, at) for at in stages]
+        arrives_s = [0.0, *accumulate(forward_s[at] + links_s.get(at, 0.0) for at in stages)]
+        returns_s = [0.0, *accumulate(backward_s[at] + links_s.get(at, 0.0) for at in stages)]
+        count, whole_s = self.work.microbatches, 0.0
+        for own in map(self._pipeline.stages_of, range(self.work.pipeline)):
+            chain_s = all_s = 0.0
+            for stage in reversed(own):
+                chain_s += count * (forward_s[stage] + backward_s[stage])
+                all_s += count * (forward_s[stage] + backward_s[stage] + weights_s[stage])
+                whole_s = max(whole_s, arrives_s[stage] + max(all_s, chain_s + returns_s[stage]))
         return whole_s + self._gradients_s + self._update_s
 
     def _add(self, name: str, seconds: float, formula: str) -> float:
@@ -420,16 +427,10 @@ class Step:
     def _gradients_s(self) -> float:
         """What the device waits for: means over replicas, slices, and the weight that both ends share."""
         work = self.work
-        size = work.gradient_bytes * self._weights / work.shard
-        replicas = self._group(work.alike // work.shard, stride=work.tensor * work.shard)
-        sent = COMPRESSED_BYTES / work.gradient_bytes * size if work.compressed else size
-        mean = Exchange("mean of gradients", "all_reduce", sent, replicas)
-        seconds = self._exchange_s(mean, self._all_busy)
-        if work.shard > 1:
-            seconds += self._slices_s()
+        mean, seconds = self._mean(self._weights), self._sent_s(self._weights)
         if work.bucket_bytes is not None and seconds > 0 and (work.bucket_bytes > 0 or self._beside):
             copying_s = mean.copying_s(self._all_busy) if self._on_cpu else 0.0
-            share = min(1.0, work.bucket_bytes / size)
+            share = min(1.0, work.bucket_bytes / (work.gradient_bytes * self._weights / work.shard))
             seconds = self._beside_backward_s(seconds, share=share, least_s=copying_s)
         if work.decoder.tied and self._last not in self._pipeline.stages_of(0):
             ends = self._group(2, stride=work.tensor * work.alike * (work.pipeline - 1))
@@ -438,10 +439,27 @@ class Step:
             seconds += self._exchange_s(both, self._all_busy)
         return seconds
 
-    def _slices_s(self) -> float:
+    def least_sent_s(self) -> float:
+        """At least, for the gradients of a device and the gathers of its weights, hidden or not."""
+        work = self.work
+        whole = work.decoder.stage_weights(sum(work.blocks), first=True, last=True)
+        return self._sent_s(whole / work.pipeline / work.tensor)
+
+    def _sent_s(self, weights: float) -> float:
+        """Means over replicas and slices of a device's `weights`."""
+        seconds = self._exchange_s(self._mean(weights), self._all_busy)
+        return seconds + self._slices_s(weights) if self.work.shard > 1 else seconds
+
+    def _mean(self, weights: float) -> Exchange:
+        work = self.work
+        number_bytes = COMPRESSED_BYTES if work.compressed else work.gradient_bytes
+        replicas = self._group(work.alike // work.shard, stride=work.tensor * work.shard)
+        return Exchange("mean of gradients", "all_reduce", number_bytes * weights / work.shard, replicas)
+
+    def _slices_s(self, weights: float) -> float:
         """Gathers and sums over `shard`: of a stage once, or for each microbatch outside of the blocks."""
         ends = self.work.microbatches * self.work.decoder.stage_weights(0, first=True, last=True)
-        weights = ends if self._gathers else self._weights * self.work.tensor
+        weights = ends if self._gathers else weights * self.work.tensor
         size = self.work.gradient_bytes
         gather = self._sliced_s(
             "weights of a step", "all_gather", weights, number_bytes=self.work.number_bytes

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,6 +21,7 @@ from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.layout import Layout, layout_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.planning import memory
+from hpc_parallel.planning import search as planning_search
 from hpc_parallel.planning.auto_strategy import ask
 from hpc_parallel.planning.hardware import Hardware, read_hardware
 from hpc_parallel.planning.ranking import advantage, limit, parts_s
@@ -123,6 +128,34 @@ def test_long_sequences_are_split_over_more_devices_than_there_are_samples() -> 
     assert {one.layout.context for one in search(*kept[:2], choices=kept[2], most=3).best} == {1}
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model=70b", "nodes=64", "gpus_per_node=8", f"plan.hardware={H100}"),
+        ("model=8b", "nodes=4", "gpus_per_node=8", "training.global_batch_size=64", f"plan.hardware={H100}"),
+        ("model=124m", "nodes=4", "gpus_per_node=2", "training.global_batch_size=64", "device=cpu",
+         "plan.hardware=cpu"),
+    ],
+)  # fmt: skip
+def test_what_is_next_is_never_faster_than_its_bound(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the bounds that leave the queue, each looked at more closely than the one before, only grow."""
+    left: list[float] = []
+
+    def pop(queue: list[Any]) -> Any:
+        entry = heapq.heappop(queue)
+        left.append(entry.bound_s)
+        return entry
+
+    queues = SimpleNamespace(heapify=heapq.heapify, heappush=heapq.heappush, heappop=pop)
+    monkeypatch.setattr(planning_search, "heapq", queues)
+    found = search(*asked("strategy=auto", *words)[:2], choices=Choices(), most=6)
+    assert len(found.best) == 6
+    assert len(left) > 100
+    assert all(bound_s >= before_s * (1 - 1e-12) for before_s, bound_s in pairwise(left))
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("microbatches", [8, 16])
 def test_a_bound_is_never_above_the_simulated_step(schedule: str, microbatches: int) -> None:
@@ -135,11 +168,11 @@ def test_a_bound_is_never_above_the_simulated_step(schedule: str, microbatches: 
     step = Step(work_of_run(config), read_hardware(H100, folders=FOLDERS))
     bound_s, simulated_s = step.least_s(), step.result().total_s
     assert bound_s <= simulated_s * (1 + 1e-12)
-    assert bound_s > 0.6 * simulated_s
+    assert bound_s > 0.85 * simulated_s
 
 
 def test_the_bound_is_exact_where_the_last_stage_is_the_longest() -> None:
-    """1F1B takes all stages once and the longest m - 1 times more (Narayanan et al. 2021)."""
+    """1F1B takes all stages and links once and the longest m - 1 times more (Narayanan et al. 2021)."""
     words = (
         "strategy=pipeline", "strategy.pipeline=4", "strategy.microbatches=8", "gpus_per_node=4",
         "training.global_batch_size=8", "device=cuda", "model=124m", "data.sequence_length=512",
@@ -149,7 +182,9 @@ def test_the_bound_is_exact_where_the_last_stage_is_the_longest() -> None:
     result = step.result()
     longest_s = result.timeline.busy_s[-1] / 8
     assert longest_s == max(result.timeline.busy_s) / 8
-    closed_s = step.microbatch_s() + 7 * longest_s
+    links_s = sum(term.seconds for term in result.terms if term.name.startswith("send from stage"))
+    closed_s = step.microbatch_s() + 2 * links_s + 7 * longest_s
+    assert links_s > 0
     assert step.least_s() == pytest.approx(closed_s + result.gradients_s + result.update_s, rel=1e-12)
 
 
