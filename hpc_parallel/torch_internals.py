@@ -167,6 +167,15 @@ def wrap_integers() -> None:
         setattr(config.cpp, flag, f"{value} -fwrapv")
 
 
+def graph_break(error: BaseException) -> str | None:
+    """What of a function torch can't compile in one piece, and its line; None for other errors."""
+    if not isinstance(error, torch._dynamo.exc.Unsupported):
+        return None
+    reason = str(error).partition("\n")[0]
+    stack: Any = getattr(error, "real_stack", None)
+    return f"{reason} ({Path(stack[-1].filename).name}:{stack[-1].lineno})" if stack else reason
+
+
 def version_of(tensor: Tensor) -> int:
     """A number that grows whenever something is written into the tensor."""
     return tensor._version

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 from hpc_parallel.strategies.written_buffers import versions_of, written_since
 from hpc_parallel.torch_internals import (
     allow_recompiles,
+    graph_break,
     guard_sharded_modules,
     set_memory_budget,
     wrap_integers,
@@ -60,11 +62,22 @@ def run_compiled(
     if prepare is not None:
         prepare(*plain)
     if id(block) in looked_at or not (block.training and torch.is_grad_enabled()):
-        return compiled(forward)(block, *plain)  # type: ignore[no-any-return]
+        return _run(compiled, forward, block, plain)
     versions = versions_of(block)
-    output: Tensor = compiled(forward)(block, *plain)
+    output = _run(compiled, forward, block, plain)
     if clause := written_since(block, versions):  # torch 2.13 computes again what depends on the buffer
         rule = f"can't be used: {clause}, and compiled gradients would be of its later value"
         raise ConfigError([Problem("training.compile", True, rule, (False,))])
     looked_at.add(id(block))
     return output
+
+
+def _run(compiled: Any, forward: Forward, block: Module, inputs: Sequence[Tensor]) -> Tensor:
+    """Raises ConfigError if torch can't compile the block in one piece."""
+    try:
+        return compiled(forward)(block, *inputs)  # type: ignore[no-any-return]
+    except RuntimeError as error:
+        if (clause := graph_break(error)) is None:
+            raise
+        rule = f"can't be used: torch can't compile a block in one piece: {clause}"
+        raise ConfigError([Problem("training.compile", True, rule, (False,))]) from error

@@ -138,6 +138,11 @@ CASES = {
         {"state": "count"}, "strategy=data nodes=2 training.compile=true",
         "training.compile = true can't be used: the forward pass of Block writes the buffer state.seen",
     ),
+    "a branch that depends on data": (
+        {"unused": "some", "dropout": "no"}, "strategy=fsdp nodes=2 training.compile=true",
+        "training.compile = true can't be used: torch can't compile a block in one piece: "
+        "Data-dependent branching (random_models.py:179)",
+    ),
     "a buffer that a checkpointed block reads later": (
         {"state": "count"}, "strategy=data nodes=2 training.activation_checkpointing=full",
         "the forward pass of Block writes the buffer state.seen, and is computed again from its later value",
@@ -156,6 +161,7 @@ FIRST = (
     "positions mixed behind a gate of zero",
     "a buffer that ranks write differently",
     "a buffer that compiled code reads later",
+    "a branch that depends on data",
     "a weight that some samples use",
 )
 
