@@ -96,8 +96,9 @@ OTHERS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 # What makes the host wait for a GPU: operators, and methods that dispatch none for a tensor of the CPU.
+# `new_tensor` and `torch.tensor(..., device=)` copy from memory that is not pinned.
 WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal")
-WAITING_METHODS = ("tolist", "cpu", "numpy")
+WAITING_METHODS = ("tolist", "cpu", "numpy", "new_tensor")
 # Operators without a kernel beside views: they allocate, or ask for properties.
 WITHOUT_KERNEL = (
     "aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::promote_types", "aten::detach",
