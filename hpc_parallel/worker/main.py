@@ -164,12 +164,16 @@ def prepare_device(config: RunConfig, world: World) -> torch.device:
         torch.cuda.set_device(device)
         torch.backends.cudnn.allow_tf32 = False  # by default torch's convolutions use TF32: 11 of 24 bits
     if config.training.deterministic:
-        torch.use_deterministic_algorithms(True)
-        settings: Any = torch.utils.deterministic
-        settings.fill_uninitialized_memory = False  # for debugging only, and one more kernel each time
-        torch.backends.cudnn.benchmark = False
+        use_deterministic_kernels()
     torch.set_num_threads(fabric.cpu_threads(world, os.environ))
     return device
+
+
+def use_deterministic_kernels() -> None:
+    torch.use_deterministic_algorithms(True)
+    settings: Any = torch.utils.deterministic
+    settings.fill_uninitialized_memory = False  # for debugging only, and one more kernel each time
+    torch.backends.cudnn.benchmark = False
 
 
 def beyond_shared_gpu(config: RunConfig) -> str | None:
