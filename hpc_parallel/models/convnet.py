@@ -17,6 +17,8 @@ from hpc_parallel.models.layered import LayeredModel, PartFlops
 class ImageModel(LayeredModel):
     """What the reference models of images share: the loss and the initial weights."""
 
+    channels_last = True
+
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Cross-entropy in nats, summed over images [batch] or pixels [batch, height, width]."""
         logits = output if output.dtype == torch.float64 else output.float()

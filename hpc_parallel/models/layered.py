@@ -87,6 +87,9 @@ class LayeredModel(nn.Module):
     """The target that `loss` leaves out (-100 in torch); the mean is taken over all other targets."""
     pixelwise: bool = False
     """Whether an image model has an output and a target for each position of the image."""
+    channels_last: bool = False
+    """Whether GPUs may compute its 2d convolutions in torch's channels_last order, which is faster in half
+    precision. Outputs then have other strides, so `view` may fail where `reshape` or `flatten` works."""
 
     def __init__(self, *, stem: nn.Module, blocks: Iterable[nn.Module], head: nn.Module) -> None:
         super().__init__()

@@ -19,6 +19,7 @@ from hpc_parallel.models.auxiliary_loss import auxiliary_losses
 from hpc_parallel.models.layered import LayeredModel, Loss, materialise
 from hpc_parallel.strategies import (
     batch_norm,
+    channels_last,
     checkpointing,
     chunked_loss,
     compiling,
@@ -92,8 +93,8 @@ def assemble(
 ) -> Assembled:
     """Apply the techniques to the whole `model`, which is on meta; `model_checks` must have found no problem.
 
-    The order is: cut into stages, split samples or layers, float8, checkpoint, compile, shard, set the
-    precision, materialise, replicate.
+    The order is: cut into stages, reorder images, split samples or layers, float8, checkpoint, compile,
+    shard, set the precision, materialise, replicate.
     Weights are materialised before replication, which needs real ones, and after everything that decides
     which of them this rank needs. Each is drawn from (seed, its name), so no rank sends weights to another.
     Inference (not `trains`) needs no replication, which averages gradients. `weight`: the factor of this
@@ -110,6 +111,7 @@ def assemble(
     parts = list(local_stages.values())
     for part in parts:
         projection = chunked_loss.apply(part) if chunked else None
+        channels_last.apply(part, precision=config.training.precision, device_type=device.type)
         split(part, mesh=mesh, maps=maps, options=config.strategy, chunked=projection)
         part.sample_indices = parts[0].sample_indices
         local_part = dropout_part(part, mesh=mesh, options=config.strategy)

@@ -74,7 +74,7 @@ class Normalise(torch.autograd.Function):
         upcast = x.to(torch.promote_types(x.dtype, torch.float32))
         dims = [dim for dim in range(x.dim()) if dim != 1]
         shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
-        local_count = upcast.new_tensor([x.numel() // x.shape[1]], dtype=torch.float64)
+        local_count = upcast.new_full((1,), x.numel() // x.shape[1], dtype=torch.float64)
         totals = torch.cat([upcast.sum(dims).double(), local_count])  # a float32 can't count all pixels
         sum_over(totals, group=group, axis=axis)
         mean, count = (totals[:-1] / totals[-1]).to(upcast.dtype), totals[-1]

@@ -109,7 +109,7 @@ def normalise(local: ReplicaLocal, original: Forward, norm: BatchNorm, x: Tensor
     dims = [dim for dim in range(x.dim()) if dim != 1]
     shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
     upcast = x.to(torch.promote_types(x.dtype, torch.float32))
-    count = upcast.new_tensor([x.numel() // x.shape[1]], dtype=torch.float64)
+    count = upcast.new_full((1,), x.numel() // x.shape[1], dtype=torch.float64)
     totals = local.barrier.total(torch.cat([upcast.sum(dims).double(), count]))
     mean, total_count = (totals[:-1] / totals[-1]).to(upcast.dtype), totals[-1]
     centred = upcast - mean.view(shape)

@@ -166,10 +166,7 @@ def prepare_device(config: RunConfig, world: World) -> torch.device:
         torch.cuda.set_device(device)
         torch.backends.cudnn.allow_tf32 = False  # by default torch's convolutions use TF32: 11 of 24 bits
     if config.training.deterministic:
-        torch.use_deterministic_algorithms(True)
-        settings: Any = torch.utils.deterministic
-        settings.fill_uninitialized_memory = False  # for debugging only, and one more kernel each time
-        torch.backends.cudnn.benchmark = False
+        use_deterministic_kernels()
     torch.set_num_threads(fabric.cpu_threads(world, os.environ))
     return device
 
@@ -183,6 +180,13 @@ def unused_gpus(config: RunConfig, device: torch.device, *, host: str) -> str | 
         f"the job asked for GPUs, but torch {torch.__version__} finds none on {host}: this run uses the CPU, "
         f"in {config.training.precision}. Try a torch built for these GPUs, or device=cpu if this is meant"
     )
+
+
+def use_deterministic_kernels() -> None:
+    torch.use_deterministic_algorithms(True)
+    settings: Any = torch.utils.deterministic
+    settings.fill_uninitialized_memory = False  # for debugging only, and one more kernel each time
+    torch.backends.cudnn.benchmark = False
 
 
 def beyond_shared_gpu(config: RunConfig) -> str | None:

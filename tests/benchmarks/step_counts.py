@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.profiling.traffic import KINDS, place_of
 from hpc_parallel.torch_internals import operator_arguments, operator_name
 
@@ -40,10 +41,9 @@ SAMPLES = 4  # of a microbatch
 SEQ = 2048
 PLAIN = "plain loop"
 COMMON = (
-    "launcher=local", "device=cpu", f"data.sequence_length={SEQ}", "training.precision=bfloat16",
-    f"training.microbatch_size={SAMPLES}",
+    "launcher=local", "device=cpu", "training.precision=bfloat16", f"training.microbatch_size={SAMPLES}",
 )  # fmt: skip
-ONE_B = ("model=1b",)
+ONE_B = ("model=1b", f"data.sequence_length={SEQ}")
 EXPERTS = (
     "model=moe_tiny", "model.dim=256", "model.ffn_dim=512", "data.sequence_length=256",
 )  # fmt: skip
@@ -59,9 +59,46 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "expert 8": (*EXPERTS, "strategy=expert", "gpus_per_node=8", "training.global_batch_size=64"),
 }  # fmt: skip
+# Counted for their waits (`tests/unit/test_step_counts.py`); no rows of the table.
+OTHERS: dict[str, tuple[str, ...]] = {
+    "hsdp 2x2": (*ONE_B, "strategy=hsdp", "nodes=2", "gpus_per_node=2", "training.global_batch_size=32"),
+    "hybrid 2x2": (
+        *ONE_B, "strategy=hybrid", "nodes=2", "gpus_per_node=2", "training.global_batch_size=16",
+        "strategy.microbatches=4",
+    ),
+    "tensor 2 whole": (
+        *ONE_B, "strategy=tensor", "gpus_per_node=2", "strategy.sequence_parallel=false",
+        "training.global_batch_size=8",
+    ),
+    "parameter_server 4": (
+        *ONE_B, "strategy=parameter_server", "strategy.dedicated_server=false", "gpus_per_node=4",
+        "training.global_batch_size=32",
+    ),
+    **{
+        f"context 2 {kind}": (
+            *ONE_B, "strategy=context", "gpus_per_node=2", f"strategy.context_attention={kind}",
+            "training.global_batch_size=8",
+        )
+        for kind in ("ring", "gather", "all_to_all")
+    },
+    **{
+        f"pipeline 2 {schedule}": (
+            *ONE_B, "strategy=pipeline", "gpus_per_node=2", f"strategy.schedule={schedule}",
+            "training.global_batch_size=16", "strategy.microbatches=4",
+        )
+        for schedule in SCHEDULES
+    },
+    "images 2": (
+        "model=convnet", "data=digits", "strategy=data", "gpus_per_node=2", "training.global_batch_size=16",
+    ),
+    "tile 2x2": (
+        "model=segmenter", "data=cells", "strategy=tile", "gpus_per_node=4", "training.global_batch_size=8",
+    ),
+}  # fmt: skip
 # What makes the host wait for a GPU: operators, and methods that dispatch none for a tensor of the CPU.
+# `new_tensor` and `torch.tensor(..., device=)` copy from memory that is not pinned.
 WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal")
-WAITING_METHODS = ("tolist", "cpu", "numpy")
+WAITING_METHODS = ("tolist", "cpu", "numpy", "new_tensor")
 # Operators without a kernel beside views: they allocate, or ask for properties.
 WITHOUT_KERNEL = (
     "aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::promote_types", "aten::detach",
@@ -97,7 +134,7 @@ class StepCounts(TorchDispatchMode):
 
     @contextmanager
     def methods(self) -> Iterator[None]:
-        """Count the calls of `WAITING_METHODS` too."""
+        """Count the calls of `WAITING_METHODS` too, and tensors made for a device from Python's values."""
 
         def noting(name: str) -> Callable[..., Any]:
             original = getattr(Tensor, name)
@@ -108,7 +145,14 @@ class StepCounts(TorchDispatchMode):
 
             return noted
 
-        with patch.multiple(Tensor, **{name: noting(name) for name in WAITING_METHODS}):
+        made = torch.tensor
+
+        def noted_tensor(*arguments: Any, **options: Any) -> Tensor:
+            self.waits["torch.tensor"] += options.get("device") is not None
+            return made(*arguments, **options)
+
+        waiting = {name: noting(name) for name in WAITING_METHODS}
+        with patch.multiple(Tensor, **waiting), patch.object(torch, "tensor", noted_tensor):
             yield
 
     def _note_collective(self, name: str, arguments: Mapping[str, Any]) -> None:
@@ -184,6 +228,7 @@ def counted(step: Callable[[], object], parts: Sequence[nn.Module], *, microbatc
         "casts": counts.casts,
         "cast_bytes": counts.cast_bytes,
         "waits": sum(counts.waits.values()),
+        "waits_in": {name: calls for name, calls in counts.waits.items() if calls},
         "kernels": counts.kernels,
     }
 
@@ -192,7 +237,7 @@ def count_here(name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The counts of a case on rank 0, in this process, which must have no process group, now or before."""
     from tests.composed import prepared
 
-    words = CASES["one device" if name == PLAIN else name]
+    words = (CASES | OTHERS)["one device" if name == PLAIN else name]
     config = prepared(*COMMON, *words, "run_dir=/nowhere/run", *overrides).config
     if name == PLAIN:
         return plain_counts(config)
@@ -210,13 +255,12 @@ def alone(ranks: int) -> Iterator[None]:
     def new_fake_group(*arguments: Any, **options: Any) -> Any:
         return new_group(*arguments, **{**options, "backend": "fake"})
 
-    replaced: dict[str, Any] = {"_send_meta": lambda *_: None, "_recv_meta": own_gradients_meta}
     with (
         patch.object(
             dist, "new_group", lambda *a, **options: new_group(*a, **{**options, "backend": "fake"})
         ),
         patch("hpc_parallel.strategies.replicate.DistributedDataParallel", LoneReplica),
-        patch.multiple(PipelineStage, **replaced),
+        patch.multiple(PipelineStage, **own_metas()),
     ):
         yield
 
@@ -227,12 +271,22 @@ def dynamic(schedule: object, stages: Sequence[Any], *_: object) -> None:
         stage._inference_mode = InferenceMode.DYNAMIC
 
 
-def own_gradients_meta(stage: Any, _: int) -> Any:
-    """The gradients that stage 0 receives have the shapes and types of its outputs."""
-    from torch.distributed.pipelining._utils import _StageBackwardMeta
+def own_metas() -> dict[str, Any]:
+    """What the stages of this rank hear of others: all stages hand on the same shapes and types."""
+    from torch.distributed.pipelining._utils import _StageBackwardMeta, _StageForwardMeta
     from torch.distributed.pipelining.stage import _derive_grad_metas
 
-    return _StageBackwardMeta(_derive_grad_metas(stage._stage_meta.outputs))
+    handed_on: list[Any] = []
+
+    def send(stage: Any, meta: Any, target: int) -> None:
+        handed_on.extend([meta] if isinstance(meta, _StageForwardMeta) else [])
+
+    def receive(stage: Any, source: int) -> Any:
+        if source < stage.stage_index:
+            return handed_on[0]
+        return _StageBackwardMeta(_derive_grad_metas(stage._stage_meta.outputs))
+
+    return {"_send_meta": send, "_recv_meta": receive}
 
 
 class LoneReplica(DistributedDataParallel):
@@ -270,7 +324,8 @@ def counts_of(config: Any, fakes: AbstractContextManager[object]) -> dict[str, A
     from hpc_parallel.training.step import build_step
 
     model, batch, place = planned(config)
-    shape = (config.data["sequence_length"],)
+    tokens = config.data.get("sequence_length")
+    shape = (1, config.data.get("height", 8), config.data.get("width", 8)) if tokens is None else (tokens,)
     with patch.object(assembling, "materialise", partial(allocate, fakes)):
         assembled = assembling.assemble(
             model, config=config, batch=batch, sample_shape=shape, device=torch.device("cpu"), **place
@@ -282,8 +337,11 @@ def counts_of(config: Any, fakes: AbstractContextManager[object]) -> dict[str, A
         assembled, optimizer=optimizer, clip_norm=config.training.clip_norm, on_nonfinite="stop"
     )
     with fakes:
-        tokens = torch.randint(256, (batch.samples_per_replica, *shape))
-        return counted(lambda: step.run(tokens, tokens), assembled.parts, microbatches=batch.microbatches)
+        inputs = torch.randint(256, (batch.samples_per_replica, *shape))
+        targets = (
+            inputs if tokens else torch.zeros_like(inputs[:, 0] if model.pixelwise else inputs[:, 0, 0, 0])
+        )
+        return counted(lambda: step.run(inputs, targets), assembled.parts, microbatches=batch.microbatches)
 
 
 def planned(config: Any) -> tuple[Any, Any, dict[str, Any]]:
@@ -320,7 +378,7 @@ def planned_before(config: Any, layout: Any) -> tuple[Any, Any, dict[str, Any]]:
 def allocate(
     fakes: AbstractContextManager[object], model: nn.Module, *, dtype: torch.dtype, **_: object
 ) -> nn.Module:
-    """Give every weight of `model` memory, in place of drawing its values."""
+    """Give every weight and buffer of `model` memory, in place of drawing its values."""
 
     def memory(tensor: Tensor) -> Tensor:
         values = local(tensor)
@@ -339,6 +397,10 @@ def allocate(
             created[id(weight)] = nn.Parameter(memory(weight))
         path, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(path), leaf, created[id(weight)])
+    for name, buffer in list(model.named_buffers()):
+        path, _, leaf = name.rpartition(".")
+        with fakes:
+            setattr(model.get_submodule(path), leaf, torch.ones(buffer.shape, dtype=buffer.dtype))
     return model
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from itertools import product
+from unittest.mock import patch
 
 import pytest
+from torch import Tensor
 
+from hpc_parallel.strategies import channels_last
 from tests.parity import in_full, largest_difference, tensor_difference, weight_difference
-from tests.workers import Workers
+from tests.workers import Workers, agreed, train_here
 
 STEPS = 5
 LONG = ("training.steps=20", "training.validate_every=10")
@@ -169,6 +172,38 @@ def test_two_stages_a_rank_follow_one_device(workers: Workers, alone, schedule: 
     options = (*NETS["convnet"], "training.precision=float64")
     split = ("strategy=pipeline", "nodes=2", "strategy.microbatches=4", f"strategy.schedule={schedule}")
     follow(workers, alone, options, split, microbatches=4, losses=1e-10, weights=1e-9)
+
+
+IN_CHANNELS_LAST = [
+    ("convnet", "data over 2"),
+    ("segmenter", "tile 2 x 2"),
+    *in_full([
+        ("convnet", "fsdp over 4"), ("convnet", "tensor over 2"), ("convnet", "server that works, over 2"),
+        ("convnet", "dataparallel over 4"), ("convnet", "pipeline 2 x tile 1 x 2"), ("unet", "pipeline of 2"),
+        ("unet", "tile 1 x 2"),
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("net", "layout"), IN_CHANNELS_LAST)
+def test_convolutions_in_the_order_of_gpus_follow_one_device(
+    workers: Workers, alone, net: str, layout: str
+) -> None:
+    """GPUs compute in channels_last; one device here does not."""
+    split, microbatches = LAYOUTS[layout]
+    options = (*NETS[net], "training.precision=float64")
+    length = (word for word in split if word.startswith(("training.steps", "training.validate_every")))
+    reference = alone(*options, f"training.microbatch_size={16 // microbatches}", *length)
+    run = workers.prepare(*COMMON, *options, *split)
+    found = workers.run(run.processes, train_in_channels_last, str(run.folder.path))
+    losses = [line["loss"] for line in workers.lines(run)]
+    assert largest_difference(losses, reference.losses) < 1e-10
+    assert tensor_difference(agreed(list(found)), reference.weights) < 1e-9
+
+
+def train_in_channels_last(run_folder: str) -> dict[str, Tensor]:
+    with patch.object(channels_last, "gains", lambda *_: True):
+        return train_here(run_folder, {})
 
 
 def follow(

@@ -14,7 +14,7 @@ from tests.parity import in_full
 
 pytestmark = pytest.mark.processes
 
-QUICK = "abdefghi"
+QUICK = "abdefghin"
 SLOW = "cjkl"
 STOPPED = {"failed": "raise ValueError('no such kernel')", "killed by signal 9": "os.kill(os.getpid(), 9)",
            "out of time": "time.sleep(1000)"}  # fmt: skip
@@ -35,6 +35,11 @@ def test_each_part_works_on_the_cpu(letters: str, tmp_path: Path) -> None:
     assert "| d | attention | done |" in page({}, outcomes) or "d" not in letters
     if "e" in found:
         assert set(found["e"]["timeouts_s"].values()) == {found["e"]["expected_s"]}
+    if "n" in found:
+        assert found["n"]["same_bits"] is True
+        assert len(found["n"]["experts_in_bfloat16"]) == 4
+        for figures in (value for key, value in found["n"].items() if "float" in key and "," in key):
+            assert figures["channels_last"]["loss"] == pytest.approx(figures["plain"]["loss"], rel=1e-2)
     if "d" in found:
         assert found["d"]["ring_slice_8k"]["kernel"] == "CPU_FLASH"
     if "f" in found:
@@ -78,7 +83,11 @@ def in_fork(**arguments: object) -> object:
     return multiprocessing.get_context("fork").Process(**arguments)
 
 
-def test_the_last_part_keeps_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmark_comes_first_and_leaves_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *others = parts.LETTERS
+    limits = {letter: parts.heading(module)[1] for letter, module in parts.LETTERS.items()}
+    assert (first, others[0]) == ("l", "k")
+    assert limits["l"] + limits["k"] + limits["n"] <= parts.TOTAL_S - 150  # for what only one device shows
     given: list[float] = []
 
     def run_part(letter: str, folder: Path, *, context: object, most_s: float) -> parts.Outcome:
@@ -86,6 +95,6 @@ def test_the_last_part_keeps_its_time(tmp_path: Path, monkeypatch: pytest.Monkey
         return parts.Outcome(letter, letter, "done", 0.0, {}, None)
 
     monkeypatch.setattr(parts, "run_part", run_part)
-    clock = iter([0.0, 0.0, 200.0, 330.0]).__next__
-    parts.run_parts(["a", "b", "l"], tmp_path, total_s=480, clock=clock)
-    assert given == [330, 130, 150]
+    clock = iter([0.0, 0.0, 200.0, 479.0]).__next__
+    parts.run_parts(["l", "k", "a"], tmp_path, total_s=480, clock=clock)
+    assert given == [480, 280, parts.LEAST_S]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks.step_counts import count_here
+from tests.benchmarks.step_counts import OTHERS, count_here
 
 SAMPLES, SEQ, DIM, LAYERS, FFN, WORDS = 2, 32, 64, 4, 128, 512
 TINY = (
@@ -20,6 +20,11 @@ WEIGHTS = LAYERS * BLOCK + WORDS * DIM + DIM  # the head is tied
 STATE = SAMPLES * SEQ * DIM * 2  # of a microbatch between two blocks, in bfloat16
 MICROBATCHES = 2
 BATCH = "training.global_batch_size={}".format
+OWN_TEXT = [word for word in TINY if not word.startswith("training.microbatch_size")]
+QUICK = (
+    "hsdp 2x2", "hybrid 2x2", "tensor 2 whole", "parameter_server 4", "context 2 ring", "pipeline 2 zbv",
+    "images 2", "tile 2x2",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +34,41 @@ def counts() -> dict[str, dict[str, Any]]:
         "one device": BATCH(4), "data 8": BATCH(32), "fsdp 8": BATCH(32), "tensor 8": BATCH(4),
         "pipeline 4": BATCH(16), "plain loop": BATCH(4),
     }  # fmt: skip
-    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        return {name: pool.apply(count_here, (name, [*TINY, batch])) for name, batch in cases.items()}
+    return {name: alone(name, [*TINY, batch]) for name, batch in cases.items()}
+
+
+def alone(name: str, overrides: list[str]) -> dict[str, Any]:
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(count_here, (name, overrides))
 
 
 def test_no_strategy_waits_for_the_device(counts: dict[str, dict[str, Any]]) -> None:
-    assert {name: count["waits"] for name, count in counts.items()} == dict.fromkeys(counts, 0)
+    assert {name: count["waits_in"] for name, count in counts.items() if count["waits_in"]} == {}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in OTHERS]
+)
+def test_no_other_layout_waits(name: str) -> None:
+    """`dataparallel` is not among them: its devices are in one process, which this machine lacks."""
+    assert alone(name, [] if name in ("images 2", "tile 2x2") else OWN_TEXT)["waits_in"] == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("keeps", ["full", "selective"])
+@pytest.mark.parametrize(
+    "name", ["one device", "fsdp 8", "tensor 8", "hsdp 2x2", "context 2 ring", "pipeline 2 gpipe", "tile 2x2"]
+)
+def test_no_recomputation_waits(name: str, keeps: str) -> None:
+    words = [] if name == "tile 2x2" else OWN_TEXT
+    counted = alone(name, [*words, f"training.activation_checkpointing={keeps}"])
+    assert counted["waits_in"] == {}
+
+
+@pytest.mark.full
+def test_experts_wait_for_counts_of_rows_only() -> None:
+    """Each device must know how many rows it gets before it has memory for them."""
+    assert set(alone("expert 8", [])["waits_in"]) <= {"tolist"}
 
 
 def test_what_data_and_fsdp_send(counts: dict[str, dict[str, Any]]) -> None:
