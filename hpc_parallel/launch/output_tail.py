@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from hpc_parallel.record.rank_output import shown_line
 from hpc_parallel.record.safe_read import DamagedError, open_regular
 from hpc_parallel.supervise.script_failure import size_of
 
 _MOST_BYTES = 16 * 1024  # in one read
-_MOST_CHARACTERS = 500  # of a line
 
 
 class OutputTail:
@@ -34,10 +34,5 @@ class OutputTail:
             return []
         whole = whole or added  # one line of megabytes
         self._offset_bytes += skipped + len(whole)
-        lines = [_shown(line) for line in whole.decode(errors="replace").removesuffix("\n").split("\n")]
+        lines = [shown_line(line) for line in whole.decode(errors="replace").removesuffix("\n").split("\n")]
         return [f"({skipped:,} bytes are not shown: {self._path})", *lines[1:]] if skipped else lines
-
-
-def _shown(line: str) -> str:
-    """What a terminal would show: a progress bar overwrites its line."""
-    return line.rstrip("\r").rpartition("\r")[2][:_MOST_CHARACTERS]
