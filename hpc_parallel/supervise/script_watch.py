@@ -11,6 +11,7 @@ import psutil
 
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.supervise import hang_report
+from hpc_parallel.supervise.py_spy import spied_stacks
 from hpc_parallel.supervise.script_failure import size_of
 from hpc_parallel.supervise.supervisor import PERIOD_S, Supervisor, state_of
 from hpc_parallel.supervise.world import World
@@ -62,6 +63,11 @@ class ScriptSupervisor(Supervisor):
         until = time.monotonic() + hang_report.grace_s(self.timeout_s)
         while not self.others_reported() and time.monotonic() < until:
             time.sleep(min(self.period_s, PERIOD_S))
+
+    def stacks(self) -> str:
+        """End the rank, and return its stacks: by py-spy if it can tell them, else by faulthandler."""
+        spied, dumped = spied_stacks(self.process), super().stacks()
+        return spied or dumped
 
 
 def python_of(process: int) -> int:
