@@ -1,16 +1,43 @@
-"""What a rank has printed last, as a terminal would show it. Anyone may have written the logs."""
+"""What a rank prints, as a terminal would show it. Anyone may have written the logs."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from hpc_parallel.problems import printable
 from hpc_parallel.record.log_noise import is_noise
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import DamagedError, read_tail, status_of
+from hpc_parallel.record.safe_read import DamagedError, open_regular, read_tail, size_of, status_of
 
-_MOST_BYTES = 16 * 1024  # from the end of a log
+_MOST_BYTES = 16 * 1024  # in one read
 _MOST_CHARACTERS = 500  # of a line
+
+
+class OutputTail:
+    """Reads the lines that were added to a log since the last read; of many, only the last ones."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset_bytes = size_of(path)  # what an earlier start has printed is not shown
+
+    def read(self, *, last: bool = False) -> list[str]:
+        """The new lines. last: also one without its line end, because nothing will follow."""
+        try:
+            with open_regular(self._path) as file:
+                end = file.seek(0, os.SEEK_END)
+                skipped = max(0, end - self._offset_bytes - _MOST_BYTES)
+                file.seek(self._offset_bytes + skipped)
+                added = file.read(_MOST_BYTES)
+        except (OSError, DamagedError):
+            return []
+        whole = added if last else added[: added.rfind(b"\n") + 1]
+        if not whole and len(added) < _MOST_BYTES:
+            return []
+        whole = whole or added  # one line of megabytes
+        self._offset_bytes += skipped + len(whole)
+        lines = [_shown(line) for line in whole.decode(errors="replace").removesuffix("\n").split("\n")]
+        return [f"({skipped:,} bytes are not shown: {self._path})", *lines[1:]] if skipped else lines
 
 
 def last_output(folder: RunFolder) -> str | None:
@@ -25,12 +52,12 @@ def last_output(folder: RunFolder) -> str | None:
         except (OSError, DamagedError):
             continue
         for line in reversed(content.decode(errors="replace").split("\n")):
-            if (shown := shown_line(line)).strip() and not is_noise(line):
+            if (shown := _shown(line)).strip() and not is_noise(line):
                 return printable(shown.strip())
     return None
 
 
-def shown_line(line: str) -> str:
+def _shown(line: str) -> str:
     """What a terminal would show: a progress bar overwrites its line."""
     return line.rstrip("\r").rpartition("\r")[2][:_MOST_CHARACTERS]
 
