@@ -92,7 +92,9 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument("run", metavar="RUN")
     made.add_argument("--rank", help="a number, or `all`: each line then starts with its rank")
-    made.add_argument("--follow", action="store_true", help="continue until the run ends, or until Ctrl-C")
+    made.add_argument(
+        "-f", "--follow", action="store_true", help="continue until the run ends, or until Ctrl-C"
+    )
     made.add_argument("--raw", action="store_true", help="the file as it is: no line left out, no escapes")
     made.add_argument(
         "--json", action="store_true", help="print one JSON object for each line: rank, stream, text"

@@ -10,6 +10,7 @@ from functools import partial
 from hpc_parallel.config.script import TASK as SCRIPT
 from hpc_parallel.record.metrics_file import duration, figure, per_second
 from hpc_parallel.record.names import label
+from hpc_parallel.record.rank_output import last_output
 from hpc_parallel.record.recorded import RecordedRun
 from hpc_parallel.record.recorded_slow_ranks import slow_lines
 from hpc_parallel.record.values import integer, number, table, text
@@ -18,7 +19,11 @@ from hpc_parallel.supervise.run_state import DAMAGED, RUNNING, State, despite_da
 
 @dataclass(frozen=True)
 class Row:
-    """One run. None: unknown, or the task has no such value. `time_left_s` follows the newest step time."""
+    """One run. None: unknown, or the task has no such value.
+
+    time_left_s follows the newest step time; job_left_s is the time until Slurm's limit. last_line: what
+    rank 0 of a run that goes on has printed last, escaped.
+    """
 
     run: str
     path: str
@@ -33,9 +38,11 @@ class Row:
     loss: float | None
     samples_per_s: float | None
     time_left_s: float | None
+    job_left_s: float | None
     restarts: int
     job_id: str | None
     failure: str | None  # the line that names the root cause
+    last_line: str | None
     damaged: Mapping[str, str]  # unreadable files with the reason, among the files that were read
 
 
@@ -82,9 +89,11 @@ def row_of(run: RecordedRun, state: State) -> Row:
         loss=number(last.get("loss")),
         samples_per_s=number(rate if rate is not None else last.get("samples_per_s")),
         time_left_s=left_s,
+        job_left_s=state.left_s,
         restarts=run.attempts["restarts"],
         job_id=state.job,
         failure=failure_line(run) if state.name == "failed" else None,
+        last_line=None if state.ended else last_output(run.folder),
         damaged=run.noticed,
     )
 
@@ -126,10 +135,17 @@ def cells(row: Row) -> tuple[str, ...]:
         step,
         "" if row.loss is None else figure(row.loss),
         "" if row.samples_per_s is None else per_second(row.samples_per_s),
-        "" if row.time_left_s is None else duration(row.time_left_s),
+        _left(row),
         str(row.restarts or ""),
         row.job_id or "",
     )
+
+
+def _left(row: Row) -> str:
+    """The time that the steps take, else at most until the time limit of the job."""
+    if row.time_left_s is not None:
+        return duration(row.time_left_s)
+    return "" if row.job_left_s is None else f"< {duration(row.job_left_s)}"
 
 
 def count_states(rows: Sequence[Row]) -> Mapping[str, int]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 LESS_NEEDED = ("restarts", "job", "strategy", "nodes x devices", "samples/s", "left", "loss")
 LEAST_RUN = 16  # characters of a name on a narrow screen
 NEWEST = 10  # runs that are shown if none is named
+MOST_LINES = 10  # of what runs have printed last
 PERIOD_S = 2.0  # between two updates of --watch: Slurm's controller serves many users
 COLOURS = {"completed": "green", "running": "cyan", "starting": "cyan", "failed": "red", "timeout": "red",
            "broken off": "red", "gone": "red", "out_of_memory": "red", "node_fail": "red"}  # fmt: skip
@@ -72,7 +73,7 @@ def _status(given: argparse.Namespace) -> int:
         rows = _watch(runs)
     else:
         screen = console()
-        screen.print(_table(rows, columns=screen.width))
+        screen.print(_page(rows, columns=screen.width))
     if any(row.reason == NO_ANSWER for row in rows):
         say(f"{NO_ANSWER}: how its jobs stand is not known now. `scontrol ping` may say why.")
     notes = [
@@ -94,10 +95,22 @@ def _watch(runs: Sequence[RecordedRun]) -> list[Row]:
     with Live(console=screen, auto_refresh=False) as live:
         while True:
             rows = rows_of([read_run(run.path) for run in runs])
-            live.update(_table(rows, columns=screen.width), refresh=True)
+            live.update(_page(rows, columns=screen.width), refresh=True)
             if all(row.ended for row in rows):
                 return rows
             time.sleep(PERIOD_S)
+
+
+def _page(rows: Sequence[Row], *, columns: int) -> RenderableType:
+    """The table, and below it what the runs that go on have printed last, each cut to one line."""
+    from rich.console import Group
+    from rich.text import Text
+
+    lines = [f"{printable(row.run)}: {row.last_line}" for row in rows if row.last_line]
+    if len(lines) > MOST_LINES:
+        lines[MOST_LINES:] = [f"what {len(lines) - MOST_LINES} more have printed last: --json"]
+    cut = (Text(line, no_wrap=True, overflow="ellipsis") for line in lines)
+    return Group(_table(rows, columns=columns), *cut)
 
 
 def _table(rows: Sequence[Row], *, columns: int) -> RenderableType:

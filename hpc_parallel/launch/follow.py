@@ -11,7 +11,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from hpc_parallel.launch.output_tail import OutputTail
 from hpc_parallel.problems import printable, quoted
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.log_noise import is_noise
@@ -27,13 +26,13 @@ from hpc_parallel.record.metrics_file import (
 )
 from hpc_parallel.record.names import RUN_COMMAND, from_here
 from hpc_parallel.record.phase import read_phase
+from hpc_parallel.record.rank_output import OutputTail
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import read_json, read_tail
+from hpc_parallel.record.safe_read import read_json, read_tail, size_of
 from hpc_parallel.record.values import integer, number, text
 from hpc_parallel.supervise.conclude_run import cancelled_by
 from hpc_parallel.supervise.failure import CONFIGURATION, signal_name
-from hpc_parallel.supervise.script_failure import size_of
 from hpc_parallel.terminal import progress_bars, room_beside_bar
 
 _TAIL_LINES = 12

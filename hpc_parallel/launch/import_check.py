@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from hpc_parallel.config import find_module
 from hpc_parallel.config.checks.targets import class_tables
-from hpc_parallel.config.job_python import job_python
+from hpc_parallel.config.job_python import is_chosen, job_python
 from hpc_parallel.config.node_devices import launcher_kind
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.script import TASK
 from hpc_parallel.user_code import failure_of
 
 OWN = ("hpc_parallel.", "torch.optim.")  # these paths are checked without an import
@@ -47,6 +49,8 @@ def check_imports(config: RunConfig, *, values: Mapping[str, Any] | None = None)
     A resumed run has imported its classes before, and its folder may not be the user's, so nothing that it
     names is imported here.
     """
+    if config.task.name == TASK:
+        return _check_module(config)
     tables = [(key, table) for key, table in _tables(config) if not _is_own(table)]
     if not tables or not _may_import(config):
         return ImportCheck()
@@ -60,6 +64,29 @@ def check_imports(config: RunConfig, *, values: Mapping[str, Any] | None = None)
         question |= {"values": [values], "tries_data": tries_data}
         module = MODEL
     return _tried(_python(config), os.getcwd(), module, json.dumps(question), paths)
+
+
+def _check_module(config: RunConfig) -> ImportCheck:
+    """Search `script.module` by the Python of the job; the checks have done so if it is the current one."""
+    module = config.script.module
+    if module is None or _is_local(config) or not _may_import(config):
+        return ImportCheck()
+    if key := _environment_key(config):
+        return ImportCheck(note=f"not searched here, because {key} changes the environment: {module}")
+    if not is_chosen(config.launcher):
+        return ImportCheck()
+    return _searched(job_python(config.launcher), os.getcwd(), module)
+
+
+@cache  # all runs of a sweep have the same module
+def _searched(python: str, folder: str, module: str) -> ImportCheck:
+    command = (python, "-P", find_module.__file__, module)
+    answer = _answered(command, folder, act="searched", names=module)
+    if isinstance(answer, str):
+        return ImportCheck(note=answer)
+    if (problem := answer["problem"]) is None:
+        return ImportCheck()
+    return ImportCheck((f"script.module = {module} {problem} (asked: {python}). {_SWITCH}",))
 
 
 def _may_import(config: RunConfig) -> bool:
@@ -108,7 +135,8 @@ def check_models(runs: Sequence[tuple[RunConfig, Mapping[str, Any]]]) -> list[li
     if _is_own(config.model) or not _may_import(config) or _environment_key(config):
         return nothing
     content = json.dumps({"tables": [], "advice": "", "values": [values for _, values in runs]})
-    answer = _answered(_python(config), os.getcwd(), MODEL, content, str(config.model["_target_"]))
+    command = (_python(config), "-m", MODEL)
+    answer = _answered(command, os.getcwd(), content=content, names=str(config.model["_target_"]))
     return nothing if isinstance(answer, str) else answer["messages"]
 
 
@@ -130,16 +158,20 @@ def _environment_key(config: RunConfig) -> str | None:
 
 @cache  # all runs of a sweep have the same classes
 def _tried(python: str, folder: str, module: str, content: str, paths: str) -> ImportCheck:
-    answer = _answered(python, folder, module, content, paths)
+    answer = _answered((python, "-m", module), folder, content=content, names=paths)
     if isinstance(answer, str):
         return ImportCheck(note=answer)
     problems = tuple(message for messages in answer["messages"] for message in messages)
     return ImportCheck(problems, note=answer["note"])
 
 
-def _answered(python: str, folder: str, module: str, content: str, paths: str) -> dict[str, Any] | str:
-    """Run a module that reads `content` and writes an answer as JSON; the answer, or why there is none."""
-    command = [python, "-m", module]
+def _answered(
+    command: Sequence[str], folder: str, *, content: str = "", act: str = "imported", names: str
+) -> dict[str, Any] | str:
+    """Run a Python that reads `content` and writes an answer as JSON; the answer, or why there is none.
+
+    act, names: what it does with what, for the reason.
+    """
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
@@ -147,14 +179,14 @@ def _answered(python: str, folder: str, module: str, content: str, paths: str) -
             timeout=TIMEOUT_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return f"not imported here within {TIMEOUT_S:g} s: {paths}"
+        return f"not {act} here within {TIMEOUT_S:g} s: {names}"
     except OSError as error:
-        return f"not imported here, because {python} can't be started ({error}): {paths}"
+        return f"not {act} here, because {command[0]} can't be started ({error}): {names}"
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError:  # killed, or without this package
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return f"not imported here (exit code {done.returncode}, {last}): {paths}"
+        return f"not {act} here (exit code {done.returncode}, {last}): {names}"
     return answer
 
 

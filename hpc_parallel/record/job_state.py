@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 ENDED = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
@@ -15,19 +16,25 @@ ENDED = {
 SILENT = "NO ANSWER"  # the controller does not answer; the job may still run
 FORGOTTEN = "FORGOTTEN"  # Slurm no longer has a record of the job
 
+_ACCOUNTED = "JobID,JobIDRaw,State,Elapsed,Timelimit"
 _SHOW = ("scontrol", "--oneliner", "show", "job")
 _UNANSWERED = 124  # as timeout(1) returns
 _PROMPT_S = 1.0  # after this time we ping the controller
 _PING_S = 2.0
 _PATIENCE_S = 20.0  # further wait for a busy controller that answers the ping
+_TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")  # [DAYS-][HOURS:]MINUTES:SECONDS
 
 
 @dataclass(frozen=True)
 class JobState:
-    """A job state of Slurm and its reason (why the job waits, or how it ended)."""
+    """A job state of Slurm and its reason (why the job waits, or how it ended).
+
+    left_s: until the time limit of a job that runs; None if it has no limit, or Slurm has not said it.
+    """
 
     state: str
     reason: str = ""
+    left_s: float | None = field(default=None, compare=False)
 
     @property
     def ended(self) -> bool:
@@ -123,7 +130,7 @@ def states_by_accounting(job_ids: Sequence[str], *, slurm: Inquiry | None = None
     if not job_ids:
         return {}
     slurm = slurm or Inquiry()
-    recorded = slurm.ask("sacct", "-X", "-n", "-P", "-j", ",".join(job_ids), "-o", "JobID,JobIDRaw,State")
+    recorded = slurm.ask("sacct", "-X", "-n", "-P", "-j", ",".join(job_ids), "-o", _ACCOUNTED)
     states = _listed(recorded.stdout) if recorded.returncode == 0 else {}
     rest = [job for job in job_ids if job not in states or states[job].state == "PENDING"]
     queued, answered = _queued(rest, slurm)
@@ -137,7 +144,7 @@ def _queued(job_ids: Sequence[str], slurm: Inquiry) -> tuple[dict[str, JobState]
     if not job_ids:
         return {}, True
     arrays = ",".join(dict.fromkeys(job.partition("_")[0] for job in job_ids))
-    listed = slurm.ask("squeue", "-h", "-r", "-t", "all", "-j", arrays, "-o", "%i|%A|%T|%r")
+    listed = slurm.ask("squeue", "-h", "-r", "-t", "all", "-j", arrays, "-o", "%i|%A|%T|%M|%l|%r")
     states = _listed(listed.stdout)
     answered = listed.returncode == 0 or "Invalid job id" in listed.stderr
     return {job: states[job] for job in job_ids if job in states}, answered
@@ -176,15 +183,30 @@ def job_fields(job_id: str) -> dict[str, str] | None:
 
 
 def _listed(text: str) -> dict[str, JobState]:
-    """Job id -> state, from lines `id|raw id|state|reason`; array tasks are listed under both ids."""
-    states = {}
+    """Job id -> state, from lines `id|raw id|state|time|limit|reason`; array tasks are under both ids."""
+    states: dict[str, JobState] = {}
     for line in text.splitlines():
         if line.count("|") < 2 or not line.split("|")[2]:
             continue
-        job, raw_id, state, *reason = line.split("|", 3)
-        for job_id in (*_tasks(job), raw_id):
-            states[job_id] = JobState(state.split()[0], *reason)  # the state may be "CANCELLED by 1000"
+        job, raw_id, state, passed, limit, reason, *_ = [*line.split("|", 5), "", "", ""]
+        word = state.split()[0]  # the state may be "CANCELLED by 1000"
+        left_s = _left_s(passed, limit) if word == "RUNNING" else None
+        states |= dict.fromkeys((*_tasks(job), raw_id), JobState(word, reason, left_s))
     return states
+
+
+def _left_s(passed: str, limit: str) -> float | None:
+    """The time until a limit; None for UNLIMITED, and if Slurm has not said both."""
+    passed_s, limit_s = _seconds(passed), _seconds(limit)
+    return None if passed_s is None or limit_s is None else max(0.0, limit_s - passed_s)
+
+
+def _seconds(time: str) -> float | None:
+    """A time as Slurm writes it, `2-03:04:05` or `4:05`; None for a word."""
+    if (match := _TIME.fullmatch(time)) is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return 86400.0 * days + 3600 * hours + 60 * minutes + seconds
 
 
 def _tasks(job: str) -> list[str]:

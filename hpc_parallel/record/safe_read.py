@@ -12,7 +12,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
@@ -180,6 +180,13 @@ def read_tail(path: Path, *, limit_bytes: int = TAIL_BYTES) -> bytes:
             return file.read(limit_bytes)
         except OSError as error:
             raise DamagedError(path, error.strerror or str(error)) from error
+
+
+def size_of(path: Path) -> int:
+    """The bytes of a log; 0 if there is none. It is opened: an NFS client keeps an old size for a minute."""
+    with suppress(OSError, DamagedError), open_regular(path) as file:
+        return file.seek(0, os.SEEK_END)
+    return 0
 
 
 def is_foreign_link(path: Path) -> bool:

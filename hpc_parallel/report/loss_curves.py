@@ -1,4 +1,7 @@
-"""The losses of training and validation over the samples consumed, with a panel for each kind of work."""
+"""The losses of training and validation over the samples consumed, with a panel for each kind of work.
+
+A user's own script may tell its steps only: a panel with such a run has steps.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +32,18 @@ from hpc_parallel.report.labels import legend
 
 MAX_POINTS = 300
 TRAINING, VALIDATION = "loss", "validation_loss"
+AXES = {"samples": "samples consumed", "step": "step"}  # keys of a line of metrics
 THINNEST, WIDER = 1.3, 0.7  # of a line, points; each earlier curve is wider than the next one
 
 
 def plots(rows: Sequence[Row]) -> Iterator[Plot]:
     """One plot of the losses of all runs that logged at least two."""
-    if drawn := [row for row in rows if len(points(row, TRAINING)) > 1]:
+    if drawn := [row for row in rows if len(points(row, TRAINING, over=axis_of([row]))) > 1]:
         of_kinds = kinds(drawn, most=MAX_CURVES)
-        validated = any(points(row, VALIDATION) for kind in of_kinds for row in kind.rows)
-        title = f"Loss of {drawn[0].label}" if len(drawn) == 1 else "Loss by samples consumed"
+        validated = any(
+            points(row, VALIDATION, over=axis_of([row])) for kind in of_kinds for row in kind.rows
+        )
+        title = f"Loss of {drawn[0].label}" if len(drawn) == 1 else f"Loss by {AXES[axis_of(drawn)]}"
         yield plot(
             "loss", "loss", title,
             ("Lines: training. Dotted, hollow markers: validation. " if validated else "Training only. ")
@@ -48,13 +54,17 @@ def plots(rows: Sequence[Row]) -> Iterator[Plot]:
         )  # fmt: skip
 
 
-def points(row: Row, key: str) -> list[tuple[float, float]]:
-    """Samples consumed and loss, reduced to about MAX_POINTS points."""
+def axis_of(rows: Sequence[Row]) -> str:
+    """The key of AXES over which the curves of one panel are drawn: all runs must have it."""
+    return "samples" if all(points(row, TRAINING, over="samples") for row in rows) else "step"
+
+
+def points(row: Row, key: str, *, over: str) -> list[tuple[float, float]]:
+    """Samples consumed or step, and loss, reduced to about MAX_POINTS points."""
     lines = [
-        (samples, loss)
+        (place, loss)
         for line in row.run.metrics
-        if (samples := number(line.get("samples"))) is not None
-        and (loss := number(line.get(key))) is not None
+        if (place := number(line.get(over))) is not None and (loss := number(line.get(key))) is not None
     ]
     stride = max(1, len(lines) // MAX_POINTS)
     return lines[::stride] + lines[-1:] * bool(len(lines) % stride != 1 and stride > 1)
@@ -65,9 +75,10 @@ def _figure(of_kinds: Sequence[Kind], *, validated: bool) -> Figure:
     handles: list[Line2D] = []
     labels: list[str] = []
     for (axes,), kind in zip(panels, of_kinds, strict=True):
-        drawn = [_curve(axes, row, index, len(kind.rows)) for index, row in enumerate(kind.rows)]
+        over = axis_of(kind.rows)
+        drawn = [_curve(axes, row, index, len(kind.rows), over=over) for index, row in enumerate(kind.rows)]
         name_panel(axes, kind.title)
-        axes.set_xlabel("samples consumed")
+        axes.set_xlabel(AXES[over])
         axes.set_ylabel("loss")
         axes.margins(x=0.02)
         if len(of_kinds) > 1:  # colours repeat in the panels, so that each has its own legend
@@ -85,18 +96,18 @@ def _figure(of_kinds: Sequence[Kind], *, validated: bool) -> Figure:
     return figure
 
 
-def _curve(axes: Axes, row: Row, index: int, count: int) -> Line2D:
+def _curve(axes: Axes, row: Row, index: int, count: int, *, over: str) -> Line2D:
     """Draw both losses of a run; returns the line of the training."""
     look = style(index)
-    samples, losses = zip(*points(row, TRAINING), strict=True)
-    spacing = max(1, len(samples) // 8)
+    places, losses = zip(*points(row, TRAINING, over=over), strict=True)
+    spacing = max(1, len(places) // 8)
     width = THINNEST + WIDER * min(count - 1 - index, 5)
     (line,) = axes.plot(
-        samples, losses, markevery=(index % spacing, spacing), markersize=5, linewidth=width, **look
+        places, losses, markevery=(index % spacing, spacing), markersize=5, linewidth=width, **look
     )
-    if validation := points(row, VALIDATION):
-        samples, losses = zip(*validation, strict=True)
+    if validation := points(row, VALIDATION, over=over):
+        places, losses = zip(*validation, strict=True)
         look = {**look, "linestyle": ":", "fillstyle": "none"}
-        axes.plot(samples, losses, markersize=7, linewidth=THINNEST, **look)
+        axes.plot(places, losses, markersize=7, linewidth=THINNEST, **look)
     assert isinstance(line, Line2D)
     return line

@@ -47,8 +47,14 @@ def receivers(process: int, number: int) -> list[int]:
 
 def kill_tree(process: int) -> None:
     """Kill a process and all its descendants, also those in sessions of their own."""
+    for member in tree_of(process):
+        with suppress(psutil.Error):
+            member.kill()
+
+
+def tree_of(process: int) -> list[psutil.Process]:
+    """A process and all its descendants; empty if it has ended."""
     with suppress(psutil.Error):
         root = psutil.Process(process)
-        for each in [root, *root.children(recursive=True)]:
-            with suppress(psutil.Error):
-                each.kill()
+        return [root, *root.children(recursive=True)]
+    return []

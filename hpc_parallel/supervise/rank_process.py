@@ -20,6 +20,7 @@ from typing import Any
 
 from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_read import size_of
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.supervise import failure, hang_report, oom, script_failure, script_rank
 from hpc_parallel.supervise.fabric import DeviceError, site_variables
@@ -92,7 +93,7 @@ def _run_script(
     )  # fmt: skip
     for number in _IGNORED:
         signal.signal(number, relay)
-    log_start = script_failure.size_of(folder.log(world.rank, "err"))
+    log_start = size_of(folder.log(world.rank, "err"))
     checks: list[Callable[[bool], None]] = []
     if world.rank == 0:
         checks.append(MetricsWriter(folder, pattern=script["metrics"]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from hpc_parallel.record.job_state import (
@@ -34,6 +34,7 @@ class State:
     reason: str = ""
     ended: bool = False
     job: str | None = None  # None: the run has no Slurm job
+    left_s: float | None = field(default=None, compare=False)  # until the time limit of its running job
 
     def __str__(self) -> str:
         return self.name + (f" ({self.reason})" if self.reason else "")
@@ -56,7 +57,7 @@ def _state(run: RecordedRun, job: str | None, job_states: Mapping[str, JobState]
         if reason := elsewhere(run.owner or {}):
             outcome = _outcome(run)
             return State(UNKNOWN, reason, job=job) if outcome is None else _ended(run, outcome)
-        return replace(_of_job(run, job_states[job]), job=job)
+        return replace(_of_job(run, job_states[job]), job=job, left_s=job_states[job].left_s)
 
     return despite_damage(build, lambda reason: State(DAMAGED, reason, ended=True, job=job))
 

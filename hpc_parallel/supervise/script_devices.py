@@ -14,6 +14,7 @@ from hpc_parallel.record.device_states import device_file
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.supervise.device_state import device_state
+from hpc_parallel.supervise.process_tree import tree_of
 from hpc_parallel.supervise.topology import nvml_module
 from hpc_parallel.supervise.world import World
 
@@ -80,10 +81,8 @@ def gpu_of(environment: Mapping[str, str], *, nvml: Any) -> str | None:
 def _used_by_tree(process: int) -> tuple[float, int]:
     """Seconds on CPUs, and bytes of resident memory, of a process and its descendants."""
     cpu_s, resident_bytes = 0.0, 0
-    with suppress(psutil.Error):
-        root = psutil.Process(process)
-        for each in [root, *root.children(recursive=True)]:
-            with suppress(psutil.Error):
-                cpu_s += sum(each.cpu_times()[:4])  # its own, and of the children that have ended
-                resident_bytes += each.memory_info().rss
+    for member in tree_of(process):
+        with suppress(psutil.Error):
+            cpu_s += sum(member.cpu_times()[:4])  # its own, and of the children that have ended
+            resident_bytes += member.memory_info().rss
     return cpu_s, resident_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -108,10 +107,3 @@ def _tail(path: Path, *, start: int) -> list[str]:
 def forget(folder: RunFolder, *, rank: int) -> None:
     """Remove the file of an earlier start."""
     error_file(folder, rank=rank).unlink(missing_ok=True)
-
-
-def size_of(path: Path) -> int:
-    """The bytes of a log; 0 if there is none. It is opened: an NFS client keeps an old size for a minute."""
-    with suppress(OSError, DamagedError), open_regular(path) as file:
-        return file.seek(0, os.SEEK_END)
-    return 0

@@ -18,11 +18,10 @@ from typing import Any
 from hpc_parallel.job_context import LOGGED
 from hpc_parallel.record.attempts import keep_metrics
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import DamagedError, open_regular, parse_line
+from hpc_parallel.record.safe_read import DamagedError, open_regular, parse_line, size_of
 from hpc_parallel.record.safe_write import append_line
 from hpc_parallel.record.values import finite, integer, number
 from hpc_parallel.supervise.event_files import EventFiles
-from hpc_parallel.supervise.script_failure import size_of
 
 Figures = dict[str, Any]
 _MOST_BYTES = 2**20  # in one read; a longer line is cut

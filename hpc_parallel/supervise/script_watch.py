@@ -10,8 +10,10 @@ from contextlib import suppress
 import psutil
 
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_read import size_of
 from hpc_parallel.supervise import hang_report
-from hpc_parallel.supervise.script_failure import size_of
+from hpc_parallel.supervise.process_tree import tree_of
+from hpc_parallel.supervise.py_spy import spied_stacks
 from hpc_parallel.supervise.supervisor import PERIOD_S, Supervisor, state_of
 from hpc_parallel.supervise.world import World
 
@@ -63,13 +65,16 @@ class ScriptSupervisor(Supervisor):
         while not self.others_reported() and time.monotonic() < until:
             time.sleep(min(self.period_s, PERIOD_S))
 
+    def stacks(self) -> str:
+        """End the rank, and return its stacks: by py-spy if it can tell them, else by faulthandler."""
+        spied, dumped = spied_stacks(self.process), super().stacks()
+        return spied or dumped
+
 
 def python_of(process: int) -> int:
     """The first Python among a process and its descendants; the process itself if there is none."""
-    with suppress(psutil.Error):
-        root = psutil.Process(process)
-        for each in [root, *root.children(recursive=True)]:
-            with suppress(psutil.Error):
-                if "python" in os.path.basename(each.exe()):  # torch changes the name of its process
-                    return int(each.pid)
+    for member in tree_of(process):
+        with suppress(psutil.Error):
+            if "python" in os.path.basename(member.exe()):  # torch changes the name of its process
+                return int(member.pid)
     return process

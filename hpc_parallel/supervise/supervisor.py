@@ -85,7 +85,7 @@ class Supervisor:
 
     def report(self, *, stopped: bool) -> None:
         """Read the stacks of the process, which ends it, and write its report."""
-        text = take_stacks(self.process, log=self.folder.log(self.world.rank, "err"))
+        text = self.stacks()
         write_text(hang_report.stacks(self.folder, self.world.rank), text)
         stack, where = stack_of(text), spot_of(stack_of(text))
         if (reader := reader_of(text)) and not stopped:  # either thread may keep Python's lock
@@ -99,6 +99,10 @@ class Supervisor:
         alive = "no rank has written anything:" if self.is_script else "its Python can't run"
         reason = "stopped by a signal (state T)" if stopped else alive
         failure.record_hang(self.folder, world=self.world, message=f"{reason} {report.place}", stack=stack)
+
+    def stacks(self) -> str:
+        """End the process, and return its Python stacks."""
+        return take_stacks(self.process, log=self.folder.log(self.world.rank, "err"))
 
 
 @contextlib.contextmanager

@@ -150,6 +150,45 @@ def test_a_table_of_local_layouts_is_built_by_this_python(here: Path) -> None:
     assert check_models([]) == []
 
 
+@pytest.mark.processes
+def test_a_module_is_searched_by_the_python_that_will_run_it(here: Path) -> None:
+    """Its packages are not imported, and the folder's own files are no part of the search."""
+    (here / "site" / "theirs").mkdir(parents=True)
+    (here / "site" / "theirs" / "__init__.py").write_text("raise SystemExit('imported')\n")
+    (here / "site" / "theirs" / "train.py").write_text("")
+    (here / "json.py").write_text("raise SystemExit('imported')\n")
+    python = here / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={here}/site exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    words = (*SCRIPT, f"launcher.python={python}")
+    assert prepared(*words, "task=script", "script.module=theirs.train").notes == []
+    with pytest.raises(ConfigError) as caught:
+        prepared(*words, "task=script", "script.module=theirs.tran")
+    assert str(caught.value) == (
+        f"script.module = theirs.tran can't be found: there is no tran in theirs (asked: {python}). "
+        f"{import_check._SWITCH}"
+    )
+    with pytest.raises(ConfigError, match=r"theirs is a package without a __main__\.py"):
+        prepared(*words, "task=script", "script.module=theirs")
+    with pytest.raises(ConfigError, match="there is no theirs in the import path"):
+        prepared(*SCRIPT, "task=script", "script.module=theirs.train")  # by this Python
+    assert (
+        prepared(*words, "launcher.check_imports=false", "task=script", "script.module=theirs.tran").notes
+        == []
+    )
+
+
+def test_a_module_that_no_python_here_can_search_is_a_note(here: Path) -> None:
+    (note,) = prepared(*SCRIPT, "launcher.setup=[true]", "task=script", "script.module=theirs.train").notes
+    assert note == "not searched here, because launcher.setup changes the environment: theirs.train"
+    (here / "python").write_text("#!/no/such/program\n")
+    (here / "python").chmod(0o755)
+    (note,) = prepared(
+        *SCRIPT, f"launcher.python={here}/python", "task=script", "script.module=theirs.train"
+    ).notes
+    assert note.startswith(f"not searched here, because {here}/python can't be started")
+
+
 OWN = """
 import torch
 from torch import nn

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +125,7 @@ def test_placeholders_are_filled_and_other_braces_stay() -> None:
         (("--", "-m", "nope.x"), "nope.x can't be found: there is no nope in the import path."),
         (("--", "-m", "json.nope"), "script.module = json.nope can't be found: there is no nope in json."),
         (("--", "-m", "json"), "is a package without a __main__.py"),
+        (("--", "-m", "train.py"), "there is no py in train; a file needs no -m."),
         (("--",), "a script comes after it. Try -- train.py."),
         (("task=infer", "--", "train.py"), "task=infer can't be with a script after --"),
         (("task=script",), "task=script names no script."),
@@ -149,6 +152,28 @@ def test_what_can_not_start_is_refused_in_a_sentence(
     (here / "plain").write_text("")
     found = problems(*([] if words[0].startswith("launcher=") else [LOCAL]), *words)
     assert any(sentence in problem for problem in found), found
+
+
+def test_a_package_that_pip_installed_as_editable_is_found(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """setuptools maps its name to a folder by a finder, not by the import path."""
+    (here / "source").mkdir()
+    (here / "source" / "start.py").write_text("print(1)\n")
+
+    class Finder:
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+            place = here / "source"
+            if name != "edited":
+                return None
+            return spec_from_file_location(
+                name, place / "__init__.py", submodule_search_locations=[str(place)]
+            )
+
+    assert problems(LOCAL, "--", "-m", "edited.start")
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder()])
+    assert problems(LOCAL, "--", "-m", "edited.start") == []
+    assert "edited.sta can't be found" in problems(LOCAL, "--", "-m", "edited.sta")[0]
 
 
 def test_every_problem_is_told_at_once() -> None:

@@ -106,6 +106,20 @@ def test_a_job_that_completed_without_a_summary_is_not_a_completed_run(
     assert (row["state"], row["reason"]) == ("broken off", "its job ended without a summary")
 
 
+@pytest.mark.parametrize("source", ["SACCT", "SQUEUE"])
+def test_the_time_until_the_end_of_a_job_is_slurms(
+    source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a site without accounting. A script has no number of steps, so nothing else is known."""
+    monkeypatch.setenv(source, "1|1|RUNNING|00:10:00|01:00:00\\n")
+    folder = started(tmp_path / "runs/a/1", "task=script", "script.file=train.py")
+    write_json(folder.owner, {"job_id": "1"})
+    (row,) = told(capsys)
+    assert (row["state"], row["job_left_s"], row["time_left_s"]) == ("running", 3000, None)
+    assert main(["status"]) == 0
+    assert "< 50 min 0 s" in capsys.readouterr().out
+
+
 def test_one_that_answers_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SACCT_S", "1.5")
     monkeypatch.setenv("SACCT", "7|7|TIMEOUT\n")

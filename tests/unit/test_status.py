@@ -15,7 +15,7 @@ from rich.console import Console
 
 from hpc_parallel.__main__ import main
 from hpc_parallel.commands.run_rows import rows_of
-from hpc_parallel.commands.status import _table
+from hpc_parallel.commands.status import _page, _table
 from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.job_state import JobState, _listed
 from hpc_parallel.record.metrics_file import duration
@@ -50,8 +50,8 @@ def test_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert row(capsys, folder.path) == {
         "run": "pipeline/1", "path": str(folder.path), "strategy": "pipeline", "nodes": 2, "gpus_per_node": 1,
         "state": "completed", "reason": "", "ended": True, "step": 30, "steps": 100, "loss": 4 / 30,
-        "samples_per_s": 31.0, "time_left_s": None, "restarts": 0, "job_id": None, "failure": None,
-        "damaged": {},
+        "samples_per_s": 31.0, "time_left_s": None, "job_left_s": None, "restarts": 0, "job_id": None,
+        "failure": None, "last_line": None, "damaged": {},
     }  # fmt: skip
 
 
@@ -144,11 +144,57 @@ def test_a_job_of_another_cluster_has_not_ended(
 
 def test_slurms_lists() -> None:
     """As sacct 22.05 and squeue print them; an array's task is known by both of its ids."""
-    text = "7|7|CANCELLED by 1000\n9_0|10|RUNNING\n9_[1-2,5%2]|9|PENDING|Resources\n"
-    assert _listed(text) == {
+    text = (
+        "7|7|CANCELLED by 1000|00:00:09|01:00:00\n9_0|10|RUNNING|00:01:30|01:00:00\n"
+        "9_[1-2,5%2]|9|PENDING|0:00|1:00:00|Resources\n"
+    )
+    listed = _listed(text)
+    assert [listed[job].left_s for job in ("7", "9_0", "9_1")] == [None, 3510, None]
+    assert listed == {
         "7": JobState("CANCELLED"), "9_0": JobState("RUNNING"), "10": JobState("RUNNING"),
         **{job: JobState("PENDING", "Resources") for job in ("9", "9_1", "9_2", "9_5")},
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("passed", "limit", "left_s"),
+    [
+        ("0:07", "1:00", 53), ("1-02:00:00", "2-00:00:30", 22 * 3600 + 30), ("00:05:00", "00:04:00", 0),
+        ("3:00", "UNLIMITED", None), ("3:00", "Partition_Limit", None), ("INVALID", "1:00", None),
+    ],
+)  # fmt: skip
+def test_the_time_until_slurms_limit(passed: str, limit: str, left_s: float | None) -> None:
+    assert _listed(f"7|7|RUNNING|{passed}|{limit}|None\n")["7"].left_s == left_s
+
+
+def test_a_run_that_goes_on_shows_its_last_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """That of the log which was written last, as a terminal would show it; and it cannot write to one."""
+    folder = started(tmp_path / "runs/pipeline/1")
+    assert row(capsys, folder.path)["last_line"] is None  # it has ended
+    own(folder, os.getpid())
+    assert row(capsys, folder.path)["last_line"] == "rank 0 on n1"
+    out, err = folder.log(0, "out"), folder.log(0, "err")
+    err.write_bytes(b"x\n" * 10**6 + b"10 %\r20 %\x1b[2J\xff" + b"y" * 200 + b"\r\n\n")
+    os.utime(out, (1, 1))
+    expected = "20 %\\x1b[2J\ufffd" + "y" * 200
+    assert row(capsys, folder.path)["last_line"] == expected
+    assert main(["status"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"pipeline/1: {expected}"  # a file has room
+    shown = io.StringIO()
+    Console(file=shown, width=80).print(_page(rows_of([read_run(folder.path)]), columns=80))
+    assert shown.getvalue().splitlines()[-1] == f"pipeline/1: {expected}"[:79] + "…"
+    err.unlink()
+    os.mkfifo(err)  # in place of a log
+    assert row(capsys, folder.path)["last_line"] == "rank 0 on n1"
+
+
+def test_many_last_lines_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(12):
+        own(started(tmp_path / f"runs/a/{number:02}"), os.getpid())
+    assert main(["status", "--all"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "what 2 more have printed last: --json"
+    assert [line.partition(": ")[2] for line in lines[-11:-1]] == ["rank 0 on n1"] * 10
 
 
 def test_the_newest_and_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,12 +6,11 @@ import os
 import re
 import shlex
 import shutil
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+from hpc_parallel.config.find_module import module_problem
 from hpc_parallel.config.layout import processes_per_node
 from hpc_parallel.config.node_devices import launcher_kind
 from hpc_parallel.config.schema import RunConfig
@@ -119,23 +118,10 @@ def _file(config: RunConfig, file: str) -> Problems:
 
 
 def _module(config: RunConfig, module: str) -> Problems:
-    """Search the module without an import of its packages, which could run anything."""
-    if _has_other_python(config):
-        return
-    paths: Sequence[str] | None = [os.getcwd(), *sys.path]
-    spec: ModuleSpec | None = None
-    for index, part in enumerate(parts := module.split(".")):
-        spec = None if paths is None else PathFinder.find_spec(".".join(parts[: index + 1]), paths)
-        if spec is None:
-            rule = f"can't be found: there is no {part} in {'.'.join(parts[:index]) or 'the import path'}"
-            if Path(module).is_file() or module.endswith(".py"):
-                rule += "; a file needs no -m"
-            yield Problem("script.module", module, rule)
-            return
-        paths = spec.submodule_search_locations
-    if paths is not None and PathFinder.find_spec(f"{module}.__main__", paths) is None:
-        rule = "is a package without a __main__.py, which python -m would run"
-        yield Problem("script.module", module, rule)
+    """Another Python searches its modules itself, after these checks (launch/import_check.py)."""
+    if not _has_other_python(config) and (rule := module_problem(module)):
+        is_file = Path(module).is_file() or module.endswith(".py")
+        yield Problem("script.module", module, rule + "; a file needs no -m" * is_file)
 
 
 def _command(config: RunConfig, command: str) -> Problems:

@@ -1,12 +1,14 @@
-"""The lines that a script prints, while it runs and in any amount."""
+"""What a rank prints, as a terminal would show it. Anyone may have written the logs."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from hpc_parallel.record.safe_read import DamagedError, open_regular
-from hpc_parallel.supervise.script_failure import size_of
+from hpc_parallel.problems import printable
+from hpc_parallel.record.log_noise import is_noise
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_read import DamagedError, open_regular, read_tail, size_of, status_of
 
 _MOST_BYTES = 16 * 1024  # in one read
 _MOST_CHARACTERS = 500  # of a line
@@ -38,6 +40,28 @@ class OutputTail:
         return [f"({skipped:,} bytes are not shown: {self._path})", *lines[1:]] if skipped else lines
 
 
+def last_output(folder: RunFolder) -> str | None:
+    """The last line that rank 0 has printed, escaped; None if it has printed none.
+
+    It is in the log that was written last: many scripts print their progress to stderr.
+    """
+    logs = [folder.log(0, stream) for stream in ("out", "err")]
+    for log in sorted(logs, key=_written_ns, reverse=True):
+        try:
+            content = read_tail(log, limit_bytes=_MOST_BYTES)
+        except (OSError, DamagedError):
+            continue
+        for line in reversed(content.decode(errors="replace").split("\n")):
+            if (shown := _shown(line)).strip() and not is_noise(line):
+                return printable(shown.strip())
+    return None
+
+
 def _shown(line: str) -> str:
     """What a terminal would show: a progress bar overwrites its line."""
     return line.rstrip("\r").rpartition("\r")[2][:_MOST_CHARACTERS]
+
+
+def _written_ns(log: Path) -> int:
+    status = status_of(log)
+    return 0 if status is None or not status.st_size else status.st_mtime_ns

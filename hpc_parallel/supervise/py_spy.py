@@ -1,0 +1,52 @@
+"""The Python stacks of a process by py-spy (github.com/benfred/py-spy), where it is installed.
+
+It reads the memory of the process, so it needs nothing of a script, which may have disabled faulthandler.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+_DUMP_S = 5.0  # it reads the symbols of all libraries
+
+
+def spied_stacks(process: int) -> str | None:
+    """The stacks of a stopped process as faulthandler writes them: innermost frame first, main thread last.
+
+    None without py-spy, for a process that is not Python, and where the system forbids it (ptrace_scope).
+    """
+    if (program := find_py_spy()) is None:
+        return None
+    # It can't stop a process that is stopped already, and need not.
+    command = [program, "dump", "--pid", str(process), "--nonblocking", "--json"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_DUMP_S)
+        threads = json.loads(done.stdout)
+        stacks = [_stack(thread) for thread in sorted(threads, key=_is_main)]
+    except (OSError, subprocess.TimeoutExpired, ValueError, LookupError, TypeError):
+        return None
+    return "\n".join(stacks) or None
+
+
+def find_py_spy() -> str | None:
+    """The program, beside this Python or on the PATH."""
+    folders = [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]
+    return shutil.which("py-spy", path=os.pathsep.join(folders))
+
+
+def _stack(thread: Mapping[str, Any]) -> str:
+    frames = [
+        f'  File "{frame["filename"]}", line {frame["line"]} in {frame["name"]}\n'
+        for frame in thread["frames"]
+    ]
+    return f"Thread {thread['thread_name']} (most recent call first):\n{''.join(frames)}"
+
+
+def _is_main(thread: Mapping[str, Any]) -> bool:
+    return bool(thread["os_thread_id"] == thread["pid"])

@@ -1,0 +1,115 @@
+"""The stacks of a script that hangs: by py-spy where it is installed, else by faulthandler."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.supervise import py_spy
+from hpc_parallel.supervise.script_watch import ScriptSupervisor
+from hpc_parallel.supervise.supervisor import spot_of, stack_of, state_of
+from hpc_parallel.supervise.world import World
+
+pytestmark = pytest.mark.processes
+# As py-spy 0.4.3 prints it, without keys that are not read; {pid} is filled in.
+ANSWER = """[
+  {"pid": {pid}, "thread_id": 2, "thread_name": "MainThread", "os_thread_id": {pid}, "frames": [
+    {"name": "load", "filename": "/home/me/train.py", "line": 7},
+    {"name": "<module>", "filename": "/home/me/train.py", "line": 9}]},
+  {"pid": {pid}, "thread_id": 1, "thread_name": "reader", "os_thread_id": 1, "frames": [
+    {"name": "Thread.run", "filename": "/usr/lib/python3.11/threading.py", "line": 982}]}
+]"""
+SPIED = """Thread reader (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 982 in Thread.run
+
+Thread MainThread (most recent call first):
+  File "/home/me/train.py", line 7 in load
+  File "/home/me/train.py", line 9 in <module>
+"""
+SCRIPT = "import time\ndef load():\n    print('ready', flush=True)\n    time.sleep(600)\nload()\n"
+
+
+@pytest.fixture
+def hung(tmp_path: Path) -> Iterator[tuple[ScriptSupervisor, subprocess.Popen[str]]]:
+    """A script that was stopped while it sleeps, and its supervisor."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    with folder.log(0, "err").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "train.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=log, text=True,
+            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+        )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    world = World.discover({})  # one rank
+    supervisor = ScriptSupervisor(folder, world=world, process=process.pid, timeout_s=1)
+    supervisor.on_alarm()
+    while state_of(process.pid) != "T":
+        time.sleep(0.01)
+    yield supervisor, process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, answer: str, ends: int = 0) -> Path:
+    """A stand-in for py-spy, which notes its words."""
+    program = tmp_path / "bin" / "py-spy"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\necho $* > {tmp_path}/words\ncat <<'E'\n{answer}\nE\nexit {ends}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    return tmp_path / "words"
+
+
+def test_py_spy_is_asked_and_the_rank_is_ended(
+    hung: tuple[ScriptSupervisor, subprocess.Popen[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor, process = hung
+    words = install(tmp_path, monkeypatch, answer=ANSWER.replace("{pid}", str(process.pid)))
+    text = supervisor.stacks()
+    assert text == SPIED
+    assert spot_of(stack_of(text)) == "me/train.py:7 in load"
+    assert words.read_text() == f"dump --pid {process.pid} --nonblocking --json\n"
+    assert process.wait(timeout=60) == -signal.SIGABRT
+
+
+@pytest.mark.parametrize("answer", ["Error: Permission Denied", "[]", "{}", '[{"pid": 1}]', "[1]", None])
+def test_faulthandler_takes_its_place(
+    hung: tuple[ScriptSupervisor, subprocess.Popen[str]],
+    answer: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    supervisor, process = hung
+    if answer is None:  # not installed
+        monkeypatch.setattr(py_spy.shutil, "which", lambda *given, **more: None)
+    else:
+        install(tmp_path, monkeypatch, answer=answer, ends=1)
+    text = supervisor.stacks()
+    assert text.startswith("Fatal Python error: Aborted")
+    assert spot_of(stack_of(text)).endswith("/train.py:4 in load")
+    assert process.wait(timeout=60) == -signal.SIGABRT
+
+
+@pytest.mark.skipif(py_spy.find_py_spy() is None, reason="py-spy is not installed")
+def test_the_real_py_spy_reads_a_script_without_faulthandler(
+    hung: tuple[ScriptSupervisor, subprocess.Popen[str]],
+) -> None:
+    supervisor, process = hung
+    text = py_spy.spied_stacks(process.pid)
+    if text is None:
+        pytest.skip("this system does not let py-spy read another process (ptrace_scope)")
+    assert spot_of(stack_of(text)).endswith("/train.py:4 in load")
+    assert stack_of(text)[0].endswith(", line 5 in <module>")
+    assert state_of(supervisor.process) == "T"
