@@ -23,6 +23,7 @@ from hpc_parallel.planning.ranking import seconds, tokens_per_s, without_room
 from hpc_parallel.planning.run_work import unplanned, work_of_run
 from hpc_parallel.planning.search import Choices, search
 from hpc_parallel.planning.step_time import StepTime, Work, step_time
+from hpc_parallel.planning.storage_times import StorageTimes
 from hpc_parallel.problems import ConfigError, alternatives
 from hpc_parallel.record.metrics_file import size
 
@@ -55,7 +56,7 @@ def forecast(config: RunConfig, *, user_folder: Path | None) -> Forecast:
         hardware = on_nodes_of(config, hardware)
         work = work_of_run(config)
         times = work, step_time(work, hardware)
-    warnings = list(_time_limit(config, times)) if times is not None else []
+    warnings = list(_time_limit(config, times, hardware)) if times is not None else []
     if planned is not None and (line := _overflow(config, planned, hardware, is_timed=times is not None)):
         warnings.append(line)
     return Forecast(_figures(planned, times, hardware), warnings)
@@ -123,13 +124,13 @@ def _layouts_that_fit(config: RunConfig, hardware: Hardware) -> str:
     return f" Try {alternatives(ways)}."
 
 
-def _time_limit(config: RunConfig, times: tuple[Work, StepTime]) -> Iterator[str]:
+def _time_limit(config: RunConfig, times: tuple[Work, StepTime], hardware: Hardware) -> Iterator[str]:
     """A warning if a job can't take its steps within its time limit; a resumed run may have few left."""
     if launcher_kind(config.launcher.kind) == "local" or config.resume:
         return
-    _, step = times
+    work, step = times
     minutes, steps = config.launcher.time_minutes, config.training.steps
-    needed = steps * step.total_s / MINUTE_S
+    needed = StorageTimes(config, work, step.total_s, hardware).training_s(steps) / MINUTE_S
     if needed > minutes:
         yield (
             f"warning     launcher.time_minutes = {minutes} is less than the {needed:.0f} minutes that "

@@ -113,7 +113,7 @@ def _blocks(config: RunConfig, layout: Layout, model: ModelWeights | None) -> tu
 
 def assumptions(config: RunConfig, hardware: Hardware) -> Iterator[str]:
     """What the plan of this configuration takes for granted."""
-    yield "This is a prediction. Data loading, checkpoints and validation are not in it."
+    yield "This is a prediction. Validation is not in it."
     yield _origin(hardware)
     if config.training.activation_checkpointing == "selective":
         yield "training.activation_checkpointing=selective is planned as none: expect a longer step."
