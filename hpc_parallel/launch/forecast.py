@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.config.layout import layout_of
+from hpc_parallel.config.layout import SPMD, layout_of
 from hpc_parallel.config.model_bytes import trains
 from hpc_parallel.config.node_devices import AUTO, launcher_kind
 from hpc_parallel.config.schema import RunConfig
@@ -20,7 +20,7 @@ from hpc_parallel.planning.auto_strategy import CPU, on_nodes_of
 from hpc_parallel.planning.hardware import Hardware, named_hardware
 from hpc_parallel.planning.memory import Held, MemoryPlan
 from hpc_parallel.planning.ranking import seconds, tokens_per_s, without_room
-from hpc_parallel.planning.run_work import unplanned, work_of_run
+from hpc_parallel.planning.run_work import unplanned, unsearched, work_of_run
 from hpc_parallel.planning.search import Choices, search
 from hpc_parallel.planning.step_time import StepTime, Work, step_time
 from hpc_parallel.planning.storage_times import StorageTimes
@@ -57,7 +57,8 @@ def forecast(config: RunConfig, *, user_folder: Path | None) -> Forecast:
         work = work_of_run(config)
         times = work, step_time(work, hardware)
     warnings = list(_time_limit(config, times, hardware)) if times is not None else []
-    if planned is not None and (line := _overflow(config, planned, hardware, is_timed=times is not None)):
+    is_searched = times is not None and not any(unsearched(config))
+    if planned is not None and (line := _overflow(config, planned, hardware, is_searched=is_searched)):
         warnings.append(line)
     return Forecast(_figures(planned, times, hardware), warnings)
 
@@ -88,7 +89,7 @@ def _figures(
     return figures
 
 
-def _overflow(config: RunConfig, planned: MemoryPlan, hardware: Hardware, *, is_timed: bool) -> str | None:
+def _overflow(config: RunConfig, planned: MemoryPlan, hardware: Hardware, *, is_searched: bool) -> str | None:
     """A warning if the memory may not be enough. Raises ConfigError if it is not."""
     room, device = hardware.device.memory_bytes, hardware.device.name
     least = max(planned.devices, key=certain_bytes)
@@ -103,7 +104,7 @@ def _overflow(config: RunConfig, planned: MemoryPlan, hardware: Hardware, *, is_
         f"memory: parameters, optimizer state and activations need {size(certain_bytes(least))} on device "
         f"{least.device}, and one {device} has {size(room)}."
     )
-    near = _layouts_that_fit(config, hardware) if is_timed else ""
+    near = _layouts_that_fit(config, hardware) if is_searched else ""
     if config.plan.on_overflow != STOP or hardware.device.kind == CPU:  # a process may take what others leave
         return f"warning     {text}{near}"
     raise ConfigError([f"{text}{near} plan.on_overflow=warn starts the run anyway."])
@@ -112,7 +113,7 @@ def _overflow(config: RunConfig, planned: MemoryPlan, hardware: Hardware, *, is_
 def _layouts_that_fit(config: RunConfig, hardware: Hardware) -> str:
     asked = replace(
         config,
-        strategy=replace(config.strategy, microbatches=None, stages_per_rank=None, cuts=None),
+        strategy=replace(config.strategy, execution=SPMD, microbatches=None, stages_per_rank=None, cuts=None),
         training=replace(config.training, microbatch_size=None),
     )
     choices = Choices()
