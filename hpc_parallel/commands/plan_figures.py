@@ -117,8 +117,9 @@ def memory_figure(planned: MemoryPlan, hardware: Hardware) -> Figure:
     label = "memory, at least" if planned.unknown else "memory, estimate"
     needed, there = planned.fullest.total, hardware.device.memory_bytes
     verdict = "fits" if needed <= there and not planned.unknown else "may not fit"
-    without = f" ({'; '.join(planned.unknown)})" if planned.unknown else ""
-    text = f"{size(needed)} of {size(there)}: {verdict}{without}"
+    clauses = [*planned.unknown, *planned.unproven]
+    remarks = f" ({'; '.join(clauses)})" if clauses else ""
+    text = f"{size(needed)} of {size(there)}: {verdict}{remarks}"
     return Figure("memory_bytes", label, needed, text, f"device {planned.fullest.device} needs most")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,14 @@ def forecast(config: RunConfig, *, user_folder: Path | None) -> Forecast:
     return Forecast(_figures(planned, times, hardware), warnings)
 
 
-def certain_bytes(held: Held) -> int:
-    """What a device holds at one moment for certain: between two steps, and its activations or gradients."""
+def certain_bytes(held: Held, *, compiled: bool = False) -> int:
+    """What a device holds at one moment for certain: between two steps, and its activations or gradients.
+
+    compiled: compiled blocks keep other activations than those that are planned.
+    """
     state = held.state
-    return state.parameters + state.optimizer + max(state.gradients, held.kinds["activations"])
+    activations = 0 if compiled else held.kinds["activations"]
+    return state.parameters + state.optimizer + max(state.gradients, activations)
 
 
 def _figures(
@@ -92,16 +97,18 @@ def _figures(
 def _overflow(config: RunConfig, planned: MemoryPlan, hardware: Hardware, *, is_searched: bool) -> str | None:
     """A warning if the memory may not be enough. Raises ConfigError if it is not."""
     room, device = hardware.device.memory_bytes, hardware.device.name
-    least = max(planned.devices, key=certain_bytes)
-    if planned.unknown or certain_bytes(least) <= room:
+    certain = partial(certain_bytes, compiled=config.training.compile)
+    least = max(planned.devices, key=certain)
+    if planned.unknown or certain(least) <= room:
         if planned.fullest.total <= room:
             return None
         needed = size(planned.fullest.total)
         return (
             f"warning     a device may need {needed}, and one {device} has {size(room)}: the run may not fit"
         )
+    third = "gradients" if config.training.compile else "activations"
     text = (
-        f"memory: parameters, optimizer state and activations need {size(certain_bytes(least))} on device "
+        f"memory: parameters, optimizer state and {third} need {size(certain(least))} on device "
         f"{least.device}, and one {device} has {size(room)}."
     )
     near = _layouts_that_fit(config, hardware) if is_searched else ""

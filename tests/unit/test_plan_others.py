@@ -117,6 +117,11 @@ def test_tokens_are_sent_twice_each_way_and_nothing_hides_them() -> None:
     blocks, microbatches = 4, 2
     sent = 2 * (by_name["tokens to experts"] + by_name["outputs of experts"]) + by_name["numbers of tokens"]
     assert step.exposed_s >= blocks * microbatches * sent
+    collective = replace(link, bytes_per_s=link.bytes_per_s / 2)
+    slower = planned(*words, hardware=replace(GPU, node=replace(GPU.node, collective=collective)))
+    added = 3 / 4 * (4 * size + 8 * 8) / link.bytes_per_s  # and numbers of 8 bytes for each of 8 experts
+    longer_s = slower.timeline.total_s - step.timeline.total_s
+    assert longer_s == pytest.approx(blocks * microbatches * added)
     again = planned(*words, "training.activation_checkpointing=full")
     once_more = by_name["tokens to experts"] + by_name["outputs of experts"] + by_name["numbers of tokens"]
     assert again.exposed_s - step.exposed_s == pytest.approx(blocks * microbatches * once_more)
