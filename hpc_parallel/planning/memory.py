@@ -36,6 +36,10 @@ NOT_AT_RECOMPUTATION = ("logits and loss", "gradient of the embedding", "gradien
 NOT_AT_END = ("activations", "recomputation", "logits and loss")
 WORKSPACE_BYTES = 2**26  # of cuBLAS on a GPU, about: 32 MiB for each of its two kinds of product
 CONTEXT_BYTES = 2**29  # of CUDA, its libraries and NCCL on a GPU, about
+# How far plans were from the peaks that were counted on CPUs (tests/distributed/test_planned_peaks.py).
+COUNTED = {
+    "pipelines": (-0.11, 0.03), "mixtures of experts": (-0.16, 0.11), "models of images": (-0.19, 0.30),
+}  # fmt: skip
 SLACK = 0.05  # of what torch's allocator of GPUs serves: memory in gaps between blocks, about
 
 
@@ -138,19 +142,26 @@ def _unproven(config: RunConfig, layout: Layout) -> Iterator[str]:
     """What the peaks measured on a GPU do not cover (tests/data/h200_peaks.json)."""
     if config.training.compile:
         yield "activations are those of eager mode; compiled blocks keep others, mostly fewer"
+    if (what := _without_peak(config, layout)) is not None:
+        counted = ""
+        if what in COUNTED:
+            low, high = COUNTED[what]
+            counted = f"; counted on CPUs it was {100 * low:+.0f} to {100 * high:+.0f} % off"
+        yield f"the plan of {what} was not compared with a GPU{counted}"
+
+
+def _without_peak(config: RunConfig, layout: Layout) -> str | None:
+    """The kind of run of which no peak was measured on a GPU."""
     if not is_reference_decoder(config):
-        what = "models of images"
-    elif count(config, "experts")[1] is not None:
-        what = "mixtures of experts"
-    elif layout.pipeline > 1:
-        what = "pipelines"
-    elif config.strategy.execution != SPMD:
-        what = f"strategy={config.strategy.execution}"
-    elif config.training.activation_checkpointing == "selective":
-        what = "selective checkpointing"
-    else:
-        return
-    yield f"no measured peak has confirmed the plan of {what}"
+        return "models of images"
+    if count(config, "experts")[1] is not None:
+        return "mixtures of experts"
+    if layout.pipeline > 1:
+        return "pipelines"
+    if config.strategy.execution != SPMD:
+        return f"strategy={config.strategy.execution}"
+    selective = config.training.activation_checkpointing == "selective"
+    return "selective checkpointing" if selective else None
 
 
 def _setup(config: RunConfig) -> Setup:
