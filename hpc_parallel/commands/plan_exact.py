@@ -170,5 +170,7 @@ def _notes(config: RunConfig, *, left: int) -> Iterator[str]:
     yield "Activations are those of torch's kernels for CPUs. Sent: in a step, by ring algorithms."
     if (what := NOT_TRACED.get(config.strategy.execution)) is not None:
         yield f"Not traced: {what}."
+    if layout_of(config.strategy, devices=config.devices).expert > 1:
+        yield "Traced tokens are alike and go to the same experts; planned ones go to all experts alike."
     if left > 0:
         yield f"{left} more roles are not traced: their ranks hold other bytes. Try --rows {left + ROLES}."

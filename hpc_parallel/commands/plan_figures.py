@@ -12,6 +12,7 @@ from hpc_parallel.planning.memory import MemoryPlan
 from hpc_parallel.planning.ranking import mfu, model_flops
 from hpc_parallel.planning.run_work import assumptions
 from hpc_parallel.planning.step_time import StepTime, Work
+from hpc_parallel.planning.storage_times import StorageTimes, Wait
 from hpc_parallel.record.metrics_file import size
 
 HOUR_S = 3600
@@ -22,12 +23,13 @@ POWERS = ((1e3, "kWh"), (1e6, "MWh"), (1e9, "GWh"))  # in Wh
 class Figure:
     """One figure.
 
-    key: its name in JSON, with the names of `summary.json` where that has it. text, formula: for a reader.
+    key: its name in JSON, with the names of `summary.json` where that has it. value: None if it is not known.
+    text, formula: for a reader.
     """
 
     key: str
     label: str
-    value: float
+    value: float | None
     text: str
     formula: str
 
@@ -52,9 +54,14 @@ def figures(
     work, step = plan
     per_step = work.samples * work.decoder.sequence
     yield from _of_step(work, step, hardware)
-    training = Training(tokens, tokens / per_step * step.total_s, work.devices)
+    steps, times = tokens / per_step, StorageTimes(config, work, step.total_s, hardware)
+    waits = {"checkpoints": times.checkpoints(steps), "input": times.input(steps)}
+    yield from (_of_wait(name, wait) for name, wait in waits.items())
+    training = Training(tokens, times.training_s(steps), work.devices)
     hours = training.device_hours
-    text = f"{tokens:.4g} / {per_step} x {step.total_s:.4g} s, x {work.devices} devices"
+    added = "".join(f" + {wait.seconds:.4g} s of {name}" for name, wait in waits.items() if wait.seconds)
+    taken = f"{tokens:.4g} / {per_step} x {step.total_s:.4g} s{added}"
+    text = f"({taken}) x {work.devices} devices"
     yield Figure(
         "device_hours", f"to {tokens:.3g} tokens", hours,
         f"{duration(training.seconds)}, {hours:,.0f} device-hours", text,
@@ -81,6 +88,11 @@ def _of_step(work: Work, step: StepTime, hardware: Hardware) -> Iterator[Figure]
     yield Figure("exposed_communication_share", "exposed communication", share, f"{100 * share:.1f} %", text)
 
 
+def _of_wait(name: str, wait: Wait) -> Figure:
+    """What all steps of the training wait."""
+    return Figure(f"{name}_s", name, wait.seconds, wait.text, wait.formula)
+
+
 def costs(training: Training, *, config: RunConfig, hardware: Hardware) -> Iterator[Figure]:
     """Cost and energy of a training, where the site's price and the board power of the device are known."""
     hours, price, power_w = training.device_hours, config.cluster.device_hour_price, hardware.device.power_w
@@ -105,8 +117,9 @@ def memory_figure(planned: MemoryPlan, hardware: Hardware) -> Figure:
     label = "memory, at least" if planned.unknown else "memory, estimate"
     needed, there = planned.fullest.total, hardware.device.memory_bytes
     verdict = "fits" if needed <= there and not planned.unknown else "may not fit"
-    without = f" ({'; '.join(planned.unknown)})" if planned.unknown else ""
-    text = f"{size(needed)} of {size(there)}: {verdict}{without}"
+    clauses = [*planned.unknown, *planned.unproven]
+    remarks = f" ({'; '.join(clauses)})" if clauses else ""
+    text = f"{size(needed)} of {size(there)}: {verdict}{remarks}"
     return Figure("memory_bytes", label, needed, text, f"device {planned.fullest.device} needs most")
 
 

@@ -103,7 +103,7 @@ def _page(plan: Planned) -> PlanPage:
         sizes=[_point(size, sizes[0]) for size in sizes],
         verdict=verdict(sizes) if len(sizes) > 1 else "",
         left_out=left_out,
-        notes=[*notes(config, hardware), *([] if held is None else held.unknown)],
+        notes=[*notes(config, hardware), *([] if held is None else [*held.unknown, *held.unproven])],
     )
 
 

@@ -120,6 +120,7 @@ def record(
         "devices": plan[0].devices,
         "memory_bytes": None if planned is None else planned.fullest.total,
         "memory_unknown": None if planned is None else planned.unknown,
+        "memory_unproven": None if planned is None else planned.unproven,
         "device_memory_bytes": hardware.device.memory_bytes,
         "assumptions": [*notes(config, hardware)],
     }

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.config.layout import layout_of
+from hpc_parallel.config.layout import SPMD, layout_of
 from hpc_parallel.config.model_bytes import trains
 from hpc_parallel.config.node_devices import AUTO, launcher_kind
 from hpc_parallel.config.schema import RunConfig
@@ -20,9 +21,10 @@ from hpc_parallel.planning.auto_strategy import CPU, on_nodes_of
 from hpc_parallel.planning.hardware import Hardware, named_hardware
 from hpc_parallel.planning.memory import Held, MemoryPlan
 from hpc_parallel.planning.ranking import seconds, tokens_per_s, without_room
-from hpc_parallel.planning.run_work import unplanned, work_of_run
+from hpc_parallel.planning.run_work import unplanned, unsearched, work_of_run
 from hpc_parallel.planning.search import Choices, search
 from hpc_parallel.planning.step_time import StepTime, Work, step_time
+from hpc_parallel.planning.storage_times import StorageTimes
 from hpc_parallel.problems import ConfigError, alternatives
 from hpc_parallel.record.metrics_file import size
 
@@ -55,16 +57,21 @@ def forecast(config: RunConfig, *, user_folder: Path | None) -> Forecast:
         hardware = on_nodes_of(config, hardware)
         work = work_of_run(config)
         times = work, step_time(work, hardware)
-    warnings = list(_time_limit(config, times)) if times is not None else []
-    if planned is not None and (line := _overflow(config, planned, hardware, is_timed=times is not None)):
+    warnings = list(_time_limit(config, times, hardware)) if times is not None else []
+    is_searched = times is not None and not any(unsearched(config))
+    if planned is not None and (line := _overflow(config, planned, hardware, is_searched=is_searched)):
         warnings.append(line)
     return Forecast(_figures(planned, times, hardware), warnings)
 
 
-def certain_bytes(held: Held) -> int:
-    """What a device holds at one moment for certain: between two steps, and its activations or gradients."""
+def certain_bytes(held: Held, *, compiled: bool = False) -> int:
+    """What a device holds at one moment for certain: between two steps, and its activations or gradients.
+
+    compiled: compiled blocks keep other activations than those that are planned.
+    """
     state = held.state
-    return state.parameters + state.optimizer + max(state.gradients, held.kinds["activations"])
+    activations = 0 if compiled else held.kinds["activations"]
+    return state.parameters + state.optimizer + max(state.gradients, activations)
 
 
 def _figures(
@@ -87,22 +94,24 @@ def _figures(
     return figures
 
 
-def _overflow(config: RunConfig, planned: MemoryPlan, hardware: Hardware, *, is_timed: bool) -> str | None:
+def _overflow(config: RunConfig, planned: MemoryPlan, hardware: Hardware, *, is_searched: bool) -> str | None:
     """A warning if the memory may not be enough. Raises ConfigError if it is not."""
     room, device = hardware.device.memory_bytes, hardware.device.name
-    least = max(planned.devices, key=certain_bytes)
-    if planned.unknown or certain_bytes(least) <= room:
+    certain = partial(certain_bytes, compiled=config.training.compile)
+    least = max(planned.devices, key=certain)
+    if planned.unknown or certain(least) <= room:
         if planned.fullest.total <= room:
             return None
         needed = size(planned.fullest.total)
         return (
             f"warning     a device may need {needed}, and one {device} has {size(room)}: the run may not fit"
         )
+    third = "gradients" if config.training.compile else "activations"
     text = (
-        f"memory: parameters, optimizer state and activations need {size(certain_bytes(least))} on device "
+        f"memory: parameters, optimizer state and {third} need {size(certain(least))} on device "
         f"{least.device}, and one {device} has {size(room)}."
     )
-    near = _layouts_that_fit(config, hardware) if is_timed else ""
+    near = _layouts_that_fit(config, hardware) if is_searched else ""
     if config.plan.on_overflow != STOP or hardware.device.kind == CPU:  # a process may take what others leave
         return f"warning     {text}{near}"
     raise ConfigError([f"{text}{near} plan.on_overflow=warn starts the run anyway."])
@@ -111,7 +120,7 @@ def _overflow(config: RunConfig, planned: MemoryPlan, hardware: Hardware, *, is_
 def _layouts_that_fit(config: RunConfig, hardware: Hardware) -> str:
     asked = replace(
         config,
-        strategy=replace(config.strategy, microbatches=None, stages_per_rank=None, cuts=None),
+        strategy=replace(config.strategy, execution=SPMD, microbatches=None, stages_per_rank=None, cuts=None),
         training=replace(config.training, microbatch_size=None),
     )
     choices = Choices()
@@ -123,13 +132,13 @@ def _layouts_that_fit(config: RunConfig, hardware: Hardware) -> str:
     return f" Try {alternatives(ways)}."
 
 
-def _time_limit(config: RunConfig, times: tuple[Work, StepTime]) -> Iterator[str]:
+def _time_limit(config: RunConfig, times: tuple[Work, StepTime], hardware: Hardware) -> Iterator[str]:
     """A warning if a job can't take its steps within its time limit; a resumed run may have few left."""
     if launcher_kind(config.launcher.kind) == "local" or config.resume:
         return
-    _, step = times
+    work, step = times
     minutes, steps = config.launcher.time_minutes, config.training.steps
-    needed = steps * step.total_s / MINUTE_S
+    needed = StorageTimes(config, work, step.total_s, hardware).training_s(steps) / MINUTE_S
     if needed > minutes:
         yield (
             f"warning     launcher.time_minutes = {minutes} is less than the {needed:.0f} minutes that "

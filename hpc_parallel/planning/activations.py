@@ -89,10 +89,10 @@ def chunks_loss(config: RunConfig, layout: Layout) -> bool:
 
 
 def kept_of(config: RunConfig, layout: Layout, *, samples: int, sample_shape: tuple[int, ...]) -> Kept | None:
-    """Of a microbatch of `samples`; None for a model whose parts are unknown, and for compiled blocks."""
+    """Of a microbatch of `samples`, in eager mode; None for a model whose parts are unknown."""
     model = config.model if isinstance(config.model, dict) else {}
     list_kept = _LISTS.get(model.get("_target_"))
-    if list_kept is None or config.training.compile:
+    if list_kept is None:
         return None
     return list_kept(_Run(config, layout, model, samples, sample_shape))
 

@@ -22,7 +22,7 @@ from hpc_parallel.config.schema import RunConfig, StrategyConfig
 from hpc_parallel.planning.hardware import Hardware, named_hardware
 from hpc_parallel.planning.measured_links import with_measured_links
 from hpc_parallel.planning.ranking import advantage, seconds, without_room
-from hpc_parallel.planning.run_work import unplanned
+from hpc_parallel.planning.run_work import unplanned, unsearched
 from hpc_parallel.planning.search import AXES, CHECKPOINTING, FREE, Candidate, Choices, layouts, search
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.recorded_start import key_of
@@ -83,6 +83,7 @@ def ask(composed: DictConfig, overrides: Sequence[str], *, user_folder: Path | N
     ignored = list(layout_checks.find_problems(config))
     problems = [problem for problem in find_problems(config, overrides) if problem not in ignored]
     problems += unplanned(config, Layout(replicate=config.devices), hardware)
+    problems += unsearched(config)
     if problems:
         raise ConfigError(problems)
     asked = Question(config, on_nodes_of(config, hardware), choices)

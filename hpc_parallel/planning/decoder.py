@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hpc_parallel.planning.float8_rounding import ALIGNED, Rounding, in_float8
@@ -11,13 +12,21 @@ from hpc_parallel.planning.operations import FLOAT32_BYTES, Move, Operation, Pro
 # Bytes that move for each number of the kind in a forward pass, with numbers of HALF_BYTES.
 HALF_BYTES = 2
 WHOLE_BYTES = 22  # of a token's width: two norms (4 each), two sums with dropout and its mask (7 each)
-SPLIT_BYTES = 28  # of a device's part: the activation (16 at four times the width), transposed heads (12)
+HEADS_BYTES = 12  # of a device's part: transposed heads
+ACTIVATION_BYTES = 16  # of a device's part: the activation, at four times the width
+SPLIT_BYTES = HEADS_BYTES + ACTIVATION_BYTES
 SCORE_BYTES = 9  # of a score: scaled softmax (4), dropout and its mask (5)
 UNFUSED_BYTES = 24  # more for a score if scale, mask and softmax in float32 are kernels of their own
 EMBEDDING_BYTES = (8, 12)  # of a token's width, forward and backward
 VALUES = "weighted values"
 SCORES = "scores"  # a flash kernel does not keep them for the backward pass
-QKV, UP = "queries, keys, values", "feed-forward up"
+QKV, UP, DOWN = "queries, keys, values", "feed-forward up", "feed-forward down"
+# A mixture of experts (models/moe.py, experts.py). Of the width of a token's copy, as HALF_BYTES:
+GATED_BYTES = 14  # sorted by expert (4) and back (4), weighted (4), summed (2)
+ARRIVED_BYTES = 8  # more if experts are split: sorted on arrival (4) and back (4)
+ROUTED_BYTES = 32  # of each probability, in float32: softmax, the largest ones, balance
+MIXTURE_KERNELS = 14  # 25 forward and 17 backward; a gradient counts as two (operations.py)
+CAST_BYTES = 6  # of an expert's weight for a product in 16 bits: read 4, write 2
 LOSS_FORWARD = 0.6  # the share of the loss's traffic
 
 
@@ -26,7 +35,8 @@ class Decoder:
     """The sizes of a decoder.
 
     ffn_matrices: 2, or 3 with a gate. flash: scores do not reach memory. tied: embedding and head share a
-    weight.
+    weight. experts: feed-forward networks of a block, of which a token uses `per_token`; one without a
+    mixture.
     """
 
     layers: int
@@ -39,28 +49,44 @@ class Decoder:
     ffn_matrices: int = 2
     flash: bool = False
     tied: bool = True
+    experts: int = 1
+    per_token: int = 1
 
     @property
     def block_weights(self) -> float:
         """The weights of the matrices of one block."""
+        return self.weights_with(self.experts)
+
+    def weights_with(self, experts: float) -> float:
+        """Those of one block with so many of its experts, and with the router if it has one."""
         key_values = 2 * self.dim * self.kv_heads * self.dim / self.heads
-        return 2 * self.dim**2 + key_values + self.ffn_matrices * self.dim * self.ffn_dim
+        router = self.dim * self.experts if self.experts > 1 else 0
+        return 2 * self.dim**2 + key_values + router + experts * self.expert_weights
+
+    @property
+    def expert_weights(self) -> int:
+        """The weights of one feed-forward network."""
+        return self.ffn_matrices * self.dim * self.ffn_dim
 
     @property
     def end_weights(self) -> int:
         """The weights of the embedding, or of the head."""
         return self.vocabulary * self.dim
 
-    def stage_weights(self, blocks: int, *, first: bool, last: bool) -> float:
-        """The weights of a stage, or of a rank with several, by whether it has the first and last stage."""
+    def stage_weights(self, blocks: int, *, first: bool, last: bool, experts: float | None = None) -> float:
+        """The weights of a stage, or of a rank with several, by whether it has the first and last stage.
+
+        experts: of each block; None: all.
+        """
         ends = first + last - (first and last and self.tied)
-        return blocks * self.block_weights + ends * self.end_weights
+        held = self.experts if experts is None else experts
+        return blocks * self.weights_with(held) + ends * self.end_weights
 
     @property
     def block_flops(self) -> float:
         """Of one sample in a block, as metrics count them: weights, and the scores of what a token sees."""
         scores = self.sequence * (self.sequence + 1) / 2
-        return 2 * self.sequence * self.block_weights + 4 * scores * self.dim
+        return 2 * self.sequence * self.weights_with(self.per_token) + 4 * scores * self.dim
 
     @property
     def head_flops(self) -> float:
@@ -78,7 +104,7 @@ class Share:
     """The part of a decoder that one device computes: `samples` samples on one of `tensor` devices.
 
     number_bytes: of the inputs and results of matrix products. context: the parts of a sequence, of which the
-    device has one. rounding: of linear products in float8.
+    device has one. rounding: of linear products in float8. expert: the devices that split the experts.
     """
 
     decoder: Decoder
@@ -88,6 +114,7 @@ class Share:
     number_bytes: int
     context: int = 1
     rounding: Rounding | None = None
+    expert: int = 1
 
     @property
     def tokens(self) -> int:
@@ -128,7 +155,9 @@ class Share:
         columns, head_batch = decoder.ffn_dim / tensor, self.samples * decoder.heads / tensor
         scores = head_batch * decoder.sequence**2 / self.context
         score_bytes = 0 if decoder.flash else SCORE_BYTES + UNFUSED_BYTES * self.unfused
-        moved = tokens * dim * (WHOLE_BYTES + SPLIT_BYTES / tensor) * self.traffic.elementwise
+        activated = ACTIVATION_BYTES if decoder.experts == 1 else ACTIVATION_BYTES / 4 * self._copied
+        split = (HEADS_BYTES + activated) / tensor
+        moved = tokens * dim * (WHOLE_BYTES + split) * self.traffic.elementwise
         wider, number = self.number_bytes / HALF_BYTES, self.number_bytes
         flash, seq, rows = decoder.flash, decoder.sequence, decoder.sequence / self.context
         return [
@@ -136,11 +165,33 @@ class Share:
             Product(SCORES, rows, seq, width, number, batch=head_batch, in_cache=flash),
             Product(VALUES, rows, width, seq, number, batch=head_batch, in_cache=flash),
             self._linear("attention output", dim, dim / tensor),
-            self._linear(UP, (decoder.ffn_matrices - 1) * columns, dim),
-            self._linear("feed-forward down", dim, columns),
+            *self._feed_forward(columns),
             Move("norms, activation, sums", wider * moved, kernels=7),
             Move("softmax", wider * score_bytes * scores * self.traffic.attention, kernels=3),
         ]
+
+    @property
+    def _copied(self) -> float:
+        """The inner width of all experts of a token, as a multiple of the model's width."""
+        return self.decoder.per_token * self.decoder.ffn_dim / self.decoder.dim
+
+    def _feed_forward(self, columns: float) -> Iterator[Operation]:
+        """columns: of this device's part."""
+        decoder, dim = self.decoder, self.decoder.dim
+        if decoder.experts == 1:
+            yield self._linear(UP, (decoder.ffn_matrices - 1) * columns, dim)
+            yield self._linear(DOWN, dim, columns)
+            return
+        held, number = decoder.experts / self.expert, self.number_bytes
+        rows = self.tokens * decoder.per_token / held  # the router uses all experts alike
+        yield Product("router", self.tokens, decoder.experts, dim, number)
+        yield Product(UP, rows, (decoder.ffn_matrices - 1) * columns, dim, number, batch=held)
+        yield Product(DOWN, rows, dim, columns, number, batch=held)
+        width_bytes = GATED_BYTES + (ARRIVED_BYTES if self.expert > 1 else 0)
+        copied = width_bytes * number / HALF_BYTES * self.tokens * decoder.per_token * dim
+        routed = ROUTED_BYTES * self.tokens * decoder.experts
+        cast = CAST_BYTES * held * decoder.expert_weights if number < FLOAT32_BYTES else 0
+        yield Move("routing and order", copied + routed + cast, kernels=MIXTURE_KERNELS)
 
     def block_backward(self) -> list[Operation]:
         """The backward pass of one block, without what `training.activation_checkpointing` computes again."""
@@ -154,7 +205,7 @@ class Share:
 
     def _block_gradients(self) -> Move:
         """Add the gradients of one block's weights to those of earlier microbatches."""
-        weights = self.decoder.block_weights / self.tensor
+        weights = self.decoder.weights_with(self.decoder.experts / self.expert) / self.tensor
         return Move("sum of gradients", self._gradient_bytes * weights, kernels=20)
 
     @property

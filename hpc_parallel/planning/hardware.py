@@ -17,7 +17,8 @@ from hpc_parallel.problems import ConfigError, Problem, nearest
 EXTENDS = "extends"  # the key that names the file whose values hold where this file has none
 CALIBRATION = "calibration"  # which a file does not take from another one
 POWER = "power_w"
-OPTIONAL = ("ring_factors", "shared_cores", POWER, CALIBRATION)
+RATES = ("write_bytes_per_s", "together_bytes_per_s", "read_bytes_per_s", "copy_bytes_per_s")  # of Storage
+OPTIONAL = ("ring_factors", "shared_cores", POWER, CALIBRATION, *RATES)
 TABLES = {
     "peak_flops": "{bfloat16: 1.0e+14}",
     "ring_factors": "{reduce_scatter: 2.0}",
@@ -127,6 +128,21 @@ class Network:
 
 
 @dataclass(frozen=True)
+class Storage:
+    """The storage of run folders and data, as `task=calibrate` measures it; None: not measured.
+
+    write_bytes_per_s: of one rank beside the others, to the disk; together_bytes_per_s: of all ranks.
+    read_bytes_per_s: of one rank beside the others, in pieces of a sample. copy_bytes_per_s: from a GPU to
+    pinned memory of its host.
+    """
+
+    write_bytes_per_s: float | None = None
+    together_bytes_per_s: float | None = None
+    read_bytes_per_s: float | None = None
+    copy_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True)
 class Hardware:
     """A device, its node and the network.
 
@@ -142,6 +158,7 @@ class Hardware:
     products: Products
     traffic: Traffic
     host: Host
+    storage: Storage = field(default_factory=Storage)
     ring_factors: dict[str, float] = field(default_factory=dict)
     shared_cores: int | None = None
     calibration: str | None = None

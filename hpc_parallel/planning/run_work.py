@@ -9,9 +9,8 @@ from hpc_parallel.config.batch_plan import batch_of
 from hpc_parallel.config.checks.fp8_checks import OFF
 from hpc_parallel.config.counts import count
 from hpc_parallel.config.holdings import sliced_over
-from hpc_parallel.config.layout import SPMD, Layout, layout_of
+from hpc_parallel.config.layout import DATAPARALLEL, PARAMETER_SERVER, Layout, layout_of, servers
 from hpc_parallel.config.model_bytes import parameters, trains
-from hpc_parallel.config.model_data_schema import TransformerConfig
 from hpc_parallel.config.model_weights import ModelWeights, weights_of
 from hpc_parallel.config.schedules import stages_per_rank
 from hpc_parallel.config.schema import RunConfig
@@ -25,7 +24,7 @@ from hpc_parallel.planning.step_time import Work
 from hpc_parallel.problems import Problem, Problems
 
 MEBIBYTE = 2**20  # torch's unit of `bucket_cap_mb`
-UNPLANNED_AXES = ("expert", "tile")
+UNPLANNED_AXES = ("tile",)
 
 
 def unplanned(config: RunConfig, layout: Layout, hardware: Hardware) -> Problems:
@@ -37,7 +36,7 @@ def unplanned(config: RunConfig, layout: Layout, hardware: Hardware) -> Problems
         yield Problem(
             "gpus_per_node", config.gpus_per_node, f"is more than the hardware's {devices}", (devices,)
         )
-    if config.strategy.execution != SPMD:
+    if config.strategy.execution == DATAPARALLEL:
         yield Problem(
             "strategy", config.strategy.name, "is not planned: it is no layout of devices", ("data",)
         )
@@ -49,8 +48,8 @@ def unplanned(config: RunConfig, layout: Layout, hardware: Hardware) -> Problems
             "strategy.shares", config.strategy.shares, "is not planned, only even parts are", (None,)
         )
     target = config.model.get("_target_") if isinstance(config.model, dict) else None
-    if target != TransformerConfig._target_ or parameters(config) is None:
-        yield f"model: the class {target} is not planned, only the reference decoder is. Try model=1b."
+    if parameters(config) is None:
+        yield f"model: the class {target} is not planned, only the reference decoders are. Try model=1b."
     if sequence_of(config) is None:
         yield "data: the length of a sequence is not known. Try data=text."
     if config.training.precision not in hardware.device.peak_flops:
@@ -61,6 +60,15 @@ def unplanned(config: RunConfig, layout: Layout, hardware: Hardware) -> Problems
     if config.training.fp8 != OFF and FLOAT8 not in hardware.device.peak_flops:
         rule = f"has no peak in the hardware's file (device.peak_flops: {FLOAT8})"
         yield Problem("training.fp8", config.training.fp8, rule, (OFF,))
+
+
+def unsearched(config: RunConfig) -> Problems:
+    """Why the layouts of a configuration that `unplanned` accepts can't be compared."""
+    if count(config, "experts")[1] is not None:
+        yield (
+            "model: the layouts of a mixture of experts are not searched, because expert is not looked at. "
+            "Try plan strategy=expert, and plan strategy=data."
+        )
 
 
 def sequence_of(config: RunConfig) -> int | None:
@@ -95,8 +103,17 @@ def work_of_run(config: RunConfig, *, model: ModelWeights | None = None) -> Work
         attention=config.strategy.context_attention,
         rounding=_rounding(config),
         sequence_parallel=config.strategy.sequence_parallel,
+        workers=_workers(config, layout),
+        expert=layout.expert,
         compressed=ddp and config.strategy.gradient_compression == "bfloat16",
     )
+
+
+def _workers(config: RunConfig, layout: Layout) -> int:
+    """The ranks that exchange gradients and weights with a parameter server."""
+    if config.strategy.execution != PARAMETER_SERVER:
+        return 0
+    return layout.data - 1 + servers(config.strategy)
 
 
 def _rounding(config: RunConfig) -> Rounding | None:
@@ -113,8 +130,10 @@ def _blocks(config: RunConfig, layout: Layout, model: ModelWeights | None) -> tu
 
 def assumptions(config: RunConfig, hardware: Hardware) -> Iterator[str]:
     """What the plan of this configuration takes for granted."""
-    yield "This is a prediction. Data loading, checkpoints and validation are not in it."
+    yield "This is a prediction. Validation is not in it."
     yield _origin(hardware)
+    if config.strategy.expert != 1:
+        yield "The router is planned to use all experts alike: expect a longer step if it does not."
     if config.training.activation_checkpointing == "selective":
         yield "training.activation_checkpointing=selective is planned as none: expect a longer step."
     if config.training.compile:
@@ -141,6 +160,7 @@ def _decoder(config: RunConfig) -> Decoder:
     sizes = {
         name: count(config, name)[1] or 0 for name in ("blocks", "heads", "kv_heads", "columns", "vocabulary")
     }
+    experts = count(config, "experts")[1]
     return Decoder(
         layers=sizes["blocks"],
         dim=config.model["dim"],
@@ -152,4 +172,6 @@ def _decoder(config: RunConfig) -> Decoder:
         ffn_matrices=3,
         flash=True,
         tied=config.model["tied_head"],
+        experts=experts or 1,
+        per_token=config.model["experts_per_token"] if experts else 1,
     )

@@ -72,10 +72,12 @@ class _Rank:
         """Label and bytes of every kind of exchange."""
         yield "tensor", self._tensor_sums()
         yield "context", self._context()
+        yield "expert", self._experts()
         sliced = list(sliced_over(self.layout))
         yield joined(sliced), self._slices()
         averaged = [axis for axis in AVERAGED_AXES if axis not in sliced and self.layout.degrees[axis] > 1]
         yield joined(averaged), self._mean()
+        yield joined([axis for axis in averaged if axis != "expert"]), self._mean_of_experts()
         yield "pipeline", self._stage_to_stage() + self._tied()
 
     def _named(self, name: str) -> float:
@@ -103,6 +105,13 @@ class _Rank:
         )
         return of_block * self._passes
 
+    def _experts(self) -> float:
+        """Tokens and outputs each way; the numbers of tokens forward only."""
+        times = 1 + self.step.work.recompute
+        names = ("tokens to experts", "outputs of experts")
+        of_block = (times + 1) * sum(map(self._named, names)) + times * self._named("numbers of tokens")
+        return of_block * self._passes
+
     def _slices(self) -> float:
         """A block's weights are gathered forward and backward; a pipeline's rank gathers all of them once."""
         work = self.step.work
@@ -119,11 +128,21 @@ class _Rank:
     @property
     def _most(self) -> float:
         """The weights of the rank that has most, which a plan takes the time of."""
-        ranks = range(self.step.work.pipeline)
-        return max(self.step.rank_weights(self._pipeline.stages_of(rank)) for rank in ranks)
+        return max(self.step.rank_weights(self._pipeline.stages_of(rank)) for rank in self._ranks)
+
+    @property
+    def _ranks(self) -> range:
+        return range(self.step.work.pipeline)
 
     def _mean(self) -> float:
-        return self._named("mean of gradients") * self.step.rank_weights(self._stages) / self._most
+        averaged = [self.step.averaged_weights(self._pipeline.stages_of(rank)) for rank in self._ranks]
+        return self._named("mean of gradients") * averaged[self.place] / max(averaged)
+
+    def _mean_of_experts(self) -> float:
+        """Of the experts of the rank that has most blocks, as `_mean`."""
+        work = self.step.work
+        blocks = [sum(work.blocks[stage] for stage in self._pipeline.stages_of(rank)) for rank in self._ranks]
+        return self._named("mean of the experts' gradients") * blocks[self.place] / max(blocks)
 
     def _stage_to_stage(self) -> float:
         """Activations to the next stage, and gradients to the one before, unless this rank has it."""

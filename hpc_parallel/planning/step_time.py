@@ -16,9 +16,11 @@ from hpc_parallel.planning.kernels import Kernels, Term
 from hpc_parallel.planning.operations import FLOAT32_BYTES, NUMBER_BYTES, precise_bytes
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, Kind, Pipeline
 from hpc_parallel.planning.pipeline_times import Span, Timeline, simulate
+from hpc_parallel.planning.server_times import Serving
 from hpc_parallel.planning.shared_cores import contended, pipelines_at_once
 from hpc_parallel.planning.split_attention import Message, SplitAttention, attention_s
 
+COUNT_BYTES = 8  # of the number of an expert's tokens
 COMPRESSED_BYTES = 2  # of a number in bfloat16
 CPU = "cpu"  # the kind of a device
 
@@ -33,7 +35,9 @@ class Work:
     bucket_bytes: gradients are averaged in such messages beside the backward pass of the last microbatch;
     None: after it. blocks: the number in each stage. stream_bytes: of a number that one stage sends to the
     next. gradient_bytes: of a number of the gradients that devices exchange. compressed: but their means
-    are of bfloat16. rounding: of the blocks' linear products in float8.
+    are of bfloat16. rounding: of the blocks' linear products in float8. workers: that send gradients to a
+    parameter server, which is one more device, or the first of `data`; 0 without one. expert: the devices in
+    a row that split the experts, and have a part of the batch each.
     """
 
     decoder: Decoder
@@ -57,6 +61,8 @@ class Work:
     compressed: bool = False
     rounding: Rounding | None = None
     sequence_parallel: bool = True
+    workers: int = 0
+    expert: int = 1
 
     @property
     def repeated_sums(self) -> float:
@@ -75,8 +81,14 @@ class Work:
         return self.data * self.context
 
     @property
-    def devices(self) -> int:
+    def computing(self) -> int:
+        """The devices with a part of the batch."""
         return self.tensor * self.alike * self.pipeline
+
+    @property
+    def devices(self) -> int:
+        """Those and a server that only serves."""
+        return self.computing + (self.workers == self.data)
 
     @property
     def number_bytes(self) -> int:
@@ -116,8 +128,8 @@ class Step:
     """
 
     def __init__(self, work: Work, hardware: Hardware, kernels: Kernels | None = None) -> None:
-        self.work = work
-        self._all_busy = contended(hardware, devices=work.devices)
+        self.work, self._alone = work, hardware
+        self._all_busy = contended(hardware, devices=work.computing)
         # A stage of a pipeline computes beside as many others as the simulation shows.
         ranks = work.tensor * work.alike
         self.hardware = contended(hardware, devices=ranks) if work.pipeline > 1 else self._all_busy
@@ -126,7 +138,7 @@ class Step:
         self._kernels = Kernels(self.hardware) if shared or kernels is None else kernels
         self.share = Share(
             work.decoder, work.microbatch_size, work.tensor, hardware.traffic, work.number_bytes,
-            work.context, work.rounding,
+            work.context, work.rounding, work.expert,
         )  # fmt: skip
         self.sent: dict[str, Exchange] = {}  # so far, by name
         self._terms: list[Term] = []
@@ -159,7 +171,7 @@ class Step:
         self._add("all microbatches", timeline.total_s, text)
         gradients_s, update_s = self._gradients_s, self._update_s
         blocks = work.decoder.layers / work.pipeline * work.microbatches
-        waits = (*self._unhidden_s.values(), *self._waits_for_context_s)
+        waits = (*self._unhidden_s.values(), *self._waits_for_context_s, *self._waits_for_experts_s)
         exposed_s = gradients_s + blocks * ((4 + work.repeated_sums) * self._tensor_sum_s + sum(waits))
         return StepTime(timeline, gradients_s, update_s, exposed_s, tuple(self._terms))
 
@@ -209,8 +221,8 @@ class Step:
         return self.hardware.device.kind == CPU
 
     def _together_s(self, device_s: float, host_s: float) -> float:
-        """Computation and its launches, which a GPU overlaps."""
-        if self._on_cpu:
+        """Computation and its launches, which a GPU overlaps unless the host reads the sizes of messages."""
+        if self._on_cpu or self.work.expert > 1:
             return device_s + host_s
         return _overlapped(device_s, host_s, sharpness=self.hardware.host.sharpness)
 
@@ -248,6 +260,9 @@ class Step:
         if self.work.context > 1:
             forward_s += self._context_s[FORWARD]
             backward_s += self._context_s[BACKWARD]
+        if self.work.expert > 1:
+            forward_s += self._experts_s
+            backward_s += self._experts_s - self._counts_s
         if self.work.recompute:
             backward_s += forward_s - (2 - self.work.repeated_sums) * self._tensor_sum_s
         if self._gathers:
@@ -281,6 +296,35 @@ class Step:
             return ()
         forward_s, backward_s = self._context_s[FORWARD], self._context_s[BACKWARD]
         return (*(forward_s,) * (1 + self.work.recompute), backward_s)
+
+    @cached_property
+    def _experts_s(self) -> float:
+        """A block sends each token to its experts and their outputs back; the backward pass the gradients.
+
+        The router is taken to use all experts alike. Nothing is computed meanwhile.
+        """
+        group, share = self._group(self.work.expert, stride=1), self.share
+        size = share.activation_bytes * share.decoder.per_token
+        sent_s = self._exchange_s(Exchange("tokens to experts", "all_to_all", size, group))
+        return (
+            self._counts_s
+            + sent_s
+            + self._exchange_s(Exchange("outputs of experts", "all_to_all", size, group))
+        )
+
+    @cached_property
+    def _counts_s(self) -> float:
+        """Before that, the numbers of tokens."""
+        group = self._group(self.work.expert, stride=1)
+        size = COUNT_BYTES * self.work.decoder.experts
+        return self._exchange_s(Exchange("numbers of tokens", "all_to_all", size, group))
+
+    @property
+    def _waits_for_experts_s(self) -> tuple[float, ...]:
+        """Those of a block and microbatch."""
+        if self.work.expert == 1:
+            return ()
+        return (*(self._experts_s,) * (1 + self.work.recompute), self._experts_s - self._counts_s)
 
     def _exposed_s(self, message: Message) -> float:
         """Of the messages beside which the attention of a block computes, what is left."""
@@ -393,20 +437,24 @@ class Step:
 
     @cached_property
     def _transfers(self) -> dict[int, float]:
-        """Seconds from each stage to the next one, and back. A part of the activations goes each way."""
-        share, stride, devices = self.share, self.work.tensor * self.work.alike, self.hardware.node.devices
-        hidden_bytes = self.work.stream_bytes * share.tokens * share.decoder.dim
-        owner = {
-            stage: rank for rank in range(self.work.pipeline) for stage in self._pipeline.stages_of(rank)
-        }
+        """Seconds from each stage to the next one, and back.
+
+        With `sequence_parallel` each device sends its part of the sequence, and the next stage begins with
+        it. Without it each sends all. Megatron sends parts and gathers them (Narayanan et al. 2021).
+        """
+        work, share, devices = self.work, self.share, self.hardware.node.devices
+        stride = work.tensor * work.alike
+        hidden_bytes = work.stream_bytes * share.tokens * share.decoder.dim
+        size = hidden_bytes / share.tensor if work.blocking or work.sequence_parallel else hidden_bytes
+        owner = {stage: rank for rank in range(work.pipeline) for stage in self._pipeline.stages_of(rank)}
         seconds: dict[int, float] = {}
         for stage in range(self._last):
             source, target = owner[stage] * stride // devices, owner[stage + 1] * stride // devices
             if owner[stage] == owner[stage + 1]:
                 continue
-            size, senders = hidden_bytes / share.tensor, min(stride, devices)
+            senders = min(stride, devices)
             seconds[stage] = send_s(size, self.hardware, crosses=source != target, senders=senders)
-            if share.tensor > 1:  # the receivers put the parts together
+            if work.blocking and share.tensor > 1:
                 whole = self._group(share.tensor, stride=1)
                 seconds[stage] += hidden_bytes / bus_bytes_per_s(whole, self.hardware)
             self._add(f"send from stage {stage}", seconds[stage], f"{size:.4g} B, {senders} senders a node")
@@ -415,23 +463,40 @@ class Step:
     @property
     def _weights(self) -> float:
         """Those of the device that has most: its part of its stages' blocks, embedding and head."""
-        ranks = [self._pipeline.stages_of(rank) for rank in range(self.work.pipeline)]
-        return max(self.rank_weights(stages) for stages in ranks) / self.work.tensor
+        return max(map(self.rank_weights, self._stages_of_ranks)) / self.work.tensor
+
+    @property
+    def _stages_of_ranks(self) -> list[list[int]]:
+        return [self._pipeline.stages_of(rank) for rank in range(self.work.pipeline)]
 
     def rank_weights(self, stages: list[int]) -> float:
-        """Those of all devices of a pipeline rank."""
+        """Those of all devices of a pipeline rank; of experts that are split, one device's."""
+        return self._weights_with(self.work.decoder.experts / self.work.expert, stages)
+
+    def averaged_weights(self, stages: list[int]) -> float:
+        """Those whose gradients all replicas average: without experts that are split."""
+        return self._weights_with(None if self.work.expert == 1 else 0, stages)
+
+    def _weights_with(self, experts: float | None, stages: list[int]) -> float:
+        first, last = 0 in stages, self._last in stages
         blocks = sum(self.work.blocks[stage] for stage in stages)
-        return self.work.decoder.stage_weights(blocks, first=0 in stages, last=self._last in stages)
+        return self.work.decoder.stage_weights(blocks, first=first, last=last, experts=experts)
 
     @cached_property
     def _gradients_s(self) -> float:
         """What the device waits for: means over replicas, slices, and the weight that both ends share."""
         work = self.work
-        mean, seconds = self._mean(self._weights), self._sent_s(self._weights)
+        averaged = max(map(self.averaged_weights, self._stages_of_ranks)) / work.tensor
+        size = work.gradient_bytes * averaged / work.shard
+        if work.workers:
+            return self._served_s(size)
+        mean, seconds = self._mean(averaged), self._sent_s(averaged)
         if work.bucket_bytes is not None and seconds > 0 and (work.bucket_bytes > 0 or self._beside):
             copying_s = mean.copying_s(self._all_busy) if self._on_cpu else 0.0
-            share = min(1.0, work.bucket_bytes / (work.gradient_bytes * self._weights / work.shard))
+            share = min(1.0, work.bucket_bytes / size)
             seconds = self._beside_backward_s(seconds, share=share, least_s=copying_s)
+        if work.expert > 1:
+            seconds += self._mean_of_experts_s
         if work.decoder.tied and self._last not in self._pipeline.stages_of(0):
             ends = self._group(2, stride=work.tensor * work.alike * (work.pipeline - 1))
             size = work.gradient_bytes * work.decoder.end_weights / work.tensor / work.shard
@@ -456,6 +521,25 @@ class Step:
         replicas = self._group(work.alike // work.shard, stride=work.tensor * work.shard)
         return Exchange("mean of gradients", "all_reduce", number_bytes * weights / work.shard, replicas)
 
+    @property
+    def _mean_of_experts_s(self) -> float:
+        """Over the devices that hold the same ones, after the backward pass."""
+        work = self.work
+        blocks = max(sum(work.blocks[stage] for stage in stages) for stages in self._stages_of_ranks)
+        held = work.decoder.expert_weights * work.decoder.experts / work.expert
+        group = self._group(work.alike // work.expert, stride=work.expert)
+        size = work.gradient_bytes * blocks * held
+        mean = Exchange("mean of the experts' gradients", "all_reduce", size, group)
+        return self._exchange_s(mean, self._all_busy)
+
+    def _served_s(self, size: float) -> float:
+        """To a parameter server and, after its update, back. size: the bytes of all gradients."""
+        work = self.work
+        messages = math.ceil(size / work.bucket_bytes) if work.bucket_bytes else 1
+        serving = Serving(work.workers, work.workers < work.data, size, messages)
+        terms = serving.collect(self._alone), serving.hand_out(self._alone)
+        return sum(self._add(term.name, term.seconds, term.formula) for term in terms)
+
     def _slices_s(self, weights: float) -> float:
         """Gathers and sums over `shard`: of a stage once, or for each microbatch outside of the blocks."""
         ends = self.work.microbatches * self.work.decoder.stage_weights(0, first=True, last=True)
@@ -478,10 +562,11 @@ class Step:
 
     @cached_property
     def _update_s(self) -> float:
-        traffic, device = self._all_busy.traffic, self._all_busy.device
+        busy = self._alone if self.work.workers else self._all_busy  # a server updates alone
+        traffic, device = busy.traffic, busy.device
         wider = precise_bytes(self.work.number_bytes) / FLOAT32_BYTES
         moved = wider * traffic.optimizer_bytes * self._weights / self.work.shard
-        seconds = moved / (device.memory_bytes_per_s * traffic.share) + self._all_busy.host.step_s
+        seconds = moved / (device.memory_bytes_per_s * traffic.share) + busy.host.step_s
         return self._add("update", seconds, f"{moved:.4g} B / memory bandwidth + launches of a step")
 
 

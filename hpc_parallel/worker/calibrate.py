@@ -6,6 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ from hpc_parallel.worker.collectives_plan import ROW_S, Measure, Plan
 from hpc_parallel.worker.device_probes import Probe, probes
 from hpc_parallel.worker.session import complete, note_stop
 from hpc_parallel.worker.stop import Stop
+from hpc_parallel.worker.storage_rates import StorageRow, gigabytes
 from hpc_parallel.worker.time_budget import TimeBudget, advice
 
 DEVICES_SHARE = 0.5  # of the time; the links have the rest
@@ -52,6 +54,7 @@ SOURCES = {
     "products": "peak_share and depth: fitted to products by size",
     "traffic": "kernel_s, elementwise, optimizer_bytes: fitted to launches, blocks and updates",
     "host": "forward_s, backward_s, microbatch_s, step_s: fitted to blocks and updates",
+    "storage": "files of the run folder; null: not measured",
     "network.spread": "of the devices' speeds",
     "shared_cores": "all devices are processes of one machine",
 }
@@ -77,13 +80,13 @@ def calibrate(
     devices = DeviceRows(device, turns=turns_of(config, environment, device=device))
     groups = link_groups(named_groups(config, device=device))
     most_bytes = min(MOST_LINK_BYTES[device.type], largest_size(LINKS, device=device))
+    storage = StorageRow(folder.path, device=device)
     links = Plan.of(LINKS, groups=groups, most_bytes=most_bytes)
     writer = FileWriter(folder, steps=0)
     done = 0
     with Stop(step=0, period_s=0.0) as stop:
-        for line in _lines(
-            devices, links, budget, measure=partial(measure_cell, device=device, groups=groups)
-        ):
+        measure = partial(measure_cell, device=device, groups=groups)
+        for line in _lines(devices, storage, links, budget, measure=measure):
             done += 1
             if dist.get_rank() == 0:
                 writer.write({**line, "step": done, "time": datetime.now(UTC).isoformat()})
@@ -93,25 +96,29 @@ def calibrate(
                 return
         spread = speed_spread(devices.rows, device=device)
         if dist.get_rank() == 0:
-            write_profile(folder, config=config, devices=devices, links=links, spread=spread)
+            measured = Measured(devices, storage, links, spread)
+            write_profile(folder, config=config, measured=measured)
         complete(values, folder=folder, lines=[], writers=[])
     if dist.get_rank() == 0:
         print(*results(folder, read_json(folder.summary) or {}), sep="\n", flush=True)
 
 
 def _lines(
-    devices: DeviceRows, links: Plan, budget: TimeBudget, *, measure: Measure
+    devices: DeviceRows, storage: StorageRow, links: Plan, budget: TimeBudget, *, measure: Measure
 ) -> Iterator[dict[str, Any]]:
     """Measure everything; yields the line of each row."""
-    total = len(devices.probes) + len(links.cells)
+    total = len(devices.probes) + 1 + len(links.cells)
     for row in devices.measure(budget):
-        yield {
-            "steps": total, "measured": cells(row), "time_left_s": max(0.0, budget.seconds - budget.used_s),
-            **vars(row),
-        }  # fmt: skip
+        yield {"steps": total, "measured": cells(row), "time_left_s": _left_s(budget), **vars(row)}
+    for texts in storage.measure(budget):
+        yield {"steps": total, "measured": texts, "time_left_s": _left_s(budget), "kind": "storage"}
     if links.cells:
         for _ in links.measure(measure, budget):
             yield {**links.metrics_line(budget), "steps": total}
+
+
+def _left_s(budget: TimeBudget) -> float:
+    return max(0.0, budget.seconds - budget.used_s)
 
 
 class DeviceRows:
@@ -204,23 +211,36 @@ def _own_time_s(run: Callable[[], object], device: torch.device) -> float:
     return clock() - began
 
 
-def write_profile(
-    folder: RunFolder, *, config: RunConfig, devices: DeviceRows, links: Plan, spread: float
-) -> None:
+@dataclass(frozen=True)
+class Measured:
+    """What the ranks have measured. spread: of the devices' speeds."""
+
+    devices: DeviceRows
+    storage: StorageRow
+    links: Plan
+    spread: float
+
+    @property
+    def left_out(self) -> list[str]:
+        return [*filter(None, (part.left_out for part in (self.devices, self.storage, self.links)))]
+
+
+def write_profile(folder: RunFolder, *, config: RunConfig, measured: Measured) -> None:
     """Write `hardware.yaml`, and the rows with the lines for people to `calibration.json`."""
-    machine = _machine(config, devices, spread=spread)
+    devices, links = measured.devices, measured.links
+    machine = _machine(config, devices, spread=measured.spread)
     base = named_hardware(BASES[devices.device.type], user_folder=None)
-    hardware = device_hardware(devices.rows, machine, base=base)
-    hardware, measured = with_links(hardware, _link_profile(config, links), turns=devices.turns)
+    hardware = replace(device_hardware(devices.rows, machine, base=base), storage=measured.storage.storage)
+    hardware, names = with_links(hardware, _link_profile(config, links), turns=devices.turns)
     today = datetime.now(UTC).date().isoformat()
     head = [
         f"Measured by {MEASURED_BY} on {today}: {config.nodes} nodes x {config.gpus_per_node} devices.",
-        f"Links: {', '.join(measured) or 'not measured'}.",
+        f"Links: {', '.join(names) or 'not measured'}.",
         f"What has no source is of {BASES[devices.device.type]}.yaml.",
     ]
-    sources = SOURCES | ({"node": "links: measured", "network": "measured"} if measured else {})
+    sources = SOURCES | ({"node": "links: measured", "network": "measured"} if names else {})
     write_text(folder.hardware, hardware_text(hardware, head=head, sources=sources))
-    lines = [*_summary(hardware, measured), *filter(None, (devices.left_out, links.left_out))]
+    lines = [*_summary(hardware, names), *measured.left_out]
     lines.append(
         f"profile: {folder.hardware}. Copy it to FOLDER/hardware/NAME.yaml, then "
         "`plan --config-dir FOLDER hardware=NAME`"
@@ -259,6 +279,11 @@ def _summary(hardware: Hardware, links: Sequence[str]) -> Iterator[str]:
     yield f"launch               {traffic.kernel_s * 1e6:12,.1f} us"
     yield f"block, launches      {host.forward_s * 1e6:12,.1f} us forward"
     yield f"                     {host.backward_s * 1e6:12,.1f} us backward"
+    storage = hardware.storage
+    if storage.write_bytes_per_s is not None:
+        rates = {"one rank": storage.write_bytes_per_s, "all ranks": storage.together_bytes_per_s}
+        yield f"storage, written     {', '.join(f'{name} {gigabytes(rate)}' for name, rate in rates.items())}"
+        yield f"storage, read        {gigabytes(storage.read_bytes_per_s)} in pieces, a rank"
     if hardware.shared_cores:
         yield f"all devices share {hardware.shared_cores} cores"
     if links:

@@ -1,12 +1,12 @@
 """Planned and measured steps on the test cluster, with links of 1 Gbit/s and of 200 Mbit/s.
 
-    python -m tests.benchmarks.plan_on_cluster --output FOLDER [--minutes 12]
+    python -m tests.benchmarks.plan_on_cluster --output FOLDER [--minutes 12] [--only context expert]
 
 Needs root, Slurm, and two cores that do nothing else. The cluster's hosts share them, which the profile says
 (`shared_cores`). The profile is calibrated once, at 1 Gbit/s: `task=calibrate`, then `plan --calibrate` on
 CALIBRATION. At 200 Mbit/s only the bandwidth of the wire changes. RUNS have other models, and strategies on
-other numbers of nodes, which the calibration did not see. FOLDER gets the profile, `plan_on_cluster.json` and
-`plan_on_cluster.md`.
+other numbers of nodes, which the calibration did not see. `--only` measures runs of some strategies at
+1 Gbit/s, also those of OTHERS. FOLDER gets the profile, `plan_on_cluster.json` and `plan_on_cluster.md`.
 """
 
 from __future__ import annotations
@@ -61,6 +61,13 @@ MODELS = {
     "a": _model(6, 192, 4, 512, 128),
     "b": _model(6, 320, 4, 960, 64),
     "c": _model(3, 512, 8, 1408, 96),
+    "m": (
+        "model=moe_tiny",
+        "model.layers=3",
+        "model.dim=256",
+        "model.ffn_dim=512",
+        "data.sequence_length=96",
+    ),
 }
 BATCH = 16
 STRATEGIES = {
@@ -71,6 +78,10 @@ STRATEGIES = {
     "tensor": ("strategy=tensor",),
     "pipeline": ("strategy=pipeline", "strategy.microbatches=8"),
     "hybrid": ("strategy=hybrid", "strategy.microbatches=4"),
+    "context": ("strategy=context",),
+    "gather": ("strategy=context", "strategy.context_attention=gather"),
+    "expert": ("strategy=expert",),
+    "parameter_server": ("strategy=parameter_server",),
 }
 
 
@@ -111,6 +122,14 @@ RUNS = [
     *_cases("c", 2, 1, "data", "tensor"),
     *_cases("a", 4, 1, "data", "fsdp", "pipeline"),
     *_cases("b", 2, 2, "hsdp", "hybrid", "data"),
+]
+OTHERS = [  # of --only
+    *_cases("a", 2, 1, "context", "gather"),
+    *_cases("c", 2, 1, "context"),
+    *_cases("a", 3, 1, "parameter_server"),
+    *_cases("c", 2, 1, "parameter_server"),
+    *_cases("m", 2, 1, "expert", "data"),
+    *_cases("m", 2, 2, "expert"),
 ]
 
 
@@ -253,11 +272,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=12.0, help="no run begins later (default 12)")
-    parser.add_argument("--few", action="store_true", help="three runs, to try the script")
+    parser.add_argument("--only", nargs="+", choices=sorted(STRATEGIES), help="runs of these, at 1 Gbit/s")
     options = parser.parse_args()
     began_s = time.monotonic()
-    cases = RUNS[:3] if options.few else RUNS
-    rates = ["1gbit"] if options.few else list(RATES)
+    cases, rates = RUNS, list(RATES)
+    if options.only:
+        cases, rates = [case for case in [*RUNS, *OTHERS] if case.strategy in options.only], ["1gbit"]
     results: list[Result] = []
     with Cluster.start(hosts=4) as cluster, tempfile.TemporaryDirectory() as folder:
         site = Site(cluster, Path(folder), end_s=began_s + 60 * options.minutes - 20)

@@ -29,6 +29,11 @@ def test_a_profile_of_this_machine(workers: Workers) -> None:
     assert hardware.shared_cores == cores  # both nodes are processes of this machine
     assert hardware.node.devices == 1
     assert hardware.calibration == "task=calibrate on 2 devices"
+    storage = hardware.storage
+    assert storage.write_bytes_per_s is not None
+    assert storage.together_bytes_per_s == pytest.approx(2 * storage.write_bytes_per_s, rel=1e-4)
+    assert storage.read_bytes_per_s is not None
+    assert storage.copy_bytes_per_s is None  # no GPU
     rows = json.loads(folder.calibration.read_text())["rows"]
     assert {row["kind"] for row in rows} >= {
         BLOCK_BACKWARD, BLOCK_FORWARD, ELEMENTWISE, LAUNCH, PRODUCT, UPDATE,

@@ -122,6 +122,20 @@ def test_an_estimate_does_not_stop_a_run() -> None:
     assert "the run may not fit" in run.plan_notes[0]
 
 
+def test_a_server_without_room_names_layouts_without_one() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer state and activations need .* Try strategy="):
+        checked(*SITE, "strategy=parameter_server", "model=8b", "nodes=2", "training.global_batch_size=15")
+
+
+def test_activations_of_compiled_blocks_are_not_certain() -> None:
+    """Those of eager mode would stop this run."""
+    words = (*SITE, "strategy=data", "model=1b", "data.sequence_length=2048", "training.microbatch_size=32",
+             "training.global_batch_size=256")  # fmt: skip
+    with pytest.raises(ConfigError, match="optimizer state and activations need"):
+        checked(*words)
+    assert "the run may not fit" in checked(*words, "training.compile=true").plan_notes[0]
+
+
 def test_nothing_is_planned_without_a_known_hardware() -> None:
     run = checked("strategy=data", "model=8b", "launcher=script", "gpus_per_node=8")
     assert run.predicted is None

@@ -327,6 +327,19 @@ def test_bytes_are_those_of_the_precision(precision: str, number: int, stream: i
     assert bytes_of(tensor, "sum over the tensor axis") == pytest.approx(number * hidden, rel=1e-3)
 
 
+def test_a_stage_sends_its_part_of_a_sequence_and_nothing_is_gathered() -> None:
+    """tensor.py: the next stage begins with the part that it gets. Without sequence_parallel it gets all."""
+    words = ("strategy=hybrid", "model=8b", "gpus_per_node=8", "strategy.pipeline=2", "strategy.tensor=4",
+             "strategy.shard=1", "training.global_batch_size=8", "training.microbatch_size=1",
+             "training.precision=bfloat16")  # fmt: skip
+    send, hidden = read_hardware(NAME, folders=FOLDERS).node.send, 2 * 1024 * 4096
+    for sequence_parallel, sent in ((True, hidden / 4), (False, hidden)):
+        step = step_of(*words, f"strategy.sequence_parallel={sequence_parallel}")
+        assert bytes_of(step, "send from stage 0") == pytest.approx(sent, rel=1e-3)
+        (seconds,) = (term.seconds for term in step.terms if term.name == "send from stage 0")
+        assert seconds == pytest.approx(send.latency_s + sent / send.bytes_per_s)
+
+
 def test_measured_links_take_the_place_of_the_files() -> None:
     """A profile of 8 ranks in a node and of 4 nodes; each link keeps what the profile lacks."""
     fit = {"latency_s": 140e-6, "bandwidth_bytes_per_s": 5e10, "fit_error": 0.0}
@@ -363,10 +376,9 @@ def test_the_memory_is_that_of_the_fullest_device(capsys: pytest.CaptureFixture[
     assert found.fullest.total > weights > 74.51 * 2**30
     sharded = (*words, "strategy=fsdp")
     assert planned(capsys, *sharded)["memory, estimate"].endswith(" of 74.5 GiB: fits")
-    compiled = planned(capsys, *sharded, "training.compile=true")["memory, at least"]
+    compiled = planned(capsys, *sharded, "training.compile=true")["memory, estimate"]
     assert compiled.endswith(
-        " of 74.5 GiB: may not fit "
-        "(activations count as 0, because they are not known for training.compile=true)"
+        " of 74.5 GiB: fits (activations are those of eager mode; compiled blocks keep others, mostly fewer)"
     )
 
 
@@ -426,11 +438,12 @@ def test_the_kind_of_a_device_is_in_its_file(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_what_is_not_planned_is_refused_together(capsys: pytest.CaptureFixture[str]) -> None:
-    experts = ("model=moe_tiny", "model.experts=16", "strategy=expert")
-    assert command(["plan", f"hardware={NAME}", *experts, "gpus_per_node=16", "task=infer"]) == 2
+    tiles = ("model=segmenter", "data=cells", "data.height=128", "strategy=tile")
+    assert command(["plan", f"hardware={NAME}", *tiles, "gpus_per_node=16", "task=infer"]) == 2
     message = capsys.readouterr().err
     assert "task = infer is not planned, only training is. Try task=train." in message
-    assert "strategy.expert = 16 is not planned yet. Try strategy.expert=1." in message
+    assert "strategy.tile = 16 is not planned yet. Try strategy.tile=1." in message
+    assert "convnet.Segmenter is not planned, only the reference decoders are" in message
     assert "gpus_per_node = 16 is more than the hardware's 8. Try gpus_per_node=8." in message
 
 

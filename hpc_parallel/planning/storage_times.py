@@ -1,0 +1,188 @@
+"""What a training waits for beside its steps: checkpoints, and input that is not read in time.
+
+The rates are those of `storage` in the hardware's file; a wait whose rate is not measured is not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from hpc_parallel.config.holdings import ALL, first_holdings
+from hpc_parallel.config.layout import PARAMETER_SERVER, Layout, layout_of
+from hpc_parallel.config.model_data_schema import TextDataConfig, TokensDataConfig
+from hpc_parallel.config.model_weights import ModelWeights, sample_shape_of, weights_of
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.setup import Setup, model_facts
+from hpc_parallel.planning.hardware import MEASURED_BY, Hardware
+from hpc_parallel.planning.planned_state import Division, StateBytes, States
+from hpc_parallel.planning.shared_cores import contended
+from hpc_parallel.planning.step_time import CPU, Work
+from hpc_parallel.record.metrics_file import size
+
+TOKEN_BYTES = 4  # of a token in a file: 2 or 4 (data/tokens.py)
+COPIED_TWICE = 2  # a processor's copy reads and writes
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Seconds that some steps of a training wait beside their work; None if they are not known.
+
+    text, formula: for a reader; of an unknown one, why it is not counted.
+    """
+
+    seconds: float | None
+    text: str
+    formula: str
+
+
+@dataclass(frozen=True)
+class CheckpointBytes:
+    """total: of a checkpoint. most: what the rank that writes most of it writes."""
+
+    total: int
+    most: int
+
+
+@dataclass(frozen=True)
+class StorageTimes:
+    """The waits of a planned run. step_s: the planned time of a step."""
+
+    config: RunConfig
+    work: Work
+    step_s: float
+    hardware: Hardware
+
+    def training_s(self, steps: float) -> float:
+        """The time of so many steps, with the waits that are known."""
+        waits = (self.checkpoints(steps), self.input(steps))
+        return steps * self.step_s + sum(wait.seconds or 0.0 for wait in waits)
+
+    def checkpoints(self, steps: float) -> Wait:
+        """One each `training.checkpoint_every` steps and after the last one, for which the run always waits.
+
+        Another one that is written while the training goes on is copied first, and waits for the one before.
+        """
+        every, sizes = self.config.training.checkpoint_every, self._checkpoint
+        if every is None:
+            return Wait(0.0, "none (training.checkpoint_every=null)", "no checkpoint")
+        if sizes is None:
+            return _not_counted("the optimizer's state is not known")
+        if (missing := self._missing_rate()) is not None:
+            return _unmeasured(missing)
+        saves = math.ceil(steps / every)
+        waited_s, text = self._save_s(sizes, every)
+        seconds = (saves - 1) * waited_s + self._write_s(sizes)
+        share = seconds / (steps * self.step_s + seconds)
+        shown = f"{100 * share:.1f} % of the time: {size(sizes.total)} each {every} steps"
+        return Wait(seconds, shown, f"{saves - 1} x {text} + the last one, {self._write_s(sizes):.4g} s")
+
+    def input(self, steps: float) -> Wait:
+        """A batch is read while the step before it runs; what takes longer is waited for."""
+        target = self.config.data.get("_target_") if isinstance(self.config.data, dict) else None
+        if target == TextDataConfig._target_:
+            return Wait(0.0, "in memory before the first step", "no reads")
+        if target != TokensDataConfig._target_:
+            return _not_counted(f"the time to read samples of {target} is not known")
+        rate = self.hardware.storage.read_bytes_per_s
+        if rate is None:
+            return _unmeasured("read_bytes_per_s")
+        work = self.work
+        moved = TOKEN_BYTES * work.microbatches * work.microbatch_size * work.decoder.sequence
+        read_s = moved / rate
+        waited_s = max(0.0, read_s - self.step_s)
+        text = f"{waited_s:.4g} s a step, the rest beside it" if waited_s else "read beside the steps"
+        formula = f"max(0, {moved} B / {rate / 1e9:.4g} GB/s - {self.step_s:.4g} s) a step"
+        return Wait(steps * waited_s, text, formula)
+
+    @cached_property
+    def _checkpoint(self) -> CheckpointBytes | None:
+        return checkpoint_bytes(self.config)
+
+    def _missing_rate(self) -> str | None:
+        storage = self.hardware.storage
+        names = ["write_bytes_per_s", "together_bytes_per_s"]
+        if self.config.training.checkpoint_async and self.hardware.device.kind != CPU:
+            names.append("copy_bytes_per_s")
+        return next((name for name in names if getattr(storage, name) is None), None)
+
+    def _write_s(self, sizes: CheckpointBytes) -> float:
+        """The rank that writes most, or the storage that all of them share."""
+        storage = self.hardware.storage
+        assert storage.write_bytes_per_s is not None
+        assert storage.together_bytes_per_s is not None
+        return max(sizes.most / storage.write_bytes_per_s, sizes.total / storage.together_bytes_per_s)
+
+    def _save_s(self, sizes: CheckpointBytes, every: int) -> tuple[float, str]:
+        """Seconds that the training waits for each but the last one, and their formula."""
+        storage, write_s = self.hardware.storage, self._write_s(sizes)
+        assert storage.write_bytes_per_s is not None
+        assert storage.together_bytes_per_s is not None
+        written = (
+            f"max({sizes.most:.4g} B / {storage.write_bytes_per_s / 1e9:.4g} GB/s, "
+            f"{sizes.total:.4g} B / {storage.together_bytes_per_s / 1e9:.4g} GB/s)"
+        )
+        if not self.config.training.checkpoint_async:
+            return write_s, written
+        rate = self._copy_bytes_per_s
+        waited_s = sizes.most / rate + max(0.0, write_s - every * self.step_s)
+        copied = f"{sizes.most:.4g} B / {rate / 1e9:.4g} GB/s"
+        return waited_s, f"({copied} + max(0, {written} - {every} x {self.step_s:.4g} s))"
+
+    @property
+    def _copy_bytes_per_s(self) -> float:
+        if self.hardware.device.kind != CPU:
+            assert self.hardware.storage.copy_bytes_per_s is not None
+            return self.hardware.storage.copy_bytes_per_s
+        busy = contended(self.hardware, devices=self.work.devices)
+        return busy.device.memory_bytes_per_s * busy.traffic.share / COPIED_TWICE
+
+
+def checkpoint_bytes(config: RunConfig) -> CheckpointBytes | None:
+    """The weights and the optimizer's state of a decoder, without what is small: random states, the index.
+
+    Of the ranks that hold the same part of a tensor one writes it; which one depends on its name, so they
+    share the bytes about evenly, but for tensors that are large. None without the optimizer's state.
+    """
+    shape = sample_shape_of(config.model, config.data)
+    model = None if shape is None else weights_of(config.model, sample_shape=shape)
+    if model is None:
+        return None
+    layout = layout_of(config.strategy, devices=config.devices)
+    whole = _states_of(config, Layout(), model)
+    if whole is None:
+        return None
+    total = whole[0].parameters + whole[0].optimizer
+    ranks = config.devices // layout.pipeline  # with a part of the same stages
+    if config.strategy.execution == PARAMETER_SERVER:  # which alone has the optimizer's state
+        return CheckpointBytes(total, whole[0].optimizer + whole[0].parameters // ranks)
+    stages = _states_of(config, Layout(pipeline=layout.pipeline), model) or []
+    even = max(stage.parameters + stage.optimizer for stage in stages) // ranks
+    return CheckpointBytes(total, max(even, _largest_part(config, layout, model)))
+
+
+def _states_of(config: RunConfig, layout: Layout, model: ModelWeights) -> list[StateBytes] | None:
+    """Of each rank of a layout without replicas."""
+    states = States(Division(config, layout, model))
+    if states.unknown:
+        return None
+    setup = Setup(config.strategy, layout, model_facts(config.model), gpus=config.device != CPU)
+    return [states.of(replace(holding, keeps=ALL)) for holding in first_holdings(setup)]
+
+
+def _largest_part(config: RunConfig, layout: Layout, model: ModelWeights) -> int:
+    """The bytes of the largest tensor of a rank."""
+    division = Division(config, layout, model)
+    setup = Setup(config.strategy, layout, model_facts(config.model), gpus=config.device != CPU)
+    holding = first_holdings(setup)[0]
+    sizes = (math.prod(division.local_shape(weight, holding)) for weight in model.weights)
+    return max(sizes) * division.number_bytes
+
+
+def _not_counted(reason: str) -> Wait:
+    return Wait(None, f"not counted: {reason}", "0 in the figures below")
+
+
+def _unmeasured(rate: str) -> Wait:
+    return _not_counted(f"no storage.{rate} in the hardware's file ({MEASURED_BY} measures it)")

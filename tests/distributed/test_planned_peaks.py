@@ -1,0 +1,107 @@
+"""Planned peaks against the memory that lives at the same time on a rank, counted on CPUs.
+
+`tests/unit/test_plan_peaks.py` has those of a GPU, without pipelines, experts and images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hpc_parallel.config.compose import resolve
+from hpc_parallel.planning.memory import COUNTED, plan
+from tests.composed import composed
+from tests.parity import in_full
+from tests.workers import Workers
+
+TWO, FULL = "nodes=2", "training.activation_checkpointing=full"
+DECODER, PIPELINES, EXPERTS, IMAGES = "decoder", *COUNTED
+CASES = [
+    (f"strategy=pipeline {TWO} strategy.schedule=1f1b", PIPELINES),
+    (f"strategy=expert {TWO} model=moe_tiny", EXPERTS),
+]
+MORE = [
+    ("strategy=single", DECODER),
+    ("strategy=single model=moe_tiny", EXPERTS),
+    ("strategy=single model=unet data=cells", IMAGES),
+    ("strategy=single model=convnet data=digits data.height=64 data.width=64", IMAGES),
+    ("strategy=single model=segmenter data=cells", IMAGES),
+    (f"strategy=pipeline {TWO} strategy.schedule=gpipe", PIPELINES),
+    (f"strategy=pipeline {TWO} strategy.schedule=interleaved", PIPELINES),
+    (f"strategy=pipeline {TWO} {FULL}", PIPELINES),
+    (f"strategy=pipeline {TWO} model=unet data=cells", IMAGES),
+    (f"strategy=expert {TWO} model=moe_tiny {FULL}", EXPERTS),
+    (f"strategy=tile {TWO} model=segmenter data=cells", IMAGES),
+]
+ANNOUNCED = {DECODER: (-0.02, 0.02), **COUNTED}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows the memory of each tensor that an operator returns while it is active.
+
+    peak: the largest sum after any operator, with the memory of `tensors`, which exist already.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+        self._note(list(tensors))
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor then dispatches its local operators
+        found = function(*args, **(kwargs or {}))
+        self._note(tree_leaves(found))
+        return found
+
+    def _note(self, values: list[Any]) -> None:
+        for tensor in values:
+            if isinstance(tensor, Tensor):
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                storage = local.untyped_storage()
+                self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        expired = [key for key, (reference, _) in self._storages.items() if reference.expired()]
+        for key in expired:
+            del self._storages[key]
+        self.peak = max(self.peak, sum(size for _, size in self._storages.values()))
+
+
+def peak_bytes(*overrides: str) -> int:
+    """Of the second step of a training on this rank, when the optimizer has its state."""
+    from hpc_parallel.config.typed_config import typed
+    from hpc_parallel.training.optimizer import build_optimizer
+    from hpc_parallel.worker.session import Session
+    from tests.composed import prepared
+
+    session = Session.open(typed(prepared(*overrides).values), device=torch.device("cpu"))
+    assembled, weights = session.assembled, session.assembled.named_parameters()
+    optimizer = build_optimizer(weights, session.config.optimizer)
+    batches = session.batches(session.data.train, seed=0)
+    assembled.forward_backward.train(*batches.at(0))
+    optimizer.step()
+    optimizer.zero_grad()
+    inputs, targets = batches.at(1)
+    held = [weight.detach() for weight in weights.values()]
+    with LiveBytes([*held, *optimizer.state().values()]) as live:
+        assembled.forward_backward.train(inputs, targets)
+    return live.peak
+
+
+@pytest.mark.parametrize(("words", "kind"), [*CASES, *in_full(MORE)])
+def test_a_planned_peak_is_as_far_off_as_it_says(workers: Workers, words: str, kind: str) -> None:
+    run = (*words.split(), "training.global_batch_size=16", "device=cpu", "launcher=local")
+    found = plan(resolve(composed(*run))[0])
+    assert found is not None
+    peaks = workers.run(len(found.devices), peak_bytes, *run)
+    low, high = ANNOUNCED[kind]
+    for held, peak in zip(found.devices, peaks, strict=True):
+        assert low < held.total / peak - 1 < high
