@@ -8,7 +8,9 @@ layer, because a collective needs the sizes of its messages.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -24,9 +26,9 @@ from hpc_parallel.models.experts import Experts, Reorder
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.strategies.forward_backward import ForwardBackward
+from hpc_parallel.strategies.mesh import local_gradients, name_of
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.replace_forward import Forward, OriginalForward, replace_forward
-from hpc_parallel.strategies.replicate import Average
 
 
 def find_problems(model: LayeredModel, *, degree: int) -> Problems:
@@ -117,21 +119,96 @@ class DivideGradient(torch.autograd.Function):
 
 
 class ExpertReplicas:
-    """Averages the experts' gradients over `replicas`, the ranks that hold the same experts."""
+    """Averages the experts' gradients over `replicas`, the ranks that hold the same experts.
+
+    The all-reduce of a weight starts in place when the last microbatch has completed its gradient, while the
+    backward pass goes on. All ranks start them in one order, from the last weight to the first, because the
+    backward pass completes them in this order. A gradient that no hook reports follows after the pass: a
+    schedule that splits the backward pass computes gradients of weights separately.
+    """
 
     def __init__(
-        self, inner: ForwardBackward, *, parts: Sequence[LayeredModel], replicas: DeviceMesh
+        self,
+        inner: ForwardBackward,
+        *,
+        parts: Sequence[LayeredModel],
+        replicas: DeviceMesh,
+        microbatches: int,
+        finds_unused: bool,
     ) -> None:
+        """`microbatches`: the number of backward passes through each weight in a step.
+
+        `finds_unused`: whether ranks may use different experts. Those that no rank uses then get no gradient.
+        """
         self._inner = inner
-        experts = [weight for part in parts for weight in part.parameters() if isinstance(weight, DTensor)]
-        self._average = Average(experts, axis=replicas)
+        weights = [weight for part in parts for weight in part.parameters()]
+        experts = [weight for weight in weights if isinstance(weight, DTensor) and weight.requires_grad]
+        self._order: Sequence[Parameter] = experts[::-1]
+        self._group, self._axis = replicas.get_group(), name_of(replicas)
+        self._microbatches, self._finds_unused = microbatches, finds_unused
+        self._passes: Counter[int] = Counter()  # backward passes in this step, by the place in the order
+        self._used: list[bool] = []  # whether this rank has a gradient, of the weights that are started
+        self._started: list[tuple[dist.Work, Tensor, Tensor]] = []
         self.copies = inner.copies
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        loss = self._inner.train(inputs, targets)
-        self._average.start()
-        self._average.finish()
+        self._passes.clear()
+        self._used.clear()
+        self._started.clear()
+        with ExitStack() as hooks:
+            for place, weight in enumerate(self._order):
+                handle = weight.register_post_accumulate_grad_hook(partial(self._note, place))
+                hooks.callback(handle.remove)
+            loss = self._inner.train(inputs, targets)
+        self._start_up_to(len(self._order))
+        self._finish()
+        if self._finds_unused and self._order:
+            self._drop_unused()
         return loss
 
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return self._inner.evaluate(inputs, targets)
+
+    def _note(self, place: int, _: Tensor) -> None:
+        """A backward pass has added to the gradient of the weight at `place`."""
+        if place < len(self._used):
+            raise RuntimeError("an expert's gradient changed after its average over replicas had started")
+        self._passes[place] += 1
+        end = len(self._used)
+        while end < len(self._order) and self._passes[end] == self._microbatches:
+            end += 1
+        self._start_up_to(end)
+
+    @torch.no_grad()
+    def _start_up_to(self, end: int) -> None:
+        for weight in self._order[len(self._used) : end]:
+            self._used.append(weight.grad is not None)
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            (gradient,) = local_gradients([weight])
+            message = gradient.contiguous()
+            with marked(f"all_reduce {self._axis}"):
+                work = dist.all_reduce(message, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
+            assert work is not None
+            self._started.append((work, message, gradient))
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        for work, message, gradient in self._started:
+            work.wait()
+            if message is not gradient:
+                gradient.copy_(message)
+        self._started.clear()
+
+    def _drop_unused(self) -> None:
+        """Take the zeros away from the weights that no replica has used."""
+        (device,) = {weight.device for weight in self._order}
+        used = torch.ones(len(self._used), dtype=torch.int32, device=device)
+        if not all(self._used):  # else nothing goes from the host to the device, for which it would wait
+            used = torch.tensor(self._used, dtype=torch.int32, device=device)
+        with marked(f"all_reduce {self._axis}"):
+            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)
+        if not all(self._used):
+            for weight, is_used in zip(self._order, used.tolist(), strict=True):
+                if not is_used:
+                    weight.grad = None
