@@ -448,6 +448,19 @@ def cuda_scaled_product(
     return (product * scales[0] * scales[1]).to(product.dtype) if late else product
 
 
+def all_to_all_rows(
+    rows: Tensor, *, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Send `sent[i]` rows to rank i of the group; returns the `received[i]` rows of each rank i, in order.
+
+    The operator returns a new tensor, so selective checkpointing can keep it. `dist.all_to_all_single`
+    writes into a given one.
+    """
+    functional = torch.ops._c10d_functional
+    arrived = functional.all_to_all_single(rows, received, sent, group.group_name)
+    return functional.wait_tensor(arrived)  # type: ignore[no-any-return]
+
+
 def set_default_timeout(timeout: timedelta) -> None:
     """The time-out of every group that is made later without one.
 

@@ -3,7 +3,7 @@
 Lepikhin et al. 2020 (GShard). The axis splits the batch, as `replicate` does, so all other weights are
 replicas. A device's experts see the tokens of all devices of the axis, which is why their gradients are sums,
 and are divided by its degree to become those of the mean loss. The host reads the number of tokens in each
-layer, because a collective needs the sizes of its messages.
+layer, because a collective needs the sizes of its messages (`row_counts.py`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from hpc_parallel.strategies.forward_backward import ForwardBackward
 from hpc_parallel.strategies.mesh import local_gradients, name_of
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.replace_forward import Forward, OriginalForward, replace_forward
+from hpc_parallel.strategies.row_counts import RowCounts
+from hpc_parallel.torch_internals import all_to_all_rows
 
 
 def find_problems(model: LayeredModel, *, degree: int) -> Problems:
@@ -53,21 +55,26 @@ def apply(model: LayeredModel, *, axis: DeviceMesh) -> LayeredModel:
                     local, axis, [Shard(0)], run_check=False, shape=weight.shape, stride=weight.stride()
                 )
                 setattr(module, name, Parameter(split.detach(), requires_grad=weight.requires_grad))
-            forward = partial(_with_tokens_of_all, axis, OriginalForward(module))
+            row_counts = RowCounts(axis)
+            module.on_counts = row_counts.begin
+            forward = partial(_with_tokens_of_all, axis, row_counts, OriginalForward(module))
             replace_forward(module, forward, technique="Split")
     return model
 
 
 def _with_tokens_of_all(
-    axis: DeviceMesh, original: OriginalForward, _: Forward, module: Module, rows: Tensor, counts: Tensor
+    axis: DeviceMesh,
+    row_counts: RowCounts,
+    original: OriginalForward,
+    _: Forward,
+    module: Module,
+    rows: Tensor,
+    counts: Tensor,
 ) -> Tensor:
     """Send `rows` [row, dim], sorted by expert, to the devices of their experts, and the outputs back."""
     group, degree = axis.get_group(), axis.size()
-    received_counts = torch.empty_like(counts)  # [device * expert of this device]
-    with marked("all_to_all expert"):
-        dist.all_to_all_single(received_counts, counts.contiguous(), group=group)
+    received_counts, sent, received = row_counts.finish(counts)
     by_device = received_counts.view(degree, -1)
-    sent, received = torch.stack([counts.view(degree, -1).sum(1), by_device.sum(1)]).tolist()
     arrived = Exchange.apply(rows, group, sent, received)
     experts = torch.arange(by_device.shape[1], device=rows.device).repeat(degree)
     order = experts.repeat_interleave(received_counts, output_size=sum(received)).argsort(stable=True)
@@ -95,10 +102,8 @@ class Exchange(torch.autograd.Function):
         ctx: Any, rows: Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int]
     ) -> Tensor:
         ctx.group, ctx.sent, ctx.received = group, sent, received
-        arrived = rows.new_empty(sum(received), *rows.shape[1:])
         with marked("all_to_all expert"):
-            dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
-        return arrived
+            return all_to_all_rows(rows.contiguous(), sent=sent, received=received, group=group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:

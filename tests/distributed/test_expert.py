@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -43,6 +44,10 @@ LAYOUTS = {
         "strategy.microbatches=4", "strategy.schedule=interleaved_zero_bubble", "model.layers=4",
     ),
     "checkpointed": ("strategy=expert", "nodes=2", "training.activation_checkpointing=full"),
+    "checkpointed, selective": (
+        "strategy=expert", "nodes=2", "training.microbatch_size=2",
+        "training.activation_checkpointing=selective",
+    ),
     "experts on each replica": ("strategy=data", "nodes=2", "training.microbatch_size=4"),
     "experts in slices": ("strategy=fsdp", "nodes=2"),
     "experts in stages": ("strategy=pipeline", "nodes=2", "strategy.microbatches=4"),
@@ -55,6 +60,7 @@ LAYOUTS = {
     ),
 }  # fmt: skip
 SLOW = (
+    "checkpointed",
     "replicate 2 x pipeline 2 x expert 2, zero bubble", "parameter server", "dataparallel",
     "experts in stages", "expert over 2, one expert a token", "pipeline 2 x expert 2", "experts in slices",
 )  # fmt: skip
@@ -243,3 +249,51 @@ def test_replicas_may_use_different_experts(workers: Workers) -> None:
     """A gradient that one replica lacks counts as zero; what none uses gets none, as on one device."""
     expected = {"a": [6.0, 7.0], "b": [5.5, 6.0], "c": [0.5, 1.0], "d": None}
     assert workers.run(2, _averaged, ["ac", "ab"]) == [expected] * 2
+
+
+OF_INTEREST = {
+    "_grouped_mm": "product", "all_to_all_single": "all_to_all", "wait_for_host": "wait", "sort": "sort",
+    "exchange_counts": "counts", "index": "gather",
+}  # fmt: skip
+
+
+def _operators_of_a_step(configs: list[RunConfig]) -> list[list[str]]:
+    """The operators of interest in one pass forward and backward of each configuration, in their order."""
+    found = []
+    for config in configs:
+        session = Session.open(config, device=torch.device("cpu"))
+        calls: list[str] = []
+
+        class Noting(TorchDispatchMode):
+            def __torch_dispatch__(
+                self, function: Any, types: Any, args: Any = (), kwargs: Any = None, calls: list[str] = calls
+            ) -> Any:
+                name = (operator_name(function) or "").partition("::")[2]
+                if name in OF_INTEREST:
+                    calls.append(OF_INTEREST[name])
+                return function(*args, **(kwargs or {}))
+
+        tokens = torch.randint(256, (session.batch.samples_per_replica, 16))
+        with Noting():
+            session.assembled.forward_backward.train(tokens, tokens)
+        found.append(calls)
+    return found
+
+
+def test_selective_checkpointing_repeats_no_product_and_no_message_of_experts(workers: Workers) -> None:
+    """And the host waits once a layer, after it has queued the sorting. Two blocks, one microbatch."""
+    words = (*MODEL, "data.max_bytes=200000", "data.sequence_length=16", *LAYOUTS["expert over 2"],
+             "training.global_batch_size=4", "training.precision=float32")  # fmt: skip
+    policies = ("none", "selective", "full")
+    configs = [
+        prepared(*words, "training.microbatch_size=2", f"training.activation_checkpointing={keeps}").config
+        for keeps in policies
+    ]
+    for by_policy in workers.run(2, _operators_of_a_step, configs):
+        counts = {keeps: Counter(calls) for keeps, calls in zip(policies, by_policy, strict=True)}
+        once = {"product": 2 * (3 + 6), "all_to_all": 2 * (2 + 2), "counts": 2, "wait": 2}
+        again = {"product": 2 * (3 + 6 + 3), "all_to_all": 2 * (2 + 2 + 2), "counts": 4, "wait": 4}
+        expected = {"none": once, "selective": once, "full": again}
+        assert {keeps: {name: count[name] for name in once} for keeps, count in counts.items()} == expected
+        first_layer = by_policy[0][: by_policy[0].index("wait") + 2]
+        assert first_layer[-6:] == ["counts", "sort", "sort", "gather", "wait", "all_to_all"]
