@@ -481,6 +481,11 @@ def set_timeout(timeout: timedelta, *, except_group: dist.ProcessGroup | None = 
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
+def default_store() -> dist.Store:
+    """The store through which the ranks of the default process group have met."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def process_groups() -> dict[str, list[int]]:
     """The global ranks of each process group, by the name that the flight recorder uses."""
     world = dist.distributed_c10d._world
