@@ -481,6 +481,16 @@ def set_timeout(timeout: timedelta, *, except_group: dist.ProcessGroup | None = 
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
+def sends_apart(schedule: Any) -> bool:
+    """Whether this class of pipeline schedules never has activations and gradients in one batch of messages.
+
+    torch runs a batch on the group of its first message (`batch_isend_irecv`), as 1F1B does.
+    """
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime  # imported by pipelines only
+
+    return isinstance(schedule, type) and issubclass(schedule, _PipelineScheduleRuntime)
+
+
 def default_store() -> dist.Store:
     """The store through which the ranks of the default process group have met."""
     return dist.distributed_c10d._get_default_store()
