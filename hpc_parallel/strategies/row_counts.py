@@ -3,7 +3,7 @@
 A collective needs the sizes of its messages on the host, so the host must read numbers of the device. The
 exchange of the numbers and their copy to the host begin before the rows are sorted, and the host waits after
 it has queued the sorting. The device then has work while the host wakes up and queues what follows. Megatron
-does the same (`cuda_dtoh_stream` of its token dispatcher); torchtitan reads at once.
+delays the wait too (`cuda_dtoh_stream` of its token dispatcher); torchtitan waits at once.
 """
 
 from __future__ import annotations
