@@ -457,6 +457,19 @@ def cuda_scaled_product(
     return (product * scales[0] * scales[1]).to(product.dtype) if late else product
 
 
+def all_to_all_rows(
+    rows: Tensor, *, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Send `sent[i]` rows to rank i of the group; returns the `received[i]` rows of each rank i, in order.
+
+    The operator returns a new tensor, so selective checkpointing can keep it. `dist.all_to_all_single`
+    writes into a given one.
+    """
+    functional = torch.ops._c10d_functional
+    arrived = functional.all_to_all_single(rows, received, sent, group.group_name)
+    return functional.wait_tensor(arrived)  # type: ignore[no-any-return]
+
+
 def set_default_timeout(timeout: timedelta) -> None:
     """The time-out of every group that is made later without one.
 
@@ -475,6 +488,21 @@ def set_timeout(timeout: timedelta, *, except_group: dist.ProcessGroup | None = 
     for group in dist.distributed_c10d._world.pg_map:
         if group is not except_group:
             dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def sends_apart(schedule: Any) -> bool:
+    """Whether this class of pipeline schedules never has activations and gradients in one batch of messages.
+
+    torch runs a batch on the group of its first message (`batch_isend_irecv`), as 1F1B does.
+    """
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime  # imported by pipelines only
+
+    return isinstance(schedule, type) and issubclass(schedule, _PipelineScheduleRuntime)
+
+
+def default_store() -> dist.Store:
+    """The store through which the ranks of the default process group have met."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def process_groups() -> dict[str, list[int]]:

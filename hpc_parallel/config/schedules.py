@@ -20,6 +20,7 @@ class Schedule:
     rounds: bool = False  # runs microbatches in equal rounds of about one per rank
     splits_backward: bool = False  # computes gradients of weights later than those of inputs
     in_turn: bool = False  # a microbatch starts after the previous one has finished
+    two_way: bool = False  # activations and gradients travel at the same time, in calls of their own
     torch: tuple[int, int] = (2, 11)  # the oldest version that has it
 
 
@@ -29,11 +30,11 @@ SCHEDULES = {
     "naive": Schedule(in_turn=True),
     "gpipe": Schedule(),
     "1f1b": Schedule(full=True),
-    "interleaved": Schedule(_ROUND, rounds=True),
-    "looped_bfs": Schedule(_ROUND),
-    "interleaved_zero_bubble": Schedule((1, None, 2), rounds=True, splits_backward=True),
-    "zbv": Schedule(_PAIR, v_shaped=True, splits_backward=True, torch=(2, 12)),
-    "dualpipev": Schedule(_PAIR, v_shaped=True, full=True, splits_backward=True, torch=(2, 12)),
+    "interleaved": Schedule(_ROUND, rounds=True, two_way=True),
+    "looped_bfs": Schedule(_ROUND, two_way=True),
+    "interleaved_zero_bubble": Schedule((1, None, 2), rounds=True, splits_backward=True, two_way=True),
+    "zbv": Schedule(_PAIR, v_shaped=True, splits_backward=True, two_way=True, torch=(2, 12)),
+    "dualpipev": Schedule(_PAIR, v_shaped=True, full=True, splits_backward=True, two_way=True, torch=(2, 12)),
 }
 
 

@@ -6,6 +6,7 @@ technique does not need to know the model's class.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,15 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(count, hidden, dim))
         self.up = nn.Parameter(torch.empty(count, hidden, dim))
         self.down = nn.Parameter(torch.empty(count, dim, hidden))
+        self.on_counts: Callable[[Tensor], None] | None = None
+
+    def announce(self, counts: Tensor) -> None:
+        """Say the `counts` of the next forward pass before its rows are sorted. Optional.
+
+        Devices that share experts exchange the counts meanwhile. Pass the same tensor to the forward pass.
+        """
+        if self.on_counts is not None:
+            self.on_counts(counts)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Returns the outputs of `rows` [row, dim], which are sorted by expert; `counts` [expert], int64."""

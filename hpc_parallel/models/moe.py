@@ -93,11 +93,12 @@ class MixtureOfExperts(nn.Module):
     def _mix(self, tokens: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
         """Returns [token, dim]: for each token the sum of its experts' outputs, weighted by `gates`."""
         assignments = chosen.flatten()
-        order = assignments.argsort(stable=True)  # by expert
-        inverse = order.argsort()
         # Unlike bincount, scatter_add does not make the host wait for the device.
         zeros, ones = assignments.new_zeros(self.experts.count), torch.ones_like(assignments)
         counts = zeros.scatter_add(0, assignments, ones)
+        self.experts.announce(counts)
+        order = assignments.argsort(stable=True)  # by expert
+        inverse = order.argsort()
         outputs = self.experts(Reorder.apply(tokens, order, inverse, self.per_token), counts)
         by_token = Reorder.apply(outputs, inverse, order).unflatten(0, (-1, self.per_token))
         return torch.sum(by_token * gates.to(outputs.dtype).unsqueeze(-1), dim=1)

@@ -202,7 +202,9 @@ def _experts(run: _Run, tokens: int) -> _Part:
     products = rows * ((1 + inputs) * dim + 4 * columns) * types.product
     casts = types.product < types.precise and not run.layout.by_fully_shard
     weights = 3 * experts // run.layout.expert * dim * columns * types.product if casts else 0
-    return _Part(router + orders + gates + products + weights, tokens * experts * types.product)
+    exchanged = 0 if run.layout.expert == 1 else 2  # rows to their experts and back
+    outputs = rows * (2 * columns + (1 + exchanged) * dim) * types.product
+    return _Part(router + orders + gates + products + weights, tokens * experts * types.product + outputs)
 
 
 def _language_loss(run: _Run, tokens: int) -> int:

@@ -168,7 +168,8 @@ def receives(name: str) -> Rule:
     return lambda arguments, place: Moved(0, bytes_of(arguments[name]))
 
 
-# Keys are torch's operators; the rules name their arguments. A barrier carries no bytes.
+# Keys are operators of torch and of strategies/row_counts.py; the rules name their arguments. A barrier
+# carries no bytes.
 KINDS: dict[str, tuple[str, Rule]] = {
     "c10d::allreduce_": ("all_reduce", ring_reduce("tensors")),
     "c10d::allreduce_coalesced_": ("all_reduce", ring_reduce("tensors")),
@@ -202,6 +203,7 @@ KINDS: dict[str, tuple[str, Rule]] = {
     "_c10d_functional::broadcast_": ("broadcast", from_root("input", "src")),
     "_c10d_functional::all_to_all_single": ("all_to_all", split("input", "output")),
     "_dtensor::shard_dim_alltoall": ("all_to_all", all_slices("input")),
+    "hpc_parallel::exchange_counts": ("all_to_all", all_slices("counts")),
 }
 COLLECTIVES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "symm_mem::", "_dtensor::")
 # Waits, barriers, checks, and operators that only name or wrap a tensor.

@@ -188,7 +188,10 @@ def build_forward_backward(
     axis = joint(mesh, *BATCH_AXES, *SAMPLE_AXES) if slicing_axis(mesh) is not None else None
     if finds_unused and axis is not None and not splits_backward(options, mesh=mesh):
         schedule = shard.UnusedWeights(schedule, parts=parts, axis=axis, device=device)
-    return surround(schedule, parts=parts, mesh=mesh, options=options, casts=casts)
+    return surround(
+        schedule, parts=parts, mesh=mesh, options=options, casts=casts, microbatches=microbatches,
+        finds_unused=finds_unused,
+    )  # fmt: skip
 
 
 def splits_backward(options: StrategyConfig, *, mesh: DeviceMesh) -> bool:
@@ -203,12 +206,16 @@ def surround(
     mesh: DeviceMesh,
     options: StrategyConfig,
     casts: bool,
+    microbatches: int,
+    finds_unused: bool,
 ) -> ForwardBackward:
-    """`schedule`, and around it what the ranks that share its samples do. `casts`: as above."""
+    """`schedule`, and around it what the ranks that share its samples do. The arguments are as above."""
     if casts and slicing_axis(mesh) is None:
         schedule = working_weights.CastOnce(schedule, parts=parts)
     if axis_of(mesh, "expert") is not None and (axis := axis_of(mesh, "replicate")) is not None:
-        schedule = expert.ExpertReplicas(schedule, parts=parts, replicas=axis)
+        schedule = expert.ExpertReplicas(
+            schedule, parts=parts, replicas=axis, microbatches=microbatches, finds_unused=finds_unused
+        )
     if (axis := axis_of(mesh, "context")) is not None:
         schedule = SequenceParts(schedule, axis=axis)
     if (axis := axis_of(mesh, "tensor")) is not None:

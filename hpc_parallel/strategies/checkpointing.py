@@ -1,8 +1,9 @@
 """Activation checkpointing: blocks keep their input and run again for the backward pass (Chen et al. 2016).
 
-`selective` also keeps the results of matrix products, convolutions, attention and reductions over devices.
-torchtitan keeps every second matrix product. This module keeps every one: only memory-bound operations are
-repeated, and no reduction goes over the network twice. Gathered tensors are gathered again: they are large.
+`selective` also keeps the results of matrix products, convolutions, attention, reductions over devices, and
+what devices exchange for their experts. torchtitan keeps every second matrix product. This module keeps every
+one: only memory-bound operations are repeated, and no reduction or token goes over the network twice.
+Gathered tensors are gathered again: they are large.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ from hpc_parallel.strategies.written_buffers import versions_of, written_since
 from hpc_parallel.torch_internals import buffers_of, tree_leaves, written_arguments
 
 EXPENSIVE = {
-    "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution",
+    "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution",
     "reduce_scatter_tensor", "all_reduce",
 }  # fmt: skip
+# Tokens of experts, and their numbers on the host. Nothing overwrites these results, also where a custom
+# autograd function asks for them.
+EXCHANGED = {"all_to_all_single", "exchange_counts", "wait_for_host"}
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
@@ -76,13 +80,13 @@ def pass_contexts(selective: bool, samples: SampleIndices, block: Module) -> Con
 
 
 def keep_expensive(_: object, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    """Keep the results of expensive operations, but not inside a custom autograd function.
+    """Keep the results of expensive operations, but inside a custom autograd function only those exchanged.
 
     Gradients are off there, and its operations write into each other's results.
     """
     name = operation.name().partition("::")[2].partition(".")[0]
     expensive = name in EXPENSIVE or name.startswith("_scaled_dot_product_")
-    keep = expensive and torch.is_grad_enabled()
+    keep = name in EXCHANGED or (expensive and torch.is_grad_enabled())
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -108,8 +112,9 @@ class KeepUnwritten:
 
 
 def memory_of(tensors: Any) -> list[int]:
-    """Addresses of the plain tensors among `tensors`."""
-    return [t.untyped_storage().data_ptr() for t in tree_leaves(tensors) if type(t) is Tensor]
+    """Addresses of the plain tensors among `tensors`. Empty ones have none: all would seem to be the same."""
+    storages = [tensor.untyped_storage() for tensor in tree_leaves(tensors) if type(tensor) is Tensor]
+    return [storage.data_ptr() for storage in storages if storage.nbytes()]
 
 
 class AsInForward:

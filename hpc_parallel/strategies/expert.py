@@ -3,12 +3,14 @@
 Lepikhin et al. 2020 (GShard). The axis splits the batch, as `replicate` does, so all other weights are
 replicas. A device's experts see the tokens of all devices of the axis, which is why their gradients are sums,
 and are divided by its degree to become those of the mean loss. The host reads the number of tokens in each
-layer, because a collective needs the sizes of its messages.
+layer, because a collective needs the sizes of its messages (`row_counts.py`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -24,9 +26,11 @@ from hpc_parallel.models.experts import Experts, Reorder
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.strategies.forward_backward import ForwardBackward
+from hpc_parallel.strategies.mesh import local_gradients, name_of
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.replace_forward import Forward, OriginalForward, replace_forward
-from hpc_parallel.strategies.replicate import Average
+from hpc_parallel.strategies.row_counts import RowCounts
+from hpc_parallel.torch_internals import all_to_all_rows
 
 
 def find_problems(model: LayeredModel, *, degree: int) -> Problems:
@@ -51,21 +55,26 @@ def apply(model: LayeredModel, *, axis: DeviceMesh) -> LayeredModel:
                     local, axis, [Shard(0)], run_check=False, shape=weight.shape, stride=weight.stride()
                 )
                 setattr(module, name, Parameter(split.detach(), requires_grad=weight.requires_grad))
-            forward = partial(_with_tokens_of_all, axis, OriginalForward(module))
+            row_counts = RowCounts(axis)
+            module.on_counts = row_counts.begin
+            forward = partial(_with_tokens_of_all, axis, row_counts, OriginalForward(module))
             replace_forward(module, forward, technique="Split")
     return model
 
 
 def _with_tokens_of_all(
-    axis: DeviceMesh, original: OriginalForward, _: Forward, module: Module, rows: Tensor, counts: Tensor
+    axis: DeviceMesh,
+    row_counts: RowCounts,
+    original: OriginalForward,
+    _: Forward,
+    module: Module,
+    rows: Tensor,
+    counts: Tensor,
 ) -> Tensor:
     """Send `rows` [row, dim], sorted by expert, to the devices of their experts, and the outputs back."""
     group, degree = axis.get_group(), axis.size()
-    received_counts = torch.empty_like(counts)  # [device * expert of this device]
-    with marked("all_to_all expert"):
-        dist.all_to_all_single(received_counts, counts.contiguous(), group=group)
+    received_counts, sent, received = row_counts.finish(counts)
     by_device = received_counts.view(degree, -1)
-    sent, received = torch.stack([counts.view(degree, -1).sum(1), by_device.sum(1)]).tolist()
     arrived = Exchange.apply(rows, group, sent, received)
     experts = torch.arange(by_device.shape[1], device=rows.device).repeat(degree)
     order = experts.repeat_interleave(received_counts, output_size=sum(received)).argsort(stable=True)
@@ -93,10 +102,8 @@ class Exchange(torch.autograd.Function):
         ctx: Any, rows: Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int]
     ) -> Tensor:
         ctx.group, ctx.sent, ctx.received = group, sent, received
-        arrived = rows.new_empty(sum(received), *rows.shape[1:])
         with marked("all_to_all expert"):
-            dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
-        return arrived
+            return all_to_all_rows(rows.contiguous(), sent=sent, received=received, group=group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
@@ -117,21 +124,96 @@ class DivideGradient(torch.autograd.Function):
 
 
 class ExpertReplicas:
-    """Averages the experts' gradients over `replicas`, the ranks that hold the same experts."""
+    """Averages the experts' gradients over `replicas`, the ranks that hold the same experts.
+
+    The all-reduce of a weight starts in place when the last microbatch has completed its gradient, while the
+    backward pass goes on. All ranks start them in one order, from the last weight to the first, because the
+    backward pass completes them in this order. A gradient that no hook reports follows after the pass: a
+    schedule that splits the backward pass computes gradients of weights separately.
+    """
 
     def __init__(
-        self, inner: ForwardBackward, *, parts: Sequence[LayeredModel], replicas: DeviceMesh
+        self,
+        inner: ForwardBackward,
+        *,
+        parts: Sequence[LayeredModel],
+        replicas: DeviceMesh,
+        microbatches: int,
+        finds_unused: bool,
     ) -> None:
+        """`microbatches`: the number of backward passes through each weight in a step.
+
+        `finds_unused`: whether ranks may use different experts. Those that no rank uses then get no gradient.
+        """
         self._inner = inner
-        experts = [weight for part in parts for weight in part.parameters() if isinstance(weight, DTensor)]
-        self._average = Average(experts, axis=replicas)
+        weights = [weight for part in parts for weight in part.parameters()]
+        experts = [weight for weight in weights if isinstance(weight, DTensor) and weight.requires_grad]
+        self._order: Sequence[Parameter] = experts[::-1]
+        self._group, self._axis = replicas.get_group(), name_of(replicas)
+        self._microbatches, self._finds_unused = microbatches, finds_unused
+        self._passes: Counter[int] = Counter()  # backward passes in this step, by the place in the order
+        self._used: list[bool] = []  # whether this rank has a gradient, of the weights that are started
+        self._started: list[tuple[dist.Work, Tensor, Tensor]] = []
         self.copies = inner.copies
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        loss = self._inner.train(inputs, targets)
-        self._average.start()
-        self._average.finish()
+        self._passes.clear()
+        self._used.clear()
+        self._started.clear()
+        with ExitStack() as hooks:
+            for place, weight in enumerate(self._order):
+                handle = weight.register_post_accumulate_grad_hook(partial(self._note, place))
+                hooks.callback(handle.remove)
+            loss = self._inner.train(inputs, targets)
+        self._start_up_to(len(self._order))
+        self._finish()
+        if self._finds_unused and self._order:
+            self._drop_unused()
         return loss
 
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return self._inner.evaluate(inputs, targets)
+
+    def _note(self, place: int, _: Tensor) -> None:
+        """A backward pass has added to the gradient of the weight at `place`."""
+        if place < len(self._used):
+            raise RuntimeError("an expert's gradient changed after its average over replicas had started")
+        self._passes[place] += 1
+        end = len(self._used)
+        while end < len(self._order) and self._passes[end] == self._microbatches:
+            end += 1
+        self._start_up_to(end)
+
+    @torch.no_grad()
+    def _start_up_to(self, end: int) -> None:
+        for weight in self._order[len(self._used) : end]:
+            self._used.append(weight.grad is not None)
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            (gradient,) = local_gradients([weight])
+            message = gradient.contiguous()
+            with marked(f"all_reduce {self._axis}"):
+                work = dist.all_reduce(message, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
+            assert work is not None
+            self._started.append((work, message, gradient))
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        for work, message, gradient in self._started:
+            work.wait()
+            if message is not gradient:
+                gradient.copy_(message)
+        self._started.clear()
+
+    def _drop_unused(self) -> None:
+        """Take the zeros away from the weights that no replica has used."""
+        (device,) = {weight.device for weight in self._order}
+        used = torch.ones(len(self._used), dtype=torch.int32, device=device)
+        if not all(self._used):  # else nothing goes from the host to the device, for which it would wait
+            used = torch.tensor(self._used, dtype=torch.int32, device=device)
+        with marked(f"all_reduce {self._axis}"):
+            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)
+        if not all(self._used):
+            for weight, is_used in zip(self._order, used.tolist(), strict=True):
+                if not is_used:
+                    weight.grad = None

@@ -7,6 +7,7 @@ some ranks comes last: a split after it would have two names, and its ranks woul
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -28,11 +29,13 @@ class Groups:
     """The groups of this rank beside the default group.
 
     mesh: has a group for each axis, and one for each set of axes that is used as one.
+    gradients: all ranks of this rank's pipeline, for what its stages send back; None: the group of the axis.
     ends: the first and the last rank of this rank's pipeline; None on the ranks between, and without one.
     saving: all ranks, on the CPU, for saves; None in a task that saves nothing.
     """
 
     mesh: DeviceMesh
+    gradients: dist.ProcessGroup | None = None
     ends: dist.ProcessGroup | None = None
     saving: dist.ProcessGroup | None = None
 
@@ -58,10 +61,13 @@ def make_groups(config: RunConfig, layout: Layout, *, device_type: str, saves: b
     ranks = Layout() if strategy.execution == DATAPARALLEL else layout
     mesh = build_mesh(ranks, device_type=device_type, first=servers(strategy))
     join_axes(mesh, generates=task == "generate")
-    share_ends = task != "generate" and not schedule_of(strategy).v_shaped
+    schedule = schedule_of(strategy)
+    sends_back = schedule.two_way and task not in ("infer", "generate")
+    gradients = gradients_group(mesh) if sends_back else None
+    share_ends = task != "generate" and not schedule.v_shaped
     ends = ends_group(mesh) if share_ends else None
     set_timeout(timedelta(seconds=config.cluster.collective_timeout_s), except_group=saving)
-    return Groups(mesh, ends, saving)
+    return Groups(mesh, gradients, ends, saving)
 
 
 def make_saving_group(config: RunConfig) -> dist.ProcessGroup:
@@ -88,13 +94,33 @@ def ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """The group of this pipeline's first and last rank, which share tied weights; None on other ranks."""
     if (axis := axis_of(mesh, "pipeline")) is None or axis.size() == 2:
         return None if axis is None else axis.get_group()
+    return group_of_each([[ranks[0], ranks[-1]] for ranks in pipelines(mesh)], name="tied ends")
+
+
+def gradients_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """A second group of this rank's pipeline, for gradients; None without a pipeline.
+
+    NCCL runs the sends and receives of a group one after the other if the group was connected early, as ours
+    are, and torch says to use more groups (`pointToPoint` in ProcessGroupNCCL.cpp).
+    """
+    if axis_of(mesh, "pipeline") is None:
+        return None
+    return group_of_each(pipelines(mesh), name="gradients between stages")
+
+
+def pipelines(mesh: DeviceMesh) -> list[list[int]]:
+    """The global ranks of each pipeline, in the order of its stages."""
     assert mesh.mesh_dim_names is not None
     dim = mesh.mesh_dim_names.index("pipeline")
-    pipelines = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim))  # [pipeline, rank]
+    ranks: list[list[int]] = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()
+    return ranks
+
+
+def group_of_each(members: Iterable[list[int]], *, name: str) -> dist.ProcessGroup | None:
+    """Make a group of each list of ranks, in this order on all ranks; returns the one with this rank."""
     own_group = None
-    for ranks in pipelines.tolist():
-        ends = [ranks[0], ranks[-1]]
-        group = dist.new_group(ends, group_desc="tied ends")
-        if dist.get_rank() in ends:
+    for ranks in members:
+        group = dist.new_group(ranks, group_desc=name)
+        if dist.get_rank() in ranks:
             own_group = group
     return own_group

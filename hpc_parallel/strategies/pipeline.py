@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import (
@@ -70,6 +71,8 @@ class Stage(PipelineStage):
     """Whether the schedule runs again in this step: gradients are averaged over replicas in the last run."""
     average: Average | None = None
     """Averages gradients over replicas if no DistributedDataParallel wraps the stage."""
+    gradients_group: dist.ProcessGroup | None = None
+    """Carries the gradients between stages, if it is not the group that carries the activations."""
     first_microbatch = 0
     """Number of microbatches of this step in earlier runs of the schedule."""
     begin_microbatch: Callable[[int], None] = staticmethod(lambda index: None)
@@ -93,6 +96,19 @@ class Stage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> None:
         with busy(self.stage_index, "weights", self.first_microbatch + bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, *arguments, **options)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._with_gradients_group(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._with_gradients_group(super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def _with_gradients_group(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
+        """torch's stages have one group. The other one has the same ranks in the same order."""
+        if self.gradients_group is not None:
+            for operation in operations:
+                operation.group = self.gradients_group
+        return operations
 
     # torch 2.13 hands gradients between two stages of one rank in evaluation too, and then raises an error.
     def get_local_bwd_output(self, mb_index: int) -> Any:
@@ -169,6 +185,7 @@ class Pipeline:
         ]
         self._averages = [] if replicas is None else [average_of(model, axis=replicas) for model in models]
         for part, model in zip(self._parts, models, strict=True):
+            part.gradients_group = groups.gradients if torch_internals.sends_apart(KINDS[schedule]) else None
             part.begin_microbatch = partial(model.sample_indices.begin_microbatch, count=microbatches)
         for part, average in zip(self._parts, self._averages, strict=False):
             part.average = average

@@ -1,6 +1,10 @@
 """A signal sets a flag, and the ranks agree on the step after which they stop.
 
 Slurm sends SIGUSR2 before the time limit, and SIGTERM at preemption or scancel. A terminal sends SIGINT.
+
+A rank with a signal writes it to the store of all ranks. Rank 0 reads the store and broadcasts what it
+finds. gloo's broadcast is a binomial tree of log2 N hops (gloo/broadcast.cc). Its all-reduce is a ring of
+2 (N - 1) hops, and its reduce is a ring too.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hpc_parallel.torch_internals import default_store
 from hpc_parallel.worker.time_limit import TimeLimit
 
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
@@ -34,8 +39,8 @@ def remember(number: int, frame: FrameType | None) -> None:
 class Stop:
     """This rank's flag and the agreement of all ranks; inside the context the signals only set the flag.
 
-    About every `period_s` seconds the flags are reduced in one collective of two numbers, at a step that all
-    ranks compute alike; the steps between have none. A second signal ends the process at once.
+    About every `period_s` seconds rank 0 broadcasts two numbers, at a step that all ranks compute alike; the
+    steps between have no collective. A second signal ends the process at once.
     """
 
     def __init__(self, *, step: int, time_limit: TimeLimit | None = None, period_s: float = PERIOD_S) -> None:
@@ -46,9 +51,10 @@ class Stop:
         """
         self._time_limit = time_limit
         self._period_s = period_s
-        self._flag = 0  # 1 + index in STOP_SIGNALS
+        self._store = dist.PrefixStore("stop", default_store())
+        self._flag = self._published = 0  # 1 + index in STOP_SIGNALS
         self._flag_s = math.nan  # when a signal set the flag
-        self._reduced_step, self._reduced_s = step, time.monotonic()
+        self._agreed_step, self._agreed_s = step, time.monotonic()
         self._next_step = step + 1
 
     def __enter__(self) -> Self:
@@ -65,18 +71,31 @@ class Stop:
 
     def after(self, step: int) -> signal.Signals | None:
         """Returns the signal if all ranks stop after this step, else None."""
+        self._publish()
         if step < self._next_step:
             return None
         now = time.monotonic()
-        step_s = (now - self._reduced_s) / max(1, step - self._reduced_step)
+        step_s = (now - self._agreed_s) / max(1, step - self._agreed_step)
         if not self._flag and self._time_limit is not None and self._time_limit.is_near(step_s=step_s):
             self._flag = 1 + STOP_SIGNALS.index(signal.SIGUSR2)
-        maxima = np.array([self._flag, step_s])
-        dist.all_reduce(torch.from_numpy(maxima), op=dist.ReduceOp.MAX)
-        flag, step_s = maxima
-        self._reduced_step, self._reduced_s = step, now
+            self._publish()
+        numbers = np.array([self._requested() if dist.get_rank() == 0 else 0, step_s])
+        dist.broadcast(torch.from_numpy(numbers), src=0)
+        flag, step_s = numbers
+        self._agreed_step, self._agreed_s = step, now
         self._next_step = step + max(1, int(self._period_s / max(step_s, 1e-6)))
         return STOP_SIGNALS[int(flag) - 1] if flag else None
+
+    def _publish(self) -> None:
+        """Write this rank's flag to the store, once. A signal handler can't: it may interrupt the store."""
+        if (flag := self._flag) > self._published:
+            self._store.add(str(flag), 1)
+            self._published = flag
+
+    def _requested(self) -> int:
+        """The largest flag that a rank has published, 0 without one."""
+        flags = range(len(STOP_SIGNALS), 0, -1)
+        return next((flag for flag in flags if self._store.add(str(flag), 0)), 0)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

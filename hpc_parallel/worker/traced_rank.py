@@ -136,7 +136,10 @@ class TracedRank:
         casts = working_weights.applies(self._config)
         parts = self._assembled.parts
         with traffic:
-            surround(stages, parts=parts, mesh=mesh, options=strategy, casts=casts).train(inputs, targets)
+            surround(
+                stages, parts=parts, mesh=mesh, options=strategy, casts=casts, microbatches=microbatches,
+                finds_unused=is_own(self._config),
+            ).train(inputs, targets)  # fmt: skip
             stages.average()
         return tuple(stages.activations)
 

@@ -58,6 +58,7 @@ def light_rank(store_of: str, number: int, size: int, pipe: Any, done: Any) -> N
     saving, value = dist.new_group(backend="gloo"), torch.ones(2)
     rows = [torch.empty(2) for _ in range(size)]
     dist.all_reduce(value)
+    dist.broadcast(value, src=0)
     dist.barrier()
     dist.all_gather(rows, value)
     dist.gather(value, rows if number == 0 else None, group=saving)  # plans of a checkpoint

@@ -137,6 +137,27 @@ def _gradient(keeps: str) -> Tensor:
     return gradient
 
 
+class WritesNothing(nn.Module):
+    """Its product and what it writes are empty, as the rows of a device whose experts no token chose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        empty = self.linear(x[:0])
+        return x * self.linear.weight.sum() + torch.relu_(torch.zeros(0, 4)).sum() + empty.sum()
+
+
+def test_empty_results_are_not_taken_for_each_other() -> None:
+    model = LayeredModel(stem=nn.Identity(), blocks=[WritesNothing()], head=nn.Identity())
+    checkpointing.apply(model, keeps="selective", compiled=False)
+    model(torch.ones(2, 4)).sum().backward()
+    gradient = model.blocks["0"].linear.weight.grad
+    assert gradient is not None
+    assert torch.equal(gradient, torch.full((4, 4), 8.0))
+
+
 def test_a_kept_result_that_is_overwritten_is_refused() -> None:
     assert torch.equal(_gradient("full"), _gradient("none"))
     with pytest.raises(ConfigError) as caught:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn import Parameter
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.auxiliary_loss import AuxiliaryLoss
 from hpc_parallel.models.experts import Experts, grouped_product
 from hpc_parallel.models.moe import MixtureOfExperts, imbalance
+from hpc_parallel.profiling.traffic import KINDS
+from hpc_parallel.strategies.expert import ExpertReplicas
+from hpc_parallel.torch_internals import group_of, operator_arguments, operator_name
+from hpc_parallel.worker.session import Session
 from tests.composed import prepared
 from tests.parity import LONG, Alone, follow_one_device, in_full
 from tests.workers import Workers
@@ -34,6 +44,10 @@ LAYOUTS = {
         "strategy.microbatches=4", "strategy.schedule=interleaved_zero_bubble", "model.layers=4",
     ),
     "checkpointed": ("strategy=expert", "nodes=2", "training.activation_checkpointing=full"),
+    "checkpointed, selective": (
+        "strategy=expert", "nodes=2", "training.microbatch_size=2",
+        "training.activation_checkpointing=selective",
+    ),
     "experts on each replica": ("strategy=data", "nodes=2", "training.microbatch_size=4"),
     "experts in slices": ("strategy=fsdp", "nodes=2"),
     "experts in stages": ("strategy=pipeline", "nodes=2", "strategy.microbatches=4"),
@@ -46,6 +60,7 @@ LAYOUTS = {
     ),
 }  # fmt: skip
 SLOW = (
+    "checkpointed",
     "replicate 2 x pipeline 2 x expert 2, zero bubble", "parameter server", "dataparallel",
     "experts in stages", "expert over 2, one expert a token", "pipeline 2 x expert 2", "experts in slices",
 )  # fmt: skip
@@ -138,8 +153,6 @@ def test_an_auxiliary_loss_changes_no_value() -> None:
 
 
 def _shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
-    from hpc_parallel.worker.session import Session
-
     (part,) = Session.open(config, device=torch.device("cpu")).assembled.parts
     return {
         name: tuple((weight.to_local() if isinstance(weight, DTensor) else weight).shape)
@@ -153,3 +166,134 @@ def test_a_device_holds_its_experts_only(workers: Workers) -> None:
         assert shapes["blocks.0.feed_forward.experts.gate"] == (8 // 4, 48, 128)
         assert shapes["blocks.0.feed_forward.experts.down"] == (8 // 4, 128, 48)
         assert shapes["blocks.0.feed_forward.router.weight"] == (8, 128)
+
+
+def _collectives_of_a_step(config: RunConfig) -> list[tuple[str, int]]:
+    """The all-to-alls, and the all-reduces between replicas of experts, of a step's passes in their order.
+
+    With each the number of elements that this rank sends.
+    """
+    session = Session.open(config, device=torch.device("cpu"))
+    assembled = session.assembled
+    replicas = assembled.mesh["replicate"].get_group()
+    calls: list[tuple[str, int]] = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name, given = operator_name(function) or "", operator_arguments(function, args, kwargs)
+            if KINDS.get(name, ("",))[0] == "all_to_all":
+                calls.append(("all_to_all", 0))
+            elif name == "c10d::allreduce_" and group_of(given["process_group"]) == replicas:
+                calls.append(("all_reduce", given["tensors"][0].numel()))
+            return function(*args, **(kwargs or {}))
+
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(256, (session.batch.samples_per_replica, 16), generator=generator)
+    with Noting():
+        assembled.forward_backward.train(tokens, tokens)
+    return calls
+
+
+def test_gradients_of_experts_are_averaged_while_the_backward_pass_goes_on(workers: Workers) -> None:
+    """Those of a block before the gradients of its inputs are sent, once for both microbatches."""
+    config = prepared(
+        *MODEL, "data.max_bytes=200000", "data.sequence_length=16", *LAYOUTS["replicate 2 x expert 2"],
+        "training.global_batch_size=16",
+    ).config  # fmt: skip
+    assert config.training.microbatch_size == 2  # of 4 samples of a replica
+    for calls in workers.run(4, _collectives_of_a_step, config):
+        weights = [elements for kind, elements in calls if kind == "all_reduce"]
+        assert weights == [4 * 48 * 128] * 2 * 3  # 4 of 8 experts; two blocks of three weights
+        of_block = ["all_to_all", *["all_reduce"] * 3, "all_to_all"]  # gradients arrive, and go back
+        assert [kind for kind, _ in calls[-10:]] == of_block * 2
+
+
+class _Uses:
+    """A schedule of one microbatch that uses some of `weights`, on each rank others."""
+
+    copies = ()
+
+    def __init__(self, weights: dict[str, Parameter], used: str) -> None:
+        self._weights, self._used = weights, used
+
+    def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        loss = sum((self._weights[name].to_local() * inputs).sum() for name in self._used)
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        return loss.detach()
+
+    evaluate = train
+
+
+def _averaged(used_by_rank: list[str]) -> dict[str, list[float] | None]:
+    axis = DeviceMesh("cpu", list(range(len(used_by_rank))), mesh_dim_names=("replicate",))
+    rank = axis.get_local_rank()
+    model = nn.ParameterDict(
+        {name: Parameter(DTensor.from_local(torch.zeros(2), axis, [Replicate()])) for name in "abcd"}
+    )
+    step = ExpertReplicas(
+        _Uses(dict(model), used_by_rank[rank]),
+        parts=[model],  # type: ignore[list-item]
+        replicas=axis,
+        microbatches=1,
+        finds_unused=True,
+    )
+    step.train(torch.tensor([1.0, 2.0]) + 10 * rank, torch.zeros(1))
+    return {
+        name: None if weight.grad is None else weight.grad.to_local().tolist()  # type: ignore[attr-defined]
+        for name, weight in model.items()
+    }
+
+
+def test_replicas_may_use_different_experts(workers: Workers) -> None:
+    """A gradient that one replica lacks counts as zero; what none uses gets none, as on one device."""
+    expected = {"a": [6.0, 7.0], "b": [5.5, 6.0], "c": [0.5, 1.0], "d": None}
+    assert workers.run(2, _averaged, ["ac", "ab"]) == [expected] * 2
+
+
+OF_INTEREST = {
+    "_grouped_mm": "product", "all_to_all_single": "all_to_all", "wait_for_host": "wait", "sort": "sort",
+    "exchange_counts": "counts", "index": "gather",
+}  # fmt: skip
+
+
+def _operators_of_a_step(configs: list[RunConfig]) -> list[list[str]]:
+    """The operators of interest in one pass forward and backward of each configuration, in their order."""
+    found = []
+    for config in configs:
+        session = Session.open(config, device=torch.device("cpu"))
+        calls: list[str] = []
+
+        class Noting(TorchDispatchMode):
+            def __torch_dispatch__(
+                self, function: Any, types: Any, args: Any = (), kwargs: Any = None, calls: list[str] = calls
+            ) -> Any:
+                name = (operator_name(function) or "").partition("::")[2]
+                if name in OF_INTEREST:
+                    calls.append(OF_INTEREST[name])
+                return function(*args, **(kwargs or {}))
+
+        tokens = torch.randint(256, (session.batch.samples_per_replica, 16))
+        with Noting():
+            session.assembled.forward_backward.train(tokens, tokens)
+        found.append(calls)
+    return found
+
+
+def test_selective_checkpointing_repeats_no_product_and_no_message_of_experts(workers: Workers) -> None:
+    """And the host waits once a layer, after it has queued the sorting. Two blocks, one microbatch."""
+    words = (*MODEL, "data.max_bytes=200000", "data.sequence_length=16", *LAYOUTS["expert over 2"],
+             "training.global_batch_size=4", "training.precision=float32")  # fmt: skip
+    policies = ("none", "selective", "full")
+    configs = [
+        prepared(*words, "training.microbatch_size=2", f"training.activation_checkpointing={keeps}").config
+        for keeps in policies
+    ]
+    for by_policy in workers.run(2, _operators_of_a_step, configs):
+        counts = {keeps: Counter(calls) for keeps, calls in zip(policies, by_policy, strict=True)}
+        once = {"product": 2 * (3 + 6), "all_to_all": 2 * (2 + 2), "counts": 2, "wait": 2}
+        again = {"product": 2 * (3 + 6 + 3), "all_to_all": 2 * (2 + 2 + 2), "counts": 4, "wait": 4}
+        expected = {"none": once, "selective": once, "full": again}
+        assert {keeps: {name: count[name] for name in once} for keeps, count in counts.items()} == expected
+        first_layer = by_policy[0][: by_policy[0].index("wait") + 2]
+        assert first_layer[-6:] == ["counts", "sort", "sort", "gather", "wait", "all_to_all"]

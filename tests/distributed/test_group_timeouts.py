@@ -25,6 +25,12 @@ LAYOUTS = {
     ("strategy=data", "strategy.context=2"): 2,
     ("strategy=expert", "strategy.expert=2", "strategy.replicate=2", "model=moe_tiny"): 2,
     ("strategy=model", "model.layers=4"): 1,  # the ends of the pipeline
+    (
+        "strategy=pipeline",
+        "strategy.pipeline=2",
+        "strategy.replicate=2",
+        "strategy.schedule=interleaved",
+    ): 3,  # one more for gradients between stages
     ("strategy=parameter_server", "training.global_batch_size=6"): 1,  # the workers
     ("strategy=fsdp", "strategy.context=2"): 2,  # both axes made one are all ranks
 }

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.strategies import groups
+from hpc_parallel.torch_internals import group_of, operator_arguments, operator_name
 from hpc_parallel.worker import session
+from hpc_parallel.worker.session import read_config
 from tests.workers import Workers, do_here
 
 SMALL = (
@@ -155,6 +161,53 @@ def test_ends_of_pipelines_come_last(workers: Workers) -> None:
         [*stages, *ends],
         list(stages),
     ]
+
+
+def test_gradients_between_stages_have_a_group_in_two_way_schedules(workers: Workers) -> None:
+    """One for each pipeline, before the ends, which only some ranks are in; none for inference."""
+    layout = (*FOUR, "strategy=pipeline", "strategy.pipeline=2", "strategy.replicate=2", "model.layers=4")
+    interleaved = (*TEXT, *layout, "strategy.schedule=interleaved")
+    axes = (*mesh("pipeline", (0, 2), (1, 3)), *mesh("replicate", (0, 1), (2, 3)))
+    back = [("gradients between stages", ranks) for ranks in ((0, 2), (1, 3))]
+    assert agreed(workers, interleaved, (*interleaved, *INFER), (*TEXT, *layout)) == [
+        [SAVING, *axes, *back],
+        [*axes],
+        [SAVING, *axes],
+    ]
+    three = (*SIX, "strategy=pipeline", "strategy.pipeline=3", "strategy.tensor=2", "model.layers=6")
+    (made,) = agreed(workers, (*TEXT, *three, "strategy.schedule=interleaved"))
+    assert [name for name, _ in made[-4:]] == ["gradients between stages"] * 2 + ["tied ends"] * 2
+
+
+def sends_by_group(folder: str) -> tuple[int, int]:
+    """Messages of a step in the group of the pipeline's axis and in that of gradients, after a first step."""
+    config, _ = read_config(RunFolder(Path(folder)).config)
+    opened = session.Session.open(config, device=torch.device("cpu"))
+    known = {opened.groups.mesh["pipeline"].get_group(): 0, opened.groups.gradients: 0}
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if operator_name(function) == "c10d::send":
+                known[group_of(operator_arguments(function, args, kwargs)["process_group"])] += 1
+            return function(*args, **(kwargs or {}))
+
+    tokens = torch.zeros(opened.batch.samples_per_replica, 16, dtype=torch.int64)
+    opened.assembled.forward_backward.train(tokens, tokens)
+    with Noting():
+        opened.assembled.forward_backward.train(tokens, tokens)
+    activations, gradients = known.values()
+    return activations, gradients
+
+
+def test_gradients_travel_in_their_group(workers: Workers) -> None:
+    """Four stages on two ranks, 4 microbatches: the stages 0 and 2 are on rank 0, 1 and 3 on rank 1."""
+    run = workers.prepare(
+        *TEXT, "nodes=2", "strategy=pipeline", "model.layers=4", "strategy.schedule=interleaved",
+        "strategy.microbatches=4",
+    )  # fmt: skip
+    first, second = workers.run(2, sends_by_group, str(run.folder.path))
+    assert first == (2 * 4, 1 * 4)
+    assert second == (1 * 4, 2 * 4)
 
 
 def test_joined_axes(workers: Workers) -> None:

@@ -8,7 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -64,6 +67,41 @@ def test_all_ranks_stop_after_the_same_step(
     step, name = answers[0]
     assert name == heeded
     assert 105 <= step < ENDLESS
+
+
+def messages_of(steps: int) -> tuple[int, int, Counter[str]]:
+    """How often a rank reads and writes the store, and its collectives, in steps that each ask."""
+    import torch.distributed as dist
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from hpc_parallel.torch_internals import operator_name
+    from hpc_parallel.worker.stop import Stop
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if (name := operator_name(function) or "").startswith("c10d::"):
+                collectives[name] += 1
+            return function(*args, **(kwargs or {}))
+
+    collectives: Counter[str] = Counter()
+    amounts: list[int] = []
+    with Stop(step=0, period_s=0.0) as stop, Counting():
+        store, add = stop._store, stop._store.add
+        stop._store = SimpleNamespace(add=lambda key, by: (amounts.append(by), add(key, by))[1])
+        for step in range(1, steps + 1):
+            if (step, dist.get_rank()) == (steps - 1, 2):
+                os.kill(os.getpid(), signal.SIGTERM)
+            stop.after(step)
+        stop._store = store
+    return amounts.count(0), amounts.count(1), collectives
+
+
+def test_agreeing_takes_one_broadcast_and_no_ring(workers: Workers) -> None:
+    """Rank 0 alone reads the store, a key for each signal; a rank writes to it only after a signal."""
+    first, *others = workers.run(4, messages_of, 10)
+    assert 0 < first[0] <= 3 * 10
+    assert first[1:] == (0, Counter({"c10d::broadcast_": 10}))
+    assert others == [(0, int(rank == 2), Counter({"c10d::broadcast_": 10})) for rank in (1, 2, 3)]
 
 
 def stops_at_limit() -> tuple[int, str | None]:

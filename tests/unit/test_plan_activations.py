@@ -79,6 +79,7 @@ MORE = [
     (f"strategy=context {TWO} {SMALL} strategy.context_attention=all_to_all {HALF}", 1),
     (f"strategy=context {TWO} {SMALL} {DOUBLE} {FULL}", 0),
     (f"strategy=expert {TWO} {MOE} {FULL}", 1),
+    (f"strategy=expert {TWO} {MOE} {SELECTIVE}", 1),
     (f"strategy=expert {FOUR} {MOE} strategy.expert=2 strategy.replicate=2 {DOUBLE}", 1),
     (f"strategy=tile {TWO} {SEGMENTER} {FULL}", 0),
     (f"strategy=tile {TWO} {CONVNET} {HALF}", 0),

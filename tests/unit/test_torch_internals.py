@@ -33,7 +33,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.serialization import config as serialization
 
 from hpc_parallel import torch_internals
+from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.profiling.traffic import COLLECTIVES, KINDS, WITHOUT_BYTES, Traffic
+from hpc_parallel.strategies import pipeline
 from hpc_parallel.supervise import flight_recorder
 from hpc_parallel.training.checkpoint import Writer
 
@@ -445,3 +447,9 @@ def test_tensors_that_share_memory_have_one_key() -> None:
         tensor = torch.zeros(4, 4)
         assert torch_internals.memory_key(tensor) == torch_internals.memory_key(tensor.T[1:])
         assert torch_internals.memory_key(tensor) != torch_internals.memory_key(tensor.clone())
+
+
+def test_schedules_that_batch_activations_with_gradients_are_known() -> None:
+    """A batch runs on the group of its first message, so only the others may have two groups."""
+    for name, rules in SCHEDULES.items():
+        assert torch_internals.sends_apart(pipeline.KINDS[name]) == rules.two_way, name

@@ -1,0 +1,85 @@
+"""How many rows the devices of an expert axis send to each other, known to the host as early as possible.
+
+A collective needs the sizes of its messages on the host, so the host must read numbers of the device. The
+exchange of the numbers and their copy to the host begin before the rows are sorted, and the host waits after
+it has queued the sorting. The device then has work while the host wakes up and queues what follows. Megatron
+delays the wait too (`cuda_dtoh_stream` of its token dispatcher); torchtitan waits at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from hpc_parallel.strategies.ranges import marked
+from hpc_parallel.torch_internals import group_of
+
+
+class Sizes(NamedTuple):
+    """received_counts: rows for each expert of this device from each device, [device * expert].
+
+    sent, received: rows to and from each device, on the host.
+    """
+
+    received_counts: Tensor
+    sent: list[int]
+    received: list[int]
+
+
+class RowCounts:
+    """The exchange of one layer's counts over `axis`."""
+
+    def __init__(self, axis: DeviceMesh) -> None:
+        self._group = axis.get_group()
+        self._begun: tuple[Tensor, Tensor, Tensor] | None = None  # counts, received counts, copy of the sizes
+
+    def begin(self, counts: Tensor) -> None:
+        """Start to exchange `counts` [expert], int64: the rows of this device for every expert."""
+        with marked("all_to_all expert"):
+            self._begun = counts, *exchange_counts(counts.contiguous(), self._group.group_name)
+
+    def finish(self, counts: Tensor) -> Sizes:
+        """Wait for the sizes that belong to `counts`; starts now if `begin` was not called with it."""
+        if self._begun is None or self._begun[0] is not counts:
+            self.begin(counts)
+        assert self._begun is not None
+        _, received_counts, copy = self._begun
+        self._begun = None
+        sent, received = wait_for_host(copy).tolist()
+        return Sizes(received_counts, sent, received)
+
+
+# Operators, so that selective checkpointing can keep their results, and a recomputation does not wait again.
+_copies: dict[int, torch.cuda.Event] = {}  # copies that may be under way, by their address on the host
+
+
+@torch.library.custom_op("hpc_parallel::exchange_counts", mutates_args=())
+def exchange_counts(counts: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+    """Returns the received counts [device * expert], and the rows to and from each device [2, device].
+
+    The second one is on the host, and complete when `wait_for_host` returns.
+    """
+    group = group_of(group_name)
+    received = torch.empty_like(counts)
+    dist.all_to_all_single(received, counts, group=group)
+    sizes = torch.stack([table.view(group.size(), -1).sum(1) for table in (counts, received)])
+    if sizes.device.type == "cpu":
+        return received, sizes
+    copy = sizes.to("cpu", non_blocking=True)  # into pinned memory
+    event = torch.cuda.Event()
+    event.record()
+    _copies[copy.data_ptr()] = event
+    return received, copy
+
+
+@torch.library.custom_op("hpc_parallel::wait_for_host", mutates_args=())
+def wait_for_host(copy: Tensor) -> Tensor:
+    """Returns the numbers of `copy`, which `exchange_counts` returned, when they are complete."""
+    event = _copies.pop(copy.data_ptr(), None)
+    if event is not None:
+        event.synchronize()
+    return copy.clone()
