@@ -50,9 +50,8 @@ def compose(overrides: Sequence[str] = (), *, config_dir: str | PathLike[str] | 
 
     Raises ConfigError with all problems (`error.problems`).
     """
-    line = _parse(overrides, config_dir)
     with borrowed_hydra():
-        line = with_resumed(line, warn=_warn)
+        line = with_resumed(_parse(overrides, config_dir), warn=_warn)
         run = checked_run(line)
     config = run.config
     user_dir = None if line.extra_dir is None else Path(line.extra_dir).absolute()

@@ -57,10 +57,10 @@ def hint(message: str) -> str:
 
 def causes_of(error: BaseException) -> str:
     """The exceptions that led to `error`, as in its traceback: `, caused by KeyError: 'x'`, or nothing."""
-    said, text = str(error), ""
+    message_of_error, text = str(error), ""
     for cause in causes(error):
         message = " ".join(str(cause).split())[:_MOST_CHARACTERS]
-        if not message or message not in said + text:
+        if not message or message not in message_of_error + text:
             word = "caused by" if error.__cause__ is cause else "after"
             text += f", {word} {type(cause).__name__}" + f": {message}" * bool(message)
         error = cause

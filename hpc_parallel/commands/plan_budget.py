@@ -45,13 +45,13 @@ def budgeted(
         named = [] if model is None else [f"model={model}"]
         name = model or next(word for word in reversed(words) if word.startswith("model=")).partition("=")[2]
         try:
-            found = best([*words, *named, *typical, *layout], user_folder=user_folder, rows=1)
+            ranking = best([*words, *named, *typical, *layout], user_folder=user_folder, rows=1)
         except ConfigError as error:
             if not any("no layout fits" in str(problem) for problem in error.problems):
                 raise
             rows[name] = None
         else:
-            rows[name] = found.candidates[0]
+            rows[name] = ranking.candidates[0]
     yield f"{nodes} node{'s' * (nodes > 1)} x {per_node} x {hardware.device.name} for {budget.hours:g} h" + (
         f"; not given, so {' '.join(typical)}" if typical else ""
     )

@@ -42,8 +42,8 @@ def calibrated(
             problems += error.problems
     if problems or hardware is None or runs is None or output is None:
         raise ConfigError(problems)
-    found = calibrate(runs, hardware)
-    return Profile(text(found, base=str(name)), [*report(found), usage(output)])
+    calibration = calibrate(runs, hardware)
+    return Profile(text(calibration, base=str(name)), [*report(calibration), usage(output)])
 
 
 def usage(file: Path) -> str:

@@ -125,8 +125,8 @@ def predicted(run: RecordedRun) -> dict[str, float]:
     """The figures that were planned before the run started."""
     summary, start = table(run.summary), table(run.environment)
     planned = {**table(start.get(PREDICTED)), **table(summary.get(PREDICTED))}
-    found = {key: number(planned.get(key)) for _, key, _ in FIGURES}
-    return {key: value for key, value in found.items() if value is not None and value >= 0}
+    figures = {key: number(planned.get(key)) for _, key, _ in FIGURES}
+    return {key: value for key, value in figures.items() if value is not None and value >= 0}
 
 
 def _object(run: RecordedRun, row: Row, changed: Mapping[str, Change]) -> dict[str, Any]:

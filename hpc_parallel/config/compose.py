@@ -63,7 +63,9 @@ def resolve(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
 
     Raises UnresolvedError with every key that is missing or unknown to the schemas.
     """
-    config = _with_time_budget(_with_batch(_with_script(_with_gpu_defaults(_with_devices(config)))))
+    config = copy.deepcopy(config)  # once: a copy takes as long as all that is set here
+    for set_default in (_set_devices, _set_gpu_defaults, _set_script, _set_batch, _set_time_budget):
+        set_default(config)
     if (run := _resolve_valid(config)) is not None:
         return run, asdict(run)
     problems: list[Problem | str] = [
@@ -82,10 +84,10 @@ def resolve(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
         raise UnresolvedError([f"{error.full_key}: {str(error).splitlines()[0].rstrip('.')}."]) from error
 
 
-def _with_devices(config: DictConfig) -> DictConfig:
-    """The configuration with a number for `gpus_per_node=auto`. Raises UnresolvedError."""
+def _set_devices(config: DictConfig) -> None:
+    """Set a number for `gpus_per_node=auto`. Raises UnresolvedError."""
     if OmegaConf.is_interpolation(config, "gpus_per_node") or config.get("gpus_per_node") != AUTO:
-        return config
+        return
     try:
         launcher = {key: config.launcher[key] for key in ("kind", "partition")}  # others may need the devices
         cluster = OmegaConf.to_container(config.cluster, resolve=True)
@@ -94,13 +96,11 @@ def _with_devices(config: DictConfig) -> DictConfig:
         devices = 1
     except ConfigError as error:
         raise UnresolvedError(error.problems) from error
-    config = copy.deepcopy(config)
     config.gpus_per_node = devices
-    return config
 
 
-def _with_gpu_defaults(config: DictConfig) -> DictConfig:
-    """The configuration with a precision, and with each device's share of a node's cores and memory."""
+def _set_gpu_defaults(config: DictConfig) -> None:
+    """Set a precision, and each device's share of a node's cores and memory."""
     shares = ("cpus_per_device", "memory_gb_per_device")
     try:
         values = {
@@ -113,27 +113,24 @@ def _with_gpu_defaults(config: DictConfig) -> DictConfig:
         share = default_share(values) if config.cluster.cpus_per_device is None else NodeShare()
     except OmegaConfBaseException:  # `resolve` reports it with all other keys
         precision, share = OF_CPUS, NodeShare()
-    config = copy.deepcopy(config)
     config.training.precision = precision
     if config.training.compile == AUTO:
         config.training.compile = config.training.speed == "max"
     for key, value in zip(shares, (share.cpus, share.memory_gb), strict=True):
         if OmegaConf.select(config, f"cluster.{key}") is None:
             OmegaConf.update(config, f"cluster.{key}", value)
-    return config
 
 
-def _with_script(config: DictConfig) -> DictConfig:
-    """For `task=script`, a name after the script, and what starts it in place of a strategy."""
+def _set_script(config: DictConfig) -> None:
+    """For `task=script`, set a name after the script, and what starts it in place of a strategy."""
     if OmegaConf.select(config, "task.name", default=None) != TASK:
-        return config
-    config = copy.deepcopy(config)
+        return
     try:
         script = {key: config.script[key] for key in KINDS}
         devices, start = config.nodes * config.gpus_per_node, config.script.start
         of_site = config.cluster.start
     except OmegaConfBaseException:  # `resolve` reports it with all other keys
-        return config
+        return
     if OmegaConf.is_interpolation(config, "name"):
         config.name = name_of(script)
     execution = DATAPARALLEL if start == NODE else SPMD  # one process that drives all devices of a node
@@ -141,33 +138,30 @@ def _with_script(config: DictConfig) -> DictConfig:
     if start != RANKS and of_site != "mpirun":
         config.cluster.start = TORCHRUN if start == TORCHRUN else "srun"
     config.training.global_batch_size = max(1, devices)
-    return config
 
 
-def _with_batch(config: DictConfig) -> DictConfig:
-    """The configuration with a number for `training.global_batch_size`."""
+def _set_batch(config: DictConfig) -> None:
+    """Set a number for `training.global_batch_size`."""
     if OmegaConf.select(config, "training.global_batch_size", default=0) is not None:
-        return config
+        return
     try:
         values = OmegaConf.to_container(config, resolve=True)
         size = default_batch_size(cast(dict[str, Any], values))
     except (OmegaConfBaseException, KeyError):  # `resolve` reports it with all other keys
         size = usual_batch_size(OmegaConf.select(config, "model"))
-    return with_batch_size(config, size)
+    config.training.global_batch_size = size
 
 
-def _with_time_budget(config: DictConfig) -> DictConfig:
-    """The configuration with a number for `task.seconds`, if the task has this key."""
+def _set_time_budget(config: DictConfig) -> None:
+    """Set a number for `task.seconds`, if the task has this key."""
     if OmegaConf.select(config, "task.seconds", default=0) is not None:
-        return config
+        return
     try:
         is_local = launcher_kind(config.launcher.kind) == "local"
         seconds = LOCAL_SECONDS if is_local else min(JOB_SECONDS, 30.0 * config.launcher.time_minutes)
     except OmegaConfBaseException:  # `resolve` reports it with all other keys
-        return config
-    config = copy.deepcopy(config)
+        return
     config.task.seconds = seconds
-    return config
 
 
 def with_batch_size(config: DictConfig, size: int) -> DictConfig:

@@ -27,7 +27,7 @@ def borrowed_hydra() -> Iterator[None]:
     Other threads wait until the block ends.
     """
     with _ALONE:
-        singletons = (GlobalHydra, HydraConfig, VersionBase)  # their attributes are replaced, never changed
+        singletons = (GlobalHydra, HydraConfig, VersionBase, ConfigStore)
         kept = [(singleton.instance(), dict(vars(singleton.instance()))) for singleton in singletons]
         job = copy.deepcopy(JobRuntime.instance().conf)
         store = _copied(ConfigStore.instance().repo)
@@ -36,7 +36,8 @@ def borrowed_hydra() -> Iterator[None]:
             register()
             yield
         finally:
-            for singleton, attributes in kept:
+            for singleton, attributes in kept:  # attributes are replaced, except the tables of the store
+                vars(singleton).clear()
                 vars(singleton).update(attributes)
             JobRuntime.instance().conf = job
             ConfigStore.instance().repo = store

@@ -29,8 +29,8 @@ def _configuration(key: str, value: str) -> str | None:
     if path.suffix in (".yaml", ".yml") and is_file(path) and path.absolute().parent.name == key:
         return f"--config-dir {spell(path.parent.parent)} {key}={path.stem}"
     folders = [Path(), *(Path(entry.name) for entry in list_folder(Path()) if is_real_folder(entry))]
-    found = (folder for folder in sorted(folders) if is_file(folder / key / f"{value}.yaml"))
-    return next((f"--config-dir {spell(folder)} {key}={value}" for folder in found), None)
+    holders = (folder for folder in sorted(folders) if is_file(folder / key / f"{value}.yaml"))
+    return next((f"--config-dir {spell(folder)} {key}={value}" for folder in holders), None)
 
 
 def _data(value: str) -> str | None:

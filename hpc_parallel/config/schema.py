@@ -366,6 +366,8 @@ def register() -> None:
     """
     OmegaConf.register_new_resolver("product", _product, replace=True)
     store = ConfigStore.instance()
+    # Hydra copies the store for each composition, a sixth of its time, and then copies what it reads from it.
+    vars(store)["__deepcopy__"] = lambda _memo: store
     if "run_schema.yaml" in store.repo:
         return  # by an earlier command of this process
     composed = OmegaConf.structured(ComposedConfig)

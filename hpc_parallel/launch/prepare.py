@@ -276,8 +276,8 @@ def prepare(
     if problems := [*problems, *_hardware_problems(config, user_folder)]:
         raise ConfigError(in_order(problems, overrides))
     imports = check_imports(config, values=values if build_model else None)
-    if found := [*_missing_interfaces(config), *imports.problems]:
-        raise ConfigError(found)
+    if problems := [*_missing_interfaces(config), *imports.problems]:
+        raise ConfigError(problems)
     path = Path(os.path.expanduser(config.run_dir)) if config.run_dir else RUNS / config.name / new_run_id()
     layout = layout_of(config.strategy, devices=config.devices)
     batch = batch_of(config, layout)

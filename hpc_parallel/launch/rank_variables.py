@@ -71,6 +71,6 @@ def describe(run: PreparedRun) -> list[str]:
         suffix = "" if local or run.config.nodes == 1 else run.config.cluster.master_suffix
         reached = f"rank 0 listens on the address of {FIRST_HOST}{suffix} (cluster.master_suffix)"
         return ["each rank sets:", *lines, *([reached] if suffix else [])]
-    found = {**os.environ, **variables}
-    words, _ = script_rank.command_of(run.folder, run.values, rank=0, variables=found)
+    environment = {**os.environ, **variables}
+    words, _ = script_rank.command_of(run.folder, run.values, rank=0, variables=environment)
     return [f"rank 0 runs: {shlex.join(words)}", "with:", *lines]

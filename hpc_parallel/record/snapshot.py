@@ -136,10 +136,10 @@ def plan_snapshot(
         roots = {path: checkout_of(path) for path in imported}
         loose = _loose_sources((path for path in roots if roots[path] is None), destination, most_mb=most_mb)
         checkouts = {path: root or path for path, root in roots.items() if root or loose[path].names}
-        found = {
+        names_of = {
             root: loose[root].names if root in loose else source_files(root) for root in checkouts.values()
         }
-        source = {root: _without(names, exclude) for root, names in found.items()}
+        source = {root: _without(names, exclude) for root, names in names_of.items()}
         left_out = () if credentials else _credential_files(source)
         files = {root: [name for name in names if name not in left_out] for root, names in source.items()}
         _require_source(files, most_mb=most_mb, exclude=exclude)

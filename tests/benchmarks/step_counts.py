@@ -59,7 +59,7 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "expert 8": (*EXPERTS, "strategy=expert", "gpus_per_node=8", "training.global_batch_size=64"),
 }  # fmt: skip
-# Counted for their waits (`tests/unit/test_step_counts.py`); no rows of the table.
+# Counted for their waits (`tests/distributed/test_step_counts.py`); no rows of the table.
 OTHERS: dict[str, tuple[str, ...]] = {
     "hsdp 2x2": (*ONE_B, "strategy=hsdp", "nodes=2", "gpus_per_node=2", "training.global_batch_size=32"),
     "hybrid 2x2": (

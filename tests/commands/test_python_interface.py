@@ -25,6 +25,7 @@ from omegaconf import OmegaConf
 import hpc_parallel
 from hpc_parallel import ConfigError, Run, RunConfig, SiteRefusedError
 from hpc_parallel.config.command_line import CommandLine
+from hpc_parallel.config.compose import composing, find_folder
 from hpc_parallel.config.schema import register
 from hpc_parallel.launch.checked_run import checked_run
 from hpc_parallel.record.run_folder import RunFolder
@@ -112,6 +113,7 @@ class TestCompose:
         store = ConfigStore.instance()
         usual = store.repo
         store.repo = {name: node for name, node in usual.items() if name[0] in "_h"}  # Hydra's own alone
+        vars(store).pop("__deepcopy__", None)
         before = names(store.repo)
         HydraConfig.instance().cfg = kept = OmegaConf.create({"hydra": None})
         try:
@@ -125,11 +127,19 @@ class TestCompose:
                     assert GlobalHydra.instance().hydra is mine
                     assert HydraConfig.instance().cfg is kept
                     assert names(store.repo) == before
+                    assert copy.deepcopy(store) is not store  # an own Hydra copies it
                     assert hydra_compose("own").own == "mine"
         finally:
             HydraConfig.instance().cfg = None
             store.repo = usual
             register()
+
+    def test_no_composition_copies_all_schemas(self) -> None:
+        """Hydra copies its repository each time; it had a copy of the store of schemas in it."""
+        register()
+        with composing(str(find_folder("conf"))):
+            repository = GlobalHydra.instance().config_loader().repository
+            assert copy.deepcopy(repository).get_schema_source().store is ConfigStore.instance()
 
     def test_threads(self) -> None:
         composed: dict[int, RunConfig] = {}

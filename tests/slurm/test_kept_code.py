@@ -9,7 +9,7 @@ import pytest
 from cluster import Cluster
 from test_jobs import SMALL, Site, losses, read
 
-from tests.unit.test_rerun import MODEL
+from tests.distributed.test_rerun import MODEL
 from tests.unit.test_snapshot import git
 
 pytestmark = pytest.mark.slurm

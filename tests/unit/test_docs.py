@@ -97,7 +97,13 @@ class AcceptedError(Exception):
     """The parser of a command accepted the words; it must do no more."""
 
 
-@pytest.mark.parametrize(("block", "line"), CHECKED.values(), ids=CHECKED)
+def checked(line: str) -> Any:
+    """A case of the test below. The pages' own classes are imported in a process, as the job imports them."""
+    marks = [pytest.mark.processes] if re.search("--config-dir .*(model|data)=", line) else []
+    return pytest.param(*CHECKED[line], id=line, marks=marks)
+
+
+@pytest.mark.parametrize(("block", "line"), [checked(line) for line in CHECKED])
 def test_a_command_is_accepted(
     block: Block,
     line: str,

@@ -184,6 +184,7 @@ def test_nothing_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build("llama", torch.float32, {})(torch.zeros(1, 4, dtype=torch.long)).shape == (1, 4, 64)
 
 
+@pytest.mark.processes
 def test_the_login_half_checks_such_a_model_without_importing_it() -> None:
     program = (
         "import sys; from tests.composed import prepared; prepared('model=huggingface', 'strategy=tensor', "

@@ -18,6 +18,7 @@ def python(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", [("hpc_parallel.job", "conclude"), ("hpc_parallel.worker.conclude",)])
 def test_a_job_ends_by_either_name(name: tuple[str, ...], tmp_path: Path) -> None:
     folder = prepared(tmp_path / "run")
@@ -27,6 +28,7 @@ def test_a_job_ends_by_either_name(name: tuple[str, ...], tmp_path: Path) -> Non
     assert (read_json(folder.failure) or {})["line"] == line
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", [("hpc_parallel.job", "rank"), ("hpc_parallel.worker.supervise",)])
 def test_a_rank_starts_by_either_name(name: tuple[str, ...], tmp_path: Path) -> None:
     """The first thing that it does is to read the run's configuration."""
@@ -40,6 +42,7 @@ def test_submitit_finds_the_function_of_a_job_in_its_queue() -> None:
     assert import_module("hpc_parallel.worker.supervise").run is job.rank
 
 
+@pytest.mark.processes
 def test_an_unknown_part_is_refused() -> None:
     done = python("hpc_parallel.job", "rnak", "runs/x")
     assert (done.returncode, done.stderr) == (
@@ -47,6 +50,7 @@ def test_an_unknown_part_is_refused() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.processes
 def test_ranks_share_the_imported_modules_which_no_search_for_garbage_touches() -> None:
     """In a process of its own: here the modules are imported already."""
     lines = (

@@ -137,6 +137,7 @@ def test_a_dropout_of_fused_projections_is_refused() -> None:
     assert list(find_fused_dropouts(model, degree=2, sample_shape=(20,))) == []
 
 
+@pytest.mark.processes  # imports the class as the job would
 @pytest.mark.parametrize("target", ["models.NeedsNumbers", "plain_models.made_layers"])
 def test_a_constructor_that_needs_numbers_is_told_what_to_do(target: str) -> None:
     own = ("~model", f"+model={{_target_: tests.{target}}}")

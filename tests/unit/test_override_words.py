@@ -39,6 +39,7 @@ def test_the_folder_of_the_user(tmp_path: Path) -> None:
     assert override_words("cluster=g", extra_dir=str(tmp_path)) == ["cluster=generic", "cluster=gres"]
 
 
+@pytest.mark.processes
 def test_torch_is_not_loaded() -> None:
     words = (
         "import sys; from hpc_parallel.config.override_words import override_words;"

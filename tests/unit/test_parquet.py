@@ -178,6 +178,7 @@ def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
         find_files(str(tmp_path))
 
 
+@pytest.mark.processes
 def test_the_login_node_reads_the_files_without_torch(tmp_path: Path) -> None:
     file = write(tmp_path / "a.parquet", {"x": [1, 2]})
     code = (

@@ -30,6 +30,7 @@ from hpc_parallel.planning.search import AXES, Candidate, Choices, Split, search
 from hpc_parallel.planning.step_time import Step, step_time
 from tests.benchmarks.calibrate_plan import FOLDERS
 from tests.composed import composed, prepared
+from tests.parity import in_full
 
 H100 = "h100_sxm_node8_3200gbit"
 SMALL = (
@@ -195,9 +196,9 @@ def test_the_bound_is_exact_where_the_last_stage_is_the_longest() -> None:
         (*SMALL, "nodes=1", "gpus_per_node=6", "training.global_batch_size=48"),
         (*SMALL, "strategy.gradient_compression=bfloat16", "strategy.shard=1"),  # not with every schedule
         ("strategy=auto", "model=1b", "nodes=4", "gpus_per_node=8", f"plan.hardware={H100}"),
-        ("strategy=auto", "model=70b", "nodes=16", "gpus_per_node=8", f"plan.hardware={H100}"),
         (*SMALL, "training.global_batch_size=1"),  # strategy=context among others
         (*SMALL, "training.global_batch_size=2", "strategy.context_attention=all_to_all"),  # four heads
+        *in_full([(("strategy=auto", "model=70b", "nodes=16", "gpus_per_node=8", f"plan.hardware={H100}"),)]),
     ],
 )
 def test_a_run_accepts_what_is_proposed_and_composes_the_same(words: tuple[str, ...]) -> None:
@@ -345,6 +346,7 @@ def test_degrees_and_batches_without_a_layout_are_named(capsys: pytest.CaptureFi
     )
 
 
+@pytest.mark.processes
 def test_the_search_leaves_torch_alone() -> None:
     words = ["plan", "--best", "model=1b", "gpus_per_node=8", f"hardware={H100}"]
     code = (

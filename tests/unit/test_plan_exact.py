@@ -66,6 +66,7 @@ def test_formulas_are_what_ranks_hold_and_send(words: str, capfd: pytest.Capture
     assert "rank 0" in text
 
 
+@pytest.mark.processes
 def test_a_ring_sends_what_it_must(capfd: pytest.CaptureFixture[str]) -> None:
     """By hand: 3 hops of keys and values, twice, in bfloat16, and 4 of their gradients in float32."""
     words = ["strategy=context", "nodes=2", "gpus_per_node=2"]

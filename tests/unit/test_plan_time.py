@@ -136,6 +136,7 @@ def test_plans_of_rows_that_calibration_did_not_see() -> None:
     assert good / groups >= 0.9
 
 
+@pytest.mark.processes
 def test_the_command_adds_a_column_without_torch(tmp_path: Path) -> None:
     output = tmp_path / "planned.csv"
     words = ["plan", "--table", str(TABLE), "--output", str(output), f"hardware={NAME}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,7 @@ class Tokens:
         return tokens[:, :-1], tokens[:, 1:]
 
 
+@cache
 def key(*overrides: str, shift: int = 0) -> str:
     config = prepared("launcher=local", "device=cpu", *PIPELINE, *overrides).config
     data: Any = SimpleNamespace(train=Tokens(shift))

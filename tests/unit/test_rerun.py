@@ -1,12 +1,8 @@
-"""`rerun`: the kept source runs again, bit for bit, whatever has become of the checkout."""
+"""`rerun`: the command that runs the kept source, and the runs that it refuses."""
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,83 +12,6 @@ from hpc_parallel.commands.rerun import ONCE, command, differences, main, source
 from hpc_parallel.record.recorded_start import RecordedStart
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
-from tests.unit.test_snapshot import git
-
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = """
-import torch
-from torch import nn
-from hpc_parallel.models.layered import LayeredModel
-
-SCALE = 1.0
-
-class Mine(LayeredModel):
-    def __init__(self, *, width):
-        super().__init__(
-            stem=nn.Embedding(256, width), blocks=[nn.Linear(width, width)], head=nn.Linear(width, 256)
-        )
-
-    def loss(self, output, target):
-        return SCALE * nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
-"""
-WORDS = (
-    "model=mine", "strategy=single", "launcher=local", "device=cpu", "training.steps=3",
-    "training.log_every=1", "training.global_batch_size=2", "training.validate_every=null",
-    "data.max_bytes=100000", "data.sequence_length=8", "training.measure_steps=0", "run_dir='first one'",
-)  # fmt: skip
-
-
-def python(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "hpc_parallel", *words], cwd=cwd, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True,
-    )  # fmt: skip
-
-
-def losses(folder: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_a_rerun_has_the_same_bits_after_the_checkout_was_edited(tmp_path: Path) -> None:
-    """The model, its configuration and its loss are other ones by then; a rerun's rerun is the same too."""
-    mine, elsewhere = tmp_path / "my project", tmp_path / "elsewhere"
-    (mine / "conf" / "model").mkdir(parents=True)
-    elsewhere.mkdir()
-    (mine / "mymodel.py").write_text(MODEL)
-    (mine / "conf" / "model" / "mine.yaml").write_text("_target_: mymodel.Mine\nwidth: 8\n")
-    (mine / ".gitignore").write_text("first one\nruns\n")
-    for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "first")):
-        git(mine, *words)
-    done = python("run", "--config-dir", "conf", *WORDS, cwd=mine)
-    assert done.returncode == 0, done.stdout + done.stderr
-    first = mine / "first one"
-    before = losses(first)
-    assert len(before) == 3
-
-    (mine / "mymodel.py").write_text(MODEL.replace("SCALE = 1.0", "SCALE = 3.0"))
-    (mine / "conf" / "model" / "mine.yaml").write_text("_target_: mymodel.Mine\nwidth: 16\n")
-    done = python("rerun", str(first), cwd=elsewhere)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (second,) = (mine / "runs" / "single").iterdir()
-    assert losses(second) == before
-
-    # of that run the source is kept again, so that it can be repeated without the first
-    shutil.rmtree(first)
-    (mine / "mymodel.py").unlink()
-    done = python("rerun", str(second), "name=third", "run_dir=third", cwd=elsewhere)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert losses(mine / "third") == before
-    kept, again = (json.loads((run / "environment.json").read_text()) for run in (second, mine / "third"))
-    assert (kept["rerun_of"], again["rerun_of"]) == (str(first), str(second))
-    assert kept["git_commit"] == again["git_commit"]
-    assert kept["git_diff"] == again["git_diff"] == ""  # the source that runs has no change
-    assert kept["overrides"] == list(WORDS[:-1])
-    assert (mine / "third/code/my project/mymodel.py").read_text() == MODEL
-    for run in (second, mine / "third"):
-        assert not (run / "code" / "my project" / "runs").exists()
-        assert run.stat().st_mode & 0o777 == 0o700
-    assert not list(elsewhere.iterdir())
-
 
 KEPT: dict[str, Any] = {
     "overrides": ["strategy=data", "+run_dir=a", "nodes=2", "run_dir='b c'", "resume=x"],

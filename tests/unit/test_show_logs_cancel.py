@@ -404,6 +404,7 @@ def test_the_version_needs_no_command(capsys: Capture) -> None:
     assert (ended.value.code, capsys.readouterr().out) == (0, f"hpc_parallel {__version__}\n")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("command", ["status", "logs", "cancel", "show"])
 def test_neither_torch_nor_hydra_is_loaded(command: str) -> None:
     """They start in a fraction of a second; `show` composes the defaults only once it has found its run."""
@@ -415,6 +416,7 @@ def test_neither_torch_nor_hydra_is_loaded(command: str) -> None:
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("line", "offered"),
     [

@@ -50,6 +50,7 @@ def test_it_contains_tracked_and_unignored_files(checkout: Path, tmp_path: Path)
     assert (tmp_path / "code/mine/tracked_one.py").read_text() == "value = 2\n"
 
 
+@pytest.mark.processes
 def test_processes_import_the_kept_source(checkout: Path, tmp_path: Path) -> None:
     kept = plan_snapshot(tmp_path / "code", working_directory=checkout / "sub")
     kept.take()

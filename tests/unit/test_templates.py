@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
@@ -17,6 +19,7 @@ from hpc_parallel.launch.batch_script import needs_own_script, render, render_ar
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import ConfigError, spell
 from tests.composed import prepared
+from tests.parity import in_full
 
 PROFILES = sorted(path.stem for path in (find_folder("conf") / "cluster").glob("*.yaml"))
 STARTS = ("srun", "torchrun", "mpirun")
@@ -47,25 +50,35 @@ def last_command(script: str) -> list[str]:
     return shlex.split(line)
 
 
-@pytest.mark.parametrize("profile", PROFILES)
-def test_all_scripts_are_legal_shell(profile: str, tmp_path: Path) -> None:
+ONCE = [("srun", "pyxis"), ("torchrun", "apptainer"), ("mpirun", "none")]
+ALL = [
+    pair for pair in itertools.product(STARTS, CONTAINERS) if pair != ("mpirun", "pyxis")
+]  # refused, below
+
+
+@pytest.mark.parametrize(
+    ("profile", "pairs"),
+    [
+        ("generic", ALL),
+        *((profile, ONCE) for profile in PROFILES if profile != "generic"),
+        *in_full((profile, ALL) for profile in PROFILES if profile != "generic"),
+    ],
+)
+def test_all_scripts_are_legal_shell(profile: str, pairs: Sequence[tuple[str, str]], tmp_path: Path) -> None:
     """For bash, and for shellcheck where it is installed (`make test` does that)."""
     scripts = []
-    for start in STARTS:
-        for container in CONTAINERS:
-            bound = ["++cluster.srun.cpu-bind=cores"] if start == "torchrun" else []
-            if (start, container) == ("mpirun", "pyxis"):
-                continue  # refused, below
-            run = started(
-                start, container, f"cluster={profile}", "cluster.scratch=/local/$SLURM_JOB_ID",
-                "launcher.setup=['export A=\"b c\"']", *bound,
-            )  # fmt: skip
-            for kind, text in (
-                ("one", render(run)),
-                ("array", render_array(run, tasks=tmp_path, name="n", count=3)),
-            ):
-                scripts.append(tmp_path / f"{start}-{container}-{kind}.sh")
-                scripts[-1].write_text(text)
+    for start, container in pairs:
+        bound = ["++cluster.srun.cpu-bind=cores"] if start == "torchrun" else []
+        run = started(
+            start, container, f"cluster={profile}", "cluster.scratch=/local/$SLURM_JOB_ID",
+            "launcher.setup=['export A=\"b c\"']", *bound,
+        )  # fmt: skip
+        for kind, text in (
+            ("one", render(run)),
+            ("array", render_array(run, tasks=tmp_path, name="n", count=3)),
+        ):
+            scripts.append(tmp_path / f"{start}-{container}-{kind}.sh")
+            scripts[-1].write_text(text)
     for script in scripts:
         subprocess.run(["bash", "-n", script], check=True)
     if SHELLCHECK is None:

@@ -126,6 +126,7 @@ def test_an_existing_file_is_not_overwritten(
     assert "exists already" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_neither_command_nor_description_imports_torch(source: Path, tmp_path: Path) -> None:
     program = (
         "import sys; import hpc_parallel.data.tokens; assert 'numpy' not in sys.modules;"
