@@ -491,12 +491,12 @@ class Step:
         if work.workers:
             return self._served_s(size)
         mean, seconds = self._mean(averaged), self._sent_s(averaged)
+        if work.expert > 1:
+            seconds += self._mean_of_experts_s
         if work.bucket_bytes is not None and seconds > 0 and (work.bucket_bytes > 0 or self._beside):
             copying_s = mean.copying_s(self._all_busy) if self._on_cpu else 0.0
             share = min(1.0, work.bucket_bytes / size)
             seconds = self._beside_backward_s(seconds, share=share, least_s=copying_s)
-        if work.expert > 1:
-            seconds += self._mean_of_experts_s
         if work.decoder.tied and self._last not in self._pipeline.stages_of(0):
             ends = self._group(2, stride=work.tensor * work.alike * (work.pipeline - 1))
             size = work.gradient_bytes * work.decoder.end_weights / work.tensor / work.shard
@@ -523,7 +523,7 @@ class Step:
 
     @property
     def _mean_of_experts_s(self) -> float:
-        """Over the devices that hold the same ones, after the backward pass."""
+        """Over the devices that hold the same ones."""
         work = self.work
         blocks = max(sum(work.blocks[stage] for stage in stages) for stages in self._stages_of_ranks)
         held = work.decoder.expert_weights * work.decoder.experts / work.expert
