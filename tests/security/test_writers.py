@@ -45,6 +45,7 @@ ALLOWED = {
     ("training/saver.py", "save"): "torch's streams, into a checkpoint folder of the run's own 0700 folder",
     ("supervise/host_facts.py", "TemporaryFile"): "has no name, and is gone when it is closed",
     ("worker/machine_check.py", "TemporaryFile"): "has no name, and is gone when it is closed",
+    ("worker/storage_rates.py", "TemporaryFile"): "has no name, and is gone when it is closed",
     ("profiling/recording.py", "export_chrome_trace"): "torch's, into the run's own 0700 folder",
     ("torch_internals.py", "_dump_snapshot"): "torch's, into the run's own 0700 folder",
     ("training/trainer.py", "save"): "asks the saver",

@@ -8,6 +8,7 @@
 import argparse
 import json
 import os
+import sys
 import time
 
 import torch
@@ -66,3 +67,5 @@ def main():
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # threads of gloo abort some processes at a plain exit (torch 2.13, docs/own-script.md)
