@@ -34,7 +34,8 @@ Thread MainThread (most recent call first):
   File "/home/me/train.py", line 7 in load
   File "/home/me/train.py", line 9 in <module>
 """
-SCRIPT = "import time\ndef load():\n    print('ready', flush=True)\n    time.sleep(600)\nload()\n"
+# It says that it is ready on the line that sleeps: a stop may come at once.
+SCRIPT = "import time\n\ndef load():\n    time.sleep(print('ready', flush=True) or 600)\nload()\n"
 
 
 @pytest.fixture
