@@ -23,7 +23,8 @@ FITTED_PRECISION = {
     "cpu": "float32",
     "cuda": "bfloat16",
 }  # of the blocks, and of the products that are fitted
-HEADS, VOCABULARY = 4, 256  # of the measured blocks and ends
+VOCABULARY = 256  # of the measured blocks and ends
+HEADS, HEAD_DIM = 4, 128  # at least so many heads, and none wider: fused attention takes no wide ones
 ERROR = 0.1  # of the formulas, relative
 # Coefficient -> the tolerance of its logarithm: a file of another device may be far off.
 TOLERANCES = {
@@ -94,8 +95,8 @@ def planned_s(row: Row, hardware: Hardware) -> float:
 def _work(row: Row) -> Work:
     """One block with embedding and head, on one device."""
     decoder = Decoder(
-        layers=1, dim=row.size, heads=HEADS, kv_heads=HEADS, ffn_dim=ffn_dim(row.size), vocabulary=VOCABULARY,
-        sequence=row.tokens, ffn_matrices=3, flash=True,
+        layers=1, dim=row.size, heads=heads_of(row.size), kv_heads=heads_of(row.size),
+        ffn_dim=ffn_dim(row.size), vocabulary=VOCABULARY, sequence=row.tokens, ffn_matrices=3, flash=True,
     )  # fmt: skip
     return Work(
         decoder, tensor=1, data=1, pipeline=1, microbatch_size=1, microbatches=1, blocks=(1,),
@@ -106,6 +107,11 @@ def _work(row: Row) -> Work:
 def ffn_dim(width: int) -> int:
     """Of the measured blocks."""
     return 3 * width
+
+
+def heads_of(width: int) -> int:
+    """Of the measured blocks."""
+    return max(HEADS, width // HEAD_DIM)
 
 
 def device_hardware(rows: Sequence[Row], machine: Machine, *, base: Hardware) -> Hardware:

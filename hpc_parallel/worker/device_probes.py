@@ -15,13 +15,16 @@ from hpc_parallel.planning.device_fit import (
     ELEMENTWISE,
     ENDS,
     FITTED_PRECISION,
-    HEADS,
     LAUNCH,
     PRODUCT,
     UPDATE,
     VOCABULARY,
     ffn_dim,
+    heads_of,
 )
+from hpc_parallel.planning.operations import FLOAT8
+from hpc_parallel.strategies.float8 import device_problem
+from hpc_parallel.torch_internals import scaled_product
 
 PRECISIONS = ("float32", "bfloat16", "float64")
 SIDES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (256, 512, 1024, 2048, 4096, 8192)}
@@ -57,6 +60,9 @@ def probes(device: torch.device) -> Iterator[Probe]:
     for name in PRECISIONS:
         for side in SIDES[kind]:
             yield Probe(PRODUCT, name, side, lambda name=name, side=side: _product(side, name, device))  # type: ignore[misc]
+    if kind == "cuda" and device_problem("tensorwise", device) is None:
+        for side in SIDES[kind]:
+            yield Probe(PRODUCT, FLOAT8, side, lambda side=side: _float8_product(side, device))  # type: ignore[misc]
     for size in MOVED_BYTES[kind]:
         yield Probe(ELEMENTWISE, precision, size, lambda size=size: _elementwise(size, device))  # type: ignore[misc]
     for count in UPDATED[kind]:
@@ -84,8 +90,9 @@ def _block_probes(width: int, tokens: int, *, precision: str, device: torch.devi
 def _decoder(width: int, device: torch.device) -> Transformer:
     with torch.device(device):
         return Transformer(
-            layers=1, dim=width, heads=HEADS, kv_heads=HEADS, ffn_dim=ffn_dim(width), vocab_size=VOCABULARY
-        )
+            layers=1, dim=width, heads=heads_of(width), kv_heads=heads_of(width), ffn_dim=ffn_dim(width),
+            vocab_size=VOCABULARY,
+        )  # fmt: skip
 
 
 def _ids(tokens: int, device: torch.device) -> Tensor:
@@ -95,7 +102,7 @@ def _ids(tokens: int, device: torch.device) -> Tensor:
 def _block(width: int, tokens: int, precision: str, device: torch.device) -> tuple[nn.Module, Tensor]:
     dtype = getattr(torch, precision)
     (block,) = _decoder(width, device).to(dtype).blocks.values()
-    return block, torch.ones(1, tokens, width, dtype=dtype, device=device).requires_grad_()
+    return block, torch.randn(1, tokens, width, device=device).to(dtype).requires_grad_()
 
 
 def _launch(device: torch.device) -> Callable[[], object]:
@@ -104,10 +111,17 @@ def _launch(device: torch.device) -> Callable[[], object]:
 
 
 def _product(side: int, precision: str, device: torch.device) -> Callable[[], object]:
-    one, other, result = (
-        torch.ones(side, side, dtype=getattr(torch, precision), device=device) for _ in range(3)
-    )
+    """Of drawn numbers: a GPU needs less power for equal ones, and is faster with them than in a training."""
+    one, other = (torch.randn(side, side, device=device).to(getattr(torch, precision)) for _ in range(2))
+    result = torch.empty_like(one)
     return lambda: torch.mm(one, other, out=result)
+
+
+def _float8_product(side: int, device: torch.device) -> Callable[[], object]:
+    """The product alone, as `training.fp8=tensorwise` computes it; a plan counts the rounding apart."""
+    one, other = (torch.randn(side, side, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    scale, columns = torch.ones((), device=device), other.t()
+    return lambda: scaled_product(one, columns, scales=(scale, scale), fast=True)
 
 
 def _elementwise(size_bytes: int, device: torch.device) -> Callable[[], object]:
@@ -121,7 +135,7 @@ def _update(count: int, device: torch.device) -> Callable[[], object]:
     weights = [nn.Parameter(torch.zeros(max(1, count // TENSORS), device=device)) for _ in range(TENSORS)]
     for weight in weights:
         weight.grad = torch.ones_like(weight)
-    optimizer = torch.optim.AdamW(weights)
+    optimizer = torch.optim.AdamW(weights, fused=True)
 
     def run() -> None:
         nn.utils.clip_grad_norm_(weights, 1.0)
