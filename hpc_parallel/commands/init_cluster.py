@@ -17,13 +17,13 @@ from pathlib import Path
 from hpc_parallel.config.compose import OWN_SITES, find_folder
 from hpc_parallel.config.node_devices import ask
 from hpc_parallel.exit_codes import DONE, REFUSED
+from hpc_parallel.machine.fabric_kind import fabric_devices
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.safe_read import DamagedError, read_bytes
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.shell import complain
 from hpc_parallel.site.profile import Login, plain_name, write_profile
 from hpc_parallel.site.slurm_records import SlurmRecords, read_records
-from hpc_parallel.supervise.fabric_kind import fabric_devices
 
 COMMANDS = (("show", "config"), ("--oneliner", "show", "partition"), ("--oneliner", "show", "node"))
 _RECORDS_BYTES = 256 << 20  # 10,000 nodes print some 20 MB

@@ -30,6 +30,7 @@ from hpc_parallel.config.tasks import total_steps
 from hpc_parallel.launch import resume
 from hpc_parallel.launch.import_check import check_imports
 from hpc_parallel.launch.script_places import kept_notes, script_folders, script_places
+from hpc_parallel.machine import fabric
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.checkpoint_index import complete
@@ -41,7 +42,6 @@ from hpc_parallel.record.safe_read import YAML_BYTES, require_plain
 from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.record.snapshot import Snapshot, plan_snapshot
 from hpc_parallel.record.trust import require_trusted
-from hpc_parallel.supervise import fabric
 
 if TYPE_CHECKING:
     from hpc_parallel.launch.forecast import Forecast

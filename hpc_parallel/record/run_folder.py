@@ -174,7 +174,7 @@ class RunFolder:
         return self.logs / f"rank-{rank}.{stream}"
 
     def nccl_log(self, rank: int | str) -> Path:
-        """NCCL's messages about its start; see `supervise/nccl_log.py`."""
+        """NCCL's messages about its start; see `machine/nccl_log.py`."""
         return self.logs / f"rank-{rank}.nccl"
 
     def create(self) -> None:

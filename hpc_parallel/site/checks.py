@@ -16,14 +16,14 @@ from hpc_parallel.config.site_limits import site_warnings
 from hpc_parallel.launch.batch_script import render
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.launch.slurm_launcher import refusal_message, test_only
+from hpc_parallel.machine.fabric_kind import fabric_devices
+from hpc_parallel.machine.host_facts import disk
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.job_state import controller_answers
 from hpc_parallel.record.trust import require_trusted
 from hpc_parallel.site.line import ERROR, OK, WARNING, Line
 from hpc_parallel.site.python_lines import python_lines
 from hpc_parallel.site.shell_checks import environment_line, module_lines, scratch_lines
-from hpc_parallel.supervise.fabric_kind import fabric_devices
-from hpc_parallel.supervise.host_facts import disk
 
 _LEAST_FREE_BYTES = 2**30
 _OF_ONE_HOST = {"tmpfs", "ramfs", "overlay"}  # file systems that other hosts never see

@@ -9,8 +9,8 @@ from string import Template
 
 from hpc_parallel.config.node_devices import ask
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.machine.fabric import as_text
 from hpc_parallel.site.line import OK, WARNING, Line
-from hpc_parallel.supervise.fabric import as_text
 
 _INHERITED = re.compile(r"(NCCL|GLOO)_\w+|OMP_NUM_THREADS", re.ASCII)
 _PATIENCE_S = 10.0  # a first `module avail` reads many files

@@ -14,17 +14,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpc_parallel.machine.xids import describe
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_json, read_tail
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.supervise import flight_recorder, oom
 from hpc_parallel.supervise.error_place import place_of, step_of
-from hpc_parallel.supervise.xids import describe
 from hpc_parallel.user_code import causes_of, hint
 
 if TYPE_CHECKING:
-    from hpc_parallel.supervise.world import World
+    from hpc_parallel.machine.world import World
 
 KILLED = "killed"  # by a signal that our clean-up did not send
 LOST_PEER = "lost_peer"  # another rank ended or did not answer: always a follower

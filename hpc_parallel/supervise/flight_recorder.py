@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_parallel.machine.fabric import set_unset
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.supervise.fabric import set_unset
 
 MAX_CALLS = 32  # collectives per group in a rank's record
 _DUMP_BYTES = 64 * 2**20  # a larger file is not a dump of ours

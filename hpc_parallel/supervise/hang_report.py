@@ -21,7 +21,7 @@ from hpc_parallel.supervise.flight_recorder import Collective, DeviceProgress
 from hpc_parallel.supervise.progress import PHASES
 
 if TYPE_CHECKING:
-    from hpc_parallel.supervise.world import World
+    from hpc_parallel.machine.world import World
 
 LOOKS = 10  # checks of a watchdog within the time-out
 PROBE_S = 4.0  # time-out of a connection to rank 0's host

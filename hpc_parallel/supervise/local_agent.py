@@ -27,18 +27,18 @@ from typing import Any
 
 from hpc_parallel.config.layout import processes_per_node, recorded_strategy
 from hpc_parallel.config.script import TORCHRUN
+from hpc_parallel.machine.fabric import site_variables
+from hpc_parallel.machine.world import World
 from hpc_parallel.record import owner
 from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_json, read_tail
 from hpc_parallel.supervise import failure
 from hpc_parallel.supervise.conclude_run import conclude, may_restart
-from hpc_parallel.supervise.fabric import site_variables
 from hpc_parallel.supervise.process_tree import adopt_orphans, end_descendants
 from hpc_parallel.supervise.rank_process import die_with_parent
 from hpc_parallel.supervise.script_rank import is_script
 from hpc_parallel.supervise.supervisor import Supervisor
-from hpc_parallel.supervise.world import World
 
 Entry = Callable[[str], int]
 Processes = tuple[dict[int, int], object]  # rank -> process; the object that owns and reaps them

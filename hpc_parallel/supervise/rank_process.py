@@ -18,19 +18,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from hpc_parallel.machine.fabric import DeviceError, site_variables
+from hpc_parallel.machine.world import World
 from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import size_of
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.supervise import failure, hang_report, oom, script_failure, script_rank
-from hpc_parallel.supervise.fabric import DeviceError, site_variables
 from hpc_parallel.supervise.nvidia_profiler import ProfilerError, profiler_words
 from hpc_parallel.supervise.process_tree import adopt_orphans, end_descendants
 from hpc_parallel.supervise.script_devices import DeviceWatch
 from hpc_parallel.supervise.script_metrics import MetricsWriter
 from hpc_parallel.supervise.script_watch import ScriptSupervisor
 from hpc_parallel.supervise.supervisor import Supervisor, watching
-from hpc_parallel.supervise.world import World
 
 WORKER = (sys.executable, "-u", "-m", "hpc_parallel.worker.main")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

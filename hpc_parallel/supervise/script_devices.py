@@ -10,13 +10,13 @@ from typing import Any
 
 import psutil
 
+from hpc_parallel.machine.device_state import device_state
+from hpc_parallel.machine.topology import nvml_module
+from hpc_parallel.machine.world import World
 from hpc_parallel.record.device_states import device_file
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.supervise.device_state import device_state
 from hpc_parallel.supervise.process_tree import tree_of
-from hpc_parallel.supervise.topology import nvml_module
-from hpc_parallel.supervise.world import World
 
 _EVERY = 10  # calls between two samples, each of which lists the processes of the host
 _MEANS = ("utilisation", "power_w")  # the other figures are peaks

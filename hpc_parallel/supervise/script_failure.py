@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, open_regular, read_json
 from hpc_parallel.record.values import table, text
 from hpc_parallel.supervise import failure
 from hpc_parallel.supervise.script_rank import error_file
-from hpc_parallel.supervise.world import World
 from hpc_parallel.user_code import is_users
 
 _TAIL_BYTES = 64 * 1024

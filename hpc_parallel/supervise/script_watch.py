@@ -9,13 +9,13 @@ from contextlib import suppress
 
 import psutil
 
+from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import size_of
 from hpc_parallel.supervise import hang_report
 from hpc_parallel.supervise.process_tree import tree_of
 from hpc_parallel.supervise.py_spy import spied_stacks
 from hpc_parallel.supervise.supervisor import PERIOD_S, Supervisor, state_of
-from hpc_parallel.supervise.world import World
 
 FIRST_S = 60.0  # in which a script may be silent at its start, while it imports and connects
 

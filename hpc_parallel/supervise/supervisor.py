@@ -16,12 +16,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.supervise import failure, hang_report
 from hpc_parallel.supervise.hang_report import HangReport
 from hpc_parallel.supervise.progress import WAITS_FOR_REQUEST
-from hpc_parallel.supervise.world import World
 
 PERIOD_S = 1.0  # between two calls of the checks of `watching`
 _DUMP_S = 5.0  # time-out for a process to write its stacks

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from torch.distributed import DistStoreError
 
-from hpc_parallel.supervise.world import World
+from hpc_parallel.machine.world import World
 
 SERVE_S = 1.0  # for which rank 0, whose process is the store, goes on after the last key is set
 _ALL = "hang/all"

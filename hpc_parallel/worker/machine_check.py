@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from hpc_parallel.config.schema import PreflightTaskConfig, RunConfig
+from hpc_parallel.machine.preflight_findings import Finding
+from hpc_parallel.machine.world import World
 from hpc_parallel.planning.collective_times import bus_factor
 from hpc_parallel.profiling.link_rates import fastest_s, link_rates
 from hpc_parallel.profiling.links import rounds
@@ -29,8 +31,6 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.mesh import build_host_mesh
-from hpc_parallel.supervise.preflight_findings import Finding
-from hpc_parallel.supervise.world import World
 from hpc_parallel.training.nonfinite import FollowerError
 from hpc_parallel.training.writers import FileWriter
 from hpc_parallel.worker.direct_storage import direct_rates, missing

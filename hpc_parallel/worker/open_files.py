@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 
-from hpc_parallel.supervise.world import World
+from hpc_parallel.machine.world import World
 
 RESERVE = 512  # libraries, logs, data, devices
 MOST = 2**20  # if the system has no limit

@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.machine.host_facts import cache_folders, different_packages, host_facts
+from hpc_parallel.machine.preflight_findings import findings
+from hpc_parallel.machine.topology import nvml_module
+from hpc_parallel.machine.world import World
+from hpc_parallel.machine.xids import XidEvents, event_records
 from hpc_parallel.record.provenance import installed_packages
 from hpc_parallel.record.recorded_preflight import difference_table
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.strategies import exchange
-from hpc_parallel.supervise.host_facts import cache_folders, different_packages, host_facts
-from hpc_parallel.supervise.preflight_findings import findings
-from hpc_parallel.supervise.topology import nvml_module
-from hpc_parallel.supervise.world import World
-from hpc_parallel.supervise.xids import XidEvents, event_records
 from hpc_parallel.worker.preflight_act import act_on, warn
 from hpc_parallel.worker.start_times import SUMMED_BYTES, all_reduce_times_s, matrix_times_s
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from hpc_parallel.machine.preflight_findings import Finding
 from hpc_parallel.record.recorded_preflight import listed_hosts
-from hpc_parallel.supervise.preflight_findings import Finding
 from hpc_parallel.training.nonfinite import FollowerError
 
 STOP, EXCLUDE = "stop", "exclude"

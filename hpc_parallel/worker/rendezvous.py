@@ -25,11 +25,11 @@ from typing import Any, NoReturn
 from torch.distributed import DistError, TCPStore
 
 from hpc_parallel.config.site_schema import ClusterConfig
+from hpc_parallel.machine import fabric
+from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, parse_json, read_json
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.supervise import fabric
-from hpc_parallel.supervise.world import World
 from hpc_parallel.worker.signed_store import SECRET_BYTES, ForgedError, SignedStore
 
 LOOPBACK = "127.0.0.1"

@@ -9,8 +9,8 @@ from statistics import median_low
 import torch
 import torch.distributed as dist
 
+from hpc_parallel.machine.preflight_findings import SLOW
 from hpc_parallel.strategies import exchange
-from hpc_parallel.supervise.preflight_findings import SLOW
 
 ROUNDS, ROUND_S = 3, 0.2  # of matrix products; the fastest round counts
 MOST_TRIES = 3  # while a rank seems slow: noise seldom comes three times to the same one

@@ -16,6 +16,8 @@ from hpc_parallel.config.checks.profile_checks import measured_steps
 from hpc_parallel.config.layout import servers
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.data.sampler import pinned
+from hpc_parallel.machine.device_state import device_state
+from hpc_parallel.machine.topology import nvml_module
 from hpc_parallel.profiling.accusations import Accusations
 from hpc_parallel.profiling.measurement import Measurement
 from hpc_parallel.profiling.rank_times import RankTimes
@@ -31,9 +33,7 @@ from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.strategies.device_traffic import figures, ring_all_reduce
 from hpc_parallel.strategies.groups import make_saving_group
 from hpc_parallel.strategies.mesh import axis_of, weight_axes
-from hpc_parallel.supervise.device_state import device_state
 from hpc_parallel.supervise.progress import Progress
-from hpc_parallel.supervise.topology import nvml_module
 from hpc_parallel.training.callbacks import Callbacks
 from hpc_parallel.training.checkpoint import Reader, optimizer_sizes, save_s, state_of
 from hpc_parallel.training.load_weights import start_from

@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from hpc_parallel.config.fabric_kinds import AUTO, EFA, RDMA, SLINGSHOT, TCP
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.machine import nccl_log
+from hpc_parallel.machine.fabric_kind import FabricDevices
+from hpc_parallel.machine.nccl_log import Transport
+from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_tail
 from hpc_parallel.strategies import exchange
-from hpc_parallel.supervise import nccl_log
-from hpc_parallel.supervise.fabric_kind import FabricDevices
-from hpc_parallel.supervise.nccl_log import Transport
-from hpc_parallel.supervise.world import World
 
 LOG_BYTES = 2**24
 SMALL_BYTES, LARGE_BYTES = 4, 2**24  # NCCL takes other algorithms, and other connections, for large messages

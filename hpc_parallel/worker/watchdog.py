@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import replacing
@@ -30,7 +31,6 @@ from hpc_parallel.supervise import failure, hang_report
 from hpc_parallel.supervise.flight_recorder import Collective, collective_of, device_progress, recorded
 from hpc_parallel.supervise.hang_report import HangReport
 from hpc_parallel.supervise.progress import READER, WAITS_FOR_REQUEST, Progress
-from hpc_parallel.supervise.world import World
 from hpc_parallel.worker.hang_meeting import HangStore, meet_hang
 
 _POLL_S = 0.2

@@ -22,8 +22,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.supervise.world import World
 from hpc_parallel.worker.main import join
 from hpc_parallel.worker.session import read_config
 from hpc_parallel.worker.train import train

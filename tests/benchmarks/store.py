@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from hpc_parallel.config.site_schema import ClusterConfig
+from hpc_parallel.machine import fabric
+from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.supervise import fabric
-from hpc_parallel.supervise.world import World
 from hpc_parallel.worker import rendezvous
 from hpc_parallel.worker.signed_store import SignedStore
 

@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 
 from hpc_parallel.job import worker_main
+from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.supervise import local_agent
-from hpc_parallel.supervise.world import World
 from hpc_parallel.worker import rank_logs
 
 VICTIM = 2

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from hpc_parallel.config.site_schema import PreflightConfig
+from hpc_parallel.machine import host_facts
+from hpc_parallel.machine.world import World
+from hpc_parallel.machine.xids import XidEvents
 from hpc_parallel.record.recorded_preflight import difference_lines
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.supervise import host_facts
-from hpc_parallel.supervise.world import World
-from hpc_parallel.supervise.xids import XidEvents
 from hpc_parallel.worker import preflight, start_times
 from tests.workers import Workers
 

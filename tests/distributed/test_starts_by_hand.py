@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from hpc_parallel.machine.fabric import STORE
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.run import main
-from hpc_parallel.supervise.fabric import STORE
 from tests.workers import Workers
 
 pytestmark = pytest.mark.processes

@@ -26,11 +26,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed import HashStore, PrefixStore, TCPStore, distributed_c10d
 
 from hpc_parallel.config.site_schema import ClusterConfig
+from hpc_parallel.machine import fabric
+from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.strategies import exchange
-from hpc_parallel.supervise import fabric
-from hpc_parallel.supervise.world import World
 from hpc_parallel.worker import main, rendezvous, signed_objects
 from hpc_parallel.worker.rendezvous import StartError, hosts, meet
 from hpc_parallel.worker.signed_objects import ForeignObjectError, require_signatures

@@ -43,7 +43,7 @@ ALLOWED = {
     ("sweep/arrays.py", "symlink_to"): "into the sweep's own 0700 folder, which was empty",
     ("terminal.py", "open"): "/dev/null",
     ("training/saver.py", "save"): "torch's streams, into a checkpoint folder of the run's own 0700 folder",
-    ("supervise/host_facts.py", "TemporaryFile"): "has no name, and is gone when it is closed",
+    ("machine/host_facts.py", "TemporaryFile"): "has no name, and is gone when it is closed",
     ("worker/machine_check.py", "TemporaryFile"): "has no name, and is gone when it is closed",
     ("worker/storage_rates.py", "TemporaryFile"): "has no name, and is gone when it is closed",
     ("profiling/recording.py", "export_chrome_trace"): "torch's, into the run's own 0700 folder",

@@ -14,8 +14,8 @@ from packaging.requirements import Requirement
 
 from hpc_parallel.__main__ import main
 from hpc_parallel.config import launcher_kind
+from hpc_parallel.machine.fabric_kind import FabricDevices, Port
 from hpc_parallel.site import checks, python_lines, shell_checks
-from hpc_parallel.supervise.fabric_kind import FabricDevices, Port
 from tests.composed import prepared
 
 

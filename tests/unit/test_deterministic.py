@@ -9,10 +9,10 @@ import torch
 
 from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.machine.torch_variables import use_fixed_workspaces
+from hpc_parallel.machine.world import World
 from hpc_parallel.models.layered import materialise
 from hpc_parallel.strategies.whole_model import build_model
-from hpc_parallel.supervise.torch_variables import use_fixed_workspaces
-from hpc_parallel.supervise.world import World
 from hpc_parallel.worker.main import prepare_device
 from tests.composed import composed
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from hpc_parallel.machine import fabric
+from hpc_parallel.machine.world import World
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.supervise import fabric
-from hpc_parallel.supervise.world import World
 from tests.composed import prepared
 
 V2 = {"GLOO_ENABLE_STORE_V2_API": "1"}

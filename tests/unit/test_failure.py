@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_parallel.config.layout import Layout
+from hpc_parallel.machine.world import World
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record import attempts
 from hpc_parallel.record.metrics_file import size
@@ -30,7 +31,6 @@ from hpc_parallel.supervise.conclude_run import conclude, find_root_cause
 from hpc_parallel.supervise.desync import compare
 from hpc_parallel.supervise.error_place import at_step, located
 from hpc_parallel.supervise.failure import Record
-from hpc_parallel.supervise.world import World
 from hpc_parallel.user_code import causes_of, hint
 
 SUMMARY_KEYS = {

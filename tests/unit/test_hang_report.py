@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from torch.distributed import DistStoreError, TCPStore
 
+from hpc_parallel.machine.world import World
 from hpc_parallel.record.attempts import earlier_starts
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.supervise import failure, hang_report
@@ -23,7 +24,6 @@ from hpc_parallel.supervise.hang_cause import cause_of
 from hpc_parallel.supervise.hang_report import HangReport
 from hpc_parallel.supervise.progress import Progress
 from hpc_parallel.supervise.supervisor import Supervisor, spot_of, stack_of
-from hpc_parallel.supervise.world import World
 from hpc_parallel.worker import hang_meeting
 from hpc_parallel.worker.watchdog import _Watchdog, last_collective
 

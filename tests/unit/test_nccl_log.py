@@ -12,8 +12,8 @@ from collections import Counter
 
 import pytest
 
+from hpc_parallel.machine.nccl_log import ACROSS, INSIDE, Transport, carrier, merged, parse
 from hpc_parallel.record.network import transport_lines
-from hpc_parallel.supervise.nccl_log import ACROSS, INSIDE, Transport, carrier, merged, parse
 
 HOSTS = ["a", "a", "b", "b"]
 VERSIONS = ("2.18.6", "2.19.4", "2.20.5", "2.21.5", "2.22.3", "2.23.4", "2.24.3", "2.25.1", "2.26.6",

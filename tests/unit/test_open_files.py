@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_parallel.supervise.world import World
+from hpc_parallel.machine.world import World
 from hpc_parallel.worker.open_files import MOST, raise_limit, shortage
 
 

@@ -17,17 +17,18 @@ import torch
 
 from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.site_schema import PreflightConfig
+from hpc_parallel.machine import host_facts
+from hpc_parallel.machine.cpu_facts import cpu_facts
+from hpc_parallel.machine.host_facts import different_packages, disk, driver_version
+from hpc_parallel.machine.preflight_findings import Finding, findings
+from hpc_parallel.machine.world import World
+from hpc_parallel.machine.xids import XidEvents
 from hpc_parallel.record import attempts
 from hpc_parallel.record.recorded_preflight import difference_lines, difference_table
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.supervise import failure, host_facts
+from hpc_parallel.supervise import failure
 from hpc_parallel.supervise.conclude_run import conclude, may_restart
-from hpc_parallel.supervise.cpu_facts import cpu_facts
-from hpc_parallel.supervise.host_facts import different_packages, disk, driver_version
-from hpc_parallel.supervise.preflight_findings import Finding, findings
 from hpc_parallel.supervise.restart import MOST_EXCLUSIONS, allowed, hosts_to_exclude
-from hpc_parallel.supervise.world import World
-from hpc_parallel.supervise.xids import XidEvents
 from hpc_parallel.training.nonfinite import FollowerError
 from hpc_parallel.worker import main, preflight
 from hpc_parallel.worker.preflight_act import PreflightError, act_on, warn

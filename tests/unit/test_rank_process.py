@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.supervise import failure, hang_report, rank_process
 from hpc_parallel.supervise.hang_report import HangReport
-from hpc_parallel.supervise.world import World
 
 pytestmark = pytest.mark.processes
 

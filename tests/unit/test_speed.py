@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from hpc_parallel.machine import torch_variables
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.supervise import torch_variables
 from hpc_parallel.training.garbage import collecting
 from tests.composed import prepared
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from hpc_parallel.machine.topology import alike, topology
 from hpc_parallel.record.network import topology_lines, transport_lines
-from hpc_parallel.supervise.topology import alike, topology
 
 # Two host bridges. GPU0, GPU1 and mlx5_0 below one switch; eth0 at a root port of its own; GPU2 far away.
 PLACES = {

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hpc_parallel.machine.nccl_log import ACROSS, INSIDE, Transport, keep_log
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.supervise.nccl_log import ACROSS, INSIDE, Transport, keep_log
 from hpc_parallel.worker.main import by_differing_host
 from hpc_parallel.worker.transport import FabricError, Findings, problem_of, report
 

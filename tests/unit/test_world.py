@@ -1,8 +1,8 @@
-"""The environments are real captures (see supervise/world.py), shortened to what bears on the question."""
+"""The environments are real captures (see machine/world.py), shortened to what bears on the question."""
 
 import pytest
 
-from hpc_parallel.supervise.world import World, WorldError, expand_hosts, expand_tasks
+from hpc_parallel.machine.world import World, WorldError, expand_hosts, expand_tasks
 
 BATCH_SHELL = {
     "SLURM_JOB_ID": "2",

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from hpc_parallel.machine import host_facts
+from hpc_parallel.machine.preflight_findings import RECENT_S, findings
+from hpc_parallel.machine.world import World
+from hpc_parallel.machine.xids import XidEvents, bus_address, logged_xids, parse_xids
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.supervise import failure, host_facts
-from hpc_parallel.supervise.preflight_findings import RECENT_S, findings
-from hpc_parallel.supervise.world import World
-from hpc_parallel.supervise.xids import XidEvents, bus_address, logged_xids, parse_xids
+from hpc_parallel.supervise import failure
 from hpc_parallel.worker import preflight
 from tests.unit.test_preflight import HEALTHY_GPU, hosts
 

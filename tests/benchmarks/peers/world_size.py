@@ -192,8 +192,8 @@ def mesh_s(ranks: int) -> float:
 def start_s(ranks: int, folder: Path) -> float:
     """Rank 0 from opening the store to its verdict, when all ranks have announced themselves."""
     from hpc_parallel.config.site_schema import ClusterConfig
+    from hpc_parallel.machine.world import World
     from hpc_parallel.record.run_folder import RunFolder
-    from hpc_parallel.supervise.world import World
     from hpc_parallel.worker import rendezvous
 
     environment = {

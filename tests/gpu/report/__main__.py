@@ -63,7 +63,7 @@ def machine() -> dict[str, Any]:
 
 
 def gpu_name() -> str:
-    from hpc_parallel.supervise.topology import nvml_module
+    from hpc_parallel.machine.topology import nvml_module
 
     nvml = nvml_module()
     if nvml is None:

@@ -8,12 +8,12 @@ from unittest.mock import patch
 
 import torch
 
+from hpc_parallel.machine.torch_variables import use_fixed_workspaces
 from hpc_parallel.models.convnet import ConvNet
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.unet import UNet
 from hpc_parallel.record.metrics_file import MetricsReader
 from hpc_parallel.strategies import channels_last
-from hpc_parallel.supervise.torch_variables import use_fixed_workspaces
 from hpc_parallel.worker.main import use_deterministic_kernels
 from tests.gpu.report import setting
 from tests.gpu.report.findings import Findings

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from statistics import median, median_low
 from typing import Any
 
+from hpc_parallel.machine.xids import HARMFUL, MEANINGS, PROGRAM, describe
 from hpc_parallel.record.recorded_preflight import listed_hosts
-from hpc_parallel.supervise.xids import HARMFUL, MEANINGS, PROGRAM, describe
 
 LEAST_FREE_BYTES = 2**30
 LEAST_AVAILABLE_SHARE = 0.05  # of a host's memory

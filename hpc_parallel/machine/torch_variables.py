@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 
+from hpc_parallel.machine.fabric import set_unset
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.supervise.fabric import set_unset
 
 # Newer names replace older ones, which torch still reads: any of them is the user's setting.
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hpc_parallel.machine.cpu_facts import cpu_facts
+from hpc_parallel.machine.xids import bus_address, logged_xids
 from hpc_parallel.record.provenance import installed_packages
-from hpc_parallel.supervise.cpu_facts import cpu_facts
-from hpc_parallel.supervise.xids import bus_address, logged_xids
 
 WRITTEN_BYTES, CACHE_WRITTEN_BYTES = 4 * 2**20, 2**20  # to each folder, with fsync
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "HF_HOME", "XDG_CACHE_HOME")

@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 
+from hpc_parallel.machine.world import World
 from hpc_parallel.problems import nearest
-from hpc_parallel.supervise.world import World
 
 REACHES = "the interface that reaches the run's other hosts"
 STORE = "one read of the store gives all addresses"

@@ -8,8 +8,8 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hpc_parallel.machine.fabric import set_unset
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.supervise.fabric import set_unset
 
 DEBUG, FILE, SUBSYSTEMS = "NCCL_DEBUG", "NCCL_DEBUG_FILE", "INIT,NET"
 INSIDE, ACROSS = "inside a node", "across nodes"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.supervise.fabric_kind import SYSFS
+from hpc_parallel.machine.fabric_kind import SYSFS
 
 SELF, SWITCH, SWITCHES, HOST, NODE, SYSTEM, UNKNOWN = "X", "PIX", "PXB", "PHB", "NODE", "SYS", "?"
 _TO_A_SWITCH = "a switch"  # NVSwitch: every GPU reaches every other with all its links
