@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from hpc_parallel.exit_codes import DONE, FAILED
-from hpc_parallel.planning.hardware import Hardware, named_hardware
+from hpc_parallel.planning.hardware import NOT_CALIBRATED, Hardware, named_hardware
 from hpc_parallel.planning.iteration_table import PLANNED, plan_row, read_table, table_text, with_planned
 from hpc_parallel.planning.step_time import StepTime
 from hpc_parallel.problems import ConfigError, Problem
@@ -277,9 +277,7 @@ def _read(read: Callable[[], _T], problems: list[Problem | str]) -> _T | None:
 def origin(hardware: Hardware) -> str:
     """One sentence: where the coefficients come from."""
     if hardware.calibration is None:
-        return (
-            "Not calibrated: shares of peaks and launch times are those of an A100, so expect larger errors."
-        )
+        return f"{NOT_CALIBRATED.capitalize()}, so expect larger errors."
     return f"Calibrated: {hardware.calibration}."
 
 

@@ -25,6 +25,7 @@ IDENTIFIED = 0.6  # a spread below this share of the tolerance: the runs say mor
 TOLERANCES = {
     "products.peak_share": 0.3,
     "traffic.elementwise": 0.7,
+    "traffic.loss_bytes": 1.5,  # the files of A100s and H100s have that of a program with whole logits
     "traffic.optimizer_bytes": 0.5,
     "host.forward_s": 0.5,
     "host.backward_s": 0.5,

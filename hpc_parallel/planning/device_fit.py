@@ -131,7 +131,7 @@ def device_hardware(rows: Sequence[Row], machine: Machine, *, base: Hardware) ->
     device = replace(
         base.device, name=machine.name, kind=machine.kind, peak_flops=peaks,
         memory_bytes=machine.memory_bytes, memory_bytes_per_s=bandwidth,
-        multiprocessors=machine.multiprocessors,
+        multiprocessors=machine.multiprocessors, power_w=None,  # that of `base` is another device's
     )  # fmt: skip
     traffic, network = replace(base.traffic, share=1.0), replace(base.network, spread=machine.spread)
     node = replace(base.node, devices=1)  # while rows are planned

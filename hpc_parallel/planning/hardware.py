@@ -24,6 +24,7 @@ TABLES = {
     "ring_factors": "{reduce_scatter: 2.0}",
 }  # a legal value of each
 MEASURED_BY, FITTED_BY = "task=calibrate", "plan --calibrate"  # a `calibration` of this program begins so
+NOT_CALIBRATED = "not calibrated: shares of peaks and launch times are those of a similar device"
 DEVICE_KINDS = ("cuda", "cpu")
 _T = TypeVar("_T")
 

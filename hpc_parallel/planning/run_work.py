@@ -17,7 +17,7 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.planning.activations import types_of
 from hpc_parallel.planning.decoder import Decoder
 from hpc_parallel.planning.float8_rounding import Rounding
-from hpc_parallel.planning.hardware import FITTED_BY, MEASURED_BY, Hardware
+from hpc_parallel.planning.hardware import FITTED_BY, MEASURED_BY, NOT_CALIBRATED, Hardware
 from hpc_parallel.planning.operations import FLOAT8
 from hpc_parallel.planning.planned_state import Division
 from hpc_parallel.planning.step_time import Work
@@ -141,19 +141,15 @@ def assumptions(config: RunConfig, hardware: Hardware) -> Iterator[str]:
         yield f"training.compile is planned as false{but}: expect a shorter step."
     if config.training.fp8 != OFF:
         yield "One step in float8 was compared with its plan (docs/plan.md). MFU: of the peak of bfloat16."
-    if hardware.calibration is None:
-        yield (
-            "This hardware is not calibrated: shares of peaks and launch times are those of an A100. "
-            "Expect larger errors."
-        )
 
 
 def _origin(hardware: Hardware) -> str:
     """Whose runs the coefficients come from."""
-    calibration = hardware.calibration or ""
-    if calibration.startswith((MEASURED_BY, FITTED_BY)):
-        return f"Its coefficients come from this machine: {calibration}."
-    return "Its coefficients come from runs of Megatron-LM; no run of this program was compared with it."
+    calibration = hardware.calibration
+    if calibration is None:
+        return f"This hardware is {NOT_CALIBRATED}. Expect larger errors."
+    whose = "this machine: " if calibration.startswith((MEASURED_BY, FITTED_BY)) else ""
+    return f"Its coefficients come from {whose}{calibration}."
 
 
 def _decoder(config: RunConfig) -> Decoder:

@@ -45,7 +45,7 @@ LINKS = CollectivesConfig(
     min_bytes=1024, factor=16,
 )  # fmt: skip
 MOST_LINK_BYTES = {"cuda": 2**28, "cpu": 2**24}
-BASES = {"cpu": "cpu", "cuda": "a100_80gb_node8_800gbit"}  # the values that nothing here measures
+BASES = {"cpu": "cpu", "cuda": "h100_sxm_node8_3200gbit"}  # the values that nothing here measures
 LEAST_SPREAD = 1e-3
 WORLD = "world"  # the group of all ranks
 SOURCES = {

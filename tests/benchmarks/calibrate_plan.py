@@ -3,6 +3,7 @@
     python tests/benchmarks/calibrate_plan.py                   # errors of the coefficients in the file
     python tests/benchmarks/calibrate_plan.py --fit             # fit them to 100 random rows, print both
     python tests/benchmarks/calibrate_plan.py --leave-out       # fit without a model size, plan that size
+    python tests/benchmarks/calibrate_plan.py --h200            # the runs of tests/data/h200_steps.json
 
 Each coefficient starts from what a data sheet or a profile of a similar machine says
 (`planning/coefficient_fit.py`).
@@ -11,20 +12,35 @@ Each coefficient starts from what a data sheet or a profile of a similar machine
 from __future__ import annotations
 
 import argparse
+import json
 import random
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from hpc_parallel.config.compose import resolve
 from hpc_parallel.planning import coefficient_fit
+from hpc_parallel.planning.calibration import calibrate, planned_s
 from hpc_parallel.planning.coefficient_fit import Expected
 from hpc_parallel.planning.hardware import Hardware, read_hardware, with_coefficients
 from hpc_parallel.planning.iteration_table import Row, plan_row, read_table
+from hpc_parallel.planning.measured_runs import MeasuredRun
+from hpc_parallel.planning.run_work import work_of_run
+from tests.composed import composed
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE, FOLDERS = ROOT / "tests" / "data" / "a100_iterations.csv", [ROOT / "conf" / "hardware"]
 NAME = "a100_80gb_node8_800gbit"
 SEED, ROWS = 0, 100
+H200 = "h200_sxm_node8_3200gbit"
+H200_WORDS = (
+    "strategy=single", "launcher=local", "device=cuda", "training.precision=bfloat16",
+    "training.compile=false",
+)  # fmt: skip
 # Coefficient: the expected value, and the tolerance of its logarithm.
 EXPECTED = {
     "products.peak_share": (0.9, 0.06),
@@ -117,12 +133,38 @@ def leave_out(rows: Sequence[Row], hardware: Hardware) -> None:
     print(line("all sizes left out in turn", together))
 
 
+def h200_runs() -> tuple[list[MeasuredRun], list[MeasuredRun]]:
+    """Measured steps of one H200: those that the coefficients of its file were fitted to, and the others."""
+    table = json.loads((ROOT / "tests" / "data" / "h200_steps.json").read_text())
+    fitted, others = [], []
+    for row in table["rows"]:
+        config = resolve(composed(*H200_WORDS, *row["words"].split()))[0]
+        run = MeasuredRun(row["name"], work_of_run(config), 1, table["device"], row["step_ms"] / 1e3)
+        (fitted if row["fit"] else others).append(run)
+    return fitted, others
+
+
+def h200() -> None:
+    """Print the errors of the file, and those of a fit to the same runs that starts from it."""
+    hardware = read_hardware(H200, folders=FOLDERS)
+    fitted, others = h200_runs()
+    again = calibrate(fitted, hardware)
+    for name, machine in (("file", hardware), ("fitted again", again.hardware)):
+        for label, runs in (("runs of the fit", fitted), ("other runs", others)):
+            sizes = [100 * abs(planned_s(run, machine) / run.step_s - 1) for run in runs]
+            print(f"{name:<13} {label:<16} {fmean(sizes):5.2f} % of {len(sizes)}, at most {max(sizes):.2f} %")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--leave-out", action="store_true")
+    parser.add_argument("--h200", action="store_true")
     parser.add_argument("--seed", type=int, default=SEED)
     options = parser.parse_args()
+    if options.h200:
+        h200()
+        return
     rows, hardware = read_table(TABLE), read_hardware(NAME, folders=FOLDERS)
     if options.leave_out:
         leave_out(rows, hardware)

@@ -30,7 +30,7 @@ from hpc_parallel.planning.run_work import work_of_run
 from hpc_parallel.planning.step_time import Work, left_after, step_time
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
-from tests.benchmarks.calibrate_plan import FOLDERS
+from tests.benchmarks.calibrate_plan import FOLDERS, H200, h200_runs
 from tests.composed import composed
 from tests.recorded_runs import finished
 
@@ -355,3 +355,13 @@ def test_processes_on_the_cores_of_a_machine_with_gpus_take_turns() -> None:
     ):
         assert module.turns_of(config, {}, device=torch.device("cpu")) == (4.0, 2)
         assert module.turns_of(config, {}, device=torch.device("cuda", 0)) == (1.0, None)
+
+
+def test_steps_of_a_gpu_are_planned_that_the_fit_did_not_see() -> None:
+    """Sizes, lengths, recomputation and microbatches of one H200 (tests/data/h200_steps.json)."""
+    hardware = read_hardware(H200, folders=FOLDERS)
+    for runs in h200_runs():
+        errors = [abs(planned_s(run, hardware) / run.step_s - 1) for run in runs]
+        assert len(errors) >= 6
+        assert max(errors) <= 0.05
+        assert sum(errors) / len(errors) <= 0.03
