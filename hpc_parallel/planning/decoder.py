@@ -19,6 +19,7 @@ SCORE_BYTES = 9  # of a score: scaled softmax (4), dropout and its mask (5)
 UNFUSED_BYTES = 24  # more for a score if scale, mask and softmax in float32 are kernels of their own
 EMBEDDING_BYTES = (8, 12)  # of a token's width, forward and backward
 VALUES = "weighted values"
+SOFTMAX = "softmax"
 SCORES = "scores"  # a flash kernel does not keep them for the backward pass
 QKV, UP, DOWN = "queries, keys, values", "feed-forward up", "feed-forward down"
 # A mixture of experts (models/moe.py, experts.py). Of the width of a token's copy, as HALF_BYTES:
@@ -153,8 +154,11 @@ class Share:
         decoder, tokens, tensor = self.decoder, self.tokens, self.tensor
         dim, width = decoder.dim, decoder.dim / decoder.heads
         columns, head_batch = decoder.ffn_dim / tensor, self.samples * decoder.heads / tensor
+        score_bytes: float = SCORE_BYTES + UNFUSED_BYTES * self.unfused
+        if decoder.flash:
+            head_batch *= self.traffic.flash_share or 1.0
+            score_bytes = self.traffic.flash_bytes or 0.0
         scores = head_batch * decoder.sequence**2 / self.context
-        score_bytes = 0 if decoder.flash else SCORE_BYTES + UNFUSED_BYTES * self.unfused
         activated = ACTIVATION_BYTES if decoder.experts == 1 else ACTIVATION_BYTES / 4 * self._copied
         split = (HEADS_BYTES + activated) / tensor
         moved = tokens * dim * (WHOLE_BYTES + split) * self.traffic.elementwise
@@ -167,7 +171,7 @@ class Share:
             self._linear("attention output", dim, dim / tensor),
             *self._feed_forward(columns),
             Move("norms, activation, sums", wider * moved, kernels=7),
-            Move("softmax", wider * score_bytes * scores * self.traffic.attention, kernels=3),
+            Move(SOFTMAX, wider * score_bytes * scores * self.traffic.attention, kernels=3),
         ]
 
     @property

@@ -18,7 +18,8 @@ EXTENDS = "extends"  # the key that names the file whose values hold where this 
 CALIBRATION = "calibration"  # which a file does not take from another one
 POWER = "power_w"
 RATES = ("write_bytes_per_s", "together_bytes_per_s", "read_bytes_per_s", "copy_bytes_per_s")  # of Storage
-OPTIONAL = ("ring_factors", "shared_cores", POWER, CALIBRATION, *RATES)
+OF_KERNELS = ("compiled", "flash_share", "flash_bytes")  # of Traffic
+OPTIONAL = ("ring_factors", "shared_cores", POWER, CALIBRATION, *OF_KERNELS, *RATES)
 TABLES = {
     "peak_flops": "{bfloat16: 1.0e+14}",
     "ring_factors": "{reduce_scatter: 2.0}",
@@ -65,7 +66,10 @@ class Traffic:
 
     share: of the data sheet's bandwidth. kernel_s: the least time of a kernel. elementwise, attention:
     factors of the bytes that norms, activations and sums, or the softmax, move. loss_bytes: moved for each
-    logit, forward and backward. optimizer_bytes: moved for each weight by its update.
+    logit, forward and backward. optimizer_bytes: moved for each weight by its update. compiled: the share of
+    elementwise work's and the loss's bytes that code of torch.compile moves. flash_share: the share of all
+    scores that fused attention computes, since the causal mask hides the others; flash_bytes: the traffic
+    that takes as long as the exponential of one of them. None: not measured, and planned as 1, 1 and 0.
     """
 
     share: float
@@ -74,6 +78,16 @@ class Traffic:
     attention: float
     loss_bytes: float
     optimizer_bytes: float
+    compiled: float | None = None
+    flash_share: float | None = None
+    flash_bytes: float | None = None
+
+    def of_compiled(self) -> Traffic:
+        """That of compiled blocks and a compiled loss; the same if it was not measured."""
+        if self.compiled is None:
+            return self
+        moved = {name: self.compiled * getattr(self, name) for name in ("elementwise", "loss_bytes")}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def _read_run(folder: RunFolder, hardware: Hardware) -> MeasuredRun:
     except (OSError, DamagedError) as error:
         raise ConfigError([f"{printable(str(error))}."]) from error
     step_s = _step_s(summary)
-    config = _config(values)
+    config = _config(values, hardware)
     kind = _device_kind(environment)
     if kind != hardware.device.kind:
         raise ConfigError(
@@ -91,7 +91,7 @@ def _step_s(summary: dict[str, Any]) -> float:
     return step_s
 
 
-def _config(values: dict[str, Any]) -> RunConfig:
+def _config(values: dict[str, Any], hardware: Hardware) -> RunConfig:
     """The recorded configuration, if all of its numbers are small enough to plan it."""
     config = filled(values)
     if config is None:
@@ -100,10 +100,10 @@ def _config(values: dict[str, Any]) -> RunConfig:
     sizes = [config.model, config.data, vars(config.strategy), batch]
     if config.devices > MOST_DEVICES or _largest(sizes) > MOST_NUMBER:
         raise ConfigError([NO_PLAN])
-    if config.training.compile or config.training.activation_checkpointing == "selective":
-        raise ConfigError([
-            "training.compile and selective checkpointing are not planned, so they can't be fitted."
-        ])  # fmt: skip
+    if config.training.compile and hardware.traffic.compiled is None:
+        raise ConfigError(["training.compile is not planned on this hardware, so it can't be fitted."])
+    if config.training.activation_checkpointing == "selective":
+        raise ConfigError(["selective checkpointing is not planned, so it can't be fitted."])
     return config
 
 

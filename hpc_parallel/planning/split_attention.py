@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from hpc_parallel.planning.decoder import SCORES, VALUES, Share
+from hpc_parallel.planning.decoder import SCORES, SOFTMAX, VALUES, Share
 from hpc_parallel.planning.group_times import Exchange, Group
 from hpc_parallel.planning.kernels import Term
 from hpc_parallel.planning.operations import precise_bytes
@@ -86,6 +86,6 @@ class SplitAttention:
 
 
 def attention_s(terms: Iterable[Term]) -> float:
-    """The seconds of the scores and the weighted values among the terms of a block."""
-    names = (f": {SCORES}", f": {VALUES}")
+    """The seconds of the scores, their softmax and the weighted values among the terms of a block."""
+    names = (f": {SCORES}", f": {SOFTMAX}", f": {VALUES}")
     return sum(term.seconds for term in terms if any(name in term.name for name in names))

@@ -37,7 +37,8 @@ class Work:
     next. gradient_bytes: of a number of the gradients that devices exchange. compressed: but their means
     are of bfloat16. rounding: of the blocks' linear products in float8. workers: that send gradients to a
     parameter server, which is one more device, or the first of `data`; 0 without one. expert: the devices in
-    a row that split the experts, and have a part of the batch each.
+    a row that split the experts, and have a part of the batch each. compiled: by torch.compile, blocks and
+    loss.
     """
 
     decoder: Decoder
@@ -63,6 +64,7 @@ class Work:
     sequence_parallel: bool = True
     workers: int = 0
     expert: int = 1
+    compiled: bool = False
 
     @property
     def repeated_sums(self) -> float:
@@ -136,8 +138,9 @@ class Step:
         self._at_once = pipelines_at_once(hardware, devices=ranks)
         shared = self.hardware is not hardware
         self._kernels = Kernels(self.hardware) if shared or kernels is None else kernels
+        traffic = hardware.traffic.of_compiled() if work.compiled else hardware.traffic
         self.share = Share(
-            work.decoder, work.microbatch_size, work.tensor, hardware.traffic, work.number_bytes,
+            work.decoder, work.microbatch_size, work.tensor, traffic, work.number_bytes,
             work.context, work.rounding, work.expert,
         )  # fmt: skip
         self.sent: dict[str, Exchange] = {}  # so far, by name

@@ -39,7 +39,6 @@ SEED, ROWS = 0, 100
 H200 = "h200_sxm_node8_3200gbit"
 H200_WORDS = (
     "strategy=single", "launcher=local", "device=cuda", "training.precision=bfloat16",
-    "training.compile=false",
 )  # fmt: skip
 # Coefficient: the expected value, and the tolerance of its logarithm.
 EXPECTED = {
@@ -133,26 +132,25 @@ def leave_out(rows: Sequence[Row], hardware: Hardware) -> None:
     print(line("all sizes left out in turn", together))
 
 
-def h200_runs() -> tuple[list[MeasuredRun], list[MeasuredRun]]:
-    """Measured steps of one H200: those that the coefficients of its file were fitted to, and the others."""
+def h200_runs() -> dict[str, list[MeasuredRun]]:
+    """Measured steps of one H200, by kind: those of the fit, other ones, and compiled ones."""
     table = json.loads((ROOT / "tests" / "data" / "h200_steps.json").read_text())
-    fitted, others = [], []
+    runs = defaultdict(list)
     for row in table["rows"]:
         config = resolve(composed(*H200_WORDS, *row["words"].split()))[0]
         run = MeasuredRun(row["name"], work_of_run(config), 1, table["device"], row["step_ms"] / 1e3)
-        (fitted if row["fit"] else others).append(run)
-    return fitted, others
+        runs[row["kind"]].append(run)
+    return runs
 
 
 def h200() -> None:
     """Print the errors of the file, and those of a fit to the same runs that starts from it."""
-    hardware = read_hardware(H200, folders=FOLDERS)
-    fitted, others = h200_runs()
-    again = calibrate(fitted, hardware)
+    hardware, runs = read_hardware(H200, folders=FOLDERS), h200_runs()
+    again = calibrate(runs["fit"], hardware)
     for name, machine in (("file", hardware), ("fitted again", again.hardware)):
-        for label, runs in (("runs of the fit", fitted), ("other runs", others)):
-            sizes = [100 * abs(planned_s(run, machine) / run.step_s - 1) for run in runs]
-            print(f"{name:<13} {label:<16} {fmean(sizes):5.2f} % of {len(sizes)}, at most {max(sizes):.2f} %")
+        for kind, several in runs.items():
+            sizes = [100 * abs(planned_s(run, machine) / run.step_s - 1) for run in several]
+            print(f"{name:<13} {kind:<9} {fmean(sizes):5.2f} % of {len(sizes)}, at most {max(sizes):.2f} %")
 
 
 def main() -> None:

@@ -358,10 +358,11 @@ def test_processes_on_the_cores_of_a_machine_with_gpus_take_turns() -> None:
 
 
 def test_steps_of_a_gpu_are_planned_that_the_fit_did_not_see() -> None:
-    """Sizes, lengths, recomputation and microbatches of one H200 (tests/data/h200_steps.json)."""
+    """Sizes, lengths, recomputation, microbatches, compiled code: tests/data/h200_steps.json."""
     hardware = read_hardware(H200, folders=FOLDERS)
-    for runs in h200_runs():
-        errors = [abs(planned_s(run, hardware) / run.step_s - 1) for run in runs]
-        assert len(errors) >= 6
-        assert max(errors) <= 0.05
+    runs = h200_runs()
+    assert {kind: len(several) for kind, several in runs.items()} == {"fit": 6, "other": 7, "compiled": 6}
+    for several in runs.values():
+        errors = [abs(planned_s(run, hardware) / run.step_s - 1) for run in several]
+        assert max(errors) <= 0.06
         assert sum(errors) / len(errors) <= 0.03

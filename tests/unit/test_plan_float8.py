@@ -130,6 +130,6 @@ def test_hardware_without_a_peak_is_refused(capsys: pytest.CaptureFixture[str]) 
         "training.fp8 = tensorwise has no peak in the hardware's file (device.peak_flops: float8)" in message
     )
     assert command(["plan", *words, f"hardware={H100}"]) == 0
-    assert "One step in float8 was compared with its plan (docs/plan.md)." in capsys.readouterr().out
+    assert "Two trainings in float8 were compared with plans (docs/plan.md)." in capsys.readouterr().out
     assert command(["plan", *words[:-1], "training.precision=float16x", f"hardware={H100}"]) == 2
     assert "float8" not in capsys.readouterr().err
