@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from hpc_parallel.record.snapshot import Snapshot
 PREDICTED = "predicted"  # the key of the figures that were planned before the start
 DIFF_BYTES = 4 * 2**20  # so that environment.json stays within the limits of record/safe_read.py
 State = Callable[[Path], dict[str, Any]]
+_HEADER = re.compile(r"^(Name|Version):[ \t]*(.*?)[ \t]*$", re.MULTILINE)
 
 
 def origin(
@@ -90,7 +93,19 @@ def _source_of_first_run(first: RunFolder, *, folder: RunFolder, config_dir: Pat
 
 def installed_packages() -> dict[str, str]:
     """Name -> version of all packages that Python can import; a broken one without a name is left out."""
-    return dict(sorted((d.metadata["Name"], d.version) for d in distributions() if d.metadata["Name"]))
+    return dict(_installed_packages())
+
+
+@cache  # three readers in a rank, and hundreds of small files, often on a network
+def _installed_packages() -> list[tuple[str, str]]:
+    """By name. `Distribution.metadata` parses each file as a mail, which takes ten times as long."""
+    packages = []
+    for distribution in distributions():
+        text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+        head = dict(_HEADER.findall(text.partition("\n\n")[0]))
+        if name := head.get("Name"):
+            packages.append((name, head.get("Version", "")))
+    return sorted(packages)
 
 
 def source_state(directory: Path) -> dict[str, Any]:

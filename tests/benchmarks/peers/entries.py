@@ -11,8 +11,8 @@ from tests.benchmarks.peers.ratio import blocks_s, ratio_of
 from tests.benchmarks.peers.side_by_side import BLOCK, LOSS_TOLERANCE, WARM_UP, contest, largest_difference
 from tests.workers import Workers
 
-# Nothing that the peers lack: they neither validate nor save. At the default rate 3e-3 `tiny` has a spike after
-# 25 steps in which a difference of the last bit grows to 1e-2, and no curves could be compared.
+# Nothing that the peers lack: they neither validate nor save. At the default rate, 3e-3, `tiny` has a spike
+# after 25 steps in which a difference of the last bit grows to 1e-2, and no curves could be compared.
 COMMON = (
     "optimizer.learning_rate=3e-4",
     "nodes=2",
