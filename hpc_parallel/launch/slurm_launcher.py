@@ -22,10 +22,10 @@ from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.slurm.jobs import never_starting
 from hpc_parallel.slurm.submit import (
     SiteRefusedError,
+    dry_submit,
     refusal_message,
     require_sbatch,
     submit_script,
-    test_only,
     withdraw,
 )
 from hpc_parallel.slurm.submitit_executor import Executor
@@ -85,15 +85,16 @@ def submit(run: PreparedRun) -> str:
     submitter = None if needs_own_script(run) else executor(run)
     script = submitter.script if submitter is not None else render(run)
     require_sbatch()
-    accepted, message = test_only(script)
+    trial = dry_submit(script)
     if submitter is not None:
         job_id, script = submitter.submit_call(job_entry.rank, str(run.folder.path))
     else:
         write_text(run.folder.batch_script, script)
         job_id = submit_script(run.folder.batch_script)
     try:
-        if not accepted and (reason := never_starting([job_id], within_s=REASON_S).get(job_id)):
-            raise SiteRefusedError(refusal_message(f"{message} ({reason})"))
+        refused = never_starting([job_id], within_s=REASON_S) if trial.returncode != 0 else {}
+        if job_id in refused:
+            raise SiteRefusedError(refusal_message(f"{trial.stderr.strip()} ({refused[job_id]})"))
         owner.hand_to_job(run.folder, job_id)
         write_text(run.folder.resubmission, render(run))
         write_text(run.folder.batch_script, script)

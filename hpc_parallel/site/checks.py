@@ -23,7 +23,7 @@ from hpc_parallel.site.python_lines import python_lines
 from hpc_parallel.site.shell_checks import environment_line, module_lines, scratch_lines
 from hpc_parallel.slurm import client
 from hpc_parallel.slurm.records import has_accounting, release
-from hpc_parallel.slurm.submit import refusal_message, test_only
+from hpc_parallel.slurm.submit import dry_submit, refusal_message
 
 _LEAST_FREE_BYTES = 2**30
 _OF_ONE_HOST = {"tmpfs", "ramfs", "overlay"}  # file systems that other hosts never see
@@ -69,11 +69,11 @@ def slurm_lines(run: PreparedRun, *, submits: bool = True) -> Iterator[Line]:
     yield from warnings
     if run.config.launcher.kind == "local" or not submits:
         return
-    accepted, message = test_only(render(run))
-    if accepted:
-        yield Line(OK, "job", f"Slurm would take it: {_start_time(message)}")
+    trial = dry_submit(render(run))
+    if trial.returncode == 0:
+        yield Line(OK, "job", f"Slurm would take it: {_start_time(trial.stderr.strip())}")
     else:
-        yield Line(ERROR, "job", refusal_message(message), refused=True)
+        yield Line(ERROR, "job", refusal_message(trial.stderr.strip()), refused=True)
 
 
 def _start_time(message: str) -> str:

@@ -123,32 +123,28 @@ def _warn_of(names: tuple[str, ...]) -> None:
         print(f"warning     {text}", file=sys.stderr)
 
 
-def test_only(script: str) -> tuple[bool, str]:
-    """Whether Slurm would start the script now or later, and what `sbatch --test-only` prints."""
-    answer = _test_only(script, waits_s=(None,))
-    return answer.returncode == 0, answer.stderr.strip()
+def dry_submit(script: str, *, within_s: float | None = None) -> CompletedProcess[str]:
+    """Ask `sbatch --test-only` whether Slurm would start the script now or later; stderr has the answer."""
+    environment = submission_environment(os.environ, script=script)
+    return run("sbatch", "--test-only", waits_s=(within_s,), stdin=script, environment=environment)
 
 
 def estimate(script: str) -> str:
     """Slurm's message about when it would start this script, or why not; nothing is submitted."""
-    answer = _test_only(script, waits_s=(20.0,))
+    answer = dry_submit(script, within_s=20.0)
     if answer.returncode in (UNANSWERED, MISSING):
         return f"no estimate of its start: {answer.stderr}"
     return " ".join(answer.stderr.split()) or "Slurm gives no estimate of its start"
 
 
-def _test_only(script: str, *, waits_s: Sequence[float | None]) -> CompletedProcess[str]:
-    environment = submission_environment(os.environ, script=script)
-    return run("sbatch", "--test-only", waits_s=waits_s, stdin=script, environment=environment)
-
-
-def requeue(job: str) -> CompletedProcess[str]:
-    return _scontrol("requeue", job)
-
-
-def exclude_hosts(job: str, hosts: str) -> CompletedProcess[str]:
-    """Let a waiting job start without these hosts; several with commas."""
-    return _scontrol("update", f"JobId={job}", f"ExcNodeList={hosts}")
+def requeue(job: str, *, exclude: str) -> str | None:
+    """Let a job start again, without some hosts; returns Slurm's message if it refuses, else None."""
+    answer = _scontrol("requeue", job)
+    if answer.returncode != 0:
+        return answer.stderr.strip() or "scontrol requeue failed"
+    if exclude:
+        _scontrol("update", f"JobId={job}", f"ExcNodeList={exclude}")
+    return None
 
 
 def _scontrol(*words: str) -> CompletedProcess[str]:

@@ -43,13 +43,13 @@ def expand_numbers(text: str) -> list[str]:
 
     Raises ValueError if it is no such list, or too long.
     """
-    numbers: list[str] = []
+    spans: list[tuple[range, int]] = []
     for item in text.split(","):
         match = _matched(_RANGE, item)
-        span = range(int(match[1]), int(match[2] or match[1]) + 1, int(match[3] or 1))
-        _require_few(len(numbers) + len(span))
-        numbers.extend(f"{number:0{len(match[1])}d}" for number in span)
-    return numbers
+        numbers = range(int(match[1]), int(match[2] or match[1]) + 1, int(match[3] or 1))
+        spans.append((numbers, len(match[1])))
+    _require_few(sum(len(numbers) for numbers, _ in spans))  # before any of them is expanded
+    return [f"{number:0{width}d}" for numbers, width in spans for number in numbers]
 
 
 def expand_tasks(text: str) -> tuple[int, ...]:

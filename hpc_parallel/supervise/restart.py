@@ -12,7 +12,7 @@ from typing import Any
 from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.slurm.jobs import job_fields, job_of
-from hpc_parallel.slurm.submit import SiteRefusedError, exclude_hosts, requeue, resubmit
+from hpc_parallel.slurm.submit import SiteRefusedError, requeue, resubmit
 from hpc_parallel.supervise import failure
 
 TIME_LIMIT, PREEMPTED, CANCELLED = "time_limit", "preempted", "cancelled"
@@ -83,14 +83,10 @@ def requeue_or_resubmit(
     """
     job = job_of(environment)
     assert job is not None  # the caller runs in a job
-    answer = requeue(job)
     excluded = hosts_to_exclude(folder)
     exclude = ",".join([*filter(None, [launcher["exclude"]]), *excluded]) if excluded else ""
-    if answer.returncode == 0:
-        if excluded:
-            exclude_hosts(job, exclude)
+    if (refusal := requeue(job, exclude=exclude)) is None:
         return f"requeued as job {job}" + (f", without {', '.join(excluded)}" if excluded else "")
-    refusal = answer.stderr.strip() or "scontrol requeue failed"
     fields = job_fields(job)
     if fields is None:
         return f"not requeued, since Slurm does not answer ({refusal})"

@@ -24,6 +24,7 @@ _SRUN_ENDS = {
     "Bus error": "SIGBUS", "Illegal instruction": "SIGILL",
 }  # fmt: skip
 _SRUN_KILLED = re.compile(rf"^srun: error: (\S+): tasks? ([\d,-]+): ({'|'.join(_SRUN_ENDS)})", re.MULTILINE)
+_MOST_KILLED = 2**16  # the log may be anyone's, and the first of them is the cause
 _NODE_LOST = re.compile(
     r"node failure on (?P<host>[\w.-]+)|due to node (?P<other>[\w.-]+ )?failure"
     r"|^slurm says of job [\d_]+: node_fail",
@@ -49,6 +50,8 @@ def killed_tasks(folder: RunFolder, *, text: str, recorded: Container[int]) -> l
     for host, tasks, end in _SRUN_KILLED.findall(before_termination):
         per_node = _ranks_per_node(folder)
         for rank in _ranks_in(tasks):
+            if len(killed) == _MOST_KILLED:
+                return killed
             if rank not in recorded:
                 by_memory = end == "Out Of Memory"
                 # time_ns=0: first in time, because its peers recorded its death only afterwards

@@ -97,9 +97,12 @@ def submit(plan: SweepPlan) -> tuple[dict[Path, str], list[str]]:
             write_sweep(plan.folder, plan.manifest(jobs))
     finally:  # also after Ctrl-C, so that the submitted jobs are recorded
         for_each(lambda item: owner.hand_to_job(item[0], item[1]), _folders(plan, jobs))
-    for array, reason in _never_starting(to_submit, jobs):
-        ids = [jobs.pop(planned.run.folder.path) for planned in array.runs]
-        withdraw([ids[0].partition("_")[0]])
+    by_job = {jobs[path]: array for array in to_submit if (path := array.runs[0].run.folder.path) in jobs}
+    for job, reason in never_starting(list(by_job), within_s=REASON_S).items():
+        array = by_job[job]
+        for planned in array.runs:
+            del jobs[planned.run.folder.path]
+        withdraw([job.partition("_")[0]])
         take_back(planned.run for planned in array.runs)
         refusals.append(f"{_describe(array)}: {refusal_message(f'it could never start ({reason})')}")
     write_sweep(plan.folder, plan.manifest(jobs))
@@ -121,13 +124,6 @@ def _write_scripts(array: Array) -> None:
         write_text(folder.batch_script, array.script)
         write_text(folder.resubmission, render(planned.run))
         (array.tasks / str(index)).symlink_to(folder.path)
-
-
-def _never_starting(submitted: Sequence[Array], jobs: dict[Path, str]) -> Iterator[tuple[Array, str]]:
-    """Arrays that Slurm accepted but will never start, with its reason (many sites: EnforcePartLimits=NO)."""
-    by_job = {jobs[path]: array for array in submitted if (path := array.runs[0].run.folder.path) in jobs}
-    for job, reason in never_starting(list(by_job), within_s=REASON_S).items():
-        yield by_job[job], reason
 
 
 def _describe(array: Array) -> str:
