@@ -26,13 +26,13 @@ from hpc_parallel.config.hydra_state import borrowed_hydra
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch.checked_run import checked_run, with_resumed
 from hpc_parallel.launch.choose_launcher import choose
-from hpc_parallel.launch.launcher import SiteRefusedError
 from hpc_parallel.launch.recompose import Origin, recompose, remember
 from hpc_parallel.launch.wait import conclude_job, summary_timeout_s
 from hpc_parallel.problems import ConfigError, Problem
-from hpc_parallel.record.job_state import job_state
 from hpc_parallel.record.names import RUNS
 from hpc_parallel.record.recorded import RecordedRun, find_runs, read_run
+from hpc_parallel.slurm.jobs import job_state
+from hpc_parallel.slurm.submit import SiteRefusedError
 from hpc_parallel.supervise.end_runs import Target, end_runs
 from hpc_parallel.supervise.run_state import State, states
 

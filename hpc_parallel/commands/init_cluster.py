@@ -15,7 +15,6 @@ from datetime import date
 from pathlib import Path
 
 from hpc_parallel.config.compose import OWN_SITES, find_folder
-from hpc_parallel.config.node_devices import ask
 from hpc_parallel.exit_codes import DONE, REFUSED
 from hpc_parallel.machine.fabric_kind import fabric_devices
 from hpc_parallel.problems import ConfigError
@@ -23,16 +22,15 @@ from hpc_parallel.record.safe_read import DamagedError, read_bytes
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.shell import complain
 from hpc_parallel.site.profile import Login, plain_name, write_profile
-from hpc_parallel.site.slurm_records import SlurmRecords, read_records
+from hpc_parallel.slurm.records import SlurmRecords, accounts_of, ask_records, read_records
 
-COMMANDS = (("show", "config"), ("--oneliner", "show", "partition"), ("--oneliner", "show", "node"))
 _RECORDS_BYTES = 256 << 20  # 10,000 nodes print some 20 MB
 
 
 def main(arguments: Sequence[str]) -> int:
     """Write the profile; returns the exit code."""
     given = parser().parse_args(list(arguments))
-    records = _from_files(given.source) if given.source else _from_slurm()
+    records = _from_files(given.source) if given.source else ask_records()
     if records is None:
         complain([
             "Slurm does not answer here. Try it on a login node, or save there the output of "
@@ -72,12 +70,6 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _from_slurm() -> SlurmRecords | None:
-    """None if Slurm does not answer."""
-    texts = [ask("scontrol", *words) for words in COMMANDS]
-    return None if None in texts else read_records(text for text in texts if text)
-
-
 def _from_files(paths: Sequence[Path]) -> SlurmRecords:
     """Raises ConfigError that names each file that can't be used."""
     texts: list[str] = []
@@ -112,12 +104,10 @@ def _free_path(name: str, *, folder: Path, shipped: Sequence[str]) -> Path:
 
 
 def _login(environment: Mapping[str, str]) -> Login:
-    user = getpass.getuser()
-    accounts = ask("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account")
     modules = environment.get("LOADEDMODULES", "").split(":")
     devices = fabric_devices()
     return Login(
-        accounts=list(dict.fromkeys((accounts or "").split())),
+        accounts=accounts_of(getpass.getuser()),
         modules=[module for module in modules if module],
         fabric=f"{devices.kind} ({devices.describe(devices.kind)})" if devices.kind != "tcp" else "",
     )

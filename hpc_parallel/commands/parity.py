@@ -19,7 +19,6 @@ from typing import Any
 from hpc_parallel.config.schema import register
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
 from hpc_parallel.launch.choose_launcher import choose
-from hpc_parallel.launch.launcher import SiteRefusedError
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.parity.cases import Case, plan, without_refused
 from hpc_parallel.parity.compare import TOLERANCES, Tolerance, Verdict, compare
@@ -29,6 +28,7 @@ from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.shell import complain, refuse
+from hpc_parallel.slurm.submit import SiteRefusedError
 from hpc_parallel.supervise.failure import CONFIGURATION
 
 

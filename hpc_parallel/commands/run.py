@@ -23,10 +23,10 @@ from hpc_parallel.config.sweep_compose import CellError, compose_cells
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
 from hpc_parallel.launch.checked_run import all_problems, checked_run, with_resumed
 from hpc_parallel.launch.choose_launcher import choose
-from hpc_parallel.launch.launcher import SiteRefusedError
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.shell import complain, refuse
+from hpc_parallel.slurm.submit import SiteRefusedError
 
 if TYPE_CHECKING:
     from hpc_parallel.sweep.earlier import Earlier

@@ -20,12 +20,13 @@ from hpc_parallel.config.default_batch import default_batch_size, usual_batch_si
 from hpc_parallel.config.gpu_defaults import OF_CPUS, default_precision, default_share
 from hpc_parallel.config.key_suggestions import suggest
 from hpc_parallel.config.layout import DATAPARALLEL, SPMD
-from hpc_parallel.config.node_devices import AUTO, NodeShare, devices_of_a_node, launcher_kind
+from hpc_parallel.config.node_devices import AUTO, devices_of_a_node, launcher_kind
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
 from hpc_parallel.config.script import KINDS, NODE, RANKS, TASK, TORCHRUN, name_of
 from hpc_parallel.config.tasks import JOB_SECONDS, LOCAL_SECONDS
 from hpc_parallel.config.typed_config import filled, typed
 from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.slurm.limits import NodeShare
 
 OWN_SITES = "site"  # the folder in which init-cluster puts a profile
 # Keys without a default, with an example.

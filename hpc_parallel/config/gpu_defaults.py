@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hpc_parallel.config.node_devices import NodeShare, launcher_kind, sees_gpus, share_of_a_device
+from hpc_parallel.config.node_devices import launcher_kind, sees_gpus
+from hpc_parallel.slurm.limits import NodeShare, share_of_a_gpu
 
 OF_GPUS, OF_CPUS = "bfloat16", "float32"
 
@@ -33,6 +34,6 @@ def default_share(values: Mapping[str, Any], *, environment: Mapping[str, str] =
     is_job = launcher_kind(launcher["kind"], environment=environment) != "local"
     if not is_job or not cluster["gpus"] or values["device"] == "cpu":
         return NodeShare()
-    share = share_of_a_device(partition=launcher["partition"], gpu_type=cluster["gpu_type"])
+    share = share_of_a_gpu(partition=launcher["partition"], gpu_type=cluster["gpu_type"])
     asks_for_memory = any(str(flag).startswith("mem") for flag in values["flags"])
     return replace(share, memory_gb=None) if asks_for_memory else share  # Slurm takes one of these flags only

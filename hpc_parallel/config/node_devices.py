@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
-import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hpc_parallel.config.launcher_kind import choose_automatically
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.slurm.limits import gpu_counts
 
 AUTO = "auto"
-_PATIENCE_S = 10.0  # with sinfo and nvidia-smi
-_KEPT_S = 60  # an answer, for the runs of a sweep
-_GPUS = re.compile(r"(?:^|,)gpu(?::(?P<type>[^:,(]+))?:(?P<count>\d+)(?=[,(]|$)")
+_PATIENCE_S = 10.0  # with nvidia-smi
 
 
 def devices_of_a_node(values: Mapping[str, Any], *, environment: Mapping[str, str] = os.environ) -> int:
@@ -48,7 +43,7 @@ def devices_of_a_node(values: Mapping[str, Any], *, environment: Mapping[str, st
     if not cluster["gpus"]:
         return 1
     partition, gpu_type = launcher["partition"], cluster["gpu_type"]
-    counts = gpus_by_sinfo(_sinfo(period()), partition=partition, gpu_type=gpu_type)
+    counts = gpu_counts(partition=partition, gpu_type=gpu_type)
     if len(counts) == 1:
         return counts[0]
     where = f"partition {partition}" if partition else "the default partition"
@@ -61,7 +56,7 @@ def devices_of_a_node(values: Mapping[str, Any], *, environment: Mapping[str, st
 
 def launcher_kind(kind: str, *, environment: Mapping[str, str] = os.environ) -> str:
     """The launcher that `kind` means now: local, slurm or script."""
-    return _kind_now(tuple(sorted(environment.items())), period()) if kind == AUTO else kind
+    return choose_automatically(environment)[0] if kind == AUTO else kind
 
 
 def runs_on_cpus(config: RunConfig) -> bool:
@@ -86,78 +81,6 @@ def sees_gpus(environment: Mapping[str, str]) -> bool:
     if environment.get("CUDA_VISIBLE_DEVICES") is not None:
         return visible_gpus(environment) > 0
     return any(path.name.removeprefix("nvidia").isdecimal() for path in Path("/dev").glob("nvidia*"))
-
-
-@dataclass(frozen=True)
-class NodeShare:
-    """What one device of a node may use. memory_gb: None where the partition's default is left."""
-
-    cpus: int = 1
-    memory_gb: float | None = None
-
-
-def share_of_a_device(*, partition: str | None, gpu_type: str | None) -> NodeShare:
-    """By sinfo: the smallest share that a GPU of the partition's nodes has."""
-    return share_by_sinfo(_sinfo(period()), partition=partition, gpu_type=gpu_type)
-
-
-def share_by_sinfo(listing: str, *, partition: str | None, gpu_type: str | None) -> NodeShare:
-    """The smallest share of CPUs and memory of a GPU, of lines `partition|gres|cpus|megabytes` of sinfo.
-
-    A tenth of the memory stays with the system: a job that asks for all of it may never start. Where nodes
-    differ, sinfo writes the smallest number and a plus.
-    """
-    shares = []
-    for fields in _lines_of(listing, partition=partition):
-        count = gpu_count(fields[1], gpu_type=gpu_type)
-        numbers = [field.rstrip("+") for field in fields[2:4]]
-        if count and len(numbers) == 2 and all(number.isdecimal() for number in numbers):
-            cpus, megabytes = map(int, numbers)
-            shares.append((cpus // count, megabytes * 9 // 10 // count // 1024))
-    if not shares:
-        return NodeShare()
-    cpus, memory_gb = (min(column) for column in zip(*shares, strict=True))
-    return NodeShare(max(1, cpus), float(memory_gb) if memory_gb else None)
-
-
-def gpus_by_sinfo(listing: str, *, partition: str | None, gpu_type: str | None) -> list[int]:
-    """The different counts of GPUs that the nodes of a partition (None: the default one) have, rising.
-
-    listing: lines `partition|gres|...` of sinfo, where a star marks the default partition.
-    """
-    lines = _lines_of(listing, partition=partition)
-    return sorted({gpu_count(fields[1], gpu_type=gpu_type) for fields in lines} - {0})
-
-
-def _lines_of(listing: str, *, partition: str | None) -> Iterator[list[str]]:
-    """The fields of the lines of a partition (None: the default one)."""
-    for line in listing.splitlines():
-        fields = line.split("|")
-        name = fields[0]
-        wanted = name.rstrip("*") in partition.split(",") if partition else name.endswith("*")
-        if wanted and len(fields) > 1:
-            yield fields
-
-
-def gpu_count(gres: str, *, gpu_type: str | None) -> int:
-    """The GPUs in the generic resources of a node, as sinfo writes them: `gpu:a100:4(S:0-1)`."""
-    matches = [match for match in _GPUS.finditer(gres) if gpu_type in (None, match["type"])]
-    return sum(int(match["count"]) for match in matches)
-
-
-@lru_cache(maxsize=1)
-def _kind_now(environment: tuple[tuple[str, str], ...], period: int) -> str:
-    return choose_automatically(dict(environment))[0]
-
-
-@lru_cache(maxsize=1)
-def _sinfo(period: int) -> str:
-    return ask("sinfo", "-h", "-o", "%P|%G|%c|%m") or ""
-
-
-def period() -> int:
-    """A number that changes once a minute: an argument of answers that are kept that long."""
-    return int(time.monotonic() / _KEPT_S)
 
 
 def ask(*command: str, patience_s: float = _PATIENCE_S) -> str | None:

@@ -1,8 +1,10 @@
-"""Times as Slurm writes them, and times, sizes and numbers as people write them."""
+"""Times, sizes and numbers as people write them."""
 
 from __future__ import annotations
 
 import re
+
+from hpc_parallel.slurm.text import minutes_of
 
 _SPELLINGS = {  # of a unit of time, in seconds
     0.001: ("ms", "msec"),
@@ -15,19 +17,6 @@ _SECONDS = {spelling: seconds for seconds, spellings in _SPELLINGS.items() for s
 _BYTES = {"": 1.0, "k": 2.0**10, "m": 2.0**20, "g": 2.0**30, "t": 2.0**40}
 _COUNTS = {"k": 1e3, "m": 1e6}
 _UNIT_OF_KEY = {"_minutes": 60.0, "_s": 1.0, "_mb": 2.0**20, "_gb": 2.0**30, "bytes": 1.0}  # seconds, bytes
-
-
-def minutes_of(clock: str) -> int | None:
-    """Convert sbatch's time formats (`90:00`, `1:30:00`, `2-12`, `1-06:30:00`) to minutes, rounded up."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", clock)
-    if match is None:
-        return None
-    days, first, second, third = (int(part or 0) for part in match.groups())
-    if match[1] is not None:  # days-hours[:minutes[:seconds]]
-        return days * 1440 + first * 60 + second + (third > 0)
-    if match[4] is not None:  # hours:minutes:seconds
-        return first * 60 + second + (third > 0)
-    return first + (second > 0)  # minutes[:seconds]
 
 
 def same_quantity(key: str, value: str) -> float | None:

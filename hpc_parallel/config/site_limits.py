@@ -8,31 +8,13 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
 
 from hpc_parallel.config.layout import layout_of, processes_per_node
 from hpc_parallel.config.model_bytes import GIB, least_bytes
-from hpc_parallel.config.node_devices import ask, gpu_count, launcher_kind, period, visible_gpus
-from hpc_parallel.config.quantities import minutes_of
+from hpc_parallel.config.node_devices import launcher_kind, visible_gpus
 from hpc_parallel.config.schema import RunConfig
-
-_KIND_OF_NODE = re.compile(r"^([^|\n]+)\|(\d+)\|(\d+)\+?\|?([^|\n]*)\|?([^|\n]*)\|?(\d*)", re.MULTILINE)
-_PATIENCE_S = 3.0  # with a controller that does not answer: the submission does not wait for it
-_UNSET_MB = 1  # what Slurm shows of nodes whose memory the site has not configured
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The most nodes, memory, GPUs and CPUs of a node, and minutes of a job; None: unknown, or no limit."""
-
-    nodes: int | None = None
-    memory_mb: float | None = None
-    time_minutes: int | None = None
-    gpus_per_node: int | None = None
-    cpus: int | None = None
+from hpc_parallel.slurm.limits import Limits, limits
 
 
 def site_warnings(config: RunConfig) -> list[str]:
@@ -85,8 +67,8 @@ def limits_of(config: RunConfig) -> Limits:
     partition = config.launcher.partition
     written = config.cluster.partitions.get(partition or "")
     if written is None:
-        gpu_type = config.cluster.gpu_type
-        return limits(_sinfo(period()), partition=partition, gpus=config.cluster.gpus, gpu_type=gpu_type)
+        cluster = config.cluster
+        return limits(partition=partition, gpus=cluster.gpus, gpu_type=cluster.gpu_type)
     memory_gb = written.get("memory_gb")
     return Limits(
         nodes=written.get("nodes"),
@@ -116,35 +98,3 @@ def local_warnings(config: RunConfig, *, memory_bytes: int, environment: Mapping
 
 def physical_memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def limits(listing: str, *, partition: str | None, gpus: bool = True, gpu_type: str | None = None) -> Limits:
-    """The limits of a partition (None: the default one), or the largest of several.
-
-    listing: lines `partition|nodes|memory|time|gres|cpus` of sinfo, one for each kind of node; gpus: whether
-    GPUs are asked for; gpu_type: of this type only.
-    """
-    nodes: dict[str, int] = {}
-    memory_mb, cpus, most_gpus = 0, 0, 0
-    minutes: list[int | None] = []
-    kinds = _KIND_OF_NODE.findall(listing)
-    for name, count, memory, time, gres, cores in kinds:
-        if name.rstrip("*") in partition.split(",") if partition else name.endswith("*"):
-            nodes[name] = nodes.get(name, 0) + int(count)
-            memory_mb = max(memory_mb, int(memory))
-            cpus = max(cpus, int(cores or 0))
-            most_gpus = max(most_gpus, gpu_count(gres, gpu_type=gpu_type))
-            minutes.append(minutes_of(time))
-    lists_gpus = any(gpu_count(kind[4], gpu_type=gpu_type) for kind in kinds)  # else the site counts none
-    return Limits(
-        nodes=max(nodes.values(), default=None),
-        memory_mb=memory_mb if memory_mb > _UNSET_MB else None,
-        time_minutes=None if None in minutes else max(filter(None, minutes), default=None),
-        gpus_per_node=most_gpus if nodes and gpus and lists_gpus else None,
-        cpus=cpus or None,
-    )
-
-
-@lru_cache(maxsize=1)
-def _sinfo(minute: int) -> str:
-    return ask("sinfo", "-h", "-o", "%P|%D|%m|%l|%G|%c", patience_s=_PATIENCE_S) or ""

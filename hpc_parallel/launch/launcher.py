@@ -8,10 +8,6 @@ from typing import Protocol
 from hpc_parallel.launch.prepare import PreparedRun
 
 
-class SiteRefusedError(RuntimeError):
-    """Slurm refused a request; the message contains Slurm's message."""
-
-
 class Launcher(Protocol):
     """Starts prepared runs in one place: this machine, Slurm, or a script for the user."""
 

@@ -10,10 +10,10 @@ from hpc_parallel.exit_codes import DONE, FAILED
 from hpc_parallel.launch.follow import Follower
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.record import owner
-from hpc_parallel.record.job_state import JobState, job_state
 from hpc_parallel.record.names import command_on
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_tail
+from hpc_parallel.slurm.jobs import JobState, job_state
 from hpc_parallel.supervise.conclude_run import conclude
 
 PERIOD_S = 0.3  # between two reads of the run folder

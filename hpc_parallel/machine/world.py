@@ -10,7 +10,9 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import accumulate
+
+from hpc_parallel.slurm.text import expand_hosts, expand_tasks
 
 
 class WorldError(RuntimeError):
@@ -158,43 +160,6 @@ class World:
             return f"one of {', '.join(self.hosts)}" if self.hosts else "an unknown host"
         node = rank // self.local_world_size
         return self.host if node == self.node else f"node {node}"
-
-
-def expand_hosts(text: str) -> tuple[str, ...]:
-    """Expand Slurm's node list in its order: n[1-2,07]-ib,login -> n1-ib n2-ib n07-ib login.
-
-    With several brackets the last one varies fastest. Source: scontrol(1), "show hostnames". The package
-    python-hostlist could do this too, but its licence is the GPL.
-
-    Raises ValueError.
-    """
-    hosts: list[str] = []
-    for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
-        literals_and_ranges = re.split(r"\[([^\]]*)\]", item)
-        choices = [
-            _expand_ranges(part) if index % 2 else [part] for index, part in enumerate(literals_and_ranges)
-        ]
-        hosts.extend(map("".join, product(*choices)))
-    return tuple(hosts)
-
-
-def expand_tasks(text: str) -> tuple[int, ...]:
-    """Expand Slurm's short form of ranks per node: 2(x2),1 -> 2 2 1. Raises ValueError."""
-    tasks: list[int] = []
-    for item in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
-        if match is None:
-            raise ValueError(item)
-        tasks.extend([int(match[1])] * int(match[2] or 1))
-    return tuple(tasks)
-
-
-def _expand_ranges(text: str) -> list[str]:
-    numbers: list[str] = []
-    for item in text.split(","):
-        first, _, last = item.partition("-")
-        numbers.extend(f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1))
-    return numbers
 
 
 def _values(launcher: Launcher, environment: Mapping[str, str]) -> dict[str, str]:

@@ -14,12 +14,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from hpc_parallel.record.job_state import job_of
 from hpc_parallel.record.metrics_file import MetricsReader
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import open_regular, read_lines
 from hpc_parallel.record.safe_write import append_line, write_bytes
 from hpc_parallel.record.values import integer, job_id, text, texts
+from hpc_parallel.slurm.jobs import job_of
 
 
 def begin(

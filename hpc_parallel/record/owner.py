@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.record.job_state import job_state
 from hpc_parallel.record.run_folder import RunFolder, locked
 from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.trust import UntrustedError, require_private
 from hpc_parallel.record.values import integer, text
 from hpc_parallel.record.values import job_id as job_id_of
+from hpc_parallel.slurm.jobs import job_state
 
 CLUSTERS = "SLURM_CLUSTERS"  # the variable by which all commands of Slurm ask another one
 MAX_PID = 2**31 - 1  # the largest that kill(2) accepts

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
 from hpc_parallel.config.fabric_kinds import AUTO, RDMA
-from hpc_parallel.config.node_devices import ask, launcher_kind
+from hpc_parallel.config.node_devices import launcher_kind
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.site_limits import site_warnings
 from hpc_parallel.launch.batch_script import render
 from hpc_parallel.launch.prepare import PreparedRun
-from hpc_parallel.launch.slurm_launcher import refusal_message, test_only
 from hpc_parallel.machine.fabric_kind import fabric_devices
 from hpc_parallel.machine.host_facts import disk
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.record.job_state import controller_answers
 from hpc_parallel.record.trust import require_trusted
 from hpc_parallel.site.line import ERROR, OK, WARNING, Line
 from hpc_parallel.site.python_lines import python_lines
 from hpc_parallel.site.shell_checks import environment_line, module_lines, scratch_lines
+from hpc_parallel.slurm import client
+from hpc_parallel.slurm.records import has_accounting, release
+from hpc_parallel.slurm.submit import dry_submit, refusal_message
 
 _LEAST_FREE_BYTES = 2**30
 _OF_ONE_HOST = {"tmpfs", "ramfs", "overlay"}  # file systems that other hosts never see
-_PATIENCE_S = 5.0
 
 
 def site_lines(run: PreparedRun) -> Iterator[Line]:
@@ -53,32 +52,28 @@ def other_lines(run: PreparedRun, *, submits: bool) -> Iterator[Line]:
 def slurm_lines(run: PreparedRun, *, submits: bool = True) -> Iterator[Line]:
     """Slurm's version, whether its controller answers, and what it says of this very batch script."""
     warnings = [Line(WARNING, "limits", text.partition(" ")[2].strip()) for text in site_warnings(run.config)]
-    if shutil.which("sbatch") is None:
+    if not client.is_installed():
         kind = run.config.launcher.kind
         state = OK if kind in ("auto", "local") else ERROR
         yield Line(state, "slurm", "there is no sbatch on this machine: launcher=local runs here")
         yield from warnings
         return
-    release = (ask("sbatch", "--version", patience_s=_PATIENCE_S) or "").strip() or "slurm"
-    if not controller_answers(within_s=_PATIENCE_S):
+    version = release()
+    if not client.answers():
         state = WARNING if run.config.launcher.kind in ("auto", "local") else ERROR
-        text = f"{release}: the controller does not answer. Try again, or launcher=local."
+        text = f"{version}: the controller does not answer. Try again, or launcher=local."
         yield Line(state, "slurm", text)
         return
-    yield Line(OK, "slurm", f"{release}; the controller answers; {_accounting()}")
+    accounting = "accounting is on" if has_accounting() else "accounting is off, so status asks the queue"
+    yield Line(OK, "slurm", f"{version}; the controller answers; {accounting}")
     yield from warnings
     if run.config.launcher.kind == "local" or not submits:
         return
-    accepted, message = test_only(render(run))
-    if accepted:
-        yield Line(OK, "job", f"Slurm would take it: {_start_time(message)}")
+    trial = dry_submit(render(run))
+    if trial.returncode == 0:
+        yield Line(OK, "job", f"Slurm would take it: {_start_time(trial.stderr.strip())}")
     else:
-        yield Line(ERROR, "job", refusal_message(message), refused=True)
-
-
-def _accounting() -> str:
-    recorded = ask("sacct", "-n", "-X", "-S", "now", patience_s=_PATIENCE_S)
-    return "accounting is off, so status asks the queue" if recorded is None else "accounting is on"
+        yield Line(ERROR, "job", refusal_message(trial.stderr.strip()), refused=True)
 
 
 def _start_time(message: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 
-from hpc_parallel.site.slurm_records import Node, Partition, SlurmRecords
+from hpc_parallel.slurm.records import Node, Partition, SlurmRecords
 
 _MOST_NAMES = 8  # in a comment
 _WIDTH = 44  # of a line before its comment

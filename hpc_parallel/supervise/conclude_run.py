@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from hpc_parallel.record import attempts
-from hpc_parallel.record.job_state import job_of
 from hpc_parallel.record.metrics_file import MetricsReader
 from hpc_parallel.record.provenance import read_environment
 from hpc_parallel.record.recorded_slow_ranks import accusations
@@ -26,6 +25,7 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_json, read_tail
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.values import texts
+from hpc_parallel.slurm.jobs import job_of
 from hpc_parallel.supervise import failure, restart
 from hpc_parallel.supervise.failure import Record
 from hpc_parallel.supervise.hang_cause import cause_of

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_parallel.record.job_state import Inquiry, scripts_of, states_by_accounting
 from hpc_parallel.record.names import label
 from hpc_parallel.record.owner import elsewhere, end_process, refusal, withdraw
 from hpc_parallel.record.recorded import RecordedRun, read_run
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.slurm.client import Inquiry
+from hpc_parallel.slurm.jobs import scripts_of, states_by_accounting
+from hpc_parallel.slurm.submit import scancel
 from hpc_parallel.supervise.conclude_run import conclude
 from hpc_parallel.supervise.run_state import NO_ANSWER, NOT_STARTED, UNKNOWN, WAITING, State, waits
 
@@ -90,7 +91,7 @@ def end_runs(targets: Sequence[Target], *, warn: Callable[[str], None]) -> dict[
 
 def _cancel_jobs(jobs: Mapping[str, Path]) -> dict[Path, str]:
     """Run scancel for jobs (job id -> run folder); returns Slurm's message for each run that it refused."""
-    process = _scancel(list(jobs))
+    process = scancel(jobs)
     if process.returncode == 0:
         return {}
     message = process.stderr.strip() or f"scancel ended with {process.returncode}"
@@ -150,13 +151,6 @@ def _terminate(run: RecordedRun) -> str | None:
     if "waits" in owner:
         return "is just starting. Try again"
     return end_process(run.folder, owner) if "pid" in owner else None
-
-
-def _scancel(jobs: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(["scancel", *jobs], capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return subprocess.CompletedProcess("scancel", returncode=1, stdout="", stderr=str(error))
 
 
 def _conclude(cancelled: Sequence[Target], *, warn: Callable[[str], None]) -> None:

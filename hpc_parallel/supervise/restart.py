@@ -5,16 +5,14 @@ The end of a batch script and the agent of a local run use this module, so it do
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from hpc_parallel.record import attempts, owner
-from hpc_parallel.record.job_state import job_fields, job_of
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.submission_environment import submission_environment
+from hpc_parallel.slurm.jobs import job_fields, job_of
+from hpc_parallel.slurm.submit import SiteRefusedError, requeue, resubmit
 from hpc_parallel.supervise import failure
 
 TIME_LIMIT, PREEMPTED, CANCELLED = "time_limit", "preempted", "cancelled"
@@ -85,14 +83,10 @@ def requeue_or_resubmit(
     """
     job = job_of(environment)
     assert job is not None  # the caller runs in a job
-    requeue = _run("scontrol", "requeue", job)
-    if requeue.returncode == 0:
-        excluded = hosts_to_exclude(folder)
-        if excluded:
-            names = ",".join([*filter(None, [launcher["exclude"]]), *excluded])
-            _run("scontrol", "update", f"JobId={job}", f"ExcNodeList={names}")
+    excluded = hosts_to_exclude(folder)
+    exclude = ",".join([*filter(None, [launcher["exclude"]]), *excluded]) if excluded else ""
+    if (refusal := requeue(job, exclude=exclude)) is None:
         return f"requeued as job {job}" + (f", without {', '.join(excluded)}" if excluded else "")
-    refusal = requeue.stderr.strip() or "scontrol requeue failed"
     fields = job_fields(job)
     if fields is None:
         return f"not requeued, since Slurm does not answer ({refusal})"
@@ -100,20 +94,9 @@ def requeue_or_resubmit(
         return f"requeued by Slurm itself as job {job}"
     if not launcher["resubmit"]:
         return f"not requeued ({refusal}); launcher.resubmit=true submits a new job then"
-    excluded = hosts_to_exclude(folder)
-    flags = [f"--exclude={','.join([*filter(None, [launcher['exclude']]), *excluded])}"] if excluded else []
-    submission = _run("sbatch", "--parsable", *flags, str(folder.resubmission))
-    if submission.returncode == 0:
-        new_job = submission.stdout.strip().partition(";")[0]
-        owner.hand_to_job(folder, new_job)
-        return f"resubmitted as job {new_job}"
-    return f"neither requeued ({refusal}) nor resubmitted ({submission.stderr.strip()})"
-
-
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=60, env=submission_environment(os.environ)
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return subprocess.CompletedProcess(command, returncode=1, stdout="", stderr=str(error))
+        new_job = resubmit(folder.resubmission, exclude=exclude)
+    except SiteRefusedError as error:
+        return f"neither requeued ({refusal}) nor resubmitted ({error})"
+    owner.hand_to_job(folder, new_job)
+    return f"resubmitted as job {new_job}"

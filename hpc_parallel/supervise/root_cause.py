@@ -10,6 +10,7 @@ from typing import Any
 
 from hpc_parallel.config.layout import processes_per_node, recorded_strategy
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.slurm.text import expand_numbers
 from hpc_parallel.supervise import failure, flight_recorder
 from hpc_parallel.supervise.desync import compare
 from hpc_parallel.supervise.failure import Record
@@ -23,6 +24,7 @@ _SRUN_ENDS = {
     "Bus error": "SIGBUS", "Illegal instruction": "SIGILL",
 }  # fmt: skip
 _SRUN_KILLED = re.compile(rf"^srun: error: (\S+): tasks? ([\d,-]+): ({'|'.join(_SRUN_ENDS)})", re.MULTILINE)
+_MOST_KILLED = 2**16  # the log may be anyone's, and the first of them is the cause
 _NODE_LOST = re.compile(
     r"node failure on (?P<host>[\w.-]+)|due to node (?P<other>[\w.-]+ )?failure"
     r"|^slurm says of job [\d_]+: node_fail",
@@ -47,7 +49,9 @@ def killed_tasks(folder: RunFolder, *, text: str, recorded: Container[int]) -> l
     killed: list[Record] = []
     for host, tasks, end in _SRUN_KILLED.findall(before_termination):
         per_node = _ranks_per_node(folder)
-        for rank in _numbers(tasks):
+        for rank in _ranks_in(tasks):
+            if len(killed) == _MOST_KILLED:
+                return killed
             if rank not in recorded:
                 by_memory = end == "Out Of Memory"
                 # time_ns=0: first in time, because its peers recorded its death only afterwards
@@ -136,10 +140,12 @@ def _noticed_ns(record: Record) -> int:
     return record.time_ns + (_NOTICE_NS if record.kind in _FOLLOWERS else 0)
 
 
-def _numbers(text: str) -> list[int]:
-    """Expand srun's task list: `0,2-3` -> 0 2 3."""
-    spans = [item.partition("-") for item in text.split(",")]
-    return [task for first, _, last in spans for task in range(int(first), int(last or first) + 1)]
+def _ranks_in(text: str) -> list[int]:
+    """The ranks of srun's task list; none if it is no list, because the line may be the program's own."""
+    try:
+        return [int(number) for number in expand_numbers(text)]
+    except ValueError:
+        return []
 
 
 def _ranks_per_node(folder: RunFolder) -> int:

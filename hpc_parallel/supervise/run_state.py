@@ -7,7 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from hpc_parallel.record.job_state import (
+from hpc_parallel.record.owner import elsewhere, process_lives
+from hpc_parallel.record.recorded import RecordedRun
+from hpc_parallel.record.values import text
+from hpc_parallel.slurm.jobs import (
     FORGOTTEN,
     SILENT,
     Inquiry,
@@ -15,9 +18,6 @@ from hpc_parallel.record.job_state import (
     jobs_by_script,
     states_by_accounting,
 )
-from hpc_parallel.record.owner import elsewhere, process_lives
-from hpc_parallel.record.recorded import RecordedRun
-from hpc_parallel.record.values import text
 
 T = TypeVar("T")
 RUNNING, WAITING, UNKNOWN, NOT_STARTED = "running", "pending", "unknown", "not started"

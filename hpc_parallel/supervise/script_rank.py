@@ -15,9 +15,8 @@ from typing import Any
 from hpc_parallel import job_context
 from hpc_parallel.config.script import PLACEHOLDERS, TASK, arguments_of, fill, kind_of, name_of, resume_words
 from hpc_parallel.machine import fabric, fabric_kind
-from hpc_parallel.machine.world import World, expand_hosts
+from hpc_parallel.machine.world import World
 from hpc_parallel.record import attempts
-from hpc_parallel.record.job_state import job_of
 from hpc_parallel.record.metrics_file import last_line
 from hpc_parallel.record.owner import hold_by_job
 from hpc_parallel.record.phase import note_phase
@@ -25,6 +24,8 @@ from hpc_parallel.record.provenance import installed_packages
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.safe_write import open_append, write_json
+from hpc_parallel.slurm.jobs import job_of
+from hpc_parallel.slurm.text import expand_hosts
 from hpc_parallel.supervise import flight_recorder
 from hpc_parallel.supervise.process_tree import receivers
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_parallel.config.site_schema import ClusterConfig
 from hpc_parallel.launch.batch_script import render, render_array
-from hpc_parallel.launch.launcher import SiteRefusedError
-from hpc_parallel.launch.slurm_launcher import PERMANENT_REASONS, refusal_message, sbatch
 from hpc_parallel.record import owner
-from hpc_parallel.record.job_state import JobState, job_states
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.record.sweep_folder import write_sweep
+from hpc_parallel.slurm.jobs import never_starting
+from hpc_parallel.slurm.records import max_array_size
+from hpc_parallel.slurm.submit import SiteRefusedError, refusal_message, submit_script, withdraw
 from hpc_parallel.sweep.sweep_plan import PlannedRun, SweepPlan
 from hpc_parallel.sweep.write import for_each, take_back
 
@@ -73,12 +70,8 @@ def max_tasks(cluster: ClusterConfig) -> int:
     """The largest number of tasks in an array on this site; 1 if the site does not allow arrays."""
     if cluster.max_array_size is not None:
         return cluster.max_array_size
-    try:
-        config = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return MAX_TASKS
-    match = re.search(r"^MaxArraySize\s*=\s*(\d+)", config.stdout, re.MULTILINE)
-    return max(1, int(match[1])) if match else MAX_TASKS
+    size = max_array_size()
+    return MAX_TASKS if size is None else max(1, size)
 
 
 def submit(plan: SweepPlan) -> tuple[dict[Path, str], list[str]]:
@@ -94,7 +87,7 @@ def submit(plan: SweepPlan) -> tuple[dict[Path, str], list[str]]:
     try:
         for array in to_submit:
             try:
-                job_id = sbatch(array.tasks / "batch_script.sh")
+                job_id = submit_script(array.tasks / "batch_script.sh")
             except SiteRefusedError as refusal:
                 refusals.append(f"{_describe(array)}: {refusal}")
                 take_back(planned.run for planned in array.runs)
@@ -104,9 +97,12 @@ def submit(plan: SweepPlan) -> tuple[dict[Path, str], list[str]]:
             write_sweep(plan.folder, plan.manifest(jobs))
     finally:  # also after Ctrl-C, so that the submitted jobs are recorded
         for_each(lambda item: owner.hand_to_job(item[0], item[1]), _folders(plan, jobs))
-    for array, reason in _never_starting(to_submit, jobs):
-        ids = [jobs.pop(planned.run.folder.path) for planned in array.runs]
-        subprocess.run(["scancel", ids[0].partition("_")[0]], check=False)
+    by_job = {jobs[path]: array for array in to_submit if (path := array.runs[0].run.folder.path) in jobs}
+    for job, reason in never_starting(list(by_job), within_s=REASON_S).items():
+        array = by_job[job]
+        for planned in array.runs:
+            del jobs[planned.run.folder.path]
+        withdraw([job.partition("_")[0]])
         take_back(planned.run for planned in array.runs)
         refusals.append(f"{_describe(array)}: {refusal_message(f'it could never start ({reason})')}")
     write_sweep(plan.folder, plan.manifest(jobs))
@@ -128,24 +124,6 @@ def _write_scripts(array: Array) -> None:
         write_text(folder.batch_script, array.script)
         write_text(folder.resubmission, render(planned.run))
         (array.tasks / str(index)).symlink_to(folder.path)
-
-
-def _never_starting(submitted: Sequence[Array], jobs: dict[Path, str]) -> Iterator[tuple[Array, str]]:
-    """Arrays that Slurm accepted but will never start, with its reason (many sites: EnforcePartLimits=NO)."""
-    by_job = {jobs[path]: array for array in submitted if (path := array.runs[0].run.folder.path) in jobs}
-    deadline = time.monotonic() + REASON_S
-    while True:
-        states = job_states(list(by_job))
-        if not any(map(_is_unexamined, states.values())) or time.monotonic() > deadline:
-            break
-        time.sleep(0.1)
-    for job, state in states.items():
-        if state.state == "PENDING" and state.reason in PERMANENT_REASONS:
-            yield by_job[job], state.reason
-
-
-def _is_unexamined(state: JobState) -> bool:
-    return state.state == "PENDING" and state.reason in ("", "None")
 
 
 def _describe(array: Array) -> str:

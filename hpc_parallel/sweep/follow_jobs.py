@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpc_parallel.exit_codes import DONE, FAILED
 from hpc_parallel.launch.wait import ASK_EVERY_S, PERIOD_S, SUMMARY_S, conclude_job, has_summary
-from hpc_parallel.record.job_state import states_by_accounting
+from hpc_parallel.slurm.jobs import states_by_accounting
 from hpc_parallel.sweep.next_steps import after_the_end
 from hpc_parallel.sweep.sweep_plan import PlannedRun, SweepPlan
 from hpc_parallel.sweep.view import SweepView

@@ -22,7 +22,6 @@ from hpc_parallel.config.schema import RunConfig, SweepConfig
 from hpc_parallel.config.tasks import objective_problems, objectives
 from hpc_parallel.config.trials import Trials
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
-from hpc_parallel.launch.launcher import SiteRefusedError
 from hpc_parallel.problems import ConfigError, Problem, Problems, quoted
 from hpc_parallel.record.metrics_file import figure
 from hpc_parallel.record.names import from_here
@@ -35,6 +34,7 @@ from hpc_parallel.record.sweep_folder import (
     write_sweep,
 )
 from hpc_parallel.shell import complain
+from hpc_parallel.slurm.submit import SiteRefusedError
 from hpc_parallel.sweep import sweep_table
 from hpc_parallel.sweep.next_steps import report_command
 from hpc_parallel.sweep.start import open_folder

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -13,12 +11,12 @@ from hpc_parallel.launch.batch_script import ScriptLauncher
 from hpc_parallel.launch.choose_launcher import choose
 from hpc_parallel.launch.launcher import Launcher
 from hpc_parallel.problems import ConfigError, Problem
-from hpc_parallel.record.job_state import job_states
 from hpc_parallel.record.names import from_here
-from hpc_parallel.record.submission_environment import submission_environment
 from hpc_parallel.record.sweep_folder import create, write_sweep
 from hpc_parallel.record.trust import require_trusted
 from hpc_parallel.shell import complain
+from hpc_parallel.slurm.jobs import job_states
+from hpc_parallel.slurm.submit import estimate
 from hpc_parallel.sweep import next_steps, sweep_table
 from hpc_parallel.sweep.hold import held, release
 from hpc_parallel.sweep.sweep_plan import SweepPlan, folder_problems
@@ -144,15 +142,3 @@ def preview(plan: SweepPlan, *, kind: str, launcher: Launcher) -> int:
 
     complain([*describe(runs[0]), f"  (run 0: {plan.runs[0].label})"])  # beside the scripts, which stdout has
     return DONE
-
-
-def estimate(script: str) -> str:
-    """Slurm's message about when it would start this script, or why not; nothing is submitted."""
-    try:
-        process = subprocess.run(
-            ["sbatch", "--test-only"], input=script, capture_output=True, text=True, timeout=20,
-            env=submission_environment(os.environ, script=script),
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"no estimate of its start: {error}"
-    return " ".join(process.stderr.split()) or "Slurm gives no estimate of its start"

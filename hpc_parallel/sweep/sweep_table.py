@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hpc_parallel.record.job_state import JobState
 from hpc_parallel.record.sweep_folder import SkippedRun, common
+from hpc_parallel.slurm.jobs import JobState
 from hpc_parallel.sweep.sweep_plan import SweepPlan
 
 _UNLIMITED = 100_000  # columns: in a file or a pipe, nothing is truncated or wrapped

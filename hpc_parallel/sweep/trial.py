@@ -12,11 +12,11 @@ from omegaconf import DictConfig, OmegaConf
 from hpc_parallel.config.schema import register
 from hpc_parallel.config.tasks import objective_problems, objectives
 from hpc_parallel.launch.choose_launcher import choose
-from hpc_parallel.launch.launcher import SiteRefusedError
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.recorded import number, read_run
 from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, change_sweep
+from hpc_parallel.slurm.submit import SiteRefusedError
 from hpc_parallel.sweep.sweep_plan import PlannedRun, run_overrides
 
 

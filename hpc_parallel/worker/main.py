@@ -29,11 +29,11 @@ from hpc_parallel.machine.fabric_kind import FabricDevices
 from hpc_parallel.machine.topology import alike, nvml_module, topology
 from hpc_parallel.machine.world import World
 from hpc_parallel.machine.xids import XidEvents
-from hpc_parallel.record.job_state import job_of
 from hpc_parallel.record.owner import hold_by_job
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.slurm.jobs import job_of
 from hpc_parallel.strategies import exchange
 from hpc_parallel.supervise import failure, flight_recorder
 from hpc_parallel.torch_internals import set_default_timeout

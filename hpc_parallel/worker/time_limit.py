@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
 
-from hpc_parallel.record.job_state import job_fields, job_of
+from hpc_parallel.slurm.jobs import job_fields, job_of
 
 MARGIN_S = 30.0  # to notice, to end all ranks, and to requeue
 SAVES = 2  # one may be in progress, and the next one waits for it

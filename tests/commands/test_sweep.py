@@ -17,11 +17,11 @@ from hpc_parallel.config.compose import composing, find_folder, resolve
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.sweep_compose import compose_cells
 from hpc_parallel.record.attempts import history
-from hpc_parallel.record.job_state import job_of
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.sweep_folder import Sweep, read_sweep
 from hpc_parallel.record.trust import UntrustedError
 from hpc_parallel.run import main
+from hpc_parallel.slurm.jobs import job_of
 
 CONF = str(find_folder("conf"))
 CHEAP = ("launcher.snapshot=false", "cluster=cpu")

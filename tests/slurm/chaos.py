@@ -21,9 +21,9 @@ from test_jobs import SMALL, Site, read, wait_for, worker_of
 
 from hpc_parallel.record import attempts
 from hpc_parallel.record.checkpoint_index import Checkpoint, complete
-from hpc_parallel.record.job_state import ENDED
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.slurm.jobs import ENDED
 from tests.parity import largest_difference, tensor_difference
 from tests.workers import Trained, Workers
 

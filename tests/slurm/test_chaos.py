@@ -11,7 +11,7 @@ import pytest
 from chaos import DATA, EVERY, JOB, PATIENCE_S, Case
 from test_jobs import read
 
-from hpc_parallel.record.job_state import ENDED
+from hpc_parallel.slurm.jobs import ENDED
 
 pytestmark = [pytest.mark.slurm, pytest.mark.chaos]
 

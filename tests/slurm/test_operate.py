@@ -13,7 +13,7 @@ import pytest
 from cluster import Cluster, unavailable_reason
 from test_jobs import SMALL, Site
 
-from hpc_parallel.record.job_state import states_by_accounting
+from hpc_parallel.slurm.jobs import states_by_accounting
 
 pytestmark = pytest.mark.slurm
 

@@ -13,9 +13,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from hpc_parallel.__main__ import main
-from hpc_parallel.config import launcher_kind
 from hpc_parallel.machine.fabric_kind import FabricDevices, Port
 from hpc_parallel.site import checks, python_lines, shell_checks
+from hpc_parallel.slurm import client
 from tests.composed import prepared
 
 
@@ -23,7 +23,7 @@ from tests.composed import prepared
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    monkeypatch.setattr(launcher_kind.shutil, "which", lambda name: None)
+    monkeypatch.setattr(client.shutil, "which", lambda name: None)
     return tmp_path
 
 

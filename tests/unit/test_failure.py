@@ -26,7 +26,7 @@ from hpc_parallel.record.metrics_file import size
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.supervise import failure, flight_recorder
+from hpc_parallel.supervise import failure, flight_recorder, root_cause
 from hpc_parallel.supervise.conclude_run import conclude, find_root_cause
 from hpc_parallel.supervise.desync import compare
 from hpc_parallel.supervise.error_place import at_step, located
@@ -378,6 +378,21 @@ srun: error: n1: task 0: Killed
     assert line == "rank 1 on n2 failed first: killed by SIGKILL; 1 follower"
     assert read_json(folder.failure)["signal"] == "SIGKILL"
     assert read_json(folder.summary)["outcome"] == "failed"
+
+
+@pytest.mark.parametrize("tasks", ["0-99999999999", "0-9,0-99999999999", "-,", "5-"])
+def test_a_line_that_lists_no_tasks_names_no_rank(folder: RunFolder, tasks: str) -> None:
+    """A program may print what looks like srun's line, also to fill the memory."""
+    log = f"srun: error: n1: tasks {tasks}: Killed\nsrun: error: n2: task 1: Killed\n"
+    line = conclude(folder, returncode=137, text=log)
+    assert line == "rank 1 on n2 failed first: killed by SIGKILL"
+
+
+def test_a_list_of_many_tasks_makes_a_bounded_number_of_records(folder: RunFolder) -> None:
+    log = "srun: error: n1: tasks 0-999999: Killed\n" * 3
+    killed = root_cause.killed_tasks(folder, text=log, recorded={0})
+    assert len(killed) == 2**16
+    assert killed[0].rank == 1
 
 
 def test_a_record_of_a_rank_takes_precedence_over_srun(folder: RunFolder) -> None:

@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_parallel.config import node_devices
 from hpc_parallel.config.gpu_defaults import default_precision
-from hpc_parallel.config.node_devices import NodeShare, share_by_sinfo
 from hpc_parallel.models import attention
+from hpc_parallel.slurm import limits
+from hpc_parallel.slurm.limits import NodeShare, share_of_a_gpu
 from tests.composed import prepared
 
 LISTING = (
-    "cpu*|(null)|32|128000\ngpu|gpu:h100:8|192|2048000\ngpu|gpu:h100:4(S:0-1)|64+|1024000+\nodd|gpu:2|x|\n"
+    "cpu*|1|128000|1:00|(null)|32\ngpu|1|2048000|1:00|gpu:h100:8|192\n"
+    "gpu|1|1024000+|1:00|gpu:h100:4(S:0-1)|64+\nodd|1|9|1:00|gpu:2|x\n"
 )
 
 
@@ -48,13 +49,14 @@ def test_gpus_compute_in_bfloat16(values: dict[str, Any], visible: str, precisio
     ],
 )
 def test_a_device_gets_its_share_of_the_node(
-    partition: str | None, gpu_type: str | None, share: NodeShare
+    partition: str | None, gpu_type: str | None, share: NodeShare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert share_by_sinfo(LISTING, partition=partition, gpu_type=gpu_type) == share
+    monkeypatch.setattr(limits, "_sinfo", lambda minute: LISTING)
+    assert share_of_a_gpu(partition=partition, gpu_type=gpu_type) == share
 
 
 def test_a_job_asks_for_the_share_of_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_devices, "_sinfo", lambda period: LISTING)
+    monkeypatch.setattr(limits, "_sinfo", lambda minute: LISTING)
     job = ("launcher=script", "launcher.partition=gpu", "gpus_per_node=2")
     run = prepared(*job)
     assert (run.config.launcher.cpus_per_device, run.config.launcher.memory_gb) == (16, 450)

@@ -20,7 +20,8 @@ from hpc_parallel.config.schema import register
 from hpc_parallel.config.site_limits import site_warnings
 from hpc_parallel.launch.checked_run import checked_run
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.site.slurm_records import gpus_of, read_records
+from hpc_parallel.slurm.records import read_records
+from hpc_parallel.slurm.text import gpus_of
 
 register()
 OUTPUTS = Path(__file__).parent / "slurm_outputs"

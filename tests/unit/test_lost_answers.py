@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_parallel.launch import slurm_launcher
-from hpc_parallel.launch.launcher import SiteRefusedError
-from hpc_parallel.launch.slurm_launcher import Executor, job_id_in, sbatch
+from hpc_parallel.slurm import submit
+from hpc_parallel.slurm.submit import SiteRefusedError, job_id_in, submit_script
+from hpc_parallel.slurm.submitit_executor import Executor
 
 BANNER = "Welcome to Big.\n  Your job 7 of 9 this week; project 2024 has 81000 h left\n"
 
@@ -51,7 +51,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin", prepend=":")
-    monkeypatch.setattr(slurm_launcher, "ANSWER_S", 0.0)
+    monkeypatch.setattr(submit, "ANSWER_S", 0.0)
     (tmp_path / "run").mkdir()
     (tmp_path / "run/batch_script.sh").write_text("#!/bin/sh\n")
     return tmp_path
@@ -71,6 +71,6 @@ def test_a_lost_answer_leaves_no_job_behind(
     if jobs is not None:
         (site / "jobs").write_text(jobs.format(run=site / "run"))
     with pytest.raises(SiteRefusedError, match=told):
-        sbatch(site / "run/batch_script.sh")
+        submit_script(site / "run/batch_script.sh")
     done = site / "cancelled"
     assert (done.read_text() if done.exists() else None) == cancelled

@@ -10,14 +10,19 @@ import pytest
 import yaml
 
 import hpc_parallel
-from hpc_parallel.config import node_devices, site_limits
-from hpc_parallel.config.node_devices import gpus_by_sinfo, visible_gpus
+from hpc_parallel.config.node_devices import visible_gpus
 from hpc_parallel.run import main
+from hpc_parallel.slurm import limits
+from hpc_parallel.slurm.limits import gpu_counts
 from tests.composed import prepared
 
 HERE = ("launcher=local", "gpus_per_node=auto")
 THERE = ("launcher=script", "gpus_per_node=auto")
-SINFO = "main*|gpu:a100:4(S:0-1)\nbig|gpu:8\nmixed|gpu:4\nmixed|gpu:a100:2,gpu:h100:6(S:1)\nplain|(null)\n"
+GRES = (
+    ("main*", "gpu:a100:4(S:0-1)"), ("big", "gpu:8"), ("mixed", "gpu:4"),
+    ("mixed", "gpu:a100:2,gpu:h100:6(S:1)"), ("plain", "(null)"),
+)  # fmt: skip
+SINFO = "".join(f"{partition}|9|512000|infinite|{gres}|64\n" for partition, gres in GRES)
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +35,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "bin").mkdir()
     command(tmp_path, "nvidia-smi", "exit 9")
     command(tmp_path, "sinfo", f"printf '%s' '{SINFO}'")
-    node_devices._sinfo.cache_clear()
-    site_limits._sinfo.cache_clear()
-    node_devices._kind_now.cache_clear()
+    limits._sinfo.cache_clear()
     return tmp_path
 
 
@@ -71,7 +74,7 @@ def test_without_gpus_it_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )  # fmt: skip
 def test_sinfo(partition: str | None, gpu_type: str | None, counts: list[int]) -> None:
-    assert gpus_by_sinfo(SINFO, partition=partition, gpu_type=gpu_type) == counts
+    assert gpu_counts(partition=partition, gpu_type=gpu_type) == counts
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hpc_parallel.__main__ import main
-from hpc_parallel.record.job_state import FORGOTTEN, SILENT, states_by_accounting
 from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.slurm.jobs import FORGOTTEN, SILENT, states_by_accounting
 from tests.recorded_runs import finished, prepared, started
 
 STUB = """#!/bin/sh
@@ -129,7 +129,7 @@ def test_one_that_answers_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_late_answer_of_accounting_gives_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """The queue answers, and has forgotten the job: it is gone only where accounting says so, too."""
     assert states_by_accounting(["7"])["7"].state == FORGOTTEN
-    monkeypatch.setattr("hpc_parallel.record.job_state._PATIENCE_S", 0.2)
+    monkeypatch.setattr("hpc_parallel.slurm.client._PATIENCE_S", 0.2)
     monkeypatch.setenv("SACCT_S", "60")
     assert states_by_accounting(["7"])["7"].state == SILENT
 

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from hpc_parallel.config import container_paths, site_limits
+from hpc_parallel.config import container_paths
 from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.container_paths import container_warnings
-from hpc_parallel.config.site_limits import Limits, limits
 from hpc_parallel.run import main
+from hpc_parallel.slurm import client
+from hpc_parallel.slurm import limits as partition_limits
+from hpc_parallel.slurm.limits import Limits, limits
 from tests.composed import composed
 
 # As sinfo -o "%P|%D|%m|%l|%G|%c": one line for each kind of node, a star at the default partition.
@@ -33,7 +35,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     sinfo(tmp_path, f"printf '%s' '{SINFO}'")
-    site_limits._sinfo.cache_clear()
+    partition_limits._sinfo.cache_clear()
     return tmp_path
 
 
@@ -57,7 +59,7 @@ def warnings(capsys: pytest.CaptureFixture[str], *words: str) -> str:
      ("main,short", Limits(4, 512000, 1440)), ("unset", Limits(2, None, 120)), ("hidden", Limits())],
 )  # fmt: skip
 def test_limits_of_a_partition(partition: str | None, expected: Limits) -> None:
-    assert limits(SINFO, partition=partition, gpus=False) == expected
+    assert limits(partition=partition, gpus=False) == expected
 
 
 @pytest.mark.parametrize(
@@ -66,13 +68,17 @@ def test_limits_of_a_partition(partition: str | None, expected: Limits) -> None:
      ("gpu,cores", "h100", 2, 128), (None, None, 0, 16), ("hidden", None, None, None)],
 )  # fmt: skip
 def test_gpus_and_cores_of_the_largest_node(
-    partition: str | None, gpu_type: str | None, gpus: int | None, cpus: int | None
+    partition: str | None, gpu_type: str | None, gpus: int | None, cpus: int | None, here: Path
 ) -> None:
-    found = limits(GPUS, partition=partition, gpu_type=gpu_type)
-    assert (found.gpus_per_node, found.cpus) == (gpus, cpus)
-    assert (
-        limits(GPUS.partition("\n")[2], partition="cores").gpus_per_node is None
-    )  # a site that counts no GPUs
+    sinfo(here, f"printf '%s' '{GPUS}'")
+    most = limits(partition=partition, gpu_type=gpu_type)
+    assert (most.gpus_per_node, most.cpus) == (gpus, cpus)
+
+
+def test_a_site_that_counts_no_gpus_has_no_limit_of_them(here: Path) -> None:
+    listing = GPUS.partition("\n")[2]
+    sinfo(here, f"printf '%s' '{listing}'")
+    assert limits(partition="cores").gpus_per_node is None
 
 
 @pytest.mark.parametrize(
@@ -112,7 +118,7 @@ def test_warnings(words: tuple[str, ...], warning: str, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("words", "warning"),
     [
-        (("gpus_per_node=8", "launcher.partition=gpu"),
+        (("gpus_per_node=8", "launcher.partition=gpu", "launcher.memory_gb=64"),
          "warning     gpus_per_node=8: nodes of partition gpu have 6. Try gpus_per_node=6.\n"),
         (("gpus_per_node=4", "launcher.partition=cores"),
          "warning     gpus_per_node=4: nodes of partition cores have no GPU, and others have. "
@@ -144,7 +150,7 @@ def test_a_run_here_asks_nobody(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_silent_controller_does_not_hold_the_submission(
     script: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(site_limits, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(client, "_PROMPT_S", 0.2)
     sinfo(here, script)
     assert warnings(capsys, "launcher=script", "nodes=9") == ""
 

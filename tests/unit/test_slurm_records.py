@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hpc_parallel.site.profile import Login, write_profile
-from hpc_parallel.site.slurm_records import Node, Partition, SlurmRecords, read_records
+from hpc_parallel.slurm.records import Node, Partition, SlurmRecords, read_records
 
 VERSIONS = ("20.11", "21.08", "22.05", "23.02", "23.11", "24.05", "24.11", "25.05", "25.11", "26.05")
 CPUS, KEPT_CPUS, KEPT_MB = 128, 4, 10_000

@@ -17,11 +17,11 @@ from hpc_parallel.__main__ import main
 from hpc_parallel.commands.run_rows import rows_of
 from hpc_parallel.commands.status import _page, _table
 from hpc_parallel.record import attempts, owner
-from hpc_parallel.record.job_state import JobState, _listed
 from hpc_parallel.record.metrics_file import duration
 from hpc_parallel.record.recorded import read_run
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, SweepRun, write_sweep
+from hpc_parallel.slurm.jobs import JobState, _listed
 from tests.recorded_runs import failed, finished, foreign, half_written, living, own, prepared, started
 
 PIPELINE = ("strategy=pipeline", "nodes=2", "training.steps=100")

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpc_parallel.launch import slurm_launcher
-from hpc_parallel.record.submission_environment import as_submitter, overrides, submission_environment
+from hpc_parallel.slurm import submit
+from hpc_parallel.slurm.environment import as_submitter, overrides, submission_environment
 
 SCRIPT = """#!/bin/bash
 #SBATCH --time=60
@@ -43,9 +43,9 @@ def test_processes_started_meanwhile_have_it(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def _not_yet_warned() -> Iterator[None]:
-    slurm_launcher._warn_of.cache_clear()
+    submit._warn_of.cache_clear()
     yield
-    slurm_launcher._warn_of.cache_clear()
+    submit._warn_of.cache_clear()
 
 
 @pytest.mark.usefixtures("_not_yet_warned")
@@ -54,7 +54,7 @@ def test_what_is_not_used_is_announced_once(
 ) -> None:
     monkeypatch.setenv("SBATCH_TIMELIMIT", "5")
     for _ in range(2):
-        slurm_launcher.warn_of_overrides(SCRIPT)
+        submit.warn_of_overrides(SCRIPT)
     assert capsys.readouterr().err == (
         "warning     SBATCH_TIMELIMIT of this shell: not used, because the job's configuration sets the same "
         "flag\n"

@@ -9,10 +9,10 @@ import pytest
 
 from hpc_parallel.launch import wait
 from hpc_parallel.launch.prepare import PreparedRun
-from hpc_parallel.record.job_state import JobState
 from hpc_parallel.record.names import command_on
 from hpc_parallel.record.owner import hand_to_job
 from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.slurm.jobs import JobState
 from tests.composed import prepared
 
 

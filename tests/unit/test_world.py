@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc_parallel.machine.world import World, WorldError, expand_hosts, expand_tasks
+from hpc_parallel.machine.world import World, WorldError
 
 BATCH_SHELL = {
     "SLURM_JOB_ID": "2",
@@ -191,24 +191,3 @@ def test_an_attempt_is_safe_as_a_file_name() -> None:
     assert " " not in attempt
     assert attempt.startswith("torchrun-")
     assert len(attempt) <= 120
-
-
-@pytest.mark.parametrize(
-    ("text", "hosts"),
-    [
-        ("n1", ["n1"]),
-        ("n[1-4,7]", ["n1", "n2", "n3", "n4", "n7"]),
-        ("gpu-[008-010]-ib,login", ["gpu-008-ib", "gpu-009-ib", "gpu-010-ib", "login"]),
-        ("r[1-2]n[09-10]", ["r1n09", "r1n10", "r2n09", "r2n10"]),
-        ("a,b[3],c", ["a", "b3", "c"]),
-        ("n[99-101]", ["n99", "n100", "n101"]),
-        ("", []),
-    ],
-)
-def test_node_lists(text: str, hosts: list[str]) -> None:
-    assert expand_hosts(text) == tuple(hosts)
-
-
-def test_tasks_per_node() -> None:
-    assert expand_tasks("2(x2),1") == (2, 2, 1)
-    assert expand_tasks("4") == (4,)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from hpc_parallel.slurm.client import UNANSWERED, Inquiry
+from hpc_parallel.slurm.text import expand_numbers, seconds_of
 
 ENDED = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
@@ -18,11 +19,10 @@ FORGOTTEN = "FORGOTTEN"  # Slurm no longer has a record of the job
 
 _ACCOUNTED = "JobID,JobIDRaw,State,Elapsed,Timelimit"
 _SHOW = ("scontrol", "--oneliner", "show", "job")
-_UNANSWERED = 124  # as timeout(1) returns
-_PROMPT_S = 1.0  # after this time we ping the controller
-_PING_S = 2.0
-_PATIENCE_S = 20.0  # further wait for a busy controller that answers the ping
-_TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")  # [DAYS-][HOURS:]MINUTES:SECONDS
+_PERMANENT = {
+    "BadConstraints", "InvalidAccount", "InvalidQOS", "PartitionConfig", "PartitionNodeLimit",
+    "PartitionTimeLimit",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,50 +42,6 @@ class JobState:
 
     def __str__(self) -> str:
         return self.state.lower() + (f" ({self.reason})" if self.reason not in ("", "None") else "")
-
-
-class Inquiry:
-    """Queries to Slurm for a user who waits.
-
-    A busy controller has 20 seconds to answer. A controller that is down, or a missing slurm.conf, costs
-    three seconds once, and all later queries return at once.
-    """
-
-    def __init__(self) -> None:
-        self.silent = False
-
-    def ask(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command of Slurm. The return code is `_UNANSWERED` if there is no answer."""
-        unanswered = subprocess.CompletedProcess(command, returncode=_UNANSWERED, stdout="", stderr="")
-        if self.silent:
-            return unanswered
-        environment = {**os.environ, "SLURM_BITSTR_LEN": "0"}  # list all pending tasks of an array
-        try:
-            process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", errors="replace",
-                env=environment,
-            )  # fmt: skip
-        except (OSError, ValueError) as error:
-            return subprocess.CompletedProcess(command, returncode=1, stdout="", stderr=str(error))
-        with process:
-            for timeout_s in (_PROMPT_S, _PATIENCE_S):
-                try:
-                    out, err = process.communicate(timeout=timeout_s)
-                    return subprocess.CompletedProcess(command, process.returncode, out, err)
-                except subprocess.TimeoutExpired:
-                    self.silent = not controller_answers(within_s=_PING_S)
-                if self.silent:
-                    break
-            process.kill()
-        return unanswered
-
-
-def controller_answers(*, within_s: float) -> bool:
-    try:
-        answer = subprocess.run(["scontrol", "ping"], capture_output=True, timeout=within_s, text=True)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return answer.returncode == 0 and "UP" in answer.stdout
 
 
 def job_of(environment: Mapping[str, str]) -> str | None:
@@ -119,7 +75,7 @@ def job_state(job_id: str) -> JobState:
     recorded = slurm.ask("sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State")
     if recorded.returncode == 0 and (state := recorded.stdout.split()):
         return JobState(state[0])  # the state may be "CANCELLED by 1000"
-    return JobState(SILENT if recorded.returncode == _UNANSWERED else FORGOTTEN)
+    return JobState(SILENT if recorded.returncode == UNANSWERED else FORGOTTEN)
 
 
 def states_by_accounting(job_ids: Sequence[str], *, slurm: Inquiry | None = None) -> dict[str, JobState]:
@@ -134,7 +90,7 @@ def states_by_accounting(job_ids: Sequence[str], *, slurm: Inquiry | None = None
     states = _listed(recorded.stdout) if recorded.returncode == 0 else {}
     rest = [job for job in job_ids if job not in states or states[job].state == "PENDING"]
     queued, answered = _queued(rest, slurm)
-    answered = answered and recorded.returncode != _UNANSWERED  # only accounting knows jobs that ended
+    answered = answered and recorded.returncode != UNANSWERED  # only accounting knows jobs that ended
     states = {job: JobState(FORGOTTEN if answered else SILENT) for job in rest} | states | queued
     return {job: states[job] for job in job_ids}
 
@@ -148,6 +104,25 @@ def _queued(job_ids: Sequence[str], slurm: Inquiry) -> tuple[dict[str, JobState]
     states = _listed(listed.stdout)
     answered = listed.returncode == 0 or "Invalid job id" in listed.stderr
     return {job: states[job] for job in job_ids if job in states}, answered
+
+
+def never_starting(job_ids: Sequence[str], *, within_s: float) -> dict[str, str]:
+    """Job id -> the reason why it can never start, for those of which the scheduler says so in this time.
+
+    Many sites queue a job that requests more than exists (EnforcePartLimits=NO). The error of `--test-only`
+    is not enough: Slurm prints the same one if hosts are only down.
+    """
+    deadline = time.monotonic() + within_s
+    while any(map(_is_unexamined, (states := job_states(job_ids)).values())) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return {
+        job: state.reason for job, state in states.items()
+        if state.state == "PENDING" and state.reason in _PERMANENT
+    }  # fmt: skip
+
+
+def _is_unexamined(state: JobState) -> bool:
+    return state.state == "PENDING" and state.reason in ("", "None")
 
 
 def jobs_by_script(slurm: Inquiry) -> dict[str, tuple[str, JobState]] | None:
@@ -197,16 +172,8 @@ def _listed(text: str) -> dict[str, JobState]:
 
 def _left_s(passed: str, limit: str) -> float | None:
     """The time until a limit; None for UNLIMITED, and if Slurm has not said both."""
-    passed_s, limit_s = _seconds(passed), _seconds(limit)
+    passed_s, limit_s = seconds_of(passed), seconds_of(limit)
     return None if passed_s is None or limit_s is None else max(0.0, limit_s - passed_s)
-
-
-def _seconds(time: str) -> float | None:
-    """A time as Slurm writes it, `2-03:04:05` or `4:05`; None for a word."""
-    if (match := _TIME.fullmatch(time)) is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return 86400.0 * days + 3600 * hours + 60 * minutes + seconds
 
 
 def _tasks(job: str) -> list[str]:
@@ -214,11 +181,11 @@ def _tasks(job: str) -> list[str]:
     array, bracket, rest = job.partition("_[")
     if not bracket:
         return [job]
-    tasks = []
-    for part in rest.rstrip("]").partition("%")[0].split(","):
-        first, _, last = part.partition("-")
-        tasks += [f"{array}_{task}" for task in range(int(first), int(last or first) + 1)]
-    return tasks
+    try:
+        numbers = expand_numbers(rest.rstrip("]").partition("%")[0])
+    except ValueError:
+        return [job]
+    return [f"{array}_{number}" for number in numbers]
 
 
 def _fields(line: str) -> dict[str, str]:

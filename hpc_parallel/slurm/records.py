@@ -14,12 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpc_parallel.config.quantities import minutes_of
+from hpc_parallel.slurm.client import printed
+from hpc_parallel.slurm.text import gpus_of, minutes_of
 
 _RECORD = re.compile(r"^(?=(?:NodeName|PartitionName)=)", re.MULTILINE)
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z][\w/]*)=(\S*)")
 _SETTING = re.compile(r"^(\w+)\s+= ?(.*)$", re.MULTILINE)
-_GPUS = re.compile(r"(?:^|,)gpu(?::(?P<type>[^:,(=]+))?[:=](?P<count>\d+)(?=[,(]|$)")
+_SHOW = (("show", "config"), ("--oneliner", "show", "partition"), ("--oneliner", "show", "node"))
 _UNSET = 0xFFFFFFF0  # Slurm's NO_VAL and INFINITE lie above
 _NO_NAMES = ("", "(null)", "ALL")
 _UNSET_MB = 1  # the memory of nodes for which the site has configured none
@@ -71,6 +72,33 @@ class SlurmRecords:
 
     def nodes_of(self, partition: str) -> list[Node]:
         return [node for node in self.nodes.values() if partition in node.partitions]
+
+
+def ask_records() -> SlurmRecords | None:
+    """The records of this machine's Slurm; None if it does not answer."""
+    texts = [printed("scontrol", *words) for words in _SHOW]
+    return None if None in texts else read_records(text for text in texts if text)
+
+
+def accounts_of(user: str) -> list[str]:
+    """The accounts of a user; empty on a site without accounting."""
+    words = ("--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account")
+    return list(dict.fromkeys((printed("sacctmgr", *words) or "").split()))
+
+
+def has_accounting() -> bool:
+    return printed("sacct", "-n", "-X", "-S", "now") is not None
+
+
+def release() -> str:
+    """Slurm's name and version, as sbatch prints it."""
+    return (printed("sbatch", "--version") or "").strip() or "slurm"
+
+
+def max_array_size() -> int | None:
+    """Slurm's MaxArraySize; None if it does not answer."""
+    size = dict(_SETTING.findall(printed("scontrol", "show", "config") or "")).get("MaxArraySize", "")
+    return int(size) if size.isdecimal() else None
 
 
 def read_records(texts: Iterable[str]) -> SlurmRecords:
@@ -203,15 +231,6 @@ def _names(value: str | Sequence[str] | None) -> tuple[str, ...]:
     """The names of a list, or of a text with commas; empty if it means none or all."""
     names = value.split(",") if isinstance(value, str) else value or ()
     return tuple(name for name in names if name not in _NO_NAMES)
-
-
-def gpus_of(gres: str) -> dict[str, int]:
-    """GPU type -> count of a node, from `gpu:a100:4(S:0-1),gpu:1g.10gb:2`."""
-    gpus: dict[str, int] = {}
-    for match in _GPUS.finditer(re.sub(r"\([^)]*\)", "", gres)):
-        name = match["type"] or ""
-        gpus[name] = gpus.get(name, 0) + int(match["count"])
-    return gpus
 
 
 def _number(value: Any) -> int | None:

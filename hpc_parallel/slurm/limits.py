@@ -1,0 +1,124 @@
+"""What sinfo lists of partitions: how many nodes, and how much memory, time, GPUs and CPUs they have.
+
+sinfo may not show this user all nodes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from hpc_parallel.slurm.client import minute, printed
+from hpc_parallel.slurm.text import gpu_count, minutes_of
+
+_FORMAT = "%P|%D|%m|%l|%G|%c"
+_KIND_OF_NODE = re.compile(r"^([^|\n]+)\|(\d+)\|(\d+)\+?\|?([^|\n]*)\|?([^|\n]*)\|?(\d*)", re.MULTILINE)
+_UNSET_MB = 1  # what Slurm shows of nodes whose memory the site has not configured
+
+
+@dataclass(frozen=True)
+class NodeKind:
+    """Nodes of one partition that sinfo joins: where they differ, it prints the smallest number and a plus.
+
+    time: the partition's limit, as Slurm writes it.
+    """
+
+    partition: str
+    is_default: bool
+    nodes: int
+    memory_mb: int
+    time: str
+    gres: str
+    cpus: int
+
+    def is_in(self, partition: str | None) -> bool:
+        """partition: also several with commas; None: the default one."""
+        return self.partition in partition.split(",") if partition else self.is_default
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most nodes, memory, GPUs and CPUs of a node, and minutes of a job; None: unknown, or no limit."""
+
+    nodes: int | None = None
+    memory_mb: float | None = None
+    time_minutes: int | None = None
+    gpus_per_node: int | None = None
+    cpus: int | None = None
+
+
+@dataclass(frozen=True)
+class NodeShare:
+    """What one device of a node may use. memory_gb: None where the partition's default is left."""
+
+    cpus: int = 1
+    memory_gb: float | None = None
+
+
+def limits(*, partition: str | None, gpus: bool = True, gpu_type: str | None = None) -> Limits:
+    """The limits of a partition (None: the default one), or the largest of several.
+
+    gpus: whether GPUs are asked for; gpu_type: of this type only.
+    """
+    listed = list(node_kinds())
+    kinds = [kind for kind in listed if kind.is_in(partition)]
+    memory_mb = max((kind.memory_mb for kind in kinds), default=0)
+    minutes = [minutes_of(kind.time) for kind in kinds]
+    lists_gpus = any(gpu_count(kind.gres, gpu_type=gpu_type) for kind in listed)  # else the site counts none
+    most_gpus = max((gpu_count(kind.gres, gpu_type=gpu_type) for kind in kinds), default=None)
+    return Limits(
+        nodes=max(_nodes_by_partition(kinds).values(), default=None),
+        memory_mb=memory_mb if memory_mb > _UNSET_MB else None,
+        time_minutes=None if None in minutes else max(filter(None, minutes), default=None),
+        gpus_per_node=most_gpus if gpus and lists_gpus else None,
+        cpus=max((kind.cpus for kind in kinds), default=0) or None,
+    )
+
+
+def gpu_counts(*, partition: str | None, gpu_type: str | None) -> list[int]:
+    """The different counts of GPUs that the nodes of a partition (None: the default one) have, rising."""
+    kinds = (kind for kind in node_kinds() if kind.is_in(partition))
+    return sorted({gpu_count(kind.gres, gpu_type=gpu_type) for kind in kinds} - {0})
+
+
+def share_of_a_gpu(*, partition: str | None, gpu_type: str | None) -> NodeShare:
+    """The smallest share of CPUs and memory of a GPU in the partition's nodes.
+
+    A tenth of the memory stays with the system: a job that asks for all of it may never start.
+    """
+    shares = []
+    for kind in node_kinds():
+        count = gpu_count(kind.gres, gpu_type=gpu_type)
+        if count and kind.cpus and kind.is_in(partition):
+            shares.append((kind.cpus // count, kind.memory_mb * 9 // 10 // count // 1024))
+    if not shares:
+        return NodeShare()
+    cpus, memory_gb = (min(column) for column in zip(*shares, strict=True))
+    return NodeShare(max(1, cpus), float(memory_gb) if memory_gb else None)
+
+
+def partitions() -> list[str]:
+    """This site's partitions with their sizes; empty if sinfo does not answer."""
+    sizes = _nodes_by_partition(list(node_kinds()))
+    return sorted(f"{name} ({count} nodes)" for name, count in sizes.items())
+
+
+def _nodes_by_partition(kinds: list[NodeKind]) -> dict[str, int]:
+    nodes: dict[str, int] = {}
+    for kind in kinds:
+        nodes[kind.partition] = nodes.get(kind.partition, 0) + kind.nodes
+    return nodes
+
+
+def node_kinds() -> Iterator[NodeKind]:
+    """The lines of sinfo; none if it does not answer. It is asked once a minute."""
+    for name, count, memory, time, gres, cpus in _KIND_OF_NODE.findall(_sinfo(minute())):
+        is_default = name.endswith("*")
+        yield NodeKind(name.rstrip("*"), is_default, int(count), int(memory), time, gres, int(cpus or 0))
+
+
+@lru_cache(maxsize=1)
+def _sinfo(minute: int) -> str:
+    return printed("sinfo", "-h", "-o", _FORMAT) or ""

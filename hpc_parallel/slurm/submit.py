@@ -1,0 +1,161 @@
+"""Submits, requeues and cancels jobs, and reads what sbatch prints."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from subprocess import CompletedProcess
+
+from hpc_parallel.slurm.client import CONTROL_S, MISSING, UNANSWERED, Inquiry, is_installed, run
+from hpc_parallel.slurm.environment import overrides, submission_environment
+from hpc_parallel.slurm.jobs import jobs_by_script
+from hpc_parallel.slurm.limits import partitions
+
+ANSWER_S = 60.0  # time for a controller that lost an answer to say whether it has the job
+_JOB = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;\S+| on cluster \S+)?\s*$", re.MULTILINE)
+_UNCLEAR = "sbatch did not say which job it has submitted"
+_LOST = re.compile(
+    rf"timed out|communication connection|contact slurm controller|zero bytes|{_UNCLEAR}", re.IGNORECASE
+)
+
+
+class SiteRefusedError(RuntimeError):
+    """Slurm refused a request; the message contains Slurm's message."""
+
+
+def require_sbatch() -> None:
+    """Raises SiteRefusedError if there is no sbatch here."""
+    if not is_installed():
+        raise SiteRefusedError("there is no sbatch on this machine; launcher=local runs here")
+
+
+def submit_script(script: Path) -> str:
+    """Submit a batch script and return its job id. Raises SiteRefusedError with Slurm's message."""
+    require_sbatch()
+    text = script.read_text(encoding="utf-8")
+    warn_of_overrides(text)
+    try:
+        return _sbatch(str(script), text=text)
+    except SiteRefusedError as error:
+        raise refusal(str(error), scripts=script.parent) from error
+
+
+def resubmit(script: Path, *, exclude: str) -> str:
+    """Submit the script of a job that ends; returns the new job. exclude: hosts, or nothing.
+
+    Raises SiteRefusedError with what sbatch printed.
+    """
+    flags = [f"--exclude={exclude}"] if exclude else []
+    return _sbatch(*flags, str(script), waits_s=(CONTROL_S,))
+
+
+def _sbatch(*words: str, text: str = "", waits_s: Sequence[float | None] = (None,)) -> str:
+    environment = submission_environment(os.environ, script=text)
+    answer = run("sbatch", "--parsable", *words, waits_s=waits_s, environment=environment)
+    if answer.returncode != 0:
+        raise SiteRefusedError(answer.stderr.strip())
+    return job_id_in(answer.stdout)
+
+
+def job_id_in(output: str) -> str:
+    """The job in what sbatch prints, around which a site may print other lines. Raises SiteRefusedError."""
+    jobs = set(_JOB.findall(output))
+    if len(jobs) != 1:
+        shown = " ".join(output.split())[:200] or "nothing"
+        raise SiteRefusedError(f"{_UNCLEAR}. It printed: {shown}")
+    return str(jobs.pop())
+
+
+def refusal(text: str, *, scripts: Path) -> SiteRefusedError:
+    """The error for what sbatch printed when it failed to submit a script in the folder `scripts`.
+
+    If only its answer was lost, Slurm may have taken the job: such a job is cancelled.
+    """
+    if not _LOST.search(text):
+        return SiteRefusedError(refusal_message(text))
+    jobs = _jobs_of(scripts)
+    if jobs == []:
+        return SiteRefusedError(refusal_message(text))
+    message = f"Slurm's answer was lost: {' '.join(text.split())}\n  "
+    if jobs is None:
+        return SiteRefusedError(f"{message}It may have taken the job. When it answers, see squeue --me.")
+    withdraw(jobs)
+    return SiteRefusedError(f"{message}It had taken job {', '.join(jobs)}, which is cancelled. Submit again.")
+
+
+def _jobs_of(scripts: Path) -> list[str] | None:
+    """The jobs whose batch script is in the folder `scripts`; None if Slurm does not answer for a minute."""
+    deadline = time.monotonic() + ANSWER_S
+    while (by_script := jobs_by_script(Inquiry())) is None:
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(1)
+    return [job for script, (job, _) in by_script.items() if Path(script).parent == scripts]
+
+
+def refusal_message(text: str) -> str:
+    """Slurm's error lines, plus the site's partitions if the error is about a partition or its size."""
+    lines = [line for line in text.splitlines() if line.startswith("sbatch:")] or text.splitlines()
+    message = "Slurm refused the job; nothing was submitted.\n  " + "\n  ".join(lines)
+    if re.search("partition|node", text, re.IGNORECASE) and (names := partitions()):
+        message += f"\n  Partitions here: {', '.join(names)}."
+    if re.search("generic resource|gres|--gpus", text, re.IGNORECASE):
+        message += "\n  Try cluster=gres if the site needs --gres, or cluster=cpu if it has no GPUs."
+    return message
+
+
+def warn_of_overrides(script: str) -> None:
+    """Say which variables of the user's shell are not used; once, also for a sweep of many scripts."""
+    _warn_of(tuple(overrides(os.environ, script=script)))
+
+
+@cache
+def _warn_of(names: tuple[str, ...]) -> None:
+    if names:
+        text = (
+            f"{', '.join(names)} of this shell: not used, because the job's configuration sets the same flag"
+        )
+        print(f"warning     {text}", file=sys.stderr)
+
+
+def dry_submit(script: str, *, within_s: float | None = None) -> CompletedProcess[str]:
+    """Ask `sbatch --test-only` whether Slurm would start the script now or later; stderr has the answer."""
+    environment = submission_environment(os.environ, script=script)
+    return run("sbatch", "--test-only", waits_s=(within_s,), stdin=script, environment=environment)
+
+
+def estimate(script: str) -> str:
+    """Slurm's message about when it would start this script, or why not; nothing is submitted."""
+    answer = dry_submit(script, within_s=20.0)
+    if answer.returncode in (UNANSWERED, MISSING):
+        return f"no estimate of its start: {answer.stderr}"
+    return " ".join(answer.stderr.split()) or "Slurm gives no estimate of its start"
+
+
+def requeue(job: str, *, exclude: str) -> str | None:
+    """Let a job start again, without some hosts; returns Slurm's message if it refuses, else None."""
+    answer = _scontrol("requeue", job)
+    if answer.returncode != 0:
+        return answer.stderr.strip() or "scontrol requeue failed"
+    if exclude:
+        _scontrol("update", f"JobId={job}", f"ExcNodeList={exclude}")
+    return None
+
+
+def _scontrol(*words: str) -> CompletedProcess[str]:
+    return run("scontrol", *words, waits_s=(CONTROL_S,), environment=submission_environment(os.environ))
+
+
+def scancel(jobs: Iterable[str]) -> CompletedProcess[str]:
+    return run("scancel", *jobs, waits_s=(CONTROL_S,))
+
+
+def withdraw(jobs: Iterable[str]) -> None:
+    """Cancel jobs that were submitted in vain. Slurm's message is shown if it refuses."""
+    if message := scancel(jobs).stderr.strip():
+        print(message, file=sys.stderr)
