@@ -14,18 +14,6 @@ from hpc_parallel.config.axes import AVERAGED_AXES, AXES, BATCH_AXES, with_all_a
 SPMD, DATAPARALLEL, PARAMETER_SERVER = EXECUTIONS = ("spmd", "dataparallel", "parameter_server")
 
 
-class Degrees(Protocol):
-    """The degree of each axis in a strategy's configuration; -1 stands for what the others leave."""
-
-    pipeline: int
-    replicate: int
-    shard: int
-    expert: int
-    context: int
-    tensor: int
-    tile: int
-
-
 class Execution(Protocol):
     """The processes of a strategy's configuration."""
 
@@ -33,7 +21,7 @@ class Execution(Protocol):
     dedicated_server: bool
 
 
-class Strategy(Degrees, Execution, Protocol):
+class Strategy(Execution, Protocol):
     """A strategy's configuration, as far as a layout depends on it."""
 
     name: str
@@ -67,7 +55,7 @@ class Layout:
     tile: int = 1
 
     @classmethod
-    def resolve(cls, strategy: Degrees, *, devices: int) -> Layout:
+    def resolve(cls, strategy: object, *, devices: int) -> Layout:
         """Give the axis of degree -1 what the others leave of `devices`.
 
         Raises ValueError if more than one is -1 or the product is not `devices`.

@@ -15,6 +15,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
+from hpc_parallel.config.axes import DegreesConfig
 from hpc_parallel.config.layout import EXECUTIONS
 from hpc_parallel.config.model_data_schema import DATA, MODELS
 from hpc_parallel.config.rules import Rule, above, at_least, between, count, key, one_of
@@ -29,11 +30,6 @@ from hpc_parallel.config.site_schema import (
 )
 from hpc_parallel.config.task_schema import TASKS, TaskConfig
 
-DEGREE = Rule(
-    lambda degree: degree >= 1 or degree == -1,
-    "must be at least 1, or -1 for what is left",
-    legal=(1, -1),
-)
 BETAS = Rule(
     lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
     "must be two numbers from 0 to below 1",
@@ -41,23 +37,13 @@ BETAS = Rule(
 
 
 @dataclass
-class StrategyConfig:
+class StrategyConfig(DegreesConfig):
     """How the devices are used: one degree for each axis, then the options of the techniques.
 
     The product of the degrees is the number of devices. At most one degree may be -1: it takes what the
     others leave.
     """
 
-    name: str = MISSING  # The name of the strategy, as reports show it.
-    pipeline: int = key(1, DEGREE)  # The number of pipeline stages on different devices.
-    # The number of replicas that average their gradients (DistributedDataParallel).
-    replicate: int = key(1, DEGREE)
-    # The number of devices that share each weight with its gradient and state (fully_shard).
-    shard: int = key(1, DEGREE)
-    expert: int = key(1, DEGREE)  # The number of devices that share the experts of each block.
-    context: int = key(1, DEGREE)  # The number of devices that share each sequence.
-    tensor: int = key(1, DEGREE)  # The number of devices that share each layer.
-    tile: int = key(1, DEGREE)  # The number of devices that share each image.
     # `spmd` starts one process for each device, `dataparallel` one for each node; with `parameter_server`,
     # rank 0 holds the weights and the optimizer, and the workers send it gradients.
     execution: str = key("spmd", one_of(*EXECUTIONS))
