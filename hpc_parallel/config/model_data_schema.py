@@ -12,7 +12,7 @@ from hpc_parallel.config.rules import Rule, above, at_least, count, inside, key
 SEQUENCE = count(most=2**31)
 HELD_OUT = replace(inside(0, 0.5), legal=(0.05,))
 CHANNELS = Rule(
-    lambda numbers: bool(numbers) and min(numbers) >= 1,
+    lambda numbers: bool(numbers) and all(isinstance(size, int) and size >= 1 for size in numbers),
     "needs a number above 0 for each block",
     legal=([16, 32],),
 )

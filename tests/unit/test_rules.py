@@ -11,7 +11,7 @@ from omegaconf import MISSING, OmegaConf
 
 from hpc_parallel.config.checks.key_checks import choices_of, find_problems
 from hpc_parallel.config.compose import resolve
-from hpc_parallel.config.model_data_schema import DATA, MODELS
+from hpc_parallel.config.model_data_schema import CHANNELS, DATA, MODELS
 from hpc_parallel.config.rules import (
     Rule,
     above,
@@ -56,6 +56,7 @@ class Derived(Base):
         (one_of("a", "b"), ("a", "b"), ("c", ""), "is not one of a, b"),
         (some_of("a", "b"), (["a"], ["b", "a"]), ([], ["a", "c"]), "must name some of a, b"),
         (matches(r"\w+", "is no word"), ("a1",), ("a b", "a\n", ""), "is no word"),
+        (CHANNELS, ([1], [8, 4]), ([], [0], [4, -1], ["a"], [None]), "needs a number above 0 for each block"),
         (line(), ("a b",), ("", " ", "a\nb"), "must be one printable line"),
     ],
 )
