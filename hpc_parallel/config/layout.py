@@ -22,7 +22,7 @@ class Execution(Protocol):
 
 
 class Strategy(Execution, Protocol):
-    """A strategy's configuration, as far as a layout depends on it."""
+    """A strategy's configuration, as far as a layout depends on it. It also has a degree for each of AXES."""
 
     name: str
 
@@ -57,6 +57,8 @@ class Layout:
     @classmethod
     def resolve(cls, strategy: object, *, devices: int) -> Layout:
         """Give the axis of degree -1 what the others leave of `devices`.
+
+        strategy: has a degree for each axis.
 
         Raises ValueError if more than one is -1 or the product is not `devices`.
         """
