@@ -14,6 +14,10 @@ from hpc_parallel.config.axes import AVERAGED_AXES, AXES, BATCH_AXES, with_all_a
 SPMD, DATAPARALLEL, PARAMETER_SERVER = EXECUTIONS = ("spmd", "dataparallel", "parameter_server")
 
 
+class Degrees(Protocol):
+    """The degree of each axis, as `DegreesConfig` has it; -1 stands for what the others leave."""
+
+
 class Execution(Protocol):
     """The processes of a strategy's configuration."""
 
@@ -21,8 +25,8 @@ class Execution(Protocol):
     dedicated_server: bool
 
 
-class Strategy(Execution, Protocol):
-    """A strategy's configuration, as far as a layout depends on it. It also has a degree for each of AXES."""
+class Strategy(Degrees, Execution, Protocol):
+    """A strategy's configuration, as far as a layout depends on it."""
 
     name: str
 
@@ -55,10 +59,8 @@ class Layout:
     tile: int = 1
 
     @classmethod
-    def resolve(cls, strategy: object, *, devices: int) -> Layout:
+    def resolve(cls, strategy: Degrees, *, devices: int) -> Layout:
         """Give the axis of degree -1 what the others leave of `devices`.
-
-        strategy: has a degree for each axis.
 
         Raises ValueError if more than one is -1 or the product is not `devices`.
         """
