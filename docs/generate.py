@@ -3,8 +3,9 @@
     python docs/generate.py            # writes docs/configuration.md
     python docs/generate.py --check    # exits with 1 and names what is stale
 
-`configuration.md` is written from the comments of `hpc_parallel/config/*schema.py` and the files of `conf/`
-and `jobs/`. `run-folder.md` is written by hand; its tables must name the files and keys of the source.
+`configuration.md` is written from the keys of `hpc_parallel/config/*schema.py`, their rules and comments, and
+from the files of `conf/` and `jobs/`. `run-folder.md` is written by hand; its tables must name the files and
+keys of the source.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING as REQUIRED
-from dataclasses import Field, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from inspect import getsource
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ ROOT = DOCS.parent
 sys.path.insert(0, str(ROOT))  # the package of this checkout
 
 from hpc_parallel.config import schema  # noqa: E402
-from hpc_parallel.config.checks.all_checks import CHOICES  # noqa: E402
+from hpc_parallel.config.model_data_schema import DATA, MODELS  # noqa: E402
+from hpc_parallel.config.rules import Rule, default_of, rules_of  # noqa: E402
+from hpc_parallel.config.task_schema import TASKS, TaskConfig  # noqa: E402
 from hpc_parallel.problems import spell  # noqa: E402
 from hpc_parallel.record.run_folder import RunFolder  # noqa: E402
 from hpc_parallel.supervise import failure  # noqa: E402
@@ -80,14 +83,22 @@ class Key:
     kind: str
     default: str
     meaning: str
+    rule: Rule | None
 
     def row(self) -> str:
-        choices = CHOICES.get(self.name)
-        meaning = self.meaning
-        if choices and len(choices) > 1:
-            meaning += f" One of {', '.join(f'`{choice}`' for choice in choices)}."
-        cells = (f"`{self.name}`", self.kind.replace("|", "or"), self.default, meaning)
-        return "| " + " | ".join(cells) + " |"
+        kind, meaning = self.kind.replace("|", "or"), self.meaning
+        if self.rule is not None:
+            kind += bounds(self.rule)
+            if self.rule.choices:
+                meaning += f" One of {', '.join(f'`{choice}`' for choice in self.rule.choices)}."
+        return "| " + " | ".join((f"`{self.name}`", kind, self.default, meaning)) + " |"
+
+
+def bounds(rule: Rule) -> str:
+    """The legal numbers or words as a message says them; empty if the comment of the key describes them."""
+    numbers = re.fullmatch(r"must (?:be|lie|name) ((?:at least|above|between|some of) .*)", rule.text)
+    most = f", at most {rule.most}" if rule.most is not None else ""
+    return f", {numbers[1]}{most}" if numbers else ""
 
 
 def configuration() -> str:
@@ -112,7 +123,7 @@ def section(prefix: str, config: type, chosen: Mapping[str, Any]) -> str:
 
 def keys(prefix: str, config: type, chosen: Mapping[str, Any]) -> Iterator[Key]:
     """Raises ValueError for a key without a sentence."""
-    meanings = comments(config)
+    meanings, rules = comments(config), rules_of(config)
     for item in fields(config):
         if not prefix and (item.name in GROUPS or is_dataclass(default_of(item))):
             continue  # a section of its own
@@ -121,16 +132,12 @@ def keys(prefix: str, config: type, chosen: Mapping[str, Any]) -> Iterator[Key]:
         value = chosen.get(item.name, default_of(item))
         default = "" if value is schema.MISSING or value is REQUIRED else f"`{shown(value)}`"
         name = f"{prefix}.{item.name}" if prefix else item.name
-        yield Key(name, str(item.type), default, meanings[item.name])
+        yield Key(name, str(item.type), default, meanings[item.name], rules.get(item.name))
 
 
 def shown(value: Any) -> str:
     """A value as the command line takes it; an interpolation is not quoted."""
     return value if isinstance(value, str) and value else spell(value)
-
-
-def default_of(item: Field[Any]) -> Any:
-    return item.default_factory() if item.default_factory is not REQUIRED else item.default
 
 
 def comments(config: type) -> dict[str, str]:
@@ -206,19 +213,12 @@ def chosen(group: str) -> Iterator[str]:
 
 def classes(files: Iterable[Path]) -> dict[type, list[str]]:
     """The class that each file names in its defaults -> the names of the files."""
-    stored = {
-        "transformer_schema": schema.TransformerConfig, "huggingface_schema": schema.HuggingFaceConfig,
-        "convnet_schema": schema.ConvNetConfig, "segmenter_schema": schema.SegmenterConfig,
-        "unet_schema": schema.UNetConfig,
-        "text_schema": schema.TextDataConfig, "tokens_schema": schema.TokensDataConfig,
-        "digits_schema": schema.DigitsDataConfig, "cells_schema": schema.CellsDataConfig,
-        **{f"{name}_schema": config for name, config in schema.TASKS.items()},
-    }  # fmt: skip
+    stored = {f"{name}_schema": config for name, config in {**MODELS, **DATA, **TASKS}.items()}
     found: dict[type, list[str]] = {}
     for file in files:
         content = yaml.safe_load(file.read_text()) or {}
         names = [name for name in content.get("defaults", []) if isinstance(name, str) and name in stored]
-        config = stored[names[0]] if names else schema.TaskConfig
+        config = stored[names[0]] if names else TaskConfig
         found.setdefault(config, []).append(file.stem)
     return found
 

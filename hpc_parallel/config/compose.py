@@ -23,7 +23,7 @@ from hpc_parallel.config.layout import DATAPARALLEL, SPMD
 from hpc_parallel.config.node_devices import AUTO, devices_of_a_node, launcher_kind
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
 from hpc_parallel.config.script import KINDS, NODE, RANKS, TASK, TORCHRUN, name_of
-from hpc_parallel.config.tasks import JOB_SECONDS, LOCAL_SECONDS
+from hpc_parallel.config.task_schema import JOB_SECONDS, LOCAL_SECONDS
 from hpc_parallel.config.typed_config import filled, typed
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.slurm.limits import NodeShare

@@ -20,7 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 from yaml import YAMLError
 
-from hpc_parallel.config.checks.all_checks import CHOICES, find_problems, in_order
+from hpc_parallel.config.checks.all_checks import find_problems, in_order
+from hpc_parallel.config.checks.key_checks import choices_of
 from hpc_parallel.config.compose import (
     OWN_SITES,
     REQUIRED,
@@ -277,7 +278,8 @@ def _is_table(plain: DictConfig, key: str) -> bool:
 def _legal_override(override: str, *, plain: DictConfig) -> str:
     """The override itself if its value is legal, else with a similar value or the key's current one."""
     key, _, value = override.partition("=")
-    if value not in (choices := CHOICES.get(key, (value,))):
+    choices = choices_of(key)
+    if choices and value not in choices:
         return f"{key}={(choice_near(key, value, choices) or [OmegaConf.select(plain, key)])[0]}"
     trial = plain.copy()
     try:

@@ -15,15 +15,7 @@ SPMD, DATAPARALLEL, PARAMETER_SERVER = EXECUTIONS = ("spmd", "dataparallel", "pa
 
 
 class Degrees(Protocol):
-    """The degree of each axis in a strategy's configuration; -1 stands for what the others leave."""
-
-    pipeline: int
-    replicate: int
-    shard: int
-    expert: int
-    context: int
-    tensor: int
-    tile: int
+    """The degree of each axis, as `DegreesConfig` has it; -1 stands for what the others leave."""
 
 
 class Execution(Protocol):

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from omegaconf import MISSING
+
+from hpc_parallel.config.rules import Rule, above, at_least, count, inside, key
+
+SEQUENCE = count(most=2**31)
+HELD_OUT = replace(inside(0, 0.5), legal=(0.05,))
+CHANNELS = Rule(
+    lambda numbers: bool(numbers) and all(isinstance(size, int) and size >= 1 for size in numbers),
+    "needs a number above 0 for each block",
+    legal=([16, 32],),
+)
 
 
 @dataclass
@@ -13,15 +23,16 @@ class TransformerConfig:
     """Shape of the reference decoder (`models/transformer.py`)."""
 
     _target_: str = "hpc_parallel.models.transformer.Transformer"  # The class of the model.
-    layers: int = MISSING  # The number of blocks.
-    dim: int = MISSING  # The width of the model.
-    heads: int = MISSING  # The number of attention heads.
-    kv_heads: int = MISSING  # The number of key-value heads (grouped-query attention); it divides `heads`.
-    ffn_dim: int = MISSING  # The inner width of the feed-forward layers.
-    vocab_size: int = MISSING  # The number of tokens in the vocabulary.
+    layers: int = key(MISSING, count())  # The number of blocks.
+    dim: int = key(MISSING, count())  # The width of the model.
+    heads: int = key(MISSING, count())  # The number of attention heads.
+    # The number of key-value heads (grouped-query attention); it divides `heads`.
+    kv_heads: int = key(MISSING, count())
+    ffn_dim: int = key(MISSING, count())  # The inner width of the feed-forward layers.
+    vocab_size: int = key(MISSING, count(), legal=256)  # The number of tokens in the vocabulary.
     tied_head: bool = True  # The head uses the weight of the embedding.
-    rope_theta: float = 10000.0  # The base of the rotary positions.
-    norm_eps: float = 1e-5  # The epsilon of RMSNorm.
+    rope_theta: float = key(10000.0, above(0))  # The base of the rotary positions.
+    norm_eps: float = key(1e-5, above(0))  # The epsilon of RMSNorm.
 
 
 @dataclass
@@ -29,9 +40,10 @@ class MoeTransformerConfig(TransformerConfig):
     """The reference decoder with a mixture of experts in each block (`models/moe.py`)."""
 
     _target_: str = "hpc_parallel.models.moe.MoeTransformer"  # The class of the model.
-    experts: int = MISSING  # The number of experts in each block; `ffn_dim` is the width of one.
+    # The number of experts in each block; `ffn_dim` is the width of one.
+    experts: int = key(MISSING, count())
     experts_per_token: int = 2  # The number of experts that each token uses.
-    balance: float = 0.01  # The weight of the loss that balances the experts' use.
+    balance: float = key(0.01, at_least(0))  # The weight of the loss that balances the experts' use.
 
 
 @dataclass
@@ -49,10 +61,10 @@ class ConvNetConfig:
 
     _target_: str = "hpc_parallel.models.convnet.ConvNet"  # The class of the model.
     # The channels of each block.
-    channels: list[int] = field(default_factory=lambda: [16, 32, 128, 256, 512])
-    classes: int = 10  # The number of labels.
-    in_channels: int = 1  # The number of channels of an image.
-    kernel_size: int = 3  # The width of the convolutions in pixels, an odd number.
+    channels: list[int] = key([16, 32, 128, 256, 512], CHANNELS)
+    classes: int = key(10, at_least(1))  # The number of labels.
+    in_channels: int = key(1, at_least(1))  # The number of channels of an image.
+    kernel_size: int = key(3, at_least(1))  # The width of the convolutions in pixels, an odd number.
 
 
 @dataclass
@@ -60,7 +72,7 @@ class SegmenterConfig(ConvNetConfig):
     """The same blocks with one label for each pixel."""
 
     _target_: str = "hpc_parallel.models.convnet.Segmenter"  # The class of the model.
-    channels: list[int] = field(default_factory=lambda: [16, 32, 128])  # The channels of each block.
+    channels: list[int] = key([16, 32, 128], CHANNELS)  # The channels of each block.
     classes: int = 2  # The number of labels.
 
 
@@ -70,7 +82,7 @@ class UNetConfig(ConvNetConfig):
 
     _target_: str = "hpc_parallel.models.unet.UNet"  # The class of the model.
     # The channels of each level; each level but the last halves the image.
-    channels: list[int] = field(default_factory=lambda: [16, 32, 64, 128])
+    channels: list[int] = key([16, 32, 64, 128], CHANNELS)
     classes: int = 2  # The number of labels.
 
 
@@ -81,9 +93,9 @@ class TextDataConfig:
     _target_: str = "hpc_parallel.data.text.TextData"  # The class of the data.
     path: str | None = None  # A folder of text files, or one file; null: Python's standard library.
     pattern: str = "*.py"  # The names of the files that are read in a folder.
-    sequence_length: int = 128  # Tokens in one sample.
-    max_bytes: int = 6_000_000  # The number of bytes that are read at most.
-    validation_share: float = 0.05  # The share of the files that is held out for validation.
+    sequence_length: int = key(128, SEQUENCE)  # Tokens in one sample.
+    max_bytes: int = key(6_000_000, count())  # The number of bytes that are read at most.
+    validation_share: float = key(0.05, HELD_OUT)  # The share of the files that is held out for validation.
 
 
 @dataclass
@@ -92,8 +104,9 @@ class TokensDataConfig:
 
     _target_: str = "hpc_parallel.data.tokens.TokensData"  # The class of the data.
     path: str = MISSING  # The `.npy` file.
-    sequence_length: int = 1024  # Tokens in one sample.
-    validation_share: float = 0.05  # The share of the tokens, at the end, that is held out for validation.
+    sequence_length: int = key(1024, SEQUENCE)  # Tokens in one sample.
+    # The share of the tokens, at the end, that is held out for validation.
+    validation_share: float = key(0.05, HELD_OUT)
 
 
 @dataclass
@@ -101,9 +114,10 @@ class DigitsDataConfig:
     """The handwritten digits of scikit-learn, 8 x 8 pixels, repeated over a larger canvas."""
 
     _target_: str = "hpc_parallel.data.images.DigitsData"  # The class of the data.
-    height: int = 32  # The height of an image in pixels, a multiple of 8.
-    width: int = 32  # The width of an image in pixels, a multiple of 8.
-    validation_share: float = 0.1  # The share of the images, at the end, that is held out for validation.
+    height: int = key(32, at_least(1))  # The height of an image in pixels, a multiple of 8.
+    width: int = key(32, at_least(1))  # The width of an image in pixels, a multiple of 8.
+    # The share of the images, at the end, that is held out for validation.
+    validation_share: float = key(0.1, HELD_OUT)
 
 
 @dataclass
@@ -111,9 +125,10 @@ class CellsDataConfig:
     """Drawn cells with masks, made on each device as they are needed."""
 
     _target_: str = "hpc_parallel.data.images.CellsData"  # The class of the data.
-    height: int = 64  # The height of an image in pixels.
-    width: int = 64  # The width of an image in pixels.
-    samples: int = 4096  # The number of training images; a tenth as many are held out for validation.
+    height: int = key(64, at_least(1))  # The height of an image in pixels.
+    width: int = key(64, at_least(1))  # The width of an image in pixels.
+    # The number of training images; a tenth as many are held out for validation.
+    samples: int = key(4096, at_least(1))
     seed: int = 0  # The seed of the drawing.
 
 
@@ -127,9 +142,11 @@ class DatasetDataConfig:
     dataset: dict[str, Any] = field(default_factory=lambda: {"_target_": MISSING})
     # The same for a dataset of held-out samples; null: a share of `dataset` is held out.
     validation: dict[str, Any] | None = None
-    validation_share: float = 0.05  # The share of the samples that is held out, chosen by a fixed shuffle.
-    sequence_length: int | None = None  # Tokens in one sample, if the samples are tokens.
-    vocab_size: int | None = None  # The number of tokens in the vocabulary, if the samples are tokens.
+    # The share of the samples that is held out, chosen by a fixed shuffle.
+    validation_share: float = key(0.05, HELD_OUT)
+    sequence_length: int | None = key(None, SEQUENCE)  # Tokens in one sample, if the samples are tokens.
+    # The number of tokens in the vocabulary, if the samples are tokens.
+    vocab_size: int | None = key(None, count(), legal=256)
 
 
 @dataclass
@@ -141,6 +158,28 @@ class ParquetDataConfig:
     input: str = "input_ids"  # The column of the inputs.
     # The column of the targets; null: `input` has token ids, and all rows in their order are one text.
     target: str | None = None
-    sequence_length: int | None = None  # Tokens in one sample; needed for token ids.
-    vocab_size: int | None = None  # The number of tokens in the vocabulary; needed for token ids.
-    validation_share: float = 0.05  # The share of the rows, or of the tokens at the end, that is held out.
+    sequence_length: int | None = key(None, SEQUENCE)  # Tokens in one sample; needed for token ids.
+    # The number of tokens in the vocabulary; needed for token ids.
+    vocab_size: int | None = key(None, count(), legal=256)
+    # The share of the rows, or of the tokens at the end, that is held out.
+    validation_share: float = key(0.05, HELD_OUT)
+
+
+# The classes of the files in `conf/model` and `conf/data`, by the names of their schemas.
+MODELS: dict[str, type[Any]] = {
+    "transformer": TransformerConfig, "moe": MoeTransformerConfig, "huggingface": HuggingFaceConfig,
+    "convnet": ConvNetConfig, "segmenter": SegmenterConfig, "unet": UNetConfig,
+}  # fmt: skip
+DATA: dict[str, type[Any]] = {
+    "text": TextDataConfig, "tokens": TokensDataConfig, "digits": DigitsDataConfig, "cells": CellsDataConfig,
+    "dataset": DatasetDataConfig, "parquet": ParquetDataConfig,
+}  # fmt: skip
+_BY_CLASS = {schema._target_: schema for schema in (*MODELS.values(), *DATA.values())}
+
+
+def schema_of(group: str, target: Any) -> type | None:
+    """The class with the keys of `model` or `data` whose `_target_` is given; None if it is not known.
+
+    Data of a user's own class may have the keys that every data set has.
+    """
+    return _BY_CLASS.get(str(target), DatasetDataConfig if group == "data" else None)

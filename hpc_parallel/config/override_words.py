@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from hpc_parallel.config.checks.all_checks import CHOICES
+from hpc_parallel.config.checks.key_checks import choices_of
 from hpc_parallel.config.compose import find_folder
 from hpc_parallel.config.schema import RunConfig, register
 
@@ -47,8 +47,8 @@ def _values(key: str, folders: Sequence[Path]) -> list[str]:
     """What the key can be set to; empty if that is a number or any text."""
     if files := _groups(folders).get(key):
         return files
-    if key in CHOICES:
-        return list(CHOICES[key])
+    if choices := choices_of(key):
+        return list(choices)
     return ["true", "false"] if dict(schema_keys()).get(key) is bool else []
 
 

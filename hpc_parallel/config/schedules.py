@@ -6,8 +6,10 @@ torch.distributed.pipelining raises by the same rules; the login half reads them
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from hpc_parallel.config.schema import StrategyConfig
+if TYPE_CHECKING:  # schema.py reads the names of the schedules
+    from hpc_parallel.config.schema import StrategyConfig
 
 
 @dataclass(frozen=True)

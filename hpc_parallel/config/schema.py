@@ -1,9 +1,9 @@
 """The typed configuration: every key a user may set, with its default and its meaning.
 
 The groups of `conf/` fill these dataclasses. Hydra refuses a key that is not here and a value of another
-type. `checks/` has the legal words and ranges, and what several values together must satisfy. The comment of
-each key, at its end or in the lines above it, is its row in docs/configuration.md: write one sentence, and
-run `make docs`.
+type. The legal words or numbers of a key stand at the key (`rules.py`); `checks/` has what several values
+together must satisfy. The comment of each key, at its end or in the lines above it, is its row in
+docs/configuration.md: write one sentence, and run `make docs`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,11 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
-from hpc_parallel.config.model_data_schema import (
-    CellsDataConfig,
-    ConvNetConfig,
-    DatasetDataConfig,
-    DigitsDataConfig,
-    HuggingFaceConfig,
-    MoeTransformerConfig,
-    ParquetDataConfig,
-    SegmenterConfig,
-    TextDataConfig,
-    TokensDataConfig,
-    TransformerConfig,
-    UNetConfig,
-)
+from hpc_parallel.config.axes import DegreesConfig
+from hpc_parallel.config.layout import EXECUTIONS
+from hpc_parallel.config.model_data_schema import DATA, MODELS
+from hpc_parallel.config.rules import Rule, above, at_least, between, count, key, one_of
+from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.config.script_schema import ScriptConfig
 from hpc_parallel.config.site_schema import (
     ClusterConfig,
@@ -37,55 +28,55 @@ from hpc_parallel.config.site_schema import (
     MachineConfig,
     PreflightConfig,
 )
+from hpc_parallel.config.task_schema import TASKS, TaskConfig
+
+BETAS = Rule(
+    lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
+    "must be two numbers from 0 to below 1",
+)
 
 
 @dataclass
-class StrategyConfig:
+class StrategyConfig(DegreesConfig):
     """How the devices are used: one degree for each axis, then the options of the techniques.
 
     The product of the degrees is the number of devices. At most one degree may be -1: it takes what the
     others leave.
     """
 
-    name: str = MISSING  # The name of the strategy, as reports show it.
-    pipeline: int = 1  # The number of pipeline stages on different devices.
-    replicate: int = 1  # The number of replicas that average their gradients (DistributedDataParallel).
-    shard: int = 1  # The number of devices that share each weight with its gradient and state (fully_shard).
-    expert: int = 1  # The number of devices that share the experts of each block.
-    context: int = 1  # The number of devices that share each sequence.
-    tensor: int = 1  # The number of devices that share each layer.
-    tile: int = 1  # The number of devices that share each image.
     # `spmd` starts one process for each device, `dataparallel` one for each node; with `parameter_server`,
     # rank 0 holds the weights and the optimizer, and the workers send it gradients.
-    execution: str = "spmd"
-    schedule: str = "1f1b"  # The pipeline schedule.
+    execution: str = key("spmd", one_of(*EXECUTIONS))
+    schedule: str = key("1f1b", one_of(*SCHEDULES))  # The pipeline schedule.
     # Microbatches in one step of a pipeline; null: four for each rank if that divides the batch.
-    microbatches: int | None = None
-    stages_per_rank: int | None = None  # Pipeline stages on one rank; null: 1, or 2 if the schedule needs it.
+    microbatches: int | None = key(None, count())
+    # Pipeline stages on one rank; null: 1, or 2 if the schedule needs it.
+    stages_per_rank: int | None = key(None, count())
     # The first block of each pipeline stage after the first stage; null: the stages are balanced.
     cuts: list[int] | None = None
-    balance: str = "flops"  # What is balanced over the pipeline stages.
+    balance: str = key("flops", one_of("flops", "parameters"))  # What is balanced over the pipeline stages.
     # The speeds of uneven devices, one for each replica or each rank of a pipeline: `[3,1]` gives the first
     # three quarters of the batch or of the blocks. `measured`: each device is timed at the start.
     shares: Any = None
     # The size of one message of gradients in MB, with DistributedDataParallel and the parameter server.
-    bucket_mb: float = 25.0
+    bucket_mb: float = key(25.0, above(0))
     # DistributedDataParallel may assume that every step uses the same weights in the same order.
     static_graph: bool = False
-    gradient_compression: str = "none"  # The type in which DistributedDataParallel averages gradients.
+    # The type in which DistributedDataParallel averages gradients.
+    gradient_compression: str = key("none", one_of("none", "bfloat16"))
     dedicated_server: bool = True  # Rank 0 only serves as parameter server; false: rank 0 also trains.
     # fully_shard frees the weights of a block after its forward pass (ZeRO-3); false: they stay (ZeRO-2).
     reshard: bool = True
     # Blocks that fully_shard gathers ahead; null: torch's default, one block ahead in the backward pass.
-    prefetch: int | None = None
+    prefetch: int | None = key(None, count())
     # `ring` passes keys and values around the devices, `gather` copies all of them to each device, and
     # `all_to_all` gives each device the whole sequence of some of the heads.
-    context_attention: str = "ring"
+    context_attention: str = key("ring", one_of("ring", "gather", "all_to_all"))
     sequence_parallel: bool = True  # With `tensor`, each device keeps a slice of the sequence between layers.
     loss_parallel: bool = True  # With `tensor`, the logits stay split by vocabulary in the loss.
     # Compare this layout with one device before a model class of your own trains on it; `auto`: unless that
     # is recorded, `always`: also classes of this package, `never`: only say that it was not compared.
-    verify: str = "auto"
+    verify: str = key("auto", one_of("auto", "always", "never"))
     tile_grid: list[int] | None = None  # Rows and columns of the grid of tiles; null: the most square grid.
 
 
@@ -95,8 +86,9 @@ class OptimizerConfig:
 
     name: str = "custom"  # The name of the optimizer.
     _target_: str = MISSING  # The class, any `torch.optim.Optimizer`.
-    learning_rate: float = 1e-3  # The highest learning rate.
-    weight_decay: float = 0.0  # Weight decay of matrices; norms and biases have none.
+    learning_rate: float = key(1e-3, above(0))  # The highest learning rate.
+    # Weight decay of matrices; norms and biases have none.
+    weight_decay: float = key(0.0, at_least(0), legal=0.1)
     options: dict[str, Any] = field(default_factory=dict)  # Other arguments of the class.
     # Rules for some of the weights, by names of your choice ([Your own training](training.md)).
     groups: dict[str, Any] = field(default_factory=dict)
@@ -104,8 +96,9 @@ class OptimizerConfig:
     # linear decay), or the path of a function of (step, steps) that returns a factor.
     schedule: str = "cosine"
     warmup_steps: int | None = None  # Steps of linear warm-up; null: a twentieth of the steps.
-    final_share: float = 0.1  # The share of the learning rate that the schedule ends with.
-    decay_share: float = 0.2  # The share of the steps in which `wsd` decays.
+    # The share of the learning rate that the schedule ends with.
+    final_share: float = key(0.1, between(0, 1))
+    decay_share: float = key(0.2, between(0, 1))  # The share of the steps in which `wsd` decays.
 
 
 @dataclass
@@ -114,8 +107,8 @@ class AdamWConfig(OptimizerConfig):
 
     name: str = "adamw"  # The name of the optimizer.
     _target_: str = "torch.optim.AdamW"  # The class, any `torch.optim.Optimizer`.
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # AdamW's betas.
-    eps: float = 1e-8  # AdamW's epsilon.
+    betas: list[float] = key([0.9, 0.95], BETAS)  # AdamW's betas.
+    eps: float = key(1e-8, above(0))  # AdamW's epsilon.
     weight_decay: float = 0.1  # Weight decay of matrices; norms and biases have none.
 
 
@@ -126,49 +119,54 @@ OPTIMIZERS: dict[str, type[OptimizerConfig]] = {"adamw": AdamWConfig}
 class TrainingConfig:
     """How long, with which batch, in which precision, and how often results are logged and saved."""
 
-    steps: int = 100  # The number of optimizer steps.
+    steps: int = key(100, count())  # The number of optimizer steps.
     # Samples in one optimizer step, whatever the layout is. null: 16 (convnet 64, segmenter and unet 8), or
     # the next number that the layout can split. A sweep takes the first number, so its runs can be compared.
-    global_batch_size: int = 16
+    global_batch_size: int = key(16, count())
     # Samples in one forward pass; null: as many as the layout allows and, as estimated for our decoders, as
     # fit in the device's memory.
-    microbatch_size: int | None = None
+    microbatch_size: int | None = key(None, count())
     # The type of the computation, over float32 weights: with bfloat16 they are cast once a step, with float16
     # by autocast. null: bfloat16 on GPUs, float32 on CPUs.
-    precision: str = "float32"
+    precision: str = key("float32", one_of("float32", "bfloat16", "float16", "float64"))
     # Linear layers inside blocks multiply in float8, beside bfloat16: with one scale for a tensor
     # (`tensorwise`), one for each row (`rowwise`), or not at all (`off`).
-    fp8: str = "off"
-    loss_scale: float = 65536.0  # The factor of the loss at the start, with float16.
-    loss_scale_every: int = 2000  # Finite steps after which float16 doubles the factor of the loss.
+    fp8: str = key("off", one_of("off", "tensorwise", "rowwise"))
+    # The factor of the loss at the start, with float16.
+    loss_scale: float = key(65536.0, between(1, 2.0**64))
+    # Finite steps after which float16 doubles the factor of the loss.
+    loss_scale_every: int = key(2000, count())
     # Two runs on the same devices have the same bits: slower kernels, and an error where torch has none.
     deterministic: bool = False
-    clip_norm: float | None = 1.0  # The largest norm of the gradient; null: gradients are not clipped.
+    # The largest norm of the gradient; null: gradients are not clipped.
+    clip_norm: float | None = key(1.0, above(0))
     # What happens after a loss or gradient that is not finite: `stop` the run, `skip` the step on all ranks,
     # or `rollback` to the checkpoint before, once.
-    on_nonfinite: str = "stop"
-    log_every: int = 10  # Steps between two lines of `metrics.jsonl`.
-    validate_every: int | None = 100  # Steps between two validations; null: the run does not validate.
-    validation_samples: int = 256  # The number of samples in one validation.
+    on_nonfinite: str = key("stop", one_of("stop", "skip", "rollback"))
+    log_every: int = key(10, count())  # Steps between two lines of `metrics.jsonl`.
+    # Steps between two validations; null: the run does not validate.
+    validate_every: int | None = key(100, count())
+    validation_samples: int = key(256, count())  # The number of samples in one validation.
     # Early steps that the profiler times, after one step that counts bytes; 0: nothing is measured.
-    measure_steps: int = 2
+    measure_steps: int = key(2, at_least(0))
     # Steps between two checkpoints, with one more after the last step; null: only a signal saves one.
-    checkpoint_every: int | None = 500
+    checkpoint_every: int | None = key(500, count())
     checkpoint_async: bool = True  # Checkpoints are written while the training goes on.
     compare_replicas: bool = True  # Replicas compare their weights at the start and before each checkpoint.
-    keep_last: int = 2  # The number of checkpoints that are kept.
-    keep_every: int | None = None  # Checkpoints of every n-th step are never deleted; null: none of them.
+    keep_last: int = key(2, count())  # The number of checkpoints that are kept.
+    # Checkpoints of every n-th step are never deleted; null: none of them.
+    keep_every: int | None = key(None, count())
     # `full` recomputes whole blocks in the backward pass, `selective` all operations but matrix products.
-    activation_checkpointing: str = "none"
+    activation_checkpointing: str = key("none", one_of("none", "full", "selective"))
     compile: bool = False  # torch.compile compiles each block and the loss; `auto`: as `training.speed` says.
     # With `training.compile`: the share of activations, 0 to 1, that the compiler may keep for the backward
     # pass; it computes the cheapest of the others again. null: it keeps all.
-    memory_budget: float | None = None
+    memory_budget: float | None = key(None, between(0, 1), legal=0.5)
     # Steps between two collections of Python's garbage, the same on all ranks; null: Python decides.
-    collect_every: int | None = 50
+    collect_every: int | None = key(50, count())
     # What `auto` means for the switches of speed: `safe` leaves out what no measurement on GPUs supports yet,
     # `max` takes all of it ([Strategies](strategies.md#speed)).
-    speed: str = "safe"
+    speed: str = key("safe", one_of("safe", "max"))
     # Language models compute logits and loss for some tokens at a time, so not all logits exist at once.
     chunked_loss: bool = True
     # Objects that follow the training: `_target_` and arguments of each ([Your own training](training.md)).
@@ -182,88 +180,12 @@ class ProfileConfig:
     """Which steps of which ranks a profiler records."""
 
     # `torch`: a trace for Perfetto and a summary; `nsys`, `ncu`: NVIDIA's profilers around ranks of a job.
-    kind: str = "none"
-    first_step: int = 10  # The first recorded step, counted from the start or the restart.
-    steps: int = 3  # The number of recorded steps.
+    kind: str = key("none", one_of("none", "torch", "nsys", "ncu"))
+    first_step: int = key(10, count())  # The first recorded step, counted from the start or the restart.
+    steps: int = key(3, count())  # The number of recorded steps.
     ranks: list[int] = field(default_factory=lambda: [0])  # The ranks that are recorded.
     memory: bool = False  # With `torch`: also the allocations of GPU memory, for pytorch.org/memory_viz.
     arguments: list[str] = field(default_factory=list)  # More arguments of nsys or ncu.
-
-
-@dataclass
-class TaskConfig:
-    """What the job does."""
-
-    name: str = MISSING  # The name of the task.
-
-
-@dataclass
-class InferConfig(TaskConfig):
-    """Take the validation loss forward only, then time each batch size."""
-
-    name: str = "infer"  # The name of the task.
-    batch_sizes: list[int] | None = None  # Samples over all replicas; null: 1, 2, 4, ... for each replica.
-    repeats: int = 100  # The most timed passes of each batch size.
-    # Seconds for all passes, which decide their number and the largest batch size; null: 60 on this machine,
-    # 300 in a job (at most half of its time limit).
-    seconds: float | None = None
-
-
-@dataclass
-class GenerateConfig(TaskConfig):
-    """Continue prompts token by token with a key-value cache."""
-
-    name: str = "generate"  # The name of the task.
-    prompts: list[str] | None = None  # The prompts; null: the beginnings of validation samples.
-    prompt_length: int = 32  # Tokens in each of those beginnings.
-    new_tokens: int = 128  # Tokens that are generated for each prompt.
-    temperature: float = 0.0  # The sampling temperature; 0 takes the most likely token (greedy).
-    show: int = 4  # The number of texts that are printed; `generated.jsonl` has all of them.
-
-
-@dataclass
-class CollectivesConfig(TaskConfig):
-    """Check and time collectives between all ranks, inside nodes, across nodes and over each axis."""
-
-    name: str = "collectives"  # The name of the task.
-    operations: list[str] | None = None  # The collectives; null: all.
-    dtypes: list[str] = field(default_factory=lambda: ["float32", "bfloat16"])  # The types of numbers.
-    min_bytes: int = 8  # The smallest size, counted as nccl-tests counts it.
-    max_bytes: int | None = None  # The largest size; null: 1 GiB on GPUs, 64 MiB on CPUs.
-    factor: int = 4  # Each size is so many times the one before.
-    # Seconds for all measurements, which decide the rounds and the largest size; null: 60 on this machine,
-    # 300 in a job (at most half of its time limit).
-    seconds: float | None = None
-
-
-@dataclass
-class PreflightTaskConfig(TaskConfig):
-    """Measure devices, storage, and each link between hosts, and name what is slow."""
-
-    name: str = "preflight"  # The name of the task.
-    message_bytes: int = 2**24  # What two hosts send to each other, and what a node sums.
-    read_bytes: int = 2**27  # The size of the file that each process reads.
-    storage: str | None = None  # The folder of these files; null: the run folder.
-    # Seconds for all measurements: what does not fit is left out; null: 60 on this machine, 300 in a job (at
-    # most half of its time limit).
-    seconds: float | None = None
-
-
-@dataclass
-class CalibrateConfig(TaskConfig):
-    """Measure products, memory, launches and links for plans, and write a file of `hardware/`."""
-
-    name: str = "calibrate"  # The name of the task.
-    # Seconds for all measurements: what does not fit is left out; null: 60 on this machine, 300 in a job (at
-    # most half of its time limit).
-    seconds: float | None = None
-
-
-TASKS: dict[str, type[TaskConfig]] = {
-    "train": TaskConfig, "infer": InferConfig, "generate": GenerateConfig, "proof": TaskConfig,
-    "collectives": CollectivesConfig, "preflight": PreflightTaskConfig, "calibrate": CalibrateConfig,
-    "script": TaskConfig,
-}  # fmt: skip
 
 
 @dataclass
@@ -271,9 +193,9 @@ class SweepConfig:
     """How the runs of `-m` go together."""
 
     # `skip` an impossible combination and list it, or `stop` before anything starts.
-    on_invalid: str = "skip"
+    on_invalid: str = key("skip", one_of("skip", "stop"))
     # Runs of an array at the same time; null: no limit on Slurm, 1 on this machine.
-    parallelism: int | None = None
+    parallelism: int | None = key(None, count())
     wait: bool = False  # Follow all runs until they end, and exit with their outcome.
     resume: str | None = None  # A sweep folder: start only the runs that are missing or failed.
     # The figure of `summary.json` that another sweeper optimises; a list names several figures.
@@ -291,19 +213,21 @@ class PlanConfig:
     hardware: str | None = None
     # If parameters, optimizer state and activations need more memory than a device has: `stop` before the run
     # starts, or `warn`. `off` plans nothing.
-    on_overflow: str = "stop"
+    on_overflow: str = key("stop", one_of("stop", "warn", "off"))
 
 
 @dataclass
 class RunConfig:
     """One run. `model`, `data` and `task` have the keys of the file that is chosen for them."""
 
-    nodes: int = 1  # The number of nodes.
-    gpus_per_node: int = 1  # Devices on each node (on CPUs, processes); `auto`: all that a node has.
+    nodes: int = key(1, count(most=1_000_000))  # The number of nodes.
+    # Devices on each node (on CPUs, processes); `auto`: all that a node has.
+    gpus_per_node: int = key(1, count(most=1024))
     name: str = "${strategy.name}"  # The name of the run, and of the folder that holds its run folders.
     run_dir: str | None = None  # The run folder; null: `runs/<name>/<run id>`.
-    seed: int = 0  # The seed of the weights and of the order of the samples.
-    device: str = "auto"  # The kind of device; `auto` takes GPUs if there are any.
+    seed: int = key(0, between(0, 2.0**63))  # The seed of the weights and of the order of the samples.
+    # The kind of device; `auto` takes GPUs if there are any.
+    device: str = key("auto", one_of("auto", "cpu", "cuda"))
     dry_run: bool = False  # Print what would be started or submitted, and start nothing.
     resume: str | None = None  # A run folder to continue; `auto`: the newest one of this name.
     # Weights to start from: a `.safetensors` file or a run folder; null: initial weights.
@@ -373,21 +297,10 @@ def register() -> None:
     composed = OmegaConf.structured(ComposedConfig)
     OmegaConf.set_struct(composed.script.arguments, False)  # any name, without a plus
     store.store(name="run_schema", node=composed)
-    store.store(group="model", name="transformer_schema", node=TransformerConfig)
-    store.store(group="model", name="moe_schema", node=MoeTransformerConfig)
-    store.store(group="model", name="huggingface_schema", node=HuggingFaceConfig)
-    store.store(group="model", name="convnet_schema", node=ConvNetConfig)
-    store.store(group="model", name="segmenter_schema", node=SegmenterConfig)
-    store.store(group="model", name="unet_schema", node=UNetConfig)
-    store.store(group="data", name="text_schema", node=TextDataConfig)
-    store.store(group="data", name="tokens_schema", node=TokensDataConfig)
-    store.store(group="data", name="digits_schema", node=DigitsDataConfig)
-    store.store(group="data", name="cells_schema", node=CellsDataConfig)
-    store.store(group="optimizer", name="adamw_schema", node=AdamWConfig)
-    store.store(group="data", name="dataset_schema", node=DatasetDataConfig)
-    store.store(group="data", name="parquet_schema", node=ParquetDataConfig)
-    for name, schema in TASKS.items():
-        store.store(group="task", name=f"{name}_schema", node=schema)
+    groups = {"model": MODELS, "data": DATA, "optimizer": OPTIMIZERS, "task": TASKS}
+    for group, schemas in groups.items():
+        for name, schema in schemas.items():
+            store.store(group=group, name=f"{name}_schema", node=schema)
 
 
 def _product(*factors: Any) -> Any:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from hpc_parallel.config.rules import key, one_of
+from hpc_parallel.config.script import STARTS, STOP_SIGNALS, STYLES
+
 
 @dataclass
 class ScriptConfig:
@@ -21,15 +24,15 @@ class ScriptConfig:
     arguments: dict[str, Any] = field(default_factory=dict)
     # `ranks`: one process for each device; `torchrun`: torchrun starts them on each node; `node`: one process
     # for each node, which starts others itself.
-    start: str = "ranks"
+    start: str = key("ranks", one_of(*STARTS))
     torchrun: list[str] = field(default_factory=list)  # Arguments of torchrun, one word each.
-    style: str = "--key value"  # How `script.arguments` are written.
+    style: str = key("--key value", one_of(*STYLES))  # How `script.arguments` are written.
     # A regular expression for lines that rank 0 prints; its named groups become metrics. It needs a group
     # `step`: `iter (?P<step>\d+): loss (?P<loss>[\d.]+)`.
     metrics: str | None = None
     # The signal that the script gets `launcher.grace_s` before the time limit and at a preemption; it then
     # saves and ends, and the job starts again.
-    stop_signal: str = "none"
+    stop_signal: str = key("none", one_of(*STOP_SIGNALS))
     requeue_codes: list[int] = field(default_factory=list)  # Exit codes that ask for a new start.
     # Words that are added from the second start on, if the paths among them exist: `--resume {run}/last.pt`.
     resume_arguments: str | None = None

@@ -7,28 +7,35 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from hpc_parallel.config import fabric_kinds
+from hpc_parallel.config.rules import above, at_least, between, count, key, line, matches, one_of
+
+RUNTIMES = ("apptainer", "pyxis")  # of containers
+
 
 @dataclass
 class LauncherConfig:
     """Where the job runs, and what is asked of Slurm."""
 
-    kind: str = "auto"  # `auto` takes Slurm if it answers, else this machine.
+    # `auto` takes Slurm if it answers, else this machine.
+    kind: str = key("auto", one_of("auto", "local", "slurm", "script"))
     wait: bool = False  # Follow a submitted job and exit with its outcome.
-    partition: str | None = None  # sbatch `--partition`.
-    account: str | None = None  # sbatch `--account`.
-    qos: str | None = None  # sbatch `--qos`.
-    constraint: str | None = None  # sbatch `--constraint`.
-    exclude: str | None = None  # sbatch `--exclude`.
-    wckey: str | None = None  # sbatch `--wckey`.
+    partition: str | None = key(None, line())  # sbatch `--partition`.
+    account: str | None = key(None, line())  # sbatch `--account`.
+    qos: str | None = key(None, line())  # sbatch `--qos`.
+    constraint: str | None = key(None, line())  # sbatch `--constraint`.
+    exclude: str | None = key(None, line())  # sbatch `--exclude`.
+    wckey: str | None = key(None, line())  # sbatch `--wckey`.
     snapshot: bool = True  # Keep a copy of the source in the run folder, and run that copy.
-    snapshot_mb: int = 64  # The largest size of that copy in MiB.
+    snapshot_mb: int = key(64, at_least(1))  # The largest size of that copy in MiB.
     # Patterns of files and folders that the copy leaves out.
     snapshot_exclude: list[str] = field(default_factory=list)
     snapshot_credentials: bool = False  # Also copy files that look like credentials (`.env`, `*.pem`, ...).
     shared_folder: bool = False  # Trust the users who can write a folder above the run folder.
-    time_minutes: int = 60  # The time limit of the job in minutes.
-    memory_gb: float | None = None  # Memory of one node in GB; null: the partition's default.
-    cpus_per_device: int = 1  # CPU cores for each device.
+    time_minutes: int = key(60, count())  # The time limit of the job in minutes.
+    # Memory of one node in GB; null: the partition's default.
+    memory_gb: float | None = key(None, above(0), legal=16)
+    cpus_per_device: int = key(1, count())  # CPU cores for each device.
     modules: list[str] = field(default_factory=list)  # Names for `module load`, in this order.
     # The Python of the job: a path, or a name that the job finds after `launcher.modules` and
     # `launcher.setup`; null: that of `launcher.conda` or `launcher.venv`, or else the current one. With a
@@ -42,9 +49,11 @@ class LauncherConfig:
     # Folders that the container sees beside the run folder: `/data` or `/data:/mnt`.
     container_mounts: list[str] = field(default_factory=list)
     check_imports: bool = True  # Before a run starts, try classes that are not this package's.
-    grace_s: int = 90  # Seconds before the time limit at which the run saves its state and ends.
-    max_requeues: int = 20  # How often the job may start again after a time limit.
-    max_restarts: int = 0  # How often the job may start again after a failure that a new start can repair.
+    # Seconds before the time limit at which the run saves its state and ends.
+    grace_s: int = key(90, between(1, 3600))
+    max_requeues: int = key(20, at_least(0))  # How often the job may start again after a time limit.
+    # How often the job may start again after a failure that a new start can repair.
+    max_restarts: int = key(0, at_least(0))
     resubmit: bool = False  # Submit a new job if Slurm does not requeue the old one.
     # Any other flag of sbatch, without its dashes.
     extra: dict[str, Any] = field(default_factory=dict)
@@ -64,23 +73,24 @@ class ClusterConfig:
     partitions: dict[str, Any] = field(default_factory=dict)
     gpus: bool = True  # The nodes have GPUs; false: a cluster of CPUs.
     # The flag of sbatch that asks for GPUs; `none`: whole nodes are given, with their GPUs.
-    gpu_flag: str = "gpus-per-node"
-    gpu_type: str | None = None  # The type of GPU, such as `a100` in `--gres=gpu:a100:4`.
+    gpu_flag: str = key("gpus-per-node", one_of("gpus-per-node", "gres", "none"))
+    # The type of GPU, such as `a100` in `--gres=gpu:a100:4`.
+    gpu_type: str | None = key(None, matches(r"[\w.-]+", "can't be the name of a GPU type"))
     # Devices on each node, for `gpus_per_node=auto`; null: ask `sinfo`.
-    gpus_per_node: int | None = None
+    gpus_per_node: int | None = key(None, count(most=1024))
     # Memory of one device in GB: a model that can't fit by its weights alone is refused, and microbatches are
     # as small as the memory needs; null: not checked, and read from the GPUs when the job starts.
-    device_memory_gb: float | None = None
+    device_memory_gb: float | None = key(None, above(0), legal=80)
     hardware: str | None = None  # The file of `conf/hardware/` that describes the nodes, for plans of runs.
     # What an hour of one device costs, in your currency, for the cost in plans; null: no cost.
-    device_hour_price: float | None = None
+    device_hour_price: float | None = key(None, at_least(0), legal=2.5)
     # CPU cores for each device, if `launcher.cpus_per_device` is not set; null: what sinfo says of a node's
     # cores, divided by its GPUs, or 1.
-    cpus_per_device: int | None = None
+    cpus_per_device: int | None = key(None, count())
     # Memory for each device in GB, if `launcher.memory_gb` is not set; null: nine tenths of a node's memory,
     # divided by its GPUs, if sinfo says it and `cluster.cpus_per_device` is null; else the partition's
     # default.
-    memory_gb_per_device: float | None = None
+    memory_gb_per_device: float | None = key(None, above(0), legal=16)
     modules: list[str] = field(default_factory=list)  # Names for `module load`, before `launcher.modules`.
     setup: list[str] = field(default_factory=list)  # Shell commands of every job, before `launcher.setup`.
     # Flags of sbatch for every job, without dashes; `launcher.extra` replaces them.
@@ -88,27 +98,31 @@ class ClusterConfig:
     # Flags of srun for every job, without dashes: `cpu-bind: cores`, `mpi: none`.
     srun: dict[str, Any] = field(default_factory=dict)
     # What starts the ranks of a job: `srun`, `torchrun` (one launcher for each node) or `mpirun`.
-    start: str = "srun"
+    start: str = key("srun", one_of("srun", "torchrun", "mpirun"))
     mpirun: list[str] = field(default_factory=list)  # Arguments of mpirun, one word each.
-    container: str | None = None  # What runs `launcher.container`: `apptainer` or `pyxis`.
+    # What runs `launcher.container`.
+    container: str | None = key(None, one_of(*RUNTIMES), legal=RUNTIMES)
     # Arguments of `apptainer exec`; null: `--nv` on a cluster with GPUs.
     container_arguments: list[str] | None = None
     # A folder of each node for temporary files (`TMPDIR`), also in a container; `$VARIABLES` are those of
     # the job.
-    scratch: str | None = None
-    max_array_size: int | None = None  # The most runs in a job array; null: ask `scontrol`.
+    scratch: str | None = key(None, line("must be the path of a folder of each node"))
+    max_array_size: int | None = key(None, count())  # The most runs in a job array; null: ask `scontrol`.
     resubmit: bool = False  # The site does not requeue jobs, so a run continues in a new one.
-    master_suffix: str = ""  # Appended to the host name of rank 0 (some sites name the fast network so).
-    port: int | None = None  # The port of rank 0 on a closed network; null: any free port.
-    start_timeout_s: float = 300.0  # Seconds within which all ranks must start.
-    collective_timeout_s: float = 600.0  # Seconds within which a collective must end.
+    # Appended to the host name of rank 0 (some sites name the fast network so).
+    master_suffix: str = key("", matches(r"[A-Za-z0-9.-]*", "can't end a host name"), legal="i")
+    # The port of rank 0 on a closed network; null: any free port.
+    port: int | None = key(None, between(1024, 65535), legal=29500)
+    start_timeout_s: float = key(300.0, above(0))  # Seconds within which all ranks must start.
+    collective_timeout_s: float = key(600.0, above(0))  # Seconds within which a collective must end.
     # Seconds within which all ranks must have written a checkpoint; later, that save has failed.
-    checkpoint_timeout_s: float = 1800.0
+    checkpoint_timeout_s: float = key(1800.0, above(0))
     # Seconds without progress after which a rank counts as hanging; null: never.
-    hang_timeout_s: float | None = 300.0
+    hang_timeout_s: float | None = key(300.0, above(0))
     # Environment variables of every rank (`NCCL_*`, `GLOO_*`, `OMP_*`), unless they are set already.
     environment: dict[str, Any] = field(default_factory=dict)
-    fabric: str = "auto"  # What connects the nodes; `auto`: the fastest kind of device that a host has.
+    # What connects the nodes; `auto`: the fastest kind of device that a host has.
+    fabric: str = key("auto", one_of(*fabric_kinds.KINDS))
 
 
 @dataclass
@@ -134,4 +148,4 @@ class PreflightConfig:
     """What a start does about hosts that differ from the others or are not healthy."""
 
     # `off`: no checks; `report`: name the hosts; `stop`: end the run; `exclude`: start again without them.
-    act: str = "report"
+    act: str = key("report", one_of("off", "report", "stop", "exclude"))

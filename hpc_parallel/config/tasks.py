@@ -7,25 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from hpc_parallel.config.layout import layout_of
-from hpc_parallel.config.schema import (
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.script import LOGS, TASK, may_mention
+from hpc_parallel.config.task_schema import (
     CalibrateConfig,
     CollectivesConfig,
     GenerateConfig,
     InferConfig,
     PreflightTaskConfig,
-    RunConfig,
 )
-from hpc_parallel.config.script import LOGS, TASK, may_mention
 from hpc_parallel.data.codec import encode, reads_bytes
 from hpc_parallel.problems import Problem, Problems, nearest
 
-COLLECTIVES = (
-    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "send_recv", "barrier",
-)  # fmt: skip
-COLLECTIVE_DTYPES = ("float32", "bfloat16")
-# Where `task.seconds` is null. A job has waited in a queue, and has more groups to measure; it takes at most
-# half of its time limit.
-LOCAL_SECONDS, JOB_SECONDS = 60.0, 300.0
 # Numbers of `summary.json` that `sweep.objective` may name; the measured steps of a training give _WATCHED.
 _WATCHED = ("exposed_communication_share", "bubble_share", "traffic_bytes", "busiest_rank_traffic_bytes")
 _TRAINED = ("final_loss", "validation_loss", "samples_per_s", "step_time_s", "peak_memory_bytes", *_WATCHED)

@@ -12,12 +12,11 @@ from omegaconf import OmegaConf
 
 from hpc_parallel.config.schema import (
     OPTIMIZERS,
-    TASKS,
     OptimizerConfig,
     RunConfig,
     StrategyConfig,
-    TaskConfig,
 )
+from hpc_parallel.config.task_schema import TASKS, TaskConfig
 
 
 def typed(config: Any) -> RunConfig:

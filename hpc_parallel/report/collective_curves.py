@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_parallel.config.tasks import COLLECTIVES
+from hpc_parallel.config.task_schema import COLLECTIVES
 from hpc_parallel.problems import printable
 from hpc_parallel.record.collectives_table import valid_rows
 from hpc_parallel.record.safe_read import read_json

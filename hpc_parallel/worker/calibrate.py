@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpc_parallel.config.schema import CalibrateConfig, CollectivesConfig, RunConfig
+from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.site_schema import MachineConfig
+from hpc_parallel.config.task_schema import CalibrateConfig, CollectivesConfig
 from hpc_parallel.planning.device_fit import PRODUCT, Machine, Row, device_hardware, rate, with_links
 from hpc_parallel.planning.hardware import MEASURED_BY, Hardware, hardware_text, named_hardware
 from hpc_parallel.planning.measured_links import ACROSS, INSIDE

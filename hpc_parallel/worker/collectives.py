@@ -21,7 +21,8 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from hpc_parallel.config.layout import SPMD, layout_of
-from hpc_parallel.config.schema import CollectivesConfig, RunConfig
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.task_schema import CollectivesConfig
 from hpc_parallel.planning.collective_times import bus_factor
 from hpc_parallel.profiling.collective_cases import (
     OPERATIONS,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from hpc_parallel.config.schema import CollectivesConfig
+from hpc_parallel.config.task_schema import CollectivesConfig
 from hpc_parallel.profiling.collective_cases import OPERATIONS, Group, sizes
 from hpc_parallel.record.collectives_table import row_cells
 from hpc_parallel.worker.time_budget import TimeBudget, advice

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_parallel.config.schema import GenerateConfig, RunConfig
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.task_schema import GenerateConfig
 from hpc_parallel.config.tasks import encoded_prompts, total_steps
 from hpc_parallel.data.codec import decode, reads_bytes
 from hpc_parallel.models.drawn_weights import tensor_seed

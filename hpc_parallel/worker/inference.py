@@ -14,7 +14,8 @@ from torch import Tensor
 
 from hpc_parallel.config.batch_plan import BatchPlan, plan_batch
 from hpc_parallel.config.schedules import schedule_of
-from hpc_parallel.config.schema import InferConfig, RunConfig
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.task_schema import InferConfig
 from hpc_parallel.config.tasks import batch_sizes
 from hpc_parallel.data.sampler import to_device
 from hpc_parallel.profiling.link_rates import synchronize

@@ -16,7 +16,8 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-from hpc_parallel.config.schema import PreflightTaskConfig, RunConfig
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.task_schema import PreflightTaskConfig
 from hpc_parallel.machine.preflight_findings import Finding
 from hpc_parallel.machine.world import World
 from hpc_parallel.planning.collective_times import bus_factor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from hpc_parallel.config.tasks import JOB_SECONDS
+from hpc_parallel.config.task_schema import JOB_SECONDS
 from hpc_parallel.strategies import exchange
 
 

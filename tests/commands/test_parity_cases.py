@@ -14,7 +14,7 @@ import pytest
 
 from hpc_parallel.commands import parity as command
 from hpc_parallel.commands.parity import main, prove
-from hpc_parallel.config.checks.all_checks import CHOICES
+from hpc_parallel.config.checks.key_checks import choices_of
 from hpc_parallel.config.compose import find_folder
 from hpc_parallel.parity import parity_table
 from hpc_parallel.parity.cases import plan, without_refused
@@ -44,8 +44,8 @@ def test_every_row_of_the_table_can_run() -> None:
         assert (alone.model, alone.data, alone.seed) == (run.model, run.data, run.seed)
         assert alone.training.global_batch_size == run.training.global_batch_size
     said = [case.run.config.strategy for case in cases]
-    assert {strategy.schedule for strategy in said} == set(CHOICES["strategy.schedule"])
-    assert {strategy.context_attention for strategy in said} == set(CHOICES["strategy.context_attention"])
+    assert {strategy.schedule for strategy in said} == set(choices_of("strategy.schedule"))
+    assert {strategy.context_attention for strategy in said} == set(choices_of("strategy.context_attention"))
     layouts = {case.layout for case in cases}
     assert {"pipeline 2, 1f1b", "context 2, gather", "shard 4, microbatch_size=1"} <= layouts
     # text on one device is one batch, so accumulation is proven; BatchNorm looks at a microbatch

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hpc_parallel.config.tasks import COLLECTIVES
+from hpc_parallel.config.task_schema import COLLECTIVES
 from tests.gpu.test_strategies import DEVICE, ROOT, pytestmark  # noqa: F401
 
 ALONE = set(COLLECTIVES) - {"send_recv"}  # which takes two

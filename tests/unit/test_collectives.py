@@ -13,7 +13,7 @@ import torch
 
 from hpc_parallel.config.checks.all_checks import find_problems
 from hpc_parallel.config.compose import resolve
-from hpc_parallel.config.tasks import COLLECTIVES
+from hpc_parallel.config.task_schema import COLLECTIVES
 from hpc_parallel.profiling.collective_cases import OPERATIONS, Group, Patterns, elements, sizes
 from hpc_parallel.profiling.machine_profile import fit_link, machine_profile
 from hpc_parallel.record.collectives_table import COLUMNS, as_csv, full_table, short_table, valid_rows

@@ -11,7 +11,7 @@ import yaml
 from hpc_parallel.commands.run import main
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.site_schema import MachineConfig
-from hpc_parallel.config.tasks import COLLECTIVES
+from hpc_parallel.config.task_schema import COLLECTIVES
 from hpc_parallel.launch.checked_run import checked_run
 from hpc_parallel.planning.collective_times import bus_factor, predict
 from hpc_parallel.profiling.machine_comparison import compare

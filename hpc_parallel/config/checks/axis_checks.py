@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from hpc_parallel.config.axes import DECLARED, Axis
 from hpc_parallel.config.checks import (
@@ -13,7 +14,6 @@ from hpc_parallel.config.checks import (
     tile_checks,
 )
 from hpc_parallel.config.checks.image_checks import reads
-from hpc_parallel.config.checks.lookup import value_at
 from hpc_parallel.config.checks.suggestions import along_with_less_of
 from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.schema import RunConfig
@@ -50,7 +50,15 @@ def _declared(axis: Axis, degree: int, *, config: RunConfig, layout: Layout) -> 
             rule = f"can't be combined with strategy.{axis.name} = {degree}: {reason}"
             yield Problem(f"strategy.{other}", size, rule, (1,), along_with_less_of(other, config.strategy))
     for conflict in axis.conflicts:
-        holds = all(value_at(config, key) == value for key, value in conflict.when.items())
-        if holds and value_at(config, conflict.key) == conflict.value:
+        holds = all(_value_at(config, key) == value for key, value in conflict.when.items())
+        if holds and _value_at(config, conflict.key) == conflict.value:
             rule = f"can't be combined with strategy.{axis.name} = {degree}: {conflict.reason}"
             yield Problem(conflict.key, conflict.value, rule, conflict.legal)
+
+
+def _value_at(config: RunConfig, key: str) -> Any:
+    """The value of a dotted key; None if a table of the user's own doesn't have it."""
+    node: Any = config
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, dict) else getattr(node, part)
+    return node

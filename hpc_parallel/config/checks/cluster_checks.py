@@ -7,20 +7,16 @@ import re
 from typing import Any
 
 from hpc_parallel.config import fabric_kinds
-from hpc_parallel.config.key_suggestions import VALUES
 from hpc_parallel.config.node_devices import launcher_kind, runs_on_cpus
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK
-from hpc_parallel.problems import Problem, Problems, nearest
+from hpc_parallel.config.site_schema import RUNTIMES
+from hpc_parallel.problems import Problem, Problems
 
-RUNTIMES = ("apptainer", "pyxis")
 PARTITION_LIMITS = ("nodes", "time_minutes", "memory_gb", "gpus_per_node")
 
 
 def find_problems(config: RunConfig) -> Problems:
-    gpu_type = config.cluster.gpu_type
-    if gpu_type is not None and not re.fullmatch(r"[\w.-]+", gpu_type, re.ASCII):
-        yield Problem("cluster.gpu_type", gpu_type, "can't be the name of a GPU type", (None,))
     for variable, value in config.cluster.environment.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
             suggestion = re.sub(r"^(?=\d)|[^A-Za-z0-9_]", "_", variable)
@@ -30,11 +26,6 @@ def find_problems(config: RunConfig) -> Problems:
         yield from _srun_flag(flag, value)
     for name, limits in config.cluster.partitions.items():
         yield from _partition(name, limits)
-    scratch = config.cluster.scratch
-    if scratch is not None and not (scratch.isprintable() and scratch.strip()):
-        yield Problem("cluster.scratch", scratch, "must be the path of a folder of each node", (None,))
-    if not re.fullmatch(r"[A-Za-z0-9.-]*", config.cluster.master_suffix):
-        yield Problem("cluster.master_suffix", config.cluster.master_suffix, "can't end a host name", ("i",))
     if config.fabric.require and config.cluster.fabric == fabric_kinds.TCP:
         rule = "can't be with fabric.require=true, which stops a run whose data goes through sockets"
         yield Problem("cluster.fabric", fabric_kinds.TCP, rule, (fabric_kinds.AUTO,))
@@ -85,10 +76,6 @@ def _container(config: RunConfig) -> Problems:
     for key, value in texts.items():
         if not value.strip() or not value.isprintable() or "," in value:
             yield Problem(f"launcher.{key}", value, "must be one printable line without a comma")
-    if cluster.container not in (None, *RUNTIMES):
-        synonym = VALUES["cluster.container"].get(cluster.container.lower())
-        close = (synonym,) if synonym else tuple(nearest(cluster.container, RUNTIMES)) or RUNTIMES
-        yield Problem("cluster.container", cluster.container, f"is not one of {', '.join(RUNTIMES)}", close)
     if launcher.container is None:
         if launcher.container_mounts:
             rule = "needs an image: launcher.container=IMAGE"

@@ -32,12 +32,10 @@ def find_problems(config: RunConfig, layout: Layout) -> Problems:
 
 
 def _mixture(config: RunConfig, layout: Layout, model: dict[str, object]) -> Problems:
-    experts, per_token, balance = model["experts"], model["experts_per_token"], model["balance"]
+    experts, per_token = model["experts"], model["experts_per_token"]
     if isinstance(experts, int) and isinstance(per_token, int) and not 1 <= per_token <= experts:
         rule = f"must be from 1 to model.experts = {experts}"
         yield Problem("model.experts_per_token", per_token, rule, (min(2, max(1, experts)),))
-    if isinstance(balance, float) and not 0 <= balance < float("inf"):
-        yield Problem("model.balance", balance, "must be at least 0", (0.01,))
     if config.training.compile:
         rule = "can't be used: torch can't compile the products of experts"
         yield Problem("training.compile", True, rule, (False,))

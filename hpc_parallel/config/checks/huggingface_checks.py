@@ -16,7 +16,8 @@ from typing import Any
 from hpc_parallel.config.checks.suggestions import along_with_less_of
 from hpc_parallel.config.layout import divisors, layout_of
 from hpc_parallel.config.model_data_schema import HuggingFaceConfig
-from hpc_parallel.config.schema import GenerateConfig, RunConfig
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.task_schema import GenerateConfig
 from hpc_parallel.config.tasks import prompt_lengths
 from hpc_parallel.problems import Problem, Problems, nearest, spell
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
+from hpc_parallel.config.checks.key_checks import sizes_are_legal
 from hpc_parallel.config.checks.suggestions import multiples_near
 from hpc_parallel.config.model_data_schema import (
     CellsDataConfig,
@@ -31,9 +32,6 @@ FITTING = {
     SegmenterConfig._target_: {"cells": CellsDataConfig._target_},
     UNetConfig._target_: {"cells": CellsDataConfig._target_},
 }
-SCHEMAS: tuple[type[Any], ...] = (
-    ConvNetConfig, SegmenterConfig, UNetConfig, DigitsDataConfig, CellsDataConfig,
-)  # fmt: skip
 NETWORKS = (ConvNetConfig._target_, SegmenterConfig._target_, UNetConfig._target_)
 CLASSES = {DigitsDataConfig._target_: 10, CellsDataConfig._target_: 2}
 
@@ -41,9 +39,7 @@ CLASSES = {DigitsDataConfig._target_: 10, CellsDataConfig._target_: 2}
 def find_problems(config: RunConfig) -> Problems:
     model, data = (part if isinstance(part, dict) else {} for part in (config.model, config.data))
     yield from _fit(model, data)
-    sizes = list(_sizes(model, data))
-    yield from sizes
-    if not sizes:
+    if sizes_are_legal(config):
         yield from _network(model, data)
 
 
@@ -65,22 +61,6 @@ def reads(model: Any) -> str | None:
         return "images"
     target = model.get("_target_") if isinstance(model, dict) else None
     return "text" if FITTING.get(str(target)) is TOKENS else None
-
-
-def sizes_are_positive(config: RunConfig) -> bool:
-    model, data = (part if isinstance(part, dict) else {} for part in (config.model, config.data))
-    return not list(_sizes(model, data))
-
-
-def _sizes(model: dict[str, Any], data: dict[str, Any]) -> Problems:
-    for group, table in (("model", model), ("data", data)):
-        schema = next((schema for schema in SCHEMAS if schema._target_ == table.get("_target_")), None)
-        for name, value in table.items():
-            if schema is not None and name != "seed" and isinstance(value, int) and value < 1:
-                yield Problem(f"{group}.{name}", value, "must be at least 1", (getattr(schema, name),))
-    channels = model.get("channels") if is_convnet(model) else None
-    if channels is not None and (not channels or min(channels) < 1):
-        yield Problem("model.channels", channels, "needs a number above 0 for each block", ([16, 32],))
 
 
 def _fit(model: dict[str, Any], data: dict[str, Any]) -> Problems:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hpc_parallel.config.axes import AXES
+from hpc_parallel.config.axes import AXES, DEGREE
 from hpc_parallel.config.batch_plan import batch_of
 from hpc_parallel.config.checks import axis_checks, memory_checks, pipeline_checks, shares_checks
 from hpc_parallel.config.checks.suggestions import multiples_near
@@ -21,18 +21,12 @@ def find_problems(config: RunConfig) -> Problems:
     devices = config.devices - servers(strategy)
     if config.nodes < 1 or config.gpus_per_node < 1 or devices < 1:
         return
-    broken = False
-    for axis in AXES:
-        degree = getattr(strategy, axis)
-        if degree < 1 and degree != -1:
-            broken = True
-            yield Problem(f"strategy.{axis}", degree, "must be at least 1, or -1 for what is left", (1, -1))
-    free = [axis for axis in AXES if getattr(strategy, axis) == -1]
-    if len(free) > 1:
-        for axis in free[1:]:
-            rule = f"leaves two axes open: strategy.{free[0]} is -1 too"
-            yield Problem(f"strategy.{axis}", -1, rule, (1,))
-    if broken or len(free) > 1:
+    degrees = {axis: getattr(strategy, axis) for axis in AXES}
+    free = [axis for axis, degree in degrees.items() if degree == -1]
+    for axis in free[1:]:
+        rule = f"leaves two axes open: strategy.{free[0]} is -1 too"
+        yield Problem(f"strategy.{axis}", -1, rule, (1,))
+    if len(free) > 1 or not all(map(DEGREE.allows, degrees.values())):
         return
     try:
         layout = Layout.resolve(strategy, devices=devices)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.config.tasks import COLLECTIVES
+from hpc_parallel.config.task_schema import COLLECTIVES
 from hpc_parallel.problems import Problem, Problems, nearest
 from hpc_parallel.record.values import integer, number
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hpc_parallel.config.checks.targets import missing_part
 from hpc_parallel.config.key_suggestions import suggest
-from hpc_parallel.config.schema import AdamWConfig, OptimizerConfig, RunConfig
+from hpc_parallel.config.schema import OptimizerConfig, RunConfig
 from hpc_parallel.problems import Problem, Problems, nearest
 
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
@@ -29,19 +29,13 @@ def find_problems(config: RunConfig) -> Problems:
         yield f"optimizer._target_ = {optimizer._target_} {rule}. {hint}"
     elif optimizer.name not in CLASSES:
         yield from _target("optimizer._target_", optimizer._target_)
-    if isinstance(optimizer, AdamWConfig):
-        yield from _adamw(optimizer)
     for name, rule_of_group in optimizer.groups.items():
         yield from _group(f"optimizer.groups.{name}", rule_of_group)
     yield from _schedule(optimizer)
-
-
-def _adamw(optimizer: AdamWConfig) -> Problems:
-    if not 0 < optimizer.eps < math.inf:
-        yield Problem("optimizer.eps", optimizer.eps, "must be above 0", (1e-8,))
-    betas = optimizer.betas
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        yield Problem("optimizer.betas", betas, "must be two numbers from 0 to below 1", ([0.9, 0.95],))
+    steps, warmup_steps = max(1, config.training.steps), optimizer.warmup_steps
+    if warmup_steps is not None and not 0 <= warmup_steps <= steps:
+        rule = f"must lie between 0 and {steps:g}"
+        yield Problem("optimizer.warmup_steps", warmup_steps, rule, (steps // 20,))
 
 
 def _schedule(optimizer: OptimizerConfig) -> Problems:

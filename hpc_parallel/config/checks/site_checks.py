@@ -75,10 +75,6 @@ def _free(folder: str) -> Path | None:
 
 def _launcher(config: RunConfig) -> Problems:
     launcher = config.launcher
-    for key in ("partition", "account", "qos", "constraint", "exclude", "wckey"):
-        value = getattr(launcher, key)
-        if value is not None and (not value.isprintable() or not value.strip()):
-            yield Problem(f"launcher.{key}", value, "must be one printable line", (None,))
     for index, pattern in enumerate(launcher.snapshot_exclude):
         if not pattern.strip("/*"):
             rule = f"at {index} would leave out all source"

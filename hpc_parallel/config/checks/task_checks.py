@@ -9,16 +9,15 @@ from hpc_parallel.config.checks.image_checks import is_convnet
 from hpc_parallel.config.counts import count
 from hpc_parallel.config.layout import SPMD, Layout, layout_of
 from hpc_parallel.config.node_devices import launcher_kind
-from hpc_parallel.config.schema import (
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.task_schema import (
     CollectivesConfig,
     GenerateConfig,
     InferConfig,
     PreflightTaskConfig,
-    RunConfig,
 )
-from hpc_parallel.config.tasks import COLLECTIVE_DTYPES, COLLECTIVES, LOCAL_SECONDS
 from hpc_parallel.data.codec import encode, reads_bytes
-from hpc_parallel.problems import Problem, Problems, nearest
+from hpc_parallel.problems import Problem, Problems
 
 
 def find_problems(config: RunConfig) -> Problems:
@@ -33,27 +32,22 @@ def find_problems(config: RunConfig) -> Problems:
         yield from _generate(config, layout)
         yield from _prompts(config, config.task)
     elif isinstance(config.task, CollectivesConfig):
-        yield from _collectives(config.task)
+        yield from _message_sizes(config.task)
     elif isinstance(config.task, PreflightTaskConfig):
-        yield from _preflight(config.task)
         yield from _storage(config.task, launcher=config.launcher.kind)
 
 
 def _seconds(config: RunConfig) -> Problems:
     """The time budget of the tasks that measure."""
     seconds, launcher = getattr(config.task, "seconds", None), config.launcher
-    if seconds is None:
+    if seconds is None or launcher_kind(launcher.kind) == "local":
         return
-    if not seconds > 0:
-        yield Problem("task.seconds", seconds, "must be above 0", (LOCAL_SECONDS,))
-    elif launcher_kind(launcher.kind) != "local" and seconds > 60 * launcher.time_minutes:
+    if seconds > 60 * launcher.time_minutes:
         rule = f"is more than launcher.time_minutes = {launcher.time_minutes}"
         yield Problem("task.seconds", seconds, rule, (max(30, 60 * (launcher.time_minutes - 1)),))
 
 
 def _infer(task: InferConfig, layout: Layout) -> Problems:
-    if task.repeats < 1:
-        yield Problem("task.repeats", task.repeats, "must be at least 1", (100,))
     sizes = task.batch_sizes
     if sizes is None:
         return
@@ -64,32 +58,10 @@ def _infer(task: InferConfig, layout: Layout) -> Problems:
         yield Problem("task.batch_sizes", sizes, rule, (legal, None))
 
 
-def _collectives(task: CollectivesConfig) -> Problems:
-    for key, chosen, names in (
-        ("operations", task.operations, COLLECTIVES), ("dtypes", task.dtypes, COLLECTIVE_DTYPES),
-    ):  # fmt: skip
-        unknown = [name for name in chosen or () if name not in names]
-        if unknown or chosen == []:
-            legal = nearest(unknown[0], names) if unknown else []
-            yield Problem(
-                f"task.{key}", chosen, f"must name some of {', '.join(names)}", ([*legal[:1]] or [names[0]],)
-            )
-    if task.min_bytes < 1:
-        yield Problem("task.min_bytes", task.min_bytes, "must be at least 1", (CollectivesConfig.min_bytes,))
-    elif task.max_bytes is not None and task.max_bytes < task.min_bytes:
+def _message_sizes(task: CollectivesConfig) -> Problems:
+    if task.max_bytes is not None and task.max_bytes < task.min_bytes:
         rule = f"is below task.min_bytes = {task.min_bytes}"
         yield Problem("task.max_bytes", task.max_bytes, rule, (task.min_bytes,))
-    if task.factor < 2:
-        yield Problem("task.factor", task.factor, "must be at least 2", (CollectivesConfig.factor,))
-
-
-def _preflight(task: PreflightTaskConfig) -> Problems:
-    for key, chosen, least, usual in (
-        ("message_bytes", task.message_bytes, 4, PreflightTaskConfig.message_bytes),
-        ("read_bytes", task.read_bytes, 2**22, PreflightTaskConfig.read_bytes),
-    ):
-        if chosen < least:
-            yield Problem(f"task.{key}", chosen, f"must be at least {least}", (usual,))
 
 
 def _storage(task: PreflightTaskConfig, *, launcher: str) -> Problems:
@@ -121,11 +93,6 @@ def _generate(config: RunConfig, layout: Layout) -> Problems:
 
 
 def _prompts(config: RunConfig, task: GenerateConfig) -> Problems:
-    for key, least in (("prompt_length", 1), ("new_tokens", 1), ("show", 0), ("temperature", 0)):
-        value = getattr(task, key)
-        if not value >= least:
-            legal = getattr(GenerateConfig, key)
-            yield Problem(f"task.{key}", value, f"must be at least {least}", (legal,))
     length = config.data.get("sequence_length") if isinstance(config.data, dict) else None
     if task.prompts is None:
         if isinstance(length, int) and 1 <= length < task.prompt_length:

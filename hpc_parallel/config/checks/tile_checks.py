@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hpc_parallel.config.checks.image_checks import halvings, is_convnet, sizes_are_positive
+from hpc_parallel.config.checks.image_checks import halvings, is_convnet
+from hpc_parallel.config.checks.key_checks import sizes_are_legal
 from hpc_parallel.config.checks.suggestions import multiples_near
 from hpc_parallel.config.layout import Layout, divisors, tile_grid
 from hpc_parallel.config.model_data_schema import ConvNetConfig
@@ -20,7 +21,7 @@ def find_problems(config: RunConfig, layout: Layout) -> Problems:
         rule = f"is not a grid [rows,columns] of {degree} tiles"
         legal = [[rows, degree // rows] for rows in divisors(degree)]
         yield Problem("strategy.tile_grid", grid, rule, tuple(legal[:3]))
-    elif is_convnet(config.model) and "height" in config.data and sizes_are_positive(config):
+    elif is_convnet(config.model) and "height" in config.data and sizes_are_legal(config):
         yield from _maps(config.model, config.data, grid=tile_grid(degree, grid))
 
 
