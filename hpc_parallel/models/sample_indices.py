@@ -23,10 +23,9 @@ class SampleIndices:
 
     def begin_batch(self, indices: NDArray[np.int64] | Tensor, *, device: torch.device) -> None:
         """`indices` [batch] of the samples of this replica's next batch."""
-        if self.used:
-            batch = torch.as_tensor(indices)
-            batch = batch.pin_memory() if device.type == "cuda" and not batch.is_cuda else batch
-            self._batch = self._current = batch.to(device, non_blocking=True)
+        batch = torch.as_tensor(indices)
+        batch = batch.pin_memory() if device.type == "cuda" and not batch.is_cuda else batch
+        self._batch = self._current = batch.to(device, non_blocking=True)
 
     def begin_microbatch(self, index: int, *, count: int) -> None:
         """The forward passes that follow are those of the microbatch `index` of `count`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from traceback import walk_tb
 from typing import Protocol
 
 import torch
@@ -161,3 +162,25 @@ class TensorGroup:
 
     def _loss_or_zero(self, loss: Tensor) -> Tensor:
         return loss if self._returns_loss else torch.zeros_like(loss)
+
+
+def place_in_backward(error: BaseException, *, parts: Sequence[LayeredModel]) -> str | None:
+    """Find where the backward pass failed, by the gradients that are missing; None if it had not begun.
+
+    Autograd passes the blocks from the last to the first and does not report where it is. After the
+    first of several microbatches all weights have gradients, and only "the backward pass" is known.
+    """
+    functions = set()
+    cause: BaseException | None = error
+    while cause is not None:
+        functions |= {frame.f_code.co_name for frame, _ in walk_tb(cause.__traceback__)}
+        cause = cause.__cause__
+    if "_engine_run_backward" not in functions:
+        return None
+    for part in reversed(parts):
+        modules = {"stem": part.stem, **{f"block {name}": block for name, block in part.blocks.items()}}
+        for part_name, module in reversed([*modules.items(), ("head", part.head)]):
+            weights = [] if module is None else module.parameters()
+            if any(weight.grad is None and weight.requires_grad for weight in weights):
+                return f"{part_name}'s backward pass"
+    return "the backward pass"

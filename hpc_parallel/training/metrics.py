@@ -10,10 +10,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hpc_parallel.record.values import finite
 from hpc_parallel.strategies.exchange import all_gather_numbers
-from hpc_parallel.training.step import StepResult
 
 # Dense peaks from the vendor's data sheets in FLOP/s: of bfloat16 and float16, and of float32 without TF32.
 # By a part of the device's name; the first that fits counts. Cards have lower clocks or fewer cores than SXM
@@ -31,6 +31,15 @@ PEAK_FLOPS = {
     "MI300X": (1307.4e12, 163.4e12),
     "MI250X": (191.5e12, 47.9e12),  # of one of its two dies, which is a device to torch
 }
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Scalars on the device. Read them late, because reading waits for the device."""
+
+    loss: Tensor  # mean loss of this replica's batch; zero if another rank of the replica has it
+    gradient_norm: Tensor  # of the entire model, before clipping; always valid on rank 0
+    skipped: Tensor | None = None  # steps skipped so far, valid on rank 0; None if none may be
 
 
 @dataclass(frozen=True)

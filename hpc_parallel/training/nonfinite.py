@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.loss_scale import LossScale
-from hpc_parallel.training.nonfinite_trace import Finding, first_clause
+from hpc_parallel.training.nonfinite_trace import FirstLayers, first_clause
 from hpc_parallel.training.optimizer import ModelOptimizer
 
 CHECK_EVERY = 100  # steps between two checks on the host, if no line is logged in between
@@ -108,7 +108,7 @@ class Guard:
         overflows = torch.zeros_like(bad) if self._loss_scale is None else self._loss_scale.update(bad)
         return bad if self._skips else overflows
 
-    def raise_if_nonfinite(self, step: int, *, trace: Callable[[int], Finding]) -> None:
+    def raise_if_nonfinite(self, step: int, *, trace: Callable[[int], FirstLayers]) -> None:
         """Read from the device whether a step up to the 1-based `step` was withheld.
 
         `trace`: what `nonfinite_trace.trace` shows in a replay of that step, on this rank.
@@ -124,7 +124,7 @@ class Guard:
         if withheld := int(count.item()):
             self._raise(step - withheld + 1, trace=trace)
 
-    def _raise(self, step: int, *, trace: Callable[[int], Finding]) -> NoReturn:
+    def _raise(self, step: int, *, trace: Callable[[int], FirstLayers]) -> NoReturn:
         names = list(self._parameters)
         bad = {names[index] for index in (~self._norms.isfinite()).nonzero().flatten().tolist()}
         broken = {name for name, weight in self._parameters.items() if not _is_finite(weight)}

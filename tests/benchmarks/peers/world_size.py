@@ -144,8 +144,7 @@ def stop_s() -> float:
 def line_s(ranks: int) -> float:
     import torch
 
-    from hpc_parallel.training.metrics import Metrics, Scale
-    from hpc_parallel.training.step import StepResult
+    from hpc_parallel.training.metrics import Metrics, Scale, StepResult
 
     scale = Scale(
         global_batch_size=ranks, tokens_per_sample=16, flops_per_sample=1e9, devices=ranks, replicas=ranks,
