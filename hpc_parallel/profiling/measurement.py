@@ -23,8 +23,8 @@ from hpc_parallel.profiling.timeline import STEP, Interval, Timeline, events_of,
 from hpc_parallel.profiling.traffic import NAMES, Traffic
 from hpc_parallel.record.values import finite
 from hpc_parallel.strategies import exchange
-from hpc_parallel.strategies.action_times import Action, ActionTimes, recorded_actions
 from hpc_parallel.strategies.mesh import axis_of
+from hpc_parallel.strategies.ranges import Action, ActionTimes, recorded_actions
 
 CHUNK_COLUMNS = ("start_s", "end_s", "stage", "kind", "microbatch")  # of `timeline.json`
 WARM_UP = 2  # steps: a validation follows the first step, and a pipeline infers its shapes again after it

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.auxiliary_loss import auxiliary_losses
 from hpc_parallel.models.layered import LayeredModel, Loss
-from hpc_parallel.strategies.loss_terms import LossTerms
+from hpc_parallel.strategies.loss import LossTerms, propagate_nonfinite
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.ring import slices_of
 
@@ -41,15 +41,6 @@ class ForwardBackward(Protocol):
 
         Where a peer has them, they are zero, or one zero without a dim.
         """
-
-
-def propagate_nonfinite(loss: Tensor) -> Tensor:
-    """Returns `loss` with its own gradients if it is finite, else NaN with gradients of NaN.
-
-    The derivative of an infinite cross-entropy is finite, so only the rank that has the loss would know.
-    All ranks see the gradients.
-    """
-    return loss * (1 + 0 * loss.detach())
 
 
 class Accumulate:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.data.sampler import Batches
-from hpc_parallel.strategies.own_metrics import WithMetrics
+from hpc_parallel.strategies.loss import WithMetrics
 from hpc_parallel.training.garbage import collecting
 from hpc_parallel.training.learning_rate import learning_rate
 from hpc_parallel.training.nonfinite import CHECK_EVERY

@@ -21,7 +21,7 @@ from hpc_parallel.strategies.assemble import Assembled, assemble
 from hpc_parallel.strategies.decode import Decoder
 from hpc_parallel.strategies.forward_backward import Accumulate
 from hpc_parallel.strategies.groups import Groups
-from hpc_parallel.strategies.loss_terms import LossTerms
+from hpc_parallel.strategies.loss import LossTerms
 from hpc_parallel.torch_internals import DispatchMode, tree_leaves
 from hpc_parallel.training.optimizer import ModelOptimizer, Update
 from hpc_parallel.training.step import Step
