@@ -32,9 +32,9 @@ from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.models.auxiliary_loss import auxiliary_losses
 from hpc_parallel.models.layered import LayeredModel, Loss, part_of
 from hpc_parallel.problems import ConfigError
+from hpc_parallel.strategies.gradients import local_gradients
 from hpc_parallel.strategies.groups import Groups
 from hpc_parallel.strategies.loss import LossTerms, propagate_nonfinite
-from hpc_parallel.strategies.mesh import local_gradients
 from hpc_parallel.strategies.ranges import action, marked
 from hpc_parallel.strategies.replicate import Average, average_of
 

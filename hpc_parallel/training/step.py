@@ -14,11 +14,11 @@ from torch import Tensor
 from hpc_parallel.data.sampler import Batch
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.strategies.forward_backward import place_in_backward
-from hpc_parallel.strategies.mesh import local_gradients, weight_axes
+from hpc_parallel.strategies.gradients import GradientNorm, clip, local_gradients
+from hpc_parallel.strategies.mesh import weight_axes
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.supervise.error_place import mark
 from hpc_parallel.training.checkpoint import statistics
-from hpc_parallel.training.gradient_norm import GradientNorm, clip
 from hpc_parallel.training.metrics import StepResult
 from hpc_parallel.training.nonfinite import Guard
 from hpc_parallel.training.nonfinite_trace import FirstLayers, trace

@@ -20,9 +20,10 @@ from hpc_parallel.models.layered import LayeredModel, as_tuple
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies import working_weights
 from hpc_parallel.strategies.assemble import Assembled
+from hpc_parallel.strategies.gradients import local_gradients
 from hpc_parallel.strategies.groups import Groups
 from hpc_parallel.strategies.loss import propagate_nonfinite
-from hpc_parallel.strategies.mesh import joint, local_gradients, slicing_axis
+from hpc_parallel.strategies.mesh import joint, slicing_axis
 from hpc_parallel.strategies.pipeline import Stage, TiedEnds
 from hpc_parallel.strategies.precision import HALF, WEIGHTS
 from hpc_parallel.strategies.replicate import distributed_weights
