@@ -13,7 +13,7 @@ from torch import Tensor
 class SampleIndices:
     """The indices in the training of the samples of the current microbatch, on this device.
 
-    A schedule says which microbatch comes next. A model without dropout does not ask.
+    If they are `used`, a step says which batch comes next, and a schedule which microbatch.
     """
 
     def __init__(self) -> None:
@@ -29,8 +29,7 @@ class SampleIndices:
 
     def begin_microbatch(self, index: int, *, count: int) -> None:
         """The forward passes that follow are those of the microbatch `index` of `count`."""
-        if self.used:
-            self._current = self._batch.chunk(count)[index]
+        self._current = self._batch.chunk(count)[index]
 
     def current(self) -> Tensor:
         """[samples of the microbatch] on this thread's replica."""

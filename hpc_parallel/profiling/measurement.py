@@ -40,6 +40,7 @@ class Measurement:
         self, *, steps: int, mesh: DeviceMesh, device: torch.device, leave_out: Callable[[float], None]
     ) -> None:
         """`leave_out` is called with the seconds of each measured step."""
+        self.on = steps > 0
         self._timed = range(WARM_UP + 2, WARM_UP + 2 + steps)
         self._counted = WARM_UP + 1 if steps else 0
         self._device = device

@@ -75,7 +75,8 @@ class Accumulate:
         pieces = self._split(inputs, targets)
         losses = []
         for index, (samples, expected) in enumerate(pieces):
-            self._model.sample_indices.begin_microbatch(index, count=len(pieces))
+            if self._model.sample_indices.used:  # by dropout
+                self._model.sample_indices.begin_microbatch(index, count=len(pieces))
             last = index == len(pieces) - 1
             with nullcontext() if last else self._without_averaging():
                 with marked("forward"):

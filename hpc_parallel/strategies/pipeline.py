@@ -76,14 +76,14 @@ class Stage(PipelineStage):
     """Carries the gradients between stages, if it is not the group that carries the activations."""
     first_microbatch = 0
     """Number of microbatches of this step in earlier runs of the schedule."""
-    begin_microbatch: Callable[[int], None] = staticmethod(lambda index: None)
-    """Called with the number of the microbatch before its forward pass in training."""
+    begin_microbatch: Callable[[int], None] | None = None
+    """Called with the number of the microbatch before its forward pass in training, for dropout."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
         if self.has_backward and not self.submod.training:
             self.submod.train()
         microbatch = self.first_microbatch + fwd_chunk_id
-        if self.submod.training:
+        if self.begin_microbatch is not None and self.submod.training:
             self.begin_microbatch(microbatch)
         with busy(self.stage_index, "forward", microbatch):
             return super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
@@ -271,7 +271,8 @@ class Pipeline:
         self._averages = [] if replicas is None else [average_of(model, axis=replicas) for model in models]
         for part, model in zip(self._parts, models, strict=True):
             part.gradients_group = groups.gradients if torch_internals.sends_apart(KINDS[schedule]) else None
-            part.begin_microbatch = partial(model.sample_indices.begin_microbatch, count=microbatches)
+            if model.sample_indices.used:
+                part.begin_microbatch = partial(model.sample_indices.begin_microbatch, count=microbatches)
         for part, average in zip(self._parts, self._averages, strict=False):
             part.average = average
         self._auxiliary_losses = auxiliary_losses(models)

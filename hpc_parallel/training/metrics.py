@@ -62,7 +62,7 @@ class Metrics:
         self._device = device
         self._steps = 0
         self._pause_s = 0.0
-        self._data_s: list[float] = []
+        self.data_s: list[float] = []  # how long each step since the last line waited for its batch
         self._step_time_s = math.nan
         self._since = time.perf_counter()
         self._result: StepResult | None = None
@@ -71,10 +71,6 @@ class Metrics:
     def note(self, result: StepResult) -> None:
         self._result = result
         self._steps += 1
-
-    def note_data(self, seconds: float) -> None:
-        """Note how long a step waited for its batch."""
-        self._data_s.append(seconds)
 
     def leave_out(self, seconds: float, *, steps: int = 0) -> None:
         """Subtract time that was not spent on steps (validation), or that went to `steps` not to be timed.
@@ -91,7 +87,7 @@ class Metrics:
         if self._steps:
             self._step_time_s = (now - self._since - self._pause_s) / self._steps
         peak_bytes = float(peak_memory_bytes(self._device))
-        data_s = sum(self._data_s) / max(len(self._data_s), 1)
+        data_s = sum(self.data_s) / max(len(self.data_s), 1)
         losses, norms, peaks, times, waits, *counts = all_gather_numbers(
             [loss_share, gradient_norm, peak_bytes, self._step_time_s, data_s, *skipped], device=self._device
         )
@@ -101,7 +97,7 @@ class Metrics:
         samples_per_s = scale.global_batch_size / step_time_s
         timed_steps = self._steps
         self._since, self._steps, self._pause_s = time.perf_counter(), 0, 0.0
-        self._data_s.clear()
+        self.data_s.clear()
         line: dict[str, Any] = {
             "step": step,
             "samples": step * scale.global_batch_size,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
 
 from hpc_parallel.profiling.measurement import Measurement
 from hpc_parallel.profiling.rank_times import RankTimes
@@ -16,6 +18,21 @@ from hpc_parallel.supervise.progress import Progress
 from hpc_parallel.training.callbacks import Callbacks
 from hpc_parallel.training.metrics import Metrics
 from hpc_parallel.training.writers import Writer
+
+
+class Profiler(Protocol):
+    """Looks closely at some steps; a step is its 1-based number since the start of this process."""
+
+    on: bool
+    """Whether it looks at any step on any rank."""
+
+    def loading(self, step: int) -> AbstractContextManager[None]:
+        """Returns the context in which to fetch the batch of `step`."""
+        ...
+
+    def watch(self, step: int) -> AbstractContextManager[None]:
+        """Returns the context in which to run `step`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -30,23 +47,36 @@ class Observers:
     progress: Progress  # for a watchdog
     callbacks: Callbacks  # of the user's; they may end the training
 
+    @cached_property
+    def _profilers(self) -> Sequence[Profiler]:
+        """Those that are on, in the order in which they enter a step."""
+        profilers: Sequence[Profiler] = (self.recording, self.measurement, self.rank_times)
+        return [profiler for profiler in profilers if profiler.on]
+
     @contextmanager
     def around(self, phase: str, step: int) -> Iterator[None]:
         """Observe a phase of the 1-based `step`: "data", the fetch of its batch, and then "step"."""
         self.progress.mark(phase, step)
-        number = 1 + step - self.progress.first_step  # since this start
+        number = 1 + step - self.progress.first_step
         if phase == "data":
-            self.recording.begin(number)
+            contexts = [profiler.loading(number) for profiler in self._profilers]
             started = time.perf_counter()
-            with self.measurement.loading(number), self.rank_times.loading(number), marked("data"):
+            with _inside(contexts), marked("data"):
                 yield
-            self.metrics.note_data(time.perf_counter() - started)
+            self.metrics.data_s.append(time.perf_counter() - started)
             return
-        measured, timed = self.measurement.watch(number), self.rank_times.watch(number)
+        contexts = [profiler.watch(number) for profiler in self._profilers]
         try:
-            with measured, timed, marked(f"step {step}"):
+            with _inside(contexts), marked(f"step {step}"):
                 yield
         except Exception as error:
             mark_step(error, step)
             raise
-        self.recording.end(number)
+
+
+@contextmanager
+def _inside(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield

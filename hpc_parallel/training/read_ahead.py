@@ -48,6 +48,7 @@ class ReadAhead:
         """steps: of the entire training; `pin` prepares a batch for the copy to `device`, in the thread."""
         self._batches, self._steps, self._device, self._pin = batches, steps, device, pin
         self._on = not batches.draws and batches.replica is not None
+        self._is_random = batches.is_random
         self._requests: queue.SimpleQueue[_Reading | None] = queue.SimpleQueue()
         self._reading: _Reading | None = None
         self._thread: threading.Thread | None = None
@@ -89,7 +90,7 @@ class ReadAhead:
         if self._thread is None:
             self._thread = threading.Thread(target=self._read_requested, name=READER, daemon=True)
             self._thread.start()
-        self._reading = _Reading(step, before=generator_states() if self._batches.is_random else None)
+        self._reading = _Reading(step, before=generator_states() if self._is_random else None)
         self._requests.put(self._reading)
 
     def _read_requested(self) -> None:

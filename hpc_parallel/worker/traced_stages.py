@@ -63,7 +63,8 @@ class Stages:
         for index, (samples, expected) in enumerate(pieces):
             self._traffic.begin_microbatch()
             for stage, part in zip(self._numbers(), parts, strict=True):
-                part.sample_indices.begin_microbatch(index, count=self._microbatches)
+                if part.sample_indices.used:
+                    part.sample_indices.begin_microbatch(index, count=self._microbatches)
                 self._let_gradients_wait(part)
                 kept = self._pass(part, samples, expected, stage=stage)
                 if index == 0:
