@@ -14,10 +14,24 @@ from hpc_parallel.profiling.rank_times import RankTimes
 from hpc_parallel.profiling.recording import Recording
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.supervise.error_place import mark_step
-from hpc_parallel.supervise.progress import Progress
 from hpc_parallel.training.callbacks import Callbacks
 from hpc_parallel.training.metrics import Metrics
 from hpc_parallel.training.writers import Writer
+
+
+@dataclass
+class Progress:
+    """The last mark of one rank: the training sets it, a watchdog in another thread reads it.
+
+    A mark replaces one tuple by another in 0.1 us, so a reader never sees a partial mark.
+    """
+
+    first_step: int = 1  # of this process: it may take longer because it compiles
+    latest: tuple[float, str, int] = (0.0, "start", 0)  # time.monotonic(), phase, step
+
+    def mark(self, phase: str, step: int) -> None:
+        """Record that `phase` (one of `supervise.progress.PHASES`) begins or has completed a part."""
+        self.latest = (time.monotonic(), phase, step)
 
 
 class Profiler(Protocol):

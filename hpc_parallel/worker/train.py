@@ -32,13 +32,12 @@ from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.strategies.device_traffic import figures, ring_all_reduce
 from hpc_parallel.strategies.groups import make_saving_group
 from hpc_parallel.strategies.mesh import axis_of, weight_axes
-from hpc_parallel.supervise.progress import Progress
 from hpc_parallel.training.callbacks import Callbacks
 from hpc_parallel.training.checkpoint import Reader, optimizer_sizes, save_s, state_of
 from hpc_parallel.training.load_weights import start_from
 from hpc_parallel.training.metrics import Metrics, Scale, peak_flops
 from hpc_parallel.training.nonfinite import FollowerError, NonFiniteError
-from hpc_parallel.training.observers import Observers
+from hpc_parallel.training.observers import Observers, Progress
 from hpc_parallel.training.optimizer import ModelOptimizer, build_optimizer
 from hpc_parallel.training.read_ahead import ReadAhead
 from hpc_parallel.training.replicas import ReplicaError, Replicas

@@ -96,7 +96,7 @@ def trainer_s(ranks: int, folder: Path) -> dict[str, float]:
     import torch
 
     from hpc_parallel.record.run_folder import RunFolder
-    from hpc_parallel.supervise.progress import Progress
+    from hpc_parallel.training.observers import Progress
     from hpc_parallel.worker.session import read_config
     from hpc_parallel.worker.train import train
     from tests.composed import prepared

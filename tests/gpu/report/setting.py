@@ -42,7 +42,7 @@ from hpc_parallel.strategies.gradients import GradientNorm, clip
 from hpc_parallel.strategies.groups import make_groups
 from hpc_parallel.strategies.loss import LossTerms
 from hpc_parallel.strategies.whole_model import build_model
-from hpc_parallel.supervise.progress import Progress
+from hpc_parallel.training.observers import Progress
 from hpc_parallel.training.optimizer import build_optimizer
 from hpc_parallel.training.step import Step
 from hpc_parallel.worker.session import read_config
