@@ -236,7 +236,7 @@ def _pipeline(setup: Setup) -> Iterator[Exchange]:
 
 
 def _gradient_norm(setup: Setup) -> Iterator[Exchange]:
-    """gradient_norm.py: one number, summed over each axis whose ranks hold different weights."""
+    """gradients.py: one number, summed over each axis whose ranks hold different weights."""
     for axes in (("pipeline",), sliced_over(setup.layout), ("expert",), ("tensor",)):
         yield _On(setup, *axes)(UPDATE, "norm of the gradient", ALL_REDUCE, STEP)
 
