@@ -218,7 +218,7 @@ def _batch_norm(setup: Setup) -> Iterator[Exchange]:
 
 
 def _pipeline(setup: Setup) -> Iterator[Exchange]:
-    """pipeline.py: between neighbouring stages on different ranks; tied_ends.py: a weight at both ends."""
+    """pipeline.py: between neighbouring stages on different ranks, and a weight at both ends."""
     on, schedule = _On(setup, "pipeline"), schedule_of(setup.strategy)
     forth = [pair for group in on.groups for pair in pairwise(group)]
     if schedule.v_shaped:
@@ -236,7 +236,7 @@ def _pipeline(setup: Setup) -> Iterator[Exchange]:
 
 
 def _gradient_norm(setup: Setup) -> Iterator[Exchange]:
-    """gradient_norm.py: one number, summed over each axis whose ranks hold different weights."""
+    """gradients.py: one number, summed over each axis whose ranks hold different weights."""
     for axes in (("pipeline",), sliced_over(setup.layout), ("expert",), ("tensor",)):
         yield _On(setup, *axes)(UPDATE, "norm of the gradient", ALL_REDUCE, STEP)
 

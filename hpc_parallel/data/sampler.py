@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -85,6 +85,19 @@ class Data(Protocol):
         ...
 
 
+class Batch(NamedTuple):
+    """What one data replica has of a global batch: inputs and targets [samples, ...]."""
+
+    inputs: Tensor
+    targets: Tensor
+    indices: NDArray[np.int64]
+    """The indices of the samples in the training: [samples]."""
+
+    def pinned(self, device: torch.device) -> Batch:
+        """The batch in memory from which a copy to `device` does not block (`pinned`)."""
+        return Batch(*pinned((self.inputs, self.targets), device), self.indices)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batches:
     """One data replica's part of each global batch; the same on all ranks of a replica.
@@ -129,42 +142,50 @@ class Batches:
         """Whether samples may draw random numbers when they are read."""
         return self.seed is not None and isinstance(self.samples, RandomSamples)
 
-    def at(self, step: int, *, seeded: bool = True) -> tuple[Tensor, Tensor]:
-        """Returns inputs and targets [this replica's samples, ...] of the 0-based `step`.
+    def at(self, step: int) -> tuple[Tensor, Tensor]:
+        """Returns inputs and targets of the 0-based `step`, as `read` does."""
+        return self.read(step)[:2]
+
+    def read(self, step: int, *, seeded: bool = True) -> Batch:
+        """Returns this replica's samples of the 0-based `step`.
 
         Raises ConfigError for a negative target that would count as a term of the loss.
 
         seeded: False leaves the global generators alone, for samples that do not draw (`draws`).
         """
+        indices = self.indices(step)
         if self.replica is None:
-            return torch.empty(0), torch.empty(0)
-        inputs, targets = self._read(step, seeded=seeded)
+            return Batch(torch.empty(0), torch.empty(0), indices)
+        inputs, targets = self._read(indices, seeded=seeded)
         if not self.negative and targets.dtype in _SIGNED:
             _require_no_negative(targets)
-        return self._cast(inputs), self._cast(targets)
+        return Batch(self._cast(inputs), self._cast(targets), indices)
 
     def positions(self, step: int) -> NDArray[np.int64]:
         """Returns the positions in the data of the samples of `step`, [this replica's samples]."""
-        indices, population = self.indices(step), len(self.samples)
+        return self._positions(self.indices(step))
+
+    def _positions(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        population = len(self.samples)
         if self.seed is None:
             return indices % population
         return sample_order(indices, seed=self.seed, population=population)
 
-    def _read(self, step: int, *, seeded: bool) -> tuple[Tensor, Tensor]:
-        positions = self.positions(step)
+    def _read(self, indices: NDArray[np.int64], *, seeded: bool) -> tuple[Tensor, Tensor]:
+        positions = self._positions(indices)
         if not self.is_random:
             return self.samples.batch(positions)
         if not seeded and isinstance(self.samples, QuietSamples):
             return self.samples.unseeded_batch(positions)
-        indices = self.indices(step).astype(np.uint64)
-        keys = _mix(_mix(np.full_like(indices, self.seed)) + indices * np.uint64(GOLDEN))
+        unsigned = indices.astype(np.uint64)
+        keys = _mix(_mix(np.full_like(unsigned, self.seed)) + unsigned * np.uint64(GOLDEN))
         return cast(RandomSamples, self.samples).random_batch(positions, keys=keys)
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.floating) if self.floating and tensor.is_floating_point() else tensor
 
     def indices(self, step: int) -> NDArray[np.int64]:
-        """Returns the indices in the training of the samples of the 0-based `step`, as `at` has them."""
+        """Returns the indices in the training of the samples of the 0-based `step`, as `read` has them."""
         if self.replica is None:
             return np.empty(0, dtype=np.int64)
         microbatch = self.global_batch_size // self.microbatches

@@ -7,15 +7,14 @@ technique needs to know the model's class.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hpc_parallel.models.positions import Positions
-from hpc_parallel.models.product_dtype import product_dtype
-
+Tables = TypeVar("Tables")
 Bias = Callable[[Tensor, Tensor], Tensor]
 """(indices of queries [q], indices of keys [k]) -> what is added to the scores: [heads or 1, q, k].
 
@@ -23,6 +22,45 @@ It may have weights, as T5's relative positions do; ALiBi has none. -inf hides a
 """
 LocalBias = Callable[[Tensor, int], Tensor]
 """(a bias of all heads, the number of heads on this device) -> the part for the heads of this device."""
+
+
+class Positions:
+    """The positions of a sequence that this device has: here all of them, 0, 1, 2, ...
+
+    Techniques that split a sequence replace it.
+    """
+
+    def __call__(self, length: int, *, device: torch.device) -> Tensor:
+        """Returns the indices in the sample of this device's `length` positions: [length], int64."""
+        return torch.arange(length, device=device)
+
+    def key(self, length: int) -> Hashable | None:
+        """A key of the indices: equal keys mean equal indices. None if nothing is known about them."""
+        return length if type(self) is Positions else None
+
+
+class PositionTables(Generic[Tables]):
+    """Tables of the positions, such as their angles, computed once for all blocks and recomputations.
+
+    Compiled code only reads tables of earlier calls, because a compiled recomputation may not write.
+    """
+
+    def __init__(self) -> None:
+        self._by_device: dict[str, tuple[Hashable, Tables]] = {}  # nn.DataParallel has several
+
+    def __call__(
+        self, key: Hashable | None, compute: Callable[[], Tables], *, device: torch.device
+    ) -> Tables:
+        """The tables of the last call with this `key`, or new ones. Without a key, they are always new."""
+        if key is None:
+            return compute()
+        kept = self._by_device.get(str(device))
+        if kept is None or kept[0] != key:
+            if torch.compiler.is_compiling():
+                return compute()
+            kept = key, compute()
+            self._by_device[str(device)] = kept
+        return kept[1]
 
 
 class Attention(nn.Module):
@@ -118,6 +156,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         grouped = False
     return F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=grouped)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The type in which a product of `x` is computed here: that of autocast, or its own."""
+    kind = x.device.type
+    autocasts = kind != "meta" and torch.is_autocast_enabled(kind)  # torch raises for meta
+    return torch.get_autocast_dtype(kind) if autocasts else x.dtype
 
 
 def has_groups(device_type: str, dtype: torch.dtype) -> bool:

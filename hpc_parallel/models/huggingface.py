@@ -21,10 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_utils import AttentionInterface
 
 from hpc_parallel.config.checks.huggingface_checks import FAMILIES, FIXED, read_source, roles_in
-from hpc_parallel.models.attention import CausalAttention
+from hpc_parallel.models.attention import CausalAttention, PositionTables
 from hpc_parallel.models.drawn_weights import by_rows
 from hpc_parallel.models.language import LanguageHead, LanguageModel
-from hpc_parallel.models.positions import PositionTables
 from hpc_parallel.problems import ConfigError
 
 INTERFACE = "hpc_parallel"

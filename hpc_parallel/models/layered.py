@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from hpc_parallel.config.part_costs import PartCosts, PartFlops
+from hpc_parallel.models.attention import Positions
 from hpc_parallel.models.drawn_weights import Drawing, by_rows, draw
-from hpc_parallel.models.positions import Positions
 from hpc_parallel.models.sample_indices import SampleIndices
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.supervise.error_place import mark

@@ -13,7 +13,7 @@ from torch import Tensor
 class SampleIndices:
     """The indices in the training of the samples of the current microbatch, on this device.
 
-    A schedule says which microbatch comes next. A model without dropout does not ask.
+    If they are `used`, a step says which batch comes next, and a schedule which microbatch.
     """
 
     def __init__(self) -> None:
@@ -23,15 +23,13 @@ class SampleIndices:
 
     def begin_batch(self, indices: NDArray[np.int64] | Tensor, *, device: torch.device) -> None:
         """`indices` [batch] of the samples of this replica's next batch."""
-        if self.used:
-            batch = torch.as_tensor(indices)
-            batch = batch.pin_memory() if device.type == "cuda" and not batch.is_cuda else batch
-            self._batch = self._current = batch.to(device, non_blocking=True)
+        batch = torch.as_tensor(indices)
+        batch = batch.pin_memory() if device.type == "cuda" and not batch.is_cuda else batch
+        self._batch = self._current = batch.to(device, non_blocking=True)
 
     def begin_microbatch(self, index: int, *, count: int) -> None:
         """The forward passes that follow are those of the microbatch `index` of `count`."""
-        if self.used:
-            self._current = self._batch.chunk(count)[index]
+        self._current = self._batch.chunk(count)[index]
 
     def current(self) -> Tensor:
         """[samples of the microbatch] on this thread's replica."""

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hpc_parallel.models.attention import CausalAttention
+from hpc_parallel.models.attention import CausalAttention, PositionTables
 from hpc_parallel.models.drawn_weights import by_rows
 from hpc_parallel.models.language import LanguageHead, LanguageModel
-from hpc_parallel.models.positions import PositionTables
 
 RotaryTables = PositionTables[tuple[Tensor, Tensor]]
 """cos and sin, as `rotation` returns them."""

@@ -75,7 +75,7 @@ class Division:
         return [weight for stage in stages for weight in self.model.stage(self.blocks[stage])]
 
     def optimized(self, stages: tuple[int, ...]) -> list[Weight]:
-        """As `weights`, without the second copy of a tied weight, which follows the first (tied_ends.py)."""
+        """As `weights`, without the second copy of a tied weight, which follows the first (`TiedEnds`)."""
         weights = self.weights(stages)
         names = {weight.name for weight in weights}
         return [weight for weight in weights if self.model.tied.get(weight.name) not in names]

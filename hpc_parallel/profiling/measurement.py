@@ -23,8 +23,8 @@ from hpc_parallel.profiling.timeline import STEP, Interval, Timeline, events_of,
 from hpc_parallel.profiling.traffic import NAMES, Traffic
 from hpc_parallel.record.values import finite
 from hpc_parallel.strategies import exchange
-from hpc_parallel.strategies.action_times import Action, ActionTimes, recorded_actions
 from hpc_parallel.strategies.mesh import axis_of
+from hpc_parallel.strategies.ranges import Action, ActionTimes, recorded_actions
 
 CHUNK_COLUMNS = ("start_s", "end_s", "stage", "kind", "microbatch")  # of `timeline.json`
 WARM_UP = 2  # steps: a validation follows the first step, and a pipeline infers its shapes again after it
@@ -40,6 +40,7 @@ class Measurement:
         self, *, steps: int, mesh: DeviceMesh, device: torch.device, leave_out: Callable[[float], None]
     ) -> None:
         """`leave_out` is called with the seconds of each measured step."""
+        self.on = steps > 0
         self._timed = range(WARM_UP + 2, WARM_UP + 2 + steps)
         self._counted = WARM_UP + 1 if steps else 0
         self._device = device

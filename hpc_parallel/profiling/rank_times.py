@@ -58,6 +58,7 @@ class RankTimes:
         self._leave_out, self._device_state, self._write = leave_out, device_state, write
         self._accusations = accusations
         self._expected_s = expected_s
+        self.on = on
         self._first, self._next = FIRST_STEP if on else 0, 0
         self._before_s = self._data_s = self._began_s = 0.0
         self._usual_s = math.inf  # the shortest step since the last timed one

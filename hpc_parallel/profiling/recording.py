@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from hpc_parallel.torch_internals import record_memory, write_memory
 
 
 class Recording:
-    """The window of this rank. `begin` and `end` stand around each step, with the fetch of its batch."""
+    """The window of this rank: each of its steps, with the fetch of its batch."""
 
     def __init__(
         self, config: ProfileConfig, *, folder: Path, rank: int, device: torch.device,
@@ -32,14 +33,22 @@ class Recording:
         window = range(config.first_step, config.first_step + config.steps)
         self._window = window if config.kind != "none" and rank in config.ranks else range(0)
         self._all = window if config.kind != "none" else range(0)  # other ranks wait for the recorded ones
+        self.on = config.kind != "none"
         self._trace: _Trace | None = None
         self._recorded = 0
         self._began_s = 0.0
 
-    def begin(self, step: int) -> None:
-        """Before the 1-based `step`, counted from the start of this process."""
-        if step not in self._all:
-            return
+    def loading(self, step: int) -> AbstractContextManager[None]:
+        """The context in which to fetch the batch of the 1-based `step` since the start."""
+        if step in self._all:
+            self._begin(step)
+        return nullcontext()
+
+    def watch(self, step: int) -> AbstractContextManager[None]:
+        """The context in which to run the step."""
+        return self._record(step) if step in self._all else nullcontext()
+
+    def _begin(self, step: int) -> None:
         self._began_s = time.perf_counter()
         if step == self._window.start and self._window:
             if self._config.kind == "torch":
@@ -47,10 +56,9 @@ class Recording:
             else:
                 torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())
 
-    def end(self, step: int) -> None:
-        """After the step."""
-        if step not in self._all:
-            return
+    @contextmanager
+    def _record(self, step: int) -> Iterator[None]:
+        yield
         self._recorded += step in self._window
         if step == self._window[-1] if self._window else False:
             self.close()

@@ -19,8 +19,8 @@ from torch.autograd import DeviceType
 from torch.distributed import Work
 from torch.profiler import profile, record_function
 
-from hpc_parallel.strategies.action_times import Action
 from hpc_parallel.strategies.pipeline import BUSY
+from hpc_parallel.strategies.ranges import Action
 from hpc_parallel.torch_internals import profiler_events
 
 STEP = "measured step"
@@ -115,7 +115,7 @@ class Timeline:
         gloo's own ranges are not usable: under load they begin and end late, during the computation.
 
         actions: of a pipeline on a GPU, since the step began. The profiler's ranges on a GPU are not
-        usable: they miss the kernels of a backward pass (strategies/action_times.py).
+        usable: they miss the kernels of a backward pass (strategies/ranges.py).
         """
         (step,) = [event for event in events if event.name == STEP and not event.on_device]
         host = (event for event in events if event.thread == step.thread and not event.on_device)

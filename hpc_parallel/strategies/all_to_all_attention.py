@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpc_parallel.models.attention import Attention, Bias, attend_with
-from hpc_parallel.models.positions import Positions
+from hpc_parallel.models.attention import Attention, Bias, Positions, attend_with
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.ring import from_sequence, gather_mask, in_sequence

@@ -41,11 +41,10 @@ from hpc_parallel.strategies import (
 from hpc_parallel.strategies.device_traffic import DeviceTraffic
 from hpc_parallel.strategies.forward_backward import Accumulate, ForwardBackward, SequenceParts, TensorGroup
 from hpc_parallel.strategies.groups import Groups
+from hpc_parallel.strategies.loss import LossTerms, MetricsOf, WithMetrics
 from hpc_parallel.strategies.loss_scale import LossScale
-from hpc_parallel.strategies.loss_terms import LossTerms
 from hpc_parallel.strategies.mesh import axis_of, data_mesh, joint, slicing_axis
 from hpc_parallel.strategies.model_checks import is_own
-from hpc_parallel.strategies.own_metrics import MetricsOf, WithMetrics
 from hpc_parallel.strategies.parameter_server import Idle, ParameterServer
 from hpc_parallel.strategies.tile_maps import Maps, measure
 

@@ -17,11 +17,11 @@ from hpc_parallel.models.attention import (
     Attention,
     Bias,
     CausalAttention,
+    Positions,
     attend,
     attend_with,
 )
 from hpc_parallel.models.layered import LayeredModel
-from hpc_parallel.models.positions import Positions
 from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.strategies.local_positions import find_local_positions
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward, replace_modules

@@ -24,8 +24,8 @@ from hpc_parallel.config.model_bytes import LOSS_CHUNK_BYTES
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.language import LanguageHead, LanguageModel
 from hpc_parallel.models.layered import LayeredModel, Loss
+from hpc_parallel.strategies.loss import MetricsOf
 from hpc_parallel.strategies.mesh import axis_of, name_of
-from hpc_parallel.strategies.own_metrics import MetricsOf
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 from hpc_parallel.strategies.tensor_roles import roles_of

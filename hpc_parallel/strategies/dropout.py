@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hpc_parallel.models.attention import Positions
 from hpc_parallel.models.drawn_weights import tensor_seed
 from hpc_parallel.models.layered import LayeredModel
-from hpc_parallel.models.positions import Positions
 from hpc_parallel.models.sample_indices import SampleIndices
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies.dropout_shapes import ELEMENTWISE, WholeShape, dropouts

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpc_parallel.models.attention import Attention
+from hpc_parallel.models.attention import Attention, Positions
 from hpc_parallel.models.layered import LayeredModel
-from hpc_parallel.models.positions import Positions
 from hpc_parallel.strategies.replace_forward import replace_modules
 from hpc_parallel.torch_internals import DispatchMode, operator_name
 

@@ -26,7 +26,8 @@ from hpc_parallel.models.experts import Experts, Reorder
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.strategies.forward_backward import ForwardBackward
-from hpc_parallel.strategies.mesh import local_gradients, name_of
+from hpc_parallel.strategies.gradients import local_gradients
+from hpc_parallel.strategies.mesh import name_of
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.replace_forward import Forward, OriginalForward, replace_forward
 from hpc_parallel.strategies.row_counts import RowCounts

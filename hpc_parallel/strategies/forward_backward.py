@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from traceback import walk_tb
 from typing import Protocol
 
 import torch
@@ -21,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.auxiliary_loss import auxiliary_losses
 from hpc_parallel.models.layered import LayeredModel, Loss
-from hpc_parallel.strategies.loss_terms import LossTerms
+from hpc_parallel.strategies.loss import LossTerms, propagate_nonfinite
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.ring import slices_of
 
@@ -40,15 +41,6 @@ class ForwardBackward(Protocol):
 
         Where a peer has them, they are zero, or one zero without a dim.
         """
-
-
-def propagate_nonfinite(loss: Tensor) -> Tensor:
-    """Returns `loss` with its own gradients if it is finite, else NaN with gradients of NaN.
-
-    The derivative of an infinite cross-entropy is finite, so only the rank that has the loss would know.
-    All ranks see the gradients.
-    """
-    return loss * (1 + 0 * loss.detach())
 
 
 class Accumulate:
@@ -83,7 +75,8 @@ class Accumulate:
         pieces = self._split(inputs, targets)
         losses = []
         for index, (samples, expected) in enumerate(pieces):
-            self._model.sample_indices.begin_microbatch(index, count=len(pieces))
+            if self._model.sample_indices.used:  # by dropout
+                self._model.sample_indices.begin_microbatch(index, count=len(pieces))
             last = index == len(pieces) - 1
             with nullcontext() if last else self._without_averaging():
                 with marked("forward"):
@@ -161,3 +154,25 @@ class TensorGroup:
 
     def _loss_or_zero(self, loss: Tensor) -> Tensor:
         return loss if self._returns_loss else torch.zeros_like(loss)
+
+
+def place_in_backward(error: BaseException, *, parts: Sequence[LayeredModel]) -> str | None:
+    """Find where the backward pass failed, by the gradients that are missing; None if it had not begun.
+
+    Autograd passes the blocks from the last to the first and does not report where it is. After the
+    first of several microbatches all weights have gradients, and only "the backward pass" is known.
+    """
+    functions = set()
+    cause: BaseException | None = error
+    while cause is not None:
+        functions |= {frame.f_code.co_name for frame, _ in walk_tb(cause.__traceback__)}
+        cause = cause.__cause__
+    if "_engine_run_backward" not in functions:
+        return None
+    for part in reversed(parts):
+        modules = {"stem": part.stem, **{f"block {name}": block for name, block in part.blocks.items()}}
+        for part_name, module in reversed([*modules.items(), ("head", part.head)]):
+            weights = [] if module is None else module.parameters()
+            if any(weight.grad is None and weight.requires_grad for weight in weights):
+                return f"{part_name}'s backward pass"
+    return "the backward pass"

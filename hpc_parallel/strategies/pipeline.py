@@ -22,6 +22,7 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,15 +30,15 @@ from hpc_parallel import torch_internals
 from hpc_parallel.config.checks.pipeline_checks import version_problem
 from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.models.auxiliary_loss import auxiliary_losses
-from hpc_parallel.models.layered import LayeredModel, Loss
+from hpc_parallel.models.layered import LayeredModel, Loss, part_of
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.strategies.action_times import action
-from hpc_parallel.strategies.forward_backward import propagate_nonfinite
+from hpc_parallel.strategies.gradients import local_gradients
 from hpc_parallel.strategies.groups import Groups
-from hpc_parallel.strategies.loss_terms import LossTerms
+from hpc_parallel.strategies.loss import LossTerms, propagate_nonfinite
+from hpc_parallel.strategies.ranges import action, marked
 from hpc_parallel.strategies.replicate import Average, average_of
-from hpc_parallel.strategies.tied_ends import TiedEnds
 
+ENDS = {"stem", "head"}
 BUSY = "pipeline stage"  # the profiler's range for a stage's work on one microbatch
 KINDS = {
     "naive": ScheduleGPipe,  # with one microbatch at a time
@@ -75,14 +76,14 @@ class Stage(PipelineStage):
     """Carries the gradients between stages, if it is not the group that carries the activations."""
     first_microbatch = 0
     """Number of microbatches of this step in earlier runs of the schedule."""
-    begin_microbatch: Callable[[int], None] = staticmethod(lambda index: None)
-    """Called with the number of the microbatch before its forward pass in training."""
+    begin_microbatch: Callable[[int], None] | None = None
+    """Called with the number of the microbatch before its forward pass in training, for dropout."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
         if self.has_backward and not self.submod.training:
             self.submod.train()
         microbatch = self.first_microbatch + fwd_chunk_id
-        if self.submod.training:
+        if self.begin_microbatch is not None and self.submod.training:
             self.begin_microbatch(microbatch)
         with busy(self.stage_index, "forward", microbatch):
             return super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
@@ -151,6 +152,90 @@ def delay_averaging(runners: Sequence[Module]) -> None:
             torch_internals.leave_averaging_to_the_caller(runner)
 
 
+def contiguous_ends(forward: Callable[..., Any], stage: LayeredModel, *inputs: Tensor) -> Any:
+    """The forward pass of a stage whose outputs, and whose inputs' gradients, can be sent.
+
+    torch's pipelines send tensors as they are, and backends send contiguous ones only. A schedule that splits
+    the backward pass detaches outputs in place, which views do not allow: an input that a stage only hands on
+    is copied.
+    """
+    outputs = forward(stage, *(ContiguousGradient.apply(x) if x.requires_grad else x for x in inputs))
+    if isinstance(outputs, tuple):
+        return tuple(map(sendable, outputs))
+    return sendable(outputs)
+
+
+def sendable(output: Tensor) -> Tensor:
+    return (
+        output.clone(memory_format=torch.contiguous_format)
+        if torch_internals.is_view(output)
+        else output.contiguous()
+    )
+
+
+class ContiguousGradient(torch.autograd.Function):
+    """The same tensor; its gradient is contiguous.
+
+    An input that a stage hands on is also no longer a leaf of autograd, which would have no gradient to give.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
+
+
+class TiedEnds:
+    """Tied weights of the first and last stage: each stage has a copy, and both stay equal.
+
+    Other shared weights are in one stage (`stages.divide`), which has them once.
+
+    On two ranks, both copies get the sum of their gradients. On one rank, the optimizer updates only the
+    original in the first stage, and the copy in the last stage gets its values. They can't be one parameter:
+    fully_shard gathers each stage separately and could not slice it.
+    """
+
+    def __init__(
+        self, stages: Sequence[LayeredModel], *, group: dist.ProcessGroup | None, v_shaped: bool
+    ) -> None:
+        """`group`: of the ranks of the first and of the last stage (`Groups.ends`).
+
+        `v_shaped`: the first and the last stage are on one rank, in every pipeline.
+        """
+        pairs = [pair for stage in stages for pair in stage.tied.items()]
+        names = {alias: name for alias, name in pairs if {part_of(alias), part_of(name)} == ENDS}
+        local = dict(pair for stage in stages for pair in stage.named_parameters())
+        self.copies = [local[alias] for alias in names if alias in local]  # in the last stage
+        originals = [local[name] for name in names.values() if name in local]
+        self._pairs = list(zip(self.copies, originals, strict=True)) if v_shaped else []
+        self._shared = [] if v_shaped else self.copies or originals
+        self._group = group
+
+    @torch.no_grad()
+    def copy_originals(self) -> None:
+        """Copy the originals to this rank's copies, after the optimizer or a checkpoint has changed them."""
+        for copy, original in self._pairs:
+            _local(copy).copy_(_local(original))
+
+    def sum_gradients(self) -> None:
+        assert self._group is not None or not self._shared  # None would be the group of all ranks
+        for gradient in local_gradients(self._shared):
+            with marked("all_reduce tied ends"):
+                dist.all_reduce(gradient, group=self._group)
+        for copy, original in self._pairs:
+            gradients = zip(local_gradients([original]), local_gradients([copy]), strict=True)
+            for original_gradient, copy_gradient in gradients:
+                original_gradient.add_(copy_gradient)
+            copy.grad = None
+
+
+def _local(weight: Parameter) -> Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
 class Pipeline:
     """Drives this rank's stages through a schedule of torch.distributed.pipelining."""
 
@@ -186,7 +271,8 @@ class Pipeline:
         self._averages = [] if replicas is None else [average_of(model, axis=replicas) for model in models]
         for part, model in zip(self._parts, models, strict=True):
             part.gradients_group = groups.gradients if torch_internals.sends_apart(KINDS[schedule]) else None
-            part.begin_microbatch = partial(model.sample_indices.begin_microbatch, count=microbatches)
+            if model.sample_indices.used:
+                part.begin_microbatch = partial(model.sample_indices.begin_microbatch, count=microbatches)
         for part, average in zip(self._parts, self._averages, strict=False):
             part.average = average
         self._auxiliary_losses = auxiliary_losses(models)

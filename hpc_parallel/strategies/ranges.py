@@ -1,9 +1,19 @@
-"""Named ranges for profilers: of torch's profiler while it is on, else of NVTX on a GPU."""
+"""Named ranges for profilers, and the times of actions on the device.
+
+A range is one of torch's profiler while that is on, else of NVTX on a GPU.
+
+A profiler's range on a GPU covers the kernels that the range's own thread launched. Autograd launches those
+of a backward pass from a thread of its own, so a range around `backward()` misses them. Autograd makes the
+stream of its caller wait for its work, so an event that is recorded after `backward()` comes after all of it:
+while actions are recorded, `action` records a pair of events.
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.profiler import record_function
@@ -28,3 +38,73 @@ def marked(name: str) -> AbstractContextManager[object]:
 @cache
 def _has_nvtx() -> bool:
     return torch.cuda.is_available()
+
+
+class DeviceEvent(Protocol):
+    """A `torch.Event` with timing."""
+
+    def record(self) -> None: ...
+
+    def elapsed_time(self, event: Any, /) -> float:
+        """Returns milliseconds from this event to a later one."""
+        ...
+
+
+class Action(NamedTuple):
+    """A marked action; nanoseconds since the recording began."""
+
+    name: str
+    start: int
+    end: int
+
+
+class ActionTimes:
+    """Records a pair of events for each action. It never waits for the device."""
+
+    def __init__(self, new_event: Callable[[], DeviceEvent]) -> None:
+        self._new_event = new_event
+        self._began = self._record()
+        self._pairs: list[tuple[str, DeviceEvent, DeviceEvent]] = []
+
+    @contextmanager
+    def around(self, name: str) -> Iterator[None]:
+        """Record the action `name`."""
+        start = self._record()
+        yield
+        self._pairs.append((name, start, self._record()))
+
+    def read(self) -> list[Action]:
+        """Returns the recorded actions. The device must have completed them."""
+        return [Action(name, self._ns(start), self._ns(end)) for name, start, end in self._pairs]
+
+    def _ns(self, event: DeviceEvent) -> int:
+        return round(self._began.elapsed_time(event) * 1e6)
+
+    def _record(self) -> DeviceEvent:
+        event = self._new_event()
+        event.record()
+        return event
+
+
+_recording: list[ActionTimes] = []  # at most one; steps are measured one at a time
+
+
+@contextmanager
+def recorded_actions(new_event: Callable[[], DeviceEvent]) -> Iterator[ActionTimes]:
+    """While active, each `action` is recorded in the returned ActionTimes."""
+    _recording[:] = [ActionTimes(new_event)]
+    try:
+        yield _recording[0]
+    finally:
+        _recording.clear()
+
+
+def action(name: str) -> AbstractContextManager[object]:
+    """A range for profilers around a piece of work; while actions are recorded, with events of the device."""
+    return _recorded(name) if _recording else marked(name)
+
+
+@contextmanager
+def _recorded(name: str) -> Iterator[None]:
+    with marked(name), _recording[0].around(name):
+        yield

@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from hpc_parallel import torch_internals
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.layered import LayeredModel
-from hpc_parallel.strategies.mesh import local_gradients, name_of
+from hpc_parallel.strategies.gradients import local_gradients
+from hpc_parallel.strategies.mesh import name_of
 from hpc_parallel.strategies.ranges import marked
 
 # Running statistics cover all ranks' samples, so they need no sync; torch 2.13 renamed its option.

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any
 
-import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 
@@ -19,9 +15,8 @@ from hpc_parallel.config.stage_cuts import divide_blocks
 from hpc_parallel.models.layered import LayeredModel, keep, part_of
 from hpc_parallel.problems import ConfigError, Problem, Problems
 from hpc_parallel.strategies.dropout_shapes import dry_pass
+from hpc_parallel.strategies.pipeline import ENDS, contiguous_ends
 from hpc_parallel.strategies.replace_forward import replace_forward
-from hpc_parallel.strategies.tied_ends import ENDS
-from hpc_parallel.torch_internals import is_view
 
 
 def cut(
@@ -48,38 +43,6 @@ def cut(
     for stage in stages.values():
         replace_forward(stage, contiguous_ends, technique="Stage")
     return stages
-
-
-def contiguous_ends(forward: Callable[..., Any], stage: LayeredModel, *inputs: Tensor) -> Any:
-    """The forward pass of a stage whose outputs, and whose inputs' gradients, can be sent.
-
-    torch's pipelines send tensors as they are, and backends send contiguous ones only. A schedule that splits
-    the backward pass detaches outputs in place, which views do not allow: an input that a stage only hands on
-    is copied.
-    """
-    outputs = forward(stage, *(ContiguousGradient.apply(x) if x.requires_grad else x for x in inputs))
-    if isinstance(outputs, tuple):
-        return tuple(map(_sendable, outputs))
-    return _sendable(outputs)
-
-
-def _sendable(output: Tensor) -> Tensor:
-    return output.clone(memory_format=torch.contiguous_format) if is_view(output) else output.contiguous()
-
-
-class ContiguousGradient(torch.autograd.Function):
-    """The same tensor; its gradient is contiguous.
-
-    An input that a stage hands on is also no longer a leaf of autograd, which would have no gradient to give.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.contiguous()
 
 
 def find_problems(
@@ -145,7 +108,7 @@ def divide(
 def separable(model: LayeredModel) -> set[int]:
     """The blocks before which the whole `model` can be cut, so that no two stages share a weight.
 
-    Stem and head may share one (tied_ends.py).
+    Stem and head may share one (`pipeline.TiedEnds`).
     """
     count = len(model.blocks)
     places = {"stem": 0, "head": count - 1, **{f"blocks.{i}": i for i in range(count)}}

@@ -37,8 +37,8 @@ from torch.nn import functional as F
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.attention import Attention
 from hpc_parallel.models.layered import Column, LayeredModel, Loss
+from hpc_parallel.strategies.loss import MetricsOf
 from hpc_parallel.strategies.mesh import name_of
-from hpc_parallel.strategies.own_metrics import MetricsOf
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.replace_forward import Forward, OriginalForward, replace_forward
 from hpc_parallel.strategies.tensor_roles import is_within, roles_of

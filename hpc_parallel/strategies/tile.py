@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hpc_parallel.models.layered import LayeredModel, Loss
 from hpc_parallel.strategies.halo import Box, Grid
-from hpc_parallel.strategies.own_metrics import MetricsOf
+from hpc_parallel.strategies.loss import MetricsOf
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 from hpc_parallel.strategies.tile_layers import fetch_before, tile_layer
 from hpc_parallel.strategies.tile_maps import Maps

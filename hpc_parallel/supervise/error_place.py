@@ -35,15 +35,10 @@ def located(place: str) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def at_step(step: int) -> Iterator[None]:
-    """Record in which 1-based step an exception was raised."""
-    try:
-        yield
-    except Exception as error:
-        setattr(error, _STEP, step)
-        error.add_note(f"in step {step}")
-        raise
+def mark_step(error: BaseException, step: int) -> None:
+    """Record in which 1-based step `error` was raised."""
+    setattr(error, _STEP, step)
+    error.add_note(f"in step {step}")
 
 
 def step_of(error: BaseException) -> int | None:

@@ -10,10 +10,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hpc_parallel.record.values import finite
 from hpc_parallel.strategies.exchange import all_gather_numbers
-from hpc_parallel.training.step import StepResult
 
 # Dense peaks from the vendor's data sheets in FLOP/s: of bfloat16 and float16, and of float32 without TF32.
 # By a part of the device's name; the first that fits counts. Cards have lower clocks or fewer cores than SXM
@@ -31,6 +31,15 @@ PEAK_FLOPS = {
     "MI300X": (1307.4e12, 163.4e12),
     "MI250X": (191.5e12, 47.9e12),  # of one of its two dies, which is a device to torch
 }
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Scalars on the device. Read them late, because reading waits for the device."""
+
+    loss: Tensor  # mean loss of this replica's batch; zero if another rank of the replica has it
+    gradient_norm: Tensor  # of the entire model, before clipping; always valid on rank 0
+    skipped: Tensor | None = None  # steps skipped so far, valid on rank 0; None if none may be
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ class Metrics:
         self._device = device
         self._steps = 0
         self._pause_s = 0.0
-        self._data_s: list[float] = []
+        self.data_s: list[float] = []  # how long each step since the last line waited for its batch
         self._step_time_s = math.nan
         self._since = time.perf_counter()
         self._result: StepResult | None = None
@@ -62,10 +71,6 @@ class Metrics:
     def note(self, result: StepResult) -> None:
         self._result = result
         self._steps += 1
-
-    def note_data(self, seconds: float) -> None:
-        """Note how long a step waited for its batch."""
-        self._data_s.append(seconds)
 
     def leave_out(self, seconds: float, *, steps: int = 0) -> None:
         """Subtract time that was not spent on steps (validation), or that went to `steps` not to be timed.
@@ -82,7 +87,7 @@ class Metrics:
         if self._steps:
             self._step_time_s = (now - self._since - self._pause_s) / self._steps
         peak_bytes = float(peak_memory_bytes(self._device))
-        data_s = sum(self._data_s) / max(len(self._data_s), 1)
+        data_s = sum(self.data_s) / max(len(self.data_s), 1)
         losses, norms, peaks, times, waits, *counts = all_gather_numbers(
             [loss_share, gradient_norm, peak_bytes, self._step_time_s, data_s, *skipped], device=self._device
         )
@@ -92,7 +97,7 @@ class Metrics:
         samples_per_s = scale.global_batch_size / step_time_s
         timed_steps = self._steps
         self._since, self._steps, self._pause_s = time.perf_counter(), 0, 0.0
-        self._data_s.clear()
+        self.data_s.clear()
         line: dict[str, Any] = {
             "step": step,
             "samples": step * scale.global_batch_size,

@@ -1,9 +1,7 @@
-"""Keeps losses and gradients that are not finite from the weights, and reports them to the host later.
+"""Reports losses and gradients that are not finite to the host, and names the rank and the layer to blame.
 
-The gradient's norm is on the device and is the same on all ranks. If it is not finite, a flag on the device
-makes the fused optimizer skip its update (`found_inf`, which torch's GradScaler also uses). A loss that is
-not finite makes its gradients not finite (`propagate_nonfinite`). Nothing waits for the device, unless an
-optimizer ignores the flag: then the host reads it before each update.
+A step itself only withholds its update, on the device (`gradients.Withholding`). Nothing waits for the
+device, unless an optimizer ignores the flag: then the host reads it before each update.
 """
 
 from __future__ import annotations
@@ -12,15 +10,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from hpc_parallel.strategies import exchange
+from hpc_parallel.strategies.gradients import Withholding
 from hpc_parallel.strategies.loss_scale import LossScale
-from hpc_parallel.training.nonfinite_trace import Finding, first_clause
+from hpc_parallel.training.nonfinite_trace import FirstLayers, first_clause
 from hpc_parallel.training.optimizer import ModelOptimizer
 
 CHECK_EVERY = 100  # steps between two checks on the host, if no line is logged in between
@@ -43,8 +41,8 @@ class FollowerError(RuntimeError):
     """Raised on the ranks that end because another rank is to blame."""
 
 
-class Guard:
-    """Withholds the optimizer's update of a bad step (skip), or of all later steps too (stop, rollback)."""
+class Guard(Withholding):
+    """Withholds updates, and reports to the host why; `parameters` are those of the gradients' norms."""
 
     def __init__(
         self,
@@ -57,58 +55,16 @@ class Guard:
     ) -> None:
         """`parameters`: this rank's, by full name, in the order of `norms` in `note`.
 
-        `buffers`: tensors that a forward pass changes. A skipped step must not change them.
-
-        `loss_scale`: changes in each step. While it can shrink, a step that is not finite is skipped.
+        `policy`: stop, skip or rollback. The other arguments are those of `Withholding`.
         """
-        self._parameters = parameters
-        self._skips = policy == "skip"
         device = next(iter(parameters.values())).device
-        self._withhold = torch.zeros((), device=device)  # 1: withhold the update of this step
-        self._count = torch.zeros((), device=device)  # steps withheld since the first bad one
-        self._skipped = torch.zeros((), device=device)
-        self._loss_scale = loss_scale
-        self._may_skip = self._skips or loss_scale is not None
-        self._norms = torch.zeros(len(parameters), device=device)  # [parameter], of the first bad step
-        self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        optimizer.withhold_by(self._withhold)
-        self._buffers = buffers if self._may_skip else []
-        self._buffers_before: list[Tensor] = []
+        super().__init__(
+            len(parameters), device=device, skips=policy == "skip", buffers=buffers, loss_scale=loss_scale
+        )
+        self._parameters = parameters
+        optimizer.withhold_by(self.withhold)
 
-    @property
-    def skipped(self) -> Tensor | None:
-        """The number of skipped steps, on the device; None if none may be."""
-        return self._skipped.clone() if self._may_skip else None
-
-    @torch.no_grad()
-    def remember_buffers(self) -> None:
-        """Copy the buffers before the forward pass, so that a skipped step can restore them."""
-        self._buffers_before = [buffer.clone() for buffer in self._buffers]
-
-    @torch.no_grad()
-    def note(self, *, norm: Tensor, norms: Tensor, loss: Tensor) -> None:
-        """Withhold this step's update if the `norm` of the complete gradient is not finite.
-
-        `norm` is the same on all ranks. `norms` [parameter] and `loss` are this rank's.
-        """
-        bad = ~norm.isfinite()
-        skips = self._skips_step(bad)
-        stops = bad & ~skips
-        first = stops & (self._count == 0)
-        self._norms = torch.where(first, norms.float(), self._norms)
-        self._loss = torch.where(first, loss.double(), self._loss)
-        self._count += stops | (self._count > 0)
-        self._skipped += skips
-        self._withhold.copy_(bad | (self._count > 0))
-        for buffer, old in zip(self._buffers, self._buffers_before, strict=True):
-            buffer.copy_(torch.where(bad, old, buffer))
-
-    def _skips_step(self, bad: Tensor) -> Tensor:
-        """Whether training goes on after this `bad` step."""
-        overflows = torch.zeros_like(bad) if self._loss_scale is None else self._loss_scale.update(bad)
-        return bad if self._skips else overflows
-
-    def raise_if_nonfinite(self, step: int, *, trace: Callable[[int], Finding]) -> None:
+    def raise_if_nonfinite(self, step: int, *, trace: Callable[[int], FirstLayers]) -> None:
         """Read from the device whether a step up to the 1-based `step` was withheld.
 
         `trace`: what `nonfinite_trace.trace` shows in a replay of that step, on this rank.
@@ -116,20 +72,20 @@ class Guard:
         All ranks must call it together. Raises NonFiniteError on the rank to blame and FollowerError on the
         others.
         """
-        if self._skips:
+        if self.skips:
             return
-        count = self._count.clone()
+        count = self.count.clone()
         if dist.is_initialized():
             dist.all_reduce(count, op=dist.ReduceOp.MAX)  # only a parameter server has the gradient
         if withheld := int(count.item()):
             self._raise(step - withheld + 1, trace=trace)
 
-    def _raise(self, step: int, *, trace: Callable[[int], Finding]) -> NoReturn:
+    def _raise(self, step: int, *, trace: Callable[[int], FirstLayers]) -> NoReturn:
         names = list(self._parameters)
-        bad = {names[index] for index in (~self._norms.isfinite()).nonzero().flatten().tolist()}
+        bad = {names[index] for index in (~self.norms.isfinite()).nonzero().flatten().tolist()}
         broken = {name for name, weight in self._parameters.items() if not _is_finite(weight)}
         local = {
-            "loss": str(self._loss.item()),  # JSON has no NaN
+            "loss": str(self.loss.item()),  # JSON has no NaN
             "gradient": min(bad, key=order, default=None),
             "weight": min(broken, key=order, default=None),
         }  # fmt: skip

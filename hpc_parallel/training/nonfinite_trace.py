@@ -20,11 +20,11 @@ from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.torch_internals import tree_leaves
 
 OUTPUT, GRADIENT = "output", "gradient"
-Finding = Mapping[str, tuple[str, str]]
+FirstLayers = Mapping[str, tuple[str, str]]
 """OUTPUT or GRADIENT -> (name of the layer, its first value that is not finite), of one rank."""
 
 
-def trace(parts: Sequence[LayeredModel], *, compiled: bool, replay: Callable[[], object]) -> Finding:
+def trace(parts: Sequence[LayeredModel], *, compiled: bool, replay: Callable[[], object]) -> FirstLayers:
     """Returns the first layer of this rank's `parts` with such an output, and with such a gradient, if any.
 
     `replay`: runs the forward and backward passes of the step again; collective over all ranks. Of compiled
@@ -70,7 +70,7 @@ def _note(finding: dict[str, tuple[str, str]], kind: str, name: str, tensor: Ten
 
 
 def first_clause(
-    by_rank: Sequence[Finding], *, order: Callable[[str], tuple[int, int, str]]
+    by_rank: Sequence[FirstLayers], *, order: Callable[[str], tuple[int, int, str]]
 ) -> tuple[int, str, str] | None:
     """Returns the rank, a clause and the layer's name of the first finding of all ranks; None without any.
 

@@ -13,13 +13,11 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from torch import Tensor
+import torch
 
 from hpc_parallel.data.generators import GeneratorStates, generator_states
-from hpc_parallel.data.sampler import Batches, QuietSamples
+from hpc_parallel.data.sampler import Batch, Batches, QuietSamples
 from hpc_parallel.supervise.progress import READER
-
-Batch = tuple[Tensor, Tensor]
 
 
 @dataclass
@@ -39,24 +37,45 @@ class ReadAhead:
     The thread ends with `close`, and with the process: a read that hangs holds up neither.
     """
 
-    def __init__(self, batches: Batches, *, steps: int, pin: Callable[[Batch], Batch]) -> None:
-        """steps: of the entire training; `pin` prepares a batch for the copy to the device, in the thread."""
-        self._batches, self._steps, self._pin = batches, steps, pin
+    def __init__(
+        self,
+        batches: Batches,
+        *,
+        steps: int,
+        device: torch.device,
+        pin: Callable[[Batch, torch.device], Batch] = Batch.pinned,
+    ) -> None:
+        """steps: of the entire training; `pin` prepares a batch for the copy to `device`, in the thread."""
+        self._batches, self._steps, self._device, self._pin = batches, steps, device, pin
         self._on = not batches.draws and batches.replica is not None
+        self._is_random = batches.is_random
         self._requests: queue.SimpleQueue[_Reading | None] = queue.SimpleQueue()
         self._reading: _Reading | None = None
         self._thread: threading.Thread | None = None
 
     def next(self, step: int) -> Batch:
-        """Returns the batch of the 0-based `step`, and begins to read the one after it.
+        """Returns the batch of the 0-based `step` on the device, and begins to read the one after it.
 
         Raises what the samples raise, at the step whose batch it is.
         """
         reading, self._reading = self._reading, None
-        batch = self._batches.at(step) if reading is None or reading.step != step else self._take(reading)
+        batch = self._read(step) if reading is None or reading.step != step else self._take(reading)
         if self._on and step + 1 < self._steps:
             self._begin(step + 1)
-        return batch
+        return self._copy(batch)
+
+    def again(self, step: int) -> Batch:
+        """Returns the batch of any 0-based `step` on the device, and reads none ahead."""
+        self.settle()
+        return self._copy(self._read(step))
+
+    def _read(self, step: int) -> Batch:
+        return self._pin(self._batches.read(step), self._device)
+
+    def _copy(self, batch: Batch) -> Batch:
+        """Copy a pinned batch to the device without blocking the host."""
+        inputs, targets = (tensor.to(self._device, non_blocking=True) for tensor in batch[:2])
+        return Batch(inputs, targets, batch.indices)
 
     def settle(self) -> None:
         """Wait until the thread reads nothing, before the main thread reads."""
@@ -71,13 +90,13 @@ class ReadAhead:
         if self._thread is None:
             self._thread = threading.Thread(target=self._read_requested, name=READER, daemon=True)
             self._thread.start()
-        self._reading = _Reading(step, before=generator_states() if self._batches.is_random else None)
+        self._reading = _Reading(step, before=generator_states() if self._is_random else None)
         self._requests.put(self._reading)
 
     def _read_requested(self) -> None:
         while (reading := self._requests.get()) is not None:
             try:
-                reading.batch = self._pin(self._batches.at(reading.step, seeded=False))
+                reading.batch = self._pin(self._batches.read(reading.step, seeded=False), self._device)
             except BaseException as error:  # raised again in the main thread, with its traceback
                 reading.error = error
             reading.done.set()
@@ -100,4 +119,4 @@ class ReadAhead:
         samples = self._batches.samples
         if isinstance(samples, QuietSamples) and samples.draws_at(self._batches.positions(step)):
             before.restore()
-        return self._batches.at(step)
+        return self._read(step)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 
 from hpc_parallel.strategies import exchange
 from hpc_parallel.training.optimizer import ModelOptimizer
@@ -15,6 +16,12 @@ def local_bytes(tensors: Iterable[Tensor]) -> int:
     """The bytes of the numbers that this rank holds; of a DTensor, those of the local shard."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
     return sum(tensor.nbytes for tensor in local)
+
+
+def held_bytes(parameters: Sequence[Parameter]) -> dict[str, int]:
+    """The bytes of this rank's `parameters` and of their `gradients`."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return {"parameters": local_bytes(parameters), "gradients": local_bytes(gradients)}
 
 
 def state_by_rank(held_bytes: Mapping[str, int], optimizer: ModelOptimizer) -> list[dict[str, int]] | None:

@@ -4,73 +4,35 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.data.sampler import Batches, to_device
-from hpc_parallel.models.sample_indices import SampleIndices
-from hpc_parallel.profiling.measurement import Measurement
-from hpc_parallel.profiling.rank_times import RankTimes
-from hpc_parallel.profiling.recording import Recording
-from hpc_parallel.strategies.own_metrics import WithMetrics
-from hpc_parallel.strategies.ranges import marked
-from hpc_parallel.supervise.error_place import at_step
-from hpc_parallel.supervise.progress import Progress
-from hpc_parallel.training.callbacks import Callbacks
+from hpc_parallel.data.sampler import Batches
+from hpc_parallel.strategies.loss import WithMetrics
 from hpc_parallel.training.garbage import collecting
 from hpc_parallel.training.learning_rate import learning_rate
-from hpc_parallel.training.metrics import Metrics
 from hpc_parallel.training.nonfinite import CHECK_EVERY
+from hpc_parallel.training.observers import Observers
 from hpc_parallel.training.optimizer import ModelOptimizer
 from hpc_parallel.training.read_ahead import ReadAhead
 from hpc_parallel.training.saver import Saver
 from hpc_parallel.training.step import Step
 from hpc_parallel.training.validation import validate
-from hpc_parallel.training.writers import Writer
 
 
 @dataclass(frozen=True)
 class Samples:
-    """This rank's batches for training and validation, and the device that they are copied to."""
+    """This rank's batches for training and validation."""
 
-    train: Batches
-    ahead: ReadAhead  # of `train`
+    train: ReadAhead
     validation: Batches
     validation_steps: int  # batches in one validation
     device: torch.device
-    sample_indices: SampleIndices  # of the model
     evaluation: WithMetrics  # the loss function
-
-    def next_batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """The batch of the 1-based `step`, the next one; the model is told which samples it has."""
-        return self._on_device(self.ahead.next(step - 1), step)
-
-    def batch_of(self, step: int) -> tuple[Tensor, Tensor]:
-        """As `next_batch`, for any step."""
-        self.ahead.settle()
-        return self._on_device(self.train.at(step - 1), step)
-
-    def _on_device(self, batch: tuple[Tensor, Tensor], step: int) -> tuple[Tensor, Tensor]:
-        batch = to_device(batch, self.device)
-        self.sample_indices.begin_batch(self.train.indices(step - 1), device=self.device)
-        return batch
-
-
-@dataclass(frozen=True)
-class Observers:
-    """Objects that observe a training and do not change it."""
-
-    metrics: Metrics
-    measurement: Measurement
-    rank_times: RankTimes
-    recording: Recording
-    writers: Sequence[Writer]  # empty on every rank except rank 0
-    progress: Progress  # for a watchdog
-    callbacks: Callbacks  # of the user's; they may end the training
 
 
 class Trainer:
@@ -95,11 +57,8 @@ class Trainer:
         self._step = step
         self._optimizer = optimizer
         self._samples = samples
+        self._observers = observers
         self._metrics = observers.metrics
-        self._measurement = observers.measurement
-        self._rank_times = observers.rank_times
-        self._recording = observers.recording
-        self._writers = observers.writers
         self._progress = observers.progress
         self._callbacks = observers.callbacks
         self.ended_early: str | None = None  # why a callback ended the training
@@ -116,24 +75,26 @@ class Trainer:
         Returns the signal that stopped the training earlier, after its checkpoint is complete, else None.
         A callback may end it earlier too (`ended_early`).
         """
-        steps_before = self.steps_done
-        if steps_before:  # the last start may have died between its early end and its summary
+        if self.steps_done:  # the last start may have died between its early end and its summary
             self.ended_early = self._callbacks.reason()
         if self.ended_early is not None:
             return None
         with collecting(self._training.collect_every) as collect:
-            return self._fit(steps_before, collect)
+            return self._fit(collect)
 
-    def _fit(self, steps_before: int, collect: Callable[[int], None]) -> signal.Signals | None:
+    def _fit(self, collect: Callable[[int], None]) -> signal.Signals | None:
         steps = self._training.steps
-        for step in range(steps_before + 1, steps + 1):
+        for step in range(self.steps_done + 1, steps + 1):
             collect(step)
-            rate = self._train(step, steps_before=steps_before)
+            rate = learning_rate(step, steps=steps, config=self._schedule)
+            self._optimizer.set_learning_rate(rate)
+            self._metrics.note(self._step.train(step, batches=self._samples.train, observers=self._observers))
+            self.steps_done = step
             self._callbacks.step(step)
             validate = self._due(step, self._training.validate_every)
             line_due = validate or self._due(step, self._training.log_every)
             if line_due or step % CHECK_EVERY == 0:
-                self._step.raise_if_nonfinite(step, batch_of=self._samples.batch_of)
+                self._step.raise_if_nonfinite(step, batches=self._samples.train)
             if line_due:
                 self._log(step, rate=rate, validate=validate)
             if self._saver.due(step):
@@ -149,35 +110,12 @@ class Trainer:
         self._progress.mark("done", self.steps_done)
         return None
 
-    def _train(self, step: int, *, steps_before: int) -> float:
-        """Fetch the batch of the 1-based `step` and run the step; returns the learning rate.
-
-        `steps_before`: steps that earlier attempts of this run have done.
-        """
-        rate = learning_rate(step, steps=self._training.steps, config=self._schedule)
-        self._optimizer.set_learning_rate(rate)
-        self._progress.mark("data", step)
-        number = step - steps_before
-        self._recording.begin(number)
-        started = time.perf_counter()
-        with self._measurement.loading(number), self._rank_times.loading(number), marked("data"):
-            batch = self._samples.next_batch(step)
-        self._metrics.note_data(time.perf_counter() - started)
-        self._progress.mark("step", step)
-        watched = self._measurement.watch(number), self._rank_times.watch(number)
-        with at_step(step), watched[0], watched[1], marked(f"step {step}"):
-            result = self._step.run(*batch)
-        self._recording.end(number)
-        self._metrics.note(result)
-        self.steps_done = step
-        return rate
-
     def _log(self, step: int, *, rate: float, validate: bool) -> None:
         self._progress.mark("log", step)
         line = self._metrics.line(step=step, learning_rate=rate)
         if validate:
             line |= self.validate(after=step)
-        for writer in self._writers:
+        for writer in self._observers.writers:
             writer.write(line)
         reason = self._callbacks.line(line)
         if step < self._training.steps:
@@ -191,7 +129,7 @@ class Trainer:
     def _save(self, step: int, *, blocking: bool) -> None:
         self._progress.mark("save", step)
         # A checkpoint must hold finite weights only.
-        self._step.raise_if_nonfinite(step, batch_of=self._samples.batch_of)
+        self._step.raise_if_nonfinite(step, batches=self._samples.train)
         self._saver.save(step, blocking=blocking)
 
     def validate(self, *, after: int) -> dict[str, float | None]:
@@ -203,7 +141,7 @@ class Trainer:
 
         started = time.perf_counter()
         samples = self._samples
-        samples.ahead.settle()
+        samples.train.settle()
         means = validate(
             evaluate, samples.validation, steps=samples.validation_steps, device=samples.device,
             evaluation=samples.evaluation,

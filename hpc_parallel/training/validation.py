@@ -10,7 +10,7 @@ from torch import Tensor
 from hpc_parallel.data.sampler import Batches, to_device
 from hpc_parallel.record.values import finite
 from hpc_parallel.strategies.exchange import all_gather
-from hpc_parallel.strategies.own_metrics import WithMetrics
+from hpc_parallel.strategies.loss import WithMetrics
 
 PREFIX = "validation_"
 

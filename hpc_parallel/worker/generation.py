@@ -28,9 +28,9 @@ from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.decode import Decoder
 from hpc_parallel.strategies.exchange import all_gather_numbers
-from hpc_parallel.supervise.progress import Progress
 from hpc_parallel.training.load_weights import start_from
 from hpc_parallel.training.metrics import peak_memory_bytes
+from hpc_parallel.training.observers import Progress
 from hpc_parallel.training.writers import open_writers
 from hpc_parallel.worker.cache_check import CACHED, CacheCheck
 from hpc_parallel.worker.session import Session, complete, phases_of

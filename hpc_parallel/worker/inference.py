@@ -25,9 +25,9 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.strategies.exchange import all_gather_numbers
 from hpc_parallel.strategies.forward_backward import ForwardBackward
-from hpc_parallel.supervise.progress import Progress
 from hpc_parallel.training.load_weights import start_from
 from hpc_parallel.training.metrics import peak_memory_bytes
+from hpc_parallel.training.observers import Progress
 from hpc_parallel.training.validation import validate as validated
 from hpc_parallel.training.writers import open_writers
 from hpc_parallel.worker.session import Session, complete, phases_of

@@ -21,10 +21,10 @@ from hpc_parallel.strategies.assemble import Assembled, assemble
 from hpc_parallel.strategies.decode import Decoder
 from hpc_parallel.strategies.forward_backward import Accumulate
 from hpc_parallel.strategies.groups import Groups
-from hpc_parallel.strategies.loss_terms import LossTerms
+from hpc_parallel.strategies.loss import LossTerms
 from hpc_parallel.torch_internals import DispatchMode, tree_leaves
 from hpc_parallel.training.optimizer import ModelOptimizer, Update
-from hpc_parallel.training.step import build_step
+from hpc_parallel.training.step import Step
 from hpc_parallel.worker.small_model import SAMPLES, STEPS, SmallRun
 
 CACHED = 3  # positions whose logits are compared: two of them follow cached ones
@@ -182,7 +182,7 @@ def _train(run: SmallRun, assembled: Assembled, *, reference: Reference) -> Resu
     results, weights = Results(), assembled.named_parameters()
     update = Update(SGD, weights, options={"lr": reference.rate, "foreach": False})
     steps = iter(range(STEPS))
-    step = build_step(
+    step = Step(
         assembled,
         optimizer=ModelOptimizer(weights, {1.0: [update]}),
         clip_norm=None,

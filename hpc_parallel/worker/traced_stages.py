@@ -20,13 +20,13 @@ from hpc_parallel.models.layered import LayeredModel, as_tuple
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies import working_weights
 from hpc_parallel.strategies.assemble import Assembled
-from hpc_parallel.strategies.forward_backward import propagate_nonfinite
+from hpc_parallel.strategies.gradients import local_gradients
 from hpc_parallel.strategies.groups import Groups
-from hpc_parallel.strategies.mesh import joint, local_gradients, slicing_axis
-from hpc_parallel.strategies.pipeline import Stage
+from hpc_parallel.strategies.loss import propagate_nonfinite
+from hpc_parallel.strategies.mesh import joint, slicing_axis
+from hpc_parallel.strategies.pipeline import Stage, TiedEnds
 from hpc_parallel.strategies.precision import HALF, WEIGHTS
 from hpc_parallel.strategies.replicate import distributed_weights
-from hpc_parallel.strategies.tied_ends import TiedEnds
 from hpc_parallel.worker.saved_tensors import SavedTensors
 from hpc_parallel.worker.traced_traffic import GroupTraffic
 
@@ -63,7 +63,8 @@ class Stages:
         for index, (samples, expected) in enumerate(pieces):
             self._traffic.begin_microbatch()
             for stage, part in zip(self._numbers(), parts, strict=True):
-                part.sample_indices.begin_microbatch(index, count=self._microbatches)
+                if part.sample_indices.used:
+                    part.sample_indices.begin_microbatch(index, count=self._microbatches)
                 self._let_gradients_wait(part)
                 kept = self._pass(part, samples, expected, stage=stage)
                 if index == 0:

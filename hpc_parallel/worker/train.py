@@ -15,7 +15,6 @@ import torch.distributed as dist
 from hpc_parallel.config.checks.profile_checks import measured_steps
 from hpc_parallel.config.layout import servers
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.data.sampler import pinned
 from hpc_parallel.machine.device_state import device_state
 from hpc_parallel.machine.topology import nvml_module
 from hpc_parallel.profiling.accusations import Accusations
@@ -33,20 +32,20 @@ from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.strategies.device_traffic import figures, ring_all_reduce
 from hpc_parallel.strategies.groups import make_saving_group
 from hpc_parallel.strategies.mesh import axis_of, weight_axes
-from hpc_parallel.supervise.progress import Progress
 from hpc_parallel.training.callbacks import Callbacks
 from hpc_parallel.training.checkpoint import Reader, optimizer_sizes, save_s, state_of
 from hpc_parallel.training.load_weights import start_from
 from hpc_parallel.training.metrics import Metrics, Scale, peak_flops
 from hpc_parallel.training.nonfinite import FollowerError, NonFiniteError
+from hpc_parallel.training.observers import Observers, Progress
 from hpc_parallel.training.optimizer import ModelOptimizer, build_optimizer
 from hpc_parallel.training.read_ahead import ReadAhead
 from hpc_parallel.training.replicas import ReplicaError, Replicas
 from hpc_parallel.training.restore import newest_sound, restore
 from hpc_parallel.training.saver import Saver, SavingGroup
 from hpc_parallel.training.state_bytes import state_by_rank
-from hpc_parallel.training.step import Step, build_step
-from hpc_parallel.training.trainer import Observers, Samples, Trainer
+from hpc_parallel.training.step import Step
+from hpc_parallel.training.trainer import Samples, Trainer
 from hpc_parallel.training.writers import open_writers
 from hpc_parallel.worker.preflight import gpu_uuid
 from hpc_parallel.worker.run_plots import draw_plots, span_s
@@ -85,7 +84,7 @@ def train(
     check(steps_done)
     samples = samples_of(session)
     observers = open_observers(
-        session, folder, values=values, replicas=samples.train.replicas, progress=progress or Progress(),
+        session, folder, values=values, replicas=samples.validation.replicas, progress=progress or Progress(),
         steps_done=steps_done,
     )  # fmt: skip
     saver = Saver(
@@ -103,7 +102,7 @@ def train(
     )  # fmt: skip
     # `stop` until all is written: a signal must not end a run that is almost done.
     on_phase("first steps (torch.compile)" if config.training.compile else "first steps")
-    with contextlib.closing(samples.ahead), stop:
+    with contextlib.closing(samples.train), stop:
         signalled = fit(trainer, saver=saver)
         observers.recording.close()
         observers.callbacks.end(trainer.steps_done)
@@ -195,7 +194,7 @@ def step_of(
     session: Session, *, optimizer: ModelOptimizer, on_gradients: Callable[[Assembled], None] | None
 ) -> Step:
     training = session.config.training
-    return build_step(
+    return Step(
         session.assembled,
         optimizer=optimizer,
         clip_norm=training.clip_norm,
@@ -274,14 +273,11 @@ def replicas_check(session: Session) -> Callable[[int], None]:
 
 def samples_of(session: Session) -> Samples:
     train = session.batches(session.data.train, seed=session.config.seed)
-    pin = partial(pinned, device=session.device)
     return Samples(
-        train=train,
-        ahead=ReadAhead(train, steps=session.config.training.steps, pin=pin),
+        train=ReadAhead(train, steps=session.config.training.steps, device=session.device),
         validation=session.batches(session.data.validation, seed=None),
         validation_steps=session.validation_steps,
         device=session.device,
-        sample_indices=session.assembled.parts[0].sample_indices,
         evaluation=session.assembled.evaluation,
     )
 

@@ -320,8 +320,8 @@ def averaged(group, bucket):  # type: ignore[no-untyped-def]  # torch reads the 
 
 def counts_of(config: Any, fakes: AbstractContextManager[object]) -> dict[str, Any]:
     from hpc_parallel.strategies import assemble as assembling
+    from hpc_parallel.training import step as steps
     from hpc_parallel.training.optimizer import build_optimizer
-    from hpc_parallel.training.step import build_step
 
     model, batch, place = planned(config)
     tokens = config.data.get("sequence_length")
@@ -333,6 +333,7 @@ def counts_of(config: Any, fakes: AbstractContextManager[object]) -> dict[str, A
     for part in assembled.parts:
         part.train()
     optimizer = build_optimizer(assembled.named_parameters(), config.optimizer, split=True)
+    build_step = getattr(steps, "build_step", steps.Step)  # the former is that of 07695be
     step = build_step(
         assembled, optimizer=optimizer, clip_norm=config.training.clip_norm, on_nonfinite="stop"
     )

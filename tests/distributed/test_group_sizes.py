@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import Parameter
 
 from hpc_parallel.config.exchanges import ALL_GATHER
-from hpc_parallel.strategies.mesh import local_gradients
+from hpc_parallel.strategies.gradients import local_gradients
 from tests.parity import COMMON
 from tests.watched_collectives import watched
 from tests.workers import Workers

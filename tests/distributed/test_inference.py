@@ -87,7 +87,7 @@ def test_the_loss_is_the_untrained_model_s(workers: Workers, layout: str) -> Non
 
 def _losses(run_folder: str) -> tuple[float, dict[int, float]]:
     from hpc_parallel.config.tasks import batch_sizes
-    from hpc_parallel.supervise.progress import Progress
+    from hpc_parallel.training.observers import Progress
     from hpc_parallel.training.validation import validate
     from hpc_parallel.worker import inference
     from hpc_parallel.worker.session import Session

@@ -18,7 +18,7 @@ from hpc_parallel.report.gather import gather
 from hpc_parallel.report.model_metrics import own_metrics
 from hpc_parallel.report.page import render
 from hpc_parallel.report.tables import digits
-from hpc_parallel.strategies.own_metrics import WithMetrics
+from hpc_parallel.strategies.loss import WithMetrics
 from hpc_parallel.worker.session import read_config
 from tests.distributed.test_models_of_others import words_of
 from tests.workers import Workers

@@ -39,7 +39,7 @@ def _round(run_folder: str) -> dict[str, Any]:
 
     from hpc_parallel.record.run_folder import RunFolder
     from hpc_parallel.training.optimizer import build_optimizer
-    from hpc_parallel.training.step import build_step
+    from hpc_parallel.training.step import Step
     from hpc_parallel.worker.session import Session, read_config
 
     config, _ = read_config(RunFolder(Path(run_folder)).config)
@@ -52,7 +52,7 @@ def _round(run_folder: str) -> dict[str, Any]:
         whole.update({name: weight.grad.clone() for name, weight in weights.items()})
 
     batches = session.batches(session.data.train, seed=config.seed)
-    step = build_step(session.assembled, optimizer=optimizer, clip_norm=0.1, on_gradients=look)
+    step = Step(session.assembled, optimizer=optimizer, clip_norm=0.1, on_gradients=look)
     step.run(*batches.at(0))
     state = list(optimizer.state().values())
     held = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in

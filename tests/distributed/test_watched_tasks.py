@@ -30,7 +30,7 @@ MARKS = {
 def marks_of(run_folder: str) -> list[tuple[str, int]]:
     import torch
 
-    from hpc_parallel.supervise.progress import Progress
+    from hpc_parallel.training.observers import Progress
     from hpc_parallel.worker.main import TASKS, WATCHED
     from hpc_parallel.worker.session import read_config
 

@@ -29,7 +29,7 @@ from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.supervise import failure, flight_recorder, root_cause
 from hpc_parallel.supervise.conclude_run import conclude, find_root_cause
 from hpc_parallel.supervise.desync import compare
-from hpc_parallel.supervise.error_place import at_step, located
+from hpc_parallel.supervise.error_place import located, mark_step
 from hpc_parallel.supervise.failure import Record
 from hpc_parallel.user_code import causes_of, hint
 
@@ -418,9 +418,10 @@ def test_the_line_of_a_gpu_out_of_memory(folder: RunFolder) -> None:
         failure.record_exception(folder, world=world(rank), error=lost)
     wrapped = RuntimeError("[Stage 1] failed to run forward")
     try:
-        with at_step(3), located("block 7"):
+        with located("block 7"):
             raise OutOfMemoryError(CUDA)
     except OutOfMemoryError as error:
+        mark_step(error, 3)
         wrapped.__cause__ = error
     failure.record_exception(folder, world=world(5), error=wrapped)
     assert conclude(folder, returncode=1) == (

@@ -22,8 +22,8 @@ from hpc_parallel.supervise import failure, hang_report
 from hpc_parallel.supervise.flight_recorder import Collective, DeviceProgress, device_progress
 from hpc_parallel.supervise.hang_cause import cause_of
 from hpc_parallel.supervise.hang_report import HangReport
-from hpc_parallel.supervise.progress import Progress
 from hpc_parallel.supervise.supervisor import Supervisor, spot_of, stack_of
+from hpc_parallel.training.observers import Progress
 from hpc_parallel.worker import hang_meeting
 from hpc_parallel.worker.watchdog import _Watchdog, last_collective
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from hpc_parallel.config.schema import AdamWConfig
-from hpc_parallel.strategies.forward_backward import propagate_nonfinite
-from hpc_parallel.training.gradient_norm import GradientNorm
+from hpc_parallel.strategies.gradients import GradientNorm
+from hpc_parallel.strategies.loss import propagate_nonfinite
 from hpc_parallel.training.nonfinite import Guard, NonFiniteError, blame, order
 from hpc_parallel.training.optimizer import build_optimizer
 

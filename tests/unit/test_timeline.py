@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hpc_parallel.profiling.timeline import BACKWARD, STEP, WAIT, Chunk, Event, Timeline, union, without
-from hpc_parallel.strategies.action_times import Action, recorded_actions
 from hpc_parallel.strategies.pipeline import BUSY, busy
+from hpc_parallel.strategies.ranges import Action, recorded_actions
 
 NODE = "autograd::engine::evaluate_function: AddBackward0"
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.supervise.progress import Progress
+from hpc_parallel.training.observers import Progress
 from hpc_parallel.worker.session import read_config
 from hpc_parallel.worker.train import train
 from tests.benchmarks.peers.ratio import LEAST_PAIRS, blocks_s, ratio_of

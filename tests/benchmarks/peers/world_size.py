@@ -96,7 +96,7 @@ def trainer_s(ranks: int, folder: Path) -> dict[str, float]:
     import torch
 
     from hpc_parallel.record.run_folder import RunFolder
-    from hpc_parallel.supervise.progress import Progress
+    from hpc_parallel.training.observers import Progress
     from hpc_parallel.worker.session import read_config
     from hpc_parallel.worker.train import train
     from tests.composed import prepared
@@ -144,8 +144,7 @@ def stop_s() -> float:
 def line_s(ranks: int) -> float:
     import torch
 
-    from hpc_parallel.training.metrics import Metrics, Scale
-    from hpc_parallel.training.step import StepResult
+    from hpc_parallel.training.metrics import Metrics, Scale, StepResult
 
     scale = Scale(
         global_batch_size=ranks, tokens_per_sample=16, flops_per_sample=1e9, devices=ranks, replicas=ranks,

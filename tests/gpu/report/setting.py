@@ -38,13 +38,13 @@ from hpc_parallel.strategies import (
 )
 from hpc_parallel.strategies.assemble import assemble
 from hpc_parallel.strategies.forward_backward import Accumulate, ForwardBackward
+from hpc_parallel.strategies.gradients import GradientNorm, clip
 from hpc_parallel.strategies.groups import make_groups
-from hpc_parallel.strategies.loss_terms import LossTerms
+from hpc_parallel.strategies.loss import LossTerms
 from hpc_parallel.strategies.whole_model import build_model
-from hpc_parallel.supervise.progress import Progress
-from hpc_parallel.training.gradient_norm import GradientNorm, clip
+from hpc_parallel.training.observers import Progress
 from hpc_parallel.training.optimizer import build_optimizer
-from hpc_parallel.training.step import build_step
+from hpc_parallel.training.step import Step
 from hpc_parallel.worker.session import read_config
 from hpc_parallel.worker.train import train
 from tests.benchmarks.peers.world_size import new_fake_group
@@ -140,7 +140,7 @@ def one_of_many(*words: str, rank: int = 0) -> OneOfMany:
     wait()
     materialise_s = time.perf_counter() - began
     optimizer = build_optimizer(assembled.named_parameters(), config.optimizer, split=True)
-    step = build_step(assembled, optimizer=optimizer, clip_norm=config.training.clip_norm)
+    step = Step(assembled, optimizer=optimizer, clip_norm=config.training.clip_norm)
     tokens = torch.randint(256, (batch.microbatches * batch.sizes[0], *shape), device=device())
     return OneOfMany(config, materialise_s, lambda: step.run(tokens, tokens))
 

@@ -1,7 +1,7 @@
-"""Metrics of a model's own (`LayeredModel.metrics`), computed in evaluation beside the loss.
+"""The loss of a rank: its number of terms, and the model's metrics beside it in evaluation.
 
-They are sums over the terms of the loss, so schedules add up and average both in the same way: in evaluation
-the loss function returns a vector, the loss and then the metrics.
+Metrics of a model's own (`LayeredModel.metrics`) are sums over the terms of the loss, so schedules add up and
+average both in the same way: in evaluation the loss function returns a vector, the loss and then the metrics.
 """
 
 from __future__ import annotations
@@ -10,9 +10,13 @@ import re
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from hpc_parallel.models.layered import Loss
+from hpc_parallel.models.layered import LayeredModel, Loss
+from hpc_parallel.strategies.mesh import name_of
+from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.user_code import UserCodeError
 
 MetricsOf = Callable[[Tensor, Tensor], Mapping[str, Tensor]]
@@ -20,6 +24,43 @@ MetricsOf = Callable[[Tensor, Tensor], Mapping[str, Tensor]]
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 RESERVED = ("loss",)
 ROUNDING = 0.01  # of a sum, far above that of bfloat16
+
+
+class LossTerms:
+    """Counts the terms of a batch, so that the mean over ranks of their mean losses is that of one device."""
+
+    def __init__(self, model: LayeredModel, *, weight: float = 1.0, axis: DeviceMesh | None = None) -> None:
+        """`weight`: the factor of this replica's mean loss (`BatchPlan.weight`).
+
+        `axis`: the ranks that have other targets of the batch, for a model that ignores some.
+        """
+        self._model = model
+        self._weight = weight
+        self._axis = axis
+
+    def __call__(self, targets: Tensor) -> float | Tensor:
+        """Terms of this rank's `targets` [batch, ...]; if some are ignored, the mean number of all ranks.
+
+        The count stays on the device, a scalar in float32. Without any term it is 1, and the loss is 0.
+        """
+        ignored = self._model.ignore_index
+        if ignored is None:
+            return self._model.loss_terms(targets) / self._weight
+        count = (targets != ignored).sum(dtype=torch.float32)
+        if self._axis is not None:
+            with marked(f"all_reduce {name_of(self._axis)}"):
+                dist.all_reduce(count, group=self._axis.get_group())
+            count /= self._axis.size()
+        return torch.where(count > 0, count, 1.0)
+
+
+def propagate_nonfinite(loss: Tensor) -> Tensor:
+    """Returns `loss` with its own gradients if it is finite, else NaN with gradients of NaN.
+
+    The derivative of an infinite cross-entropy is finite, so only the rank that has the loss would know.
+    All ranks see the gradients.
+    """
+    return loss * (1 + 0 * loss.detach())
 
 
 class WithMetrics:

@@ -1,0 +1,186 @@
+"""The gradients of this rank: slices, the norm of the entire gradient, clipping, and what is not finite."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn import Parameter
+
+from hpc_parallel import torch_internals
+from hpc_parallel.strategies.loss_scale import LossScale
+from hpc_parallel.strategies.mesh import name_of
+from hpc_parallel.strategies.ranges import marked
+
+
+def local_gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
+    """This rank's slices of the gradients, as plain tensors that share their memory.
+
+    A distributed gradient is first redistributed to its weight's placements: autograd leaves the gradient
+    of a norm's weight as partial sums over the tensor axis, and only fully_shard would add them up. All of
+    these are added up at once, because each is small.
+    """
+    parameters = list(parameters)
+    _sum_replicated(parameters)
+    gradients: list[Tensor] = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+            if gradient.placements != parameter.placements:
+                gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
+            gradient = gradient.to_local()
+        if gradient is not None:
+            gradients.append(gradient)
+    return gradients
+
+
+@torch.no_grad()
+def _sum_replicated(parameters: Iterable[Parameter]) -> None:
+    """Add up the gradients that are partial sums of whole weights on one axis, in one flat buffer a type."""
+    groups: defaultdict[tuple[DeviceMesh, torch.dtype], list[Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+            whole = parameter.placements == (Replicate(),)
+            if whole and gradient.placements == (Partial(),):
+                groups[gradient.device_mesh, gradient.dtype].append(parameter)
+    for (axis, _), owners in groups.items():
+        partial = [owner.grad.to_local() for owner in owners]  # type: ignore[union-attr]
+        flat = torch.cat([gradient.reshape(-1) for gradient in partial])
+        with marked(f"all_reduce {name_of(axis)}"):
+            dist.all_reduce(flat, group=axis.get_group())
+        sums = flat.split([gradient.numel() for gradient in partial])
+        for owner, gradient, total in zip(owners, partial, sums, strict=True):
+            owner.grad = DTensor.from_local(total.view_as(gradient), axis, [Replicate()], run_check=False)
+
+
+class GradientNorm:
+    """Computes the 2-norm of the entire model's gradient, which is split over ranks."""
+
+    def __init__(self, counted: Iterable[Parameter], *, axes: Sequence[DeviceMesh]) -> None:
+        """`counted`: this rank's weights. If two stages hold a weight, only one of them counts it.
+
+        `axes`: the mesh axes over which weights are split. Some weights may be split over fewer.
+        """
+        self._by_holders: dict[int, list[Parameter]] = defaultdict(list)
+        for parameter in counted:
+            self._by_holders[holders(parameter, axes=axes)].append(parameter)
+        self._groups = {name_of(axis): axis.get_group() for axis in axes}
+
+    @property
+    def counted(self) -> list[Parameter]:
+        """This rank's weights in the order of the norms that a call returns."""
+        return [parameter for parameters in self._by_holders.values() for parameter in parameters]
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        """Returns the norm, a scalar, and the norms of this rank's parts [parameter], all on the device.
+
+        Nothing waits for the device. A weight without a gradient has norm 0.
+        """
+        squares, norms = [], []
+        for count, parameters in self._by_holders.items():
+            present = [parameter for parameter in parameters if parameter.grad is not None]
+            present_norms = iter(torch_internals.norms(local_gradients(present)))
+            zero = torch.zeros((), device=parameters[0].device)
+            group_norms = [
+                zero if parameter.grad is None else next(present_norms) for parameter in parameters
+            ]
+            squares.append(torch.linalg.vector_norm(torch.stack(group_norms)).square() / count)
+            norms += group_norms
+        squared = torch.stack(squares).sum()
+        for name, group in self._groups.items():
+            with marked(f"all_reduce {name}"):
+                dist.all_reduce(squared, group=group)
+        return squared.sqrt(), torch.stack(norms)
+
+
+def clip(parameters: Iterable[Parameter], *, norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients so that their global `norm` is at most `max_norm`. The host does not wait."""
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch_internals.scale(local_gradients(parameters), scale)
+
+
+class Withholding:
+    """Withholds the optimizer's update of a bad step (skip), or of all later steps too (stop, rollback).
+
+    The gradient's norm is on the device and is the same on all ranks. If it is not finite, the flag
+    `withhold` on the device makes the fused optimizer skip its update (`found_inf`, which torch's GradScaler
+    also uses). A loss that is not finite makes its gradients not finite (`loss.propagate_nonfinite`).
+    """
+
+    def __init__(
+        self,
+        weights: int,
+        *,
+        device: torch.device,
+        skips: bool,
+        buffers: Sequence[Tensor],
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        """`weights`: their number on this rank. `skips`: training goes on after a bad step.
+
+        `buffers`: tensors that a forward pass changes. A skipped step must not change them.
+
+        `loss_scale`: changes in each step. While it can shrink, a step that is not finite is skipped.
+        """
+        self.skips = skips
+        self.withhold = torch.zeros((), device=device)  # 1: withhold the update of this step
+        self.count = torch.zeros((), device=device)  # steps withheld since the first bad one
+        self.norms = torch.zeros(weights, device=device)  # of the weights' gradients, of the first bad step
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)  # of that step
+        self._skipped = torch.zeros((), device=device)
+        self._loss_scale = loss_scale
+        self._may_skip = skips or loss_scale is not None
+        self._buffers = buffers if self._may_skip else []
+        self._buffers_before: list[Tensor] = []
+
+    @property
+    def skipped(self) -> Tensor | None:
+        """The number of skipped steps, on the device; None if none may be."""
+        return self._skipped.clone() if self._may_skip else None
+
+    @torch.no_grad()
+    def remember_buffers(self) -> None:
+        """Copy the buffers before the forward pass, so that a skipped step can restore them."""
+        self._buffers_before = [buffer.clone() for buffer in self._buffers]
+
+    @torch.no_grad()
+    def note(self, *, norm: Tensor, norms: Tensor, loss: Tensor) -> None:
+        """Withhold this step's update if the `norm` of the complete gradient is not finite.
+
+        `norm` is the same on all ranks. `norms` [parameter] and `loss` are this rank's.
+        """
+        bad = ~norm.isfinite()
+        skips = self._skips_step(bad)
+        stops = bad & ~skips
+        first = stops & (self.count == 0)
+        self.norms = torch.where(first, norms.float(), self.norms)
+        self.loss = torch.where(first, loss.double(), self.loss)
+        self.count += stops | (self.count > 0)
+        self._skipped += skips
+        self.withhold.copy_(bad | (self.count > 0))
+        for buffer, old in zip(self._buffers, self._buffers_before, strict=True):
+            buffer.copy_(torch.where(bad, old, buffer))
+
+    def _skips_step(self, bad: Tensor) -> Tensor:
+        """Whether training goes on after this `bad` step."""
+        overflows = torch.zeros_like(bad) if self._loss_scale is None else self._loss_scale.update(bad)
+        return bad if self.skips else overflows
+
+
+def holders(parameter: Parameter, *, axes: Iterable[DeviceMesh]) -> int:
+    """Number of ranks of the `axes` that have the same slice of `parameter` as this rank."""
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
+    split = {
+        name for name, placement in zip(names or (), placements, strict=True) if not placement.is_replicate()
+    }
+    count = 1
+    for axis in axes:
+        count *= 1 if name_of(axis) in {*split, "pipeline"} else axis.size()
+    return count

@@ -1,0 +1,96 @@
+"""What observes a training and does not change it: metrics, profilers, the watchdog, callbacks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from hpc_parallel.profiling.measurement import Measurement
+from hpc_parallel.profiling.rank_times import RankTimes
+from hpc_parallel.profiling.recording import Recording
+from hpc_parallel.strategies.ranges import marked
+from hpc_parallel.supervise.error_place import mark_step
+from hpc_parallel.training.callbacks import Callbacks
+from hpc_parallel.training.metrics import Metrics
+from hpc_parallel.training.writers import Writer
+
+
+@dataclass
+class Progress:
+    """The last mark of one rank: the training sets it, a watchdog in another thread reads it.
+
+    A mark replaces one tuple by another in 0.1 us, so a reader never sees a partial mark.
+    """
+
+    first_step: int = 1  # of this process: it may take longer because it compiles
+    latest: tuple[float, str, int] = (0.0, "start", 0)  # time.monotonic(), phase, step
+
+    def mark(self, phase: str, step: int) -> None:
+        """Record that `phase` (one of `supervise.progress.PHASES`) begins or has completed a part."""
+        self.latest = (time.monotonic(), phase, step)
+
+
+class Profiler(Protocol):
+    """Looks closely at some steps; a step is its 1-based number since the start of this process."""
+
+    on: bool
+    """Whether it looks at any step on any rank."""
+
+    def loading(self, step: int) -> AbstractContextManager[None]:
+        """Returns the context in which to fetch the batch of `step`."""
+        ...
+
+    def watch(self, step: int) -> AbstractContextManager[None]:
+        """Returns the context in which to run `step`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Observers:
+    """The observers of this rank. `around` stands around the parts of each step."""
+
+    metrics: Metrics
+    measurement: Measurement
+    rank_times: RankTimes
+    recording: Recording
+    writers: Sequence[Writer]  # empty on every rank except rank 0
+    progress: Progress  # for a watchdog
+    callbacks: Callbacks  # of the user's; they may end the training
+
+    @cached_property
+    def _profilers(self) -> Sequence[Profiler]:
+        """Those that are on, in the order in which they enter a step."""
+        profilers: Sequence[Profiler] = (self.recording, self.measurement, self.rank_times)
+        return [profiler for profiler in profilers if profiler.on]
+
+    @contextmanager
+    def around(self, phase: str, step: int) -> Iterator[None]:
+        """Observe a phase of the 1-based `step`: "data", the fetch of its batch, and then "step"."""
+        self.progress.mark(phase, step)
+        number = 1 + step - self.progress.first_step
+        if phase == "data":
+            contexts = [profiler.loading(number) for profiler in self._profilers]
+            started = time.perf_counter()
+            with _inside(contexts), marked("data"):
+                yield
+            self.metrics.data_s.append(time.perf_counter() - started)
+            return
+        contexts = [profiler.watch(number) for profiler in self._profilers]
+        try:
+            with _inside(contexts), marked(f"step {step}"):
+                yield
+        except Exception as error:
+            mark_step(error, step)
+            raise
+
+
+@contextmanager
+def _inside(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
