@@ -61,7 +61,12 @@ def devices_of_a_node(values: Mapping[str, Any], *, environment: Mapping[str, st
 
 def launcher_kind(kind: str, *, environment: Mapping[str, str] = os.environ) -> str:
     """The launcher that `kind` means now: local, slurm or script."""
-    return _kind_now(tuple(sorted(environment.items())), period()) if kind == AUTO else kind
+    return choose_launcher(kind, environment=environment)[0]
+
+
+def choose_launcher(kind: str, *, environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """The launcher that `kind` means now, and the reason if `kind` is auto (else an empty text)."""
+    return _chosen_now(tuple(sorted(environment.items())), period()) if kind == AUTO else (kind, "")
 
 
 def runs_on_cpus(config: RunConfig) -> bool:
@@ -146,8 +151,8 @@ def gpu_count(gres: str, *, gpu_type: str | None) -> int:
 
 
 @lru_cache(maxsize=1)
-def _kind_now(environment: tuple[tuple[str, str], ...], period: int) -> str:
-    return choose_automatically(dict(environment))[0]
+def _chosen_now(environment: tuple[tuple[str, str], ...], period: int) -> tuple[str, str]:
+    return choose_automatically(dict(environment))
 
 
 @lru_cache(maxsize=1)

@@ -14,7 +14,7 @@ from typing import Any
 
 from hpc_parallel.config.layout import SPMD, layout_of
 from hpc_parallel.config.model_bytes import trains
-from hpc_parallel.config.node_devices import AUTO, launcher_kind
+from hpc_parallel.config.node_devices import AUTO
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.planning import memory
 from hpc_parallel.planning.auto_strategy import CPU, on_nodes_of
@@ -134,7 +134,7 @@ def _layouts_that_fit(config: RunConfig, hardware: Hardware) -> str:
 
 def _time_limit(config: RunConfig, times: tuple[Work, StepTime], hardware: Hardware) -> Iterator[str]:
     """A warning if a job can't take its steps within its time limit; a resumed run may have few left."""
-    if launcher_kind(config.launcher.kind) == "local" or config.resume:
+    if config.launcher.kind == "local" or config.resume:
         return
     work, step = times
     minutes, steps = config.launcher.time_minutes, config.training.steps

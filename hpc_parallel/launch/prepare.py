@@ -22,7 +22,6 @@ from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.container_paths import container_warnings
 from hpc_parallel.config.layout import Layout, layout_of, processes_per_node, servers
 from hpc_parallel.config.model_bytes import trains
-from hpc_parallel.config.node_devices import launcher_kind
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK, kind_of
 from hpc_parallel.config.site_limits import site_warnings
@@ -69,6 +68,7 @@ class PreparedRun:
     snapshot: Snapshot | None
     overrides: Sequence[str]  # of the command line; in a sweep, those of this run
     config_dir: Path | None  # the user's configuration files (--config-dir)
+    launcher_reason: str = ""  # why `launcher.kind=auto` chose this launcher
     import_note: str | None = None  # why classes of the user's own were not imported
     predicted: Mapping[str, Any] | None = None  # planned figures, by the names of `summary.json`
     plan_notes: Sequence[str] = ()  # what `strategy=auto` chose, and what the plan warns of
@@ -271,7 +271,7 @@ def prepare(
     """
     user_folder = Path(config_dir).absolute() if config_dir else None
     composed, overrides, notes = _with_strategy(composed, overrides, user_folder)
-    config, values = resolve(composed)
+    config, values, launcher_reason = resolve(composed)
     problems = [*find_problems(config, overrides), *starting_weights.find_problems(config)]
     if problems := [*problems, *_hardware_problems(config, user_folder)]:
         raise ConfigError(in_order(problems, overrides))
@@ -294,8 +294,8 @@ def prepare(
         values["script"] |= script_places(config.script, folder=folder, snapshot=snapshot)
     return PreparedRun(
         config, values, layout=layout, batch=batch, folder=folder, snapshot=snapshot,
-        overrides=overrides, config_dir=user_folder, import_note=imports.note,
-        predicted=None if planned is None else planned.figures, plan_notes=notes,
+        overrides=overrides, config_dir=user_folder, launcher_reason=launcher_reason,
+        import_note=imports.note, predicted=None if planned is None else planned.figures, plan_notes=notes,
     )  # fmt: skip
 
 
@@ -339,7 +339,7 @@ def _is_planned(config: RunConfig) -> bool:
 
 def _missing_interfaces(config: RunConfig) -> list[str]:
     """The problem of a local run in which gloo is told an interface that this machine does not have."""
-    if launcher_kind(config.launcher.kind) != "local":
+    if config.launcher.kind != "local":
         return []
     variables = dict(os.environ)
     fabric.site_variables(config.cluster.environment, variables)
