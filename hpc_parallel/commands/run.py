@@ -55,7 +55,7 @@ def sweep(line: CommandLine) -> int:
     from hpc_parallel.sweep.hold import held
 
     earlier, words = read_earlier(line.words)
-    line = CommandLine.parse(words)
+    line = line.with_words(words)
     if earlier is None:
         return _sweep(line, None)
     with held(earlier, key=KEY.rstrip("=")):
