@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -12,19 +13,24 @@ import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
 from hpc_parallel.commands.run import main
+from hpc_parallel.config.batch_plan import Plan
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.layout import _resolve
 
 ONCE: dict[str, Callable[..., object]] = {
     "parsed": CommandLine.parse.__func__,  # type: ignore[attr-defined]
     "composed": ConfigLoaderImpl.load_configuration,
     "resolved": resolve,
+    "laid out": _resolve,
+    "planned": Plan.of.__func__,  # type: ignore[attr-defined]
 }
 
 
 def calls(*words: str) -> Counter[str]:
     """How often the command calls each function of ONCE."""
-    names: dict[CodeType, str] = {function.__code__: name for name, function in ONCE.items()}
+    _resolve.cache_clear()
+    names: dict[CodeType, str] = {inspect.unwrap(function).__code__: name for name, function in ONCE.items()}
     counts: Counter[str] = Counter()
 
     def note(frame: FrameType, event: str, argument: object) -> None:

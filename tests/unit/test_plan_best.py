@@ -208,7 +208,7 @@ def test_a_run_accepts_what_is_proposed_and_composes_the_same(words: tuple[str, 
     assert len(found) >= 3
     for candidate in found:
         run = prepared(*others, *candidate.words, "dry_run=true")
-        assert run.layout == candidate.layout
+        assert run.plan.layout == candidate.layout
         assert run.config.strategy == candidate.config.strategy
         for key in ("global_batch_size", "microbatch_size", "activation_checkpointing"):
             assert getattr(run.config.training, key) == getattr(candidate.config.training, key)
@@ -285,7 +285,7 @@ def test_the_command_ends_with_the_line_to_run(capsys: pytest.CaptureFixture[str
     line = lines[-1]
     assert line.startswith(f"python -m hpc_parallel.run {' '.join(words)} strategy=")
     run = prepared(*(word for word in line.split()[3:] if not word.startswith("hardware=")))
-    assert run.layout.devices == 32
+    assert run.plan.layout.devices == 32
 
 
 def test_a_site_names_the_hardware(capsys: pytest.CaptureFixture[str]) -> None:
