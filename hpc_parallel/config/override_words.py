@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -83,7 +84,7 @@ def types_of(key: str) -> list[Any]:
         [RunConfig], key.split("."),
     )  # fmt: skip
     for name in names:
-        hints = [get_type_hints(schema) for schema in schemas if is_dataclass(schema)]
+        hints = [_hints(schema) for schema in schemas if is_dataclass(schema)]
         schemas = [of_schema[name] for of_schema in hints if name in of_schema]
     return schemas
 
@@ -93,8 +94,13 @@ def _schemas_of(group: str) -> list[Any]:
     return [OmegaConf.get_type(node.node) for node in ConfigStore.instance().repo[group].values()]
 
 
+@cache  # Python evaluates the text of each annotation again
+def _hints(schema: Any) -> dict[str, Any]:
+    return get_type_hints(schema)
+
+
 def _of_schema(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    hints = get_type_hints(schema)
+    hints = _hints(schema)
     for field in fields(schema):
         hint = hints[field.name]
         if is_dataclass(hint):
