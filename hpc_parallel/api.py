@@ -25,7 +25,7 @@ from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.hydra_state import borrowed_hydra
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch.checked_run import checked_run, with_resumed
-from hpc_parallel.launch.choose_launcher import choose
+from hpc_parallel.launch.choose_launcher import launcher_of
 from hpc_parallel.launch.recompose import Origin, recompose, remember
 from hpc_parallel.launch.wait import conclude_job, summary_timeout_s
 from hpc_parallel.problems import ConfigError, Problem
@@ -76,7 +76,7 @@ def submit(config: RunConfig) -> Run:
         raise ConfigError([Problem("dry_run", True, "starts nothing, but submit() starts the run", (False,))])
     for note in prepared.notes:
         _warn(note)
-    launcher, _ = choose(prepared.config.launcher.kind)
+    launcher, _ = launcher_of(prepared)
     watcher = launcher.start(replace(prepared, command=("hpc_parallel.submit",)))
     return Run(prepared.folder.path, _watcher=watcher, _is_ours=True)
 

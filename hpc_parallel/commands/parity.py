@@ -18,7 +18,7 @@ from typing import Any
 
 from hpc_parallel.config.schema import register
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
-from hpc_parallel.launch.choose_launcher import choose
+from hpc_parallel.launch.choose_launcher import launcher_of
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.parity.cases import Case, plan, without_refused
 from hpc_parallel.parity.compare import TOLERANCES, Tolerance, Verdict, compare
@@ -126,7 +126,7 @@ def judge(case: Case, tolerance: Tolerance, alone: dict[str, str | None], *, pac
 
 def run_quietly(run: PreparedRun) -> str | None:
     """Run to the end and show nothing; the cause where it fails. Raises SiteRefusedError."""
-    launcher, _ = choose(run.config.launcher.kind)
+    launcher, _ = launcher_of(run)
     with redirect_stdout(io.StringIO()) as printed:
         code = launcher.launch(run)
     if code == DONE:

@@ -56,7 +56,7 @@ def checked_config(
         if is_auto(composed):
             choice = choose(composed, overrides, user_folder=user_folder)
             composed, overrides = choice.composed, choice.overrides
-        config, values = resolve(composed)
+        config, values, _ = resolve(composed)
         if problems := find_problems(config, overrides):
             raise ConfigError(problems)
     return config, values

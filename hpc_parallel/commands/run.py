@@ -22,7 +22,7 @@ from hpc_parallel.config.schema import register
 from hpc_parallel.config.sweep_compose import CellError, compose_cells
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
 from hpc_parallel.launch.checked_run import all_problems, checked_run, with_resumed
-from hpc_parallel.launch.choose_launcher import choose
+from hpc_parallel.launch.choose_launcher import launcher_of
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.shell import complain, refuse
@@ -55,7 +55,7 @@ def sweep(line: CommandLine) -> int:
     from hpc_parallel.sweep.hold import held
 
     earlier, words = read_earlier(line.words)
-    line = CommandLine.parse(words)
+    line = line.with_words(words)
     if earlier is None:
         return _sweep(line, None)
     with held(earlier, key=KEY.rstrip("=")):
@@ -99,7 +99,7 @@ def explain(line: CommandLine) -> int:
 
 def launch(run: PreparedRun) -> int:
     """Start one run; returns the exit code, at its end or after its submission."""
-    launcher, choice = choose(run.config.launcher.kind)
+    launcher, choice = launcher_of(run)
     if run.config.dry_run:
         print(launcher.preview(run), flush=True)
         from hpc_parallel.launch.rank_variables import describe

@@ -10,6 +10,7 @@ from typing import Any
 import hydra
 
 from hpc_parallel.config.compose import composing, find_folder, resolve
+from hpc_parallel.config.node_devices import AUTO
 from hpc_parallel.config.schema import register
 from hpc_parallel.config.script import KINDS, TASK, name_of
 from hpc_parallel.record.values import flatten
@@ -17,6 +18,7 @@ from hpc_parallel.record.values import flatten
 ONCE = ("run_dir", "resume", "dry_run")  # keys that belong to one start
 # Keys that `task=script` sets itself.
 OF_SCRIPTS = ("strategy.name", "training.global_batch_size")
+LAUNCHER = "launcher.kind"
 FOLLOWING = {"name": "strategy.name"}  # a key whose default is the value of another key
 
 
@@ -34,13 +36,15 @@ def defaults() -> dict[str, Any]:
     """The configuration of the command without overrides, by dotted keys."""
     register()
     with composing(str(find_folder("conf"))):
-        return flatten(resolve(hydra.compose("config"))[1])
+        return flatten(resolve(hydra.compose("config")).values)
 
 
 def changed(config: Mapping[str, Any]) -> dict[str, Change]:
     """The changes by dotted key."""
     values = flatten(config)
     default_values = defaults() | {key: values.get(source) for key, source in FOLLOWING.items()}
+    if values.get(LAUNCHER) == AUTO:  # recorded by a version that kept it
+        default_values[LAUNCHER] = AUTO
     if values.get("task.name") == TASK:
         script = {key: values.get(f"script.{key}") for key in KINDS}
         default_values |= {"name": name_of(script), **{key: values.get(key) for key in OF_SCRIPTS}}

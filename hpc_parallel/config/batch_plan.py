@@ -1,4 +1,4 @@
-"""Split the global batch over replicas and microbatches."""
+"""The plan of a run: its layout, and the split of the global batch over replicas and microbatches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpc_parallel.config.fitting_batch import fitting_samples
-from hpc_parallel.config.layout import Layout, divisors
+from hpc_parallel.config.layout import Layout, divisors, layout_of
 from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.shares import apportion, batch_shares
@@ -48,6 +48,23 @@ class BatchPlan:
     def weight(self, replica: int | None) -> float:
         """The factor of a replica's mean loss, so that the mean over replicas is that over all samples."""
         return 1.0 if replica is None else self.sizes[replica] / self.microbatch_size
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a run is laid out: the degree of each axis, and the split of the global batch.
+
+    `prepare` makes it on the login node; each rank makes it again from `config.yaml`.
+    """
+
+    layout: Layout
+    batch: BatchPlan
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Plan:
+        """The plan of a resolved configuration. Raises ValueError as `layout_of` and `plan_batch` do."""
+        layout = layout_of(config.strategy, devices=config.devices)
+        return cls(layout, batch_of(config, layout))
 
 
 def batch_of(config: RunConfig, layout: Layout) -> BatchPlan:

@@ -63,6 +63,10 @@ class CommandLine:
             raise ConfigError([f"--experimental-rerun {rule}"])
         return line
 
+    def with_words(self, words: Sequence[str]) -> CommandLine:
+        """The line of other words, for example those of a run to resume before the user's."""
+        return self if tuple(words) == self.words else self.parse(words)
+
     @property
     def overrides(self) -> list[str]:
         return list(self.flags.overrides)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
@@ -20,7 +20,7 @@ from hpc_parallel.config.default_batch import default_batch_size, usual_batch_si
 from hpc_parallel.config.gpu_defaults import OF_CPUS, default_precision, default_share
 from hpc_parallel.config.key_suggestions import suggest
 from hpc_parallel.config.layout import DATAPARALLEL, SPMD
-from hpc_parallel.config.node_devices import AUTO, devices_of_a_node, launcher_kind
+from hpc_parallel.config.node_devices import AUTO, choose_launcher, devices_of_a_node
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
 from hpc_parallel.config.script import KINDS, NODE, RANKS, TASK, TORCHRUN, name_of
 from hpc_parallel.config.task_schema import JOB_SECONDS, LOCAL_SECONDS
@@ -59,16 +59,25 @@ def composing(config_dir: str, *, extra_dir: str | None = None) -> Iterator[None
         GlobalHydra.instance().clear()
 
 
-def resolve(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
-    """Returns the typed configuration, and the same as plain values for `config.yaml`.
+class Resolved(NamedTuple):
+    """A configuration in which each `auto` that the login node can answer has its answer."""
+
+    config: RunConfig
+    values: dict[str, Any]  # the same as plain values, for `config.yaml`
+    launcher_reason: str  # why `launcher.kind=auto` chose this launcher; empty if the user chose it
+
+
+def resolve(config: DictConfig) -> Resolved:
+    """Answer what is `auto` and give the configuration its types.
 
     Raises UnresolvedError with every key that is missing or unknown to the schemas.
     """
     config = copy.deepcopy(config)  # once: a copy takes as long as all that is set here
+    launcher_reason = _set_launcher(config)  # first: the others depend on it
     for set_default in (_set_devices, _set_gpu_defaults, _set_script, _set_batch, _set_time_budget):
         set_default(config)
     if (run := _resolve_valid(config)) is not None:
-        return run, asdict(run)
+        return Resolved(run, asdict(run), launcher_reason)
     problems: list[Problem | str] = [
         f"{key} has no value and no default. Try {key}={REQUIRED.get(key, 'VALUE')}."
         for key in missing_keys(config)
@@ -80,9 +89,20 @@ def resolve(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
         raise UnresolvedError(problems)
     try:
         run = typed(OmegaConf.to_container(config, resolve=True))
-        return run, asdict(run)
+        return Resolved(run, asdict(run), launcher_reason)
     except OmegaConfBaseException as error:
         raise UnresolvedError([f"{error.full_key}: {str(error).splitlines()[0].rstrip('.')}."]) from error
+
+
+def _set_launcher(config: DictConfig) -> str:
+    """Set the launcher that `launcher.kind=auto` means here; returns the reason."""
+    try:
+        kind, reason = choose_launcher(config.launcher.kind)
+    except OmegaConfBaseException:  # `resolve` reports it with all other keys
+        return ""
+    if reason:
+        config.launcher.kind = kind
+    return reason
 
 
 def _set_devices(config: DictConfig) -> None:
@@ -158,7 +178,7 @@ def _set_time_budget(config: DictConfig) -> None:
     if OmegaConf.select(config, "task.seconds", default=0) is not None:
         return
     try:
-        is_local = launcher_kind(config.launcher.kind) == "local"
+        is_local = config.launcher.kind == "local"
         seconds = LOCAL_SECONDS if is_local else min(JOB_SECONDS, 30.0 * config.launcher.time_minutes)
     except OmegaConfBaseException:  # `resolve` reports it with all other keys
         return

@@ -120,14 +120,14 @@ def _refusal(overrides: list[str], trials: Trials) -> Exception | None:
 def _remaining_problems(trials: Trials, accepted: list[str]) -> list[Problem | str]:
     """The problems that the other checks find. A missing value is replaced by an example meanwhile."""
     try:
-        return find_problems(resolve(trials.compose(accepted))[0])
+        return find_problems(resolve(trials.compose(accepted)).config)
     except ConfigError as error:
         problems = error.problems
         missing = missing_keys(trials.compose(accepted))
         if not missing or not set(missing) <= set(REQUIRED):
             return problems
     examples = [f"{key}={REQUIRED[key]}" for key in missing]
-    others = find_problems(resolve(trials.compose([*accepted, *examples]))[0])
+    others = find_problems(resolve(trials.compose([*accepted, *examples])).config)
     return problems + [p for p in others if not (isinstance(p, Problem) and p.key in missing)]
 
 
@@ -264,7 +264,7 @@ def _unknown(override: str, *, key: str, value: str, plain: DictConfig) -> str:
 def _microbatch_size(count: str, *, plain: DictConfig) -> int:
     """The microbatch size that splits a replica's part of the global batch into `count` microbatches."""
     try:
-        config = resolve(plain)[0]
+        config = resolve(plain).config
         replicas = layout_of(config.strategy, devices=config.devices).data
         return max(1, config.training.global_batch_size // (replicas * int(count)))
     except (ValueError, ZeroDivisionError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import SimpleNamespace
 from typing import Any, Protocol, cast
 
@@ -58,23 +58,13 @@ class Layout:
     tensor: int = 1
     tile: int = 1
 
-    @classmethod
-    def resolve(cls, strategy: Degrees, *, devices: int) -> Layout:
+    @staticmethod
+    def resolve(strategy: Degrees, *, devices: int) -> Layout:
         """Give the axis of degree -1 what the others leave of `devices`.
 
         Raises ValueError if more than one is -1 or the product is not `devices`.
         """
-        degrees = {axis: int(getattr(strategy, axis)) for axis in AXES}
-        free = [axis for axis, degree in degrees.items() if degree == -1]
-        if len(free) > 1:
-            raise ValueError(f"{' and '.join(free)} are both -1")
-        fixed = math.prod(degree for degree in degrees.values() if degree != -1)
-        if free and devices % fixed == 0:
-            degrees[free[0]] = devices // fixed
-        layout = cls(**degrees)
-        if layout.devices != devices:
-            raise ValueError(f"the degrees don't multiply to {devices}")
-        return layout
+        return _resolve(tuple(int(getattr(strategy, axis)) for axis in AXES), devices)
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -122,6 +112,21 @@ class Layout:
     def __str__(self) -> str:
         used = [f"{axis} {degree}" for axis, degree in self.degrees.items() if degree > 1]
         return " x ".join(used) or "one device"
+
+
+@lru_cache(maxsize=1024)  # the checks and the plan of a run ask for the same layout
+def _resolve(asked: tuple[int, ...], devices: int) -> Layout:
+    degrees = dict(zip(AXES, asked, strict=True))
+    free = [axis for axis, degree in degrees.items() if degree == -1]
+    if len(free) > 1:
+        raise ValueError(f"{' and '.join(free)} are both -1")
+    fixed = math.prod(degree for degree in asked if degree != -1)
+    if free and devices % fixed == 0:
+        degrees[free[0]] = devices // fixed
+    layout = Layout(**degrees)
+    if layout.devices != devices:
+        raise ValueError(f"the degrees don't multiply to {devices}")
+    return layout
 
 
 def layout_of(strategy: Strategy, *, devices: int) -> Layout:

@@ -56,7 +56,12 @@ def devices_of_a_node(values: Mapping[str, Any], *, environment: Mapping[str, st
 
 def launcher_kind(kind: str, *, environment: Mapping[str, str] = os.environ) -> str:
     """The launcher that `kind` means now: local, slurm or script."""
-    return choose_automatically(environment)[0] if kind == AUTO else kind
+    return choose_launcher(kind, environment=environment)[0]
+
+
+def choose_launcher(kind: str, *, environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """The launcher that `kind` means now, and the reason if `kind` is auto (else an empty text)."""
+    return choose_automatically(environment) if kind == AUTO else (kind, "")
 
 
 def runs_on_cpus(config: RunConfig) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -17,6 +18,8 @@ from omegaconf import OmegaConf
 from hpc_parallel.config.checks.key_checks import choices_of
 from hpc_parallel.config.compose import find_folder
 from hpc_parallel.config.schema import RunConfig, register
+
+_SEVERAL = ("model", "data", "task")  # groups with a schema for each choice
 
 
 def override_words(prefix: str, *, extra_dir: str | None = None) -> list[str]:
@@ -69,15 +72,35 @@ def _groups(folders: Sequence[Path]) -> dict[str, list[str]]:
 def schema_keys() -> Iterator[tuple[str, Any]]:
     """The keys of all schemas with their types; of `model`, `data` and `task` those of every choice."""
     yield from _of_schema(RunConfig)
+    for group in _SEVERAL:
+        for schema in _schemas_of(group):
+            yield from _of_schema(schema, f"{group}.")
+
+
+def types_of(key: str) -> list[Any]:
+    """The types of one key; of `model`, `data` and `task` those of every choice that has it."""
+    group, dot, rest = key.partition(".")
+    schemas, names = (_schemas_of(group), rest.split(".")) if dot and group in _SEVERAL else (
+        [RunConfig], key.split("."),
+    )  # fmt: skip
+    for name in names:
+        hints = [_hints(schema) for schema in schemas if is_dataclass(schema)]
+        schemas = [of_schema[name] for of_schema in hints if name in of_schema]
+    return schemas
+
+
+def _schemas_of(group: str) -> list[Any]:
     register()
-    for group, nodes in ConfigStore.instance().repo.items():
-        if group in ("model", "data", "task"):
-            for node in nodes.values():
-                yield from _of_schema(OmegaConf.get_type(node.node), f"{group}.")
+    return [OmegaConf.get_type(node.node) for node in ConfigStore.instance().repo[group].values()]
+
+
+@cache  # Python evaluates the text of each annotation again
+def _hints(schema: Any) -> dict[str, Any]:
+    return get_type_hints(schema)
 
 
 def _of_schema(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    hints = get_type_hints(schema)
+    hints = _hints(schema)
     for field in fields(schema):
         hint = hints[field.name]
         if is_dataclass(hint):

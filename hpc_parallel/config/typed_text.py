@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
 
 import yaml
 from omegaconf import OmegaConf
 
-from hpc_parallel.config.override_words import schema_keys
+from hpc_parallel.config.override_words import types_of
 
 _TABLES = ("launcher.extra", "cluster.extra", "cluster.srun", "cluster.environment", "script.arguments")
 """Mappings whose values are words of a program or a shell, where `true` means a flag without a value."""
@@ -26,9 +25,12 @@ _PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 def as_typed(word: str) -> str:
     """Returns the override `word`, with quotes around what Hydra would change."""
     match = _WORD.fullmatch(word)
-    if match is None or not _takes_text(match["key"]) or "(" in match["value"]:
+    if match is None or "(" in match["value"]:
         return word
-    return f"{match['plus']}{match['key']}={''.join(_quoted(match['value'], match['key']))}"
+    quoted = "".join(_quoted(match["value"], match["key"]))
+    if quoted == match["value"] or not _takes_text(match["key"]):
+        return word
+    return f"{match['plus']}{match['key']}={quoted}"
 
 
 def _quoted(value: str, key: str) -> Iterator[str]:
@@ -57,22 +59,17 @@ def _would_change(text: str, key: str) -> bool:
 
 
 def _takes_text(key: str) -> bool:
-    return _is_table(key) or key in _text_keys()
+    return _is_table(key) or any(map(_is_text, types_of(key)))
 
 
 def _is_table(key: str) -> bool:
     return key.startswith(tuple(f"{table}." for table in _TABLES)) or key in _TABLES
 
 
-@lru_cache(maxsize=1)
-def _text_keys() -> frozenset[str]:
-    """The keys that take a text or a list of texts, and null at most beside it."""
-
-    def is_text(hint: Any) -> bool:
-        kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
-        return all(kind is str or kind == list[str] for kind in kinds)
-
-    return frozenset(key for key, hint in schema_keys() if is_text(hint))
+def _is_text(hint: Any) -> bool:
+    """Whether the type is a text or a list of texts, or null beside it."""
+    kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
+    return all(kind is str or kind == list[str] for kind in kinds)
 
 
 def problems_of_files(choices: Mapping[str, str], *, folder: str) -> Iterator[str]:

@@ -25,10 +25,10 @@ def with_resumed(line: CommandLine, *, warn: Callable[[str], None] = warn_on_std
     Raises ConfigError with all problems.
     """
     try:
-        return CommandLine.parse(resumed(line.words, warn=warn))
+        return line.with_words(resumed(line.words, warn=warn))
     except COMPOSE_ERRORS as error:
         problems = error.problems if isinstance(error, ConfigError) else []
-        others = CommandLine.parse([word for word in line.words if not word.startswith("resume=")])
+        others = line.with_words([word for word in line.words if not word.startswith("resume=")])
         try:
             checked_run(others)
         except ConfigError as other_error:

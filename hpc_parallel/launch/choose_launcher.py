@@ -1,19 +1,14 @@
-"""Chooses the launcher for a run."""
+"""The launcher of a prepared run."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-
-from hpc_parallel.config.launcher_kind import choose_automatically
 from hpc_parallel.launch.launcher import Launcher
+from hpc_parallel.launch.prepare import PreparedRun
 
 
-def choose(kind: str, *, environment: Mapping[str, str] = os.environ) -> tuple[Launcher, str]:
-    """Return the launcher of this kind and one line that names it and, for `auto`, gives the reason."""
-    reason = ""
-    if kind == "auto":
-        kind, reason = choose_automatically(environment)
+def launcher_of(run: PreparedRun) -> tuple[Launcher, str]:
+    """The launcher of a run, and one line that names it and, for `launcher.kind=auto`, gives the reason."""
+    kind, reason = run.config.launcher.kind, run.launcher_reason
     launcher: Launcher
     if kind == "local":
         from hpc_parallel.launch.local_launcher import LocalLauncher

@@ -12,9 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.config.layout import SPMD, layout_of
+from hpc_parallel.config.batch_plan import Plan
+from hpc_parallel.config.layout import SPMD
 from hpc_parallel.config.model_bytes import trains
-from hpc_parallel.config.node_devices import AUTO, launcher_kind
+from hpc_parallel.config.node_devices import AUTO
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.planning import memory
 from hpc_parallel.planning.auto_strategy import CPU, on_nodes_of
@@ -42,7 +43,7 @@ class Forecast:
     warnings: list[str] = field(default_factory=list)
 
 
-def forecast(config: RunConfig, *, user_folder: Path | None) -> Forecast:
+def forecast(config: RunConfig, plan: Plan, *, user_folder: Path | None) -> Forecast:
     """The plan of a checked training run with `plan.hardware`; empty for what can't be planned.
 
     Raises ConfigError if it needs more memory than a device has, with the nearest layouts that fit.
@@ -50,10 +51,9 @@ def forecast(config: RunConfig, *, user_folder: Path | None) -> Forecast:
     hardware = named_hardware(config.plan.hardware, user_folder=user_folder)
     if config.device == AUTO:
         config = replace(config, device=hardware.device.kind)
-    layout = layout_of(config.strategy, devices=config.devices)
     planned = memory.plan_fullest(config) if trains(config) else None
     times = None
-    if not any(unplanned(config, layout, hardware)):
+    if not any(unplanned(config, plan.layout, hardware)):
         hardware = on_nodes_of(config, hardware)
         work = work_of_run(config)
         times = work, step_time(work, hardware)
@@ -134,7 +134,7 @@ def _layouts_that_fit(config: RunConfig, hardware: Hardware) -> str:
 
 def _time_limit(config: RunConfig, times: tuple[Work, StepTime], hardware: Hardware) -> Iterator[str]:
     """A warning if a job can't take its steps within its time limit; a resumed run may have few left."""
-    if launcher_kind(config.launcher.kind) == "local" or config.resume:
+    if config.launcher.kind == "local" or config.resume:
         return
     work, step = times
     minutes, steps = config.launcher.time_minutes, config.training.steps

@@ -21,7 +21,6 @@ from typing import Any
 from hpc_parallel.config import find_module
 from hpc_parallel.config.checks.targets import class_tables
 from hpc_parallel.config.job_python import is_chosen, job_python
-from hpc_parallel.config.node_devices import launcher_kind
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK
 from hpc_parallel.user_code import failure_of
@@ -96,7 +95,7 @@ def _may_import(config: RunConfig) -> bool:
 
 def _is_local(config: RunConfig) -> bool:
     """Whether the run has this Python and no setup, modules or container."""
-    return launcher_kind(config.launcher.kind) == "local"
+    return config.launcher.kind == "local"
 
 
 def _python(config: RunConfig) -> str:

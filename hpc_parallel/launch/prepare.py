@@ -14,15 +14,14 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from hpc_parallel.config import job_python
-from hpc_parallel.config.batch_plan import BatchPlan, batch_of
+from hpc_parallel.config.batch_plan import Plan
 from hpc_parallel.config.checks import starting_weights
 from hpc_parallel.config.checks.all_checks import find_problems, in_order
 from hpc_parallel.config.checks.script_checks import script_warnings
 from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.container_paths import container_warnings
-from hpc_parallel.config.layout import Layout, layout_of, processes_per_node, servers
+from hpc_parallel.config.layout import processes_per_node, servers
 from hpc_parallel.config.model_bytes import trains
-from hpc_parallel.config.node_devices import launcher_kind
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK, kind_of
 from hpc_parallel.config.site_limits import site_warnings
@@ -63,12 +62,12 @@ class PreparedRun:
 
     config: RunConfig
     values: dict[str, Any]  # `config` as plain values, as in `config.yaml`
-    layout: Layout
-    batch: BatchPlan
+    plan: Plan
     folder: RunFolder
     snapshot: Snapshot | None
     overrides: Sequence[str]  # of the command line; in a sweep, those of this run
     config_dir: Path | None  # the user's configuration files (--config-dir)
+    launcher_reason: str = ""  # why `launcher.kind=auto` chose this launcher
     import_note: str | None = None  # why classes of the user's own were not imported
     predicted: Mapping[str, Any] | None = None  # planned figures, by the names of `summary.json`
     plan_notes: Sequence[str] = ()  # what `strategy=auto` chose, and what the plan warns of
@@ -139,8 +138,8 @@ class PreparedRun:
         server = "a server and " if servers(self.config.strategy) else ""
         return (
             f"{self.config.strategy.name}: {nodes} node{'s' * (nodes > 1)} x {devices} "
-            f"device{'s' * (devices > 1)} = {server}{self.layout}; "
-            f"batch {self.config.training.global_batch_size} = {self.batch}{start}"
+            f"device{'s' * (devices > 1)} = {server}{self.plan.layout}; "
+            f"batch {self.config.training.global_batch_size} = {self.plan.batch}{start}"
         )
 
     @property
@@ -259,19 +258,19 @@ def prepare(
     *,
     overrides: Sequence[str],
     config_dir: str | Path | None = None,
-    plan: Callable[..., Snapshot] = plan_snapshot,
+    keep: Callable[..., Snapshot] = plan_snapshot,
     build_model: bool = False,
 ) -> PreparedRun:
     """Resolve and check a configuration.
 
-    plan: `plan_snapshot`, or a version that caches git's answers for many runs.
+    keep: `plan_snapshot`, or a version that caches git's answers for many runs.
     build_model: also build a model class of the user's, without memory.
 
     Raises ConfigError with every problem.
     """
     user_folder = Path(config_dir).absolute() if config_dir else None
     composed, overrides, notes = _with_strategy(composed, overrides, user_folder)
-    config, values = resolve(composed)
+    config, values, launcher_reason = resolve(composed)
     problems = [*find_problems(config, overrides), *starting_weights.find_problems(config)]
     if problems := [*problems, *_hardware_problems(config, user_folder)]:
         raise ConfigError(in_order(problems, overrides))
@@ -279,12 +278,11 @@ def prepare(
     if problems := [*_missing_interfaces(config), *imports.problems]:
         raise ConfigError(problems)
     path = Path(os.path.expanduser(config.run_dir)) if config.run_dir else RUNS / config.name / new_run_id()
-    layout = layout_of(config.strategy, devices=config.devices)
-    batch = batch_of(config, layout)
     folder = RunFolder(path.absolute())
-    planned = _forecast(config, user_folder)
+    plan = Plan.of(config)
+    planned = _forecast(config, plan, user_folder)
     notes += [] if planned is None else planned.warnings
-    snapshot = _snapshot(config, folder, plan)
+    snapshot = _snapshot(config, folder, keep)
     if config.weights is not None:
         values["weights"] = str(path_of(config.weights))
     if config.resume and (problems := list(resume.find_problems(folder, values))):
@@ -293,8 +291,8 @@ def prepare(
     if config.task.name == TASK:
         values["script"] |= script_places(config.script, folder=folder, snapshot=snapshot)
     return PreparedRun(
-        config, values, layout=layout, batch=batch, folder=folder, snapshot=snapshot,
-        overrides=overrides, config_dir=user_folder, import_note=imports.note,
+        config, values, plan=plan, folder=folder, snapshot=snapshot, overrides=overrides,
+        config_dir=user_folder, launcher_reason=launcher_reason, import_note=imports.note,
         predicted=None if planned is None else planned.figures, plan_notes=notes,
     )  # fmt: skip
 
@@ -324,13 +322,13 @@ def _hardware_problems(config: RunConfig, user_folder: Path | None) -> list[Prob
     return []
 
 
-def _forecast(config: RunConfig, user_folder: Path | None) -> Forecast | None:
+def _forecast(config: RunConfig, plan: Plan, user_folder: Path | None) -> Forecast | None:
     """The plan of the run. Without a known hardware nothing is planned, nor are modules loaded for it."""
     if not _is_planned(config) or not trains(config):
         return None
     from hpc_parallel.launch.forecast import forecast
 
-    return forecast(config, user_folder=user_folder)
+    return forecast(config, plan, user_folder=user_folder)
 
 
 def _is_planned(config: RunConfig) -> bool:
@@ -339,7 +337,7 @@ def _is_planned(config: RunConfig) -> bool:
 
 def _missing_interfaces(config: RunConfig) -> list[str]:
     """The problem of a local run in which gloo is told an interface that this machine does not have."""
-    if launcher_kind(config.launcher.kind) != "local":
+    if config.launcher.kind != "local":
         return []
     variables = dict(os.environ)
     fabric.site_variables(config.cluster.environment, variables)
@@ -350,11 +348,11 @@ def _missing_interfaces(config: RunConfig) -> list[str]:
     return []
 
 
-def _snapshot(config: RunConfig, folder: RunFolder, plan: Callable[..., Snapshot]) -> Snapshot | None:
+def _snapshot(config: RunConfig, folder: RunFolder, keep: Callable[..., Snapshot]) -> Snapshot | None:
     launcher = config.launcher
     if not launcher.snapshot:
         return None
-    return plan(
+    return keep(
         folder.code, working_directory=Path.cwd(), most_mb=launcher.snapshot_mb,
         exclude=launcher.snapshot_exclude, credentials=launcher.snapshot_credentials,
         also=script_folders(config.script),

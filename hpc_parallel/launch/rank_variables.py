@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hpc_parallel import job_context
-from hpc_parallel.config.node_devices import launcher_kind
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.machine import fabric, nccl_log
 from hpc_parallel.machine.world import World
@@ -65,7 +64,7 @@ def _of_script(
 
 def describe(run: PreparedRun) -> list[str]:
     """The variables as lines for people."""
-    local = launcher_kind(run.config.launcher.kind) == "local"
+    local = run.config.launcher.kind == "local"
     variables = rank_variables(run, local=local)
     lines = [f"  {name}={value}" for name, value in variables.items()]
     if not run.is_script:

@@ -17,6 +17,7 @@ from typing import Any
 
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.node_devices import AUTO, launcher_kind
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.sweep_compose import compose_run
 from hpc_parallel.launch.checked_run import reporting_all_problems
@@ -54,12 +55,15 @@ def recompose(config: RunConfig) -> PreparedRun:
     origin: Origin = vars(config).get(_ORIGIN, Origin())
     flags = ["--config-dir", str(origin.config_dir)] if origin.config_dir else []
     target = _plain(config)
+    launcher = target.get("launcher")
+    if isinstance(launcher, dict) and launcher.get("kind") == AUTO:  # set after `compose`, or never composed
+        launcher["kind"] = launcher_kind(AUTO)
     overrides = origin.overrides
     for _ in range(_MAX_ROUNDS):
         line = CommandLine.parse([*flags, *overrides])
         with reporting_all_problems(line):
             cell = compose_run(line.overrides, **line.places)
-            composed = resolve(cell.config)[1]
+            composed = resolve(cell.config).values
             if composed == target:
                 return prepare(cell.config, overrides=cell.overrides, config_dir=line.extra_dir)
         overrides = _with_changes(overrides, composed, target)

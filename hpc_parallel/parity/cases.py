@@ -60,7 +60,7 @@ class Case:
     @property
     def layout(self) -> str:
         """The layout and the strategy's options; an option with a name as its value is that name."""
-        layout = str(self.run.layout) if self.run else " ".join(self.row.layout)
+        layout = str(self.run.plan.layout) if self.run else " ".join(self.row.layout)
         return ", ".join([layout, *map(_short_option, self.row.options)])
 
 
@@ -155,7 +155,7 @@ class _Planner:
         """The one-device run that `run` must equal."""
         microbatch_size = None
         if not is_reference_decoder(run.config):  # BatchNorm sees a microbatch
-            microbatch_size = run.config.training.global_batch_size // run.batch.microbatches
+            microbatch_size = run.config.training.global_batch_size // run.plan.batch.microbatches
         overrides = (
             "strategy=single",
             f"training.microbatch_size={microbatch_size or 'null'}",

@@ -79,7 +79,7 @@ def ask(composed: DictConfig, overrides: Sequence[str], *, user_folder: Path | N
     hardware = hardware_of_run(opened, user_folder=user_folder, needed_by="strategy=auto")
     if opened.device == AUTO:
         opened.device = hardware.device.kind
-    config, _ = resolve(opened)
+    config = resolve(opened).config
     ignored = list(layout_checks.find_problems(config))
     problems = [problem for problem in find_problems(config, overrides) if problem not in ignored]
     problems += unplanned(config, Layout(replicate=config.devices), hardware)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from hpc_parallel.config.batch_plan import batch_of
+from hpc_parallel.config.batch_plan import Plan
 from hpc_parallel.config.checks.fp8_checks import OFF
 from hpc_parallel.config.counts import count
 from hpc_parallel.config.holdings import sliced_over
-from hpc_parallel.config.layout import DATAPARALLEL, PARAMETER_SERVER, Layout, layout_of, servers
+from hpc_parallel.config.layout import DATAPARALLEL, PARAMETER_SERVER, Layout, servers
 from hpc_parallel.config.model_bytes import parameters, trains
 from hpc_parallel.config.model_weights import ModelWeights, weights_of
 from hpc_parallel.config.schedules import stages_per_rank
@@ -79,8 +79,8 @@ def sequence_of(config: RunConfig) -> int | None:
 
 def work_of_run(config: RunConfig, *, model: ModelWeights | None = None) -> Work:
     """The step of a configuration that `unplanned` accepts. model: its weights, if they are known already."""
-    layout = layout_of(config.strategy, devices=config.devices)
-    batch = batch_of(config, layout)
+    plan = Plan.of(config)
+    layout, batch = plan.layout, plan.batch
     ddp, types = not layout.by_fully_shard, types_of(config, layout)
     return Work(
         _decoder(config),

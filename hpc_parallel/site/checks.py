@@ -9,7 +9,6 @@ from pathlib import Path
 import psutil
 
 from hpc_parallel.config.fabric_kinds import AUTO, RDMA
-from hpc_parallel.config.node_devices import launcher_kind
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.site_limits import site_warnings
 from hpc_parallel.launch.batch_script import render
@@ -54,13 +53,13 @@ def slurm_lines(run: PreparedRun, *, submits: bool = True) -> Iterator[Line]:
     warnings = [Line(WARNING, "limits", text.partition(" ")[2].strip()) for text in site_warnings(run.config)]
     if not client.is_installed():
         kind = run.config.launcher.kind
-        state = OK if kind in ("auto", "local") else ERROR
+        state = OK if kind == "local" else ERROR
         yield Line(state, "slurm", "there is no sbatch on this machine: launcher=local runs here")
         yield from warnings
         return
     version = release()
     if not client.answers():
-        state = WARNING if run.config.launcher.kind in ("auto", "local") else ERROR
+        state = WARNING if run.config.launcher.kind == "local" else ERROR
         text = f"{version}: the controller does not answer. Try again, or launcher=local."
         yield Line(state, "slurm", text)
         return
@@ -113,7 +112,7 @@ def folder_lines(run: PreparedRun) -> Iterator[Line]:
         yield Line(WARNING, "run folder", f"{text}. Try run_dir=FOLDER on another disk.")
         return
     kind = file_system(parent)
-    if kind in _OF_ONE_HOST and launcher_kind(config.launcher.kind) != "local":
+    if kind in _OF_ONE_HOST and config.launcher.kind != "local":
         where = f"{kind} exists on this host only: a job needs a shared disk"
         yield Line(WARNING, "run folder", f"{text}. {where}. Try run_dir=FOLDER on one.")
         return

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from hpc_parallel.config.job_python import job_python, warnings
-from hpc_parallel.config.node_devices import ask, launcher_kind
+from hpc_parallel.config.node_devices import ask
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.site.line import ERROR, OK, WARNING, Line
 
@@ -36,7 +36,7 @@ class Interpreter:
 def python_lines(config: RunConfig) -> Iterator[Line]:
     """The interpreter of the run, and packages whose versions do not fit this package."""
     launcher = config.launcher
-    python = sys.executable if launcher_kind(launcher.kind) == "local" else job_python(launcher)
+    python = sys.executable if launcher.kind == "local" else job_python(launcher)
     yield from (Line(WARNING, "python", text) for text in warnings(config))
     if python != sys.executable and (launcher.container is not None or os.sep not in python):
         yield Line(OK, "python", f"{python}: not checked, because only the job knows it")
@@ -90,7 +90,7 @@ def torch_line(config: RunConfig, packages: Mapping[str, str]) -> Line:
     nccl = [f"NCCL {number}" for name, number in packages.items() if name.startswith("nvidia-nccl-cu")]
     if nccl or build.startswith(("cu", "rocm")):
         return Line(OK, "torch", ", ".join([installed, *nccl]))
-    if config.cluster.gpus and config.device != "cpu" and launcher_kind(config.launcher.kind) != "local":
+    if config.cluster.gpus and config.device != "cpu" and config.launcher.kind != "local":
         text = f"{installed} looks like a build without CUDA or ROCm, and the job asks for GPUs"
         return Line(WARNING, "torch", f"{text}. Try a build with GPUs, or cluster=cpu.")
     return Line(OK, "torch", f"{installed} (gloo)")

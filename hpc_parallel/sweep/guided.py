@@ -109,7 +109,7 @@ def _check(
     problems, first = try_each([*params, *words], trials=trials, sweep=True)
     scope = _Scope(folder, names, fixed=[override for override in [*params, *words] if override in first])
     with suppress(UnresolvedError):  # the sweeper may provide what is missing
-        config = resolve(trials.compose(first))[0]
+        config = resolve(trials.compose(first)).config
         problems += _problems(config, words=words, scope=scope, earlier=earlier)
     return scope, problems
 

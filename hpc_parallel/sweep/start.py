@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpc_parallel.exit_codes import DONE, REFUSED
 from hpc_parallel.launch.batch_script import ScriptLauncher
-from hpc_parallel.launch.choose_launcher import choose
+from hpc_parallel.launch.choose_launcher import launcher_of
 from hpc_parallel.launch.launcher import Launcher
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.names import from_here
@@ -32,8 +32,7 @@ def start(plan: SweepPlan) -> int:
         print(f"nothing is missing in {plan.folder}")
         return DONE
     kind = plan.runs[0].run.config.launcher.kind
-    launcher, choice = choose(kind)
-    kind = choice.split()[1].rstrip(":")
+    launcher, choice = launcher_of(plan.runs[0].run)
     if plan.runs[0].run.config.dry_run:
         return preview(plan, kind=kind, launcher=launcher)
     if plan.earlier is None and (problems := folder_problems(plan.folder)):

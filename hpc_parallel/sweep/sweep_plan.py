@@ -138,7 +138,7 @@ class _Planner:
             size = usual_batch_size(OmegaConf.select(cell.config, "model"))  # the same for all layouts
             cell = replace(cell, config=with_batch_size(cell.config, size))
         try:
-            run = prepare(cell.config, overrides=overrides, config_dir=self.config_dir, plan=self._plan)
+            run = prepare(cell.config, overrides=overrides, config_dir=self.config_dir, keep=self._plan)
         except UnresolvedError:
             raise
         except ConfigError as error:
@@ -171,7 +171,7 @@ class _Planner:
             *run_overrides(cell.overrides), f"run_dir={quoted(run_dir)}", f"resume={quoted(run_dir)}"
         ]  # fmt: skip
         try:
-            return prepare(config, overrides=overrides, config_dir=self.config_dir, plan=self._plan)
+            return prepare(config, overrides=overrides, config_dir=self.config_dir, keep=self._plan)
         except ConfigError:  # its configuration has changed, or its last step is done
             return None
 

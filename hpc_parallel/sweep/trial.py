@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from hpc_parallel.config.schema import register
 from hpc_parallel.config.tasks import objective_problems, objectives
-from hpc_parallel.launch.choose_launcher import choose
+from hpc_parallel.launch.choose_launcher import launcher_of
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.recorded import number, read_run
@@ -68,7 +68,7 @@ class Trial:
     def _launch(self, planned: PlannedRun) -> list[float]:
         """Launch the run, wait for its end, and return its figures."""
         run, path = planned.run, planned.run.folder.path
-        launcher, choice = choose(run.config.launcher.kind)
+        launcher, choice = launcher_of(run)
         print(f"{run}\n{choice}", flush=True)
         change_sweep(self.folder, lambda sweep: replace(sweep, runs=(*sweep.runs, planned.recorded())))
         try:

@@ -185,11 +185,11 @@ def time_batch(session: Session, progress: Progress, *, batch_size: int, seconds
 
 def plan_of(session: Session, *, batch_size: int) -> BatchPlan:
     """The configured microbatches, made smaller or fewer until they divide `batch_size`."""
-    samples = batch_size // session.layout.data
+    samples = batch_size // session.plan.layout.data
     size, count = session.config.training.microbatch_size, session.config.strategy.microbatches
     return plan_batch(
         batch_size,
-        layout=session.layout,
+        layout=session.plan.layout,
         microbatch_size=size and gcd(size, samples),
         microbatches=gcd(count, samples) if count and not size else None,
         in_turn=schedule_of(session.config.strategy).in_turn,

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hpc_parallel.config.batch_plan import BatchPlan, batch_of
+from hpc_parallel.config.batch_plan import BatchPlan, Plan
 from hpc_parallel.config.build import build
 from hpc_parallel.config.fitting_batch import fitting_samples
-from hpc_parallel.config.layout import Layout, layout_of, share_of
+from hpc_parallel.config.layout import layout_of, share_of
 from hpc_parallel.config.schedules import schedule_of, stages_per_rank
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.typed_config import typed
@@ -54,8 +54,7 @@ class Session:
     """This rank's part of the model and of the data, from which every task starts."""
 
     config: RunConfig
-    layout: Layout
-    batch: BatchPlan
+    plan: Plan
     data: Data
     assembled: Assembled
     groups: Groups
@@ -86,7 +85,7 @@ class Session:
         config = with_measured_shares(config, layout, device=device)
         config = with_device_memory(config, device=device)
         strategy = config.strategy
-        batch = batch_of(config, layout)
+        plan = Plan.of(config)
         replica, _ = share_of(dist.get_rank(), layout=layout, strategy=strategy)
         on_phase("reading the data")
         data = as_data(build(config.data, key="data"))
@@ -97,16 +96,16 @@ class Session:
         require(model, config=config, layout=layout, sample_shape=data.sample_shape, dtype=dtype)
         if is_own(config) or strategy.verify == "always":
             on_phase("comparing the layout with one device")
-        comparison = verify(config, data=data, groups=groups, device=device)
+        comparison = verify(config, plan=plan, data=data, groups=groups, device=device)
         on_phase("distributing the model")
         assembled = assemble(
-            model, config=config, batch=batch, sample_shape=data.sample_shape, groups=groups,
-            device=device, weight=batch.weight(replica), trains=trains,
+            model, config=config, batch=plan.batch, sample_shape=data.sample_shape, groups=groups,
+            device=device, weight=plan.batch.weight(replica), trains=trains,
         )  # fmt: skip
         for part in assembled.parts:
             part.train(trains)
         return cls(
-            config, layout, batch=batch, data=data, assembled=assembled, groups=groups, device=device,
+            config, plan=plan, data=data, assembled=assembled, groups=groups, device=device,
             comparison=comparison,
         )  # fmt: skip
 
@@ -115,8 +114,8 @@ class Session:
 
         Without `seed`, samples keep their order. `batch`: another plan than the session's.
         """
-        batch = batch or self.batch
-        replica, replicas = share_of(dist.get_rank(), layout=self.layout, strategy=self.config.strategy)
+        batch = batch or self.plan.batch
+        replica, replicas = share_of(dist.get_rank(), layout=self.plan.layout, strategy=self.config.strategy)
         return Batches(
             samples=samples,
             seed=seed,
@@ -201,8 +200,10 @@ def with_least_memory(config: RunConfig, memory_gb: float, *, device: torch.devi
     layout = layout_of(config.strategy, devices=config.devices)
     fitting = fitting_samples(filled, layout)
     if dist.get_rank() == 0 and fitting is not None:
-        plan = batch_of(filled, layout)
-        print(f"batch: {plan}; about {fitting} samples fit in {min(all_gb):.0f} GB at once", flush=True)
+        print(
+            f"batch: {Plan.of(filled).batch}; about {fitting} samples fit in {min(all_gb):.0f} GB at once",
+            flush=True,
+        )
     return filled
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpc_parallel.config.batch_plan import batch_of
+from hpc_parallel.config.batch_plan import Plan
 from hpc_parallel.config.layout import DATAPARALLEL, Layout, divisors, layout_of, share_of
 from hpc_parallel.config.schedules import stages_per_rank
 from hpc_parallel.config.schema import RunConfig
@@ -45,13 +45,16 @@ class SmallRun:
     device: torch.device
 
     @classmethod
-    def of(cls, config: RunConfig, *, model: LayeredModel, data: Data, device: torch.device) -> SmallRun:
+    def of(
+        cls, config: RunConfig, *, plan: Plan, model: LayeredModel, data: Data, device: torch.device
+    ) -> SmallRun:
         """Take the first training samples, with sequences as short as the layout and the model allow.
 
-        `model`: from `build_small`.
+        `plan`: of the run; `model`: from `build_small`.
         """
-        layout = layout_of(config.strategy, devices=config.devices)
-        microbatches = _microbatches(config, layout)
+        layout = plan.layout
+        # A pipeline's schedule needs all its microbatches; without one, two show the accumulation.
+        microbatches = plan.batch.microbatches if layout.pipeline > 1 else 2
         distinct = max(count for count in divisors(layout.data) if count <= MOST_REPLICAS)
         count = STEPS * microbatches * distinct * SAMPLES
         indices = np.arange(count, dtype=np.int64) % len(data.train)
@@ -115,11 +118,6 @@ def _small_config(config: RunConfig, *, samples: int) -> RunConfig:
     )  # fmt: skip
     strategy = replace(config.strategy, cuts=None, balance="parameters", microbatches=None, shares=None)
     return replace(config, training=training, strategy=strategy)
-
-
-def _microbatches(config: RunConfig, layout: Layout) -> int:
-    """A pipeline's schedule needs all its microbatches; without one, two show the accumulation."""
-    return batch_of(config, layout).microbatches if layout.pipeline > 1 else 2
 
 
 def _short_length(length: int, *, config: RunConfig, layout: Layout) -> int:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from hpc_parallel.config.batch_plan import batch_of
-from hpc_parallel.config.layout import SPMD, layout_of, servers
+from hpc_parallel.config.batch_plan import Plan
+from hpc_parallel.config.layout import SPMD, servers
 from hpc_parallel.config.model_weights import sample_shape_of
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
 from hpc_parallel.models.drawn_weights import without_values
@@ -59,8 +59,8 @@ class TracedRank:
     ) -> None:
         """`fakes`: the context in which this rank's tensors are made."""
         self._config, self._fakes = config, fakes
-        self._layout = layout_of(config.strategy, devices=config.devices)
-        self._batch = batch_of(config, self._layout)
+        plan = Plan.of(config)
+        self._layout, self._batch = plan.layout, plan.batch
         shape = sample_shape_of(config.model, config.data)
         if shape is None:
             raise ConfigError(["data: the shape of its samples is known only after it is read."])

@@ -322,7 +322,7 @@ def traffic_of(session: Session) -> dict[str, Any]:
     if assembled.traffic is not None or assembled.server is not None:
         weights_bytes = sum(weight.nbytes for weight in assembled.named_parameters().values())
         traffic["ring_all_reduce"] = ring_all_reduce(
-            weights_bytes=weights_bytes, replicas=session.layout.data
+            weights_bytes=weights_bytes, replicas=session.plan.layout.data
         )
     return traffic
 

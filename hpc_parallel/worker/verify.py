@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from hpc_parallel.config.layout import layout_of
+from hpc_parallel.config.batch_plan import Plan
 from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.data.sampler import Data
@@ -44,7 +44,7 @@ class DifferenceError(ConfigError):
 
 
 @located("the comparison with one device")
-def verify(config: RunConfig, *, data: Data, groups: Groups, device: torch.device) -> str | None:
+def verify(config: RunConfig, *, plan: Plan, data: Data, groups: Groups, device: torch.device) -> str | None:
     """Compare the layout of `config` with one device, unless that is known or not asked for.
 
     All ranks of the default process group call it together, after `model_checks` found no problem. Returns a
@@ -57,16 +57,15 @@ def verify(config: RunConfig, *, data: Data, groups: Groups, device: torch.devic
     if not changes:
         _check_alone(config, data=data, device=device)
         return None
-    layout = layout_of(config.strategy, devices=config.devices)
-    omitted = f"WARNING: {_name(config)} was not compared with one device on {layout}"
+    omitted = f"WARNING: {_name(config)} was not compared with one device on {plan.layout}"
     if mode == "never":
         return _say(f"{omitted} (strategy.verify=never).")
     model = build_small(config)
-    run = SmallRun.of(config, model=model, data=data, device=device)
+    run = SmallRun.of(config, plan=plan, model=model, data=data, device=device)
     key = proof_key(run, model=model)
     folder = proofs_folder(os.environ)
     if mode == "auto" and exchange.broadcast(is_proven(key, folder=folder)):
-        return _say(f"{_name(config)} equals one device on {layout}: an earlier run compared them")
+        return _say(f"{_name(config)} equals one device on {plan.layout}: an earlier run compared them")
     if reason := _too_large(model, device=device):
         return _say(f"{omitted}: {reason}")
     start = time.perf_counter()
@@ -74,9 +73,10 @@ def verify(config: RunConfig, *, data: Data, groups: Groups, device: torch.devic
         check_loss(build_small(config, as_random=False), seed=config.seed, data=data, device=device)
     largest = compare(run, model=model, groups=groups)
     if dist.get_rank() == 0:
-        record_proof(key, folder=folder, about={"model": config.model["_target_"], "layout": str(layout)})
+        about = {"model": config.model["_target_"], "layout": str(plan.layout)}
+        record_proof(key, folder=folder, about=about)
     return _say(
-        f"{_name(config)} equals one device on {layout}: they differ by at most {largest:.0e} "
+        f"{_name(config)} equals one device on {plan.layout}: they differ by at most {largest:.0e} "
         f"({time.perf_counter() - start:.1f} s)"
     )
 
@@ -126,7 +126,7 @@ def compare(run: SmallRun, *, model: LayeredModel, groups: Groups) -> float:
                 raise
             raise UserCodeError([
                 f"{described(error)}, raised by {_name(config)} on {run.layout}, but not on one device."
-                f"{_advice(config)}"
+                f"{_advice(run)}"
             ]) from error  # fmt: skip
     noise = NOISE_OF_FLOAT32 if reference.rounds else NOISE
     by_rank: list[dict[str, float]] = exchange.all_gather(dict(_differences(result, reference, noise=noise)))
@@ -137,7 +137,7 @@ def compare(run: SmallRun, *, model: LayeredModel, groups: Groups) -> float:
     if reasons := list(_reasons(result.losses, differences, reference=reference)):
         raise DifferenceError([
             f"{_name(config)} does not equal one device on {run.layout}: {'; '.join(reasons)}. Its code or "
-            f"its hints do not fit this layout (docs/own-model.md).{_advice(config)} To start nevertheless, "
+            f"its hints do not fit this layout (docs/own-model.md).{_advice(run)} To start nevertheless, "
             "set strategy.verify=never."
         ])  # fmt: skip
     if written := [name for name in reference.written if not name.endswith(STATISTICS)]:
@@ -161,11 +161,11 @@ def _require_gradients(run: SmallRun, *, as_random: bool) -> None:
         ])  # fmt: skip
 
 
-def _advice(config: RunConfig) -> str:
+def _advice(run: SmallRun) -> str:
     """A way that works for every layer, if roles may be wrong."""
-    if layout_of(config.strategy, devices=config.devices).tensor == 1:
+    if run.layout.tensor == 1:
         return ""
-    along = ", with strategy.sequence_parallel=false" if config.strategy.sequence_parallel else ""
+    along = ", with strategy.sequence_parallel=false" if run.config.strategy.sequence_parallel else ""
     return (
         " Give the role alike to the module that contains layers that are not split"
         f"{along}; every device then computes all of it."

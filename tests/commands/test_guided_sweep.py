@@ -64,7 +64,7 @@ class StandIn:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["run"])
-    monkeypatch.setattr("hpc_parallel.sweep.trial.choose", lambda kind: (StandIn(), "launcher stand-in"))
+    monkeypatch.setattr("hpc_parallel.sweep.trial.launcher_of", lambda run: (StandIn(), "launcher stand-in"))
     yield tmp_path
     NOTED.clear()
     ASKED.clear()

@@ -39,8 +39,8 @@ def test_every_row_of_the_table_can_run() -> None:
     assert len(set(folders)) == len(cases)
     for case in cases:
         alone, run = case.alone.config, case.run.config
-        assert case.alone.layout.devices == 1
-        assert (case.run.layout.devices == 1) == (case.row.strategy == "single")  # no row is vacuous
+        assert case.alone.plan.layout.devices == 1
+        assert (case.run.plan.layout.devices == 1) == (case.row.strategy == "single")  # no row is vacuous
         assert (alone.model, alone.data, alone.seed) == (run.model, run.data, run.seed)
         assert alone.training.global_batch_size == run.training.global_batch_size
     said = [case.run.config.strategy for case in cases]
@@ -50,9 +50,11 @@ def test_every_row_of_the_table_can_run() -> None:
     assert {"pipeline 2, 1f1b", "context 2, gather", "shard 4, microbatch_size=1"} <= layouts
     # text on one device is one batch, so accumulation is proven; BatchNorm looks at a microbatch
     text = [case for case in cases if case.net in ("text", "moe")]
-    assert {case.alone.batch.microbatches for case in text} == {1}
-    assert max(case.run.batch.microbatches for case in text) > 1
-    assert all(c.alone.batch.microbatches == c.run.batch.microbatches for c in cases if c not in text)
+    assert {case.alone.plan.batch.microbatches for case in text} == {1}
+    assert max(case.run.plan.batch.microbatches for case in text) > 1
+    assert all(
+        c.alone.plan.batch.microbatches == c.run.plan.batch.microbatches for c in cases if c not in text
+    )
     assert len({case.alone.folder.path for case in cases}) <= 8
 
 
@@ -61,7 +63,7 @@ def test_a_strategy_takes_the_layout_of_the_command_line() -> None:
     assert [(case.row.strategy, case.net) for case in cases] == [
         ("pipeline", "text"), ("pipeline", "digits"), ("pipeline", "unet"),
     ]  # fmt: skip
-    assert str(cases[0].run.layout) == "pipeline 4"
+    assert str(cases[0].run.plan.layout) == "pipeline 4"
     assert cases[0].run.config.strategy.schedule == "gpipe"
     assert (cases[0].run.config.seed, cases[0].alone.config.seed) == (7, 7)
     assert "length of model.channels = 3" in str(cases[1].problems[0])  # too few for four stages
@@ -73,7 +75,7 @@ def test_other_overrides_apply_to_both_sides() -> None:
     for config in (case.run.config, case.alone.config):
         assert (config.model["layers"], config.model["dim"]) == (4, 128)  # as the user's model says
         assert (config.training.steps, config.training.precision) == (3, "float64")
-    assert (case.run.batch.microbatches, case.alone.batch.microbatches) == (4, 1)
+    assert (case.run.plan.batch.microbatches, case.alone.plan.batch.microbatches) == (4, 1)
     assert (case.run.config.strategy.reshard, case.alone.config.strategy.name) == (False, "single")
 
 
@@ -83,7 +85,7 @@ def test_an_unsupported_row_is_left_out_with_its_reason() -> None:
     assert "single" not in cases  # it has no layout
     assert "strategy.tensor = 4 does not divide" in str(cases["tensor"].problems[0])
     assert "tile" not in cases  # of images
-    assert str(cases["pipeline"].run.layout) == "pipeline 4"
+    assert str(cases["pipeline"].run.plan.layout) == "pipeline 4"
 
 
 def test_a_key_of_one_network_leaves_the_others_out() -> None:

@@ -216,7 +216,7 @@ def _cost(*overrides: str) -> tuple[int, int, int]:
 
     run = prepared(*overrides)
     config = typed(run.values)
-    layout = run.layout
+    layout = run.plan.layout
     batch = plan_batch(1, layout=layout, microbatch_size=None, microbatches=None)
     groups = make_groups(config, layout, device_type="cpu")
     length = config.data["sequence_length"]

@@ -188,7 +188,7 @@ def _collectives_of_a_step(config: RunConfig) -> list[tuple[str, int]]:
             return function(*args, **(kwargs or {}))
 
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(256, (session.batch.samples_per_replica, 16), generator=generator)
+    tokens = torch.randint(256, (session.plan.batch.samples_per_replica, 16), generator=generator)
     with Noting():
         assembled.forward_backward.train(tokens, tokens)
     return calls
@@ -273,7 +273,7 @@ def _operators_of_a_step(configs: list[RunConfig]) -> list[list[str]]:
                     calls.append(OF_INTEREST[name])
                 return function(*args, **(kwargs or {}))
 
-        tokens = torch.randint(256, (session.batch.samples_per_replica, 16))
+        tokens = torch.randint(256, (session.plan.batch.samples_per_replica, 16))
         with Noting():
             session.assembled.forward_backward.train(tokens, tokens)
         found.append(calls)

@@ -79,7 +79,7 @@ def test_the_loss_is_the_untrained_model_s(workers: Workers, layout: str) -> Non
     wanted = losses_of_one_device(run.folder.path)
     validation, batches = workers.run(run.processes, _losses, str(run.folder.path))[0]
     assert validation == pytest.approx(sum(wanted) / SAMPLES, rel=1e-12)
-    replicas = run.layout.data
+    replicas = run.plan.layout.data
     assert list(batches) == [size for size in (1, 2, 4, 8, 16) if size >= replicas]
     for size, loss in batches.items():
         assert loss == pytest.approx(sum(wanted[:size]) / size, rel=1e-12)

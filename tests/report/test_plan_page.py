@@ -67,7 +67,7 @@ def test_its_command_plans_the_same_and_shows_no_credential(tmp_path: Path) -> N
 
 def test_its_memory_is_that_of_each_role(folder: Path) -> None:
     """Two stages of two devices; each kind is in one part of a bar."""
-    config, _ = resolve(composed(*RUN, "device=cuda"))
+    config, *_ = resolve(composed(*RUN, "device=cuda"))
     held = memory.plan(config)
     assert held is not None
     *kinds, total = rows(folder / "index.html", "memory")

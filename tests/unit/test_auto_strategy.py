@@ -114,7 +114,7 @@ def test_an_estimate_does_not_stop_a_run() -> None:
     """What is certain fits, and the sum with its estimates does not."""
     words = ("strategy=data", "model=1b", "data.sequence_length=2048", "training.global_batch_size=128")
     run = checked(*SITE, *words, "training.microbatch_size=16")
-    config, _ = resolve(composed("device=cuda", "gpus_per_node=8", *words, "training.microbatch_size=16"))
+    config, *_ = resolve(composed("device=cuda", "gpus_per_node=8", *words, "training.microbatch_size=16"))
     planned = memory.plan(config)
     assert planned is not None
     room = read_hardware(H100, folders=FOLDERS).device.memory_bytes

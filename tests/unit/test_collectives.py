@@ -154,7 +154,7 @@ class Clock:
 
 
 def planned(*words: str, groups: Mapping[str, Group] | None = None) -> Plan:
-    config, _ = resolve(composed("task=collectives", *words))
+    config, *_ = resolve(composed("task=collectives", *words))
     return Plan.of(config.task, groups=groups or {"world": group(2)}, most_bytes=2**26)
 
 

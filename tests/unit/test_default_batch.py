@@ -28,4 +28,4 @@ def test_it_is_the_next_number_that_the_layout_can_split(words: str, size: int) 
     run = prepared(*words.split(), "launcher=local", "launcher.snapshot=false", "device=cpu")
     assert run.config.training.global_batch_size == size
     assert run.values["training"]["global_batch_size"] == size
-    assert run.batch.data * run.batch.samples_per_replica == size
+    assert run.plan.batch.data * run.plan.batch.samples_per_replica == size

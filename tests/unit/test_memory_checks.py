@@ -20,7 +20,7 @@ B1 = 1_235_814_400  # parameters of Llama 3.2 1B, as its authors publish them
 
 @pytest.mark.parametrize("model", ["tiny", "124m", "moe_tiny"])
 def test_the_count_is_that_of_the_model(model: str) -> None:
-    config, values = resolve(composed(f"model={model}"))
+    config, values, _ = resolve(composed(f"model={model}"))
     with torch.device("meta"):
         built = hydra.utils.instantiate(values["model"])
     weights = {id(weight): weight.numel() for weight in built.parameters()}
@@ -40,7 +40,7 @@ def test_the_count_is_that_of_the_model(model: str) -> None:
     ],
 )
 def test_bytes_of_a_device(words: list[str], layout: Layout, bytes_: int) -> None:
-    config, _ = resolve(composed("model=1b", *words))
+    config, *_ = resolve(composed("model=1b", *words))
     assert least_bytes(config, layout) == bytes_
 
 
@@ -68,7 +68,7 @@ def test_what_can_not_fit_is_refused() -> None:
 def test_a_run_that_this_machine_can_not_hold_is_announced(
     words: str, environment: dict[str, str], needed_gb: float | None
 ) -> None:
-    config, _ = resolve(composed("model=1b", *words.split()))
+    config, *_ = resolve(composed("model=1b", *words.split()))
     warnings = local_warnings(config, memory_bytes=16 * 2**30, environment=environment)
     assert [float(re.search(r"at least ([0-9.]+) GB", line)[1]) for line in warnings] == (
         [] if needed_gb is None else [pytest.approx(needed_gb, abs=0.05)]

@@ -11,6 +11,8 @@ import yaml
 
 import hpc_parallel
 from hpc_parallel.config.node_devices import visible_gpus
+from hpc_parallel.launch.choose_launcher import launcher_of
+from hpc_parallel.launch.recompose import recompose
 from hpc_parallel.run import main
 from hpc_parallel.slurm import limits
 from hpc_parallel.slurm.limits import gpu_counts
@@ -174,3 +176,24 @@ def test_an_allocation_has_its_own_devices(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     assert prepared("gpus_per_node=auto", "strategy=pipeline").config.gpus_per_node == 3
+
+
+def test_one_question_decides_the_launcher(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`launcher.kind=auto` gets its answer once, for the checks, the batch script and config.yaml."""
+    command(here, "scontrol", f"echo $@ >> {here}/asked; echo 'Slurmctld(primary) at login is UP'")
+    command(here, "sbatch", "exit 0")
+    words = ("cluster=cpu", "launcher.snapshot=false", "nodes=2")
+    assert main([*words, "dry_run=true"]) == 0
+    assert "#SBATCH --nodes=2" in capsys.readouterr().out
+    assert (here / "asked").read_text() == "ping\n"
+    run = prepared(*words)
+    assert (run.config.launcher.kind, run.values["launcher"]["kind"]) == ("slurm", "slurm")
+    assert launcher_of(run)[1] == "launcher slurm: sbatch is here and Slurm's controller answers"
+    assert launcher_of(prepared(*words, "launcher=script"))[1] == "launcher script"
+
+
+def test_an_answer_can_be_changed_back_to_auto(here: Path) -> None:
+    config = hpc_parallel.compose(["launcher=script", "launcher.snapshot=false"])
+    config.launcher.kind = "auto"
+    run = recompose(config)
+    assert (run.config.launcher.kind, "launcher.kind=local" in run.overrides) == ("local", True)

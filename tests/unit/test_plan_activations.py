@@ -104,7 +104,7 @@ def test_there_are_sixty_configurations() -> None:
 @pytest.mark.parametrize(("words", "rank"), [*CASES, *in_full(MORE)])
 def test_activations_are_those_that_autograd_keeps(words: str, rank: int) -> None:
     """Within 1 %: two numbers of the loss and the shares of experts are left out."""
-    config, _ = resolve(composed(*words.split(), "device=cpu"))  # whose kernels autograd is asked about
+    config, *_ = resolve(composed(*words.split(), "device=cpu"))  # whose kernels autograd is asked about
     found = plan(config)
     assert found is not None
     (measured,) = measure(config, [rank], microbatches=1)

@@ -165,7 +165,7 @@ def test_a_bound_is_never_above_the_simulated_step(schedule: str, microbatches: 
         f"strategy.microbatches={microbatches}", "training.global_batch_size=16", "gpus_per_node=4",
         "model=124m", "data.sequence_length=512",
     )  # fmt: skip
-    config, _ = resolve(composed(*words))
+    config, *_ = resolve(composed(*words))
     step = Step(work_of_run(config), read_hardware(H100, folders=FOLDERS))
     bound_s, simulated_s = step.least_s(), step.result().total_s
     assert bound_s <= simulated_s * (1 + 1e-12)
@@ -208,7 +208,7 @@ def test_a_run_accepts_what_is_proposed_and_composes_the_same(words: tuple[str, 
     assert len(found) >= 3
     for candidate in found:
         run = prepared(*others, *candidate.words, "dry_run=true")
-        assert run.layout == candidate.layout
+        assert run.plan.layout == candidate.layout
         assert run.config.strategy == candidate.config.strategy
         for key in ("global_batch_size", "microbatch_size", "activation_checkpointing"):
             assert getattr(run.config.training, key) == getattr(candidate.config.training, key)
@@ -240,7 +240,7 @@ def test_what_is_set_is_kept() -> None:
     ],
 )  # fmt: skip
 def test_the_fullest_device_is_among_those_that_are_planned(words: tuple[str, ...]) -> None:
-    config, _ = resolve(composed("model=tiny", "training.global_batch_size=48", "device=cpu", *words))
+    config, *_ = resolve(composed("model=tiny", "training.global_batch_size=48", "device=cpu", *words))
     whole, part = memory.plan(config), memory.plan_fullest(config)
     assert whole is not None
     assert part is not None
@@ -285,7 +285,7 @@ def test_the_command_ends_with_the_line_to_run(capsys: pytest.CaptureFixture[str
     line = lines[-1]
     assert line.startswith(f"python -m hpc_parallel.run {' '.join(words)} strategy=")
     run = prepared(*(word for word in line.split()[3:] if not word.startswith("hardware=")))
-    assert run.layout.devices == 32
+    assert run.plan.layout.devices == 32
 
 
 def test_a_site_names_the_hardware(capsys: pytest.CaptureFixture[str]) -> None:

@@ -346,7 +346,7 @@ def test_processes_on_the_cores_of_a_machine_with_gpus_take_turns() -> None:
     from hpc_parallel.config.compose import resolve
     from hpc_parallel.worker import calibrate as module
 
-    config, _ = resolve(composed("nodes=2", "gpus_per_node=4", "device=cpu"))
+    config, *_ = resolve(composed("nodes=2", "gpus_per_node=4", "device=cpu"))
     with (
         mock.patch.object(module, "all_gather", side_effect=lambda machine: [machine] * 8),
         mock.patch.object(module.dist, "get_rank", return_value=0),

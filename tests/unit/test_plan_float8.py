@@ -58,7 +58,7 @@ def test_as_many_numbers_are_rounded_as_planned(recipe: str) -> None:
     """By the blocks of a decoder with a gate and fewer heads of keys than of queries."""
     sizes = {"dim": 64, "heads": 4, "kv_heads": 2, "ffn_dim": 192, "vocab_size": 256}
     words = [f"model.{key}={value}" for key, value in sizes.items()]
-    config, _ = resolve(composed(
+    config, *_ = resolve(composed(
         *RUN, "strategy=single", "gpus_per_node=1", *words, "model.layers=1", "data.sequence_length=32",
         "training.global_batch_size=2", f"training.fp8={recipe}",
     ))  # fmt: skip

@@ -24,7 +24,7 @@ SERVED = ("strategy=parameter_server", "model=20m", "training.global_batch_size=
 
 
 def step_of(*words: str, hardware: Hardware = CPU) -> Step:
-    config, _ = resolve(composed(*words, f"device={hardware.device.kind}"))
+    config, *_ = resolve(composed(*words, f"device={hardware.device.kind}"))
     node = replace(hardware.node, devices=config.gpus_per_node)
     return Step(work_of_run(config), replace(hardware, node=node))
 
@@ -78,7 +78,7 @@ def planned(*words: str, hardware: Hardware = GPU) -> StepTime:
 def test_a_mixture_computes_what_its_model_counts() -> None:
     step = step_of(*MIXTURE, "strategy=single")
     decoder = step.work.decoder
-    config, _ = resolve(composed(*MIXTURE))
+    config, *_ = resolve(composed(*MIXTURE))
     weights = weights_of(config.model, sample_shape=(64,))
     assert weights is not None
     assert decoder.block_flops == weights.flops.blocks[0]

@@ -69,7 +69,7 @@ EVERY = [
 
 
 def planned_and_measured(words: str, ranks: list[int]) -> tuple[list[dict[str, int]], list[dict[str, int]]]:
-    config, _ = resolve(composed(*words.split()))
+    config, *_ = resolve(composed(*words.split()))
     plan_of_all = plan(config)
     assert plan_of_all is not None
     assert all("activations" in clause for clause in plan_of_all.unknown)
@@ -91,7 +91,7 @@ def test_the_state_is_that_of_the_assembled_rank(words: str, ranks: list[int]) -
 @pytest.mark.parametrize("model", MODELS)
 def test_the_weights_are_those_of_the_model(model: str) -> None:
     """Names and shapes in their order, and what stages are balanced by."""
-    config, values = resolve(composed(f"model={model}", *MODELS[model].split()))
+    config, values, _ = resolve(composed(f"model={model}", *MODELS[model].split()))
     shape = sample_shape_of(config.model, config.data)
     assert shape is not None
     weights = weights_of(config.model, sample_shape=shape)
@@ -107,7 +107,7 @@ def test_the_weights_are_those_of_the_model(model: str) -> None:
 
 def test_every_optimizer_of_torch_that_we_ship_is_known() -> None:
     for name in ("adamw", "sgd", "adafactor", "muon"):
-        config, _ = resolve(composed(f"optimizer={name}"))
+        config, *_ = resolve(composed(f"optimizer={name}"))
         targets = {
             config.optimizer._target_,
             *(rule["_target_"] for rule in config.optimizer.groups.values()),
@@ -116,7 +116,7 @@ def test_every_optimizer_of_torch_that_we_ship_is_known() -> None:
 
 
 def test_another_optimizer_is_announced() -> None:
-    config, _ = resolve(composed("optimizer=custom", "optimizer._target_=torch.optim.RMSprop"))
+    config, *_ = resolve(composed("optimizer=custom", "optimizer._target_=torch.optim.RMSprop"))
     found = plan(config)
     assert found is not None
     assert found.unknown == ["the state of torch.optim.RMSprop counts as 0, because it is not known"]

@@ -31,7 +31,7 @@ WORDS = (
 
 def times(*words: str, step_s: float, name: str = A100, storage: Storage = RATES) -> StorageTimes:
     hardware: Hardware = replace(read_hardware(name, folders=FOLDERS), storage=storage)
-    config, _ = resolve(composed(*WORDS, f"device={hardware.device.kind}", *words))
+    config, *_ = resolve(composed(*WORDS, f"device={hardware.device.kind}", *words))
     return StorageTimes(config, work_of_run(config), step_s, hardware)
 
 
@@ -79,7 +79,7 @@ def test_a_processor_copies_in_its_own_memory() -> None:
 
 
 def test_the_parameter_server_writes_the_state_of_the_optimizer() -> None:
-    config, _ = resolve(composed("strategy=parameter_server", "model=tiny", "nodes=4"))
+    config, *_ = resolve(composed("strategy=parameter_server", "model=tiny", "nodes=4"))
     found = checkpoint_bytes(config)
     assert found is not None
     weights = found.total // 3  # and two states of AdamW
@@ -126,7 +126,7 @@ def test_a_time_limit_has_room_for_the_saves(tmp_path: Path) -> None:
     (tmp_path / "hardware").mkdir()
     (tmp_path / "hardware" / "mine.yaml").write_text(f"extends: {A100}\n{LINE}")
     words = (*WORDS, "training.checkpoint_async=false", "launcher=slurm", "device=cuda")
-    config, _ = resolve(composed(*words, "launcher.time_minutes=1"))
+    config, *_ = resolve(composed(*words, "launcher.time_minutes=1"))
 
     def planned(hardware: str, *, steps: int) -> Forecast:
         plan, training = replace(config.plan, hardware=hardware), replace(config.training, steps=steps)

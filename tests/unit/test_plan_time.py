@@ -258,7 +258,7 @@ def test_figures_of_a_configuration_fit_each_other(capsys: pytest.CaptureFixture
 
 def step_of(*words: str) -> StepTime:
     """The step of a run on A100s with 8 devices a node."""
-    config, _ = resolve(composed("device=cuda", "data.sequence_length=1024", *words))
+    config, *_ = resolve(composed("device=cuda", "data.sequence_length=1024", *words))
     return step_time(work_of_run(config), read_hardware(NAME, folders=FOLDERS))
 
 
@@ -367,7 +367,7 @@ def test_measured_links_take_the_place_of_the_files() -> None:
 def test_the_memory_is_that_of_the_fullest_device(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("strategy=data", "model=8b", "gpus_per_node=8", "training.global_batch_size=8",
              "data.sequence_length=1024")  # fmt: skip
-    config, _ = resolve(composed(*words, "device=cuda"))
+    config, *_ = resolve(composed(*words, "device=cuda"))
     found = memory.plan(config)
     assert found is not None
     assert planned(capsys, *words)["memory, estimate"] == (
@@ -462,7 +462,7 @@ def test_what_is_not_planned_is_refused_together(capsys: pytest.CaptureFixture[s
 )
 def test_stages_have_the_blocks_of_the_run(words: list[str], blocks: tuple[int, ...]) -> None:
     """As `divide_blocks` cuts 32 blocks for the run and for the plan of its memory."""
-    config, _ = resolve(composed("model=8b", "strategy=pipeline", "gpus_per_node=8", "device=cuda",
+    config, *_ = resolve(composed("model=8b", "strategy=pipeline", "gpus_per_node=8", "device=cuda",
                                  "data.sequence_length=8192", *words))  # fmt: skip
     model = weights_of(config.model, sample_shape=(8192,))
     assert model is not None

@@ -79,7 +79,7 @@ def ended(tmp_path: Path, *resume: str) -> tuple[RunFolder, PreparedRun]:
     values = {**second.values, "resume": str(first.folder.path)}
     config = second.config
     config.resume = str(first.folder.path)
-    again = PreparedRun(config, values, layout=second.layout, batch=second.batch, folder=first.folder,
+    again = PreparedRun(config, values, plan=second.plan, folder=first.folder,
                         snapshot=None, overrides=[], config_dir=None)  # fmt: skip
     return first.folder, again
 

@@ -11,6 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hpc_parallel.config.batch_plan import Plan
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.worker.proof_key import proof_key
 from hpc_parallel.worker.small_model import SmallRun, build_small
 from tests.composed import prepared
@@ -37,7 +40,12 @@ def key(*overrides: str, shift: int = 0) -> str:
     config = prepared("launcher=local", "device=cpu", *PIPELINE, *overrides).config
     data: Any = SimpleNamespace(train=Tokens(shift))
     model = build_small(config)
-    return proof_key(SmallRun.of(config, model=model, data=data, device=torch.device("cpu")), model=model)
+    return proof_key(small_run(config, model=model, data=data), model=model)
+
+
+def small_run(config: RunConfig, *, model: LayeredModel, data: Any) -> SmallRun:
+    device = torch.device("cpu")
+    return SmallRun.of(config, plan=Plan.of(config), model=model, data=data, device=device)
 
 
 @pytest.mark.parametrize(
@@ -65,5 +73,5 @@ def test_two_microbatches_at_least_are_compared() -> None:
         "launcher=local", "device=cpu", "strategy=data", "nodes=2", "data.sequence_length=32"
     ).config
     data: Any = SimpleNamespace(train=Tokens(0))
-    run = SmallRun.of(config, model=build_small(config), data=data, device=torch.device("cpu"))
+    run = small_run(config, model=build_small(config), data=data)
     assert run.microbatches == 2

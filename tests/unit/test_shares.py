@@ -153,7 +153,7 @@ def test_shares_that_fit_nothing_are_refused(words: str, problem: str) -> None:
 
 
 def _problems(*words: str) -> list[str]:
-    config, _ = resolve(composed(*words))
+    config, *_ = resolve(composed(*words))
     return [str(problem) for problem in find_problems(config)]
 
 

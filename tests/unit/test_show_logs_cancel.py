@@ -283,6 +283,15 @@ class TestShow:
         }  # fmt: skip
         assert shown(capsys, finished(tmp_path / "runs/a/2"))["changed"] == {}
 
+    def test_the_launcher_of_an_older_run(self, tmp_path: Path, capsys: Capture) -> None:
+        """Before, config.yaml kept `auto`, which nobody had changed."""
+        folder = finished(tmp_path / "runs/a/1")
+        text = folder.config.read_text()
+        assert "kind: auto" not in text
+        folder.config.write_text(text.replace("  kind: local\n", "  kind: auto\n"))
+        assert folder.read_config()["launcher"]["kind"] == "auto"
+        assert shown(capsys, folder)["changed"] == {}
+
     def test_layout(self, tmp_path: Path, capsys: Capture) -> None:
         words = ("strategy=hybrid", "nodes=2", "gpus_per_node=2")
         folder = finished(tmp_path / "runs/a/1", *words, hosts={0: "n1", 1: "n1", 2: "n7", 3: "n7"})

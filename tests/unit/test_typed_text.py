@@ -36,7 +36,7 @@ TYPED = [
 
 @pytest.mark.parametrize(("word", "key", "wanted"), TYPED)
 def test_a_text_is_what_was_typed(word: str, key: str, wanted: object) -> None:
-    _, values = resolve(run(*LOCAL, word).config)
+    _, values, _ = resolve(run(*LOCAL, word).config)
     assert OmegaConf.select(OmegaConf.create(values), key) == wanted
 
 

@@ -22,7 +22,7 @@ from tests.composed import composed
     ],
 )
 def test_it_is_said_where_gpus_were_asked_for(words: tuple[str, ...], device: str, said: str | None) -> None:
-    config, _ = resolve(composed("strategy=single", *words))
+    config, *_ = resolve(composed("strategy=single", *words))
     problem = unused_gpus(config, torch.device(device), host="n7")
     assert (problem is None) == (said is None)
     assert said is None or (problem is not None and said in problem)

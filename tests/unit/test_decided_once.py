@@ -1,0 +1,51 @@
+"""A command line is parsed, composed, resolved, laid out and planned once."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+
+import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+
+from hpc_parallel.commands.run import main
+from hpc_parallel.config.batch_plan import Plan
+from hpc_parallel.config.command_line import CommandLine
+from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.layout import _resolve
+
+ONCE: dict[str, Callable[..., object]] = {
+    "parsed": CommandLine.parse.__func__,  # type: ignore[attr-defined]
+    "composed": ConfigLoaderImpl.load_configuration,
+    "resolved": resolve,
+    "laid out": _resolve,
+    "planned": Plan.of.__func__,  # type: ignore[attr-defined]
+}
+
+
+def calls(*words: str) -> Counter[str]:
+    """How often the command calls each function of ONCE."""
+    _resolve.cache_clear()
+    names: dict[CodeType, str] = {inspect.unwrap(function).__code__: name for name, function in ONCE.items()}
+    counts: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code in names:
+            counts[names[frame.f_code]] += 1
+
+    sys.setprofile(note)
+    try:
+        assert main(words) == 0
+    finally:
+        sys.setprofile(None)
+    return counts
+
+
+def test_a_dry_run_decides_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("strategy=pipeline", "nodes=2", "dry_run=true", "launcher=local", "launcher.snapshot=false")
+    assert calls(*words) == dict.fromkeys(ONCE, 1)
