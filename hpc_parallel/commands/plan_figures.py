@@ -11,8 +11,9 @@ from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.memory import MemoryPlan
 from hpc_parallel.planning.ranking import mfu, model_flops
 from hpc_parallel.planning.run_work import assumptions
-from hpc_parallel.planning.step_time import StepTime, Work
+from hpc_parallel.planning.step_time import StepTime
 from hpc_parallel.planning.storage_times import StorageTimes, Wait
+from hpc_parallel.planning.work import Work
 from hpc_parallel.record.metrics_file import size
 
 HOUR_S = 3600

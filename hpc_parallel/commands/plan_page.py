@@ -22,7 +22,8 @@ from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.memory import MemoryPlan
 from hpc_parallel.planning.pipeline_orders import Kind
 from hpc_parallel.planning.ranking import seconds
-from hpc_parallel.planning.step_time import Step, StepTime, Work
+from hpc_parallel.planning.step_time import Step, StepTime
+from hpc_parallel.planning.work import Work
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.credentials import without_secret_values
 from hpc_parallel.report.page import WITHOUT_PLOTS, can_draw

@@ -20,7 +20,8 @@ from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.measured_links import with_measured_links
 from hpc_parallel.planning.memory import text_table
 from hpc_parallel.planning.run_work import unplanned, work_of_run
-from hpc_parallel.planning.step_time import StepTime, Work, step_time
+from hpc_parallel.planning.step_time import StepTime, step_time
+from hpc_parallel.planning.work import Work
 from hpc_parallel.problems import ConfigError
 
 

@@ -23,8 +23,9 @@ from hpc_parallel.planning.memory import Held, MemoryPlan
 from hpc_parallel.planning.ranking import seconds, tokens_per_s, without_room
 from hpc_parallel.planning.run_work import unplanned, unsearched, work_of_run
 from hpc_parallel.planning.search import Choices, search
-from hpc_parallel.planning.step_time import StepTime, Work, step_time
+from hpc_parallel.planning.step_time import StepTime, step_time
 from hpc_parallel.planning.storage_times import StorageTimes
+from hpc_parallel.planning.work import Work
 from hpc_parallel.problems import ConfigError, alternatives
 from hpc_parallel.record.metrics_file import size
 

@@ -15,7 +15,8 @@ from hpc_parallel.planning.hardware import MEASURED_BY, Hardware, Link, coeffici
 from hpc_parallel.planning.measured_links import ACROSS, INSIDE, with_measured_links
 from hpc_parallel.planning.operations import NUMBER_BYTES, Move, Product
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD
-from hpc_parallel.planning.step_time import Step, Work
+from hpc_parallel.planning.step_time import Step
+from hpc_parallel.planning.work import Work
 
 PRODUCT, ELEMENTWISE, LAUNCH, UPDATE = "product", "elementwise", "launch", "update"
 BLOCK_FORWARD, BLOCK_BACKWARD, ENDS = "block forward", "block backward", "embedding and head"

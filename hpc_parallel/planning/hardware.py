@@ -24,7 +24,8 @@ TABLES = {
     "ring_factors": "{reduce_scatter: 2.0}",
 }  # a legal value of each
 MEASURED_BY, FITTED_BY = "task=calibrate", "plan --calibrate"  # a `calibration` of this program begins so
-DEVICE_KINDS = ("cuda", "cpu")
+CPU = "cpu"
+DEVICE_KINDS = ("cuda", CPU)
 _T = TypeVar("_T")
 
 
@@ -43,6 +44,10 @@ class Device:
     memory_bytes_per_s: float
     multiprocessors: int
     power_w: float | None
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.kind == CPU
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.search import DOUBLINGS, Candidate, Choices, Found, enough_nodes
-from hpc_parallel.planning.step_time import StepTime, Work
+from hpc_parallel.planning.step_time import StepTime
+from hpc_parallel.planning.work import Work
 from hpc_parallel.problems import printable
 from hpc_parallel.record.metrics_file import milliseconds, size
 

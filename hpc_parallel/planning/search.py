@@ -29,7 +29,8 @@ from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, Pipeline
 from hpc_parallel.planning.planned_state import Division
 from hpc_parallel.planning.run_work import work_of_run
 from hpc_parallel.planning.shared_cores import contended
-from hpc_parallel.planning.step_time import Step, StepTime, Work
+from hpc_parallel.planning.step_time import Step, StepTime
+from hpc_parallel.planning.work import Work
 from hpc_parallel.problems import Problem
 
 FREE = -1  # the degree of an axis that the search chooses
@@ -302,7 +303,7 @@ class _Search:
             size = self._microbatch_sizes(layout)[-1]
             config = self._config(self._strategy(layout, None), size, self.choices.checkpointing[0])
             work = replace(work_of_run(config, model=self._model), schedule="1f1b", per_rank=1)
-            self._sent_s[layout] = Step(work, self.hardware, self._kernels).least_sent_s()
+            self._sent_s[layout] = Step(work, self.hardware, self._kernels).exchanges.least_sent_s()
         hidden_s = blocks * times.backward_s + times.ends_s + 2 * self.hardware.host.action_s
         return max(0.0, self._sent_s[layout] - hidden_s)
 

@@ -15,10 +15,10 @@ from hpc_parallel.config.model_data_schema import TextDataConfig, TokensDataConf
 from hpc_parallel.config.model_weights import ModelWeights, sample_shape_of, weights_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.setup import Setup, model_facts
-from hpc_parallel.planning.hardware import MEASURED_BY, Hardware
+from hpc_parallel.planning.hardware import CPU, MEASURED_BY, Hardware
 from hpc_parallel.planning.planned_state import Division, StateBytes, States
 from hpc_parallel.planning.shared_cores import contended
-from hpc_parallel.planning.step_time import CPU, Work
+from hpc_parallel.planning.work import Work
 from hpc_parallel.record.metrics_file import size
 
 TOKEN_BYTES = 4  # of a token in a file: 2 or 4 (data/tokens.py)
@@ -103,7 +103,7 @@ class StorageTimes:
     def _missing_rate(self) -> str | None:
         storage = self.hardware.storage
         names = ["write_bytes_per_s", "together_bytes_per_s"]
-        if self.config.training.checkpoint_async and self.hardware.device.kind != CPU:
+        if self.config.training.checkpoint_async and not self.hardware.device.is_cpu:
             names.append("copy_bytes_per_s")
         return next((name for name in names if getattr(storage, name) is None), None)
 
@@ -132,7 +132,7 @@ class StorageTimes:
 
     @property
     def _copy_bytes_per_s(self) -> float:
-        if self.hardware.device.kind != CPU:
+        if not self.hardware.device.is_cpu:
             assert self.hardware.storage.copy_bytes_per_s is not None
             return self.hardware.storage.copy_bytes_per_s
         busy = contended(self.hardware, devices=self.work.devices)
