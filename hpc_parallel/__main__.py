@@ -23,7 +23,9 @@ class Command:
 
 
 COMMANDS = {
-    "run": Command("hpc_parallel.commands.run", "check, then train here or submit (the default command)"),
+    "run": Command(
+        "hpc_parallel.commands.run_command", "check, then train here or submit (the default command)"
+    ),
     "rerun": Command("hpc_parallel.commands.rerun", "start a run again, from the source that it kept"),
     "status": Command("hpc_parallel.commands.status", "list runs: state, step, loss, speed, time left"),
     "logs": Command("hpc_parallel.commands.logs", "show what the ranks of a run print"),

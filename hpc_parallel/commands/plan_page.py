@@ -27,7 +27,7 @@ from hpc_parallel.planning.work import Work
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.credentials import without_secret_values
 from hpc_parallel.report.page import WITHOUT_PLOTS, can_draw
-from hpc_parallel.report.plan_page import PlanPage, Role, ScalingPoint, render
+from hpc_parallel.report.plan_html import PlanPage, Role, ScalingPoint, render
 from hpc_parallel.shell import complain
 from hpc_parallel.terminal import say
 

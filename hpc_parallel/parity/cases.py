@@ -29,6 +29,7 @@ from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.parity.compare import TOLERANCES
 from hpc_parallel.parity.rows import COMMON, IMAGES, NETS, ROWS, TWO, Row
 from hpc_parallel.problems import ConfigError, Problem, Problems
+from hpc_parallel.record.recorded_start import key_of
 from hpc_parallel.record.run_folder import new_run_id
 
 LAYOUT = ("nodes", "gpus_per_node", *(f"strategy.{axis}" for axis in AXES))
@@ -237,10 +238,6 @@ def merge(defaults: Sequence[str], overrides: Sequence[str]) -> list[str]:
 
 def sets_key(overrides: Sequence[str], key: str) -> bool:
     return any(key_of(word) == key for word in overrides)
-
-
-def key_of(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~")
 
 
 def _problems(config: RunConfig) -> Problems:

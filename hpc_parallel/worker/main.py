@@ -37,14 +37,14 @@ from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.strategies import exchange
 from hpc_parallel.supervise import failure, flight_recorder
 from hpc_parallel.torch_internals import set_default_timeout
-from hpc_parallel.worker import open_files, preflight, stop, transport
+from hpc_parallel.worker import open_files, start_checks, stop, transport
 from hpc_parallel.worker.calibrate import calibrate
 from hpc_parallel.worker.collectives import measure_collectives
 from hpc_parallel.worker.environment import describe, tf32
 from hpc_parallel.worker.generation import generate
 from hpc_parallel.worker.inference import infer
-from hpc_parallel.worker.machine_check import check_machine
-from hpc_parallel.worker.parity_record import prove
+from hpc_parallel.worker.preflight_task import check_machine
+from hpc_parallel.worker.proof import prove
 from hpc_parallel.worker.rank_logs import redirect
 from hpc_parallel.worker.rendezvous import hosts, meet
 from hpc_parallel.worker.session import phases_of, read_config
@@ -86,12 +86,12 @@ def main(run_folder: str) -> int:
         if world.rank == 0 and (problem := unused_gpus(config, device, host=world.host)) is not None:
             print(f"WARNING: {problem}", file=sys.stderr, flush=True)
         fabric.require_interfaces(os.environ, host=world.host, nccl=device.type == "cuda")
-        xids = XidEvents(nvml_module(), preflight.gpu_uuid(device))
+        xids = XidEvents(nvml_module(), start_checks.gpu_uuid(device))
         on_phase = phases_of(folder, rank=world.rank)
         on_phase(f"connecting {world.world_size} rank{'s' * (world.world_size > 1)}")
         store = join(folder, config=config, world=world, device=device, reasons=reasons)
         on_phase("checks of the hosts")
-        preflight.check(folder, config=config, world=world, device=device, xids=xids)
+        start_checks.check(folder, config=config, world=world, device=device, xids=xids)
         task = TASKS[config.task.name]
         watched = watch(
             folder, world=world, timeout_s=config.cluster.hang_timeout_s, store=store,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hpc_parallel.planning.hardware import Storage
 from hpc_parallel.strategies import exchange
-from hpc_parallel.worker.machine_check import copy_rates
+from hpc_parallel.worker.preflight_task import copy_rates
 from hpc_parallel.worker.read_scaling import BLOCK_BYTES
 from hpc_parallel.worker.time_budget import TimeBudget, advice
 

@@ -48,9 +48,9 @@ from hpc_parallel.training.state_bytes import state_by_rank
 from hpc_parallel.training.step import Step, build_step
 from hpc_parallel.training.trainer import Observers, Samples, Trainer
 from hpc_parallel.training.writers import open_writers
-from hpc_parallel.worker.preflight import gpu_uuid
 from hpc_parallel.worker.run_plots import draw_plots, span_s
 from hpc_parallel.worker.session import Session, complete, note_stop, phases_of
+from hpc_parallel.worker.start_checks import gpu_uuid
 from hpc_parallel.worker.stop import Stop
 from hpc_parallel.worker.time_limit import time_limit_of
 

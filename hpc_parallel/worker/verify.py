@@ -1,4 +1,4 @@
-"""Compares a layout with one device before a model of the user's own trains on it.
+"""The layout check: compares a layout with one device before a model of the user's own trains on it.
 
 A small copy of the model, with random weights, takes two steps on this layout and on one device. A difference
 stops the run. Equal results are recorded, so that the next run does not repeat the comparison.
@@ -26,8 +26,8 @@ from hpc_parallel.strategies.groups import Groups
 from hpc_parallel.strategies.model_checks import is_own
 from hpc_parallel.supervise.error_place import located
 from hpc_parallel.user_code import UserCodeError, described
+from hpc_parallel.worker.layout_check_key import layout_check_key
 from hpc_parallel.worker.loss_check import check_loss
-from hpc_parallel.worker.proof_key import proof_key
 from hpc_parallel.worker.small_model import SmallRun, build_small
 from hpc_parallel.worker.small_results import BUFFER, Results, on_layout, on_one_device, sometimes_used
 
@@ -63,7 +63,7 @@ def verify(config: RunConfig, *, data: Data, groups: Groups, device: torch.devic
         return _say(f"{omitted} (strategy.verify=never).")
     model = build_small(config)
     run = SmallRun.of(config, model=model, data=data, device=device)
-    key = proof_key(run, model=model)
+    key = layout_check_key(run, model=model)
     folder = proofs_folder(os.environ)
     if mode == "auto" and exchange.broadcast(is_proven(key, folder=folder)):
         return _say(f"{_name(config)} equals one device on {layout}: an earlier run compared them")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpc_parallel.worker.proof_key import proof_key
+from hpc_parallel.worker.layout_check_key import layout_check_key
 from hpc_parallel.worker.small_model import SmallRun, build_small
 from tests.composed import prepared
 
@@ -37,7 +37,8 @@ def key(*overrides: str, shift: int = 0) -> str:
     config = prepared("launcher=local", "device=cpu", *PIPELINE, *overrides).config
     data: Any = SimpleNamespace(train=Tokens(shift))
     model = build_small(config)
-    return proof_key(SmallRun.of(config, model=model, data=data, device=torch.device("cpu")), model=model)
+    run = SmallRun.of(config, model=model, data=data, device=torch.device("cpu"))
+    return layout_check_key(run, model=model)
 
 
 @pytest.mark.parametrize(

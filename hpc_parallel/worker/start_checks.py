@@ -1,4 +1,4 @@
-"""Compare the hosts of a run before its task begins, so that a bad one is named and not waited for."""
+"""The start checks: compare the hosts of a run before its task begins, and name those that are unfit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.machine.host_facts import cache_folders, different_packages, host_facts
-from hpc_parallel.machine.preflight_findings import findings
+from hpc_parallel.machine.host_findings import findings
 from hpc_parallel.machine.topology import nvml_module
 from hpc_parallel.machine.world import World
 from hpc_parallel.machine.xids import XidEvents, event_records
@@ -24,7 +24,7 @@ from hpc_parallel.record.recorded_preflight import difference_table
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.strategies import exchange
-from hpc_parallel.worker.preflight_act import act_on, warn
+from hpc_parallel.worker.accused_hosts import act_on, warn
 from hpc_parallel.worker.start_times import SUMMED_BYTES, all_reduce_times_s, matrix_times_s
 
 OFF = "off"
