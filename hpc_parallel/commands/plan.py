@@ -190,10 +190,10 @@ def _plan_best(options: argparse.Namespace, *, problems: list[Problem | str]) ->
     if rows < 1:
         problems.append(f"--rows {rows}: the table has at least one row. Try --rows {ROWS}.")
     folder = options.config_dir
-    found = _read(lambda: best(options.overrides, user_folder=folder, rows=max(1, rows)), problems)
-    if problems or found is None:
+    ranking = _read(lambda: best(options.overrides, user_folder=folder, rows=max(1, rows)), problems)
+    if problems or ranking is None:
         raise ConfigError(problems)
-    say(*report(found, options.overrides))
+    say(*report(ranking, options.overrides))
     return DONE
 
 

@@ -93,7 +93,7 @@ def table(rows: dict[str, Candidate | None], budget: Budget, hardware: Hardware)
         share = mfu(candidate.work, candidate.step, hardware)
         yield (
             f"{model:>6}  {rate:>11,.0f}  {100 * share:>5.1f}%  {seen:>15.3g}  {duration(needed_s):>18}  "
-            f"{' '.join(candidate.words)}"
+            f"{' '.join(candidate.overrides)}"
         )
         in_time += [model] * (seen >= budget.tokens)
         most = max(most, (seen, model))

@@ -145,8 +145,8 @@ def device_hardware(rows: Sequence[Row], machine: Machine, *, base: Hardware) ->
 
     expected = {name: Expected(coefficient(start, name), wide) for name, wide in TOLERANCES.items()}
     measured_s = [row.time_s for row in fitted]
-    found = fit(expected, measured_s=measured_s, planned_s=times_s, error=ERROR)
-    hardware = with_coefficients(start, {name: one.value for name, one in found.items()})
+    coefficients = fit(expected, measured_s=measured_s, planned_s=times_s, error=ERROR)
+    hardware = with_coefficients(start, {name: one.value for name, one in coefficients.items()})
     return replace(
         hardware,
         node=replace(base.node, devices=machine.node_devices),

@@ -310,16 +310,16 @@ class _Planner:
         return self._microbatches * sum(states[block] for block in (*starts, *ends))
 
 
-def text_table(found: MemoryPlan) -> list[str]:
+def text_table(plan: MemoryPlan) -> list[str]:
     """Lines for a terminal: the kinds on the fullest device, the sum, and what is left out."""
-    fullest = found.fullest
+    fullest = plan.fullest
     kinds = {kind: size for kind, size in fullest.kinds.items() if size}
     width = max(map(len, (*kinds, "sum")))
     role = f" ({fullest.role})" if fullest.role else ""
-    alike = sum(held.total == fullest.total for held in found.devices)
-    others = f", as {alike} of {len(found.devices)} devices do" if alike > 1 else ""
+    alike = sum(held.total == fullest.total for held in plan.devices)
+    others = f", as {alike} of {len(plan.devices)} devices do" if alike > 1 else ""
     lines = [f"device {fullest.device}{role} needs most{others}, {fullest.moment}:"]
     lines += [f"  {kind:{width}}  {size_text(count):>11}" for kind, count in kinds.items()]
     lines.append(f"  {'sum':{width}}  {size_text(fullest.total):>11}")
-    lines += [f"  without: {clause}" for clause in found.unknown]
-    return lines + [f"  unproven: {clause}" for clause in found.unproven]
+    lines += [f"  without: {clause}" for clause in plan.unknown]
+    return lines + [f"  unproven: {clause}" for clause in plan.unproven]

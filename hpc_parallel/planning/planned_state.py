@@ -216,7 +216,7 @@ class States:
         groups: defaultdict[str, list[Weight]] = defaultdict(list)
         for weight in filter(self._has_owner, division.optimized(stages)):
             groups[repr(division.settings(weight))].append(weight)
-        found: dict[Place, dict[Place, int]] = {}
+        owned: dict[Place, dict[Place, int]] = {}
         for weights in groups.values():
             settings = division.settings(weights[0])
             degrees = [division.degrees(weight, holding) for weight in weights]
@@ -225,10 +225,10 @@ class States:
                 size = KINDS[settings.target].state_bytes(
                     weight.shape, settings.options, number_bytes=division.number_bytes
                 )
-                table = found.setdefault(split, {})
+                table = owned.setdefault(split, {})
                 table[owner] = table.get(owner, 0) + size
-        self._owned_by_stages[stages] = found
-        return found
+        self._owned_by_stages[stages] = owned
+        return owned
 
 
 def chunk(length: int, part: Part) -> int:
