@@ -31,7 +31,7 @@ from hpc_parallel.planning.iteration_table import PLANNED, plan_row, read_table,
 from hpc_parallel.planning.step_time import StepTime
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.safe_write import write_text
-from hpc_parallel.shell import complain, refuse
+from hpc_parallel.shell import command_parser, complain, refuse
 from hpc_parallel.terminal import print_json, say
 
 HARDWARE = "hardware="
@@ -294,9 +294,7 @@ def explanation(step: StepTime, hardware: Hardware) -> Iterator[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m hpc_parallel plan", description="Plan the time of training steps, without a job."
-    )
+    parser = command_parser("plan", "Plan the time of training steps, without a job.")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="hardware=NAME, and keys of a run")
     parser.add_argument(
         "--calibrate", action="store_true", help="fit the hardware to finished runs: RUN ... in place of keys"

@@ -7,7 +7,6 @@ losses. Paths in overrides are relative to the folder where the first run was st
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from hpc_parallel.record.recorded_start import RecordedStart, key_of, read_start
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
 from hpc_parallel.record.snapshot import Snapshot
 from hpc_parallel.record.values import table, text
-from hpc_parallel.shell import complain, refuse
+from hpc_parallel.shell import command_parser, complain, refuse
 
 ONCE = ("run_dir", "resume")  # keys that belong to one run
 _SHOWN = 5  # differing packages that are listed
@@ -29,17 +28,14 @@ _SHOWN = 5  # differing packages that are listed
 
 def main(arguments: Sequence[str]) -> int:
     """Replace this process by the command of the run; returns an exit code only if that fails."""
-    parser = argparse.ArgumentParser(
-        prog="python -m hpc_parallel rerun", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = command_parser("rerun", __doc__)
     parser.add_argument("run", help="a run folder, a run id, a job id or a part of a name")
     parser.add_argument("overrides", nargs="*", help="as for `run`; they follow those of the run")
-    given = parser.parse_args(list(arguments))
+    options = parser.parse_args(list(arguments))
     try:
-        folder = RunFolder(path_of(given.run))
+        folder = RunFolder(path_of(options.run))
         start = read_origin(folder)
-        words, variables = command(folder, start, given.overrides), source(folder, start)
+        words, variables = command(folder, start, options.overrides), source(folder, start)
     except ConfigError as error:
         return refuse(error.problems)
     complain(differences(start))
