@@ -62,9 +62,9 @@ def _cancel(options: argparse.Namespace) -> int:
     return REFUSED if refused else DONE if going else FAILED
 
 
-def _targets(words: Sequence[str]) -> list[Target]:
+def _targets(names: Sequence[str]) -> list[Target]:
     """The runs without duplicates. Raises ConfigError if a word names a folder of several runs."""
-    named = find_all(words)
+    named = find_all(names)
     if trees := [target for target in named if not is_one(target)]:
         raise ConfigError(
             [f"{tree.label} holds {len(tree.runs)} runs and is no sweep. Name them." for tree in trees]

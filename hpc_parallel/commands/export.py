@@ -71,8 +71,8 @@ def find(folder: RunFolder, *, step: int | None) -> Checkpoint:
         if step is not None and checkpoint.step > step:
             continue
         require_private(checkpoint.path)
-        if words := checkpoint.damage():
-            damaged.append(f"the checkpoint of step {checkpoint.step} is damaged ({words})")
+        if damage := checkpoint.damage():
+            damaged.append(f"the checkpoint of step {checkpoint.step} is damaged ({damage})")
         elif step not in (None, checkpoint.step):
             raise ConfigError([f"{'; '.join(damaged)}. Try --step {checkpoint.step}."])
         else:

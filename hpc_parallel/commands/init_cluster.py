@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _from_slurm() -> SlurmRecords | None:
     """None if Slurm does not answer."""
-    texts = [ask("scontrol", *words) for words in COMMANDS]
+    texts = [ask("scontrol", *command) for command in COMMANDS]
     return None if None in texts else read_records(text for text in texts if text)
 
 

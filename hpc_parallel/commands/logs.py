@@ -213,16 +213,17 @@ def _print_prefixed(source: Source, content: bytes) -> None:
 
 def _headed() -> Callable[[Source, bytes], None]:
     """Print a heading before lines of another file, as `tail` does; none before the output of the rank."""
-    shown: Path | None = None
+    printed_path: Path | None = None
 
     def show(source: Source, content: bytes) -> None:
-        nonlocal shown
+        nonlocal printed_path
         lines = _lines(content)
         if not lines:
             return
-        if source.path != shown and (shown is not None or source.stream == "err" or source.rank is None):
+        is_main = source.stream != "err" and source.rank is not None
+        if source.path != printed_path and (printed_path is not None or not is_main):
             say(f"==> {source} <==")
-        shown = source.path
+        printed_path = source.path
         say(*lines)
 
     return show

@@ -29,12 +29,12 @@ class Best:
     candidates: list[Candidate]
 
 
-def best(words: Sequence[str], *, user_folder: Path | None, rows: int = ROWS) -> Best:
+def best(overrides: Sequence[str], *, user_folder: Path | None, rows: int = ROWS) -> Best:
     """Search for the words of a run. Raises ConfigError with all problems, or with the nearest layout."""
-    strategies = [word for word in words if word.startswith("strategy=") and word != f"strategy={AUTO}"]
+    strategies = [word for word in overrides if word.startswith("strategy=") and word != f"strategy={AUTO}"]
     if strategies:
         raise ConfigError([f"--best chooses the strategy. Try it without {' '.join(strategies)}."])
-    line = command_line([*words, f"strategy={AUTO}"], user_folder=user_folder)
+    line = command_line([*overrides, f"strategy={AUTO}"], user_folder=user_folder)
     with reporting_all_problems(line):
         cell = compose_run(line.overrides, **line.places)
         asked = ask(cell.config, cell.overrides, user_folder=user_folder)
@@ -44,7 +44,7 @@ def best(words: Sequence[str], *, user_folder: Path | None, rows: int = ROWS) ->
     return Best(asked, result.best)
 
 
-def report(ranking: Best, words: Sequence[str]) -> Iterator[str]:
+def report(ranking: Best, overrides: Sequence[str]) -> Iterator[str]:
     """The table, why the first row is first, what was not looked at, and the command line to run."""
     config, hardware = ranking.asked.config, ranking.asked.hardware
     batch = config.training.global_batch_size
@@ -59,10 +59,10 @@ def report(ranking: Best, words: Sequence[str]) -> Iterator[str]:
     yield LEFT_OUT
     yield from assumptions(ranking.candidates[0].config, hardware)
     yield shlex.join(
-        ["python", "-m", "hpc_parallel.run", *_overrides_of_run(words, ranking.candidates[0].overrides)]
+        ["python", "-m", "hpc_parallel.run", *_overrides_of_run(overrides, ranking.candidates[0].overrides)]
     )
 
 
-def _overrides_of_run(words: Sequence[str], chosen: Sequence[str]) -> list[str]:
+def _overrides_of_run(overrides: Sequence[str], chosen: Sequence[str]) -> list[str]:
     replaced = {*map(key_of, chosen)}
-    return [*(word for word in words if key_of(word) not in replaced), *chosen]
+    return [*(word for word in overrides if key_of(word) not in replaced), *chosen]

@@ -103,8 +103,8 @@ def costs(training: Training, *, config: RunConfig, hardware: Hardware) -> Itera
     if power_w is not None:
         energy_wh = hours * power_w
         text = f"{hours:,.0f} device-hours x {power_w:g} W"
-        shown = f"{energy(energy_wh)} at {power_w:g} W a device"
-        yield Figure("energy_kwh", "energy of the devices", energy_wh / 1e3, shown, text)
+        energy_text = f"{energy(energy_wh)} at {power_w:g} W a device"
+        yield Figure("energy_kwh", "energy of the devices", energy_wh / 1e3, energy_text, text)
 
 
 def energy(energy_wh: float) -> str:

@@ -94,8 +94,8 @@ def _show(options: argparse.Namespace) -> int:
     else:
         screen = console()
         for part in _parts(run, row, changed):
-            shown = printable(part, keep="\n\t") if isinstance(part, str) else part
-            screen.print(shown, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+            text = printable(part, keep="\n\t") if isinstance(part, str) else part
+            screen.print(text, markup=False, highlight=False, soft_wrap=isinstance(part, str))
     return DONE
 
 

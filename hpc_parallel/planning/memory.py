@@ -222,8 +222,8 @@ class _Planner:
         stages, layout = holding.model.get(STAGE, WHOLE).indices, self._layout
         numbers = sum(self._numbers[block] for stage in stages for block in self._division.blocks[stage])
         split = layout.shard * layout.tensor * layout.expert
-        own = numbers // split if layout.context == layout.tile == 1 else 0
-        state, gradients = (own * count for count in bytes_of_a_weight(self._config))
+        owned = numbers // split if layout.context == layout.tile == 1 else 0
+        state, gradients = (owned * count for count in bytes_of_a_weight(self._config))
         passing = sum(size for kind, size in self._passing(stages, holding) if kind != "recomputation")
         return state + (gradients + passing if self._has_gradients else max(gradients, passing))
 

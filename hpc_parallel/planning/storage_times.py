@@ -75,8 +75,8 @@ class StorageTimes:
         waited_s, text = self._save_s(sizes, every)
         seconds = (saves - 1) * waited_s + self._write_s(sizes)
         share = seconds / (steps * self.step_s + seconds)
-        shown = f"{100 * share:.1f} % of the time: {size(sizes.total)} each {every} steps"
-        return Wait(seconds, shown, f"{saves - 1} x {text} + the last one, {self._write_s(sizes):.4g} s")
+        share_text = f"{100 * share:.1f} % of the time: {size(sizes.total)} each {every} steps"
+        return Wait(seconds, share_text, f"{saves - 1} x {text} + the last one, {self._write_s(sizes):.4g} s")
 
     def input(self, steps: float) -> Wait:
         """A batch is read while the step before it runs; what takes longer is waited for."""

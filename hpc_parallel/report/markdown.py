@@ -15,9 +15,9 @@ def text(value: Any) -> Markup:
     """The escaped value on one line; text that a template marks as safe is not changed."""
     if isinstance(value, Markup):
         return value
-    shown = _SPECIAL.sub(r"\\\g<0>", " ".join(str(value).split()).translate(_HTML))
+    escaped = _SPECIAL.sub(r"\\\g<0>", " ".join(str(value).split()).translate(_HTML))
     # GitHub turns bare addresses into links.
-    return Markup(shown.replace("://", "&#58;//").replace("www.", "www&#46;"))
+    return Markup(escaped.replace("://", "&#58;//").replace("www.", "www&#46;"))
 
 
 def code(value: Any) -> Markup:

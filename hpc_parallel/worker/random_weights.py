@@ -18,11 +18,11 @@ def randomise(model: LayeredModel, *, seed: int) -> LayeredModel:
     A matrix keeps the size of what it is multiplied with. A vector or scalar is between 0.5 and 1.5. A buffer
     has its own values times such a number, or such a number instead of zero: an infinity in a mask stays.
     """
-    own, buffers = model.initialise, {name for name, _ in model.named_buffers()}
+    initialise_model, buffers = model.initialise, {name for name, _ in model.named_buffers()}
 
     def initialise(name: str, tensor: Tensor, generator: torch.Generator) -> None:
         if name in buffers or not tensor.is_floating_point():
-            own(name, tensor, generator)
+            initialise_model(name, tensor, generator)
             if tensor.is_floating_point():
                 _vary(tensor, generator)
         elif tensor.dim() < 2:

@@ -108,7 +108,7 @@ class Stages:
         if part.head is None:
             self._send(outputs, to_stage=stage + 1)
         if part.stem is None:
-            self._send([given.grad for given in inputs if given.grad is not None], to_stage=stage - 1)
+            self._send([tensor.grad for tensor in inputs if tensor.grad is not None], to_stage=stage - 1)
         return saved.bytes
 
     def _send(self, tensors: Sequence[Tensor], *, to_stage: int) -> None:

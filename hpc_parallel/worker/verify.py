@@ -180,8 +180,8 @@ def _differences(result: Results, reference: Results, *, noise: float) -> Iterat
     for name, tensor in result.tensors.items():
         exact = reference.tensors.get(name)
         distance = float((tensor if exact is None else tensor - exact).norm())
-        own = 0.0 if exact is None else float(exact.norm())
-        allowed = noise * reference.norms.get(name, result.norms[name]) + OWN_SHARE * own
+        exact_norm = 0.0 if exact is None else float(exact.norm())
+        allowed = noise * reference.norms.get(name, result.norms[name]) + OWN_SHARE * exact_norm
         if distance == 0:
             yield name, 0.0
         else:
