@@ -110,7 +110,7 @@ class World:
 
     launcher: slurm, torchrun, openmpi, mpi or alone; attempt: identifies this start on all ranks, valid
     as a file name. MPICH and MVAPICH set nothing unique, so a file of that name may belong to an earlier
-    start. hosts, tasks: host names and ranks per node, by node index; () if unknown.
+    start. hosts, tasks: the name and the number of ranks of each node, by node index; () if unknown.
     """
 
     rank: int
@@ -144,11 +144,11 @@ class World:
 
     @property
     def one_machine(self) -> bool:
-        """Whether all ranks share this machine, however many nodes it simulates."""
+        """Whether all ranks run on this machine, which may simulate several nodes."""
         return self.local_world_size == self.world_size
 
     def where(self, rank: int) -> str:
-        """The host of a rank, or what is known about it."""
+        """The host of a rank. If it is unknown, a text with what is known."""
         if rank == self.rank or self.one_machine:
             return self.host
         if self.hosts and self.tasks:

@@ -19,14 +19,14 @@ class Positions:
         return torch.arange(length, device=device)
 
     def key(self, length: int) -> Hashable | None:
-        """Equal keys have equal indices; None if that is unknown."""
+        """A key of the indices: equal keys mean equal indices. None if nothing is known about them."""
         return length if type(self) is Positions else None
 
 
 class PositionTables(Generic[Tables]):
     """Tables of the positions, such as their angles, computed once for all blocks and recomputations.
 
-    Code that torch compiles only reads what was kept before, because a compiled recomputation may not write.
+    Compiled code only reads tables of earlier calls, because a compiled recomputation may not write.
     """
 
     def __init__(self) -> None:

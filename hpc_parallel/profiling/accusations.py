@@ -1,4 +1,4 @@
-"""Every rank that was slow in a training, with the first and the last step in which it was."""
+"""Every rank that was slow in a training, with the first and the last step in which it was slow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpc_parallel.record.recorded_slow_ranks import MOST_ACCUSATIONS
 
 
 class Accusations:
-    """Those of earlier starts of the run, and those that are added."""
+    """The slow ranks of earlier starts of the run, and those of this start."""
 
     def __init__(self, earlier: Sequence[Mapping[str, Any]], *, steps_done: int) -> None:
         """steps_done: the steps of earlier starts."""
@@ -18,7 +18,7 @@ class Accusations:
         self._records = {_key(record): dict(record) for record in earlier}
 
     def add(self, slow: Sequence[SlowRank], *, step: int) -> None:
-        """The ranks that were slow in the 1-based `step` since the start; their newest times are kept."""
+        """Add the ranks that were slow in the 1-based `step` of this start. Their newest times are kept."""
         step += self._steps_done
         for rank in slow:
             record = rank.as_record()

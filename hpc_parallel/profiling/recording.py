@@ -20,7 +20,7 @@ from hpc_parallel.torch_internals import record_memory, write_memory
 
 
 class Recording:
-    """The window of this rank. `begin` and `end` stand around each step, with the fetch of its batch."""
+    """The recorded steps of this rank. Call `begin` before a step fetches its batch, and `end` after it."""
 
     def __init__(
         self, config: ProfileConfig, *, folder: Path, rank: int, device: torch.device,

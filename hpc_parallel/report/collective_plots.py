@@ -42,7 +42,7 @@ def plots(rows: Sequence[Row]) -> Iterator[Plot]:
 
 
 def _words(curves: Sequence[Curve]) -> list[Sequence[str]]:
-    """The parts of the labels of curves, of which a legend keeps what differs."""
+    """The parts of each curve's label. A legend shows only the parts that differ."""
     by_run = words_of([curve.row for curve in curves])
     return [
         (*label, f"{curve.group} ({curve.ranks})", curve.dtype)
@@ -51,7 +51,7 @@ def _words(curves: Sequence[Curve]) -> list[Sequence[str]]:
 
 
 def _common(curves: Sequence[Curve]) -> str:
-    """What all curves have in common, which their legend leaves out."""
+    """The parts that all curves have in common. Their legend leaves them out."""
     first, *others = _words(curves)
     common = [word for word in first if all(word in label for label in others)]
     return f": {', '.join(common)}" if common else ""

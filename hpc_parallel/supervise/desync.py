@@ -29,8 +29,8 @@ class Desync:
 def compare(collectives: Mapping[int, Sequence[Mapping[str, Any]]], *, world_size: int) -> Desync | None:
     """Find the first disagreement; None if all ranks with a record are at the same collectives.
 
-    A group member without a record is missing only if no rank with a record is behind: it may have been
-    ended while it waited.
+    A group member without a record counts as missing only if no rank with a record is behind. It may have
+    waited when it was ended.
 
     collectives: rank -> `flight_recorder.by_group`.
     """
