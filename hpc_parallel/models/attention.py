@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hpc_parallel.models.positions import Positions
-from hpc_parallel.models.product_dtype import product_dtype
 
 Bias = Callable[[Tensor, Tensor], Tensor]
 """(indices of queries [q], indices of keys [k]) -> what is added to the scores: [heads or 1, q, k].
@@ -135,3 +134,10 @@ class FullAttention(Attention):
     """Each position attends to all positions, as in an encoder."""
 
     causal = False
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The type in which a product of `x` is computed here: that of autocast, or its own."""
+    kind = x.device.type
+    autocasts = kind != "meta" and torch.is_autocast_enabled(kind)  # torch raises for meta
+    return torch.get_autocast_dtype(kind) if autocasts else x.dtype

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hpc_parallel.models.product_dtype import product_dtype
+from hpc_parallel.models.attention import product_dtype
 
 ALIGNMENT_BYTES = 16  # of each row, for torch's kernel; its backward pass reads rows of `out` too
 

@@ -23,10 +23,10 @@ from hpc_parallel.models.attention import (
     CausalAttention,
     FullAttention,
     attend_with,
+    product_dtype,
 )
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.positions import Positions
-from hpc_parallel.models.product_dtype import product_dtype
 from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.strategies.all_to_all_attention import HeadsAttention
 from hpc_parallel.strategies.local_positions import find_local_positions

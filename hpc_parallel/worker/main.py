@@ -37,7 +37,7 @@ from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.strategies import exchange
 from hpc_parallel.supervise import failure, flight_recorder
 from hpc_parallel.torch_internals import set_default_timeout
-from hpc_parallel.worker import open_files, start_checks, stop, transport
+from hpc_parallel.worker import rank_files, start_checks, stop, transport
 from hpc_parallel.worker.calibrate import calibrate
 from hpc_parallel.worker.collectives import measure_collectives
 from hpc_parallel.worker.environment import describe, tf32
@@ -45,7 +45,7 @@ from hpc_parallel.worker.generation import generate
 from hpc_parallel.worker.inference import infer
 from hpc_parallel.worker.preflight_task import check_machine
 from hpc_parallel.worker.proof import prove
-from hpc_parallel.worker.rank_logs import redirect
+from hpc_parallel.worker.rank_files import redirect
 from hpc_parallel.worker.rendezvous import hosts, meet
 from hpc_parallel.worker.session import phases_of, read_config
 from hpc_parallel.worker.signed_objects import require_signatures
@@ -114,7 +114,7 @@ def main(run_folder: str) -> int:
 
 def warn_of_limits(world: World) -> None:
     """Let this rank open as many files as it may, and warn on each host if they are too few."""
-    problem = open_files.shortage(open_files.raise_limit(), world)
+    problem = rank_files.shortage(rank_files.raise_limit(), world)
     if problem is not None and world.local_rank == 0:
         print(f"WARNING: {problem}", file=sys.stderr, flush=True)
 

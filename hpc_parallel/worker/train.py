@@ -18,10 +18,10 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.data.sampler import pinned
 from hpc_parallel.machine.device_state import device_state
 from hpc_parallel.machine.topology import nvml_module
-from hpc_parallel.profiling.accusations import Accusations
 from hpc_parallel.profiling.measurement import Measurement
 from hpc_parallel.profiling.rank_times import RankTimes
 from hpc_parallel.profiling.recording import Recording
+from hpc_parallel.profiling.slow_ranks import Accusations
 from hpc_parallel.record import attempts
 from hpc_parallel.record.checkpoint_index import clear, set_aside_after
 from hpc_parallel.record.metrics_file import MetricsReader
