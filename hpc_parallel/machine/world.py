@@ -244,7 +244,7 @@ def _slurm_world(launcher: RankVariables, values: dict[str, str], environment: M
     except ValueError:
         hosts = ()
     if len(hosts) != nodes:
-        hosts = ()  # only messages use the names, so an unexpected list is not an error
+        hosts = ()  # only messages use the names, so a list of another length is no error
     in_blocks = (
         environment.get("SLURM_DISTRIBUTION", "block").startswith("block")
         and rank == sum(tasks[:node]) + local_rank

@@ -21,7 +21,7 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.setup import Setup, model_facts
 from hpc_parallel.planning import working_memory
 from hpc_parallel.planning.activations import kept_of
-from hpc_parallel.planning.live_microbatches import live_microbatches
+from hpc_parallel.planning.pipeline_orders import live_microbatches
 from hpc_parallel.planning.planned_state import WHOLE, Division, StateBytes, States
 from hpc_parallel.record.metrics_file import size as size_text
 

@@ -93,7 +93,7 @@ def keep_expensive(_: object, operation: Any, *__: Any, **___: Any) -> Checkpoin
 class KeepUnwritten:
     """`keep_expensive` for one pass through a block, with a check that no kept result is overwritten.
 
-    torch checks this too, but not for the view that a matrix product of more than two dims returns.
+    torch checks this too, but not for views, and a matrix product of more than two dims returns one.
     """
 
     def __init__(self) -> None:

@@ -31,9 +31,9 @@ from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 from hpc_parallel.strategies.tensor_roles import roles_of
 
 ErrorsOf = Callable[..., tuple[Tensor, Tensor]]
-"""What `errors_of` is."""
+"""The type of `errors_of`."""
 
-IGNORED = -100  # a target without a loss, as of torch.nn.functional.cross_entropy
+IGNORED = -100  # a target without a loss; the same number as in torch.nn.functional.cross_entropy
 
 
 def applies(model: LayeredModel, *, config: RunConfig, mesh: DeviceMesh) -> bool:
@@ -226,7 +226,7 @@ def errors_of(
 ) -> tuple[Tensor, Tensor]:
     """Returns the log-probabilities of the targets [token, 1] in `dtype`, and the gradient by `logits`.
 
-    logits: [token, vocabulary]; target: [token, 1], of which ignored ones get the values of any other.
+    logits: [token, vocabulary]; target: [token, 1]; an ignored one is treated as any other.
     """
     logarithms = log_probabilities(logits, rows, dtype=dtype)
     local, index = _indices(target, rows)
@@ -246,7 +246,7 @@ def without_errors(
 
 
 def exponentials(logarithms: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """`logarithms.exp()` in `dtype`, in place of `logarithms` if it is theirs."""
+    """`logarithms.exp()` in `dtype`. It overwrites `logarithms` if they have this type."""
     if torch.compiler.is_compiling():
         return logarithms.exp().to(dtype)
     if dtype == logarithms.dtype:
@@ -257,7 +257,7 @@ def exponentials(logarithms: Tensor, *, dtype: torch.dtype) -> Tensor:
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, *, dtype: torch.dtype) -> Tensor:
     """`total` [m, n] of `dtype` plus `a` [m, k] times `b` [k, n], in place; None counts as 0.
 
-    On a GPU a product of bfloat16 adds to float32 as it goes, and has no result of its own.
+    On a GPU, a product of bfloat16 is added to float32 while it is computed, so it needs no memory.
     """
     if a.device.type == "cuda" and a.dtype != dtype:
         if total is None:

@@ -80,7 +80,7 @@ def run(run_folder: str, *, load_entry: Callable[[], Entry]) -> int:
         for number in STOP_SIGNALS:  # no rank has started yet
             signal.signal(number, leave)
         code = _attempt(folder, config=config, per_node=per_node, load_entry=load_entry)
-        asks = (read_json(folder.summary) or {}).get("outcome") == "preempted"  # a script, by its exit code
+        asks = (read_json(folder.summary) or {}).get("outcome") == "preempted"  # a script's exit code
         if code == 0 or not (asks or may_restart(folder)):
             return code
         print("restarting", flush=True)
@@ -122,11 +122,11 @@ def _attempt(
     if failed or cancelled:
         asked_by = failure.signal_name(watch.signals[0]) if cancelled else None
         code, log = next(filter(None, watch.returncodes.values()), 1), ""
-        if not is_rank:  # of torchrun itself
+        if not is_rank:  # the output of torchrun itself
             with suppress(OSError, DamagedError):
                 log = read_tail(folder.logs / "agent.err").decode(errors="replace")
         conclude(folder, returncode=code, text=log, cancelled=cancelled, asked_by=asked_by, environment={})
-    elif is_script(config):  # no rank knows that all of them succeeded
+    elif is_script(config):  # a single rank does not know whether all succeeded
         conclude(folder, returncode=0, environment={})
     summary = read_json(folder.summary)
     return int(summary is None or summary["outcome"] != "completed")
@@ -196,7 +196,7 @@ class Watch:
                 terminate_at = min(terminate_at, now)
                 patience_s = _SAVE_S if cancelled else _PATIENCE_S
             for rank, returncode in self._newly_ended():
-                if returncode == 0 and self.folder.stopped.exists():  # the others have as long as under srun
+                if returncode == 0 and self.folder.stopped.exists():  # srun gives the other ranks as long
                     terminate_at = min(terminate_at, now + _SAVE_S)
                 if returncode == 0 or cancelled:
                     continue

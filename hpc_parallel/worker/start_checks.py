@@ -149,7 +149,7 @@ def different_versions(hosts: Mapping[str, Mapping[str, Any]], *, packages: Vers
     """The versions and packages that differ between the hosts, up to MOST_RECORDED."""
     by_host = {host: facts["versions"] for host, facts in hosts.items()}
     versions = {name: row for name, row in different_packages(by_host).items() if name != "packages"}
-    rows = {**packages, **versions}  # torch is both
+    rows = {**packages, **versions}  # torch is in both tables
     return {name: rows[name] for name in [*versions, *sorted(packages.keys() - versions)][:MOST_RECORDED]}
 
 
