@@ -75,7 +75,11 @@ def types_of(config: RunConfig, layout: Layout) -> Types:
 
 
 def casts_once(config: RunConfig) -> bool:
-    """As `strategies/working_weights.py:applies`."""
+    """Whether a step without fully_shard, which casts weights itself, uses weights that are cast once.
+
+    A schedule that splits the backward pass computes gradients of the weights that a module holds. The
+    replicas of nn.DataParallel hold weights of their own. `strategies/working_weights.py` casts them.
+    """
     strategy = config.strategy
     outside = strategy.execution == DATAPARALLEL or schedule_of(strategy).splits_backward
     return config.training.precision == "bfloat16" and not outside

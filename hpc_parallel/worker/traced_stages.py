@@ -17,8 +17,8 @@ from hpc_parallel.config.schedules import schedule_of, stages_of, stages_per_ran
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.auxiliary_loss import auxiliary_losses
 from hpc_parallel.models.layered import LayeredModel, as_tuple
+from hpc_parallel.planning.activations import casts_once
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.strategies import working_weights
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.strategies.forward_backward import propagate_nonfinite
 from hpc_parallel.strategies.groups import Groups
@@ -149,7 +149,7 @@ class Stages:
         if part.stem is not None:
             return (inputs,)
         precision = self._config.training.precision
-        cast = working_weights.applies(self._config) or (self._layout.by_fully_shard and precision in HALF)
+        cast = casts_once(self._config) or (self._layout.by_fully_shard and precision in HALF)
         dtype = HALF[precision] if cast else WEIGHTS[precision]
         shapes = [self._local(shape, inputs) for shape in self._states[next(iter(part.blocks))]]
         return tuple(torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes)
