@@ -94,7 +94,10 @@ def ask(composed: DictConfig, overrides: Sequence[str], *, user_folder: Path | N
 
 
 def hardware_of_run(composed: DictConfig, *, user_folder: Path | None, needed_by: str) -> Hardware:
-    """That of `plan.hardware`. On CPUs without one, a common server of unknown memory. Raises ConfigError."""
+    """The hardware of `plan.hardware`. On CPUs without this key, a common server of unknown memory.
+
+    Raises ConfigError.
+    """
     name = composed.plan.hardware
     if name is None and _on_cpus(composed):
         hardware = named_hardware(CPU, user_folder=user_folder)

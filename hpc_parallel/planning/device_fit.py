@@ -106,12 +106,12 @@ def _work(row: Row) -> Work:
 
 
 def ffn_dim(width: int) -> int:
-    """Of the measured blocks."""
+    """The width of the feed-forward network of the measured blocks."""
     return 3 * width
 
 
 def heads_of(width: int) -> int:
-    """Of the measured blocks."""
+    """The number of heads of the measured blocks."""
     return max(HEADS, width // HEAD_DIM)
 
 

@@ -83,7 +83,7 @@ class ExchangeTimes:
 
     @cached_property
     def counts_s(self) -> float:
-        """Before that, the numbers of tokens."""
+        """The exchange of the numbers of tokens, before the tokens."""
         group = self._group(self._work.expert, stride=1)
         size = COUNT_BYTES * self._work.decoder.experts
         return self._exchange_s(Exchange("numbers of tokens", "all_to_all", size, group))
@@ -99,7 +99,7 @@ class ExchangeTimes:
         return waits_s
 
     def _exposed_s(self, message: Message) -> float:
-        """Of the messages beside which the attention of a block computes, what is left."""
+        """The wait for messages that last longer than the attention beside which they are sent."""
         exchange, part = message.exchange, "block forward" if message.kind is FORWARD else "block backward"
         self.sent[exchange.name] = exchange
         terms = self._kernels.terms(part, self._share, precision=self._work.precision)
@@ -187,7 +187,7 @@ class ExchangeTimes:
         return self._sent_s(whole / work.pipeline / work.tensor)
 
     def _sent_s(self, weights: float) -> float:
-        """Means over replicas and slices of a device's `weights`."""
+        """The means over replicas, and the slices, of a device's `weights`."""
         seconds = self._exchange_s(self._mean(weights), self._loads.all)
         return seconds + self._slices_s(weights) if self._work.shard > 1 else seconds
 
@@ -199,7 +199,7 @@ class ExchangeTimes:
 
     @property
     def _mean_of_experts_s(self) -> float:
-        """Over the devices that hold the same ones."""
+        """The mean of the experts' gradients over the devices that hold the same experts."""
         work = self._work
         blocks = max(sum(work.blocks[stage] for stage in stages) for stages in self._work.stages_of_ranks)
         held = work.decoder.expert_weights * work.decoder.experts / work.expert

@@ -82,7 +82,7 @@ def _splits_of_samples(config: RunConfig) -> Iterator[tuple[int, int]]:
 
 
 def _tensor_degrees(config: RunConfig) -> list[int]:
-    """Those inside a node that can split the model's layers."""
+    """The degrees inside a node that can split the model's layers."""
     possible = [Layout(tensor=degree) for degree in divisors(config.gpus_per_node)]
     return [layout.tensor for layout in possible if not any(tensor_checks.find_problems(config, layout))]
 

@@ -241,7 +241,7 @@ class _Planner:
         return Held(holding.devices[0], holding.role, kinds, moment, state, activations)
 
     def _moments(self, kinds: dict[str, int]) -> dict[str, dict[str, int]]:
-        """Of all `kinds`, those that exist at each moment."""
+        """For each moment, the `kinds` that exist then."""
         absent = () if self._has_gradients else ("gradients",)
         without = {
             LOSS: (*NOT_AT_LOSS, *absent), RECOMPUTATION: (*NOT_AT_RECOMPUTATION, *absent), END: NOT_AT_END
@@ -260,7 +260,7 @@ class _Planner:
         return views or self._microbatches > 1 or strategy.execution == PARAMETER_SERVER
 
     def _activations(self, stages: tuple[int, ...], holding: Holding) -> tuple[int, ...]:
-        """Of one microbatch in each stage."""
+        """The bytes of one microbatch in each stage."""
         if self._kept is None or holding.samples is None:
             return ()
         return tuple(self._kept.stage(self._division.blocks[stage]) for stage in stages)

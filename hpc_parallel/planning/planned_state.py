@@ -57,7 +57,7 @@ class Division:
 
     @property
     def number_bytes(self) -> int:
-        """Of a weight, its gradient and its state."""
+        """Bytes of one number of a weight, of its gradient and of its state."""
         return 8 if self.config.training.precision == "float64" else 4
 
     @cached_property
@@ -71,7 +71,7 @@ class Division:
         return divide_blocks(costs, stages=stages, options=strategy)
 
     def weights(self, stages: tuple[int, ...]) -> list[Weight]:
-        """Those of a rank with these stages, in order."""
+        """The weights of a rank with these stages, in order."""
         return [weight for stage in stages for weight in self.model.stage(self.blocks[stage])]
 
     def optimized(self, stages: tuple[int, ...]) -> list[Weight]:
@@ -117,7 +117,7 @@ class Division:
         return (*key, *(chunk(first, slices) for first in self._firsts[key]))
 
     def gradient_shape(self, weight: Weight, holding: Holding) -> Shape:
-        """That of the part, except for an embedding that is split by rows.
+        """The shape of the rank's part, except for an embedding that is split by rows.
 
         Its gradient is a whole matrix, this rank's term of a sum, until fully_shard or the exchange of tied
         weights makes a slice of it.

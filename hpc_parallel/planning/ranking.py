@@ -23,12 +23,12 @@ COMPUTATION, RECOMPUTATION, BUBBLE, NETWORK, UPDATE = (
 
 
 def tokens_per_s(work: Work, step: StepTime) -> float:
-    """Of all devices."""
+    """The tokens per second of all devices together."""
     return work.samples * work.decoder.sequence / step.total_s
 
 
 def model_flops(work: Work) -> float:
-    """Of one step; a backward pass counts as two forward passes, whatever is computed again."""
+    """The FLOPs of one step. A backward pass counts as two forward passes, even with recomputation."""
     return TOGETHER * work.decoder.forward_flops * work.samples
 
 

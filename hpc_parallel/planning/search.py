@@ -49,7 +49,7 @@ class Candidate:
 
     @property
     def overrides(self) -> list[str]:
-        """Those that choose it."""
+        """The overrides that choose this way."""
         return overrides_of(self.config)
 
 
@@ -181,7 +181,7 @@ class _Search:
         return self.hardware.device.memory_bytes
 
     def _nearest(self) -> Candidate | None:
-        """Of the layouts with the fewest weights on a device, the one that needs least memory."""
+        """The layout that needs least memory, among those with the fewest weights on a device."""
         possible = layouts(self.config, self.choices)
         smallest = sorted(possible, key=lambda layout: least_bytes(self.config, layout) or 0)[:NEAR]
         plans = [

@@ -39,7 +39,7 @@ class _Times:
         return self.whole_s - self.blocks * self.block_s
 
     def before_s(self, schedule: str | None) -> float:
-        """Of a block of the stages before a rank's first one, while the rank waits."""
+        """The wait of a rank for one block of the stages before its first stage."""
         splits = schedule is not None and SCHEDULES[schedule].splits_backward
         return self.forward_s if splits else self.block_s
 

@@ -80,7 +80,7 @@ class _Rank:
         yield "pipeline", self._stage_to_stage() + self._tied()
 
     def _named(self, name: str) -> float:
-        """Of one exchange of this name, or of none."""
+        """The bytes of the exchange of this name; 0 if there is none."""
         exchange = self.step.exchanges.sent.get(name)
         return 0.0 if exchange is None else _bus_bytes(exchange)
 
@@ -140,7 +140,7 @@ class _Rank:
         return self._named("mean of gradients") * averaged[self.place] / max(averaged)
 
     def _mean_of_experts(self) -> float:
-        """Of the experts of the rank that has most blocks, as `_mean`."""
+        """The mean of the experts' gradients, in proportion to the blocks of this rank."""
         work = self.step.work
         blocks = [sum(work.blocks[stage] for stage in self._pipeline.stages_of(rank)) for rank in self._ranks]
         return self._named("mean of the experts' gradients") * blocks[self.place] / max(blocks)

@@ -95,7 +95,7 @@ class Step:
         return StepTime(timeline, gradients_s, update_s, exposed_s, tuple(self._terms))
 
     def microbatch_s(self) -> float:
-        """Of one microbatch in all stages, one after the other."""
+        """The time of one microbatch in all stages, one after the other."""
         return sum(self._action_s(kind, stage) for kind in Kind for stage in range(self._last + 1))
 
     def block_s(self, kind: Kind) -> float:
@@ -256,7 +256,7 @@ class Step:
 
     @property
     def _weights(self) -> float:
-        """Those of the device that has most: its part of its stages' blocks, embedding and head."""
+        """The weights of the device that has most: its part of its stages' blocks, embedding and head."""
         return max(map(self.work.rank_weights, self.work.stages_of_ranks)) / self.work.tensor
 
     @cached_property

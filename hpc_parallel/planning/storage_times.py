@@ -163,7 +163,7 @@ def checkpoint_bytes(config: RunConfig) -> CheckpointBytes | None:
 
 
 def _states_of(config: RunConfig, layout: Layout, model: ModelWeights) -> list[StateBytes] | None:
-    """Of each rank of a layout without replicas."""
+    """The state of each rank of a layout without replicas."""
     states = States(Division(config, layout, model))
     if states.unknown:
         return None

@@ -72,12 +72,12 @@ class Work:
 
     @property
     def devices(self) -> int:
-        """Those and a server that only serves."""
+        """All devices: the computing ones, and a server that only serves."""
         return self.computing + (self.workers == self.data)
 
     @property
     def number_bytes(self) -> int:
-        """Of inputs of matrix products, and of weights that are gathered."""
+        """Bytes of one number of the inputs of matrix products, and of gathered weights."""
         return NUMBER_BYTES[self.precision]
 
     @property
@@ -95,11 +95,11 @@ class Work:
         return [self.ranks.stages_of(rank) for rank in range(self.pipeline)]
 
     def rank_weights(self, stages: list[int]) -> float:
-        """Those of all devices of a pipeline rank; of experts that are split, one device's."""
+        """The weights on all devices of a pipeline rank; of split experts, only the part of one device."""
         return self._weights_with(self.decoder.experts / self.expert, stages)
 
     def averaged_weights(self, stages: list[int]) -> float:
-        """Those whose gradients all replicas average: without experts that are split."""
+        """The weights whose gradients all replicas average: without split experts."""
         return self._weights_with(None if self.expert == 1 else 0, stages)
 
     def _weights_with(self, experts: float | None, stages: list[int]) -> float:

@@ -166,7 +166,7 @@ def prepare_device(config: RunConfig, world: World) -> torch.device:
 
 
 def unused_gpus(config: RunConfig, device: torch.device, *, host: str) -> str | None:
-    """That a job asked for GPUs and trains without one, because torch finds none; else None."""
+    """A warning if the job asked for GPUs and torch finds none, so that it trains without; else None."""
     asked = config.launcher.kind == "slurm" and config.cluster.gpus
     if not asked or config.device != "auto" or device.type != "cpu":
         return None

@@ -72,7 +72,7 @@ def storage_rates(folder: Path, *, device: torch.device) -> Storage:
 
 
 def _slowest(times: tuple[float, float] | str) -> tuple[float, float]:
-    """Of all ranks. Raises StorageError with the first rank's error."""
+    """The slowest times of all ranks. Raises StorageError with the first rank's error."""
     by_rank = exchange.all_gather(times)
     if errors := [error for error in by_rank if isinstance(error, str)]:
         raise StorageError(errors[0])

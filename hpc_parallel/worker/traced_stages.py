@@ -145,7 +145,7 @@ class Stages:
                 Stage(part, stage, stages, device, group=axis.get_group()).perform_reduce_grad(1)
 
     def _inputs(self, part: LayeredModel, inputs: Tensor) -> tuple[Tensor, ...]:
-        """Those of a stage, in the type in which the stage before sends them."""
+        """The inputs of a stage, in the type in which the stage before sends them."""
         if part.stem is not None:
             return (inputs,)
         precision = self._config.training.precision
@@ -155,7 +155,7 @@ class Stages:
         return tuple(torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes)
 
     def _local(self, shape: torch.Size, inputs: Tensor) -> torch.Size:
-        """Of a state of the whole sequence, this rank's part."""
+        """The shape of this rank's part of a state of the whole sequence."""
         if self._layout.tile > 1:
             raise ConfigError(["strategy.tile in a pipeline is not measured."])
         if inputs.dim() != 2:
