@@ -23,7 +23,9 @@ class Command:
 
 
 COMMANDS = {
-    "run": Command("hpc_parallel.commands.run", "check, then train here or submit (the default command)"),
+    "run": Command(
+        "hpc_parallel.commands.run_command", "check, then train here or submit (the default command)"
+    ),
     "rerun": Command("hpc_parallel.commands.rerun", "start a run again, from the source that it kept"),
     "status": Command("hpc_parallel.commands.status", "list runs: state, step, loss, speed, time left"),
     "logs": Command("hpc_parallel.commands.logs", "show what the ranks of a run print"),
@@ -44,21 +46,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(lambda: _dispatch(list(sys.argv[1:] if arguments is None else arguments)))
 
 
-def _dispatch(words: list[str]) -> int:
+def _dispatch(arguments: list[str]) -> int:
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
         from hpc_parallel.commands.completion import complete
 
         complete(COMMANDS)
-    if words[:1] in (["-h"], ["--help"]):
+    if arguments[:1] in (["-h"], ["--help"]):
         print(usage())
         return DONE
-    if words and _is_name(words[0]) and words[0] not in COMMANDS:
-        near = nearest(words[0], COMMANDS, most=2)
+    if arguments and _is_name(arguments[0]) and arguments[0] not in COMMANDS:
+        near = nearest(arguments[0], COMMANDS, most=2)
         hint = f" Try {alternatives(near)}." if near else f"\n\n{usage()}"
-        complain([f"There is no command {words[0]}.{hint}"])
+        complain([f"There is no command {arguments[0]}.{hint}"])
         return WRONG
-    command = COMMANDS[words.pop(0) if words and words[0] in COMMANDS else "run"]
-    code: int = import_module(command.module).main(words)
+    command = COMMANDS[arguments.pop(0) if arguments and arguments[0] in COMMANDS else "run"]
+    code: int = import_module(command.module).main(arguments)
     return code
 
 

@@ -71,15 +71,15 @@ def printable(text: object, *, keep: str = "") -> str:
 
     keep: characters that stay as they are.
     """
-    shown = str(text)
-    if shown.isprintable():
-        return shown
-    escapes = {char: _escape(char) for char in set(shown) - set(keep) if not char.isprintable()}
+    escaped = str(text)
+    if escaped.isprintable():
+        return escaped
+    escapes = {char: _escape(char) for char in set(escaped) - set(keep) if not char.isprintable()}
     if len(escapes) > _FEW:
-        return shown.translate({ord(char): escape for char, escape in escapes.items()})
+        return escaped.translate({ord(char): escape for char, escape in escapes.items()})
     for char, escape in escapes.items():  # ten times as fast for megabytes of one character
-        shown = shown.replace(char, escape)
-    return shown
+        escaped = escaped.replace(char, escape)
+    return escaped
 
 
 def _escape(char: str) -> str:

@@ -1,10 +1,10 @@
-"""`python -m hpc_parallel.run`: the command `run` (commands/run.py)."""
+"""`python -m hpc_parallel.run`: the command `run` (commands/run_command.py)."""
 
 # PYTHON_ARGCOMPLETE_OK (argcomplete's global completion finds the module by this line)
 import os
 import sys
 
-from hpc_parallel.commands.run import main
+from hpc_parallel.commands.run_command import main
 from hpc_parallel.shell import run_command
 
 if __name__ == "__main__":

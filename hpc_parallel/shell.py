@@ -5,6 +5,7 @@ This covers closed or full streams, Ctrl-C, a deleted folder, and characters tha
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import contextlib
 import io
@@ -17,6 +18,15 @@ from typing import TextIO
 from hpc_parallel.exit_codes import DONE, FAILED, WRONG
 from hpc_parallel.problems import ConfigError, printable
 from hpc_parallel.record.safe_read import DamagedError
+
+
+def command_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """The parser of `python -m hpc_parallel NAME`. The description keeps its lines."""
+    return argparse.ArgumentParser(
+        prog=f"python -m hpc_parallel {name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def run_command(work: Callable[[], int]) -> int:

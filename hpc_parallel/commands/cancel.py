@@ -18,7 +18,7 @@ from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.find import find_all, is_one, unique_runs
 from hpc_parallel.record.names import label
 from hpc_parallel.record.sweep_folder import MANIFEST, is_sweep_folder
-from hpc_parallel.shell import run_command
+from hpc_parallel.shell import command_parser, run_command
 from hpc_parallel.supervise.end_runs import Target, end_runs
 from hpc_parallel.supervise.run_state import states, waits
 from hpc_parallel.terminal import print_json, say, warn
@@ -26,35 +26,32 @@ from hpc_parallel.terminal import print_json, say, warn
 
 def main(arguments: Sequence[str]) -> int:
     """Ask for confirmation, then end the runs; returns the exit code."""
-    given = parser().parse_args(list(arguments))
-    return run_command(lambda: _cancel(given))
+    options = parser().parse_args(list(arguments))
+    return run_command(lambda: _cancel(options))
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="python -m hpc_parallel cancel", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    made.add_argument("runs", nargs="+", metavar="RUN|SWEEP")
-    made.add_argument("--yes", action="store_true", help="do not ask")
-    made.add_argument("--json", action="store_true", help="print a list of JSON objects; needs --yes")
-    return made
+    parser = command_parser("cancel", __doc__)
+    parser.add_argument("runs", nargs="+", metavar="RUN|SWEEP")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument("--json", action="store_true", help="print a list of JSON objects; needs --yes")
+    return parser
 
 
-def _cancel(given: argparse.Namespace) -> int:
-    targets = _targets(given.runs)
+def _cancel(options: argparse.Namespace) -> int:
+    targets = _targets(options.runs)
     going = [target for target in targets if target.refusal is None]
-    if not given.json:
+    if not options.json:
         for target in targets:
             if target.refusal:
                 warn(f"{label(target.run.path)} {target.refusal}")
-    if going and not given.yes:
-        if given.json or not sys.stdin.isatty():
+    if going and not options.yes:
+        if options.json or not sys.stdin.isatty():
             raise ConfigError(["Nobody can be asked here. Try --yes."])
         if not _agreed(going):
             return FAILED
     refused = end_runs(going, warn=warn)
-    if given.json:
+    if options.json:
         print_json([_object(target, refused.get(target.run.path)) for target in targets])
         return REFUSED if refused else DONE if going else FAILED
     for target in going:
@@ -65,9 +62,9 @@ def _cancel(given: argparse.Namespace) -> int:
     return REFUSED if refused else DONE if going else FAILED
 
 
-def _targets(words: Sequence[str]) -> list[Target]:
+def _targets(names: Sequence[str]) -> list[Target]:
     """The runs without duplicates. Raises ConfigError if a word names a folder of several runs."""
-    named = find_all(words)
+    named = find_all(names)
     if trees := [target for target in named if not is_one(target)]:
         raise ConfigError(
             [f"{tree.label} holds {len(tree.runs)} runs and is no sweep. Name them." for tree in trees]

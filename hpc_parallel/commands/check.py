@@ -55,8 +55,9 @@ def main(arguments: Sequence[str]) -> int:
 def _lines_of_the_site(line: CommandLine) -> list[Line]:
     """The other checks of a wrong configuration, with the words about the site if these are legal."""
     flags = [word for word in line.words if word not in line.overrides]
-    words = [word for word in line.overrides if key_of(word).partition(".")[0] in _SITE_KEYS]
-    for kept in (words, [word for word in words if key_of(word) in ("cluster", "launcher")], []):
+    site_overrides = [word for word in line.overrides if key_of(word).partition(".")[0] in _SITE_KEYS]
+    groups = [word for word in site_overrides if key_of(word) in ("cluster", "launcher")]
+    for kept in (site_overrides, groups, []):
         try:
             run = checked_run(CommandLine.parse([*flags, *kept]))
         except ConfigError:

@@ -40,8 +40,8 @@ def _answer(line: argparse.ArgumentParser) -> None:
 def _starts_a_run(environment: Mapping[str, str]) -> bool:
     """Whether the line is `hpc-parallel run ...`, or `hpc-parallel KEY=VALUE ...` without this word."""
     start = environment.get("_ARGCOMPLETE", "")  # the number of words that name the program
-    words = environment.get("COMP_LINE", "").split(" ")[int(start) if start.isdigit() else 1 :]
-    return (words[:1] == ["run"] and len(words) > 1) or "=" in "".join(words[:1])
+    arguments = environment.get("COMP_LINE", "").split(" ")[int(start) if start.isdigit() else 1 :]
+    return (arguments[:1] == ["run"] and len(arguments) > 1) or "=" in "".join(arguments[:1])
 
 
 def run_parser() -> argparse.ArgumentParser:

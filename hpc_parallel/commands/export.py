@@ -17,6 +17,7 @@ from hpc_parallel.record.checkpoint_index import Checkpoint, complete, skipped
 from hpc_parallel.record.find import path_of
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
 from hpc_parallel.record.trust import UntrustedError, require_private
+from hpc_parallel.shell import command_parser
 from hpc_parallel.terminal import say, warn
 
 SUFFIX = ".safetensors"
@@ -24,21 +25,21 @@ SUFFIX = ".safetensors"
 
 def main(arguments: Sequence[str]) -> int:
     """Write the file; returns the exit code."""
-    given = _parser().parse_args(list(arguments))
+    options = _parser().parse_args(list(arguments))
     try:
-        folder = RunFolder(path_of(given.run))
-        checkpoint = find(folder, step=given.step)
-        output: Path = given.output or folder.path / f"{checkpoint.path.name}{SUFFIX}"
+        folder = RunFolder(path_of(options.run))
+        checkpoint = find(folder, step=options.step)
+        output: Path = options.output or folder.path / f"{checkpoint.path.name}{SUFFIX}"
         if problems := list(_output_problems(output)):
             raise ConfigError(problems)
         from hpc_parallel.training.export_weights import write  # torch takes its time
 
-        size = write(checkpoint, output, library_names=given.library_names)
+        size = write(checkpoint, output, library_names=options.library_names)
     except (ConfigError, UntrustedError) as error:
         warn(*str(error).splitlines())
         return WRONG
     except OSError as error:
-        warn(f"{given.output or folder.path} can't be written: {error.strerror or error}.")
+        warn(f"{options.output or folder.path} can't be written: {error.strerror or error}.")
         return FAILED
     say(f"{output}: the weights of step {checkpoint.step}, {size:,} bytes.")
     say(f"Start from them: the run's own line with weights={output}")
@@ -70,8 +71,8 @@ def find(folder: RunFolder, *, step: int | None) -> Checkpoint:
         if step is not None and checkpoint.step > step:
             continue
         require_private(checkpoint.path)
-        if words := checkpoint.damage():
-            damaged.append(f"the checkpoint of step {checkpoint.step} is damaged ({words})")
+        if damage := checkpoint.damage():
+            damaged.append(f"the checkpoint of step {checkpoint.step} is damaged ({damage})")
         elif step not in (None, checkpoint.step):
             raise ConfigError([f"{'; '.join(damaged)}. Try --step {checkpoint.step}."])
         else:
@@ -90,10 +91,7 @@ def _output_problems(output: Path) -> Iterator[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m hpc_parallel export", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = command_parser("export", __doc__)
     parser.add_argument("run", help="a run folder, a run id, a job id or a part of a name")
     parser.add_argument("--step", type=int, help="of which checkpoint (default: the newest that is sound)")
     parser.add_argument("--output", type=Path, help="the file (default: RUN/step-<n>.safetensors)")

@@ -136,8 +136,8 @@ def _holds(place: int, degrees: Layout, strategy: Any) -> dict[str, str]:
 
 def _outermost_first(word: str) -> int:
     """Sort key: the order of the axes in a layout. Coordinates come innermost first."""
-    words = ["server", "stage", "stages", *(WORDS.get(axis, axis) for axis in AXES)]
-    return words.index(word)
+    order = ["server", "stage", "stages", *(WORDS.get(axis, axis) for axis in AXES)]
+    return order.index(word)
 
 
 def draw(hosts: Sequence[Host]) -> RenderableType:

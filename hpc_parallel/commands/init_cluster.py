@@ -20,7 +20,7 @@ from hpc_parallel.machine.fabric_kind import fabric_devices
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.safe_read import DamagedError, read_bytes
 from hpc_parallel.record.safe_write import write_text
-from hpc_parallel.shell import complain
+from hpc_parallel.shell import command_parser, complain
 from hpc_parallel.site.profile import Login, plain_name, write_profile
 from hpc_parallel.slurm.records import SlurmRecords, accounts_of, ask_records, read_records
 
@@ -29,8 +29,8 @@ _RECORDS_BYTES = 256 << 20  # 10,000 nodes print some 20 MB
 
 def main(arguments: Sequence[str]) -> int:
     """Write the profile; returns the exit code."""
-    given = parser().parse_args(list(arguments))
-    records = _from_files(given.source) if given.source else ask_records()
+    options = parser().parse_args(list(arguments))
+    records = _from_files(options.source) if options.source else ask_records()
     if records is None:
         complain([
             "Slurm does not answer here. Try it on a login node, or save there the output of "
@@ -39,9 +39,9 @@ def main(arguments: Sequence[str]) -> int:
         ])  # fmt: skip
         return REFUSED
     shipped = sorted(path.stem for path in (find_folder("conf") / "cluster").glob("*.yaml"))
-    name = given.name or plain_name(records.cluster, taken=shipped)
-    path = _free_path(name, folder=given.folder, shipped=shipped)
-    login = Login() if given.source else _login(os.environ)
+    name = options.name or plain_name(records.cluster, taken=shipped)
+    path = _free_path(name, folder=options.folder, shipped=shipped)
+    login = Login() if options.source else _login(os.environ)
     try:
         text = write_profile(records, name=name, login=login, today=date.today())
     except ValueError as error:
@@ -50,24 +50,21 @@ def main(arguments: Sequence[str]) -> int:
     write_text(path, text, mode=0o644)  # a profile is for colleagues too
     print(text, end="")
     print(f"\nwritten     {path}")
-    print(f"check it    python -m hpc_parallel check --config-dir {given.folder} cluster={name}")
+    print(f"check it    python -m hpc_parallel check --config-dir {options.folder} cluster={name}")
     return DONE
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="python -m hpc_parallel init-cluster", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    made.add_argument("name", metavar="NAME", nargs="?", help="name of the profile (default: ClusterName)")
-    made.add_argument(
+    parser = command_parser("init-cluster", __doc__)
+    parser.add_argument("name", metavar="NAME", nargs="?", help="name of the profile (default: ClusterName)")
+    parser.add_argument(
         "--folder", type=Path, default=Path(OWN_SITES), help="where profiles are (default: %(default)s)"
     )
-    made.add_argument(
+    parser.add_argument(
         "--from", dest="source", metavar="FILE", nargs="+", type=Path,
         help="saved outputs of scontrol or sinfo instead of this machine's Slurm",
     )  # fmt: skip
-    return made
+    return parser
 
 
 def _from_files(paths: Sequence[Path]) -> SlurmRecords:

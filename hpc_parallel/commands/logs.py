@@ -26,7 +26,7 @@ from hpc_parallel.record.names import label
 from hpc_parallel.record.recorded import RecordedRun, read_run
 from hpc_parallel.record.safe_read import MIB, DamagedError, list_folder, open_regular
 from hpc_parallel.record.values import integer
-from hpc_parallel.shell import run_command
+from hpc_parallel.shell import command_parser, run_command
 from hpc_parallel.supervise.run_state import State, states
 from hpc_parallel.terminal import say, warn
 
@@ -81,38 +81,35 @@ class Reader:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the logs; returns the exit code."""
-    given = parser().parse_args(list(arguments))
-    return run_command(lambda: _logs(given))
+    options = parser().parse_args(list(arguments))
+    return run_command(lambda: _logs(options))
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="python -m hpc_parallel logs", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    made.add_argument("run", metavar="RUN")
-    made.add_argument("--rank", help="a number, or `all`: each line then starts with its rank")
-    made.add_argument(
+    parser = command_parser("logs", __doc__)
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("--rank", help="a number, or `all`: each line then starts with its rank")
+    parser.add_argument(
         "-f", "--follow", action="store_true", help="continue until the run ends, or until Ctrl-C"
     )
-    made.add_argument("--raw", action="store_true", help="the file as it is: no line left out, no escapes")
-    made.add_argument(
+    parser.add_argument("--raw", action="store_true", help="the file as it is: no line left out, no escapes")
+    parser.add_argument(
         "--json", action="store_true", help="print one JSON object for each line: rank, stream, text"
     )
-    return made
+    return parser
 
 
-def _logs(given: argparse.Namespace) -> int:
+def _logs(options: argparse.Namespace) -> int:
     run, problems = None, []
     try:
-        run = find_run(given.run)
+        run = find_run(options.run)
     except ConfigError as error:
         problems += error.problems
-    problems += _rank_problems(given.rank, run)
+    problems += _rank_problems(options.rank, run)
     if problems or run is None:
         raise ConfigError(problems)
-    rank = given.rank or _first_rank(run)
-    show = _printer(given, rank)
+    rank = options.rank or _first_rank(run)
+    show = _printer(options, rank)
     readers: dict[Path, Reader] = {}
     damaged: dict[Path, DamagedError] = {}
     state: State | None = None
@@ -122,9 +119,9 @@ def _logs(given: argparse.Namespace) -> int:
             run = read_run(run.path)
             before, (state,) = state, states([run])
             asked_s = time.monotonic()
-            if state != before and given.follow:
+            if state != before and options.follow:
                 _print_state(run, state)
-        last = not given.follow or (state is not None and state.ended)
+        last = not options.follow or (state is not None and state.ended)
         for source in _sources(run, rank):
             reader = readers.setdefault(source.path, Reader(source))
             try:
@@ -136,7 +133,7 @@ def _logs(given: argparse.Namespace) -> int:
             break
         time.sleep(PERIOD_S)
     warn(*(f"{error}." for error in damaged.values()))
-    if not given.follow and not readers and state is not None:
+    if not options.follow and not readers and state is not None:
         _print_state(run, state)
     return WRONG if damaged and len(damaged) == len(readers) else DONE
 
@@ -191,10 +188,10 @@ def _before(run: RecordedRun) -> list[Source]:
     return [Source(path, None, "out") for path in paths if os.path.lexists(path)]
 
 
-def _printer(given: argparse.Namespace, rank: str) -> Callable[[Source, bytes], None]:
-    if given.raw:
+def _printer(options: argparse.Namespace, rank: str) -> Callable[[Source, bytes], None]:
+    if options.raw:
         return _print_raw
-    if given.json:
+    if options.json:
         return _print_json
     return _print_prefixed if rank == ALL else _headed()
 
@@ -216,16 +213,17 @@ def _print_prefixed(source: Source, content: bytes) -> None:
 
 def _headed() -> Callable[[Source, bytes], None]:
     """Print a heading before lines of another file, as `tail` does; none before the output of the rank."""
-    shown: Path | None = None
+    printed_path: Path | None = None
 
     def show(source: Source, content: bytes) -> None:
-        nonlocal shown
+        nonlocal printed_path
         lines = _lines(content)
         if not lines:
             return
-        if source.path != shown and (shown is not None or source.stream == "err" or source.rank is None):
+        is_main = source.stream != "err" and source.rank is not None
+        if source.path != printed_path and (printed_path is not None or not is_main):
             say(f"==> {source} <==")
-        shown = source.path
+        printed_path = source.path
         say(*lines)
 
     return show

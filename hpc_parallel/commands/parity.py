@@ -7,7 +7,6 @@ codes: 0 all equal, 1 one is not or did not run, 2 the configuration is wrong (n
 
 from __future__ import annotations
 
-import argparse
 import io
 from collections import Counter
 from collections.abc import Sequence
@@ -27,25 +26,22 @@ from hpc_parallel.parity.parity_table import Table
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.shell import complain, refuse
+from hpc_parallel.shell import command_parser, complain, refuse
 from hpc_parallel.slurm.submit import SiteRefusedError
 from hpc_parallel.supervise.failure import CONFIGURATION
 
 
 def main(arguments: Sequence[str]) -> int:
     """Prove what the arguments say; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m hpc_parallel parity", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = command_parser("parity", __doc__)
     parser.add_argument("overrides", nargs="*", help="as of `run`; precision=float64 for the sharpest proof")
     parser.add_argument("--config-dir", help="a folder with configurations of your own")
-    given = parser.parse_intermixed_args(list(arguments))
-    if given.config_dir is not None and not Path(given.config_dir).is_dir():
-        return refuse([f"--config-dir {given.config_dir}: this folder does not exist."])
+    options = parser.parse_intermixed_args(list(arguments))
+    if options.config_dir is not None and not Path(options.config_dir).is_dir():
+        return refuse([f"--config-dir {options.config_dir}: this folder does not exist."])
     register()
     try:
-        cases, notes = plan(given.overrides, extra_dir=given.config_dir)
+        cases, notes = plan(options.overrides, extra_dir=options.config_dir)
     except ConfigError as error:
         return refuse(error.problems)
     runs = [case.run for case in cases if case.run is not None]
@@ -54,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
             print(run)
         return DONE
     try:
-        cases = without_refused(cases, given.overrides)
+        cases = without_refused(cases, options.overrides)
         return prove(cases, notes, precision=runs[0].config.training.precision)
     except ConfigError as error:  # the model refuses every row, or a run folder can't be made
         return refuse(error.problems)

@@ -31,7 +31,7 @@ from hpc_parallel.planning.iteration_table import PLANNED, plan_row, read_table,
 from hpc_parallel.planning.step_time import StepTime
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.safe_write import write_text
-from hpc_parallel.shell import complain, refuse
+from hpc_parallel.shell import command_parser, complain, refuse
 from hpc_parallel.terminal import print_json, say
 
 HARDWARE = "hardware="
@@ -54,18 +54,18 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_intermixed_args(list(arguments))
     try:
         names = [word.removeprefix(HARDWARE) for word in options.overrides if word.startswith(HARDWARE)]
-        words = [word for word in options.overrides if not word.startswith(HARDWARE)]
+        overrides = [word for word in options.overrides if not word.startswith(HARDWARE)]
         kind = _kind_of(options)
         problems: list[Problem | str] = list(_foreign_options(options, kind))
         if kind == "calibrate":
-            return _calibrate(options, words, names=names, problems=problems)
+            return _calibrate(options, overrides, names=names, problems=problems)
         if kind == "table":
-            return _plan_table(options, words, names=names, problems=problems)
+            return _plan_table(options, overrides, names=names, problems=problems)
         if kind == "hours":
             return _plan_budget(options, names=names, problems=problems)
         if kind == "best":
             return _plan_best(options, problems=problems)
-        return _plan_run(options, words, names=names, problems=problems)
+        return _plan_run(options, overrides, names=names, problems=problems)
     except ConfigError as error:
         return refuse(error.problems)
 
@@ -95,7 +95,7 @@ def _foreign_options(options: argparse.Namespace, kind: str) -> Iterator[str]:
 
 def _plan_run(
     options: argparse.Namespace,
-    words: Sequence[str],
+    overrides: Sequence[str],
     *,
     names: Sequence[str],
     problems: list[Problem | str],
@@ -116,7 +116,7 @@ def _plan_run(
     from hpc_parallel.commands.plan_scaling import of_first_size, scaled, sizes_of
 
     folder = options.config_dir
-    name = names[-1] if names else site_hardware(of_first_size(words), user_folder=folder)
+    name = names[-1] if names else site_hardware(of_first_size(overrides), user_folder=folder)
     hardware = _read(lambda: named_hardware(name, user_folder=folder), problems)
     if problems or hardware is None:
         raise ConfigError(problems)
@@ -125,7 +125,7 @@ def _plan_run(
 
         most = ROLES if options.rows is None else options.rows
         return exact(options.overrides, hardware=hardware, user_folder=folder, most=most)
-    if sizes_of(words):
+    if sizes_of(overrides):
         for_one = ("explain", "tokens", "json", "output")
         if wrong := [f"--{name}" for name in for_one if _is_given(options, name)]:
             raise ConfigError([f"{' and '.join(wrong)}: only for one number of nodes. Try nodes=1."])
@@ -190,21 +190,21 @@ def _plan_best(options: argparse.Namespace, *, problems: list[Problem | str]) ->
     if rows < 1:
         problems.append(f"--rows {rows}: the table has at least one row. Try --rows {ROWS}.")
     folder = options.config_dir
-    found = _read(lambda: best(options.overrides, user_folder=folder, rows=max(1, rows)), problems)
-    if problems or found is None:
+    ranking = _read(lambda: best(options.overrides, user_folder=folder, rows=max(1, rows)), problems)
+    if problems or ranking is None:
         raise ConfigError(problems)
-    say(*report(found, options.overrides))
+    say(*report(ranking, options.overrides))
     return DONE
 
 
 def _plan_table(
     options: argparse.Namespace,
-    words: Sequence[str],
+    overrides: Sequence[str],
     *,
     names: Sequence[str],
     problems: list[Problem | str],
 ) -> int:
-    problems += _option_problems(options, words)
+    problems += _option_problems(options, overrides)
     name = names[-1] if names else None
     hardware = _read(lambda: named_hardware(name, user_folder=options.config_dir), problems)
     rows = _read(lambda: read_table(options.table), problems) if options.table else None
@@ -224,7 +224,7 @@ def _plan_table(
 
 def _calibrate(
     options: argparse.Namespace,
-    words: Sequence[str],
+    overrides: Sequence[str],
     *,
     names: Sequence[str],
     problems: list[Problem | str],
@@ -234,7 +234,7 @@ def _calibrate(
     if problems:
         raise ConfigError(problems)
     name = names[-1] if names else None
-    profile = calibrated(words, name=name, output=options.output, user_folder=options.config_dir)
+    profile = calibrated(overrides, name=name, output=options.output, user_folder=options.config_dir)
     if not _written(options.output, profile.content):
         return FAILED
     say(*profile.lines)
@@ -251,8 +251,8 @@ def _written(file: Path, content: str) -> bool:
     return True
 
 
-def _option_problems(options: argparse.Namespace, words: Sequence[str]) -> Iterator[str]:
-    for word in words:
+def _option_problems(options: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
+    for word in overrides:
         yield f"{word}: a plan of a table takes {HARDWARE}NAME only. Try it without {word}."
     if options.output is None and options.explain is None:
         yield "--output is missing. Try --output planned.csv, or --explain 1."
@@ -292,9 +292,7 @@ def explanation(step: StepTime, hardware: Hardware) -> Iterator[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m hpc_parallel plan", description="Plan the time of training steps, without a job."
-    )
+    parser = command_parser("plan", "Plan the time of training steps, without a job.")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="hardware=NAME, and keys of a run")
     parser.add_argument(
         "--calibrate", action="store_true", help="fit the hardware to finished runs: RUN ... in place of keys"

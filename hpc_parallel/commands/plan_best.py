@@ -29,38 +29,40 @@ class Best:
     candidates: list[Candidate]
 
 
-def best(words: Sequence[str], *, user_folder: Path | None, rows: int = ROWS) -> Best:
+def best(overrides: Sequence[str], *, user_folder: Path | None, rows: int = ROWS) -> Best:
     """Search for the words of a run. Raises ConfigError with all problems, or with the nearest layout."""
-    strategies = [word for word in words if word.startswith("strategy=") and word != f"strategy={AUTO}"]
+    strategies = [word for word in overrides if word.startswith("strategy=") and word != f"strategy={AUTO}"]
     if strategies:
         raise ConfigError([f"--best chooses the strategy. Try it without {' '.join(strategies)}."])
-    line = command_line([*words, f"strategy={AUTO}"], user_folder=user_folder)
+    line = command_line([*overrides, f"strategy={AUTO}"], user_folder=user_folder)
     with reporting_all_problems(line):
         cell = compose_run(line.overrides, **line.places)
         asked = ask(cell.config, cell.overrides, user_folder=user_folder)
-        found = search(asked.config, asked.hardware, choices=asked.choices, most=rows)
-        if not found.best:
-            raise ConfigError(without_room(found, asked.config, asked.hardware, choices=asked.choices))
-    return Best(asked, found.best)
+        result = search(asked.config, asked.hardware, choices=asked.choices, most=rows)
+        if not result.best:
+            raise ConfigError(without_room(result, asked.config, asked.hardware, choices=asked.choices))
+    return Best(asked, result.best)
 
 
-def report(found: Best, words: Sequence[str]) -> Iterator[str]:
+def report(ranking: Best, overrides: Sequence[str]) -> Iterator[str]:
     """The table, why the first row is first, what was not looked at, and the command line to run."""
-    config, hardware = found.asked.config, found.asked.hardware
+    config, hardware = ranking.asked.config, ranking.asked.hardware
     batch = config.training.global_batch_size
     yield (
         f"{config.nodes} nodes x {config.gpus_per_node} x {hardware.device.name}, "
         f"{config.training.precision}, {batch} samples a step"
     )
-    yield from table(found.candidates, hardware)
-    if len(found.candidates) > 1:
-        yield f"Why the first: {advantage(found.candidates[:2])}"
+    yield from table(ranking.candidates, hardware)
+    if len(ranking.candidates) > 1:
+        yield f"Why the first: {advantage(ranking.candidates[:2])}"
     yield "memory: an estimate for the device that needs most. Each row is the best of its kind."
     yield LEFT_OUT
-    yield from assumptions(found.candidates[0].config, hardware)
-    yield shlex.join(["python", "-m", "hpc_parallel.run", *_words_of_run(words, found.candidates[0].words)])
+    yield from assumptions(ranking.candidates[0].config, hardware)
+    yield shlex.join(
+        ["python", "-m", "hpc_parallel.run", *_overrides_of_run(overrides, ranking.candidates[0].overrides)]
+    )
 
 
-def _words_of_run(words: Sequence[str], chosen: Sequence[str]) -> list[str]:
+def _overrides_of_run(overrides: Sequence[str], chosen: Sequence[str]) -> list[str]:
     replaced = {*map(key_of, chosen)}
-    return [*(word for word in words if key_of(word) not in replaced), *chosen]
+    return [*(word for word in overrides if key_of(word) not in replaced), *chosen]

@@ -30,22 +30,22 @@ class Budget:
 
 
 def budgeted(
-    words: Sequence[str], budget: Budget, *, hardware: Hardware, user_folder: Path | None
+    overrides: Sequence[str], budget: Budget, *, hardware: Hardware, user_folder: Path | None
 ) -> Iterator[str]:
     """The best layout of each model and what it reaches. Raises ConfigError with all problems."""
     nodes, per_node = nodes_of(budget.devices, hardware)
-    given = {word.partition("=")[0].lstrip("+") for word in words}
-    typical = [f"{key}={value}" for key, value in TYPICAL.items() if key not in given]
+    keys = {word.partition("=")[0].lstrip("+") for word in overrides}
+    typical = [f"{key}={value}" for key, value in TYPICAL.items() if key not in keys]
     layout = [f"nodes={nodes}", f"gpus_per_node={per_node}"]
-    if taken := sorted(given & {"nodes", "gpus_per_node", "strategy"}):
+    if taken := sorted(keys & {"nodes", "gpus_per_node", "strategy"}):
         raise ConfigError([f"{', '.join(taken)}: --devices and the search decide this. Leave it out."])
-    models = [None] if "model" in given else list(MODELS)
+    models = [None] if "model" in keys else list(MODELS)
     rows: dict[str, Candidate | None] = {}
     for model in models:
         named = [] if model is None else [f"model={model}"]
-        name = model or next(word for word in reversed(words) if word.startswith("model=")).partition("=")[2]
+        name = model or [word for word in overrides if word.startswith("model=")][-1].partition("=")[2]
         try:
-            ranking = best([*words, *named, *typical, *layout], user_folder=user_folder, rows=1)
+            ranking = best([*overrides, *named, *typical, *layout], user_folder=user_folder, rows=1)
         except ConfigError as error:
             if not any("no layout fits" in str(problem) for problem in error.problems):
                 raise
@@ -93,7 +93,7 @@ def table(rows: dict[str, Candidate | None], budget: Budget, hardware: Hardware)
         share = mfu(candidate.work, candidate.step, hardware)
         yield (
             f"{model:>6}  {rate:>11,.0f}  {100 * share:>5.1f}%  {seen:>15.3g}  {duration(needed_s):>18}  "
-            f"{' '.join(candidate.words)}"
+            f"{' '.join(candidate.overrides)}"
         )
         in_time += [model] * (seen >= budget.tokens)
         most = max(most, (seen, model))

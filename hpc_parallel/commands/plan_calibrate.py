@@ -24,20 +24,20 @@ class Profile:
 
 
 def calibrated(
-    words: Sequence[str], *, name: str | None, output: Path | None, user_folder: Path | None
+    run_names: Sequence[str], *, name: str | None, output: Path | None, user_folder: Path | None
 ) -> Profile:
-    """words: the runs. name: the hardware that the fit starts from. Raises ConfigError with all problems."""
+    """name: the hardware that the fit starts from. Raises ConfigError with all problems."""
     problems: list[Problem | str] = list(_output_problems(output))
     hardware = runs = None
     try:
         hardware = named_hardware(name, user_folder=user_folder, needed_by="--calibrate")
     except ConfigError as error:
         problems += error.problems
-    if not words:
+    if not run_names:
         problems.append("--calibrate has no run. Try it with run folders: --calibrate runs/data/* ...")
-    if hardware is not None and words:
+    if hardware is not None and run_names:
         try:
-            runs = read_runs([path_of(word) for word in words], hardware)
+            runs = read_runs([path_of(run) for run in run_names], hardware)
         except ConfigError as error:
             problems += error.problems
     if problems or hardware is None or runs is None or output is None:

@@ -57,24 +57,24 @@ class Row:
         return f"  {self.label:44} {self.traced:>20,} {round(self.planned):>20,} {100 * difference:>+10.2f} %"
 
 
-def exact(words: Sequence[str], *, hardware: Hardware, user_folder: Path | None, most: int) -> int:
+def exact(overrides: Sequence[str], *, hardware: Hardware, user_folder: Path | None, most: int) -> int:
     """Print the figures of each role; returns the exit code. Raises ConfigError with all problems."""
-    config, values = checked_config(words, hardware=hardware, user_folder=user_folder)
+    config, values = checked_config(overrides, hardware=hardware, user_folder=user_folder)
     # The formulas of CPUs are for the kernels that are traced.
     config, values = replace(config, device="cpu"), {**values, "device": "cpu"}
     roles = memory.roles(config)
     if problems := list(untraceable(config, roles)):
         raise ConfigError(problems)
     steps = _planned_step(config, hardware)
-    shown = roles[:most]
-    code, traced = trace(values, [role.device for role in shown])
+    listed_roles = roles[:most]
+    code, traced = trace(values, [role.device for role in listed_roles])
     if traced is None:
         return code
     layout = layout_of(config.strategy, devices=config.devices)
     say(f"{layout} on {config.devices} devices, {config.training.precision}; bytes:")
-    for role in shown:
+    for role in listed_roles:
         say(*_report(role, traced[str(role.device)], config=config, step=steps))
-    say(*_notes(config, left=len(roles) - len(shown)))
+    say(*_notes(config, left=len(roles) - len(listed_roles)))
     return DONE
 
 

@@ -11,8 +11,9 @@ from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.memory import MemoryPlan
 from hpc_parallel.planning.ranking import mfu, model_flops
 from hpc_parallel.planning.run_work import assumptions
-from hpc_parallel.planning.step_time import StepTime, Work
+from hpc_parallel.planning.step_time import StepTime
 from hpc_parallel.planning.storage_times import StorageTimes, Wait
+from hpc_parallel.planning.work import Work
 from hpc_parallel.record.metrics_file import size
 
 HOUR_S = 3600
@@ -102,8 +103,8 @@ def costs(training: Training, *, config: RunConfig, hardware: Hardware) -> Itera
     if power_w is not None:
         energy_wh = hours * power_w
         text = f"{hours:,.0f} device-hours x {power_w:g} W"
-        shown = f"{energy(energy_wh)} at {power_w:g} W a device"
-        yield Figure("energy_kwh", "energy of the devices", energy_wh / 1e3, shown, text)
+        energy_text = f"{energy(energy_wh)} at {power_w:g} W a device"
+        yield Figure("energy_kwh", "energy of the devices", energy_wh / 1e3, energy_text, text)
 
 
 def energy(energy_wh: float) -> str:

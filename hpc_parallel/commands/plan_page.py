@@ -22,11 +22,12 @@ from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.memory import MemoryPlan
 from hpc_parallel.planning.pipeline_orders import Kind
 from hpc_parallel.planning.ranking import seconds
-from hpc_parallel.planning.step_time import Step, StepTime, Work
+from hpc_parallel.planning.step_time import Step, StepTime
+from hpc_parallel.planning.work import Work
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.credentials import without_secret_values
 from hpc_parallel.report.page import WITHOUT_PLOTS, can_draw
-from hpc_parallel.report.plan_page import PlanPage, Role, ScalingPoint, render
+from hpc_parallel.report.plan_html import PlanPage, Role, ScalingPoint, render
 from hpc_parallel.shell import complain
 from hpc_parallel.terminal import say
 
@@ -40,7 +41,7 @@ NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHTS: "weig
 class Planned:
     """A plan, and the words and the hardware that it is of."""
 
-    words: Sequence[str]
+    overrides: Sequence[str]
     config: RunConfig
     work: Work
     step: StepTime
@@ -90,13 +91,13 @@ def _page(plan: Planned) -> PlanPage:
     config, hardware = plan.config, plan.hardware
     held = memory.plan(config)
     title, *lines = headline(config, plan.work, hardware)
-    shown = [*figures(config, (plan.work, plan.step), hardware=hardware, tokens=plan.tokens)]
+    step_figures = [*figures(config, (plan.work, plan.step), hardware=hardware, tokens=plan.tokens)]
     sizes, left_out = _sizes(plan)
     return PlanPage(
         title=f"Plan: {title}",
         lines=lines,
         command=_command(plan),
-        figures=[*shown, *([] if held is None else [memory_figure(held, hardware)])],
+        figures=[*step_figures, *([] if held is None else [memory_figure(held, hardware)])],
         roles=[] if held is None else _roles(held),
         device_memory_bytes=hardware.device.memory_bytes,
         ranks=_ranks(plan),
@@ -111,8 +112,8 @@ def _command(plan: Planned) -> str:
     """The command that plans the same, for a shell."""
     folder = [] if plan.user_folder is None else ["--config-dir", str(plan.user_folder)]
     tokens = ["--tokens", f"{plan.tokens:g}"]
-    words = [*folder, *tokens, *without_secret_values(plan.words)]
-    return shlex.join(["python", "-m", "hpc_parallel", "plan", *words])
+    arguments = [*folder, *tokens, *without_secret_values(plan.overrides)]
+    return shlex.join(["python", "-m", "hpc_parallel", "plan", *arguments])
 
 
 def _roles(held: MemoryPlan) -> list[Role]:
@@ -146,30 +147,30 @@ def _ranks(plan: Planned) -> list[dict[str, Any]]:
         kind, stage, microbatch = span.action
         chunks[span.rank].append((span.start_s, span.end_s, stage, NAMES[kind], microbatch))
     ends = step.timeline.total_s, step.timeline.total_s + step.gradients_s, step.total_s
-    for own in chunks:
-        stage = own[0][2]
-        own.append((ends[0], ends[1], stage, "average", None))
-        own.append((ends[1], ends[2], stage, "update", None))
+    for rank_chunks in chunks:
+        stage = rank_chunks[0][2]
+        rank_chunks.append((ends[0], ends[1], stage, "average", None))
+        rank_chunks.append((ends[1], ends[2], stage, "update", None))
     return [
-        {"rank": rank, "length_s": step.total_s, "chunks": [one for one in own if one[1] > one[0]]}
-        for rank, own in enumerate(chunks)
+        {"rank": rank, "length_s": step.total_s, "chunks": [one for one in rank_chunks if one[1] > one[0]]}
+        for rank, rank_chunks in enumerate(chunks)
     ]
 
 
 def _sizes(plan: Planned) -> tuple[list[Size], list[str]]:
     """The plans on 1, 2, 4, ... nodes around this one with the same batch, and why others are left out."""
-    words = [word for word in plan.words if not word.startswith(f"{BATCH}=")]
-    words.append(f"{BATCH}={plan.config.training.global_batch_size}")
+    overrides = [word for word in plan.overrides if not word.startswith(f"{BATCH}=")]
+    overrides.append(f"{BATCH}={plan.config.training.global_batch_size}")
     sizes, left_out = [], []
     for nodes in _numbers_of_nodes(plan.config.nodes):
         try:
-            found = planned_size(
-                with_nodes(words, str(nodes)), hardware=plan.hardware, user_folder=plan.user_folder
+            planned = planned_size(
+                with_nodes(overrides, str(nodes)), hardware=plan.hardware, user_folder=plan.user_folder
             )
         except ConfigError as error:
             left_out.append(f"nodes={nodes}: {error.problems[0]}")
         else:
-            sizes.append(found)
+            sizes.append(planned)
     return sizes, left_out
 
 

@@ -20,36 +20,39 @@ from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.measured_links import with_measured_links
 from hpc_parallel.planning.memory import text_table
 from hpc_parallel.planning.run_work import unplanned, work_of_run
-from hpc_parallel.planning.step_time import StepTime, Work, step_time
+from hpc_parallel.planning.step_time import StepTime, step_time
+from hpc_parallel.planning.work import Work
 from hpc_parallel.problems import ConfigError
 
 
-def command_line(words: Sequence[str], *, user_folder: Path | None) -> CommandLine:
+def command_line(overrides: Sequence[str], *, user_folder: Path | None) -> CommandLine:
     """The words of a run that is only planned. Raises ConfigError."""
     register()
     flags = ["--config-dir", str(user_folder)] if user_folder is not None else []
-    line = CommandLine.parse([*flags, *words])
+    line = CommandLine.parse([*flags, *overrides])
     if line.sweeps or line.explains:
         raise ConfigError(["plan takes one configuration. Remove -m and Hydra's flags."])
     return line
 
 
-def site_hardware(words: Sequence[str], *, user_folder: Path | None) -> str | None:
+def site_hardware(overrides: Sequence[str], *, user_folder: Path | None) -> str | None:
     """The hardware of the site's profile, or of a study; None without one."""
-    line = command_line(words, user_folder=user_folder)
+    line = command_line(overrides, user_folder=user_folder)
     with reporting_all_problems(line):
         hardware: str | None = compose_run(line.overrides, **line.places).config.plan.hardware
     return hardware
 
 
 def checked_config(
-    words: Sequence[str], *, hardware: Hardware, user_folder: Path | None
+    overrides: Sequence[str], *, hardware: Hardware, user_folder: Path | None
 ) -> tuple[RunConfig, dict[str, Any]]:
     """Compose and check a configuration, also as plain values. Raises ConfigError with all problems."""
     known = (
-        [f"device={hardware.device.kind}"] if not any(word.startswith("device=") for word in words) else []
+        [f"device={hardware.device.kind}"]
+        if not any(word.startswith("device=") for word in overrides)
+        else []
     )
-    line = command_line([*words, *known], user_folder=user_folder)
+    line = command_line([*overrides, *known], user_folder=user_folder)
     with reporting_all_problems(line):
         cell = compose_run(line.overrides, **line.places)
         composed, overrides = cell.config, cell.overrides
@@ -63,10 +66,10 @@ def checked_config(
 
 
 def planned_run(
-    words: Sequence[str], *, hardware: Hardware, user_folder: Path | None
+    overrides: Sequence[str], *, hardware: Hardware, user_folder: Path | None
 ) -> tuple[RunConfig, Work, StepTime]:
     """Compose, check and plan a configuration. Raises ConfigError with all problems."""
-    config, _ = checked_config(words, hardware=hardware, user_folder=user_folder)
+    config, _ = checked_config(overrides, hardware=hardware, user_folder=user_folder)
     layout = layout_of(config.strategy, devices=config.devices)
     if problems := list(unplanned(config, layout, hardware)):
         raise ConfigError(problems)

@@ -33,43 +33,45 @@ class Size:
     memory_bytes: int | None
 
 
-def sizes_of(words: Sequence[str]) -> list[str]:
+def sizes_of(overrides: Sequence[str]) -> list[str]:
     """The values of the last `nodes=`, if they are several."""
-    values = [word.removeprefix(NODES) for word in words if word.startswith(NODES)]
+    values = [word.removeprefix(NODES) for word in overrides if word.startswith(NODES)]
     return values[-1].split(",") if values and "," in values[-1] else []
 
 
-def of_first_size(words: Sequence[str]) -> list[str]:
+def of_first_size(overrides: Sequence[str]) -> list[str]:
     """The words with the first of several numbers of nodes."""
-    return with_nodes(words, sizes[0]) if (sizes := sizes_of(words)) else list(words)
+    return with_nodes(overrides, sizes[0]) if (sizes := sizes_of(overrides)) else list(overrides)
 
 
-def with_nodes(words: Sequence[str], nodes: str) -> list[str]:
+def with_nodes(overrides: Sequence[str], nodes: str) -> list[str]:
     """The words with this number of nodes."""
-    return [*(word for word in words if not word.startswith(NODES)), f"{NODES}{nodes}"]
+    return [*(word for word in overrides if not word.startswith(NODES)), f"{NODES}{nodes}"]
 
 
-def scaled(words: Sequence[str], *, hardware: Hardware, user_folder: Path | None) -> Iterator[str]:
+def scaled(overrides: Sequence[str], *, hardware: Hardware, user_folder: Path | None) -> Iterator[str]:
     """Plan each size and describe them. Raises ConfigError with the problems of all sizes."""
     sizes: list[Size] = []
     problems: dict[str, None] = {}
-    for nodes in sizes_of(words):
+    for nodes in sizes_of(overrides):
         try:
-            sizes.append(planned_size(with_nodes(words, nodes), hardware=hardware, user_folder=user_folder))
+            sizes.append(
+                planned_size(with_nodes(overrides, nodes), hardware=hardware, user_folder=user_folder)
+            )
         except ConfigError as error:
             problems |= dict.fromkeys(f"{NODES}{nodes}: {problem}" for problem in error.problems)
     if problems:
         raise ConfigError([*problems])
-    config, _, _ = planned_run(of_first_size(words), hardware=hardware, user_folder=user_folder)
+    config, _, _ = planned_run(of_first_size(overrides), hardware=hardware, user_folder=user_folder)
     batch = config.training.global_batch_size
     yield f"{hardware.device.name}, {config.training.precision}, {batch} samples a step"
     yield from table(sorted(sizes, key=lambda each: each.devices), room=hardware.device.memory_bytes)
     yield from assumptions(config, hardware)
 
 
-def planned_size(words: Sequence[str], *, hardware: Hardware, user_folder: Path | None) -> Size:
+def planned_size(overrides: Sequence[str], *, hardware: Hardware, user_folder: Path | None) -> Size:
     """The plan of the words on their nodes. Raises ConfigError with all problems."""
-    config, work, step = planned_run(words, hardware=hardware, user_folder=user_folder)
+    config, work, step = planned_run(overrides, hardware=hardware, user_folder=user_folder)
     held = memory.plan_fullest(config)
     return Size(
         nodes=config.nodes,

@@ -7,7 +7,6 @@ written).
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from hpc_parallel.commands.report_folder import PAGE, PLOTS, output_problems, wr
 from hpc_parallel.exit_codes import DONE, FAILED, WRONG
 from hpc_parallel.problems import Problem, alternatives, nearest
 from hpc_parallel.record.recorded import find_runs
-from hpc_parallel.shell import complain
+from hpc_parallel.shell import command_parser, complain
 from hpc_parallel.terminal import print_json
 
 if TYPE_CHECKING:
@@ -28,22 +27,19 @@ MARKDOWN, TABLE, LATENCY = "report.md", "report.csv", "latency.csv"
 
 def main(arguments: Sequence[str]) -> int:
     """Write or print the report; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m hpc_parallel report", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = command_parser("report", __doc__)
     parser.add_argument("folders", nargs="+", metavar="FOLDER", type=Path)
     parser.add_argument("--output", type=Path, help="where to write (default: FOLDER/report of the first)")
     parser.add_argument("--json", action="store_true", help="the rows of report.csv as a list of objects")
-    given = parser.parse_args(list(arguments))
-    if given.json and given.output:
+    options = parser.parse_args(list(arguments))
+    if options.json and options.output:
         parser.error("--json prints and writes nothing: leave --output out")
-    folders = [Path(os.path.expanduser(folder)).absolute() for folder in given.folders]
-    output = Path(os.path.expanduser(given.output or folders[0] / "report")).absolute()
+    folders = [Path(os.path.expanduser(folder)).absolute() for folder in options.folders]
+    output = Path(os.path.expanduser(options.output or folders[0] / "report")).absolute()
     problems = list(find_problems(folders))
     if (
         problems := problems
-        if given.json
+        if options.json
         else [*problems, *output_problems(output, beside=TABLE, near="report")]
     ):
         count = len(problems)
@@ -53,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     from hpc_parallel.report.gather import gather
 
     gathered = gather(folders)
-    if given.json:
+    if options.json:
         from hpc_parallel.report.tables import records, scaling
 
         print_json(records(gathered.rows, scaling(gathered.rows)))

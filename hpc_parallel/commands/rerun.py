@@ -7,7 +7,6 @@ losses. Paths in overrides are relative to the folder where the first run was st
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from hpc_parallel.record.recorded_start import RecordedStart, key_of, read_start
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
 from hpc_parallel.record.snapshot import Snapshot
 from hpc_parallel.record.values import table, text
-from hpc_parallel.shell import complain, refuse
+from hpc_parallel.shell import command_parser, complain, refuse
 
 ONCE = ("run_dir", "resume")  # keys that belong to one run
 _SHOWN = 5  # differing packages that are listed
@@ -29,28 +28,25 @@ _SHOWN = 5  # differing packages that are listed
 
 def main(arguments: Sequence[str]) -> int:
     """Replace this process by the command of the run; returns an exit code only if that fails."""
-    parser = argparse.ArgumentParser(
-        prog="python -m hpc_parallel rerun", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = command_parser("rerun", __doc__)
     parser.add_argument("run", help="a run folder, a run id, a job id or a part of a name")
     parser.add_argument("overrides", nargs="*", help="as for `run`; they follow those of the run")
-    given = parser.parse_args(list(arguments))
+    options = parser.parse_args(list(arguments))
     try:
-        folder = RunFolder(path_of(given.run))
+        folder = RunFolder(path_of(options.run))
         start = read_origin(folder)
-        words, variables = command(folder, start, given.overrides), source(folder, start)
+        overrides, variables = command(folder, start, options.overrides), source(folder, start)
     except ConfigError as error:
         return refuse(error.problems)
     complain(differences(start))
     print(f"rerun       {folder.path}, in {start.values['working_directory']}", flush=True)
-    return become(words, variables, directory=start.values["working_directory"])
+    return become(overrides, variables, directory=start.values["working_directory"])
 
 
-def become(words: Sequence[str], variables: Mapping[str, str], *, directory: str) -> NoReturn:
+def become(overrides: Sequence[str], variables: Mapping[str, str], *, directory: str) -> NoReturn:
     """Replace this process, which has imported today's source, by the command `run` of the kept source."""
     os.chdir(directory)
-    command_line = [sys.executable, "-m", "hpc_parallel", "run", *words]
+    command_line = [sys.executable, "-m", "hpc_parallel", "run", *overrides]
     os.execve(sys.executable, command_line, {**os.environ, **variables})
 
 
@@ -83,13 +79,13 @@ def _is_origin(values: Mapping[str, Any]) -> bool:
 def command(folder: RunFolder, start: RecordedStart, more: Sequence[str]) -> list[str]:
     """The arguments of `run` that repeat the run with the kept source. Raises ConfigError."""
     kept = _kept_script(folder)
-    words = [word for word in start.overrides if key_of(word) not in (*ONCE, *map(key_of, kept))] + kept
+    overrides = [word for word in start.overrides if key_of(word) not in (*ONCE, *map(key_of, kept))] + kept
     if start.config_dir is None:
-        return [*words, *more]
+        return [*overrides, *more]
     config_dir = _as_kept(folder, start.values, start.config_dir)
     if not config_dir.is_dir():
         raise ConfigError([f"--config-dir {config_dir}: the folder of the run's configurations is gone."])
-    return ["--config-dir", str(config_dir), *words, *more]
+    return ["--config-dir", str(config_dir), *overrides, *more]
 
 
 def _kept_script(folder: RunFolder) -> list[str]:
@@ -106,10 +102,10 @@ def _kept_script(folder: RunFolder) -> list[str]:
 def source(folder: RunFolder, start: RecordedStart) -> dict[str, str]:
     """The environment in which Python imports the kept source. Raises ConfigError if none was kept."""
     if (import_path := start.values.get("import_path")) is None:
-        words = " ".join(["python -m hpc_parallel run", *start.overrides])
+        command = " ".join(["python -m hpc_parallel run", *start.overrides])
         raise ConfigError([
             f"{folder.path} kept no source (launcher.snapshot=false), so it can't be repeated as it was. "
-            f"With today's source: {words}"
+            f"With today's source: {command}"
         ])  # fmt: skip
     places = tuple(Path(os.path.normpath(folder.path / place)) for place in import_path)
     if lost := [place for place in places if place.is_relative_to(folder.code) and not place.is_dir()]:
@@ -127,8 +123,8 @@ def differences(start: RecordedStart) -> list[str]:
                if recorded.get(name) != installed.get(name)]  # fmt: skip
     if not recorded or not changed:
         return []
-    shown = ", ".join(changed[:_SHOWN]) + (f" and {len(changed) - _SHOWN} more" if changed[_SHOWN:] else "")
-    return [f"packages are not the run's: {shown}"]
+    more = f" and {len(changed) - _SHOWN} more" if changed[_SHOWN:] else ""
+    return [f"packages are not the run's: {', '.join(changed[:_SHOWN])}{more}"]
 
 
 def _as_kept(folder: RunFolder, kept: Mapping[str, Any], place: Path) -> Path:

@@ -93,9 +93,9 @@ def groups_text(exchange: Exchange) -> str:
 
     groups: Sequence[Sequence[int]] = exchange.groups
     directed = exchange.how in DIRECTED
-    shown = [" -> ".join(map(str, g)) if directed else ranges(g) for g in groups[:MOST_GROUPS]]
+    texts = [" -> ".join(map(str, g)) if directed else ranges(g) for g in groups[:MOST_GROUPS]]
     more = len(groups) - MOST_GROUPS
-    return "ranks " * (not directed) + "; ".join(shown) + (f"; and {more} more" if more > 0 else "")
+    return "ranks " * (not directed) + "; ".join(texts) + (f"; and {more} more" if more > 0 else "")
 
 
 def _device(run: RecordedRun) -> str | None:

@@ -29,7 +29,7 @@ from hpc_parallel.record.recorded_slow_ranks import accused_lines
 from hpc_parallel.record.results import results
 from hpc_parallel.record.safe_read import DamagedError
 from hpc_parallel.record.values import number, table, text
-from hpc_parallel.shell import run_command
+from hpc_parallel.shell import command_parser, run_command
 from hpc_parallel.terminal import cell, console, print_json
 
 if TYPE_CHECKING:
@@ -74,31 +74,28 @@ FIGURES: tuple[Figure, ...] = (  # of summary.json, or of the newest line of met
 
 def main(arguments: Sequence[str]) -> int:
     """Show the run; returns the exit code."""
-    given = parser().parse_args(list(arguments))
-    return run_command(lambda: _show(given))
+    options = parser().parse_args(list(arguments))
+    return run_command(lambda: _show(options))
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="python -m hpc_parallel show", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    made.add_argument("run", metavar="RUN")
-    made.add_argument("--json", action="store_true", help="print one JSON object")
-    return made
+    parser = command_parser("show", __doc__)
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
 
 
-def _show(given: argparse.Namespace) -> int:
-    run = find_run(given.run)
+def _show(options: argparse.Namespace) -> int:
+    run = find_run(options.run)
     (row,) = rows_of([run])
     changed = differences(run)
-    if given.json:
+    if options.json:
         print_json(_object(run, row, changed))
     else:
         screen = console()
         for part in _parts(run, row, changed):
-            shown = printable(part, keep="\n\t") if isinstance(part, str) else part
-            screen.print(shown, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+            text = printable(part, keep="\n\t") if isinstance(part, str) else part
+            screen.print(text, markup=False, highlight=False, soft_wrap=isinstance(part, str))
     return DONE
 
 

@@ -19,7 +19,7 @@ from hpc_parallel.record.find import Match, find_all, newest_first, sweep_of, un
 from hpc_parallel.record.names import RUNS
 from hpc_parallel.record.recorded import RecordedRun, find_runs, read_run
 from hpc_parallel.record.sweep_folder import Sweep
-from hpc_parallel.shell import run_command
+from hpc_parallel.shell import command_parser, run_command
 from hpc_parallel.supervise.run_state import NO_ANSWER, NOT_STARTED
 from hpc_parallel.terminal import console, print_json, say
 
@@ -37,39 +37,36 @@ COLOURS = {"completed": "green", "running": "cyan", "starting": "cyan", "failed"
 
 def main(arguments: Sequence[str]) -> int:
     """Show the table; returns the exit code."""
-    options = parser()
-    given = options.parse_args(list(arguments))
-    if given.all and given.runs:
-        options.error("--all shows every run: name none beside it")
-    if given.watch and given.json:
-        options.error("--watch is for people, --json for scripts: choose one")
-    return run_command(lambda: _status(given))
+    line = parser()
+    options = line.parse_args(list(arguments))
+    if options.all and options.runs:
+        line.error("--all shows every run: name none beside it")
+    if options.watch and options.json:
+        line.error("--watch is for people, --json for scripts: choose one")
+    return run_command(lambda: _status(options))
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="python -m hpc_parallel status", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    made.add_argument("runs", nargs="*", metavar="RUN|SWEEP", help="default: the newest runs")
-    made.add_argument("--all", action="store_true", help=f"all runs in {RUNS}/")
-    made.add_argument("--watch", action="store_true", help="update until all have ended, or until Ctrl-C")
-    made.add_argument("--json", action="store_true", help="print a list of JSON objects")
-    return made
+    parser = command_parser("status", __doc__)
+    parser.add_argument("runs", nargs="*", metavar="RUN|SWEEP", help="default: the newest runs")
+    parser.add_argument("--all", action="store_true", help=f"all runs in {RUNS}/")
+    parser.add_argument("--watch", action="store_true", help="update until all have ended, or until Ctrl-C")
+    parser.add_argument("--json", action="store_true", help="print a list of JSON objects")
+    return parser
 
 
-def _status(given: argparse.Namespace) -> int:
-    named = find_all(given.runs)
+def _status(options: argparse.Namespace) -> int:
+    named = find_all(options.runs)
     all_runs = newest_first(find_runs(RUNS)) if not named else unique_runs(named)
-    runs = all_runs if named or given.all else all_runs[:NEWEST]
+    runs = all_runs if named or options.all else all_runs[:NEWEST]
     rows = rows_of(runs)
-    if given.json:
+    if options.json:
         print_json([asdict(row) for row in rows])
         return DONE
     if not runs:
         say(f"no runs in {RUNS.absolute()}")
         return DONE
-    if given.watch:
+    if options.watch:
         rows = _watch(runs)
     else:
         screen = console()

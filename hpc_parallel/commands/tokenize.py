@@ -23,7 +23,7 @@ from hpc_parallel.exit_codes import DONE, FAILED, WRONG
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.safe_read import DamagedError, is_foreign_link, open_regular, read_bytes
 from hpc_parallel.record.safe_write import replacing, write_text
-from hpc_parallel.shell import complain
+from hpc_parallel.shell import command_parser, complain
 
 PIECE = 1 << 18  # characters, or bytes, encoded at once
 PIECES = 16  # encoded in parallel
@@ -243,10 +243,7 @@ def _refuse(problems: Sequence[object]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m hpc_parallel tokenize",
-        description="Make text files into a file of token ids for data=tokens.",
-    )
+    parser = command_parser("tokenize", "Make text files into a file of token ids for data=tokens.")
     parser.add_argument("source", nargs="+", type=Path, help="text files, or folders of them")
     parser.add_argument("--output", required=True, type=Path, help="the .npy file; a .json comes beside it")
     parser.add_argument(

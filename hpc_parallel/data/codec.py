@@ -1,4 +1,4 @@
-"""Conversion of prompts and generated tokens: text if tokens are bytes, else token ids in decimal."""
+"""Converts prompts to tokens, and generated tokens to text. Tokens that are not bytes are decimal ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def reads_bytes(data: Mapping[str, Any]) -> bool:
 def encode(text: str, *, as_bytes: bool) -> list[int]:
     """Returns the token ids of `text`: its bytes, or the decimal ids that it lists.
 
-    Raises ValueError if `text` must list ids and has anything else.
+    Raises ValueError if `text` must list ids and has a word that is not a number.
     """
     return list(text.encode()) if as_bytes else [int(token) for token in text.split()]
 

@@ -1,4 +1,4 @@
-"""Parquet and Arrow files: which there are, and the type of a column, without torch.
+"""The Parquet and Arrow files of a folder, and the types of their columns, without torch.
 
 The login node reads the schema and, in parquet files, the statistics at the end of the file. pyarrow parses
 both; no code of the file is executed.
@@ -19,7 +19,7 @@ ENDINGS = (".parquet", ".arrow")
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a file: whether it has numbers or (lists of) lists of them, and the largest, if known."""
+    """A column of a file: its type, the depth of its lists, and its largest number if that is known."""
 
     kind: str  # as pyarrow spells the type
     dims: int  # 0 for numbers, 1 for lists of numbers, ...
@@ -29,9 +29,9 @@ class Column:
 
 
 def find_files(path: str) -> list[Path]:
-    """Returns the files of the kind that there is, sorted by name; `path` may also be one file.
+    """Returns the Parquet files or the Arrow files of a folder, sorted by name. `path` may also be one file.
 
-    Raises ValueError if there is none, or both kinds.
+    Raises ValueError if the folder has no such file, or files of both kinds.
     """
     root = Path(os.path.expanduser(path))
     files = [root] if root.is_file() else sorted(root.rglob("*"))
@@ -45,7 +45,7 @@ def find_files(path: str) -> list[Path]:
 
 
 def with_rows(files: Iterable[Path]) -> list[Path]:
-    """The files that have rows: a parquet file without any has no column type, and datasets can't read it.
+    """The files that have rows. A parquet file without rows has no column type, and datasets can't read it.
 
     Raises ValueError if a file can't be read, or if none has a row.
     """
@@ -96,7 +96,7 @@ def _column(kind: Any, largest: int | None) -> Column:
 
 
 def _largest(metadata: Any, name: str) -> int | None:
-    """The largest integer of a column by the statistics of all row groups; None if one has none."""
+    """The largest integer of a column by the statistics of its row groups; None if a group has none."""
     largest = []
     for group in range(0 if metadata is None else metadata.num_row_groups):
         row_group = metadata.row_group(group)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Windows:
-    """Sample i has tokens i L to (i+1) L of `tokens` [count]: L inputs, and L targets shifted by one.
+    """Sample i has tokens i L to (i+1) L of `tokens` [count]: L inputs, and L targets one token later.
 
-    Windows overlap by one token, so each token except the first is a target once.
+    Windows overlap by one token, so each token except the first is a target exactly once.
 
     Raises ValueError if the tokens don't fill one window.
     """

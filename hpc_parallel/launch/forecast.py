@@ -20,12 +20,14 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.planning import memory
 from hpc_parallel.planning.auto_strategy import CPU, on_nodes_of
 from hpc_parallel.planning.hardware import Hardware, named_hardware
+from hpc_parallel.planning.layouts import Choices
 from hpc_parallel.planning.memory import Held, MemoryPlan
 from hpc_parallel.planning.ranking import seconds, tokens_per_s, without_room
 from hpc_parallel.planning.run_work import unplanned, unsearched, work_of_run
-from hpc_parallel.planning.search import Choices, search
-from hpc_parallel.planning.step_time import StepTime, Work, step_time
+from hpc_parallel.planning.search import search
+from hpc_parallel.planning.step_time import StepTime, step_time
 from hpc_parallel.planning.storage_times import StorageTimes
+from hpc_parallel.planning.work import Work
 from hpc_parallel.problems import ConfigError, alternatives
 from hpc_parallel.record.metrics_file import size
 
@@ -124,11 +126,11 @@ def _layouts_that_fit(config: RunConfig, hardware: Hardware) -> str:
         training=replace(config.training, microbatch_size=None),
     )
     choices = Choices()
-    found = search(asked, hardware, choices=choices, most=NEAR)
-    if not found.best:
-        line = without_room(found, asked, hardware, choices=choices)[0]
+    result = search(asked, hardware, choices=choices, most=NEAR)
+    if not result.best:
+        line = without_room(result, asked, hardware, choices=choices)[0]
         return f" {line[0].upper()}{line[1:]}"
-    ways = [f"{' '.join(one.words)} ({seconds(one.step.total_s)} a step)" for one in found.best]
+    ways = [f"{' '.join(one.overrides)} ({seconds(one.step.total_s)} a step)" for one in result.best]
     return f" Try {alternatives(ways)}."
 
 

@@ -1,4 +1,4 @@
-"""What one host says of itself at the start of a run: versions, disks, clock, and the health of its GPUs."""
+"""The facts of one host at the start of a run: versions, disks, clock, and the health of its GPUs."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def driver_version(path: Path = DRIVER) -> str | None:
 
 
 def packages_digest() -> str:
-    """The same on hosts whose Python finds the same versions of all packages."""
+    """A hash that is equal on hosts whose Python has the same versions of all packages."""
     return hashlib.sha256(json.dumps(installed_packages()).encode()).hexdigest()[:16]
 
 
 def cache_folders(environment: Mapping[str, str], *, other_than: Iterable[Path]) -> dict[str, Path]:
-    """Variable -> folder, for the variables of caches that are set to a folder outside of the others."""
+    """Variable -> folder, for each cache variable that names a folder outside of `other_than`."""
     listed = {Path(os.path.realpath(folder)) for folder in other_than}
     folders = {}
     for variable in CACHES:
@@ -80,8 +80,8 @@ def cache_folders(environment: Mapping[str, str], *, other_than: Iterable[Path])
 
 
 def cache_disk(folder: Path) -> dict[str, Any]:
-    """As `disk`; libraries create a cache folder that is missing, so its parent is measured then."""
-    # Path.exists raises PermissionError for what lies in a closed folder of others.
+    """As `disk`. Libraries create a missing cache folder, so its parent is measured instead."""
+    # Path.exists raises PermissionError below a folder that this user may not read.
     existing = next((path for path in (folder, *folder.parents) if os.path.exists(path)), folder)
     return {**disk(existing, size_bytes=CACHE_WRITTEN_BYTES), "folder": str(folder)}
 
@@ -124,7 +124,7 @@ def gpus(nvml: Any) -> list[dict[str, Any]]:
 
 
 def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
-    """A figure that the device does not have is None."""
+    """Returns None for a figure that the device does not have."""
 
     def query(function: str, *arguments: Any) -> Any:
         try:

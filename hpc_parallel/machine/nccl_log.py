@@ -130,7 +130,7 @@ def carrier(text: str) -> str:
 
 
 def merged(parts: Sequence[Transport]) -> Transport:
-    """Of all ranks: the union of the carriers, and the least number of channels."""
+    """The transport of all ranks: the union of the carriers, and the least number of channels."""
     versioned = next((part for part in parts if part.version), parts[0])
     total = Transport(
         library=versioned.library,

@@ -20,7 +20,7 @@ class WorldError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Launcher:
+class RankVariables:
     """The variables of one launcher; the first name that is set is used.
 
     `node` and `nodes` are empty if the launcher does not set them. `attempt` identifies the start: it
@@ -39,8 +39,8 @@ class Launcher:
     required: tuple[str, ...] = ()
 
 
-def _torchrun(*marks: str) -> Launcher:
-    return Launcher(
+def _torchrun(*marks: str) -> RankVariables:
+    return RankVariables(
         name="torchrun",
         marks=marks,
         rank=("RANK",),
@@ -54,8 +54,8 @@ def _torchrun(*marks: str) -> Launcher:
     )
 
 
-def _pmi(*marks: str) -> Launcher:
-    return Launcher(
+def _pmi(*marks: str) -> RankVariables:
+    return RankVariables(
         name="mpi",
         marks=marks,
         rank=("PMI_RANK",),
@@ -70,7 +70,7 @@ def _pmi(*marks: str) -> Launcher:
 # Variables inherited from the outer launcher describe its own processes.
 LAUNCHERS = (
     _torchrun("TORCHELASTIC_RUN_ID"),
-    Launcher(
+    RankVariables(
         name="openmpi",
         marks=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
         rank=("OMPI_COMM_WORLD_RANK",),
@@ -80,7 +80,7 @@ LAUNCHERS = (
         # OMPI_COMM_WORLD_NODE_RANK is a rank within the node, not the index of the node.
         attempt=("PMIX_NAMESPACE",),
     ),
-    Launcher(
+    RankVariables(
         name="mpi",
         marks=("MV2_COMM_WORLD_RANK",),
         rank=("MV2_COMM_WORLD_RANK",),
@@ -89,7 +89,7 @@ LAUNCHERS = (
         local_world_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
     ),
     _pmi("MPI_LOCALRANKID"),  # only Hydra sets it, and its proxies are themselves tasks of srun
-    Launcher(
+    RankVariables(
         name="slurm",
         marks=("SLURM_STEP_ID",),  # SLURM_PROCID is also set in the batch shell, which is not a step
         rank=("SLURM_PROCID",),
@@ -112,7 +112,7 @@ class World:
 
     launcher: slurm, torchrun, openmpi, mpi or alone; attempt: identifies this start on all ranks, valid
     as a file name. MPICH and MVAPICH set nothing unique, so a file of that name may belong to an earlier
-    start. hosts, tasks: host names and ranks per node, by node index; () if unknown.
+    start. hosts, tasks: the name and the number of ranks of each node, by node index; () if unknown.
     """
 
     rank: int
@@ -146,11 +146,11 @@ class World:
 
     @property
     def one_machine(self) -> bool:
-        """Whether all ranks share this machine, however many nodes it simulates."""
+        """Whether all ranks run on this machine, which may simulate several nodes."""
         return self.local_world_size == self.world_size
 
     def where(self, rank: int) -> str:
-        """The host of a rank, or what is known about it."""
+        """The host of a rank. If it is unknown, a text with what is known."""
         if rank == self.rank or self.one_machine:
             return self.host
         if self.hosts and self.tasks:
@@ -162,8 +162,8 @@ class World:
         return self.host if node == self.node else f"node {node}"
 
 
-def _values(launcher: Launcher, environment: Mapping[str, str]) -> dict[str, str]:
-    """The values that the launcher set, by field of `Launcher`."""
+def _values(launcher: RankVariables, environment: Mapping[str, str]) -> dict[str, str]:
+    """The values that the launcher set, by field of `RankVariables`."""
     values: dict[str, str] = {}
     missing = [name for name in launcher.required if not environment.get(name)]
     for field in ("rank", "world_size", "local_rank", "local_world_size", "node", "nodes"):
@@ -182,14 +182,14 @@ def _values(launcher: Launcher, environment: Mapping[str, str]) -> dict[str, str
     return values
 
 
-def _integer(launcher: Launcher, field: str, text: str) -> int:
+def _integer(launcher: RankVariables, field: str, text: str) -> int:
     if not re.fullmatch(r"\d+", text, re.ASCII):
         names: tuple[str, ...] = getattr(launcher, field)
         raise WorldError(f"{launcher.name} says {' or '.join(names)}={text!r}, which is no number.")
     return int(text)
 
 
-def _slurm_world(launcher: Launcher, values: dict[str, str], environment: Mapping[str, str]) -> World:
+def _slurm_world(launcher: RankVariables, values: dict[str, str], environment: Mapping[str, str]) -> World:
     try:
         tasks = expand_tasks(values["local_world_size"])
     except ValueError:
@@ -209,7 +209,7 @@ def _slurm_world(launcher: Launcher, values: dict[str, str], environment: Mappin
     except ValueError:
         hosts = ()
     if len(hosts) != nodes:
-        hosts = ()  # only messages use the names, so an unexpected list is not an error
+        hosts = ()  # only messages use the names, so a list of another length is no error
     in_blocks = (
         environment.get("SLURM_DISTRIBUTION", "block").startswith("block")
         and rank == sum(tasks[:node]) + local_rank
@@ -230,7 +230,7 @@ def _slurm_world(launcher: Launcher, values: dict[str, str], environment: Mappin
     )
 
 
-def _counted_world(launcher: Launcher, values: dict[str, str], environment: Mapping[str, str]) -> World:
+def _counted_world(launcher: RankVariables, values: dict[str, str], environment: Mapping[str, str]) -> World:
     """The world from torchrun, which sets the node, or from MPI, where the node follows from the rank.
 
     With MPI every node must have the same number of ranks.
@@ -260,7 +260,7 @@ def _counted_world(launcher: Launcher, values: dict[str, str], environment: Mapp
     )
 
 
-def _attempt(launcher: Launcher, environment: Mapping[str, str]) -> str:
+def _attempt(launcher: RankVariables, environment: Mapping[str, str]) -> str:
     parts = [launcher.name]
     for name in launcher.attempt:
         default = "0" if name.endswith("RESTART_COUNT") else ""  # Slurm sets it only after the first requeue

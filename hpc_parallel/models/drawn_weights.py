@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-BLOCK = 2**20  # elements; a change of it changes the weights that a seed gives
+BLOCK = 2**20  # elements; another number here gives other weights for the same seed
 _BY_ROWS = "draws_by_rows"
 Initialise = TypeVar("Initialise", bound=Callable[..., None])
 
@@ -42,18 +42,18 @@ def tensor_seed(seed: int, name: str) -> int:
 
 @dataclass(frozen=True)
 class Drawing:
-    """How one tensor is drawn: from (seed, name) and nothing else."""
+    """The draw of one tensor, which depends only on (seed, name)."""
 
     initialise: Callable[[str, Tensor, torch.Generator], None]
     name: str
     seed: int
 
     def rows(self, first: int, count: int, *, like: Tensor) -> Tensor:
-        """Rows in float32, so that all precisions start from the same numbers; integers stay integers."""
+        """Draw rows in float32, so that all precisions start from the same numbers. Integers stay so."""
         dtype = torch.float32 if like.is_floating_point() else like.dtype
         values = torch.empty((count, *like.shape[1:]) if like.dim() else (), dtype=dtype)
         name = f"{self.name}:{first}" if first else self.name
-        # 63 bits, because a generator of CUDA, which a user may seed by this one, takes no more.
+        # 63 bits: a user may seed a CUDA generator from this one, and that takes no more.
         self.initialise(self.name, values, torch.Generator().manual_seed(tensor_seed(self.seed, name) >> 1))
         return values
 
@@ -70,9 +70,9 @@ _INSTEAD: ContextVar[Allocate | None] = ContextVar("instead of drawing", default
 
 @contextmanager
 def without_values(allocate: Allocate) -> Iterator[None]:
-    """Meanwhile `draw` calls `allocate` for the memory of this rank's slice and draws nothing.
+    """Inside this context `draw` only calls `allocate` for the memory of this rank's slice.
 
-    It is for a plan, which needs the sizes of a model that this machine could not hold.
+    A plan needs only the sizes, and the model may be too large for this machine.
     """
     token = _INSTEAD.set(allocate)
     try:
@@ -113,7 +113,7 @@ def draw(drawing: Drawing, *, like: Tensor, device: torch.device | str, dtype: t
 
 
 def in_parallel(work: Callable[[int], Tensor], firsts: Iterable[int]) -> Iterator[Tensor]:
-    """The results of `work` in order, of which no more exist at a time than this rank has cores.
+    """The results of `work` in order. At most one result for each core of this rank exists at a time.
 
     The caller copies them to the device: a new thread would use the first GPU of the node.
     """
@@ -132,7 +132,7 @@ def kept_rows(like: Tensor) -> range:
 
 
 def cut(full: Tensor, *, like: DTensor, dims: Sequence[int] | None = None) -> Tensor:
-    """Returns this rank's slice of `full`, a view; `dims`: cut only these.
+    """Returns this rank's slice of `full`, as a view. `dims`: the only dims to cut.
 
     Inner mesh axes cut first: if two axes cut one dim, fully_shard slices the part of tensor parallelism.
     """

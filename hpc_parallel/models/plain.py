@@ -27,8 +27,8 @@ def plain_model(module: nn.Module) -> PlainModel:
     kind = type(module)
     methods = {name: _delegated(name) for name in METHODS if callable(getattr(kind, name, None))}
     values = {name: getattr(module, name, None) for name in VALUES}
-    own = {name: value for name, value in values.items() if isinstance(value, VALUES[name])}
-    model: PlainModel = type(kind.__name__, (PlainModel,), methods | own)(module)
+    attributes = {name: value for name, value in values.items() if isinstance(value, VALUES[name])}
+    model: PlainModel = type(kind.__name__, (PlainModel,), methods | attributes)(module)
     return model
 
 

@@ -29,10 +29,11 @@ from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.parity.compare import TOLERANCES
 from hpc_parallel.parity.rows import COMMON, IMAGES, NETS, ROWS, TWO, Row
 from hpc_parallel.problems import ConfigError, Problem, Problems
+from hpc_parallel.record.recorded_start import key_of
 from hpc_parallel.record.run_folder import new_run_id
 
 LAYOUT = ("nodes", "gpus_per_node", *(f"strategy.{axis}" for axis in AXES))
-# These change how a step is computed, not its result. The one-device run does without them.
+# These change how a step is computed, not its result. The one-device run omits them.
 EXECUTION_KEYS = ("strategy", *LAYOUT, "training.microbatch_size", "training.compile",
                   "training.activation_checkpointing")  # fmt: skip
 NET_OF = {
@@ -59,7 +60,7 @@ class Case:
 
     @property
     def layout(self) -> str:
-        """The layout and the strategy's options; an option with a name as its value is that name."""
+        """The layout and the strategy's options. An option whose value is a name is shown as this name."""
         layout = str(self.run.plan.layout) if self.run else " ".join(self.row.layout)
         return ", ".join([layout, *map(_short_option, self.row.options)])
 
@@ -110,7 +111,7 @@ class _Planner:
         self._trials = Trials("config")
         self.overrides = overrides
         self.extra_dir = extra_dir
-        self.net: str | None = None  # that of the model that the user names
+        self.net: str | None = None  # of the model that the user names
         self.like: tuple[str, ...] = ()  # networks whose rows it has
         self.excluded: dict[str, str] = {}  # networks that the overrides don't fit -> reason
         if sets_key(overrides, "model"):
@@ -214,7 +215,7 @@ def rows_of(
     If the user names a strategy, only its rows remain. If the user sets a layout, each strategy has one row,
     on that layout and without the row's options.
 
-    net: that of the model that the user names. like: the networks whose rows it has.
+    net: the network of the model that the user names. like: the networks whose rows this network takes.
     """
     name = next((word.partition("=")[2] for word in overrides if key_of(word) == "strategy"), None)
     rows = [row for row in ROWS if name in (None, row.strategy)] or [Row(str(name), TWO)]
@@ -237,10 +238,6 @@ def merge(defaults: Sequence[str], overrides: Sequence[str]) -> list[str]:
 
 def sets_key(overrides: Sequence[str], key: str) -> bool:
     return any(key_of(word) == key for word in overrides)
-
-
-def key_of(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~")
 
 
 def _problems(config: RunConfig) -> Problems:

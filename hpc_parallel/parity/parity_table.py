@@ -84,11 +84,11 @@ class Table:
         line = rich_table.Table(
             box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0), expand=True
         )
-        shown = range(len(WIDTHS)) if self._is_wide else NARROW
-        for number in shown:
+        columns = range(len(WIDTHS)) if self._is_wide else NARROW
+        for number in columns:
             width = WIDTHS[number]
             line.add_column(width=width, ratio=None if width else 1, overflow="fold")
-        texts = [Text(cells[number]) for number in shown]
+        texts = [Text(cells[number]) for number in columns]
         texts[-1].stylize(last_style)
         line.add_row(*texts, style=style)
         self._console.print(line)

@@ -44,7 +44,7 @@ class Kept:
     states: tuple[int, ...] = ()
 
     def stage(self, blocks: range) -> int:
-        """Of a stage with these blocks."""
+        """The bytes of a stage with these blocks."""
         ends = self.stem * (blocks.start == 0) + self.head * (blocks.stop == len(self.blocks))
         local = slice(blocks.start, blocks.stop)
         skips = self.skips[local] or (0,)
@@ -75,7 +75,11 @@ def types_of(config: RunConfig, layout: Layout) -> Types:
 
 
 def casts_once(config: RunConfig) -> bool:
-    """As `strategies/working_weights.py:applies`."""
+    """Whether a step without fully_shard, which casts weights itself, uses weights that are cast once.
+
+    A schedule that splits the backward pass computes gradients of the weights that a module holds. The
+    replicas of nn.DataParallel hold weights of their own. `strategies/working_weights.py` casts them.
+    """
     strategy = config.strategy
     outside = strategy.execution == DATAPARALLEL or schedule_of(strategy).splits_backward
     return config.training.precision == "bfloat16" and not outside
@@ -89,7 +93,7 @@ def chunks_loss(config: RunConfig, layout: Layout) -> bool:
 
 
 def kept_of(config: RunConfig, layout: Layout, *, samples: int, sample_shape: tuple[int, ...]) -> Kept | None:
-    """Of a microbatch of `samples`, in eager mode; None for a model whose parts are unknown."""
+    """What a microbatch of `samples` keeps in eager mode; None for a model whose parts are unknown."""
     model = config.model if isinstance(config.model, dict) else {}
     list_kept = _LISTS.get(model.get("_target_"))
     if list_kept is None:
@@ -233,7 +237,7 @@ class _Map:
         return self.samples * channels * self.height * self.width * number
 
     def inputs(self, channels: int, number: int) -> int:
-        """Of a convolution, in a memory of its own if it has a border."""
+        """The bytes of a convolution's input, which is a copy if it has a border."""
         return self.samples * channels * (self.height + self.halo) * (self.width + self.halo) * number
 
     def scaled(self, factor: float) -> _Map:
@@ -249,7 +253,7 @@ def _first_map(run: _Run) -> _Map:
 
 
 def _pixel_bytes(run: _Run) -> int:
-    """Of a number of the first block's input, which fully_shard casts."""
+    """Bytes of one number of the first block's input, which fully_shard casts."""
     return run.types.product if run.layout.by_fully_shard else run.types.precise
 
 

@@ -20,10 +20,11 @@ from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
 from hpc_parallel.planning.hardware import Hardware, named_hardware
+from hpc_parallel.planning.layouts import AXES, CHECKPOINTING, FREE, Choices, layouts
 from hpc_parallel.planning.measured_links import with_measured_links
 from hpc_parallel.planning.ranking import advantage, seconds, without_room
 from hpc_parallel.planning.run_work import unplanned, unsearched
-from hpc_parallel.planning.search import AXES, CHECKPOINTING, FREE, Candidate, Choices, layouts, search
+from hpc_parallel.planning.search import Candidate, search
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.recorded_start import key_of
 
@@ -58,15 +59,15 @@ def is_auto(composed: DictConfig) -> bool:
 def choose(composed: DictConfig, overrides: Sequence[str], *, user_folder: Path | None) -> Choice:
     """Put the fastest layout that fits in the place of `auto`. Raises ConfigError with all problems."""
     asked = ask(composed, overrides, user_folder=user_folder)
-    found = search(asked.config, asked.hardware, choices=asked.choices, most=2)
-    if not found.best:
-        raise ConfigError(without_room(found, asked.config, asked.hardware, choices=asked.choices))
-    first = found.best[0]
-    words, name = first.words, _named(composed)
-    reason = f" {advantage(found.best[:2])}" if len(found.best) > 1 else ""
-    note = f"auto        {' '.join(words)}: {seconds(first.step.total_s)} a step is predicted.{reason}"
-    kept = [word for word in overrides if key_of(word) not in {"strategy", *map(key_of, (*words, *name))}]
-    return Choice(_with_candidate(composed, first), [*kept, *words, *name], note)
+    result = search(asked.config, asked.hardware, choices=asked.choices, most=2)
+    if not result.best:
+        raise ConfigError(without_room(result, asked.config, asked.hardware, choices=asked.choices))
+    first = result.best[0]
+    chosen, name = first.overrides, _named(composed)
+    reason = f" {advantage(result.best[:2])}" if len(result.best) > 1 else ""
+    note = f"auto        {' '.join(chosen)}: {seconds(first.step.total_s)} a step is predicted.{reason}"
+    kept = [word for word in overrides if key_of(word) not in {"strategy", *map(key_of, (*chosen, *name))}]
+    return Choice(_with_candidate(composed, first), [*kept, *chosen, *name], note)
 
 
 def ask(composed: DictConfig, overrides: Sequence[str], *, user_folder: Path | None) -> Question:
@@ -93,7 +94,10 @@ def ask(composed: DictConfig, overrides: Sequence[str], *, user_folder: Path | N
 
 
 def hardware_of_run(composed: DictConfig, *, user_folder: Path | None, needed_by: str) -> Hardware:
-    """That of `plan.hardware`. On CPUs without one, a common server of unknown memory. Raises ConfigError."""
+    """The hardware of `plan.hardware`. On CPUs without this key, a common server of unknown memory.
+
+    Raises ConfigError.
+    """
     name = composed.plan.hardware
     if name is None and _on_cpus(composed):
         hardware = named_hardware(CPU, user_folder=user_folder)

@@ -14,7 +14,6 @@ HALF_BYTES = 2
 WHOLE_BYTES = 22  # of a token's width: two norms (4 each), two sums with dropout and its mask (7 each)
 HEADS_BYTES = 12  # of a device's part: transposed heads
 ACTIVATION_BYTES = 16  # of a device's part: the activation, at four times the width
-SPLIT_BYTES = HEADS_BYTES + ACTIVATION_BYTES
 SCORE_BYTES = 9  # of a score: scaled softmax (4), dropout and its mask (5)
 UNFUSED_BYTES = 24  # more for a score if scale, mask and softmax in float32 are kernels of their own
 EMBEDDING_BYTES = (8, 12)  # of a token's width, forward and backward
@@ -59,7 +58,7 @@ class Decoder:
         return self.weights_with(self.experts)
 
     def weights_with(self, experts: float) -> float:
-        """Those of one block with so many of its experts, and with the router if it has one."""
+        """The weights of one block with this number of its experts, and with its router."""
         key_values = 2 * self.dim * self.kv_heads * self.dim / self.heads
         router = self.dim * self.experts if self.experts > 1 else 0
         return 2 * self.dim**2 + key_values + router + experts * self.expert_weights
@@ -85,18 +84,18 @@ class Decoder:
 
     @property
     def block_flops(self) -> float:
-        """Of one sample in a block, as metrics count them: weights, and the scores of what a token sees."""
+        """FLOPs of one sample in a block, as metrics count: weights, and the scores of visible tokens."""
         scores = self.sequence * (self.sequence + 1) / 2
         return 2 * self.sequence * self.weights_with(self.per_token) + 4 * scores * self.dim
 
     @property
     def head_flops(self) -> float:
-        """Of one sample's logits."""
+        """FLOPs of one sample's logits."""
         return 2 * self.sequence * self.end_weights
 
     @property
     def forward_flops(self) -> float:
-        """Of one sample in the whole model."""
+        """FLOPs of one sample in the whole model."""
         return self.layers * self.block_flops + self.head_flops
 
 
@@ -123,7 +122,7 @@ class Share:
 
     @property
     def activation_bytes(self) -> int:
-        """Of the result of a block's attention or feed-forward network."""
+        """Bytes of the result of a block's attention or feed-forward network."""
         return self.number_bytes * self.tokens * self.decoder.dim
 
     @property

@@ -15,7 +15,8 @@ from hpc_parallel.planning.hardware import MEASURED_BY, Hardware, Link, coeffici
 from hpc_parallel.planning.measured_links import ACROSS, INSIDE, with_measured_links
 from hpc_parallel.planning.operations import NUMBER_BYTES, Move, Product
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD
-from hpc_parallel.planning.step_time import Step, Work
+from hpc_parallel.planning.step_time import Step
+from hpc_parallel.planning.work import Work
 
 PRODUCT, ELEMENTWISE, LAUNCH, UPDATE = "product", "elementwise", "launch", "update"
 BLOCK_FORWARD, BLOCK_BACKWARD, ENDS = "block forward", "block backward", "embedding and head"
@@ -105,12 +106,12 @@ def _work(row: Row) -> Work:
 
 
 def ffn_dim(width: int) -> int:
-    """Of the measured blocks."""
+    """The width of the feed-forward network of the measured blocks."""
     return 3 * width
 
 
 def heads_of(width: int) -> int:
-    """Of the measured blocks."""
+    """The number of heads of the measured blocks."""
     return max(HEADS, width // HEAD_DIM)
 
 
@@ -144,8 +145,8 @@ def device_hardware(rows: Sequence[Row], machine: Machine, *, base: Hardware) ->
 
     expected = {name: Expected(coefficient(start, name), wide) for name, wide in TOLERANCES.items()}
     measured_s = [row.time_s for row in fitted]
-    found = fit(expected, measured_s=measured_s, planned_s=times_s, error=ERROR)
-    hardware = with_coefficients(start, {name: one.value for name, one in found.items()})
+    coefficients = fit(expected, measured_s=measured_s, planned_s=times_s, error=ERROR)
+    hardware = with_coefficients(start, {name: one.value for name, one in coefficients.items()})
     return replace(
         hardware,
         node=replace(base.node, devices=machine.node_devices),

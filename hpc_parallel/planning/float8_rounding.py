@@ -62,6 +62,6 @@ class Rounding:
 
 
 def _numbers(product: Product, layers: int) -> tuple[float, float, float]:
-    """Of the inputs of all layers, their weights and their results."""
+    """The numbers of the inputs of all layers, of their weights and of their results."""
     rows, columns, depth = product.rows, product.columns, product.depth
     return layers * rows * depth, columns * depth, rows * columns

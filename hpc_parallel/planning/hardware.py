@@ -26,7 +26,8 @@ TABLES = {
 }  # a legal value of each
 MEASURED_BY, FITTED_BY = "task=calibrate", "plan --calibrate"  # a `calibration` of this program begins so
 NOT_CALIBRATED = "not calibrated: shares of peaks and launch times are those of a similar device"
-DEVICE_KINDS = ("cuda", "cpu")
+CPU = "cpu"
+DEVICE_KINDS = ("cuda", CPU)
 _T = TypeVar("_T")
 
 
@@ -45,6 +46,10 @@ class Device:
     memory_bytes_per_s: float
     multiprocessors: int
     power_w: float | None
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.kind == CPU
 
 
 @dataclass(frozen=True)

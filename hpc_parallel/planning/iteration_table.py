@@ -16,7 +16,8 @@ from typing import Any
 
 from hpc_parallel.planning.decoder import Decoder
 from hpc_parallel.planning.hardware import Hardware
-from hpc_parallel.planning.step_time import StepTime, Work, step_time
+from hpc_parallel.planning.step_time import StepTime, step_time
+from hpc_parallel.planning.work import Work
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.safe_read import read_bytes
 

@@ -28,6 +28,15 @@ class Term:
     formula: str
 
 
+class Terms(list[Term]):
+    """The terms of a plan, collected while they are computed."""
+
+    def add(self, name: str, seconds: float, formula: str) -> float:
+        """Returns the seconds."""
+        self.append(Term(name, seconds, formula))
+        return seconds
+
+
 class Kernels:
     """The terms of a decoder's parts on one hardware."""
 

@@ -17,7 +17,8 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.typed_config import filled
 from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.run_work import unplanned, work_of_run
-from hpc_parallel.planning.step_time import Work, step_time
+from hpc_parallel.planning.step_time import step_time
+from hpc_parallel.planning.work import Work
 from hpc_parallel.problems import ConfigError, Problem, printable
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
 from hpc_parallel.record.safe_read import DamagedError, read_json

@@ -21,7 +21,7 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.setup import Setup, model_facts
 from hpc_parallel.planning import working_memory
 from hpc_parallel.planning.activations import kept_of
-from hpc_parallel.planning.live_microbatches import live_microbatches
+from hpc_parallel.planning.pipeline_orders import live_microbatches
 from hpc_parallel.planning.planned_state import WHOLE, Division, StateBytes, States
 from hpc_parallel.record.metrics_file import size as size_text
 
@@ -222,8 +222,8 @@ class _Planner:
         stages, layout = holding.model.get(STAGE, WHOLE).indices, self._layout
         numbers = sum(self._numbers[block] for stage in stages for block in self._division.blocks[stage])
         split = layout.shard * layout.tensor * layout.expert
-        own = numbers // split if layout.context == layout.tile == 1 else 0
-        state, gradients = (own * count for count in bytes_of_a_weight(self._config))
+        owned = numbers // split if layout.context == layout.tile == 1 else 0
+        state, gradients = (owned * count for count in bytes_of_a_weight(self._config))
         passing = sum(size for kind, size in self._passing(stages, holding) if kind != "recomputation")
         return state + (gradients + passing if self._has_gradients else max(gradients, passing))
 
@@ -241,7 +241,7 @@ class _Planner:
         return Held(holding.devices[0], holding.role, kinds, moment, state, activations)
 
     def _moments(self, kinds: dict[str, int]) -> dict[str, dict[str, int]]:
-        """Of all `kinds`, those that exist at each moment."""
+        """For each moment, the `kinds` that exist then."""
         absent = () if self._has_gradients else ("gradients",)
         without = {
             LOSS: (*NOT_AT_LOSS, *absent), RECOMPUTATION: (*NOT_AT_RECOMPUTATION, *absent), END: NOT_AT_END
@@ -260,7 +260,7 @@ class _Planner:
         return views or self._microbatches > 1 or strategy.execution == PARAMETER_SERVER
 
     def _activations(self, stages: tuple[int, ...], holding: Holding) -> tuple[int, ...]:
-        """Of one microbatch in each stage."""
+        """The bytes of one microbatch in each stage."""
         if self._kept is None or holding.samples is None:
             return ()
         return tuple(self._kept.stage(self._division.blocks[stage]) for stage in stages)
@@ -310,16 +310,16 @@ class _Planner:
         return self._microbatches * sum(states[block] for block in (*starts, *ends))
 
 
-def text_table(found: MemoryPlan) -> list[str]:
+def text_table(plan: MemoryPlan) -> list[str]:
     """Lines for a terminal: the kinds on the fullest device, the sum, and what is left out."""
-    fullest = found.fullest
+    fullest = plan.fullest
     kinds = {kind: size for kind, size in fullest.kinds.items() if size}
     width = max(map(len, (*kinds, "sum")))
     role = f" ({fullest.role})" if fullest.role else ""
-    alike = sum(held.total == fullest.total for held in found.devices)
-    others = f", as {alike} of {len(found.devices)} devices do" if alike > 1 else ""
+    alike = sum(held.total == fullest.total for held in plan.devices)
+    others = f", as {alike} of {len(plan.devices)} devices do" if alike > 1 else ""
     lines = [f"device {fullest.device}{role} needs most{others}, {fullest.moment}:"]
     lines += [f"  {kind:{width}}  {size_text(count):>11}" for kind, count in kinds.items()]
     lines.append(f"  {'sum':{width}}  {size_text(fullest.total):>11}")
-    lines += [f"  without: {clause}" for clause in found.unknown]
-    return lines + [f"  unproven: {clause}" for clause in found.unproven]
+    lines += [f"  without: {clause}" for clause in plan.unknown]
+    return lines + [f"  unproven: {clause}" for clause in plan.unproven]

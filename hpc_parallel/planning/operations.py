@@ -19,7 +19,7 @@ FLOAT8 = "float8"  # of products, by `training.fp8`
 
 
 def precise_bytes(number_bytes: int) -> int:
-    """Of a number of weights, sums of gradients and the loss: float32 or float64."""
+    """Bytes of one number of the weights, the gradient sums and the loss: float32 or float64."""
     return max(FLOAT32_BYTES, number_bytes)
 
 
@@ -27,8 +27,8 @@ def precise_bytes(number_bytes: int) -> int:
 class Product:
     """`batch` products of [rows, depth] and [depth, columns].
 
-    number_bytes: of each number; but float8: of the result, and the factors have one. in_cache: the largest
-    matrix stays in the cache.
+    number_bytes: of each number. With float8: of the result only; a factor has one byte. in_cache: the
+    largest matrix stays in the cache.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Product:
 
     @property
     def bytes(self) -> float:
-        """Each matrix once."""
+        """The bytes that the product moves: each matrix once."""
         sides = (self.rows * self.depth, self.depth * self.columns, self.rows * self.columns)
         if self.float8:
             return self.batch * (sides[0] + sides[1] + self.number_bytes * sides[2])
@@ -60,7 +60,7 @@ class Product:
         return max(compute_s, memory_s) + hardware.traffic.kernel_s
 
     def efficiency(self, hardware: Hardware) -> float:
-        """What the best tile reaches: its own rate, times the share of all multiprocessors with work."""
+        """The rate of the best tile: its own rate, times the share of the multiprocessors that have work."""
         products, processors = hardware.products, hardware.device.multiprocessors
         best = 0.0
         for rows, columns in TILES:
@@ -99,7 +99,7 @@ class Move:
         return self.bytes / rate + self.kernels * hardware.traffic.kernel_s
 
     def backward(self) -> list[Move]:
-        """The gradient reads the inputs again."""
+        """The operation of the gradient, which reads the inputs again."""
         return [Move(f"{self.name}: gradient", 2 * self.bytes, 2 * self.kernels)]
 
     def formula(self) -> str:

@@ -1,18 +1,20 @@
-"""The order in which each rank of a pipeline runs its actions, for every schedule that the project has.
+"""The order in which each rank of a pipeline runs its actions, and how many microbatches it holds meanwhile.
 
 GPipe: Huang et al. 2019. 1F1B and its interleaved form: Narayanan et al. 2021. The zero-bubble family (Qi et
 al. 2024; DeepSeek-AI 2024, DualPipe) is list-scheduled: a rank takes the first action that is ready, the
-gradients of inputs before forward passes and those before the gradients of weights.
+gradients of inputs first, then forward passes, then the gradients of weights.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-from hpc_parallel.config.schedules import SCHEDULES, stages_of
+from hpc_parallel.config.schedules import SCHEDULES, schedule_of, stages_of, stages_per_rank
+from hpc_parallel.config.schema import StrategyConfig
 
 
 class Kind(IntEnum):
@@ -133,3 +135,36 @@ def _enabled_by(action: Action, *, last: int) -> Iterator[Action]:
         yield (WEIGHTS, stage, microbatch)
         if stage > 0:
             yield (BACKWARD, stage - 1, microbatch)
+
+
+def live_microbatches(
+    strategy: StrategyConfig, *, rank: int, ranks: int, microbatches: int
+) -> tuple[int, ...]:
+    """For each stage of `rank`, in ascending order, the microbatches between forward pass and last gradient.
+
+    They are counted at the moment when the rank has most of them. torch's schedules decide the numbers, and a
+    test counts them in the tables of these schedules.
+    """
+    if ranks == 1 or schedule_of(strategy).in_turn:
+        return (1,) * (1 if ranks == 1 else stages_per_rank(strategy))
+    per_rank, name = stages_per_rank(strategy), strategy.schedule
+    if name == "1f1b":
+        return (min(microbatches, ranks - rank),)
+    if schedule_of(strategy).v_shaped:
+        first = 2 * ranks - rank - (name == "zbv")  # DualPipe has one more
+        return min(microbatches, first), min(microbatches, rank + 1)
+    if schedule_of(strategy).rounds:
+        last = ranks if schedule_of(strategy).splits_backward else 2 * (ranks - 1 - rank) + 1
+        return _in_rounds(last, ranks=ranks, per_rank=per_rank, microbatches=microbatches)
+    return (microbatches,) * per_rank  # gpipe, looped_bfs
+
+
+def _in_rounds(last: int, *, ranks: int, per_rank: int, microbatches: int) -> tuple[int, ...]:
+    """Stages take turns of a round of microbatches until a first one is done (Narayanan et al. 2021).
+
+    last: the forward passes after the one that brings the first microbatch to the last stage of this rank.
+    """
+    in_round = microbatches // max(1, microbatches // ranks)
+    passes = min(per_rank * microbatches, (per_rank - 1) * in_round + last)
+    turns = Counter(number // in_round % per_rank for number in range(passes))
+    return tuple(turns[stage] for stage in range(per_rank))

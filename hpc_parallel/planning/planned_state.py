@@ -57,7 +57,7 @@ class Division:
 
     @property
     def number_bytes(self) -> int:
-        """Of a weight, its gradient and its state."""
+        """Bytes of one number of a weight, of its gradient and of its state."""
         return 8 if self.config.training.precision == "float64" else 4
 
     @cached_property
@@ -71,7 +71,7 @@ class Division:
         return divide_blocks(costs, stages=stages, options=strategy)
 
     def weights(self, stages: tuple[int, ...]) -> list[Weight]:
-        """Those of a rank with these stages, in order."""
+        """The weights of a rank with these stages, in order."""
         return [weight for stage in stages for weight in self.model.stage(self.blocks[stage])]
 
     def optimized(self, stages: tuple[int, ...]) -> list[Weight]:
@@ -117,7 +117,7 @@ class Division:
         return (*key, *(chunk(first, slices) for first in self._firsts[key]))
 
     def gradient_shape(self, weight: Weight, holding: Holding) -> Shape:
-        """That of the part, except for an embedding that is split by rows.
+        """The shape of the rank's part, except for an embedding that is split by rows.
 
         Its gradient is a whole matrix, this rank's term of a sum, until fully_shard or the exchange of tied
         weights makes a slice of it.
@@ -216,7 +216,7 @@ class States:
         groups: defaultdict[str, list[Weight]] = defaultdict(list)
         for weight in filter(self._has_owner, division.optimized(stages)):
             groups[repr(division.settings(weight))].append(weight)
-        found: dict[Place, dict[Place, int]] = {}
+        owned: dict[Place, dict[Place, int]] = {}
         for weights in groups.values():
             settings = division.settings(weights[0])
             degrees = [division.degrees(weight, holding) for weight in weights]
@@ -225,10 +225,10 @@ class States:
                 size = KINDS[settings.target].state_bytes(
                     weight.shape, settings.options, number_bytes=division.number_bytes
                 )
-                table = found.setdefault(split, {})
+                table = owned.setdefault(split, {})
                 table[owner] = table.get(owner, 0) + size
-        self._owned_by_stages[stages] = found
-        return found
+        self._owned_by_stages[stages] = owned
+        return owned
 
 
 def chunk(length: int, part: Part) -> int:

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.planning.hardware import Hardware
-from hpc_parallel.planning.search import DOUBLINGS, Candidate, Choices, Found, enough_nodes
-from hpc_parallel.planning.step_time import StepTime, Work
+from hpc_parallel.planning.layouts import Choices
+from hpc_parallel.planning.search import DOUBLINGS, Candidate, SearchResult, enough_nodes
+from hpc_parallel.planning.step_time import StepTime
+from hpc_parallel.planning.work import Work
 from hpc_parallel.problems import printable
 from hpc_parallel.record.metrics_file import milliseconds, size
 
@@ -21,12 +23,12 @@ COMPUTATION, RECOMPUTATION, BUBBLE, NETWORK, UPDATE = (
 
 
 def tokens_per_s(work: Work, step: StepTime) -> float:
-    """Of all devices."""
+    """The tokens per second of all devices together."""
     return work.samples * work.decoder.sequence / step.total_s
 
 
 def model_flops(work: Work) -> float:
-    """Of one step; a backward pass counts as two forward passes, whatever is computed again."""
+    """The FLOPs of one step. A backward pass counts as two forward passes, even with recomputation."""
     return TOGETHER * work.decoder.forward_flops * work.samples
 
 
@@ -120,16 +122,18 @@ def _row(at: int, candidate: Candidate, hardware: Hardware) -> tuple[str, ...]:
     )
 
 
-def without_room(found: Found, config: RunConfig, hardware: Hardware, *, choices: Choices) -> list[str]:
+def without_room(
+    result: SearchResult, config: RunConfig, hardware: Hardware, *, choices: Choices
+) -> list[str]:
     """The problem of a configuration of which no layout fits, with the one that needs least memory."""
     there = size(hardware.device.memory_bytes)
-    if found.nearest is None:
+    if result.nearest is None:
         return ["no layout passes all checks of a run. Try strategy=fsdp, which names the problems."]
-    needed = size(found.nearest.memory.fullest.total)
-    near = f"{' '.join(found.nearest.words)} needs {needed}"
+    needed = size(result.nearest.memory.fullest.total)
+    near = f"{' '.join(result.nearest.overrides)} needs {needed}"
     larger = enough_nodes(config, hardware, choices=choices)
     if larger is None:
         advice = f"Nor does one on up to {2**DOUBLINGS * config.nodes} nodes. Try a smaller model."
     else:
-        advice = f"Try nodes={larger.config.nodes} with {' '.join(larger.words)}, or a smaller model."
+        advice = f"Try nodes={larger.config.nodes} with {' '.join(larger.overrides)}, or a smaller model."
     return [f"no layout fits in the {there} of one {hardware.device.name}. The nearest one, {near}. {advice}"]

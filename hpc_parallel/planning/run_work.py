@@ -20,7 +20,7 @@ from hpc_parallel.planning.float8_rounding import Rounding
 from hpc_parallel.planning.hardware import FITTED_BY, MEASURED_BY, NOT_CALIBRATED, Hardware
 from hpc_parallel.planning.operations import FLOAT8
 from hpc_parallel.planning.planned_state import Division
-from hpc_parallel.planning.step_time import Work
+from hpc_parallel.planning.work import Work
 from hpc_parallel.problems import Problem, Problems
 
 MEBIBYTE = 2**20  # torch's unit of `bucket_cap_mb`

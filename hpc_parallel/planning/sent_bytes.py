@@ -55,8 +55,7 @@ class _Rank:
 
     @property
     def _pipeline(self) -> Pipeline:
-        work = self.step.work
-        return Pipeline(work.schedule, work.pipeline, work.microbatches, work.per_rank)
+        return self.step.work.ranks
 
     @property
     def _last(self) -> int:
@@ -81,14 +80,16 @@ class _Rank:
         yield "pipeline", self._stage_to_stage() + self._tied()
 
     def _named(self, name: str) -> float:
-        """Of one exchange of this name, or of none."""
-        exchange = self.step.sent.get(name)
+        """The bytes of the exchange of this name; 0 if there is none."""
+        exchange = self.step.exchanges.sent.get(name)
         return 0.0 if exchange is None else _bus_bytes(exchange)
 
     def _tensor_sums(self) -> float:
         """Two sums of a block each way; one of the embedding forward, one of the head backward."""
         work = self.step.work
-        one = sum(_bus_bytes(exchange) for name, exchange in self.step.sent.items() if name.endswith(SUMS))
+        one = sum(
+            _bus_bytes(exchange) for name, exchange in self.step.exchanges.sent.items() if name.endswith(SUMS)
+        )
         ends = (0 in self._stages) + (self._last in self._stages)
         return one * (self._passes * (4 + work.repeated_sums) + work.microbatches * ends)
 
@@ -120,7 +121,7 @@ class _Rank:
         names = ("weights of a step", "gradients of a step")
         of_step = sum(map(self._named, names))
         if work.pipeline > 1:
-            return of_step * self.step.rank_weights(self._stages) / self._most
+            return of_step * self.step.work.rank_weights(self._stages) / self._most
         gathers = 1 + self.config.strategy.reshard
         of_block = gathers * self._named("weights of a block") + self._named("gradients of a block")
         return of_step + of_block * self._passes
@@ -128,31 +129,31 @@ class _Rank:
     @property
     def _most(self) -> float:
         """The weights of the rank that has most, which a plan takes the time of."""
-        return max(self.step.rank_weights(self._pipeline.stages_of(rank)) for rank in self._ranks)
+        return max(self.step.work.rank_weights(self._pipeline.stages_of(rank)) for rank in self._ranks)
 
     @property
     def _ranks(self) -> range:
         return range(self.step.work.pipeline)
 
     def _mean(self) -> float:
-        averaged = [self.step.averaged_weights(self._pipeline.stages_of(rank)) for rank in self._ranks]
+        averaged = [self.step.work.averaged_weights(self._pipeline.stages_of(rank)) for rank in self._ranks]
         return self._named("mean of gradients") * averaged[self.place] / max(averaged)
 
     def _mean_of_experts(self) -> float:
-        """Of the experts of the rank that has most blocks, as `_mean`."""
+        """The mean of the experts' gradients, in proportion to the blocks of this rank."""
         work = self.step.work
         blocks = [sum(work.blocks[stage] for stage in self._pipeline.stages_of(rank)) for rank in self._ranks]
         return self._named("mean of the experts' gradients") * blocks[self.place] / max(blocks)
 
     def _stage_to_stage(self) -> float:
         """Activations to the next stage, and gradients to the one before, unless this rank has it."""
-        work, own = self.step.work, self._stages
-        others = [near for stage in own for near in (stage - 1, stage + 1) if 0 <= near <= self._last]
+        work, stages = self.step.work, self._stages
+        others = [near for stage in stages for near in (stage - 1, stage + 1) if 0 <= near <= self._last]
         share = self.step.share
         size = work.stream_bytes * share.tokens * share.decoder.dim
         if self.config.strategy.sequence_parallel:
             size //= share.tensor
-        return work.microbatches * size * sum(near not in own for near in others)
+        return work.microbatches * size * sum(near not in stages for near in others)
 
     def _tied(self) -> float:
         if not {0, self._last} & set(self._stages):

@@ -6,9 +6,18 @@ min(1, c / n) of a core. Bytes on a wire need no core, but the copies to and fro
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 
 from hpc_parallel.planning.hardware import Hardware, Host, Link
+
+
+@dataclass(frozen=True)
+class Loads:
+    """The hardware as a device sees it alone, while its stage of a pipeline computes, and while all do."""
+
+    alone: Hardware
+    stage: Hardware
+    all: Hardware
 
 
 def contended(hardware: Hardware, *, devices: float) -> Hardware:

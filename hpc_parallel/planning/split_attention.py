@@ -50,7 +50,7 @@ class SplitAttention:
 
     @property
     def _precise(self) -> int:
-        """Of a number of the gradients of keys and values, which are summed over devices."""
+        """Bytes of one number of the gradients of keys and values, which are summed over devices."""
         return precise_bytes(self._bytes)
 
     def _ring(self) -> Iterator[Message]:

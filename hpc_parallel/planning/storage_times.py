@@ -15,10 +15,10 @@ from hpc_parallel.config.model_data_schema import TextDataConfig, TokensDataConf
 from hpc_parallel.config.model_weights import ModelWeights, sample_shape_of, weights_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.setup import Setup, model_facts
-from hpc_parallel.planning.hardware import MEASURED_BY, Hardware
+from hpc_parallel.planning.hardware import CPU, MEASURED_BY, Hardware
 from hpc_parallel.planning.planned_state import Division, StateBytes, States
 from hpc_parallel.planning.shared_cores import contended
-from hpc_parallel.planning.step_time import CPU, Work
+from hpc_parallel.planning.work import Work
 from hpc_parallel.record.metrics_file import size
 
 TOKEN_BYTES = 4  # of a token in a file: 2 or 4 (data/tokens.py)
@@ -75,8 +75,8 @@ class StorageTimes:
         waited_s, text = self._save_s(sizes, every)
         seconds = (saves - 1) * waited_s + self._write_s(sizes)
         share = seconds / (steps * self.step_s + seconds)
-        shown = f"{100 * share:.1f} % of the time: {size(sizes.total)} each {every} steps"
-        return Wait(seconds, shown, f"{saves - 1} x {text} + the last one, {self._write_s(sizes):.4g} s")
+        share_text = f"{100 * share:.1f} % of the time: {size(sizes.total)} each {every} steps"
+        return Wait(seconds, share_text, f"{saves - 1} x {text} + the last one, {self._write_s(sizes):.4g} s")
 
     def input(self, steps: float) -> Wait:
         """A batch is read while the step before it runs; what takes longer is waited for."""
@@ -103,7 +103,7 @@ class StorageTimes:
     def _missing_rate(self) -> str | None:
         storage = self.hardware.storage
         names = ["write_bytes_per_s", "together_bytes_per_s"]
-        if self.config.training.checkpoint_async and self.hardware.device.kind != CPU:
+        if self.config.training.checkpoint_async and not self.hardware.device.is_cpu:
             names.append("copy_bytes_per_s")
         return next((name for name in names if getattr(storage, name) is None), None)
 
@@ -132,7 +132,7 @@ class StorageTimes:
 
     @property
     def _copy_bytes_per_s(self) -> float:
-        if self.hardware.device.kind != CPU:
+        if not self.hardware.device.is_cpu:
             assert self.hardware.storage.copy_bytes_per_s is not None
             return self.hardware.storage.copy_bytes_per_s
         busy = contended(self.hardware, devices=self.work.devices)
@@ -163,7 +163,7 @@ def checkpoint_bytes(config: RunConfig) -> CheckpointBytes | None:
 
 
 def _states_of(config: RunConfig, layout: Layout, model: ModelWeights) -> list[StateBytes] | None:
-    """Of each rank of a layout without replicas."""
+    """The state of each rank of a layout without replicas."""
     states = States(Division(config, layout, model))
     if states.unknown:
         return None

@@ -62,8 +62,8 @@ def gradient_messages(division: Division, stages: tuple[int, ...], holding: Hold
         return 0
     if layout.by_fully_shard:  # of the ends and a block, and the block's in the type in which they are summed
         blocks, ends = _gathered(division, stages, holding)
-        own = _gathered_bytes(division)
-        return (max(blocks) + ends) * own + max(blocks) * division.number_bytes
+        gathered_bytes = _gathered_bytes(division)
+        return (max(blocks) + ends) * gathered_bytes + max(blocks) * division.number_bytes
     if layout.averaged == 1:
         return 0
     if schedule_of(config.strategy).splits_backward and layout.pipeline > 1:  # replicate.py: Average

@@ -44,6 +44,9 @@ def slow_pairs(rates: Rates) -> dict[Pair, float]:
 
 
 def usual_rate(rates: Rates) -> float:
-    """The median of each host's fastest link: of three hosts with a slow one, two links of three are slow."""
+    """The median over hosts of each host's fastest link.
+
+    With one slow host of three, two of the three links are slow, so the median of all links would be too.
+    """
     hosts = {host for pair in rates for host in pair}
     return median(max(rate for pair, rate in rates.items() if host in pair) for host in hosts)

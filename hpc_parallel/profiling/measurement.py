@@ -1,6 +1,6 @@
 """Measures bytes between ranks, exposed communication and the pipeline's bubble, in a few steps.
 
-All other steps run unmeasured: nothing in the model, in torch or in the loop stays replaced.
+All other steps run without measurement: nothing in the model, in torch or in the loop stays replaced.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Measurement:
         return {"columns": CHUNK_COLUMNS, "ranks": ranks} if ranks else None
 
     def _schedules(self) -> list[Interval | None]:
-        """For each timed step, from the first to the last work of any rank in this rank's pipeline."""
+        """For each timed step, the time from the first to the last work of this rank's pipeline."""
         ends = [end for timeline in self._timelines for end in timeline.ends_of_stages()]
         # [2 * step: first work, 2 * step + 1: last work][rank]
         ends_by_rank = exchange.all_gather_numbers(ends, device=self._device)

@@ -1,7 +1,7 @@
-"""Times the parts of one step on every rank now and then, and names a rank that stays slower than the others.
+"""Times the parts of a step on every rank from time to time, and names ranks that stay slower than others.
 
-A timed step takes longer than others. The next one comes when this extra time is less than half a per cent of
-the steps in between; the first one, when it is less than that of the steps before it.
+A timed step takes longer than others. The next step is timed when this extra time is less than half a per
+cent of the time since the last timed step, or since the start.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpc_parallel.profiling.accusations import Accusations
 from hpc_parallel.profiling.link_rates import link_rates
 from hpc_parallel.profiling.links import Pair
 from hpc_parallel.profiling.measurement import timed_step
 from hpc_parallel.profiling.slow_network import MESSAGE_BYTES, SlowNetwork
-from hpc_parallel.profiling.slow_ranks import SAMPLES, RankTime, SlowRank, slow_ranks
+from hpc_parallel.profiling.slow_ranks import SAMPLES, Accusations, RankTime, SlowRank, slow_ranks
 from hpc_parallel.profiling.timeline import Timeline, length
 from hpc_parallel.strategies import exchange
 
@@ -61,7 +60,7 @@ class RankTimes:
         self.on = on
         self._first, self._next = FIRST_STEP if on else 0, 0
         self._before_s = self._data_s = self._began_s = 0.0
-        self._usual_s = math.inf  # the shortest step since the last timed one
+        self._usual_s = math.inf  # the shortest step since the last timed step
         self._samples: list[dict[str, Any]] = []
         self._times: list[list[RankTime]] = []
         self._network = SlowNetwork(self._link_rates)
@@ -109,7 +108,7 @@ class RankTimes:
         self._before_s, self._usual_s = 0.0, math.inf
 
     def _paid(self, last: int, *, took_s: float, earliest: int) -> int:
-        """The next step to time, so that the steps after the `last` one pay for it; the same on all ranks."""
+        """The next step to time: far enough after the `last` one that COST holds. The same on all ranks."""
         extra = exchange.all_gather_numbers([took_s / self._usual_s - 1], device=torch.device("cpu"))[0]
         return self._free(max(earliest, last + math.ceil(max(extra) / COST)))
 

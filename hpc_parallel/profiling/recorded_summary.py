@@ -18,7 +18,7 @@ MEANINGS = {
 
 
 def parts(events: Sequence[Event], *, on_gpu: bool) -> dict[str, int]:
-    """Nanoseconds by use; they add up to the recorded time. One range STEP is around all."""
+    """Nanoseconds by use, which add up to the recorded time. The range STEP must enclose all events."""
     timeline = Timeline.read(events, on_gpu=on_gpu)
     (window,) = [event for event in events if event.name == STEP and not event.on_device]
 

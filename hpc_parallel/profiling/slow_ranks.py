@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median_low
 from typing import Any
 
+from hpc_parallel.record.recorded_slow_ranks import MOST_ACCUSATIONS
 from hpc_parallel.record.values import finite
 
 SLOW = 1.1  # times the median
@@ -86,3 +87,30 @@ def _slow(times: Sequence[RankTime]) -> list[SlowRank]:
             factor = own_s / median_s if median_s else float("inf")
             slow.append(SlowRank(time.rank, time.host, cause, factor, own_s, median_s))
     return slow
+
+
+class Accusations:
+    """The slow ranks of earlier starts of the run, and those of this start."""
+
+    def __init__(self, earlier: Sequence[Mapping[str, Any]], *, steps_done: int) -> None:
+        """steps_done: the steps of earlier starts."""
+        self._steps_done = steps_done
+        self._records = {_key(record): dict(record) for record in earlier}
+
+    def add(self, slow: Sequence[SlowRank], *, step: int) -> None:
+        """Add the ranks that were slow in the 1-based `step` of this start. Their newest times are kept."""
+        step += self._steps_done
+        for rank in slow:
+            record = rank.as_record()
+            key = _key(record)
+            if key not in self._records and len(self._records) >= MOST_ACCUSATIONS:
+                continue
+            first_step = self._records.get(key, {}).get("first_step", step)
+            self._records[key] = record | {"first_step": first_step, "last_step": step}
+
+    def as_records(self) -> list[dict[str, Any]]:
+        return list(self._records.values())
+
+
+def _key(record: Mapping[str, Any]) -> tuple[int, str, str]:
+    return record["rank"], record["host"], record["cause"]

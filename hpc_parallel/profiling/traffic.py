@@ -69,7 +69,7 @@ class Traffic(DispatchMode):
 
 
 def _group(arguments: Mapping[str, Any]) -> ProcessGroup:
-    """That of a collective, which is an argument by object or by name."""
+    """The process group of a collective, which has it as an object or by name among its arguments."""
     return group_of(arguments["process_group"] if "process_group" in arguments else arguments["group_name"])
 
 

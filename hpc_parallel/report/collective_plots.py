@@ -42,28 +42,28 @@ def plots(rows: Sequence[Row]) -> Iterator[Plot]:
 
 
 def _words(curves: Sequence[Curve]) -> list[Sequence[str]]:
-    """The parts of the labels of curves, of which a legend keeps what differs."""
+    """The parts of each curve's label. A legend shows only the parts that differ."""
     by_run = words_of([curve.row for curve in curves])
     return [
-        (*words, f"{curve.group} ({curve.ranks})", curve.dtype)
-        for words, curve in zip(by_run, curves, strict=True)
+        (*label, f"{curve.group} ({curve.ranks})", curve.dtype)
+        for label, curve in zip(by_run, curves, strict=True)
     ]
 
 
 def _common(curves: Sequence[Curve]) -> str:
-    """What all curves have in common, which their legend leaves out."""
+    """The parts that all curves have in common. Their legend leaves them out."""
     first, *others = _words(curves)
-    common = [word for word in first if all(word in words for words in others)]
+    common = [word for word in first if all(word in label for label in others)]
     return f": {', '.join(common)}" if common else ""
 
 
-def _figure(shown: Sequence[Curve]) -> Figure:
+def _figure(curves: Sequence[Curve]) -> Figure:
     figure, ((times, rates),) = canvas(3.6, columns=2)
-    points = [point for curve in shown for point in curve.points if point.size_bytes > 0]
-    name = f"time of {shown[0].operation}, us"
+    points = [point for curve in curves for point in curve.points if point.size_bytes > 0]
+    name = f"time of {curves[0].operation}, us"
     logarithmic(times.yaxis, [point.time_s / MICRO for point in points], name=name)
     handles = []
-    for index, curve in enumerate(shown):
+    for index, curve in enumerate(curves):
         drawn = [point for point in curve.points if point.size_bytes > 0]
         sizes = [point.size_bytes for point in drawn]
         handles += times.plot(sizes, [point.time_s / MICRO for point in drawn], **style(index))
@@ -77,5 +77,5 @@ def _figure(shown: Sequence[Curve]) -> Figure:
         axes.set_xlabel("size")
     rates.set_ylim(bottom=0)
     rates.set_ylabel("bus bandwidth, GB/s")
-    add_legend(figure, handles, legend(_words(shown)))
+    add_legend(figure, handles, legend(_words(curves)))
     return figure

@@ -229,8 +229,8 @@ def _spans(part: Part) -> list[tuple[float, float]]:
 
 
 def _model_lines(row: Holding) -> list[str]:
-    words = {STAGE: "stage {}", LAYER: "layer part {}", SLICE: "slice {}", EXPERTS: "experts: {}"}
-    lines = [words[kind].format(part) for kind, part in row.model.items()] or ["whole model"]
+    formats = {STAGE: "stage {}", LAYER: "layer part {}", SLICE: "slice {}", EXPERTS: "experts: {}"}
+    lines = [formats[kind].format(part) for kind, part in row.model.items()] or ["whole model"]
     if COPY_OF_WEIGHTS in row.keeps:
         return ["copy of the model"]
     return ["shared model"] if SHARED in row.keeps else lines
@@ -239,8 +239,8 @@ def _model_lines(row: Holding) -> list[str]:
 def _sample_lines(row: Holding) -> list[str]:
     if row.samples is None:
         return ["none"]
-    words = {BATCH: "part {}", SEQUENCE: "slices {}", ROW: "row {}", COLUMN: "column {}"}
-    return [words[kind].format(part) for kind, part in row.samples.items()] or ["all"]
+    formats = {BATCH: "part {}", SEQUENCE: "slices {}", ROW: "row {}", COLUMN: "column {}"}
+    return [formats[kind].format(part) for kind, part in row.samples.items()] or ["all"]
 
 
 def _draw_exchanges(svg: Svg, sent: Sequence[Exchange], places: Sequence[Place], *, top: float) -> float:

@@ -227,9 +227,9 @@ def short(label: str) -> str:
     return label if len(label) <= ROOM else f"{label[: ROOM - 1]}…"
 
 
-def first_of(shown: int, count: int) -> str:
+def first_of(drawn: int, count: int) -> str:
     """A sentence for the caption if only `shown` of `count` curves or bars are drawn."""
-    return f" The first {shown} of {count}." if count > shown else ""
+    return f" The first {drawn} of {count}." if count > drawn else ""
 
 
 def spread(axis: Axis, values: Sequence[float], *, name: str) -> None:

@@ -144,14 +144,14 @@ def titles_of_work(runs: Sequence[RecordedRun], *, with_batch: bool = True) -> l
 
 def legend(labels: Iterable[Sequence[str]]) -> list[str]:
     """The texts of a legend: of each label the parts that not all have, cut to ROOM and still different."""
-    words = [tuple(label) for label in labels]
-    common = set.intersection(*map(set, words)) if len(words) > 1 else set()
-    distinct = [[word for word in label if word not in common] for label in words]
-    texts = [", ".join(label) for label in (distinct if all(distinct) else words)]
+    parts = [tuple(label) for label in labels]
+    common = set.intersection(*map(set, parts)) if len(parts) > 1 else set()
+    distinct = [[word for word in label if word not in common] for label in parts]
+    texts = [", ".join(label) for label in (distinct if all(distinct) else parts)]
     for cut in (_cut_end, _cut_start):
-        shown = [cut(text, ROOM) for text in texts]
-        if len(set(shown)) == len(set(texts)):
-            return shown
+        short_texts = [cut(text, ROOM) for text in texts]
+        if len(set(short_texts)) == len(set(texts)):
+            return short_texts
     return [f"{_cut_end(text, ROOM - 5)} ({number})" for number, text in enumerate(texts, start=1)]
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hpc_parallel.report.escaping import to_csv
 from hpc_parallel.report.figures import number
 from hpc_parallel.report.gather import Row
-from hpc_parallel.report.spreadsheet import to_csv
 
 MAX_SIZES = 200  # batch sizes of one run: a real measurement has fewer
 KEYS = ("batch_size", "latency_s", "latency_p99_s", "samples_per_s", "tokens_per_s")

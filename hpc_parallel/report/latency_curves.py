@@ -48,14 +48,14 @@ def _figure(curves: Sequence[Curve], of_kinds: Sequence[Kind]) -> Figure:
     points = [point for curve in curves for point in curve.points]
     unit = unit_of("seconds", (point.latency_s for point in points))
     drawing, panels = canvas(*(3.8 for _ in of_kinds))
-    shown = [curve for kind in of_kinds for curve in curves if curve.row in kind.rows]
+    drawn = [curve for kind in of_kinds for curve in curves if curve.row in kind.rows]
     notes = []
     for (axes,), kind in zip(panels, of_kinds, strict=True):
         name_panel(axes, kind.title)
-        of_kind = [curve for curve in shown if curve.row in kind.rows]
-        notes.append((axes, _draw(axes, of_kind, unit, first=shown.index(of_kind[0]))))
-    handles = [Line2D([], [], **style(index)) for index in range(len(shown))]
-    add_legend(drawing, handles, legend(words_of([curve.row for curve in shown])))
+        of_kind = [curve for curve in drawn if curve.row in kind.rows]
+        notes.append((axes, _draw(axes, of_kind, unit, first=drawn.index(of_kind[0]))))
+    handles = [Line2D([], [], **style(index)) for index in range(len(drawn))]
+    add_legend(drawing, handles, legend(words_of([curve.row for curve in drawn])))
     for axes, of_axes in notes:
         annotate(drawing, axes, of_axes)
     return drawing

@@ -1,14 +1,19 @@
-"""What each run of `task=preflight` measured of its machines: devices, storage and links."""
+"""The machines of runs: what `task=preflight` measured, and the network and devices that each run used."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from hpc_parallel.record.device_states import device_lines
 from hpc_parallel.record.machine_check_table import machine_lines
+from hpc_parallel.record.network import topology_lines, transport_lines
+from hpc_parallel.record.recorded_slow_ranks import accused_lines
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.report.gather import Row
 
 MOST_LINES = 40  # of a run
+MOST_TOPOLOGIES = 6
 
 
 def machines(rows: Sequence[Row]) -> list[tuple[Row, list[str]]]:
@@ -25,3 +30,28 @@ def _lines(row: Row) -> list[str]:
     lines = machine_lines(content) if content is not None else []
     hidden = len(lines) - MOST_LINES
     return lines[:MOST_LINES] + [f"and {hidden} more"] * (hidden > 0)
+
+
+@dataclass(frozen=True)
+class Networks:
+    """transports: runs with their lines of (title, text); topologies: different drawings, as text."""
+
+    transports: Sequence[tuple[Row, Sequence[tuple[str, str]]]]
+    topologies: Sequence[str]
+
+
+def networks(rows: Sequence[Row]) -> Networks | None:
+    """None if no run has recorded anything."""
+    environments = [row.run.environment or {} for row in rows]
+    lines = [
+        [
+            *transport_lines(environment),
+            *((f"devices: {title}", line) for title, line in device_lines(row.run.folder)),
+            *(("slow rank", line) for line in accused_lines(row.run.folder)),
+        ]
+        for row, environment in zip(rows, environments, strict=True)
+    ]
+    drawings = ["\n".join(topology_lines(environment)) for environment in environments]
+    transports = [(row, row_lines) for row, row_lines in zip(rows, lines, strict=True) if row_lines]
+    topologies = list(dict.fromkeys(filter(None, drawings)))[:MOST_TOPOLOGIES]
+    return Networks(transports, topologies) if transports or topologies else None

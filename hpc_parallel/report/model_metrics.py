@@ -25,8 +25,8 @@ def own_metrics(rows: Sequence[Row]) -> OwnMetrics | None:
     values = [_metrics_of(row) for row in rows]
     names = list(dict.fromkeys(name for metrics in values for name in metrics))[:MOST]
     lines = [(row, [metrics.get(name) for name in names]) for row, metrics in zip(rows, values, strict=True)]
-    shown = [(row, cells) for row, cells in lines if any(cell is not None for cell in cells)]
-    return OwnMetrics(names, shown) if shown else None
+    with_metrics = [(row, cells) for row, cells in lines if any(cell is not None for cell in cells)]
+    return OwnMetrics(names, with_metrics) if with_metrics else None
 
 
 def _metrics_of(row: Row) -> dict[str, float]:

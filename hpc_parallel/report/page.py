@@ -15,17 +15,16 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hpc_parallel.problems import alternatives, printable
 from hpc_parallel.record.metrics_file import size
-from hpc_parallel.report import collective_curves, latency, markdown
+from hpc_parallel.report import collective_curves, latency
 from hpc_parallel.report.claims import Approach, Claim, judged
+from hpc_parallel.report.escaping import markdown, markdown_block, markdown_code, to_csv
 from hpc_parallel.report.gather import Gathered, Row
-from hpc_parallel.report.machines import machines
+from hpc_parallel.report.machines import machines, networks
 from hpc_parallel.report.measures import Evidence, Runs
 from hpc_parallel.report.model_metrics import own_metrics
-from hpc_parallel.report.networks import networks
 from hpc_parallel.report.predictions import Prediction, predictions
 from hpc_parallel.report.seeds import pools
 from hpc_parallel.report.spread import NOISE, ROUNDING
-from hpc_parallel.report.spreadsheet import to_csv
 from hpc_parallel.report.tables import (
     UNMEASURED,
     Comparison,
@@ -137,7 +136,7 @@ def render(gathered: Gathered) -> Report:
         "zip": zip,
     }
     page = fill("report.html.j2", values)
-    plain = fill("report.md.j2", values, finalize=markdown.text)
+    plain = fill("report.md.j2", values, finalize=markdown)
     return Report(page, plain, table(gathered, series), latency.table(timed), plots)
 
 
@@ -165,8 +164,8 @@ def fill(name: str, values: dict[str, Any], **settings: Any) -> str:
     templates.filters |= {
         "raw": lambda value: "" if value is None else repr(value),
         "digits": lambda value: UNMEASURED if value is None else digits(value, 3),
-        "code": markdown.code,
-        "block": markdown.block,
+        "code": markdown_code,
+        "block": markdown_block,
         "size": size,
     }
     text = templates.get_template(name).render(values).strip() + "\n"

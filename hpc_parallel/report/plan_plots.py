@@ -28,7 +28,7 @@ from hpc_parallel.report.drawing import (
     plot,
     style,
 )
-from hpc_parallel.report.plan_page import PlanPage, Role, ScalingPoint
+from hpc_parallel.report.plan_html import PlanPage, Role, ScalingPoint
 from hpc_parallel.report.scaling_curves import IDEAL, count_devices
 from hpc_parallel.report.timeline_drawing import timeline_figure
 

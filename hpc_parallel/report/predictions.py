@@ -26,7 +26,7 @@ class Prediction:
 
     @property
     def unit(self) -> Unit:
-        """That in which both figures are shown."""
+        """The unit in which both figures are shown."""
         return unit_of(column_of(self.key).kind, (self.predicted, self.measured))
 
     @property

@@ -1,6 +1,6 @@
 """Draw the plots of one run into its `plots/`: `python -m hpc_parallel.report.run_plot RUN_FOLDER`.
 
-Rank 0 starts this module as a process of its own at the end (record/run_plots.py). Without matplotlib it
+Rank 0 starts this module as a process of its own at the end (worker/run_plots.py). Without matplotlib it
 draws nothing.
 """
 

@@ -49,13 +49,13 @@ def _figure(groups: Sequence[Sequence[Series]]) -> Figure:
     """Draw a panel for each group of series with the same workload."""
     titles = titles_of_work([group[0].points[0].runs[0].run for group in groups], with_batch=False)
     figure, panels = canvas(*(3.4 for _ in groups), columns=2)
-    shown = [one_series for group in groups for one_series in group]
+    drawn = [one_series for group in groups for one_series in group]
     for (rates, efficiencies), group, title in zip(panels, groups, titles, strict=True):
         name_panel(rates, title)
-        _draw(rates, efficiencies, group, first=shown.index(group[0]))
-    handles = [Line2D([], [], **style(index)) for index in range(len(shown))]
+        _draw(rates, efficiencies, group, first=drawn.index(group[0]))
+    handles = [Line2D([], [], **style(index)) for index in range(len(drawn))]
     ideal = Line2D([], [], color=ink(), **IDEAL)
-    add_legend(figure, [*handles, ideal], [*legend(one_series.words for one_series in shown), "ideal"])
+    add_legend(figure, [*handles, ideal], [*legend(one_series.words for one_series in drawn), "ideal"])
     return figure
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpc_parallel.report.figures import is_count, number
 
-NOISE = 0.05  # relative: a smaller difference between two measured figures shows nothing
+NOISE = 0.05  # relative: a smaller difference between two measured figures is noise
 ROUNDING = 2**-8  # relative: bfloat16 can't tell such losses apart
 FEWEST_LINES = 3  # with fewer timed lines of metrics, a range says nothing
 
@@ -26,7 +26,7 @@ class Spread:
     limits: tuple[float, float] | None = None
 
     def as_record(self) -> dict[str, Any]:
-        """Its values for `report.csv`."""
+        """The values for `report.csv`."""
         low, high = self.limits or (None, None)
         return {"samples_per_s_low": low, "samples_per_s_high": high, "timed_steps": self.timed_steps}
 

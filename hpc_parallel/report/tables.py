@@ -212,17 +212,17 @@ def _races(column: Column, rows: Sequence[Row], unit: Unit) -> Iterator[tuple[se
         if row.completed and value is not None and column.competes(row):
             key = (row.settings, *((row.loss_settings, row.figures["samples"]) * column.same_samples))
             groups[key][index] = unit.show(value)
-    for shown in groups.values():
-        best = column.best([float(text) for text in shown.values()])
-        first = {index for index, text in shown.items() if float(text) == best}
-        if len(first) == len(shown):
+    for texts in groups.values():
+        best = column.best([float(text) for text in texts.values()])
+        first = {index for index, text in texts.items() if float(text) == best}
+        if len(first) == len(texts):
             continue
         leaders = {
             index
-            for index in shown
+            for index in texts
             if index in first or any(_is_even(column, rows[index], rows[at]) for at in first)
         }
-        yield leaders, set(shown) - leaders
+        yield leaders, set(texts) - leaders
 
 
 def _is_even(column: Column, a: Row, b: Row) -> bool:

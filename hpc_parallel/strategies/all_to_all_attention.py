@@ -1,8 +1,8 @@
 """Attention over a sequence that is split over devices, by heads (DeepSpeed-Ulysses, Jacobs et al. 2023).
 
-One all-to-all gives each device the whole sequence of some of the heads, another one brings the outputs back.
-Between them runs one device's own attention. A device needs at least one whole head, so the degree must
-divide the heads; a key-value head that serves several devices is sent to each of them.
+One all-to-all gives each device the whole sequence of some of the heads. Another one brings the outputs
+back. Between the two, each device runs ordinary attention. A device needs at least one whole head, so the
+degree must divide the heads; a key-value head that serves several devices is sent to each of them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class HeadsAttention(Attention):
             indices = torch.arange(received.shape[2], device=query.device)
             mask = None if key_mask is None else gather_mask(key_mask, group)
             score_bias = self.score_bias(query, (indices, indices), bias=bias, key_mask=mask)
-            if score_bias.shape[1] > 1:  # of all heads: take that of this device's
+            if score_bias.shape[1] > 1:  # it has all heads: take those of this device
                 score_bias = score_bias.unflatten(1, (degree, -1))[:, self._axis.get_local_rank()]
             output = attend_with(score_bias, *parts)
         returned: Tensor = AllToAll.apply(from_sequence(output, degree=degree), group)

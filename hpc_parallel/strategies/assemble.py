@@ -17,6 +17,7 @@ from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
 from hpc_parallel.models.auxiliary_loss import auxiliary_losses
 from hpc_parallel.models.layered import LayeredModel, Loss, materialise
+from hpc_parallel.planning.activations import casts_once
 from hpc_parallel.strategies import (
     batch_norm,
     channels_last,
@@ -116,7 +117,7 @@ def assemble(
         local_part = dropout_part(part, mesh=mesh, options=config.strategy)
         dropout.apply(part, shapes=shapes, part=local_part, seed=config.seed, device=device)
         prepare(part, config=config, mesh=mesh, device=device)
-        if not trains and working_weights.applies(config) and slicing_axis(mesh) is None:
+        if not trains and casts_once(config) and slicing_axis(mesh) is None:
             working_weights.cast_for_good(part)
     replicas = replicate_parts(parts, config=config, batch=batch, mesh=mesh, device=device, trains=trains)
     loss_scale = scale_of(parts, config=config, device=device)
@@ -135,7 +136,7 @@ def assemble(
     build_schedule = partial(
         build_forward_backward, stages=local_stages, replicas=replicas, loss=evaluation, weight=weight,
         groups=groups, options=config.strategy, device=device,
-        casts=trains and working_weights.applies(config), finds_unused=trains and is_own(config),
+        casts=trains and casts_once(config), finds_unused=trains and is_own(config),
     )  # fmt: skip
     return Assembled(
         parts=parts,

@@ -1,8 +1,8 @@
 """BatchNorm over all devices that share a microbatch (Ioffe and Szegedy 2015), equal to one device.
 
-Data parallelism gives each device some of the samples, tiles some of the pixels. Statistics of one part would
-make the result depend on the layout, so they are taken over all parts of the global microbatch. Running
-statistics are then equal on all devices without communication.
+Data parallelism gives each device some of the samples, and tiles give it some of the pixels. Statistics of
+one part would make the result depend on the layout, so they are taken over all parts of the global
+microbatch. Running statistics are then equal on all devices without communication.
 """
 
 from __future__ import annotations

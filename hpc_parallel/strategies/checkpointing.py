@@ -3,7 +3,7 @@
 `selective` also keeps the results of matrix products, convolutions, attention, reductions over devices, and
 what devices exchange for their experts. torchtitan keeps every second matrix product. This module keeps every
 one: only memory-bound operations are repeated, and no reduction or token goes over the network twice.
-Gathered tensors are gathered again: they are large.
+Gathered tensors are large, so they are not kept but gathered again.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ EXPENSIVE = {
     "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution",
     "reduce_scatter_tensor", "all_reduce",
 }  # fmt: skip
-# Tokens of experts, and their numbers on the host. Nothing overwrites these results, also where a custom
-# autograd function asks for them.
+# Tokens of experts, and their numbers on the host. No operation overwrites these results, not even inside a
+# custom autograd function.
 EXCHANGED = {"all_to_all_single", "exchange_counts", "wait_for_host"}
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -80,9 +80,9 @@ def pass_contexts(selective: bool, samples: SampleIndices, block: Module) -> Con
 
 
 def keep_expensive(_: object, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    """Keep the results of expensive operations, but inside a custom autograd function only those exchanged.
+    """Keep the results of expensive operations; inside a custom autograd function, only exchanged results.
 
-    Gradients are off there, and its operations write into each other's results.
+    Inside such a function gradients are off, and operations write into each other's results.
     """
     name = operation.name().partition("::")[2].partition(".")[0]
     expensive = name in EXPENSIVE or name.startswith("_scaled_dot_product_")
@@ -93,7 +93,7 @@ def keep_expensive(_: object, operation: Any, *__: Any, **___: Any) -> Checkpoin
 class KeepUnwritten:
     """`keep_expensive` for one pass through a block, with a check that no kept result is overwritten.
 
-    torch checks this too, but not for the view that a matrix product of more than two dims returns.
+    torch checks this too, but not for views, and a matrix product of more than two dims returns one.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class KeepUnwritten:
 
 
 def memory_of(tensors: Any) -> list[int]:
-    """Addresses of the plain tensors among `tensors`. Empty ones have none: all would seem to be the same."""
+    """Addresses of the plain tensors among `tensors`, without empty ones, which all have the same address."""
     storages = [tensor.untyped_storage() for tensor in tree_leaves(tensors) if type(tensor) is Tensor]
     return [storage.data_ptr() for storage in storages if storage.nbytes()]
 

@@ -31,15 +31,15 @@ from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 from hpc_parallel.strategies.tensor_roles import roles_of
 
 ErrorsOf = Callable[..., tuple[Tensor, Tensor]]
-"""What `errors_of` is."""
+"""The type of `errors_of`."""
 
-IGNORED = -100  # a target without a loss, as of torch.nn.functional.cross_entropy
+IGNORED = -100  # a target without a loss; the same number as in torch.nn.functional.cross_entropy
 
 
 def applies(model: LayeredModel, *, config: RunConfig, mesh: DeviceMesh) -> bool:
     """Whether the loss of the whole `model` can be computed from the inputs of its last projection.
 
-    The choice of a token needs logits, and a loss, a head or a hook of the user's own may change them. The
+    It can't if the task chooses tokens, or if the user's own loss, head or hook may change the logits. The
     replicas of nn.DataParallel return logits.
     """
     outside = config.task.name == "generate" or config.strategy.execution == DATAPARALLEL
@@ -79,8 +79,8 @@ def loss_of(
 ) -> Loss:
     """Returns the loss of the outputs of `model`, whose head `apply` changed.
 
-    dtype: of the matrix products; None for that of the weights. compiled: the softmax of a chunk and its
-    gradient are one kernel of torch.compile, except over a split vocabulary.
+    dtype: of the matrix products; None means the type of the weights. compiled: the softmax of a chunk and
+    its gradient are one kernel of torch.compile, except over a split vocabulary.
     """
     axis = axis_of(mesh, "tensor")
     errors = torch.compile(errors_of, dynamic=False) if compiled and axis is None else errors_of
@@ -120,8 +120,8 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """The summed cross-entropy of `hidden` [batch, seq, dim] times the projection, and `target` [batch, seq].
 
-    It equals `LanguageModel.loss` of the logits. axis: over whose ranks its rows are split. errors: computes
-    what `errors_of` does.
+    It equals `LanguageModel.loss` of the logits. axis: the ranks over which the projection's rows are split.
+    errors: a function like `errors_of`.
     """
     weight = projection_weight(model)
     rows = None if axis is None else Rows.of(weight, axis=axis)
@@ -148,7 +148,7 @@ class Rows:
         return cls(axis, first, min(length, weight.shape[0] - first))
 
     def indices(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether this rank has the row of each target, and that row's index here; 0 if it has not."""
+        """Whether this rank has the row of each target, and the row's index on this rank (0 without it)."""
         local = (target >= self.first) & (target < self.first + self.count)
         return local, (target - self.first).masked_fill(~local, 0)
 
@@ -179,7 +179,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """A pipeline that splits its backward pass comes twice, each time for one of the two gradients."""
+        """A pipeline that splits its backward pass calls this twice, once for each of the two gradients."""
         wanted = (
             None if of_sum is None or not needed else of_sum * gradients[0].to(of_sum.dtype)
             for of_sum, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
@@ -226,7 +226,7 @@ def errors_of(
 ) -> tuple[Tensor, Tensor]:
     """Returns the log-probabilities of the targets [token, 1] in `dtype`, and the gradient by `logits`.
 
-    logits: [token, vocabulary]; target: [token, 1], of which ignored ones get the values of any other.
+    logits: [token, vocabulary]; target: [token, 1]; an ignored one is treated as any other.
     """
     logarithms = log_probabilities(logits, rows, dtype=dtype)
     local, index = _indices(target, rows)
@@ -246,7 +246,7 @@ def without_errors(
 
 
 def exponentials(logarithms: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """`logarithms.exp()` in `dtype`, in place of `logarithms` if it is theirs."""
+    """`logarithms.exp()` in `dtype`. It overwrites `logarithms` if they have this type."""
     if torch.compiler.is_compiling():
         return logarithms.exp().to(dtype)
     if dtype == logarithms.dtype:
@@ -257,7 +257,7 @@ def exponentials(logarithms: Tensor, *, dtype: torch.dtype) -> Tensor:
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, *, dtype: torch.dtype) -> Tensor:
     """`total` [m, n] of `dtype` plus `a` [m, k] times `b` [k, n], in place; None counts as 0.
 
-    On a GPU a product of bfloat16 adds to float32 as it goes, and has no result of its own.
+    On a GPU, a product of bfloat16 is added to float32 while it is computed, so it needs no memory.
     """
     if a.device.type == "cuda" and a.dtype != dtype:
         if total is None:
@@ -270,9 +270,9 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor, *, dtype: torch.dtyp
 def chunks(tokens: int, *, vocabulary: int, device_type: str) -> Iterator[slice]:
     """Parts of the tokens of nearly equal length, whose logits need about LOSS_CHUNK_BYTES in float32.
 
-    Large matrix products, yet small beside the activations. Each part reads and writes the gradient of the
-    whole projection once more: in parts of 512 MB on an H200, 8,192 tokens of 128,256 words took 20 ms longer
-    than with all logits.
+    The products stay large, and the logits small beside the activations. Each part reads and writes the
+    gradient of the whole projection once more: on an H200, 8,192 tokens of 128,256 words took 20 ms longer in
+    parts of 512 MB than with all logits.
     """
     most = LOSS_CHUNK_BYTES.get(device_type, LOSS_CHUNK_BYTES["cpu"])
     count = max(1, -(-tokens * vocabulary * 4 // most))
@@ -281,7 +281,7 @@ def chunks(tokens: int, *, vocabulary: int, device_type: str) -> Iterator[slice]
 
 
 def _indices(target: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
-    """Whether this rank has the column of each target, and that column's index here."""
+    """Whether this rank has the column of each target, and the index of the column on this rank."""
     target = target.masked_fill(target == IGNORED, 0)
     return (torch.ones_like(target, dtype=torch.bool), target) if rows is None else rows.indices(target)
 

@@ -21,7 +21,7 @@ class Decoder:
     """
 
     def __init__(self, assembled: Assembled, *, length: int, device: torch.device) -> None:
-        """`length`: positions of the prompt and of all new tokens but the last."""
+        """`length`: the number of positions of the prompt and of all new tokens except the last."""
         (self._part,) = assembled.parts
         cache.apply(self._part, length=length)
         self._device = device
@@ -55,7 +55,7 @@ class Decoder:
         return chosen
 
     def _send(self, x: Tensor) -> None:
-        """Send `x` to the next stage, and its shape and dtype before the first time."""
+        """Send `x` to the next stage; the first time, send its shape and dtype before it."""
         group, target = self._neighbour(+1)
         if not self._sent_kind:
             kind = list(x.shape[2:]), str(x.dtype).removeprefix("torch.")

@@ -102,17 +102,17 @@ def find_problems(
         if isinstance(module, UNSUPPORTED) and module.p > 0:
             yield _other(f"{label}.{name} is {module}", "Use nn.Dropout, set its probability to 0")
             return
-    shown = dry_pass(model, sample_shape=sample_shape, dtype=dtype)
-    if shown.random:
-        yield _other(f"{label}.{shown.random[0]}", "Use a module nn.Dropout there, set its probability to 0")
+    record = dry_pass(model, sample_shape=sample_shape, dtype=dtype)
+    if record.random:
+        yield _other(f"{label}.{record.random[0]}", "Use a module nn.Dropout there, set its probability to 0")
         return
-    shapes = {} if shown.error is not None else whole_shapes(model, sample_shape=sample_shape)
+    shapes = {} if record.error is not None else whole_shapes(model, sample_shape=sample_shape)
     for name, module in dropouts(model):
-        if name in shapes or (shown.error is None and name not in shown.inputs):  # known, or never called
+        if name in shapes or (record.error is None and name not in record.inputs):  # known, or never called
             continue
         reason = f"{label}.{name} is {module}, and which elements of a sample it gets is not known"
-        if shown.error is not None:
-            yield _other(f"{_described(model, shown.error, sample_shape)}. {reason}", "Fix this error")
+        if record.error is not None:
+            yield _other(f"{_described(model, record.error, sample_shape)}. {reason}", "Fix this error")
         else:
             rule = "it must be called once in a forward pass, with the samples as the first dim"
             yield _other(f"{reason}: {rule}", "Set its probability to 0")
@@ -139,34 +139,34 @@ def dry_pass(model: LayeredModel, *, sample_shape: tuple[int, ...], dtype: torch
 
     It can fail there because its code needs real numbers, or because it is wrong.
     """
-    shown = Pass()
+    record = Pass()
     kinds = INPUT_TYPES if dtype is None else (torch.float32 if dtype.is_floating_point else dtype,)
     for kind in kinds:
-        shown = _pass(model, torch.empty(BATCH, *sample_shape, dtype=kind, device="meta"))
-        if shown.error is None:
+        record = _pass(model, torch.empty(BATCH, *sample_shape, dtype=kind, device="meta"))
+        if record.error is None:
             break
-    return shown
+    return record
 
 
 def _pass(model: LayeredModel, samples: Tensor) -> Pass:
     tried = deepcopy(model).to("meta").train()
-    shown = Pass()
+    record = Pass()
     running: list[str] = []
     for name, module in tried.named_modules():
-        module.register_forward_pre_hook(partial(_enter, name, running, shown))
+        module.register_forward_pre_hook(partial(_enter, name, running, record))
         module.register_forward_hook(partial(_leave, running))
     try:
-        with torch.no_grad(), _RandomOperations(shown, running, {name for name, _ in dropouts(tried)}):
+        with torch.no_grad(), _RandomOperations(record, running, {name for name, _ in dropouts(tried)}):
             tried(samples)
     except Exception as error:  # of any kind: it is the user's code
-        shown.error = error
-    return shown
+        record.error = error
+    return record
 
 
-def _enter(name: str, running: list[str], shown: Pass, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+def _enter(name: str, running: list[str], record: Pass, module: nn.Module, inputs: tuple[Any, ...]) -> None:
     running.append(name)
     if inputs and isinstance(inputs[0], Tensor):
-        shown.inputs.setdefault(name, []).append(tuple(inputs[0].shape))
+        record.inputs.setdefault(name, []).append(tuple(inputs[0].shape))
 
 
 def _leave(running: list[str], module: nn.Module, inputs: Any, output: Any) -> None:
@@ -187,9 +187,9 @@ def _shape(name: str, inputs: list[tuple[int, ...]], halves: list[tuple[int, ...
 class _RandomOperations(DispatchMode):
     """Notes operators that draw random numbers outside of dropout layers."""
 
-    def __init__(self, shown: Pass, running: list[str], supported: set[str]) -> None:
+    def __init__(self, record: Pass, running: list[str], supported: set[str]) -> None:
         super().__init__()
-        self._shown, self._running, self._supported = shown, running, supported
+        self._record, self._running, self._supported = record, running, supported
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -199,5 +199,5 @@ class _RandomOperations(DispatchMode):
             name = operator_name(func) or ""
             arguments = operator_arguments(func, args, kwargs)
             if "scaled_dot_product" not in name or arguments.get("dropout_p", 0) > 0:
-                self._shown.random.append(f"{place or 'forward'} draws random numbers ({name})")
+                self._record.random.append(f"{place or 'forward'} draws random numbers ({name})")
         return func(*args, **(kwargs or {}))

@@ -14,7 +14,7 @@ from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.strategies.replace_forward import replace_modules
 from hpc_parallel.torch_internals import DispatchMode, operator_name
 
-LENGTH = 23  # of the sequence that is tried; a dim of this size is most likely its positions
+LENGTH = 23  # of the tried sequence; a dim of this size is most likely its positions
 
 Judge = Callable[[str, str, Sequence[Any], Any], str | None]
 """(name of the running module, operator, its arguments, its output) -> a clause about the module, or None."""

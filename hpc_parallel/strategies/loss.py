@@ -64,7 +64,7 @@ def propagate_nonfinite(loss: Tensor) -> Tensor:
 
 
 class WithMetrics:
-    """A loss function that returns [1 + metrics] where gradients are off. `names`: of the metrics it gave."""
+    """A loss function that returns [loss, *metrics] where gradients are off. `names`: of these metrics."""
 
     def __init__(self, loss: Loss, metrics: MetricsOf, *, model: str) -> None:
         """`model`: the name of the class, for messages."""

@@ -39,8 +39,8 @@ def find_problems(
 ) -> Problems:
     """Returns why the whole `model`, on meta, can't be split as `layout` says or can't do the task.
 
-    `sample_shape`: None if only the job knows the data; what depends on it is checked there. `dtype`: of the
-    samples, if it is known.
+    `sample_shape`: None if only the job knows the data. The job then checks what depends on the shape.
+    `dtype`: of the samples, if it is known.
     """
     yield from _sparse(model)
     yield from float8.find_problems(model, recipe=config.training.fp8)

@@ -48,7 +48,7 @@ class Window:
         return start, (end - 1) * self.stride - self.padding + self.dilation * (self.kernel - 1) + 1
 
     def sources(self, outputs: Span) -> Span:
-        """Inputs that reach all that these outputs of a transposed convolution get; others count as 0."""
+        """The inputs that a transposed convolution needs for these outputs; beyond the map they are 0."""
         first, end = outputs
         reach = self.dilation * (self.kernel - 1)
         return (first + self.padding - reach) // self.stride, -(-(end - 1 + self.padding) // self.stride) + 1

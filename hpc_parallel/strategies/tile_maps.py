@@ -102,7 +102,7 @@ def _is_supported(module: nn.Module) -> bool:
 class MapRecorder(DispatchMode):
     """Records the maps of supported modules, and a problem for each other operation that isn't pointwise.
 
-    A tensor that was computed from pooled maps only is whole on every device: any operation may use it.
+    A tensor that depends only on pooled maps is whole on every device, so any operation may use it.
     """
 
     full_maps: set[str]  # modules that get the whole map

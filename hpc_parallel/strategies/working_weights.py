@@ -15,9 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Embedding, Linear, Module, Parameter, RMSNorm
 
 from hpc_parallel import torch_internals
-from hpc_parallel.config.layout import DATAPARALLEL
-from hpc_parallel.config.schedules import schedule_of
-from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.strategies.forward_backward import ForwardBackward
 from hpc_parallel.strategies.precision import HALF
@@ -28,17 +25,6 @@ KINDS = (Linear, Embedding, Convolution, RMSNorm)
 
 All other weights stay float32: autocast computes with them in float32, or casts them.
 """
-
-
-def applies(config: RunConfig) -> bool:
-    """Whether a step of `config` without fully_shard, which casts weights itself, uses cast weights.
-
-    A schedule that splits the backward pass computes gradients of the weights that a module holds. The
-    replicas of nn.DataParallel hold weights of their own.
-    """
-    strategy = config.strategy
-    outside = strategy.execution == DATAPARALLEL or schedule_of(strategy).splits_backward
-    return config.training.precision == "bfloat16" and not outside
 
 
 def cast_for_good(model: LayeredModel) -> None:

@@ -97,8 +97,8 @@ def conclude(
 
 def cancelled_by(signal_name: str | None) -> str:
     """The cancellation in the words of the user who caused it."""
-    words = {"SIGINT": "Ctrl-C", "SIGHUP": "the end of its terminal (SIGHUP)"}
-    return "cancelled" if signal_name is None else f"cancelled by {words.get(signal_name, signal_name)}"
+    causes = {"SIGINT": "Ctrl-C", "SIGHUP": "the end of its terminal (SIGHUP)"}
+    return "cancelled" if signal_name is None else f"cancelled by {causes.get(signal_name, signal_name)}"
 
 
 def _looks_cancelled(cause: Record | None, *, returncode: int, text: str) -> bool:

@@ -12,7 +12,7 @@ Calls = Mapping[int, str]  # the newest collectives of a group on one rank: numb
 
 
 @dataclass(frozen=True)
-class Finding:
+class Desync:
     """The ranks to blame for a collective that did not complete."""
 
     collective: str
@@ -26,11 +26,11 @@ class Finding:
         return {"collective": self.collective, "number": self.number, "missing": list(self.ranks)}
 
 
-def compare(collectives: Mapping[int, Sequence[Mapping[str, Any]]], *, world_size: int) -> Finding | None:
+def compare(collectives: Mapping[int, Sequence[Mapping[str, Any]]], *, world_size: int) -> Desync | None:
     """Find the first disagreement; None if all ranks with a record are at the same collectives.
 
-    A group member without a record is missing only if no rank with a record is behind: it may have been
-    ended while it waited.
+    A group member without a record counts as missing only if no rank with a record is behind. It may have
+    waited when it was ended.
 
     collectives: rank -> `flight_recorder.by_group`.
     """
@@ -51,7 +51,7 @@ def compare(collectives: Mapping[int, Sequence[Mapping[str, Any]]], *, world_siz
     # If two ranks wait for each other, blame the one that left its usual sequence of collectives.
     blocked = {rank for finding in findings for rank in finding.waiting}
 
-    def innocence(finding: Finding) -> tuple[bool, bool]:
+    def innocence(finding: Desync) -> tuple[bool, bool]:
         rank = finding.ranks[0]
         # Groups that agree are left out: one that is used rarely would break any usual sequence.
         used = [group for group in collectives.get(rank, ()) if group["group"] in disagreeing]
@@ -72,7 +72,7 @@ def breaks_sequence(groups: Sequence[Mapping[str, Any]]) -> bool:
     return bool(usual) and kinds[-1] not in usual
 
 
-def _mismatch(calls: Mapping[int, Calls]) -> Finding | None:
+def _mismatch(calls: Mapping[int, Calls]) -> Desync | None:
     """The first number at which ranks entered collectives of different names; the minority is to blame."""
     for number in sorted(set.intersection(*(set(rank_calls) for rank_calls in calls.values()))):
         names = Counter(rank_calls[number] for rank_calls in calls.values())
@@ -82,11 +82,11 @@ def _mismatch(calls: Mapping[int, Calls]) -> Finding | None:
             waiting = tuple(sorted(set(calls) - set(wrong)))
             other = calls[wrong[0]][number]
             message = f"entered {other} where {name_ranks(waiting)} entered {right} (collective {number})"
-            return Finding(right, number, wrong, waiting=waiting, message=message)
+            return Desync(right, number, wrong, waiting=waiting, message=message)
     return None
 
 
-def _missing(calls: Mapping[int, Calls], *, members: set[int]) -> Finding | None:
+def _missing(calls: Mapping[int, Calls], *, members: set[int]) -> Desync | None:
     last = {rank: max(rank_calls) for rank, rank_calls in calls.items()}
     number = max(last.values())
     waiting = tuple(sorted(rank for rank in last if last[rank] == number))
@@ -100,7 +100,7 @@ def _missing(calls: Mapping[int, Calls], *, members: set[int]) -> Finding | None
     message = (
         f"missing{others} from {name} (collective {number}), in which {name_ranks(waiting)} waited{previous}"
     )
-    return Finding(name, number, tuple(missing), waiting=waiting, message=message)
+    return Desync(name, number, tuple(missing), waiting=waiting, message=message)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -1,6 +1,6 @@
 """Mark an exception with its origin (block 7, the optimizer, step 12) for the failure record.
 
-This costs nothing without an error: the mark is set while the exception propagates.
+The mark is set while the exception propagates, so it costs nothing without an error.
 """
 
 from __future__ import annotations

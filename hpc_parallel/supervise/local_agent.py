@@ -48,7 +48,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PERIOD_S = 0.02
 _GRACE_S = 2.0  # after the first failure, so that other ranks can write their records
 _PATIENCE_S = 1.5  # from SIGTERM to SIGKILL
-_SAVE_S = 60.0  # the same if the ranks were asked to stop and save their state
+_SAVE_S = 60.0  # the same, if the ranks were asked to save their state
 _SPINS = "1000"  # about as fast as endless spinning on a quiet machine; PASSIVE took 1.5 times as long
 _WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}  # how long OpenMP's threads spin
 _GIVE_UP_S = 10.0  # after SIGKILL: a process may hang in the kernel, on a GPU or a file server
@@ -80,7 +80,7 @@ def run(run_folder: str, *, load_entry: Callable[[], Entry]) -> int:
         for number in STOP_SIGNALS:  # no rank has started yet
             signal.signal(number, leave)
         code = _attempt(folder, config=config, per_node=per_node, load_entry=load_entry)
-        asks = (read_json(folder.summary) or {}).get("outcome") == "preempted"  # a script, by its exit code
+        asks = (read_json(folder.summary) or {}).get("outcome") == "preempted"  # a script's exit code
         if code == 0 or not (asks or may_restart(folder)):
             return code
         print("restarting", flush=True)
@@ -122,11 +122,11 @@ def _attempt(
     if failed or cancelled:
         asked_by = failure.signal_name(watch.signals[0]) if cancelled else None
         code, log = next(filter(None, watch.returncodes.values()), 1), ""
-        if not is_rank:  # of torchrun itself
+        if not is_rank:  # the output of torchrun itself
             with suppress(OSError, DamagedError):
                 log = read_tail(folder.logs / "agent.err").decode(errors="replace")
         conclude(folder, returncode=code, text=log, cancelled=cancelled, asked_by=asked_by, environment={})
-    elif is_script(config):  # no rank knows that all of them succeeded
+    elif is_script(config):  # a single rank does not know whether all succeeded
         conclude(folder, returncode=0, environment={})
     summary = read_json(folder.summary)
     return int(summary is None or summary["outcome"] != "completed")
@@ -196,7 +196,7 @@ class Watch:
                 terminate_at = min(terminate_at, now)
                 patience_s = _SAVE_S if cancelled else _PATIENCE_S
             for rank, returncode in self._newly_ended():
-                if returncode == 0 and self.folder.stopped.exists():  # the others have as long as under srun
+                if returncode == 0 and self.folder.stopped.exists():  # srun gives the other ranks as long
                     terminate_at = min(terminate_at, now + _SAVE_S)
                 if returncode == 0 or cancelled:
                     continue
@@ -320,7 +320,10 @@ def _prepare_parent(agent: int) -> None:
 def _be_rank(run_folder: str, world: World, agent: int, entry: Entry) -> None:
     """Run the entry in a forked process, then exit."""
     die_with_parent(agent)
-    for number in (*STOP_SIGNALS, signal.SIGQUIT):  # torch's handlers raise, which does not interrupt C code
+    for number in (
+        *STOP_SIGNALS,
+        signal.SIGQUIT,
+    ):  # torch's handlers raise an exception, which does not interrupt C code
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
@@ -329,7 +332,7 @@ def _be_rank(run_folder: str, world: World, agent: int, entry: Entry) -> None:
         failure.record_exception(RunFolder(Path(run_folder)), world=world, error=error)
         traceback.print_exc()
         code = 1
-    # torch keeps a rank that returns or exits with 0 alive until all ranks have. A rank that exits with
+    # torch keeps a rank that returns or exits with 0 alive until all ranks have ended. A rank that exits with
     # None ends at once, also with success.
     sys.exit(code or None)
 
@@ -337,8 +340,9 @@ def _be_rank(run_folder: str, world: World, agent: int, entry: Entry) -> None:
 def share_cores(environment: MutableMapping[str, str], *, ranks: int) -> None:
     """Set OpenMP's share of the cores, as torchrun does, unless the site has set it.
 
-    Threads that wait soon sleep: other programs use the cores of this machine too, and a thread that spins
-    keeps a core from the one that it waits for. A step of two threads took 75 times as long at load 25.
+    Waiting threads go to sleep early. Other programs use the cores of this machine too, and a spinning thread
+    can take the core from the thread for which it waits. At load 25, a step of two threads that spin took 75
+    times as long.
     """
     environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     if not environment.keys() & _WAITING:
@@ -357,7 +361,7 @@ def main(arguments: Sequence[str], *, load_entry: Callable[[], Entry]) -> None:
         code = run(options.run_folder, load_entry=load_entry)
     except Exception:
         traceback.print_exc()
-    if os.getpgrp() == os.getpid():  # our group holds processes that the ranks started and did not end
+    if os.getpgrp() == os.getpid():  # the ranks may have left processes in our group
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)
     sys.stdout.flush()

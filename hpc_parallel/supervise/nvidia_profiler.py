@@ -1,4 +1,4 @@
-"""The words before a rank's command that run it in a profiler of NVIDIA."""
+"""The command prefix that runs a rank in a profiler of NVIDIA."""
 
 from __future__ import annotations
 

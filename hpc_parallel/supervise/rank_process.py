@@ -103,10 +103,10 @@ def _run_script(
         script_rank.set_variables(folder, config, world=world, environment=variables)
         if world.rank == 0:
             script_rank.begin(folder, config, world=world, environment=variables)
-        words, working = script_rank.command_of(folder, config, rank=world.rank, variables=variables)
+        command, working = script_rank.command_of(folder, config, rank=world.rank, variables=variables)
         with script_rank.streams(folder, rank=world.rank) as (out, err):
             child = subprocess.Popen(
-                words, cwd=working, env=variables,
+                command, cwd=working, env=variables,
                 preexec_fn=partial(_prepare, os.getpid(), handles=script["stop_signal"]),
                 close_fds=False,  # PMI_FD of MPI; our own files close themselves
                 stdin=subprocess.DEVNULL, stdout=out, stderr=err,

@@ -51,7 +51,7 @@ def allowed(folder: RunFolder, *, how: str, recoverable: bool, launcher: Mapping
     if how == failure.NONFINITE:  # only once, because the same samples may cause the same failure
         first_time = sum(end["how"] == how for end in attempts.recent_ends(folder)) == 1
         return recoverable and first_time
-    if how == failure.PREFLIGHT:  # each time without the hosts that it accused
+    if how == failure.PREFLIGHT:  # each restart leaves out the accused hosts
         return recoverable and ends[failure.PREFLIGHT] <= MOST_EXCLUSIONS
     return recoverable and ends["failure"] <= int(launcher["max_restarts"])
 

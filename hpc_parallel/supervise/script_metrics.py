@@ -56,17 +56,17 @@ class _Log:
         self._path, self._parse, self._offset = path, parse, size_of(path)
 
     def read(self, is_last: bool) -> list[Figures]:
-        found: list[Figures | None] = []
+        parsed: list[Figures | None] = []
         with suppress(OSError, DamagedError), open_regular(self._path) as file:
             file.seek(self._offset)
             while added := file.read(_MOST_BYTES):
                 cut = added.rfind(b"\n") + 1 or (len(added) if is_last or len(added) == _MOST_BYTES else 0)
-                found += map(self._parse, added[:cut].decode(errors="replace").splitlines())
+                parsed += map(self._parse, added[:cut].decode(errors="replace").splitlines())
                 self._offset += cut
                 file.seek(self._offset)
                 if not cut:
                     break
-        return [figures for figures in found if figures is not None]
+        return [figures for figures in parsed if figures is not None]
 
 
 def figures_of(line: str, pattern: re.Pattern[str]) -> Figures | None:

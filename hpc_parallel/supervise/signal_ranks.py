@@ -27,6 +27,6 @@ def ranks_here(folder: str) -> list[int]:
     return [
         process.pid
         for process in psutil.process_iter(["cmdline", "uids"])
-        if (words := process.info["cmdline"] or [])[-3:] == worker or words[1:] == parent
+        if (command := process.info["cmdline"] or [])[-3:] == worker or command[1:] == parent
         if process.info["uids"].real == os.geteuid()
     ]

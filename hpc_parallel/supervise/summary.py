@@ -1,6 +1,6 @@
 """`summary.json`: a run's layout, progress, speed and outcome.
 
-After a failure a process that must start fast writes it, so this module does not import torch.
+After a failure, a process that must start fast writes this file, so this module does not import torch.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def summarise(
     """The content of `summary.json`, with null for figures that were not measured.
 
     config: the content of `config.yaml`; lines: of `metrics.jsonl`; history: `attempts.history`;
-    measured: figures of the profiled steps (MEASURED), the weights that the job started from, and what its
-    comparison with one device showed; environment: the content of `environment.json`.
+    measured: figures of the profiled steps (MEASURED), the weights that the job started from, and the result
+    of its layout check; environment: the content of `environment.json`.
 
     All shares and times are means over the ranks:
     - `exposed_communication_share`: share of a step in which a device waits for others and computes

@@ -25,6 +25,7 @@ from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
 from hpc_parallel.problems import ConfigError, Problem, Problems, quoted
 from hpc_parallel.record.metrics_file import figure
 from hpc_parallel.record.names import from_here
+from hpc_parallel.record.recorded_start import key_of
 from hpc_parallel.record.sweep_folder import (
     MANIFEST,
     SkippedRun,
@@ -39,7 +40,7 @@ from hpc_parallel.sweep import sweep_table
 from hpc_parallel.sweep.next_steps import report_command
 from hpc_parallel.sweep.start import open_folder
 from hpc_parallel.sweep.sweep_plan import OF_THE_SWEEP
-from hpc_parallel.sweep.trial import RunFailedError, Trial, key_of, read_result
+from hpc_parallel.sweep.trial import RunFailedError, Trial, read_result
 
 RESULTS = "optimization_results.yaml"  # written by Hydra's plugins for Optuna, Ax and Nevergrad
 _ALLOWED = ("objective", "wait")  # keys of `sweep.` that are allowed; every run is waited for anyway

@@ -15,6 +15,7 @@ from hpc_parallel.launch.choose_launcher import launcher_of
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.recorded import number, read_run
+from hpc_parallel.record.recorded_start import key_of
 from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, change_sweep
 from hpc_parallel.slurm.submit import SiteRefusedError
 from hpc_parallel.sweep.sweep_plan import PlannedRun, run_overrides
@@ -87,11 +88,6 @@ class Trial:
             raise RunFailedError(f"{result.failure}: {path}")
         print(", ".join(f"{name} = {value}" for name, value in result.figures.items()), flush=True)
         return list(result.figures.values())
-
-
-def key_of(override: str) -> str:
-    """The key of an override."""
-    return override.partition("=")[0]
 
 
 @dataclass(frozen=True)

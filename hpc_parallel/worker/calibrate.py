@@ -161,7 +161,7 @@ class DeviceRows:
 
 
 def link_groups(groups: Mapping[str, Group]) -> dict[str, Group]:
-    """Those inside a node and across nodes; all ranks, if they are one of the two; none of a single rank."""
+    """The groups inside a node and across nodes. If all ranks are one of them, the group of all."""
     both = {name: groups[name] for name in (INSIDE, ACROSS) if name in groups}
     return both or {name: group for name, group in groups.items() if name == WORLD and group.ranks > 1}
 

@@ -111,7 +111,7 @@ def _launch(device: torch.device) -> Callable[[], object]:
 
 
 def _product(side: int, precision: str, device: torch.device) -> Callable[[], object]:
-    """Of drawn numbers: a GPU needs less power for equal ones, and is faster with them than in a training."""
+    """A product of drawn numbers: with equal ones, a GPU needs less power and is faster than in training."""
     one, other = (torch.randn(side, side, device=device).to(getattr(torch, precision)) for _ in range(2))
     result = torch.empty_like(one)
     return lambda: torch.mm(one, other, out=result)

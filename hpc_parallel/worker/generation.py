@@ -87,7 +87,7 @@ def generate(
 
 
 def without_split_positions(config: RunConfig) -> RunConfig:
-    """One position can't be split over a sequence, and the choice of a token needs all its logits."""
+    """Without split sequences and logits: one position has no parts, and a choice needs all logits."""
     return replace(config, strategy=replace(config.strategy, sequence_parallel=False, loss_parallel=False))
 
 
@@ -204,7 +204,7 @@ def chooser(task: GenerateConfig, *, seed: int, prompts: Sequence[int]) -> Choos
 
 @dataclass
 class Clock:
-    """Measures tokens per second when a line is due. The host waits for the device only then."""
+    """Measures tokens per second for each line of metrics. Only then does the host wait for the device."""
 
     config: RunConfig
     device: torch.device

@@ -37,15 +37,15 @@ from hpc_parallel.slurm.jobs import job_of
 from hpc_parallel.strategies import exchange
 from hpc_parallel.supervise import failure, flight_recorder
 from hpc_parallel.torch_internals import set_default_timeout
-from hpc_parallel.worker import open_files, preflight, stop, transport
+from hpc_parallel.worker import rank_files, start_checks, stop, transport
 from hpc_parallel.worker.calibrate import calibrate
 from hpc_parallel.worker.collectives import measure_collectives
 from hpc_parallel.worker.environment import describe, tf32
 from hpc_parallel.worker.generation import generate
 from hpc_parallel.worker.inference import infer
-from hpc_parallel.worker.machine_check import check_machine
-from hpc_parallel.worker.parity_record import prove
-from hpc_parallel.worker.rank_logs import redirect
+from hpc_parallel.worker.preflight_task import check_machine
+from hpc_parallel.worker.proof import prove
+from hpc_parallel.worker.rank_files import redirect
 from hpc_parallel.worker.rendezvous import hosts, meet
 from hpc_parallel.worker.session import phases_of, read_config
 from hpc_parallel.worker.signed_objects import require_signatures
@@ -86,12 +86,12 @@ def main(run_folder: str) -> int:
         if world.rank == 0 and (problem := unused_gpus(config, device, host=world.host)) is not None:
             print(f"WARNING: {problem}", file=sys.stderr, flush=True)
         fabric.require_interfaces(os.environ, host=world.host, nccl=device.type == "cuda")
-        xids = XidEvents(nvml_module(), preflight.gpu_uuid(device))
+        xids = XidEvents(nvml_module(), start_checks.gpu_uuid(device))
         on_phase = phases_of(folder, rank=world.rank)
         on_phase(f"connecting {world.world_size} rank{'s' * (world.world_size > 1)}")
         store = join(folder, config=config, world=world, device=device, reasons=reasons)
         on_phase("checks of the hosts")
-        preflight.check(folder, config=config, world=world, device=device, xids=xids)
+        start_checks.check(folder, config=config, world=world, device=device, xids=xids)
         task = TASKS[config.task.name]
         watched = watch(
             folder, world=world, timeout_s=config.cluster.hang_timeout_s, store=store,
@@ -114,7 +114,7 @@ def main(run_folder: str) -> int:
 
 def warn_of_limits(world: World) -> None:
     """Let this rank open as many files as it may, and warn on each host if they are too few."""
-    problem = open_files.shortage(open_files.raise_limit(), world)
+    problem = rank_files.shortage(rank_files.raise_limit(), world)
     if problem is not None and world.local_rank == 0:
         print(f"WARNING: {problem}", file=sys.stderr, flush=True)
 
@@ -166,7 +166,7 @@ def prepare_device(config: RunConfig, world: World) -> torch.device:
 
 
 def unused_gpus(config: RunConfig, device: torch.device, *, host: str) -> str | None:
-    """That a job asked for GPUs and trains without one, because torch finds none; else None."""
+    """A warning if the job asked for GPUs and torch finds none, so that it trains without; else None."""
     asked = config.launcher.kind == "slurm" and config.cluster.gpus
     if not asked or config.device != "auto" or device.type != "cpu":
         return None

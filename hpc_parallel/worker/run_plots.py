@@ -1,4 +1,4 @@
-"""Have the plots of a run drawn at its end, outside of this process."""
+"""Starts the process that draws the plots of a run at its end (report/run_plot.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.run_folder import RunFolder
 
 MODULE = "hpc_parallel.report.run_plot"
-SHORTEST_S = 10.0  # matplotlib takes a second or two: a shorter run is not made to wait
+SHORTEST_S = 10.0  # matplotlib takes a second or two, too long beside a shorter run
 PATIENCE_S = 20.0  # srun ends a rank that stays 60 s after the others
 
 

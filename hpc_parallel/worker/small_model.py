@@ -1,4 +1,4 @@
-"""A small copy of a run for `verify.py`: few blocks, short sequences, few samples, float64."""
+"""A small copy of a run for `verify.py`: few blocks, short sequences, few samples, float64, drawn weights."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hpc_parallel.config.layout import DATAPARALLEL, Layout, divisors, layout_of
 from hpc_parallel.config.schedules import stages_per_rank
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.data.sampler import Data, to_device
+from hpc_parallel.models.drawn_weights import tensor_seed
 from hpc_parallel.models.layered import LayeredModel, part_of
 from hpc_parallel.strategies.dropout_shapes import dry_pass
 from hpc_parallel.strategies.whole_model import build_small_sizes
-from hpc_parallel.worker.random_weights import randomise
 
 FEW_BLOCKS = 4
 MOST_REPLICAS = 8  # with samples of their own; others repeat them
@@ -133,3 +133,35 @@ def _takes(model: LayeredModel, inputs: Tensor) -> bool:
 
 def _shapes(block: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
     return tuple((name, tuple(weight.shape)) for name, weight in block.named_parameters())
+
+
+def randomise(model: LayeredModel, *, seed: int) -> LayeredModel:
+    """Let the whole `model`, on meta, start with random numbers of order 1; returns it.
+
+    Many models start with gates or heads at zero, behind which a wrong layout computes the right thing.
+
+    A matrix keeps the size of what it is multiplied with. A vector or scalar is between 0.5 and 1.5. A buffer
+    has its own values times such a number, or such a number instead of zero: an infinity in a mask stays.
+    """
+    initialise_model, buffers = model.initialise, {name for name, _ in model.named_buffers()}
+
+    def initialise(name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        if name in buffers or not tensor.is_floating_point():
+            initialise_model(name, tensor, generator)
+            if tensor.is_floating_point():
+                _vary(tensor, generator)
+        elif tensor.dim() < 2:
+            tensor.uniform_(0.5, 1.5, generator=generator)
+        else:
+            tensor.normal_(std=max(1, tensor.shape[1:].numel()) ** -0.5, generator=generator)
+
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point() and not buffer.is_meta:  # a constructor has filled it
+            _vary(buffer, torch.Generator().manual_seed(tensor_seed(seed, name) >> 1))
+    model.initialise = initialise  # type: ignore[method-assign]
+    return model
+
+
+def _vary(buffer: Tensor, generator: torch.Generator) -> None:
+    factor = torch.empty_like(buffer).uniform_(0.5, 1.5, generator=generator)
+    buffer.copy_(torch.where(buffer == 0, factor, buffer * factor))

@@ -9,7 +9,7 @@ from statistics import median_low
 import torch
 import torch.distributed as dist
 
-from hpc_parallel.machine.preflight_findings import SLOW
+from hpc_parallel.machine.host_findings import SLOW
 from hpc_parallel.strategies import exchange
 
 ROUNDS, ROUND_S = 3, 0.2  # of matrix products; the fastest round counts

@@ -32,12 +32,12 @@ _early: list[int] = []  # signals received before training
 
 
 def remember(number: int, frame: FrameType | None) -> None:
-    """Signal handler until training begins. The run then stops after its first step."""
+    """The signal handler until training begins. A remembered signal stops the run after its first step."""
     _early.append(number)
 
 
 class Stop:
-    """This rank's flag and the agreement of all ranks; inside the context the signals only set the flag.
+    """The stop flag of this rank, and the agreement of all ranks. Inside the context, signals set the flag.
 
     About every `period_s` seconds rank 0 broadcasts two numbers, at a step that all ranks compute alike; the
     steps between have no collective. A second signal ends the process at once.

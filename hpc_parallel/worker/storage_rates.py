@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hpc_parallel.planning.hardware import Storage
 from hpc_parallel.strategies import exchange
-from hpc_parallel.worker.machine_check import copy_rates
+from hpc_parallel.worker.preflight_task import copy_rates
 from hpc_parallel.worker.read_scaling import BLOCK_BYTES
 from hpc_parallel.worker.time_budget import TimeBudget, advice
 
@@ -72,7 +72,7 @@ def storage_rates(folder: Path, *, device: torch.device) -> Storage:
 
 
 def _slowest(times: tuple[float, float] | str) -> tuple[float, float]:
-    """Of all ranks. Raises StorageError with the first rank's error."""
+    """The slowest times of all ranks. Raises StorageError with the first rank's error."""
     by_rank = exchange.all_gather(times)
     if errors := [error for error in by_rank if isinstance(error, str)]:
         raise StorageError(errors[0])

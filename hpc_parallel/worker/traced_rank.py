@@ -19,8 +19,9 @@ from hpc_parallel.config.model_weights import sample_shape_of
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
 from hpc_parallel.models.drawn_weights import without_values
 from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.planning.activations import casts_once
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.strategies import forward_backward, replicate, shard, working_weights
+from hpc_parallel.strategies import forward_backward, replicate, shard
 from hpc_parallel.strategies.assemble import assemble, surround
 from hpc_parallel.strategies.groups import make_groups
 from hpc_parallel.strategies.mesh import weight_axes
@@ -133,7 +134,7 @@ class TracedRank:
             self._assembled, states=self._states, groups=self._groups, config=self._config,
             microbatches=microbatches, traffic=traffic,
         )  # fmt: skip
-        casts = working_weights.applies(self._config)
+        casts = casts_once(self._config)
         parts = self._assembled.parts
         with traffic:
             surround(

@@ -17,8 +17,8 @@ from hpc_parallel.config.schedules import schedule_of, stages_of, stages_per_ran
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.auxiliary_loss import auxiliary_losses
 from hpc_parallel.models.layered import LayeredModel, as_tuple
+from hpc_parallel.planning.activations import casts_once
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.strategies import working_weights
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.strategies.gradients import local_gradients
 from hpc_parallel.strategies.groups import Groups
@@ -109,7 +109,7 @@ class Stages:
         if part.head is None:
             self._send(outputs, to_stage=stage + 1)
         if part.stem is None:
-            self._send([given.grad for given in inputs if given.grad is not None], to_stage=stage - 1)
+            self._send([tensor.grad for tensor in inputs if tensor.grad is not None], to_stage=stage - 1)
         return saved.bytes
 
     def _send(self, tensors: Sequence[Tensor], *, to_stage: int) -> None:
@@ -146,17 +146,17 @@ class Stages:
                 Stage(part, stage, stages, device, group=axis.get_group()).perform_reduce_grad(1)
 
     def _inputs(self, part: LayeredModel, inputs: Tensor) -> tuple[Tensor, ...]:
-        """Those of a stage, in the type in which the stage before sends them."""
+        """The inputs of a stage, in the type in which the stage before sends them."""
         if part.stem is not None:
             return (inputs,)
         precision = self._config.training.precision
-        cast = working_weights.applies(self._config) or (self._layout.by_fully_shard and precision in HALF)
+        cast = casts_once(self._config) or (self._layout.by_fully_shard and precision in HALF)
         dtype = HALF[precision] if cast else WEIGHTS[precision]
         shapes = [self._local(shape, inputs) for shape in self._states[next(iter(part.blocks))]]
         return tuple(torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes)
 
     def _local(self, shape: torch.Size, inputs: Tensor) -> torch.Size:
-        """Of a state of the whole sequence, this rank's part."""
+        """The shape of this rank's part of a state of the whole sequence."""
         if self._layout.tile > 1:
             raise ConfigError(["strategy.tile in a pipeline is not measured."])
         if inputs.dim() != 2:

@@ -17,10 +17,10 @@ from hpc_parallel.config.layout import servers
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.machine.device_state import device_state
 from hpc_parallel.machine.topology import nvml_module
-from hpc_parallel.profiling.accusations import Accusations
 from hpc_parallel.profiling.measurement import Measurement
 from hpc_parallel.profiling.rank_times import RankTimes
 from hpc_parallel.profiling.recording import Recording
+from hpc_parallel.profiling.slow_ranks import Accusations
 from hpc_parallel.record import attempts
 from hpc_parallel.record.checkpoint_index import clear, set_aside_after
 from hpc_parallel.record.metrics_file import MetricsReader
@@ -47,9 +47,9 @@ from hpc_parallel.training.state_bytes import state_by_rank
 from hpc_parallel.training.step import Step
 from hpc_parallel.training.trainer import Samples, Trainer
 from hpc_parallel.training.writers import open_writers
-from hpc_parallel.worker.preflight import gpu_uuid
 from hpc_parallel.worker.run_plots import draw_plots, span_s
 from hpc_parallel.worker.session import Session, complete, note_stop, phases_of
+from hpc_parallel.worker.start_checks import gpu_uuid
 from hpc_parallel.worker.stop import Stop
 from hpc_parallel.worker.time_limit import time_limit_of
 

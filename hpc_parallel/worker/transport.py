@@ -30,7 +30,7 @@ class FabricError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Findings:
+class TransportCheck:
     """The same on all ranks. kinds, devices: of the fabric, by host; transport: None without NCCL."""
 
     expected: str
@@ -46,7 +46,7 @@ class Findings:
 
 def find_transport(
     folder: RunFolder, *, config: RunConfig, world: World, hosts: Sequence[str], devices: FabricDevices
-) -> Findings:
+) -> TransportCheck:
     """Find what carries the data; a collective call.
 
     hosts: of all ranks, by rank.
@@ -59,16 +59,16 @@ def find_transport(
         torch.cuda.empty_cache()
         log = _own_log(folder, rank=world.rank)
         transport = nccl_log.parse(log, hosts=hosts)
-    own_findings = {
+    rank_facts = {
         "host": world.host,
         "kind": devices.kind,
         "devices": devices.describe(devices.kind if expected_kind == AUTO else expected_kind),
         "transport": transport and transport.as_record(),
     }
-    ranks = exchange.all_gather(own_findings)
+    ranks = exchange.all_gather(rank_facts)
     kinds = {rank["host"]: rank["kind"] for rank in ranks}
     detected = next((kind for kind in RDMA if kind in kinds.values()), TCP)
-    return Findings(
+    return TransportCheck(
         expected=detected if expected_kind == AUTO else expected_kind,
         kinds=kinds,
         devices={rank["host"]: rank["devices"] for rank in ranks},
@@ -96,26 +96,26 @@ def use_connections(device: torch.device) -> None:
             work.wait()
 
 
-def problem_of(findings: Findings, *, require: bool) -> str | None:
+def problem_of(check: TransportCheck, *, require: bool) -> str | None:
     """Why data between nodes does not go as expected, in one sentence; None if it does.
 
     gloo always uses sockets. That is a problem only if `fabric.require` asks for something else.
     """
-    if len(findings.kinds) < 2:
+    if len(check.kinds) < 2:
         return None
-    if findings.expected not in RDMA:
+    if check.expected not in RDMA:
         return "no host has a device of a fabric with RDMA" if require else None
-    expectation = f"the fabric should be {findings.expected} ({_devices(findings)})"
-    if findings.transport is None:
+    expectation = f"the fabric should be {check.expected} ({_devices(check)})"
+    if check.transport is None:
         return f"gloo sends between nodes through sockets, and {expectation}" if require else None
-    library = findings.transport.library
-    if not findings.transport.pairs.get(nccl_log.ACROSS):
+    library = check.transport.library
+    if not check.transport.pairs.get(nccl_log.ACROSS):
         hidden = f"{library}'s log does not say what carries data between nodes: unset {nccl_log.DEBUG}"
         return f"{hidden}; {expectation}"
-    if nccl_log.SOCKETS not in findings.transport.across:
+    if nccl_log.SOCKETS not in check.transport.across:
         return None
     name = f"aws-ofi-{library.lower()}"
-    plugin = f"; the plugin {name} was not loaded" if findings.expected in (SLINGSHOT, EFA) else ""
+    plugin = f"; the plugin {name} was not loaded" if check.expected in (SLINGSHOT, EFA) else ""
     return f"{library} sends between nodes through sockets ({nccl_log.SOCKETS}), and {expectation}{plugin}"
 
 
@@ -127,12 +127,12 @@ def report(problem: str, *, require: bool) -> None:
         print(f"WARNING: {problem}", file=sys.stderr, flush=True)
 
 
-def _devices(findings: Findings) -> str:
+def _devices(check: TransportCheck) -> str:
     """The hosts without a device, or the devices if each host has some."""
-    without = [host for host, devices in findings.devices.items() if devices == "no device"]
+    without = [host for host, devices in check.devices.items() if devices == "no device"]
     if without:
         return f"no active device on {', '.join(without[:8])}" + " and others" * (len(without) > 8)
-    return next(iter(findings.devices.values()))
+    return next(iter(check.devices.values()))
 
 
 def _own_log(folder: RunFolder, *, rank: int) -> str:

@@ -1,4 +1,4 @@
-"""Compares a layout with one device before a model of the user's own trains on it.
+"""The layout check: compares a layout with one device before a model of the user's own trains on it.
 
 A small copy of the model, with random weights, takes two steps on this layout and on one device. A difference
 stops the run. Equal results are recorded, so that the next run does not repeat the comparison.
@@ -26,8 +26,8 @@ from hpc_parallel.strategies.groups import Groups
 from hpc_parallel.strategies.model_checks import is_own
 from hpc_parallel.supervise.error_place import located
 from hpc_parallel.user_code import UserCodeError, described
+from hpc_parallel.worker.layout_check_key import layout_check_key
 from hpc_parallel.worker.loss_check import check_loss
-from hpc_parallel.worker.proof_key import proof_key
 from hpc_parallel.worker.small_model import SmallRun, build_small
 from hpc_parallel.worker.small_results import BUFFER, Results, on_layout, on_one_device, sometimes_used
 
@@ -62,7 +62,7 @@ def verify(config: RunConfig, *, plan: Plan, data: Data, groups: Groups, device:
         return _say(f"{omitted} (strategy.verify=never).")
     model = build_small(config)
     run = SmallRun.of(config, plan=plan, model=model, data=data, device=device)
-    key = proof_key(run, model=model)
+    key = layout_check_key(run, model=model)
     folder = proofs_folder(os.environ)
     if mode == "auto" and exchange.broadcast(is_proven(key, folder=folder)):
         return _say(f"{_name(config)} equals one device on {plan.layout}: an earlier run compared them")
@@ -180,8 +180,8 @@ def _differences(result: Results, reference: Results, *, noise: float) -> Iterat
     for name, tensor in result.tensors.items():
         exact = reference.tensors.get(name)
         distance = float((tensor if exact is None else tensor - exact).norm())
-        own = 0.0 if exact is None else float(exact.norm())
-        allowed = noise * reference.norms.get(name, result.norms[name]) + OWN_SHARE * own
+        exact_norm = 0.0 if exact is None else float(exact.norm())
+        allowed = noise * reference.norms.get(name, result.norms[name]) + OWN_SHARE * exact_norm
         if distance == 0:
             yield name, 0.0
         else:

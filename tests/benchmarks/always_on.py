@@ -30,9 +30,9 @@ def block_times_s() -> tuple[list[float], list[float], list[int], list[float]]:
 
     from hpc_parallel.models.layered import materialise
     from hpc_parallel.models.transformer import Transformer
-    from hpc_parallel.profiling.accusations import Accusations
     from hpc_parallel.profiling.measurement import timed_step
     from hpc_parallel.profiling.rank_times import RankTimes
+    from hpc_parallel.profiling.slow_ranks import Accusations
 
     device = torch.device("cpu")
     model = Transformer(layers=4, dim=128, heads=4, kv_heads=4, ffn_dim=320, vocab_size=256)

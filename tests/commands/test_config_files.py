@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_parallel.commands.run import main
+from hpc_parallel.commands.run_command import main
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpc_parallel import __version__
-from hpc_parallel.commands.run import main
+from hpc_parallel.commands.run_command import main
 from hpc_parallel.config import conda, ones_own
 from hpc_parallel.config.checks.targets import missing_part
 from hpc_parallel.config.compose import flat

@@ -199,7 +199,8 @@ def test_the_launcher_does_not_see_hydras_switch(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     seen: list[bool] = []
     monkeypatch.setattr(
-        "hpc_parallel.commands.run.launch", lambda run: seen.append("HYDRA_FULL_ERROR" in os.environ) or 0
+        "hpc_parallel.commands.run_command.launch",
+        lambda run: seen.append("HYDRA_FULL_ERROR" in os.environ) or 0,
     )
     assert main(["nodes=2"]) == 0
     assert seen == [False]

@@ -20,7 +20,7 @@ from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.supervise import local_agent
-from hpc_parallel.worker import rank_logs
+from hpc_parallel.worker import rank_files
 
 VICTIM = 2
 
@@ -35,7 +35,7 @@ def play(run_folder: str) -> int:
     folder = RunFolder(Path(run_folder))
     world = World.discover(os.environ)
     rank = world.rank
-    rank_logs.redirect(folder, rank=rank)
+    rank_files.redirect(folder, rank=rank)
     scenario = (folder.path / "scenario").read_text()
     store = meet(folder, world=world, cluster=ClusterConfig(name="here", start_timeout_s=240))
     dist.init_process_group(

@@ -22,9 +22,9 @@ from hpc_parallel.record.metrics_file import MetricsReader
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.report import run_plot
 from hpc_parallel.training.nonfinite import FollowerError
-from hpc_parallel.worker import direct_storage, machine_check, machine_findings
-from hpc_parallel.worker.machine_check import check_machine
-from hpc_parallel.worker.machine_findings import (
+from hpc_parallel.worker import direct_storage, preflight_findings, preflight_task
+from hpc_parallel.worker.accused_hosts import PreflightError
+from hpc_parallel.worker.preflight_findings import (
     MachineMeasurement,
     slow_copies,
     slow_devices,
@@ -32,7 +32,7 @@ from hpc_parallel.worker.machine_findings import (
     slow_links,
     slow_storage,
 )
-from hpc_parallel.worker.preflight_act import PreflightError
+from hpc_parallel.worker.preflight_task import check_machine
 from hpc_parallel.worker.read_scaling import ReadingError, powers
 from hpc_parallel.worker.session import read_config
 from tests.composed import composed
@@ -91,10 +91,10 @@ def judged(run_folder: str, slow_rank: int) -> str:
     names = [f"n{rank + 1}" for rank in range(dist.get_world_size())]
     times_s = [1.0 if rank == slow_rank else 0.1 for rank in range(dist.get_world_size())]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machine_check, "host_names", lambda *_: names)
-        patch.setattr(machine_check, "matrix_times_s", lambda _: times_s)
-        patch.setattr(machine_check, "link_rates", lambda *_, **__: {})
-        patch.setattr(machine_findings, "SLOW_READ", 1e9)
+        patch.setattr(preflight_task, "host_names", lambda *_: names)
+        patch.setattr(preflight_task, "matrix_times_s", lambda _: times_s)
+        patch.setattr(preflight_task, "link_rates", lambda *_, **__: {})
+        patch.setattr(preflight_findings, "SLOW_READ", 1e9)
         try:
             check_machine(config, values=values, folder=folder, device=torch.device("cpu"), environment={})
         except (PreflightError, FollowerError) as error:
@@ -170,7 +170,7 @@ def test_slow_copies_and_slow_all_reduces_inside_a_host_are_named() -> None:
         device_type="cuda", names=names, matrix_s=[0.01] * 8, copies=copies,
         reads={host: {"1": 1e9} for host in inside}, direct={}, inside=inside, links={},
     )  # fmt: skip
-    assert [finding.host for finding in machine_findings.machine_findings(measured)] == ["n3", "n1", "n4"]
+    assert [finding.host for finding in preflight_findings.machine_findings(measured)] == ["n3", "n1", "n4"]
     lines = machine_lines(measured.as_record())
     assert "copy to the device, pinned: 46.5 GB/s (median), 12.0 (slowest)" in lines
     assert "copy to the host, pageable: 10.0 GB/s (median), 2.0 (slowest)" in lines
@@ -250,7 +250,7 @@ def stored(storage: str, size_bytes: int) -> str:
     folder = Path(storage) / ("" if dist.get_rank() == 1 else "nope")
     names = ["n1", "n2", "n3"]
     try:
-        machine_check.read_rates(folder, names=names, size_bytes=size_bytes, device=torch.device("cpu"))
+        preflight_task.read_rates(folder, names=names, size_bytes=size_bytes, device=torch.device("cpu"))
     except (PreflightError, FollowerError, ReadingError) as error:
         return f"{type(error).__name__}: {error}"
     return "measured"
@@ -270,8 +270,8 @@ def test_a_read_error_is_named_with_its_host(monkeypatch: pytest.MonkeyPatch) ->
     def broken(_: int) -> float:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(machine_check, "read_s", broken)
-    assert machine_check.read_or_error(0, where="n1: /data") == "n1: /data: Input/output error"
+    monkeypatch.setattr(preflight_task, "read_s", broken)
+    assert preflight_task.read_or_error(0, where="n1: /data") == "n1: /data: Input/output error"
 
 
 class StandIn:

@@ -18,7 +18,7 @@ from hpc_parallel.machine.world import World
 from hpc_parallel.machine.xids import XidEvents
 from hpc_parallel.record.recorded_preflight import difference_lines
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.worker import preflight, start_times
+from hpc_parallel.worker import start_checks, start_times
 from tests.workers import Workers
 
 LATE_S = 0.05
@@ -37,11 +37,11 @@ def start(folder: str, late_rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start_times, "ROUND_S", 0.01)
         patch.setattr(dist, "all_reduce", late)
-        for module in (preflight, host_facts):
+        for module in (start_checks, host_facts):
             packages = {"a": "1", "b": "2" if rank != 1 else "3"} | ({"c": "4"} if rank == 0 else {})
             patch.setattr(module, "installed_packages", packages.copy)
         config: Any = SimpleNamespace(preflight=PreflightConfig(act="report"))
-        preflight.check(
+        start_checks.check(
             RunFolder(Path(folder)), config=config, world=world, device=torch.device("cpu"),
             xids=XidEvents(None, None),
         )  # fmt: skip

@@ -16,9 +16,8 @@ import yaml
 
 from hpc_parallel.commands.report import main
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.report.escaping import markdown, to_csv
 from hpc_parallel.report.gather import PARTS, gather
-from hpc_parallel.report.markdown import text
-from hpc_parallel.report.spreadsheet import to_csv
 from tests.report.measured_runs import ended, started
 
 PIPELINE = ("strategy=pipeline", "nodes=2", "strategy.microbatches=4")
@@ -162,7 +161,7 @@ def test_numbers_of_a_table_stay_numbers() -> None:
     ],
 )
 def test_markdown_of_a_text(value: str, shown: str) -> None:
-    assert text(value) == shown
+    assert markdown(value) == shown
 
 
 def test_many_batch_sizes_take_no_time(tmp_path: Path) -> None:

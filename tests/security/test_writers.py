@@ -14,7 +14,7 @@ import pytest
 import hpc_parallel
 from hpc_parallel.commands import tokenize
 from hpc_parallel.record.safe_write import open_append, replacing
-from hpc_parallel.worker import parity_record  # noqa: F401  (what a forked child imports it could not read)
+from hpc_parallel.worker import proof  # noqa: F401  (what a forked child imports it could not read)
 from tests.security.users import ATTACKER, VICTIM, call_as, give, needs_root
 
 PACKAGE = Path(hpc_parallel.__file__).parent
@@ -44,7 +44,7 @@ ALLOWED = {
     ("terminal.py", "open"): "/dev/null",
     ("training/saver.py", "save"): "torch's streams, into a checkpoint folder of the run's own 0700 folder",
     ("machine/host_facts.py", "TemporaryFile"): "has no name, and is gone when it is closed",
-    ("worker/machine_check.py", "TemporaryFile"): "has no name, and is gone when it is closed",
+    ("worker/preflight_task.py", "TemporaryFile"): "has no name, and is gone when it is closed",
     ("worker/storage_rates.py", "TemporaryFile"): "has no name, and is gone when it is closed",
     ("profiling/recording.py", "export_chrome_trace"): "torch's, into the run's own 0700 folder",
     ("torch_internals.py", "_dump_snapshot"): "torch's, into the run's own 0700 folder",
@@ -52,7 +52,7 @@ ALLOWED = {
     ("torch_internals.py", "dump"): "in memory",
     ("worker/signed_objects.py", "dump"): "in memory",
     ("training/export_weights.py", "from_file"): "maps the descriptor of replacing()",
-    ("worker/parity_record.py", "savez"): "to the file of replacing()",
+    ("worker/proof.py", "savez"): "to the file of replacing()",
     ("training/writers.py", "SummaryWriter"): "names of its own, in the run's own 0700 folder",
 }
 

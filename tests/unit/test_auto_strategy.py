@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hpc_parallel.commands import run as run_command
-from hpc_parallel.commands import show
+from hpc_parallel.commands import run_command, show
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.sweep_compose import compose_cells

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hpc_parallel.profiling import rank_times
-from hpc_parallel.profiling.accusations import Accusations
+from hpc_parallel.profiling.slow_ranks import Accusations
 from hpc_parallel.profiling.timeline import Timeline
 from hpc_parallel.record.recorded_slow_ranks import accusations
 from hpc_parallel.record.run_folder import RunFolder

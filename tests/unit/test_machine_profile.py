@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hpc_parallel.commands.run import main
+from hpc_parallel.commands.run_command import main
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.site_schema import MachineConfig
 from hpc_parallel.config.task_schema import COLLECTIVES

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpc_parallel.machine.world import World
-from hpc_parallel.worker.open_files import MOST, raise_limit, shortage
+from hpc_parallel.worker.rank_files import MOST, raise_limit, shortage
 
 
 def world(rank: int, size: int) -> World:

@@ -24,9 +24,10 @@ from hpc_parallel.planning import memory
 from hpc_parallel.planning import search as planning_search
 from hpc_parallel.planning.auto_strategy import ask
 from hpc_parallel.planning.hardware import Hardware, read_hardware
+from hpc_parallel.planning.layouts import AXES, Choices, Split, split_of
 from hpc_parallel.planning.ranking import advantage, limit, parts_s
 from hpc_parallel.planning.run_work import work_of_run
-from hpc_parallel.planning.search import AXES, Candidate, Choices, Split, search, split_of
+from hpc_parallel.planning.search import Candidate, search
 from hpc_parallel.planning.step_time import Step, step_time
 from tests.benchmarks.calibrate_plan import FOLDERS
 from tests.composed import composed, prepared
@@ -97,7 +98,7 @@ def test_memory_changes_the_choice() -> None:
     """Otherwise the test above would compare the same search three times."""
     totals = sorted(total for _, total, _ in every_way())
     found = [
-        search(*asked(*SMALL, room=room)[:2], choices=Choices(), most=1).best[0].words
+        search(*asked(*SMALL, room=room)[:2], choices=Choices(), most=1).best[0].overrides
         for room in (totals[-1], totals[len(totals) // 20])
     ]
     assert found[0] != found[1]
@@ -207,7 +208,7 @@ def test_a_run_accepts_what_is_proposed_and_composes_the_same(words: tuple[str, 
     found = search(config, hardware, choices=choices, most=5).best
     assert len(found) >= 3
     for candidate in found:
-        run = prepared(*others, *candidate.words, "dry_run=true")
+        run = prepared(*others, *candidate.overrides, "dry_run=true")
         assert run.plan.layout == candidate.layout
         assert run.config.strategy == candidate.config.strategy
         for key in ("global_batch_size", "microbatch_size", "activation_checkpointing"):

@@ -15,6 +15,7 @@ from hpc_parallel.config.site_schema import MachineConfig
 from hpc_parallel.planning import device_fit
 from hpc_parallel.planning.calibration import TOLERANCES, calibrate, planned_s
 from hpc_parallel.planning.device_fit import Machine, Row, device_hardware, with_links
+from hpc_parallel.planning.exchange_times import left_after
 from hpc_parallel.planning.hardware import (
     Hardware,
     coefficient,
@@ -27,7 +28,8 @@ from hpc_parallel.planning.measured_runs import MeasuredRun, read_runs
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, Pipeline
 from hpc_parallel.planning.pipeline_times import simulate
 from hpc_parallel.planning.run_work import work_of_run
-from hpc_parallel.planning.step_time import Work, left_after, step_time
+from hpc_parallel.planning.step_time import step_time
+from hpc_parallel.planning.work import Work
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from tests.benchmarks.calibrate_plan import FOLDERS, H200, h200_runs

@@ -15,8 +15,8 @@ from hpc_parallel import torch_internals
 from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.schedules import SCHEDULES, stages_of
 from hpc_parallel.config.schema import StrategyConfig
-from hpc_parallel.planning.live_microbatches import live_microbatches
 from hpc_parallel.planning.memory import KINDS, MemoryPlan, plan, text_table
+from hpc_parallel.planning.pipeline_orders import live_microbatches
 from hpc_parallel.record.metrics_file import size
 from hpc_parallel.strategies.pipeline import KINDS as SCHEDULE_CLASSES
 from tests.composed import composed

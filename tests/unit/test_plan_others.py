@@ -33,7 +33,7 @@ def simulated_s(step: Step, hardware: Hardware, *, server_trains: bool) -> float
     """The messages of parameter_server.py, one after the other, with the copies and sums of their numbers."""
     ranks, per_node = step.work.devices, step.hardware.node.devices
     moved_per_s = hardware.device.memory_bytes_per_s * hardware.traffic.share
-    gradients = 4.0 * step.rank_weights([0])
+    gradients = 4.0 * step.work.rank_weights([0])
     bucket = 25 * 2**20 if step.work.bucket_bytes is None else step.work.bucket_bytes
     count = -(-gradients // bucket)
     total_s = 0.0

@@ -20,7 +20,7 @@ from hpc_parallel.config.site_schema import PreflightConfig
 from hpc_parallel.machine import host_facts
 from hpc_parallel.machine.cpu_facts import cpu_facts
 from hpc_parallel.machine.host_facts import different_packages, disk, driver_version
-from hpc_parallel.machine.preflight_findings import Finding, findings
+from hpc_parallel.machine.host_findings import Finding, findings
 from hpc_parallel.machine.world import World
 from hpc_parallel.machine.xids import XidEvents
 from hpc_parallel.record import attempts
@@ -30,8 +30,8 @@ from hpc_parallel.supervise import failure
 from hpc_parallel.supervise.conclude_run import conclude, may_restart
 from hpc_parallel.supervise.restart import MOST_EXCLUSIONS, allowed, hosts_to_exclude
 from hpc_parallel.training.nonfinite import FollowerError
-from hpc_parallel.worker import main, preflight
-from hpc_parallel.worker.preflight_act import PreflightError, act_on, warn
+from hpc_parallel.worker import main, start_checks
+from hpc_parallel.worker.accused_hosts import PreflightError, act_on, warn
 from hpc_parallel.worker.transport import FabricError
 
 GIB = 2**30
@@ -95,7 +95,7 @@ def test_products_are_timed_where_devices_can_be_compared(
     device: str, nodes: int, ranks: int, compared: bool
 ) -> None:
     world = World(0, ranks, 0, ranks // nodes, 0, nodes, host="n1", launcher="slurm", attempt="x")
-    assert preflight.can_compare(world, torch.device(device)) == compared
+    assert start_checks.can_compare(world, torch.device(device)) == compared
     assert told({"n1": {**facts(1), "matrix_s": []}}) == []  # nothing is said where nothing is timed
 
 
@@ -266,7 +266,7 @@ def test_versions_that_differ_are_a_table_by_host(tmp_path: Path) -> None:
         "xxhash": {host: "0.1" if host == "n2" else "3.8.1" for host in cluster},
         "torch": {host: "2.11.0+cpu" if host == "n2" else "2.13.0+cpu" for host in cluster},
     }
-    differences = preflight.different_versions(cluster, packages=packages)
+    differences = start_checks.different_versions(cluster, packages=packages)
     assert list(differences) == ["torch", "xxhash"]
     lines = [
         "        n1, n3, n4 and 2 more  n2",
@@ -274,7 +274,7 @@ def test_versions_that_differ_are_a_table_by_host(tmp_path: Path) -> None:
         "xxhash  3.8.1                  0.1",
     ]
     assert difference_table(differences) == lines
-    assert difference_table(preflight.different_versions(hosts(3), packages={})) == []
+    assert difference_table(start_checks.different_versions(hosts(3), packages={})) == []
     rows = {f"p{at}": {"n1": "1", "n2": None} for at in range(22)}
     assert difference_table(rows)[-2:] == ["p19  1   missing", "and 2 more"]
     each = {"p": {f"n{at}": str(at) for at in range(8)}}
@@ -315,7 +315,7 @@ def test_ranks_are_joined_by_host() -> None:
         {"host": "n1", "pid": 11, "device": device, "facts": {"gpus": gpus}},
         {"host": "n1", "pid": 12, "device": device, "facts": None},
     ]
-    (facts,) = preflight.by_host(ranks, matrix_s=[0.1, 0.2]).values()
+    (facts,) = start_checks.by_host(ranks, matrix_s=[0.1, 0.2]).values()
     assert facts["matrix_s"] == [0.1, 0.2]
     assert facts["devices"] == [device, device]
     assert facts["gpus"] == [{"uuid": "GPU-a", "processes": [11, 12, 99], "foreign": [99]}]
@@ -324,16 +324,16 @@ def test_ranks_are_joined_by_host() -> None:
 def test_the_host_that_is_to_blame_ends_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = hosts()
     cluster["n3"]["devices"] = []
-    monkeypatch.setattr(preflight, "_facts_of_rank", lambda *_, **__: {})
-    monkeypatch.setattr(preflight.exchange, "all_gather", lambda _: [])
-    monkeypatch.setattr(preflight, "by_host", lambda *_, **__: cluster)
-    monkeypatch.setattr(preflight, "matrix_times_s", lambda _: [])
-    monkeypatch.setattr(preflight, "all_reduce_times_s", lambda _: [])
+    monkeypatch.setattr(start_checks, "_facts_of_rank", lambda *_, **__: {})
+    monkeypatch.setattr(start_checks.exchange, "all_gather", lambda _: [])
+    monkeypatch.setattr(start_checks, "by_host", lambda *_, **__: cluster)
+    monkeypatch.setattr(start_checks, "matrix_times_s", lambda _: [])
+    monkeypatch.setattr(start_checks, "all_reduce_times_s", lambda _: [])
 
     def started(act: str, *, host: str) -> None:
         config = SimpleNamespace(preflight=PreflightConfig(act=act))
         world = World(1, 4, 0, 1, 1, 4, host=host, launcher="slurm", attempt="x")
-        preflight.check(
+        start_checks.check(
             RunFolder(tmp_path), config=config, world=world, device=torch.device("cpu"),
             xids=XidEvents(None, None),
         )  # type: ignore[arg-type]  # fmt: skip

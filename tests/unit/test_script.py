@@ -326,7 +326,7 @@ def test_without_a_command_the_words_after_the_dashes_run(capsys: pytest.Capture
 
 
 def test_a_dry_run_shows_the_words_and_the_variables(capsys: pytest.CaptureFixture[str], here: Path) -> None:
-    from hpc_parallel.commands.run import main
+    from hpc_parallel.commands.run_command import main
 
     assert main(["launcher=script", "nodes=2", "dry_run=true", "--", "train.py", "--lr", "1"]) == 0
     shown = capsys.readouterr()

@@ -402,7 +402,7 @@ def test_flags_may_stand_before_the_overrides_of_a_run(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture, flag: str
 ) -> None:
     lines: list[list[str]] = []
-    monkeypatch.setattr("hpc_parallel.commands.run.main", lambda words: lines.append(words) or 0)
+    monkeypatch.setattr("hpc_parallel.commands.run_command.main", lambda words: lines.append(words) or 0)
     assert ran(capsys, flag, "nodes=2") == (0, "", "")
     assert lines == [[flag, "nodes=2"]]
 

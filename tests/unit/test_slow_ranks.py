@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from hpc_parallel.machine.device_state import device_state
-from hpc_parallel.profiling.accusations import Accusations
-from hpc_parallel.profiling.slow_ranks import RankTime, slow_ranks
+from hpc_parallel.profiling.slow_ranks import Accusations, RankTime, slow_ranks
 from hpc_parallel.record.recorded_slow_ranks import MOST_ACCUSATIONS, accusations, accused_lines, slow_lines
 from hpc_parallel.record.run_folder import RunFolder
 

@@ -10,19 +10,19 @@ import pytest
 from hpc_parallel.machine.nccl_log import ACROSS, INSIDE, Transport, keep_log
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.worker.main import by_differing_host
-from hpc_parallel.worker.transport import FabricError, Findings, problem_of, report
+from hpc_parallel.worker.transport import FabricError, TransportCheck, problem_of, report
 
 NONE = "no device"
 
 
 def findings(
     expected: str, *carriers: str, gloo: bool = False, devices: tuple[str, ...] = ("mlx5_0:1", "mlx5_0:1")
-) -> Findings:
+) -> TransportCheck:
     """Of one rank on each of several hosts."""
     hosts = [f"n{number}" for number in range(1, len(devices) + 1)]
     pairs = {INSIDE: Counter({"SHM": 2}), ACROSS: Counter(carriers)}
     transport = None if gloo else Transport(pairs={name: counts for name, counts in pairs.items() if counts})
-    return Findings(
+    return TransportCheck(
         expected, dict.fromkeys(hosts, expected), dict(zip(hosts, devices, strict=True)), transport
     )
 
@@ -57,14 +57,15 @@ def findings(
         ),
     ],
 )  # fmt: skip
-def test_the_problem_is_one_sentence(findings: Findings, require: bool, problem: str | None) -> None:
+def test_the_problem_is_one_sentence(findings: TransportCheck, require: bool, problem: str | None) -> None:
     assert problem_of(findings, require=require) == problem
 
 
 def test_the_library_and_its_plugin_are_named() -> None:
     rccl = Transport(library="RCCL", pairs={ACROSS: Counter(["NET/Socket"])})
     hosts = dict.fromkeys(["n1", "n2"], "slingshot")
-    assert problem_of(Findings("slingshot", hosts, dict.fromkeys(hosts, "hsn0"), rccl), require=True) == (
+    check = TransportCheck("slingshot", hosts, dict.fromkeys(hosts, "hsn0"), rccl)
+    assert problem_of(check, require=True) == (
         "RCCL sends between nodes through sockets (NET/Socket), and the fabric should be slingshot (hsn0); "
         "the plugin aws-ofi-rccl was not loaded"
     )

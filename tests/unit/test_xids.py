@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from hpc_parallel.machine import host_facts
-from hpc_parallel.machine.preflight_findings import RECENT_S, findings
+from hpc_parallel.machine.host_findings import RECENT_S, findings
 from hpc_parallel.machine.world import World
 from hpc_parallel.machine.xids import XidEvents, bus_address, logged_xids, parse_xids
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.supervise import failure
-from hpc_parallel.worker import preflight
+from hpc_parallel.worker import start_checks
 from tests.unit.test_preflight import HEALTHY_GPU, hosts
 
 # Records of /dev/kmsg as drivers of several years write them. The second Xid 79 is of another GPU.
@@ -200,13 +200,13 @@ def test_events_are_taken_once_and_without_waiting() -> None:
 
 
 def test_events_during_the_checks_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "gpu_uuid", lambda _: "GPU-a")
-    monkeypatch.setattr(preflight.exchange, "all_gather", lambda value: [json.loads(json.dumps(value))])
+    monkeypatch.setattr(start_checks, "gpu_uuid", lambda _: "GPU-a")
+    monkeypatch.setattr(start_checks.exchange, "all_gather", lambda value: [json.loads(json.dumps(value))])
     cluster = hosts(1)
     in_the_kernel_log = {"bus": "0000:1a:00", "xid": 95, "count": 1, "last_s_ago": 3.0}
     gpu = {**HEALTHY_GPU, "uuid": "GPU-a", "bus": "0000:1a:00", "xids": [in_the_kernel_log]}
     cluster["n1"] |= {"gpus": [gpu], "xids": {"kernel_log": "read", "seen": []}}
-    preflight._add_xid_events(
+    start_checks._add_xid_events(
         cluster, world=World(0, 1, 0, 1, 0, 1, host="n1", launcher="slurm", attempt="x"),
         device=torch.device("cpu"), xids=XidEvents(Nvml(95, 95), "GPU-a"),
     )  # fmt: skip

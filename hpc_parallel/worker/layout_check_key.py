@@ -1,4 +1,4 @@
-"""The name of a proof: a hash of everything that decides whether a layout equals one device."""
+"""The key of a layout check: a hash of everything that decides whether a layout equals one device."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hpc_parallel.worker.small_model import SmallRun
 TECHNIQUES = ("strategies", "models", "worker")  # folders of this package
 
 
-def proof_key(run: SmallRun, *, model: LayeredModel) -> str:
-    """Hash what a comparison of `run` would compare.
+def layout_check_key(run: SmallRun, *, model: LayeredModel) -> str:
+    """Hash what a layout check of `run` compares.
 
     That is the model's source and arguments, the techniques' source and options, the samples, their
     microbatches, and torch's version.
@@ -52,8 +52,8 @@ def _sources(model: LayeredModel) -> Iterator[Path]:
         path = getattr(module, "__file__", None)
         if not path or not path.endswith(".py") or Path(path).is_relative_to(package):
             continue
-        is_own = not any(Path(path).is_relative_to(folder) for folder in installed)
-        if is_own or (name in kinds and name.partition(".")[0] != "torch"):
+        is_users = not any(Path(path).is_relative_to(folder) for folder in installed)
+        if is_users or (name in kinds and name.partition(".")[0] != "torch"):
             yield Path(path)
 
 

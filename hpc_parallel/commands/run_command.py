@@ -54,8 +54,8 @@ def sweep(line: CommandLine) -> int:
     from hpc_parallel.sweep.earlier import KEY, Earlier, read_earlier
     from hpc_parallel.sweep.hold import held
 
-    earlier, words = read_earlier(line.words)
-    line = line.with_words(words)
+    earlier, rest = read_earlier(line.words)
+    line = line.with_words(rest)
     if earlier is None:
         return _sweep(line, None)
     with held(earlier, key=KEY.rstrip("=")):

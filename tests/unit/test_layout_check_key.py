@@ -14,7 +14,7 @@ from torch import Tensor
 from hpc_parallel.config.batch_plan import Plan
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.layered import LayeredModel
-from hpc_parallel.worker.proof_key import proof_key
+from hpc_parallel.worker.layout_check_key import layout_check_key
 from hpc_parallel.worker.small_model import SmallRun, build_small
 from tests.composed import prepared
 
@@ -40,7 +40,7 @@ def key(*overrides: str, shift: int = 0) -> str:
     config = prepared("launcher=local", "device=cpu", *PIPELINE, *overrides).config
     data: Any = SimpleNamespace(train=Tokens(shift))
     model = build_small(config)
-    return proof_key(small_run(config, model=model, data=data), model=model)
+    return layout_check_key(small_run(config, model=model, data=data), model=model)
 
 
 def small_run(config: RunConfig, *, model: LayeredModel, data: Any) -> SmallRun:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median, median_low
 from typing import Any, TypeVar
 
-from hpc_parallel.machine.preflight_findings import SLOW, Finding, join_shared, product_takes
+from hpc_parallel.machine.host_findings import SLOW, Finding, join_shared, product_takes
 from hpc_parallel.profiling.links import Rates, slow_hosts, slow_pairs
 from hpc_parallel.record.machine_check_table import COPIES
 from hpc_parallel.worker.start_times import SIDES

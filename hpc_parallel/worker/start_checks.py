@@ -1,4 +1,4 @@
-"""Compare the hosts of a run before its task begins, so that a bad one is named and not waited for."""
+"""The start checks: compare the hosts of a run before its task begins, and name those that are unfit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.machine.host_facts import cache_folders, different_packages, host_facts
-from hpc_parallel.machine.preflight_findings import findings
+from hpc_parallel.machine.host_findings import findings
 from hpc_parallel.machine.topology import nvml_module
 from hpc_parallel.machine.world import World
 from hpc_parallel.machine.xids import XidEvents, event_records
@@ -24,11 +24,11 @@ from hpc_parallel.record.recorded_preflight import difference_table
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.strategies import exchange
-from hpc_parallel.worker.preflight_act import act_on, warn
+from hpc_parallel.worker.accused_hosts import act_on, warn
 from hpc_parallel.worker.start_times import SUMMED_BYTES, all_reduce_times_s, matrix_times_s
 
 OFF = "off"
-MOST_PACKAGES, MOST_RECORDED = 5, 100  # that a finding names; in `preflight.json`
+MOST_PACKAGES, MOST_RECORDED = 5, 100  # that a finding names, and that `preflight.json` has
 
 
 def check(
@@ -36,7 +36,7 @@ def check(
 ) -> None:
     """Check all hosts as `preflight.act` says; a collective call. Rank 0 writes `preflight.json`.
 
-    xids: those of this rank's device from now on.
+    xids: a reader of new Xid events of this rank's device.
 
     Raises PreflightError on the ranks of a harmful host and FollowerError on the others, if `preflight.act`
     is `stop` or `exclude`.
@@ -67,7 +67,7 @@ def check(
 
 
 def can_compare(world: World, device: torch.device) -> bool:
-    """Whether there are devices to compare: of one host only GPUs, because its CPU processes share cores."""
+    """Whether the devices can be compared. CPU processes of one host can't be, because they share cores."""
     return world.nodes > 1 or (device.type == "cuda" and world.world_size > 1)
 
 
@@ -83,7 +83,7 @@ def by_host(ranks: Sequence[Mapping[str, Any]], *, matrix_s: Sequence[float]) ->
         used = {rank["device"]["uuid"] for rank in host_ranks}
         facts["gpus"] = [gpu for gpu in facts["gpus"] if gpu["uuid"] in used]
         pids = {rank["pid"] for rank in host_ranks}
-        for gpu in facts["gpus"]:  # in a container the ids may be those of another name space
+        for gpu in facts["gpus"]:  # in a container, process ids may belong to another name space
             visible = pids & set(gpu["processes"])
             gpu["foreign"] = sorted(set(gpu["processes"]) - pids) if visible else []
     return hosts
@@ -108,7 +108,7 @@ def _facts_of_rank(folder: RunFolder, *, world: World, device: torch.device) -> 
     dist.barrier()
     before = time.perf_counter()
     dist.barrier()
-    if facts is not None:  # both barriers end at the same moment everywhere, up to what one takes
+    if facts is not None:  # a barrier ends at the same moment on all ranks, up to its duration
         facts |= {"time_s": time.time(), "time_tolerance_s": time.perf_counter() - before}
     return {"host": world.host, "pid": os.getpid(), "facts": facts, "device": describe_device(device)}
 
@@ -149,12 +149,12 @@ def different_versions(hosts: Mapping[str, Mapping[str, Any]], *, packages: Vers
     """The versions and packages that differ between the hosts, up to MOST_RECORDED."""
     by_host = {host: facts["versions"] for host, facts in hosts.items()}
     versions = {name: row for name, row in different_packages(by_host).items() if name != "packages"}
-    rows = {**packages, **versions}  # torch is both
+    rows = {**packages, **versions}  # torch is in both tables
     return {name: rows[name] for name in [*versions, *sorted(packages.keys() - versions)][:MOST_RECORDED]}
 
 
 def _add_packages(hosts: Mapping[str, dict[str, Any]], *, world: World) -> Versions:
-    """Say for each host which packages differ, and return the table of them; a collective call."""
+    """Add to each host's facts which packages differ; returns the table of these. A collective call."""
     if len({facts["versions"]["packages"] for facts in hosts.values()}) == 1:
         return {}
     ranks = exchange.all_gather({
@@ -174,7 +174,10 @@ def _add_packages(hosts: Mapping[str, dict[str, Any]], *, world: World) -> Versi
 def _add_xid_events(
     hosts: Mapping[str, dict[str, Any]], *, world: World, device: torch.device, xids: XidEvents
 ) -> None:
-    """Add the Xids since the kernel logs were read: during the matrix products. A collective call."""
+    """Add the Xid events since the kernel logs were read, which the matrix products may have caused.
+
+    A collective call.
+    """
     ranks = exchange.all_gather({
         "host": world.host, "uuid": gpu_uuid(device), "events": xids.new(), "state": xids.state,
     })  # fmt: skip

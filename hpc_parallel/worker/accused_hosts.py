@@ -1,11 +1,14 @@
-"""Warn of what preflight checks have found, stop the run for it, or start again without the accused hosts."""
+"""What follows from findings about hosts: a warning, the end of the run, or a start without these hosts.
+
+The start checks and `task=preflight` both use it.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-from hpc_parallel.machine.preflight_findings import Finding
+from hpc_parallel.machine.host_findings import Finding
 from hpc_parallel.record.recorded_preflight import listed_hosts
 from hpc_parallel.training.nonfinite import FollowerError
 

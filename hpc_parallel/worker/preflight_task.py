@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.task_schema import PreflightTaskConfig
-from hpc_parallel.machine.preflight_findings import Finding
+from hpc_parallel.machine.host_findings import Finding
 from hpc_parallel.machine.world import World
 from hpc_parallel.planning.collective_times import bus_factor
 from hpc_parallel.profiling.link_rates import fastest_s, link_rates
@@ -34,9 +34,9 @@ from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.mesh import build_host_mesh
 from hpc_parallel.training.nonfinite import FollowerError
 from hpc_parallel.training.writers import FileWriter
+from hpc_parallel.worker.accused_hosts import PreflightError, act_on
 from hpc_parallel.worker.direct_storage import direct_rates, missing
-from hpc_parallel.worker.machine_findings import MachineMeasurement, machine_findings, slow_rates
-from hpc_parallel.worker.preflight_act import PreflightError, act_on
+from hpc_parallel.worker.preflight_findings import MachineMeasurement, machine_findings, slow_rates
 from hpc_parallel.worker.read_scaling import BLOCK_BYTES, rates_by_readers, read_s
 from hpc_parallel.worker.run_plots import draw_plots
 from hpc_parallel.worker.session import complete

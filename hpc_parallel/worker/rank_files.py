@@ -1,10 +1,15 @@
-"""The files that a rank may have open: each of its sockets is one."""
+"""The files of a rank's process: how many it may have open, and where its output goes."""
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import resource
+import sys
 
 from hpc_parallel.machine.world import World
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_write import open_append
 
 RESERVE = 512  # libraries, logs, data, devices
 MOST = 2**20  # if the system has no limit
@@ -37,3 +42,19 @@ def shortage(limit: int, world: World) -> str | None:
         f'may need {files:,} there: a connection can fail with "Too many open files". The system sets this '
         f"limit. Ask the administrators for LimitNOFILE={files} or more for slurmd (`ulimit -Hn` shows it)."
     )
+
+
+def redirect(folder: RunFolder, *, rank: int) -> None:
+    """Redirect this process's stdout and stderr, including output of C code, to the rank's files.
+
+    Appends, so that a requeued run keeps its earlier output. A crash in C code writes its stack to the
+    `.err` file.
+    """
+    for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
+        stream.flush()
+        target = open_append(folder.log(rank, name))
+        os.dup2(target, 1 if name == "out" else 2)
+        os.close(target)
+    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+    faulthandler.enable(sys.stderr)

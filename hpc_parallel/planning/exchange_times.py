@@ -1,0 +1,252 @@
+"""The times of what the devices of one training step send: inside a block, between stages, and gradients."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+from hpc_parallel.planning.decoder import Share
+from hpc_parallel.planning.group_times import Exchange, Group, bus_bytes_per_s, send_s
+from hpc_parallel.planning.hardware import Hardware
+from hpc_parallel.planning.kernels import Kernels, Terms
+from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, Kind
+from hpc_parallel.planning.server_times import Serving
+from hpc_parallel.planning.shared_cores import Loads
+from hpc_parallel.planning.split_attention import Message, SplitAttention, attention_s
+from hpc_parallel.planning.work import Work
+
+COUNT_BYTES = 8  # of the number of an expert's tokens
+COMPRESSED_BYTES = 2  # of a number in bfloat16
+
+
+class ExchangeTimes:
+    """Each time is computed when it is read first, and added to `terms`.
+
+    sent: the exchanges so far, by name. kernels: those of `loads.stage`.
+    """
+
+    def __init__(self, work: Work, share: Share, loads: Loads, kernels: Kernels, terms: Terms) -> None:
+        self._work, self._share, self._loads = work, share, loads
+        self._kernels, self._terms = kernels, terms
+        self._hardware, self._ranks = loads.stage, work.ranks
+        self._last = self._ranks.stages - 1
+        self.sent: dict[str, Exchange] = {}
+
+    @property
+    def beside_compute(self) -> bool:
+        """Whether a device communicates while it computes. On a CPU it waits."""
+        return not self._hardware.device.is_cpu
+
+    def _exchange_s(self, exchange: Exchange, hardware: Hardware | None = None) -> float:
+        """hardware: where other devices are busy than in an action."""
+        hardware = hardware or self._hardware
+        seconds = exchange.seconds(hardware)
+        self.sent[exchange.name] = exchange
+        return self._terms.add(exchange.name, seconds, exchange.formula(hardware)) if seconds else 0.0
+
+    def _group(self, ranks: int, *, stride: int) -> Group:
+        return Group(ranks, stride, self._hardware.node.devices)
+
+    @cached_property
+    def tensor_sum_s(self) -> float:
+        """The parts of a sum go to the devices that keep them, which gather them again: an all-reduce."""
+        group, size = self._group(self._work.tensor, stride=1), self._share.activation_bytes
+        if not self._hardware.ring_factors:
+            return self._exchange_s(Exchange("sum over the tensor axis", "all_reduce", size, group))
+        gather = Exchange("gather over the tensor axis", "all_gather", size, group)
+        scatter = Exchange("parts of a sum over the tensor axis", "reduce_scatter", size, group)
+        return self._exchange_s(gather) + self._exchange_s(scatter)
+
+    @cached_property
+    def context_s(self) -> dict[Kind, float]:
+        """What a block waits for the other parts of its sequences, forward and backward."""
+        attention = SplitAttention(self._share, self._group(self._work.context, stride=self._work.tensor))
+        return {
+            kind: sum(map(self._exposed_s, attention.messages(kind, self._work.attention)))
+            for kind in (FORWARD, BACKWARD)
+        }
+
+    @cached_property
+    def experts_s(self) -> float:
+        """A block sends each token to its experts and their outputs back; the backward pass the gradients.
+
+        The router is taken to use all experts alike. Nothing is computed meanwhile.
+        """
+        group, share = self._group(self._work.expert, stride=1), self._share
+        size = share.activation_bytes * share.decoder.per_token
+        sent_s = self._exchange_s(Exchange("tokens to experts", "all_to_all", size, group))
+        return (
+            self.counts_s
+            + sent_s
+            + self._exchange_s(Exchange("outputs of experts", "all_to_all", size, group))
+        )
+
+    @cached_property
+    def counts_s(self) -> float:
+        """The exchange of the numbers of tokens, before the tokens."""
+        group = self._group(self._work.expert, stride=1)
+        size = COUNT_BYTES * self._work.decoder.experts
+        return self._exchange_s(Exchange("numbers of tokens", "all_to_all", size, group))
+
+    @property
+    def waits_of_block_s(self) -> list[float]:
+        """What a block waits in a microbatch's passes: for other parts of its sequences, and for experts."""
+        forward_passes, waits_s = 1 + self._work.recompute, []
+        if self._work.context > 1:
+            waits_s += [*[self.context_s[FORWARD]] * forward_passes, self.context_s[BACKWARD]]
+        if self._work.expert > 1:
+            waits_s += [*[self.experts_s] * forward_passes, self.experts_s - self.counts_s]
+        return waits_s
+
+    def _exposed_s(self, message: Message) -> float:
+        """The wait for messages that last longer than the attention beside which they are sent."""
+        exchange, part = message.exchange, "block forward" if message.kind is FORWARD else "block backward"
+        self.sent[exchange.name] = exchange
+        terms = self._kernels.terms(part, self._share, precision=self._work.precision)
+        hidden_s = message.beside * attention_s(terms) * self.beside_compute
+        seconds = message.count * max(0.0, exchange.seconds(self._hardware) - hidden_s)
+        text = f"{message.count} x {exchange.formula(self._hardware)}, less {hidden_s:.4g} s of attention"
+        return self._terms.add(exchange.name, seconds, text)
+
+    @property
+    def gathers_blocks(self) -> bool:
+        """Whether each block's weights are gathered for each microbatch."""
+        return self._work.shard > 1 and self._work.pipeline == 1
+
+    def _sliced_s(self, name: str, operation: str, weights: float, *, number_bytes: int) -> float:
+        group = self._group(self._work.shard, stride=self._work.tensor)
+        exchange = Exchange(name, operation, number_bytes * weights / self._work.tensor, group)
+        return self._exchange_s(exchange, self._loads.all)
+
+    @cached_property
+    def gather_s(self) -> float:
+        weights = self._work.decoder.block_weights
+        return self._sliced_s(
+            "weights of a block", "all_gather", weights, number_bytes=self._work.number_bytes
+        )
+
+    @cached_property
+    def scatter_s(self) -> float:
+        weights, size = self._work.decoder.block_weights, self._work.gradient_bytes
+        return self._sliced_s("gradients of a block", "reduce_scatter", weights, number_bytes=size)
+
+    @cached_property
+    def stage_to_stage_s(self) -> dict[int, float]:
+        """Seconds from each stage to the next one, and back.
+
+        With `sequence_parallel` each device sends its part of the sequence, and the next stage begins with
+        it. Without it each sends all. Megatron sends parts and gathers them (Narayanan et al. 2021).
+        """
+        work, share, devices = self._work, self._share, self._hardware.node.devices
+        stride = work.tensor * work.alike
+        hidden_bytes = work.stream_bytes * share.tokens * share.decoder.dim
+        size = hidden_bytes / share.tensor if work.blocking or work.sequence_parallel else hidden_bytes
+        owner = {stage: rank for rank in range(work.pipeline) for stage in self._ranks.stages_of(rank)}
+        seconds: dict[int, float] = {}
+        for stage in range(self._last):
+            source, target = owner[stage] * stride // devices, owner[stage + 1] * stride // devices
+            if owner[stage] == owner[stage + 1]:
+                continue
+            senders = min(stride, devices)
+            seconds[stage] = send_s(size, self._hardware, crosses=source != target, senders=senders)
+            if work.blocking and share.tensor > 1:
+                whole = self._group(share.tensor, stride=1)
+                seconds[stage] += hidden_bytes / bus_bytes_per_s(whole, self._hardware)
+            text = f"{size:.4g} B, {senders} senders a node"
+            self._terms.add(f"send from stage {stage}", seconds[stage], text)
+        return seconds
+
+    def gradients_s(self, *, backward_s: float) -> float:
+        """The wait for gradients: means over replicas, slices, and the weight that both ends share.
+
+        backward_s: of the first stage's backward pass, which hides a part of the messages.
+        """
+        work = self._work
+        averaged = max(map(work.averaged_weights, work.stages_of_ranks)) / work.tensor
+        size = work.gradient_bytes * averaged / work.shard
+        if work.workers:
+            return self._served_s(size)
+        mean, seconds = self._mean(averaged), self._sent_s(averaged)
+        if work.expert > 1:
+            seconds += self._mean_of_experts_s
+        if work.bucket_bytes is not None and seconds > 0 and (work.bucket_bytes > 0 or self.beside_compute):
+            copying_s = 0.0 if self.beside_compute else mean.copying_s(self._loads.all)
+            share = min(1.0, work.bucket_bytes / size)
+            seconds = self._after_backward_s(seconds, backward_s, share=share, least_s=copying_s)
+        if work.decoder.tied and self._last not in self._ranks.stages_of(0):
+            ends = self._group(2, stride=work.tensor * work.alike * (work.pipeline - 1))
+            size = work.gradient_bytes * work.decoder.end_weights / work.tensor / work.shard
+            both = Exchange("gradient of the shared weight", "all_reduce", size, ends)
+            seconds += self._exchange_s(both, self._loads.all)
+        return seconds
+
+    def least_sent_s(self) -> float:
+        """At least, for the gradients of a device and the gathers of its weights, hidden or not."""
+        work = self._work
+        whole = work.decoder.stage_weights(sum(work.blocks), first=True, last=True)
+        return self._sent_s(whole / work.pipeline / work.tensor)
+
+    def _sent_s(self, weights: float) -> float:
+        """The means over replicas, and the slices, of a device's `weights`."""
+        seconds = self._exchange_s(self._mean(weights), self._loads.all)
+        return seconds + self._slices_s(weights) if self._work.shard > 1 else seconds
+
+    def _mean(self, weights: float) -> Exchange:
+        work = self._work
+        number_bytes = COMPRESSED_BYTES if work.compressed else work.gradient_bytes
+        replicas = self._group(work.alike // work.shard, stride=work.tensor * work.shard)
+        return Exchange("mean of gradients", "all_reduce", number_bytes * weights / work.shard, replicas)
+
+    @property
+    def _mean_of_experts_s(self) -> float:
+        """The mean of the experts' gradients over the devices that hold the same experts."""
+        work = self._work
+        blocks = max(sum(work.blocks[stage] for stage in stages) for stages in self._work.stages_of_ranks)
+        held = work.decoder.expert_weights * work.decoder.experts / work.expert
+        group = self._group(work.alike // work.expert, stride=work.expert)
+        size = work.gradient_bytes * blocks * held
+        mean = Exchange("mean of the experts' gradients", "all_reduce", size, group)
+        return self._exchange_s(mean, self._loads.all)
+
+    def _served_s(self, size: float) -> float:
+        """To a parameter server and, after its update, back. size: the bytes of all gradients."""
+        work = self._work
+        messages = math.ceil(size / work.bucket_bytes) if work.bucket_bytes else 1
+        serving = Serving(work.workers, work.workers < work.data, size, messages)
+        terms = serving.collect(self._loads.alone), serving.hand_out(self._loads.alone)
+        return sum(self._terms.add(term.name, term.seconds, term.formula) for term in terms)
+
+    def _slices_s(self, weights: float) -> float:
+        """Gathers and sums over `shard`: of a stage once, or for each microbatch outside of the blocks."""
+        ends = self._work.microbatches * self._work.decoder.stage_weights(0, first=True, last=True)
+        weights = ends if self.gathers_blocks else weights * self._work.tensor
+        size = self._work.gradient_bytes
+        gather = self._sliced_s(
+            "weights of a step", "all_gather", weights, number_bytes=self._work.number_bytes
+        )
+        return gather + self._sliced_s("gradients of a step", "reduce_scatter", weights, number_bytes=size)
+
+    def _after_backward_s(self, seconds: float, hidden_s: float, *, share: float, least_s: float) -> float:
+        """The part of messages that lasts longer than the backward pass, which takes `hidden_s`.
+
+        share: of all gradients in one message. least_s: what a processor copies.
+        """
+        left_s = max(least_s, left_after(hidden_s, seconds, share=share))
+        text = f"{seconds:.6g} s in messages of {100 * share:.3g} %, beside {hidden_s:.6g} s of computation"
+        return self._terms.add("exposed gradients", left_s, text)
+
+
+def left_after(computed_s: float, sent_s: float, *, share: float) -> float:
+    """Seconds from the end of a computation to that of the messages that it makes evenly.
+
+    A message starts when all of it is computed and the one before has arrived. share: of all bytes, in each
+    but the last one; 0: each byte is sent at once.
+    """
+    if share == 0:
+        return max(0.0, sent_s - computed_s)
+    full = math.ceil(1 / share) - 1
+    if full == 0:
+        return sent_s
+    made_s, message_s = share * computed_s, share * sent_s
+    end_s = max(made_s + full * message_s, full * made_s + message_s)
+    return max(0.0, end_s - computed_s) + sent_s - full * message_s
