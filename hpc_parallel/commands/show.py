@@ -28,7 +28,7 @@ from hpc_parallel.record.recorded_preflight import difference_lines, finding_lin
 from hpc_parallel.record.recorded_slow_ranks import accused_lines
 from hpc_parallel.record.results import results
 from hpc_parallel.record.safe_read import DamagedError
-from hpc_parallel.record.values import number, table, text
+from hpc_parallel.record.values import number, table
 from hpc_parallel.shell import run_command
 from hpc_parallel.terminal import cell, console, print_json
 
@@ -189,7 +189,7 @@ def _parts(run: RecordedRun, row: Row, changed: Mapping[str, Change]) -> Iterabl
     with suppress(FileNotFoundError, DamagedError):  # the task's own results, if its files are readable
         task_lines = results(run.folder, run.summary or {})
         yield from ["", *map(printable, task_lines)] if task_lines else []
-    if line := row.failure or (text((run.stopped or {}).get("line")) if row.ended else None):
+    if line := row.failure or (run.stopped.line if run.stopped is not None and row.ended else None):
         yield f"\n{printable(line)}"
 
 

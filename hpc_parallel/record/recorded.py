@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc_parallel.record import attempts
+from hpc_parallel.record.endings import Failure, Stop
 from hpc_parallel.record.metrics_file import last_line, read_metrics
 from hpc_parallel.record.owner import read_owner
 from hpc_parallel.record.run_folder import RunFolder
@@ -29,6 +30,7 @@ from hpc_parallel.record.safe_read import (
     read_yaml,
 )
 from hpc_parallel.record.sweep_folder import MANIFEST, read_sweep
+from hpc_parallel.record.typed import build
 from hpc_parallel.record.values import integer, table, text
 from hpc_parallel.record.values import number as number
 
@@ -100,10 +102,20 @@ class RecordedRun:
     def failure(self) -> dict[str, Any] | None:
         return self._read(self.folder.failure, read_json)
 
+    @property
+    def root_cause(self) -> Failure | None:
+        """The same with checked types."""
+        return build(Failure, self.failure)
+
     @cached_property
-    def stopped(self) -> dict[str, Any] | None:
-        """The signal that ended the newest start, and the step that was saved."""
-        return self._read(self.folder.stopped, read_json)
+    def stopped(self) -> Stop | None:
+        return self._read(self.folder.stopped, lambda _: Stop.read(self.folder))
+
+    @property
+    def cause(self) -> str | None:
+        """One line about why it failed, or else why it stopped."""
+        ending = self.stopped if self.failure is None else self.root_cause
+        return None if ending is None else ending.line
 
     @cached_property
     def owner(self) -> dict[str, Any] | None:

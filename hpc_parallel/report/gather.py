@@ -126,8 +126,7 @@ class Row:
     @property
     def cause(self) -> str | None:
         """One line about why it failed."""
-        line = (self.run.failure or self.run.stopped or {}).get("line")
-        return line if isinstance(line, str) else None
+        return self.run.cause
 
     @property
     def notes(self) -> list[str]:

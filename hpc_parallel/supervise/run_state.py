@@ -145,5 +145,5 @@ def _outcome(run: RecordedRun) -> str | None:
 
 
 def _ended(run: RecordedRun, outcome: str, *, by: str = "") -> State:
-    kind = text((run.failure or {}).get("kind")) if outcome == "failed" else None
-    return State(outcome, by if kind is None else kind, ended=True)
+    cause = run.root_cause if outcome == "failed" else None
+    return State(outcome, by if cause is None or cause.kind is None else cause.kind, ended=True)
