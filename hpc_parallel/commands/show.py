@@ -123,8 +123,7 @@ def figures(run: RecordedRun) -> dict[str, Any]:
 
 def predicted(run: RecordedRun) -> dict[str, float]:
     """The figures that were planned before the run started."""
-    summary, start = table(run.summary), table(run.environment)
-    planned = {**table(start.get(PREDICTED)), **table(summary.get(PREDICTED))}
+    planned = {**run.ran_on.predicted, **table((run.summary or {}).get(PREDICTED))}
     figures = {key: number(planned.get(key)) for _, key, _ in FIGURES}
     return {key: value for key, value in figures.items() if value is not None and value >= 0}
 
@@ -161,7 +160,7 @@ def _parts(run: RecordedRun, row: Row, changed: Mapping[str, Change]) -> Iterabl
         yield f"\n{_devices(run)}" + ("" if run.task == SCRIPT else f" = {grid.layout(run)}")
         yield grid.draw(hosts)
         yield from _roles(run)
-    if network := transport_lines(run.environment or {}):
+    if network := transport_lines(run.ran_on.transport):
         yield "\nnetwork"
         yield _table(network)
     if accused := finding_lines(run.folder):
@@ -174,7 +173,7 @@ def _parts(run: RecordedRun, row: Row, changed: Mapping[str, Change]) -> Iterabl
     if devices := device_lines(run.folder):
         yield "\ndevices"
         yield _table(devices)
-    if connections := topology_lines(run.environment or {}):
+    if connections := topology_lines(run.ran_on.topology):
         yield from ["\nconnections", *connections]
     values = figures(run)
     # Figures that are zero (a bubble without a pipeline, restarts) are left out.
@@ -216,9 +215,8 @@ def _head(run: RecordedRun, row: Row) -> list[tuple[str, str]]:
     lines.append(("folder", row.path))
     lines += [("jobs", ", ".join(run.job_ids))] * bool(run.job_ids)
     lines += _times(run)
-    command = (run.environment or {}).get("overrides")
-    if isinstance(command, list):
-        lines.append(("command", " ".join(["run", *map(str, command)])))
+    if (overrides := run.ran_on.overrides) is not None:
+        lines.append(("command", " ".join(["run", *map(str, overrides)])))
     shares = (run.summary or {}).get("shares")
     if isinstance(shares, list) and all(number(share) is not None for share in shares):
         lines.append(("shares", spell(shares)))

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from hpc_parallel.record import attempts
 from hpc_parallel.record.endings import Failure, Stop
+from hpc_parallel.record.environment import Environment
 from hpc_parallel.record.metrics_file import last_line, read_metrics
 from hpc_parallel.record.owner import read_owner
 from hpc_parallel.record.run_folder import RunFolder
@@ -125,6 +126,11 @@ class RecordedRun:
     @cached_property
     def environment(self) -> dict[str, Any] | None:
         return self._read(self.folder.environment, read_json)
+
+    @cached_property
+    def ran_on(self) -> Environment:
+        """The same with checked types; without values if it can't be read."""
+        return build(Environment, self.environment) or Environment()
 
     @cached_property
     def attempts(self) -> dict[str, Any]:

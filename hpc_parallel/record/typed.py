@@ -9,7 +9,7 @@ that files of other versions can be read.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, asdict, fields
+from dataclasses import MISSING, asdict, fields
 from functools import cache, partial
 from pathlib import Path
 from types import NoneType, UnionType
@@ -21,7 +21,6 @@ from hpc_parallel.record.values import integer, number, text
 
 T = TypeVar("T")
 Reader = Callable[[Any], Any]  # gives None for a value of another type
-_NEEDED, _DEFAULT = object(), object()  # what a field is without a valid value
 
 
 def build(kind: type[T], value: Any) -> T | None:
@@ -35,13 +34,13 @@ def build(kind: type[T], value: Any) -> T | None:
     if not isinstance(value, dict):
         return None
     arguments: dict[str, Any] = {}
-    for name, reader, otherwise in _fields(kind):  # type: ignore[arg-type]  # mypy: a class is hashable
+    for name, reader, is_optional, has_default in _fields(kind):  # type: ignore[arg-type]  # is hashable
         if (item := reader(value.get(name))) is not None:
             arguments[name] = item
-        elif otherwise is _NEEDED:
-            return None
-        elif otherwise is None:
+        elif is_optional and (not has_default or value.get(name, MISSING) is None):
             arguments[name] = None
+        elif not has_default:
+            return None
     return kind(**arguments)
 
 
@@ -52,6 +51,14 @@ def read_record(kind: type[T], path: Path) -> T | None:
     if (record := build(kind, values)) is None:
         raise DamagedError(path, "a value that it needs is missing or of another type")
     return record
+
+
+def read_if_possible(kind: type[T], path: Path) -> T | None:
+    """The record in a JSON file; None without a file that can be read."""
+    try:
+        return read_record(kind, path)
+    except (OSError, ValueError):
+        return None
 
 
 def write_record(path: Path, record: Any) -> None:
@@ -74,16 +81,14 @@ _PLAIN: Mapping[Any, Reader] = {
 
 
 @cache
-def _fields(kind: Any) -> list[tuple[str, Reader, Any]]:
-    """Name and reader of each field, and what it is without a valid value: _DEFAULT, None or _NEEDED."""
+def _fields(kind: Any) -> list[tuple[str, Reader, bool, bool]]:
+    """Name and reader of each field, and whether it may be None, and whether it has a default."""
     hints = get_type_hints(kind, include_extras=True)
-    return [(field.name, _reader(hints[field.name]), _otherwise(field, hints)) for field in fields(kind)]
-
-
-def _otherwise(field: Field[Any], hints: Mapping[str, Any]) -> Any:
-    if field.default is not MISSING or field.default_factory is not MISSING:
-        return _DEFAULT
-    return None if _is_optional(hints[field.name]) else _NEEDED
+    return [
+        (field.name, _reader(hints[field.name]), _is_optional(hints[field.name]),
+         field.default is not MISSING or field.default_factory is not MISSING)
+        for field in fields(kind)
+    ]  # fmt: skip
 
 
 def _is_optional(hint: Any) -> bool:

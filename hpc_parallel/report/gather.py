@@ -24,7 +24,7 @@ from hpc_parallel.record.names import RUN_COMMAND
 from hpc_parallel.record.recorded import RecordedRun, find_runs
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.sweep_folder import MANIFEST, Sweep, read_sweep
-from hpc_parallel.record.values import flatten, table
+from hpc_parallel.record.values import flatten
 from hpc_parallel.report.figures import is_count, number
 from hpc_parallel.report.labels import OPTIMIZER_SPEEDLESS, SPEEDLESS, Label, labels_of
 from hpc_parallel.report.rank_state import fullest
@@ -98,14 +98,12 @@ class Row:
     @property
     def hosts(self) -> int:
         """The number of different hosts of its ranks; 0 if unknown."""
-        ranks = (self.run.environment or {}).get("ranks")
-        names = [table(rank).get("host") for rank in ranks] if isinstance(ranks, list) else []
-        return len({name for name in names if isinstance(name, str)})
+        return len({place.host for place in self.run.ran_on.places} - {None})
 
     @property
     def on_cpu(self) -> bool:
         """Whether its devices were processes on a CPU; False if unknown."""
-        return (self.run.environment or {}).get("cuda", "unknown") is None
+        return self.run.ran_on.cuda is None
 
     @property
     def config(self) -> dict[str, Any]:
@@ -189,9 +187,8 @@ class Row:
     @property
     def machine(self) -> tuple[object, ...]:
         """What a device is: its name, and the cores of its process. None where it is not recorded."""
-        environment = self.run.environment or {}
         cores = self.section("launcher").get("cpus_per_device")
-        return repr(environment.get("device")), self.on_cpu, repr(cores)
+        return self.run.ran_on.device, self.on_cpu, repr(cores)
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def read_result(path: Path, *, names: Sequence[str]) -> Result:
     summary = run.summary or {}
     outcome = summary.get("outcome", "unfinished")
     if outcome != "completed":
-        return Result({}, (run.failure or {}).get("line") or str(outcome))
+        return Result({}, (run.root_cause and run.root_cause.line) or str(outcome))
     values = {name: number(summary.get(name)) for name in names}
     figures = {name: value for name, value in values.items() if value is not None}
     missing = [name for name in names if name not in figures]
