@@ -22,13 +22,12 @@ from hpc_parallel.record.device_states import device_lines
 from hpc_parallel.record.find import find_run
 from hpc_parallel.record.metrics_file import duration, figure, milliseconds, per_second, size
 from hpc_parallel.record.network import topology_lines, transport_lines
-from hpc_parallel.record.provenance import PREDICTED
 from hpc_parallel.record.recorded import RecordedRun
 from hpc_parallel.record.recorded_preflight import difference_lines, finding_lines
 from hpc_parallel.record.recorded_slow_ranks import accused_lines
 from hpc_parallel.record.results import results
 from hpc_parallel.record.safe_read import DamagedError
-from hpc_parallel.record.values import number, table
+from hpc_parallel.record.values import number
 from hpc_parallel.shell import run_command
 from hpc_parallel.terminal import cell, console, print_json
 
@@ -123,9 +122,8 @@ def figures(run: RecordedRun) -> dict[str, Any]:
 
 def predicted(run: RecordedRun) -> dict[str, float]:
     """The figures that were planned before the run started."""
-    planned = {**run.ran_on.predicted, **table((run.summary or {}).get(PREDICTED))}
-    figures = {key: number(planned.get(key)) for _, key, _ in FIGURES}
-    return {key: value for key, value in figures.items() if value is not None and value >= 0}
+    planned = {**run.ran_on.predicted, **run.totals.predicted}
+    return {key: planned[key] for _, key, _ in FIGURES if planned.get(key, -1) >= 0}
 
 
 def _object(run: RecordedRun, row: Row, changed: Mapping[str, Change]) -> dict[str, Any]:
@@ -186,7 +184,7 @@ def _parts(run: RecordedRun, row: Row, changed: Mapping[str, Change]) -> Iterabl
         yield "\nfigures"
         yield _table(lines)
     with suppress(FileNotFoundError, DamagedError):  # the task's own results, if its files are readable
-        task_lines = results(run.folder, run.summary or {})
+        task_lines = results(run.folder, run.totals)
         yield from ["", *map(printable, task_lines)] if task_lines else []
     if line := row.failure or (run.stopped.line if run.stopped is not None and row.ended else None):
         yield f"\n{printable(line)}"
@@ -217,9 +215,9 @@ def _head(run: RecordedRun, row: Row) -> list[tuple[str, str]]:
     lines += _times(run)
     if (overrides := run.ran_on.overrides) is not None:
         lines.append(("command", " ".join(["run", *map(str, overrides)])))
-    shares = (run.summary or {}).get("shares")
-    if isinstance(shares, list) and all(number(share) is not None for share in shares):
-        lines.append(("shares", spell(shares)))
+    shares = run.totals.shares
+    if shares is not None and None not in shares:
+        lines.append(("shares", spell(list(shares))))
     if steps := _checkpoints(run):
         lines.append(("checkpoints", ", ".join(map(str, steps))))
     if not is_script and (names := skipped(run.folder.checkpoints)):
@@ -229,7 +227,7 @@ def _head(run: RecordedRun, row: Row) -> list[tuple[str, str]]:
 
 
 def _times(run: RecordedRun) -> list[tuple[str, str]]:
-    began, ended = _time(run.attempts["started"]), _time((run.summary or {}).get("ended"))
+    began, ended = _time(run.attempts["started"]), _time(run.totals.ended)
     if began is None:
         return []
     took = f", took {duration((ended - began).total_seconds())}" if ended is not None else ""

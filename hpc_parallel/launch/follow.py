@@ -30,7 +30,8 @@ from hpc_parallel.record.phase import read_phase
 from hpc_parallel.record.rank_output import OutputTail
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import read_json, read_tail, size_of
+from hpc_parallel.record.safe_read import read_tail, size_of
+from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.record.values import integer, number
 from hpc_parallel.supervise.conclude_run import cancelled_by
 from hpc_parallel.supervise.failure import CONFIGURATION, signal_name
@@ -125,20 +126,21 @@ class Follower:
         self._show_output(last=True)
         if self._bar is not None:
             self._bar.stop()
-        summary = {"outcome": "failed", **(read_json(self._folder.summary) or {})}
-        failure = Failure.read(self._folder) if summary["outcome"] == "failed" else None
+        summary = Summary.read(self._folder) or Summary()
+        outcome = summary.outcome or "failed"
+        failure = Failure.read(self._folder) if outcome == "failed" else None
         if failure is not None:
             for line in self._error_lines(failure):
                 self._say(line)
         for line in results(self._folder, summary):
             self._say(line)
-        self._say(self._outcome(summary, signals))
+        self._say(self._outcome(outcome, signals))
         self._say(f"results: {from_here(self._folder.path)}")
         if self._last or self._drawn():
             self._say(f"plots: {self._plots()}")
-        if summary["outcome"] != "completed":
+        if not summary.completed:
             self._say_how_to_go_on(failure)
-        return int(summary["outcome"] != "completed")
+        return int(not summary.completed)
 
     def _say_how_to_go_on(self, failure: Failure | None) -> None:
         """The command that continues from the newest checkpoint, then the cause."""
@@ -151,9 +153,8 @@ class Follower:
         if line:
             self._say(line)
 
-    def _outcome(self, summary: dict[str, Any], signals: Sequence[int]) -> str:
+    def _outcome(self, outcome: str, signals: Sequence[int]) -> str:
         step = self._last.get("step", 0)
-        outcome = str(summary["outcome"])
         if outcome == "cancelled" and signals:
             outcome = cancelled_by(signal_name(signals[0]))
         of_steps = f": step {step}" if step and self._output is not None else ""

@@ -93,7 +93,7 @@ class Row:
 
     @property
     def processes(self) -> int:
-        return int(number((self.run.summary or {}).get("world_size")) or self.devices or 1)
+        return int(number(self.run.totals.world_size) or self.devices or 1)
 
     @property
     def hosts(self) -> int:
@@ -267,8 +267,8 @@ def _is_drawable(rank: Mapping[str, Any]) -> bool:
 def _row(run: RecordedRun, *, state: str, ended: bool, names: Label) -> Row:
     summary = run.summary or _summary_so_far(run)
     figures = {key: _figure(key, summary.get(key)) for key in FIGURES}
-    parts = summary.get("step_parts_s")
-    parts = {part: _figure(part, parts.get(part)) for part in PARTS} if isinstance(parts, dict) else {}
+    measured = {part: _figure(part, run.totals.step_parts_s.get(part)) for part in PARTS}
+    parts = {part: time_s for part, time_s in measured.items() if time_s is not None}
     layout: Any = summary.get("layout")
     if not _is_layout(layout):
         layout = _layout(run)
@@ -276,11 +276,11 @@ def _row(run: RecordedRun, *, state: str, ended: bool, names: Label) -> Row:
     devices = _devices(run)
     figures["device_hours"] = device_hours(run, devices=devices)
     share, step_s = figures["exposed_communication_share"], figures["step_time_s"]
-    figures["state_bytes"] = fullest(summary)
+    figures["state_bytes"] = fullest(run.totals)
     figures["exposed_communication_s"] = None if share is None or step_s is None else share * step_s
     return Row(
         run, state=state, ended=ended, names=names, layout=layout, devices=devices, figures=figures,
-        parts=None if not parts or None in parts.values() else parts,
+        parts=parts if len(parts) == len(PARTS) else None,
         spread=throughput_spread(run.metrics),
     )  # fmt: skip
 
@@ -334,7 +334,7 @@ def device_hours(run: RecordedRun, *, devices: int | None) -> float | None:
         ends = [_time(line["ended"]) for line in attempts.ends(run.folder)]
         if len(starts) + len(ends) > MAX_STARTS:
             return None
-        last = (run.summary or {}).get("ended") or (run.last_metrics or {}).get("time")
+        last = run.totals.ended or (run.last_metrics or {}).get("time")
         ends += [_time(last)] if last else []
         spans = []
         for start, following in zip(starts, [*starts[1:], None], strict=True):

@@ -25,8 +25,9 @@ from hpc_parallel.record.metrics_file import MetricsReader
 from hpc_parallel.record.provenance import read_environment
 from hpc_parallel.record.recorded_slow_ranks import accusations
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import DamagedError, read_json, read_tail
+from hpc_parallel.record.safe_read import DamagedError, read_tail
 from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.record.values import texts
 from hpc_parallel.supervise import failure, restart
 from hpc_parallel.supervise.failure import Record
@@ -66,8 +67,8 @@ def conclude(
     Returns one line that names the cause, or None if nothing failed.
     """
     failure.remove_partial_files(folder)
-    summary = read_json(folder.summary)
-    if summary is not None and summary.get("outcome") in ("completed", "preempted"):
+    summary = Summary.read(folder)
+    if summary is not None and summary.outcome in ("completed", "preempted"):
         return None
     if (stopped := Stop.read(folder)) is not None:
         asked = replace(stopped, signal=asked_by or stopped.signal)

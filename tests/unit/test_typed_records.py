@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +13,9 @@ import pytest
 from hpc_parallel.record.endings import Failure, Follower, Stop
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError
+from hpc_parallel.record.summary_file import Latency, RankState, Summary
 from hpc_parallel.record.typed import build, first, read_record
+from hpc_parallel.supervise.summary import summarise
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ WHOLE = {
     "more": [1, {"k": None}],
 }  # fmt: skip
 SOUND = build(Everything, WHOLE)
+STRATEGY = {"name": "data", "replicate": -1, "execution": "spmd", "dedicated_server": False}
 
 
 def test_a_sound_record() -> None:
@@ -123,3 +126,26 @@ def test_stopped_json_is_written_as_ever(tmp_path: Path, stop: Stop, keys: list[
     stop.write(folder)
     assert list(json.loads(folder.stopped.read_text())) == keys
     assert Stop.read(folder) == stop
+
+
+@pytest.mark.parametrize("task", ["train", "infer", "generate", "collectives", "script"])
+def test_what_is_read_of_a_summary_is_what_is_written(task: str) -> None:
+    """A key that one side renames would read as unknown for ever."""
+    config = {"task": {"name": task}, "nodes": 1, "gpus_per_node": 1, "strategy": STRATEGY}
+    line = {"step": 1, "samples": 8, "loss": 0.5, "step_time_s": 0.1, "samples_per_s": 80.0, "batch_size": 1,
+            "latency_s": 0.1, "latency_p99_s": 0.2, "tokens_per_s": 9.0}  # fmt: skip
+    states = [{"parameters": 1, "gradients": 2, "optimizer": 3}]
+    measured = {"comparison": "equal", "left_out": "a", "ended_early": "b", "shares": [1.0], "weights": "w",
+                "step_parts_s": {"compute": 0.5}, "rank_state_bytes": states}  # fmt: skip
+    content = summarise(
+        config, outcome="completed", lines=[line], history={}, measured=measured,
+        environment={"predicted": {"step_time_s": 0.2}},
+    )  # fmt: skip
+    only_of_infer = set() if task == "infer" else {"batch_sizes"}
+    assert {field.name for field in fields(Summary)} - set(content) == only_of_infer
+    summary = build(Summary, json.loads(json.dumps(content)))
+    assert summary is not None
+    assert (summary.completed, summary.notes, summary.weights) == (True, ["equal", "b", "a"], "w")
+    assert (summary.shares, summary.predicted) == ((1.0,), {"step_time_s": 0.2})
+    assert (summary.rank_state_bytes, summary.step_parts_s) == ((RankState(1, 2, 3),), {"compute": 0.5})
+    assert summary.batch_sizes == (() if only_of_infer else (Latency(1, 0.1, 0.2, 80.0, 9.0),))
