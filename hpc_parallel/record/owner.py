@@ -53,9 +53,7 @@ class Owner:
     host: str | None = None
     pid: int | None = None
     began: str | None = None  # None: the process has ended
-    folder: int | None = (
-        None  # inode of the run folder: a copied record has another one
-    )
+    folder: int | None = None  # inode of the run folder: a copied record has another one
     waits: bool | None = None  # whether the process waits for its turn in a sweep; None: it never did
 
     @classmethod
