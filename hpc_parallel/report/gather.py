@@ -330,8 +330,8 @@ def device_hours(run: RecordedRun, *, devices: int | None) -> float | None:
     A run that still runs or was interrupted is counted up to its last line of metrics.
     """
     try:
-        starts = [_time(line["began"]) for line in attempts.starts(run.folder)]
-        ends = [_time(line["ended"]) for line in attempts.ends(run.folder)]
+        starts = [_time(start.began) for start in attempts.starts(run.folder)]
+        ends = [_time(end.ended) for end in attempts.ends(run.folder)]
         if len(starts) + len(ends) > MAX_STARTS:
             return None
         last = run.totals.ended or (run.last_metrics or {}).get("time")

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import pytest
 
+from hpc_parallel.record import attempts
 from hpc_parallel.record.endings import Failure, Follower, Stop
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError
@@ -149,3 +150,21 @@ def test_what_is_read_of_a_summary_is_what_is_written(task: str) -> None:
     assert (summary.shares, summary.predicted) == ((1.0,), {"step_time_s": 0.2})
     assert (summary.rank_state_bytes, summary.step_parts_s) == ((RankState(1, 2, 3),), {"compute": 0.5})
     assert summary.batch_sizes == (() if only_of_infer else (Latency(1, 0.1, 0.2, 80.0, 9.0),))
+
+
+def test_attempts_are_written_as_ever(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    attempts.begin(folder, step=0, environment={"SLURM_JOB_ID": "7"}, warnings=["w"])
+    attempts.end(folder, how="killed", host="n1")
+    attempts.end(folder, how="preflight", host="n2", exclude=["n2"])
+    with folder.attempts.open("a") as file:  # lines of others
+        file.write(
+            '{"began": 5, "lost_steps": 1}\n{"began": "x", "lost_steps": true}\n{"ended": "x", "how": 1}\n'
+        )
+    lines = [list(json.loads(line)) for line in folder.attempts.read_text().splitlines()[:3]]
+    assert lines == [["began", "job_id", "after_step", "lost_steps", "warnings"], ["ended", "how", "host"],
+                     ["ended", "how", "host", "exclude"]]  # fmt: skip
+    (start,) = attempts.starts(folder)
+    assert (start.job_id, start.after_step, start.lost_steps, start.warnings) == ("7", 0, 0, ("w",))
+    ends = [(end.how, end.host, end.exclude) for end in attempts.recent_ends(folder)]
+    assert ends == [("killed", "n1", ()), ("preflight", "n2", ("n2",))]
