@@ -32,7 +32,7 @@ class Place:
 class Environment:
     """The parts of the file that commands show; `record/recorded_start.py` reads how to start a run again."""
 
-    overrides: tuple[Any, ...] | None = None
+    overrides: tuple[Any | None, ...] | None = None
     device: str | None = None  # the name of the processor
     cuda: str | None = UNKNOWN  # its version; None: the devices are CPUs
     ranks: tuple[Place | None, ...] = ()  # empty before the first start
