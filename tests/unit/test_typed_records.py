@@ -12,6 +12,7 @@ import pytest
 
 from hpc_parallel.record import attempts
 from hpc_parallel.record.endings import Failure, Follower, Stop
+from hpc_parallel.record.environment import Environment
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError
 from hpc_parallel.record.summary_file import Latency, RankState, Summary
@@ -168,3 +169,12 @@ def test_attempts_are_written_as_ever(tmp_path: Path) -> None:
     assert (start.job_id, start.after_step, start.lost_steps, start.warnings) == ("7", 0, 0, ("w",))
     ends = [(end.how, end.host, end.exclude) for end in attempts.recent_ends(folder)]
     assert ends == [("killed", "n1", ()), ("preflight", "n2", ("n2",))]
+
+
+@pytest.mark.parametrize(
+    ("content", "cuda"), [({}, "unknown"), ({"cuda": None}, None), ({"cuda": 5}, "unknown")]
+)
+def test_null_is_not_missing(content: dict[str, Any], cuda: str | None) -> None:
+    environment = build(Environment, content)
+    assert environment is not None
+    assert environment.cuda == cuda
