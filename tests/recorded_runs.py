@@ -19,7 +19,7 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json, write_text
 from tests.composed import composed
 
-GONE = {"host": owner.this_process()["host"], "pid": 2**22 + 1, "began": "never"}  # past the largest pid
+GONE = {"host": owner.this_process().host, "pid": 2**22 + 1, "began": "never"}  # past the largest pid
 
 
 def prepared(path: Path, *overrides: str) -> RunFolder:

@@ -18,8 +18,9 @@ from hpc_parallel.config.layout import (
 )
 from hpc_parallel.config.script import TASK as SCRIPT
 from hpc_parallel.problems import printable
+from hpc_parallel.record.environment import Place
 from hpc_parallel.record.recorded import RecordedRun
-from hpc_parallel.record.values import integer, table, text
+from hpc_parallel.record.values import integer, table
 from hpc_parallel.terminal import cell
 
 if TYPE_CHECKING:
@@ -82,10 +83,10 @@ def hosts(run: RecordedRun) -> list[Host]:
             place = node * devices + device
             rank = place * count // (nodes * devices)  # one process may drive a node's devices
             # If a process drives several devices, the run records only the first.
-            name = text(places[rank].get("device")) if count == nodes * devices else None
+            name = places[rank].device if count == nodes * devices else None
             holds = {} if run.task == SCRIPT else _holds(place - servers(strategy), degrees, strategy)
             held.append(Device(rank, name, holds))
-        rows.append(Host(node, text(places[node * count // nodes].get("host")), tuple(held)))
+        rows.append(Host(node, places[node * count // nodes].host, tuple(held)))
     return rows
 
 
@@ -104,12 +105,10 @@ def _strategy(run: RecordedRun) -> Any:
     return SimpleNamespace(**values) if fits else None
 
 
-def _places(run: RecordedRun, *, ranks: int) -> list[dict[str, Any]]:
-    """The ranks in `environment.json`; empty tables before the run has started in this layout."""
-    recorded = (run.environment or {}).get("ranks")
-    return (
-        list(map(table, recorded)) if isinstance(recorded, list) and len(recorded) == ranks else [{}] * ranks
-    )
+def _places(run: RecordedRun, *, ranks: int) -> list[Place]:
+    """The ranks in `environment.json`; empty places before the run has started in this layout."""
+    places = run.ran_on.places
+    return places if len(places) == ranks else [Place()] * ranks
 
 
 def _holds(place: int, degrees: Layout, strategy: Any) -> dict[str, str]:

@@ -25,7 +25,6 @@ from hpc_parallel.record.metrics_file import size
 from hpc_parallel.record.names import label
 from hpc_parallel.record.recorded import RecordedRun, read_run
 from hpc_parallel.record.safe_read import MIB, DamagedError, list_folder, open_regular
-from hpc_parallel.record.values import integer
 from hpc_parallel.shell import command_parser, run_command
 from hpc_parallel.supervise.run_state import State, states
 from hpc_parallel.terminal import say, warn
@@ -140,7 +139,7 @@ def _logs(options: argparse.Namespace) -> int:
 
 def _first_rank(run: RecordedRun) -> str:
     """The rank that failed first, else rank 0; prints which rank it is and why, unless it is rank 0."""
-    rank = None if run.failure is None else integer(run.failure.get("rank"))
+    rank = None if run.root_cause is None else run.root_cause.rank
     if not rank or rank < 0:
         return "0"
     warn(f"{failure_line(run) or f'rank {rank} failed first'} (other ranks: --rank 0, --rank all)")

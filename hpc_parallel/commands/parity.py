@@ -24,7 +24,7 @@ from hpc_parallel.parity.compare import TOLERANCES, Tolerance, Verdict, compare
 from hpc_parallel.parity.pace import Pace
 from hpc_parallel.parity.parity_table import Table
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.endings import Failure
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.shell import command_parser, complain, refuse
 from hpc_parallel.slurm.submit import SiteRefusedError
@@ -106,7 +106,8 @@ def judge(case: Case, tolerance: Tolerance, alone: dict[str, str | None], *, pac
     with pace.run():
         cause = run_quietly(case.run)
     if cause:
-        refused = (read_json(case.run.folder.failure) or {}).get("kind") == CONFIGURATION
+        failure = Failure.read(case.run.folder)
+        refused = failure is not None and failure.kind == CONFIGURATION
         return Verdict("left out" if refused else "failed", [cause, f"results: {case.run.folder.path}"])
     try:
         differences = compare(case.run.folder, case.alone.folder, tolerance=tolerance)
@@ -127,5 +128,5 @@ def run_quietly(run: PreparedRun) -> str | None:
         code = launcher.launch(run)
     if code == DONE:
         return None
-    failure = read_json(run.folder.failure)
-    return failure["line"] if failure else printed.getvalue().strip().rpartition("\n")[2]
+    failure = Failure.read(run.folder)
+    return failure.line if failure else printed.getvalue().strip().rpartition("\n")[2]

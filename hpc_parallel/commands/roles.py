@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_parallel.commands import grid
 from hpc_parallel.record.recorded import RecordedRun
-from hpc_parallel.record.values import table, text
 
 if TYPE_CHECKING:
     from hpc_parallel.config.exchanges import Exchange
@@ -100,6 +99,5 @@ def groups_text(exchange: Exchange) -> str:
 
 def _device(run: RecordedRun) -> str | None:
     """The kind of device that the first rank recorded."""
-    ranks = (run.environment or {}).get("ranks")
-    first = table(ranks[0]) if isinstance(ranks, list) and ranks else {}
-    return (text(first.get("device")) or "").partition(":")[0] or None
+    places = run.ran_on.places
+    return places[0].device_kind if places else None

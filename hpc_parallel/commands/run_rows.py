@@ -13,7 +13,7 @@ from hpc_parallel.record.names import label
 from hpc_parallel.record.rank_output import last_output
 from hpc_parallel.record.recorded import RecordedRun
 from hpc_parallel.record.recorded_slow_ranks import slow_lines
-from hpc_parallel.record.values import integer, number, table, text
+from hpc_parallel.record.values import integer, number, table
 from hpc_parallel.supervise.run_state import DAMAGED, RUNNING, State, despite_damage, states
 
 
@@ -119,7 +119,7 @@ def total_steps(run: RecordedRun, state: State) -> int | None:
 
 
 def failure_line(run: RecordedRun) -> str | None:
-    return text((run.failure or {}).get("line"))
+    return None if run.root_cause is None else run.root_cause.line
 
 
 def cells(row: Row) -> tuple[str, ...]:

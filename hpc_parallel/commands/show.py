@@ -22,13 +22,12 @@ from hpc_parallel.record.device_states import device_lines
 from hpc_parallel.record.find import find_run
 from hpc_parallel.record.metrics_file import duration, figure, milliseconds, per_second, size
 from hpc_parallel.record.network import topology_lines, transport_lines
-from hpc_parallel.record.provenance import PREDICTED
 from hpc_parallel.record.recorded import RecordedRun
 from hpc_parallel.record.recorded_preflight import difference_lines, finding_lines
 from hpc_parallel.record.recorded_slow_ranks import accused_lines
 from hpc_parallel.record.results import results
 from hpc_parallel.record.safe_read import DamagedError
-from hpc_parallel.record.values import number, table, text
+from hpc_parallel.record.values import number
 from hpc_parallel.shell import command_parser, run_command
 from hpc_parallel.terminal import cell, console, print_json
 
@@ -120,10 +119,8 @@ def figures(run: RecordedRun) -> dict[str, Any]:
 
 def predicted(run: RecordedRun) -> dict[str, float]:
     """The figures that were planned before the run started."""
-    summary, start = table(run.summary), table(run.environment)
-    planned = {**table(start.get(PREDICTED)), **table(summary.get(PREDICTED))}
-    figures = {key: number(planned.get(key)) for _, key, _ in FIGURES}
-    return {key: value for key, value in figures.items() if value is not None and value >= 0}
+    planned = {**run.ran_on.predicted, **run.totals.predicted}
+    return {key: planned[key] for _, key, _ in FIGURES if planned.get(key, -1) >= 0}
 
 
 def _object(run: RecordedRun, row: Row, changed: Mapping[str, Change]) -> dict[str, Any]:
@@ -158,7 +155,7 @@ def _parts(run: RecordedRun, row: Row, changed: Mapping[str, Change]) -> Iterabl
         yield f"\n{_devices(run)}" + ("" if run.task == SCRIPT else f" = {grid.layout(run)}")
         yield grid.draw(hosts)
         yield from _roles(run)
-    if network := transport_lines(run.environment or {}):
+    if network := transport_lines(run.ran_on.transport):
         yield "\nnetwork"
         yield _table(network)
     if accused := finding_lines(run.folder):
@@ -171,7 +168,7 @@ def _parts(run: RecordedRun, row: Row, changed: Mapping[str, Change]) -> Iterabl
     if devices := device_lines(run.folder):
         yield "\ndevices"
         yield _table(devices)
-    if connections := topology_lines(run.environment or {}):
+    if connections := topology_lines(run.ran_on.topology):
         yield from ["\nconnections", *connections]
     values = figures(run)
     # Figures that are zero (a bubble without a pipeline, restarts) are left out.
@@ -184,9 +181,9 @@ def _parts(run: RecordedRun, row: Row, changed: Mapping[str, Change]) -> Iterabl
         yield "\nfigures"
         yield _table(lines)
     with suppress(FileNotFoundError, DamagedError):  # the task's own results, if its files are readable
-        task_lines = results(run.folder, run.summary or {})
+        task_lines = results(run.folder, run.totals)
         yield from ["", *map(printable, task_lines)] if task_lines else []
-    if line := row.failure or (text((run.stopped or {}).get("line")) if row.ended else None):
+    if line := row.failure or (run.stopped.line if run.stopped is not None and row.ended else None):
         yield f"\n{printable(line)}"
 
 
@@ -213,12 +210,11 @@ def _head(run: RecordedRun, row: Row) -> list[tuple[str, str]]:
     lines.append(("folder", row.path))
     lines += [("jobs", ", ".join(run.job_ids))] * bool(run.job_ids)
     lines += _times(run)
-    command = (run.environment or {}).get("overrides")
-    if isinstance(command, list):
-        lines.append(("command", " ".join(["run", *map(str, command)])))
-    shares = (run.summary or {}).get("shares")
-    if isinstance(shares, list) and all(number(share) is not None for share in shares):
-        lines.append(("shares", spell(shares)))
+    if (overrides := run.ran_on.overrides) is not None:
+        lines.append(("command", " ".join(["run", *map(str, overrides)])))
+    shares = run.totals.shares
+    if shares is not None and None not in shares:
+        lines.append(("shares", spell(list(shares))))
     if steps := _checkpoints(run):
         lines.append(("checkpoints", ", ".join(map(str, steps))))
     if not is_script and (names := skipped(run.folder.checkpoints)):
@@ -228,7 +224,7 @@ def _head(run: RecordedRun, row: Row) -> list[tuple[str, str]]:
 
 
 def _times(run: RecordedRun) -> list[tuple[str, str]]:
-    began, ended = _time(run.attempts["started"]), _time((run.summary or {}).get("ended"))
+    began, ended = _time(run.attempts["started"]), _time(run.totals.ended)
     if began is None:
         return []
     took = f", took {duration((ended - began).total_seconds())}" if ended is not None else ""

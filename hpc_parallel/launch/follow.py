@@ -13,6 +13,7 @@ from rich.progress import Progress, TaskID
 
 from hpc_parallel.problems import printable, quoted
 from hpc_parallel.record.checkpoint_index import complete
+from hpc_parallel.record.endings import Failure, Stop
 from hpc_parallel.record.log_noise import is_noise
 from hpc_parallel.record.metrics_file import (
     SEPARATOR,
@@ -29,8 +30,9 @@ from hpc_parallel.record.phase import read_phase
 from hpc_parallel.record.rank_output import OutputTail
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import read_json, read_tail, size_of
-from hpc_parallel.record.values import integer, number, text
+from hpc_parallel.record.safe_read import read_tail, size_of
+from hpc_parallel.record.summary_file import Summary
+from hpc_parallel.record.values import integer, number
 from hpc_parallel.supervise.conclude_run import cancelled_by
 from hpc_parallel.supervise.failure import CONFIGURATION, signal_name
 from hpc_parallel.terminal import progress_bars, room_beside_bar
@@ -124,25 +126,26 @@ class Follower:
         self._show_output(last=True)
         if self._bar is not None:
             self._bar.stop()
-        summary = {"outcome": "failed", **(read_json(self._folder.summary) or {})}
-        failure = read_json(self._folder.failure) if summary["outcome"] == "failed" else None
+        summary = Summary.read(self._folder) or Summary()
+        outcome = summary.outcome or "failed"
+        failure = Failure.read(self._folder) if outcome == "failed" else None
         if failure is not None:
             for line in self._error_lines(failure):
                 self._say(line)
         for line in results(self._folder, summary):
             self._say(line)
-        self._say(self._outcome(summary, signals))
+        self._say(self._outcome(outcome, signals))
         self._say(f"results: {from_here(self._folder.path)}")
         if self._last or self._drawn():
             self._say(f"plots: {self._plots()}")
-        if summary["outcome"] != "completed":
+        if not summary.completed:
             self._say_how_to_go_on(failure)
-        return int(summary["outcome"] != "completed")
+        return int(not summary.completed)
 
-    def _say_how_to_go_on(self, failure: dict[str, Any] | None) -> None:
+    def _say_how_to_go_on(self, failure: Failure | None) -> None:
         """The command that continues from the newest checkpoint, then the cause."""
-        ended = read_json(self._folder.stopped) if failure is None else failure
-        line = text((ended or {}).get("line")) or ""
+        ended = Stop.read(self._folder) if failure is None else failure
+        line = (None if ended is None else ended.line) or ""
         checkpoints = complete(self._folder.checkpoints)
         if checkpoints and "resume=" not in line:
             command = shlex.join([*RUN_COMMAND, f"resume={quoted(from_here(self._folder.path))}"])
@@ -150,9 +153,8 @@ class Follower:
         if line:
             self._say(line)
 
-    def _outcome(self, summary: dict[str, Any], signals: Sequence[int]) -> str:
+    def _outcome(self, outcome: str, signals: Sequence[int]) -> str:
         step = self._last.get("step", 0)
-        outcome = str(summary["outcome"])
         if outcome == "cancelled" and signals:
             outcome = cancelled_by(signal_name(signals[0]))
         of_steps = f": step {step}" if step and self._output is not None else ""
@@ -183,22 +185,19 @@ class Follower:
     def _drawn(self) -> list[Path]:
         return sorted(self._folder.plots.glob("*.png"))
 
-    def _error_lines(self, failure: dict[str, Any]) -> list[str]:
+    def _error_lines(self, failure: Failure) -> list[str]:
         """The end of the traceback (or of the job's log), else the end of the failing rank's `.err` log.
 
         A configuration that can't run needs no more than the one line at the end.
         """
-        if failure.get("kind") == CONFIGURATION:
+        if failure.kind == CONFIGURATION:
             return []
-        lines = failure.get("traceback")
-        rank = integer(failure.get("rank"))
-        if (
-            not lines and rank is not None and failure.get("signal") != "SIGKILL"
-        ):  # a killed process writes nothing
+        lines, rank = list(failure.traceback), failure.rank
+        if not lines and rank is not None and failure.signal != "SIGKILL":  # a killed process writes nothing
             with suppress(FileNotFoundError):
                 log = read_tail(self._folder.log(rank, "err"))
                 lines = [line for line in log.decode(errors="replace").splitlines() if not is_noise(line)]
-        return [str(line) for line in lines[-_TAIL_LINES:]] if isinstance(lines, list) else []
+        return lines[-_TAIL_LINES:]
 
     def _progress(self, parts: list[str]) -> list[str]:
         """What the bar says of the newest line; the last validation stays in view."""

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.record import owner
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import open_append
+from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.supervise.failure import signal_name
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ class LocalLauncher:
         """Raises KeyboardInterrupt after a cancelled run has ended, because a sweep must not continue."""
         run.write()
         code = follow_agent(run.folder, steps=run.steps, variables=run.variables, is_script=run.is_script)
-        summary = read_json(run.folder.summary)
-        if summary is not None and summary["outcome"] == "cancelled":
+        summary = Summary.read(run.folder)
+        if summary is not None and summary.outcome == "cancelled":
             raise KeyboardInterrupt
         return code
 

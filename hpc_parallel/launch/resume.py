@@ -22,9 +22,10 @@ from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.find import near_runs, path_of
 from hpc_parallel.record.recorded_start import grants_trust, key_of, read_start
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
-from hpc_parallel.record.safe_read import DamagedError, read_json
+from hpc_parallel.record.safe_read import DamagedError
+from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.record.trust import UntrustedError, owner_name, require_private
-from hpc_parallel.record.values import flatten, integer, table, text
+from hpc_parallel.record.values import flatten, integer, table
 from hpc_parallel.shell import complain
 
 AUTO, AUTO_STRATEGY = "auto", "strategy=auto"
@@ -181,10 +182,10 @@ def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Problems:
 def _ended_early(folder: RunFolder, *, callbacks: Any) -> str | None:
     """Why a callback ended the training, if there are callbacks again."""
     try:
-        summary = read_json(folder.summary) or {}
+        summary = Summary.read(folder)
     except DamagedError:
         return None
-    return text(summary.get("ended_early")) if callbacks else None
+    return summary.ended_early if summary is not None and callbacks else None
 
 
 def _replaced(key: str, typed: set[str]) -> bool:

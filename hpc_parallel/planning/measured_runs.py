@@ -20,9 +20,11 @@ from hpc_parallel.planning.run_work import unplanned, work_of_run
 from hpc_parallel.planning.step_time import step_time
 from hpc_parallel.planning.work import Work
 from hpc_parallel.problems import ConfigError, Problem, printable
+from hpc_parallel.record.environment import Environment
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
-from hpc_parallel.record.safe_read import DamagedError, read_json
-from hpc_parallel.record.values import number, table, text
+from hpc_parallel.record.safe_read import DamagedError
+from hpc_parallel.record.summary_file import Summary
+from hpc_parallel.record.typed import read_record
 
 # In a configuration that is planned: no folder may take all memory, or hours.
 MOST_DEVICES, MOST_NUMBER, MOST_BLOCKS = 2**16, 2**24, 2**12
@@ -62,8 +64,8 @@ def _read_run(folder: RunFolder, hardware: Hardware) -> MeasuredRun:
     if not is_run_folder(folder.path):
         raise ConfigError(["is not a run folder (no config.yaml and rendezvous in it)."])
     try:
-        values, summary = folder.read_config(), read_json(folder.summary) or {}
-        environment = read_json(folder.environment) or {}
+        values, summary = folder.read_config(), Summary.read(folder) or Summary()
+        environment = read_record(Environment, folder.environment) or Environment()
     except (OSError, DamagedError) as error:
         raise ConfigError([f"{printable(str(error))}."]) from error
     step_s = _step_s(summary)
@@ -79,14 +81,14 @@ def _read_run(folder: RunFolder, hardware: Hardware) -> MeasuredRun:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(["its configuration can't be planned."]) from error
-    name = (text(environment.get("device")) or kind)[:MOST_LETTERS]
+    name = (environment.device or kind)[:MOST_LETTERS]
     return MeasuredRun(folder.path.name, work, config.gpus_per_node, name, step_s)
 
 
-def _step_s(summary: dict[str, Any]) -> float:
-    if text(summary.get("outcome")) != "completed":
+def _step_s(summary: Summary) -> float:
+    if not summary.completed:
         raise ConfigError(["has not completed, so its steps are not measured."])
-    step_s = number(summary.get("step_time_s"))
+    step_s = summary.step_time_s
     if step_s is None or not 0 < step_s < LONGEST_STEP_S:
         raise ConfigError(["its summary.json has no time of a step."])
     return step_s
@@ -117,10 +119,8 @@ def _largest(value: Any) -> float:
     return abs(value) if isinstance(value, int | float) else 0.0
 
 
-def _device_kind(environment: dict[str, Any]) -> str:
-    ranks = environment.get("ranks")
-    first = table(ranks[0]) if isinstance(ranks, list) and ranks else {}
-    kind = (text(first.get("device")) or "").partition(":")[0]
+def _device_kind(environment: Environment) -> str:
+    kind = environment.places[0].device_kind if environment.ranks else None
     if kind not in ("cpu", "cuda"):
         raise ConfigError(["its environment.json does not say on which devices it ran."])
     return kind

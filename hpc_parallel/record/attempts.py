@@ -8,18 +8,46 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 from hpc_parallel.record.metrics_file import MetricsReader
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import open_regular, read_lines
 from hpc_parallel.record.safe_write import append_line, write_bytes
-from hpc_parallel.record.values import integer, job_id, text, texts
+from hpc_parallel.record.typed import build
+from hpc_parallel.record.values import job_id
 from hpc_parallel.slurm.jobs import job_of
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start, which continues after a step."""
+
+    began: str  # ISO 8601, UTC
+    job_id: Annotated[str, job_id] | None
+    after_step: int | None
+    lost_steps: int  # that it trains again
+    warnings: tuple[str, ...] = ()  # about damaged checkpoints
+
+
+@dataclass(frozen=True)
+class End:
+    """How a start ended early, and on which host.
+
+    how: `time_limit`, `preempted`, `cancelled`, or the kind of the failure. A start that completed has no
+    such record: the summary describes it. exclude: hosts that the next start leaves out; not written if
+    there are none.
+    """
+
+    ended: str  # ISO 8601, UTC
+    how: str
+    host: str | None
+    exclude: tuple[str, ...] = ()
 
 
 def begin(
@@ -32,16 +60,8 @@ def begin(
     environment: Slurm's variables; warnings: about damaged checkpoints.
     """
     lost = keep_metrics(folder, until=step)
-    _append(
-        folder,
-        {
-            "began": datetime.now(UTC).isoformat(),
-            "job_id": job_of(environment),
-            "after_step": step,
-            "lost_steps": max(0, lost),
-            "warnings": list(warnings),
-        },
-    )
+    now = datetime.now(UTC).isoformat()
+    _append(folder, asdict(Start(now, job_of(environment), step, max(0, lost), tuple(warnings))))
 
 
 def keep_metrics(folder: RunFolder, *, until: int) -> int:
@@ -55,18 +75,9 @@ def keep_metrics(folder: RunFolder, *, until: int) -> int:
 
 
 def end(folder: RunFolder, *, how: str, host: str | None = None, exclude: Sequence[str] = ()) -> None:
-    """Record how and on which host the newest start ended early.
-
-    how: `time_limit`, `preempted`, `cancelled`, or the kind of the failure. A start that completed has no
-    such record: the summary describes it. exclude: hosts that the next start leaves out.
-    """
-    line = {"ended": datetime.now(UTC).isoformat(), "how": how, "host": host}
-    _append(folder, line | ({"exclude": list(exclude)} if exclude else {}))
-
-
-def accused_hosts(end: Mapping[str, Any]) -> list[str]:
-    """The hosts that the start after this end leaves out."""
-    return texts(end.get("exclude"))
+    """Record how the newest start ended early (`End`)."""
+    line = asdict(End(datetime.now(UTC).isoformat(), how, host, tuple(exclude)))
+    _append(folder, {key: value for key, value in line.items() if key != "exclude" or value})
 
 
 def resumed_by_hand(folder: RunFolder) -> None:
@@ -74,11 +85,11 @@ def resumed_by_hand(folder: RunFolder) -> None:
     _append(folder, {"resumed": datetime.now(UTC).isoformat()})
 
 
-def recent_ends(folder: RunFolder) -> list[dict[str, Any]]:
+def recent_ends(folder: RunFolder) -> list[End]:
     """The ends of starts since a user last started the run."""
     lines = read_lines(folder.attempts)
     last_resume = max((index for index, line in enumerate(lines) if "resumed" in line), default=-1)
-    return [line for line in lines[last_resume + 1 :] if _is_end(line)]
+    return [end for line in lines[last_resume + 1 :] if (end := _end(line))]
 
 
 def earlier_starts(folder: RunFolder) -> int:
@@ -86,21 +97,19 @@ def earlier_starts(folder: RunFolder) -> int:
 
     Every start but the first follows an end or a user who started the run again, or both.
     """
-    by_hand = [
-        "resumed" in line for line in read_lines(folder.attempts) if "resumed" in line or _is_end(line)
-    ]
+    by_hand = ["resumed" in line for line in read_lines(folder.attempts) if "resumed" in line or _end(line)]
     return sum(this or not following for this, following in pairwise([*by_hand, False]))
 
 
-def starts(folder: RunFolder) -> list[dict[str, Any]]:
+def starts(folder: RunFolder) -> list[Start]:
     """The records of all starts. Raises DamagedError."""
-    lines = read_lines(folder.attempts)
-    return [line for line in lines if text(line.get("began")) and integer(line.get("lost_steps")) is not None]
+    records = (build(Start, line) for line in read_lines(folder.attempts))
+    return [start for start in records if start is not None and start.began]
 
 
-def ends(folder: RunFolder) -> list[dict[str, Any]]:
+def ends(folder: RunFolder) -> list[End]:
     """The records of all ends. Raises DamagedError."""
-    return [line for line in read_lines(folder.attempts) if _is_end(line)]
+    return [end for line in read_lines(folder.attempts) if (end := _end(line))]
 
 
 def history(folder: RunFolder, *, environment: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
@@ -111,11 +120,11 @@ def history(folder: RunFolder, *, environment: Mapping[str, str] = MappingProxyT
     Raises DamagedError.
     """
     records = starts(folder)
-    jobs = [*(job_id(record.get("job_id")) for record in records), job_of(environment)]
+    jobs = [*(record.job_id for record in records), job_of(environment)]
     return {
         "restarts": max(0, len(records) - 1),
-        "lost_steps": sum(record["lost_steps"] for record in records),
-        "started": records[0]["began"] if records else None,
+        "lost_steps": sum(record.lost_steps for record in records),
+        "started": records[0].began if records else None,
         "job_ids": list(dict.fromkeys(job for job in jobs if job)),
     }
 
@@ -124,8 +133,9 @@ def _append(folder: RunFolder, line: Mapping[str, Any]) -> None:
     append_line(folder.attempts, line)
 
 
-def _is_end(line: Mapping[str, Any]) -> bool:
-    return bool(text(line.get("ended")) and text(line.get("how")))
+def _end(line: Mapping[str, Any]) -> End | None:
+    end = build(End, line)
+    return end if end is not None and end.ended and end.how else None
 
 
 def _content(path: Path) -> bytes:

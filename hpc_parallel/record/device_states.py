@@ -9,15 +9,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median, median_low
-from typing import Any
 
 from hpc_parallel.problems import printable
 from hpc_parallel.record.metrics_file import size
+from hpc_parallel.record.recorded_slow_ranks import DeviceState, TimedSteps
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import read_json
-from hpc_parallel.record.values import integer, number, table, text
+from hpc_parallel.record.typed import read_if_possible
 
-MOST_SAMPLES, MOST_RANKS = 100, 4096
+MOST_RANKS = 4096
 # Figure -> its title, its text, and which value is the worst.
 FIGURES: Mapping[str, tuple[str, Callable[[float], str], Callable[..., tuple[float, int]]]] = {
     "utilisation": ("utilisation", "{:.0%}".format, min),
@@ -34,21 +33,14 @@ def device_lines(folder: RunFolder) -> list[tuple[str, str]]:
 
     A device counts with the median of its timed steps. Empty if no device was seen.
     """
-    samples = _read(folder.rank_times).get("samples")
-    if samples is None:
-        files = sorted(folder.logs.glob("rank-*.device.json"))[:MOST_RANKS]
-        samples = [{"ranks": [_read(file) for file in files]}]
-    hosts: dict[int, str] = {}
+    samples = TimedSteps.read(folder).samples
+    states = _of_script(folder) if samples is None else [state for step in samples for state in step.ranks]
+    hosts = {state.rank: state.host for state in states}
     values: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for sample in samples[-MOST_SAMPLES:] if isinstance(samples, list) else []:
-        for state in _ranks(sample):
-            rank = integer(state.get("rank"))
-            if rank is None:
-                continue
-            hosts[rank] = text(state.get("host")) or "?"
-            for key in FIGURES:
-                if (value := number(state.get(key))) is not None:
-                    values[key][rank].append(float(value))
+    for state in states:
+        for key in FIGURES:
+            if (value := getattr(state, key)) is not None:
+                values[key][state.rank].append(float(value))
     return [(FIGURES[key][0], _line(key, values[key], hosts)) for key in FIGURES if values[key]]
 
 
@@ -57,11 +49,9 @@ def device_file(folder: RunFolder, *, rank: int) -> Path:
     return folder.logs / f"rank-{rank}.device.json"
 
 
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        return table(read_json(file))
-    except (OSError, ValueError):
-        return {}
+def _of_script(folder: RunFolder) -> list[DeviceState]:
+    files = sorted(folder.logs.glob("rank-*.device.json"))[:MOST_RANKS]
+    return [state for file in files if (state := read_if_possible(DeviceState, file)) is not None]
 
 
 def _line(key: str, by_rank: Mapping[int, list[float]], hosts: Mapping[int, str]) -> str:
@@ -72,8 +62,3 @@ def _line(key: str, by_rank: Mapping[int, list[float]], hosts: Mapping[int, str]
     worst, rank = worst_of((value, rank) for rank, value in medians.items())
     usual = to_text(median(medians.values()))
     return printable(f"median {usual}, worst {to_text(worst)} (rank {rank} on {hosts[rank]})")
-
-
-def _ranks(sample: Any) -> list[dict[str, Any]]:
-    ranks = table(sample).get("ranks")
-    return [table(rank) for rank in ranks] if isinstance(ranks, list) else []

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 from hpc_parallel.problems import printable
-from hpc_parallel.record.values import number, table, text
+from hpc_parallel.record.recorded_preflight import HostFinding
+from hpc_parallel.record.typed import build, first
 
 MOST = 4096
+Reads = Mapping[str, Mapping[str, float]]  # host -> number of processes -> bytes per second of all of them
 COPIES = {  # title -> key of a rank in machine_check.json
     "copy to the device, pinned": "pinned_bytes_per_s",
     "copy to the host, pinned": "pinned_to_host_bytes_per_s",
@@ -19,42 +22,85 @@ COPIES = {  # title -> key of a rank in machine_check.json
 SCALES, SCALES_NOT = 0.75, 0.25  # share of the gain that each further process should bring
 
 
+@dataclass(frozen=True)
+class RankRates:
+    """What one rank reached."""
+
+    flops: float | None = None  # per second
+    pinned_bytes_per_s: float | None = None
+    pinned_to_host_bytes_per_s: float | None = None
+    pageable_bytes_per_s: float | None = None
+    pageable_to_host_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Link:
+    """In each direction between two hosts."""
+
+    hosts: tuple[str, ...]
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class DirectReads:
+    """Reads into device memory."""
+
+    reads_bytes_per_s: Reads = field(default_factory=dict)
+    not_measured: str | None = None  # why
+    mode: str | None = None
+
+
+@dataclass(frozen=True)
+class MachineCheck:
+    """The content of `machine_check.json`."""
+
+    ranks: Annotated[tuple[RankRates, ...], first(MOST)] = ()
+    reads_bytes_per_s: Reads = field(default_factory=dict)
+    direct_reads: DirectReads = field(default_factory=DirectReads)
+    inside_busbw_bytes_per_s: Mapping[str, float] = field(default_factory=dict)  # by host
+    links: Annotated[tuple[Link, ...], first(MOST)] = ()
+    findings: Annotated[tuple[HostFinding, ...], first(MOST)] = ()
+    left_out: str | None = None
+    judged: bool | None = True  # None: parts are still to be measured
+
+
 def machine_lines(content: Any) -> list[str]:
     """The medians, what was found, and a flag that leaves the slow hosts out."""
-    measured = table(content)
+    measured = build(MachineCheck, content) or MachineCheck()
     return [*_medians(measured), *_findings(measured)]
 
 
 def links(content: Any) -> dict[tuple[str, str], float]:
     """(host, other host) -> bytes per second in each direction."""
+    return _links(build(MachineCheck, content) or MachineCheck())
+
+
+def _links(measured: MachineCheck) -> dict[tuple[str, str], float]:
     result = {}
-    for link in _tables(table(content).get("links")):
-        rate, hosts = number(link.get("bytes_per_s")), link.get("hosts")
-        if rate and rate > 0 and isinstance(hosts, list) and len(hosts) == 2 and all(map(text, hosts)):
-            result[printable(hosts[0]), printable(hosts[1])] = rate
+    for link in measured.links:
+        if link.bytes_per_s > 0 and len(link.hosts) == 2 and all(link.hosts):
+            result[printable(link.hosts[0]), printable(link.hosts[1])] = link.bytes_per_s
     return result
 
 
-def _medians(measured: Mapping[str, Any]) -> Iterator[str]:
-    ranks = _tables(measured.get("ranks"))
-    yield from _median("matrix product", ranks, "flops", scale=1e9, unit="GFLOP/s for each device")
+def _medians(measured: MachineCheck) -> Iterator[str]:
+    yield from _median("matrix product", measured.ranks, "flops", scale=1e9, unit="GFLOP/s for each device")
     for title, key in COPIES.items():
-        yield from _median(title, ranks, key, scale=1e9, unit="GB/s")
-    reads = _reads(measured)
+        yield from _median(title, measured.ranks, key, scale=1e9, unit="GB/s")
+    reads = _reads(measured.reads_bytes_per_s)
     for readers, rate in reads.items():
         yield f"read, processes on each host = {readers}: {rate / 1e6:.0f} MB/s (median of the hosts)"
     yield from _scaling(reads)
-    yield from _direct_reads(table(measured.get("direct_reads")))
-    inside = [rate for rate in map(number, table(measured.get("inside_busbw_bytes_per_s")).values()) if rate]
-    if inside:
+    yield from _direct_reads(measured.direct_reads)
+    if inside := [rate for rate in measured.inside_busbw_bytes_per_s.values() if rate]:
         yield f"all-reduce inside a node: {median(inside) / 1e9:.3f} GB/s bus bandwidth (median)"
-    if rates := list(links(measured).values()):
+    if rates := list(_links(measured).values()):
         shown = f"{median(rates) / 1e9:.3f} GB/s (median), {min(rates) / 1e9:.3f} (slowest)"
         yield f"links, in each direction: {shown}"
 
 
-def _median(title: str, rows: list[dict[str, Any]], key: str, *, scale: float, unit: str) -> Iterator[str]:
-    if values := [value for value in (number(row.get(key)) for row in rows) if value]:
+def _median(title: str, rows: Sequence[RankRates], key: str, *, scale: float, unit: str) -> Iterator[str]:
+    if values := [value for row in rows if (value := getattr(row, key))]:
         yield f"{title}: {median(values) / scale:.1f} {unit} (median), {min(values) / scale:.1f} (slowest)"
 
 
@@ -73,44 +119,38 @@ def _scaling(reads: Mapping[str, float]) -> Iterator[str]:
     yield f"input {verb} with the processes: {most} read {speed_up:.1f} times as fast as 1"
 
 
-def _direct_reads(direct: Mapping[str, Any]) -> Iterator[str]:
+def _direct_reads(direct: DirectReads) -> Iterator[str]:
     """The same into device memory, and whether GPUDirect Storage was used."""
-    for readers, rate in _reads(direct).items():
+    for readers, rate in _reads(direct.reads_bytes_per_s).items():
         yield f"read into the GPU by kvikio, processes on each host = {readers}: {rate / 1e6:.0f} MB/s"
-    if reason := text(direct.get("not_measured")):
-        yield f"GPUDirect Storage: not measured ({printable(reason)})"
-    elif mode := text(direct.get("mode")):
-        yield f"GPUDirect Storage: {printable(mode)}"
+    if direct.not_measured:
+        yield f"GPUDirect Storage: not measured ({printable(direct.not_measured)})"
+    elif direct.mode:
+        yield f"GPUDirect Storage: {printable(direct.mode)}"
 
 
-def _reads(measured: Mapping[str, Any]) -> dict[str, float]:
+def _reads(by_host: Reads) -> dict[str, float]:
     by_count: dict[str, list[float]] = {}
-    for rates in table(measured.get("reads_bytes_per_s")).values():
-        for count, rate in table(rates).items():
-            if value := number(rate):
-                by_count.setdefault(printable(count), []).append(value)
+    for rates in by_host.values():
+        for count, rate in rates.items():
+            if rate:
+                by_count.setdefault(printable(count), []).append(rate)
     return {count: median(rates) for count, rates in by_count.items()}
 
 
-def _findings(measured: Mapping[str, Any]) -> Iterator[str]:
+def _findings(measured: MachineCheck) -> Iterator[str]:
     harmful = []
-    for finding in _tables(measured.get("findings")):
-        host, what = text(finding.get("host")), text(finding.get("what"))
-        if host and what:
-            yield f"{printable(host)}: {printable(what)}"
-            is_excludable = finding.get("harmful") is True and finding.get("excludable") is not False
-            harmful += [printable(host)] * is_excludable
-    if left_out := text(measured.get("left_out")):
-        yield printable(left_out)
+    for finding in measured.findings:
+        if finding.host and finding.what:
+            yield f"{printable(finding.host)}: {printable(finding.what)}"
+            harmful += [printable(finding.host)] * (finding.harmful and finding.excludable)
+    if measured.left_out:
+        yield printable(measured.left_out)
     if harmful:
         yield f"--exclude={','.join(dict.fromkeys(harmful))}"
-    elif measured.get("judged") is None and "judged" in measured:
-        return  # the other parts are still to be measured
-    elif measured.get("judged") is False:
+    elif measured.judged is None:
+        return
+    elif not measured.judged:
         yield "nodes that share one machine are not compared"
     else:
         yield "no host stands out"
-
-
-def _tables(rows: Any) -> list[dict[str, Any]]:
-    return [table(row) for row in rows[:MOST]] if isinstance(rows, list) else []

@@ -6,82 +6,106 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 from hpc_parallel.problems import printable
-from hpc_parallel.record.values import integer, table, text
 
 PAIRS = ("inside a node", "across nodes")
-MOST_HOSTS, MOST_PARTS, MOST_SHAPES = 6, 64, 8
+MOST_HOSTS, MOST_PARTS, MOST_SHAPES, MOST_LETTERS = 6, 64, 8, 40
 
 
-def transport_lines(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
+@dataclass(frozen=True)
+class Transport:
+    """What carries the data: `transport` of `environment.json`; None: not known, or not with NCCL."""
+
+    library: str = "NCCL"
+    version: str | None = None
+    network: str | None = None
+    channels: int | None = None
+    nvls_channels: int | None = None
+    nvls_available: bool | None = None
+    rings: bool | None = None
+    trees: bool | None = None
+    pairs: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # of PAIRS -> carrier -> channels
+    gpudirect: Mapping[str, str] = field(default_factory=dict)  # of PAIRS -> state
+    problem: str | None = None
+
+
+def _cell(value: Any) -> str:
+    return printable(value[:MOST_LETTERS]) if isinstance(value, str) else ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A GPU or a network card."""
+
+    name: Annotated[str, _cell] = ""
+    numa: int | None = None
+    model: Annotated[str, _cell] = ""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Hosts with the same parts, and the connection of each part with each."""
+
+    hosts: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = ()
+    links: tuple[tuple[Annotated[str, _cell], ...], ...] = ()
+
+
+def transport_lines(transport: Transport) -> list[tuple[str, str]]:
     """What carries the data, as titles and texts; empty for runs of one device or of an older version."""
-    transport = table(environment.get("transport"))
     lines = []
-    pairs = table(transport.get("pairs"))
     for pair in PAIRS:
-        carriers = table(pairs.get(pair))
-        counted = [f"{name} ({count} channels)" for name, count in carriers.items() if integer(count)]
+        carriers = transport.pairs.get(pair, {})
+        counted = [f"{name} ({count} channels)" for name, count in carriers.items() if count]
         if counted:
             lines.append((pair, ", ".join(map(printable, counted))))
     if lines:
-        version, network = text(transport.get("version")), text(transport.get("network"))
-        library = text(transport.get("library")) or "NCCL"
-        parts = [f"{library} {version}" if version else "", network or "", "connected so far"]
+        version = f"{transport.library} {transport.version}" if transport.version else ""
+        parts = [version, transport.network or "", "connected so far"]
         lines.insert(0, ("transport", ", ".join(printable(part) for part in parts if part)))
         lines += _built(transport)
-    if problem := text(transport.get("problem")):
-        lines.append(("network", printable(problem)))
+    if transport.problem:
+        lines.append(("network", printable(transport.problem)))
     return lines
 
 
-def _built(transport: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _built(transport: Transport) -> Iterator[tuple[str, str]]:
     """Yields what NCCL has built, a line for each part that the record has."""
-    direct = table(transport.get("gpudirect"))
-    if states := [f"{state} {pair}" for pair in PAIRS if (state := text(direct.get(pair)))]:
+    direct = transport.gpudirect
+    if states := [f"{state} {pair}" for pair in PAIRS if (state := direct.get(pair))]:
         yield "GPUDirect RDMA", printable(", ".join(states))
-    if channels := integer(transport.get("channels")):
-        yield "channels", str(channels)
-    for part in ("rings", "trees"):
-        if isinstance(connected := transport.get(part), bool):
+    if transport.channels:
+        yield "channels", str(transport.channels)
+    for part, connected in (("rings", transport.rings), ("trees", transport.trees)):
+        if connected is not None:
             yield part, "connected" if connected else "not connected so far"
-    available = transport.get("nvls_available")
-    if channels := integer(transport.get("nvls_channels")):
-        yield "NVLS", f"{channels} channels"
-    elif isinstance(available, bool):
-        yield "NVLS", "available, not used" if available else "not available"
+    if transport.nvls_channels:
+        yield "NVLS", f"{transport.nvls_channels} channels"
+    elif transport.nvls_available is not None:
+        yield "NVLS", "available, not used" if transport.nvls_available else "not available"
 
 
-def topology_lines(environment: Mapping[str, Any]) -> list[str]:
+def topology_lines(shapes: tuple[Topology, ...]) -> list[str]:
     """The connections inside the hosts, as text; hosts that are alike share a table."""
     lines: list[str] = []
-    shapes = environment.get("topology")
-    for shape in shapes[:MOST_SHAPES] if isinstance(shapes, list) else []:
-        if drawn := list(_drawn(table(shape))):
-            hosts = [name for name in table(shape).get("hosts", []) if isinstance(name, str)]
-            more = f" and {len(hosts) - MOST_HOSTS} more" * (len(hosts) > MOST_HOSTS)
-            lines += ["", printable(", ".join(hosts[:MOST_HOSTS]) + more), *drawn]
+    for shape in shapes:
+        if drawn := list(_drawn(shape)):
+            more = f" and {len(shape.hosts) - MOST_HOSTS} more" * (len(shape.hosts) > MOST_HOSTS)
+            lines += ["", printable(", ".join(shape.hosts[:MOST_HOSTS]) + more), *drawn]
     return lines[1:]
 
 
-def _drawn(shape: Mapping[str, Any]) -> Iterator[str]:
+def _drawn(shape: Topology) -> Iterator[str]:
     """Yields the lines of one table; none if it is malformed."""
-    parts, links = shape.get("parts"), shape.get("links")
-    if not isinstance(parts, list) or not isinstance(links, list) or not 1 < len(parts) <= MOST_PARTS:
+    parts, rows = shape.parts, shape.links
+    if not 1 < len(parts) <= MOST_PARTS or [len(row) for row in rows] != [len(parts)] * len(parts):
         return
-    names = [_text(table(part).get("name")) for part in parts]
-    rows = [row if isinstance(row, list) else [] for row in links]
-    if len(rows) != len(parts) or any(len(row) != len(parts) for row in rows):
-        return
-    cells = [["", *names, "NUMA", "model"]]
-    for name, part, row in zip(names, map(table, parts), rows, strict=True):
-        numa = integer(part.get("numa"))
-        cells.append([name, *map(_text, row), "" if numa is None else str(numa), _text(part.get("model"))])
+    cells = [["", *(part.name for part in parts), "NUMA", "model"]]
+    for part, row in zip(parts, rows, strict=True):
+        cells.append([part.name, *row, "" if part.numa is None else str(part.numa), part.model])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
         yield "  ".join(map(str.ljust, line, widths)).rstrip()
-
-
-def _text(value: Any) -> str:
-    return printable(value[:40]) if isinstance(value, str) else ""

@@ -9,16 +9,17 @@ import os
 import platform
 import shlex
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 from hpc_parallel.record.run_folder import RunFolder, locked
 from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.trust import UntrustedError, require_private
-from hpc_parallel.record.values import integer, text
+from hpc_parallel.record.typed import build
 from hpc_parallel.record.values import job_id as job_id_of
 from hpc_parallel.slurm.jobs import job_state
 
@@ -43,38 +44,48 @@ def claim(folder: RunFolder) -> None:
         take(folder)
 
 
-def read_owner(folder: RunFolder) -> dict[str, Any] | None:
-    """The content of `owner.json`: the `job_id` of a job, or `host`, `pid` and `began` of a process.
+@dataclass(frozen=True)
+class Owner:
+    """The content of `owner.json`: a job, or a process. Keys whose value is None are not written."""
 
-    A job has `clusters` if SLURM_CLUSTERS named the Slurm that has it.
+    job_id: Annotated[str, job_id_of] | None = None
+    clusters: str | None = None  # of the job, if SLURM_CLUSTERS named the Slurm that has it
+    host: str | None = None
+    pid: int | None = None
+    began: str | None = None  # None: the process has ended
+    folder: int | None = None  # inode of the run folder: a copied record has another one
+    waits: bool | None = None  # whether the process waits for its turn in a sweep; None: it never did
 
-    A process also has `folder`, which shows that a record was copied from another run, and may have
-    `waits`. Returns None if there is no file.
+    @classmethod
+    def read(cls, folder: RunFolder) -> Owner | None:
+        """None if there is no file. Raises DamagedError if it names neither a job nor a process."""
+        values = read_json(folder.owner)
+        owner = build(cls, values)
+        if owner is None or values is None:
+            return None
+        if owner.job_id is not None:
+            return cls(job_id=owner.job_id, clusters=owner.clusters)
+        is_process = owner.host is not None and owner.pid is not None and 0 < owner.pid <= MAX_PID
+        if not is_process or (owner.began is None and values.get("began") is not None):
+            raise DamagedError(folder.owner, "it names no process and no job")
+        return replace(owner, clusters=None)
 
-    Raises DamagedError if the file names neither a job nor a process.
-    """
-    owner = read_json(folder.owner)
-    if owner is None:
-        return None
-    if job := job_id_of(owner.get("job_id")):
-        clusters = text(owner.get("clusters"))
-        return {"job_id": job} if clusters is None else {"job_id": job, "clusters": clusters}
-    pid, host, began = integer(owner.get("pid")), text(owner.get("host")), owner.get("began")
-    if pid is None or not 0 < pid <= MAX_PID or host is None or not isinstance(began, str | None):
-        raise DamagedError(folder.owner, "it names no process and no job")
-    process = {"host": host, "pid": pid, "began": began, "folder": integer(owner.get("folder"))}
-    if isinstance(waits := owner.get("waits"), bool):
-        process["waits"] = waits
-    return process
+    def write(self, folder: RunFolder) -> None:
+        values = {key: value for key, value in vars(self).items() if value is not None}
+        write_json(folder.owner, values)
+
+    def is_process(self, other: Owner) -> bool:
+        """Whether both are the same process."""
+        return (self.host, self.pid, self.began) == (other.host, other.pid, other.began)
 
 
-def this_process() -> dict[str, Any]:
+def this_process() -> Owner:
     """The `host`, `pid` and `began` of this process."""
     return _process(os.getpid())
 
 
-def _process(pid: int) -> dict[str, Any]:
-    return {"host": platform.node(), "pid": pid, "began": _began(pid)}
+def _process(pid: int) -> Owner:
+    return Owner(host=platform.node(), pid=pid, began=_began(pid))
 
 
 def take(folder: RunFolder) -> None:
@@ -84,7 +95,7 @@ def take(folder: RunFolder) -> None:
 
 def hand_to_process(folder: RunFolder, pid: int) -> None:
     """Make a child of this process the owner, before it takes the run itself."""
-    write_json(folder.owner, {**_process(pid), "folder": folder.path.stat().st_ino})
+    replace(_process(pid), folder=folder.path.stat().st_ino).write(folder)
 
 
 def queue(folder: RunFolder) -> None:
@@ -95,7 +106,7 @@ def queue(folder: RunFolder) -> None:
 def take_turn(folder: RunFolder) -> bool:
     """End the wait of a run, which may then start. Returns False if it was withdrawn."""
     with locked(folder.path):
-        if not (read_owner(folder) or {}).get("waits"):
+        if not (owner := Owner.read(folder)) or not owner.waits:
             return False
         _write(folder, waits=False)
         return True
@@ -104,7 +115,7 @@ def take_turn(folder: RunFolder) -> bool:
 def withdraw(folder: RunFolder) -> bool:
     """Prevent the start of a run that waits. Returns False if it has started."""
     with locked(folder.path):
-        if not (read_owner(folder) or {}).get("waits"):
+        if not (owner := Owner.read(folder)) or not owner.waits:
             return False
         folder.owner.unlink()
         return True
@@ -113,7 +124,7 @@ def withdraw(folder: RunFolder) -> bool:
 def release(folder: RunFolder) -> None:
     """Give up ownership if this process is the owner."""
     with locked(folder.path):
-        if (read_owner(folder) or {}).items() >= this_process().items():
+        if (owner := Owner.read(folder)) is not None and owner.is_process(this_process()):
             folder.owner.unlink()
 
 
@@ -123,26 +134,25 @@ def hold_by_job(folder: RunFolder, job_id: str) -> None:
     A process that started the run inside an allocation of its own (`launcher=local`) stays its owner.
     """
     with locked(folder.path):
-        before = read_owner(folder) or {}
-        if "pid" in before and living_owner(folder) is not None:
+        before = Owner.read(folder) or Owner()
+        if before.pid is not None and living_owner(folder) is not None:
             return
-        if before.get("job_id") == job_id:  # the submission knew the clusters, the job may not
+        if before.job_id == job_id:  # the submission knew the clusters, the job may not
             return
-        if before.get("job_id") is not None and (other := living_owner(folder)) is not None:
+        if before.job_id is not None and (other := living_owner(folder)) is not None:
             raise OwnedError(f"the run is going on already, as {other}")
         hand_to_job(folder, job_id)
 
 
 def hand_to_job(folder: RunFolder, job_id: str) -> None:
     """Make the job the owner of the run until Slurm reports its end."""
-    clusters = os.environ.get(CLUSTERS)
-    write_json(folder.owner, {"job_id": job_id} | ({"clusters": clusters} if clusters else {}))
+    Owner(job_id=job_id, clusters=os.environ.get(CLUSTERS) or None).write(folder)
 
 
-def elsewhere(owner: Mapping[str, Any]) -> str | None:
+def elsewhere(owner: Owner | None) -> str | None:
     """Why this shell can't ask for the job of `owner`: another Slurm has it. None if it can."""
-    clusters, here = owner.get("clusters"), os.environ.get(CLUSTERS) or None
-    if "job_id" not in owner or clusters == here:
+    here = os.environ.get(CLUSTERS) or None
+    if owner is None or owner.job_id is None or (clusters := owner.clusters) == here:
         return None
     if clusters is None:
         return f"its job is on the usual cluster, and this shell has {CLUSTERS}={here}. Try unset {CLUSTERS}"
@@ -151,23 +161,23 @@ def elsewhere(owner: Mapping[str, Any]) -> str | None:
 
 def is_job(folder: RunFolder, job_id: str) -> bool:
     """Whether the job still owns the run: a later resume changes the owner."""
-    return (read_owner(folder) or {}).get("job_id") == job_id
+    return (Owner.read(folder) or Owner()).job_id == job_id
 
 
 def living_owner(folder: RunFolder) -> str | None:
     """The active owner as text (`job 7 (running)`, `process 12`), or None. Raises DamagedError."""
-    owner = read_owner(folder)
+    owner = Owner.read(folder)
     if owner is None:
         return None
-    if job := owner.get("job_id"):
+    if job := owner.job_id:
         if reason := elsewhere(owner):
             return f"job {job} ({reason})"
         state = job_state(job)
         return None if state.ended else f"job {job} ({state})"
     lives = process_lives(owner)
     if lives is None:  # on another host, where only the summary shows that it has ended
-        return None if folder.summary.exists() else f"process {owner['pid']} on {owner['host']}"
-    return f"process {owner['pid']}" if lives else None
+        return None if folder.summary.exists() else f"process {owner.pid} on {owner.host}"
+    return f"process {owner.pid}" if lives else None
 
 
 def refusal(folder: RunFolder) -> str | None:
@@ -185,22 +195,23 @@ def refusal(folder: RunFolder) -> str | None:
     return None
 
 
-def end_process(folder: RunFolder, owner: Mapping[str, Any]) -> str | None:
-    """Send SIGTERM to the process that `read_owner` names.
+def end_process(folder: RunFolder, owner: Owner) -> str | None:
+    """Send SIGTERM to the process that owns the run.
 
     The signal goes to a process descriptor: the pid can't be reused between the checks and the signal.
 
     Returns why the process may not be that run's, or None.
     """
-    process = owner["pid"]
+    process = owner.pid
+    assert process is not None
     by_hand = f"If process {process} is this run's: kill {process}"
     try:
         require_private(folder.path)  # otherwise another user may have replaced the record
     except UntrustedError as error:
         return f"{error} {by_hand}"
-    if owner["folder"] is None:
+    if owner.folder is None:
         return f"was started by an older version, which did not record enough. {by_hand}"
-    if owner["folder"] != folder.path.stat().st_ino:
+    if owner.folder != folder.path.stat().st_ino:
         return f"{folder.owner} was copied from another folder. {by_hand}"
     try:
         with _handle_of(process) as send:
@@ -231,18 +242,18 @@ def _handle_of(process: int) -> Iterator[Callable[[int], None]]:
         os.close(handle)
 
 
-def _write(folder: RunFolder, **flags: bool) -> None:
-    write_json(folder.owner, {**this_process(), "folder": folder.path.stat().st_ino, **flags})
+def _write(folder: RunFolder, *, waits: bool | None = None) -> None:
+    replace(this_process(), folder=folder.path.stat().st_ino, waits=waits).write(folder)
 
 
-def process_lives(owner: Mapping[str, Any]) -> bool | None:
-    """Whether the process that `read_owner` names still runs; None if it is on another host."""
-    if owner["host"] != platform.node():
+def process_lives(owner: Owner) -> bool | None:
+    """Whether the process still runs; None if it is on another host."""
+    if owner.host != platform.node():
         return None
-    return bool(_began(owner["pid"]) == owner["began"] is not None)
+    return owner.pid is not None and owner.began is not None and _began(owner.pid) == owner.began
 
 
-def _began(process: int) -> Any:
+def _began(process: int) -> str | None:
     """When a process started: the boot id and the ticks since boot, because a pid is reused (proc(5))."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc_parallel.record import attempts
+from hpc_parallel.record.endings import Failure, Stop
+from hpc_parallel.record.environment import Environment
 from hpc_parallel.record.metrics_file import last_line, read_metrics
-from hpc_parallel.record.owner import read_owner
+from hpc_parallel.record.owner import Owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import (
     YAML_BYTES,
@@ -28,7 +30,9 @@ from hpc_parallel.record.safe_read import (
     read_text,
     read_yaml,
 )
+from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.record.sweep_folder import MANIFEST, read_sweep
+from hpc_parallel.record.typed import build
 from hpc_parallel.record.values import integer, table, text
 from hpc_parallel.record.values import number as number
 
@@ -97,22 +101,42 @@ class RecordedRun:
         return self._read(self.folder.summary, read_json)
 
     @cached_property
+    def totals(self) -> Summary:
+        """The same with checked types; without values if it can't be read."""
+        return build(Summary, self.summary) or Summary()
+
+    @cached_property
     def failure(self) -> dict[str, Any] | None:
         return self._read(self.folder.failure, read_json)
 
-    @cached_property
-    def stopped(self) -> dict[str, Any] | None:
-        """The signal that ended the newest start, and the step that was saved."""
-        return self._read(self.folder.stopped, read_json)
+    @property
+    def root_cause(self) -> Failure | None:
+        """The same with checked types."""
+        return build(Failure, self.failure)
 
     @cached_property
-    def owner(self) -> dict[str, Any] | None:
+    def stopped(self) -> Stop | None:
+        return self._read(self.folder.stopped, lambda _: Stop.read(self.folder))
+
+    @property
+    def cause(self) -> str | None:
+        """One line about why it failed, or else why it stopped."""
+        ending = self.stopped if self.failure is None else self.root_cause
+        return None if ending is None else ending.line
+
+    @cached_property
+    def owner(self) -> Owner | None:
         """The process or job that runs it or ran it last (`record/owner.py`)."""
-        return self._read(self.folder.owner, lambda _: read_owner(self.folder))
+        return self._read(self.folder.owner, lambda _: Owner.read(self.folder))
 
     @cached_property
     def environment(self) -> dict[str, Any] | None:
         return self._read(self.folder.environment, read_json)
+
+    @cached_property
+    def ran_on(self) -> Environment:
+        """The same with checked types; without values if it can't be read."""
+        return build(Environment, self.environment) or Environment()
 
     @cached_property
     def attempts(self) -> dict[str, Any]:
@@ -133,7 +157,7 @@ class RecordedRun:
     @property
     def job_ids(self) -> list[str]:
         """Slurm's job ids in order, with the newest also if it waits for its first start."""
-        jobs = [*self.attempts["job_ids"], (self.owner or {}).get("job_id")]
+        jobs = [*self.attempts["job_ids"], self.owner and self.owner.job_id]
         return list(dict.fromkeys(job for job in jobs if job))
 
     @property

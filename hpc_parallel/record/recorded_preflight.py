@@ -2,46 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Annotated
 
 from hpc_parallel.problems import printable
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import read_json
-from hpc_parallel.record.values import table, text
+from hpc_parallel.record.typed import first, read_if_possible
 
 MOST_FINDINGS = 20
 MOST_NAMES = 4  # of hosts in a sentence
 MOST_ROWS, MOST_COLUMNS, MOST_CHARACTERS = 20, 6, 40  # of the table of versions
 MOST_READ, MOST_HOSTS = 100, 4096  # rows and hosts of the file
 MISSING = "missing"
+Differences = Mapping[str, Mapping[str, str | None]]  # name -> host -> version
+
+
+@dataclass(frozen=True)
+class HostFinding:
+    """What is wrong with a host, or with several that share the cause."""
+
+    host: str
+    what: str
+    harmful: bool = False
+    excludable: bool = True  # whether a start without the host would be free of this
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What commands show of the file."""
+
+    findings: Annotated[tuple[HostFinding, ...], first(MOST_FINDINGS)] = ()
+    differences: Differences = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: RunFolder) -> Preflight:
+        """Without values if the file can't be read."""
+        return read_if_possible(cls, folder.preflight) or cls()
 
 
 def finding_lines(folder: RunFolder) -> list[tuple[str, str]]:
     """Host and what is wrong with it; empty if nothing is or the file can't be read."""
-    findings = _content(folder).get("findings")
-    tables = [table(finding) for finding in findings[:MOST_FINDINGS]] if isinstance(findings, list) else []
-    pairs = [(text(finding.get("host")), text(finding.get("what"))) for finding in tables]
-    return [(printable(host), printable(what)) for host, what in pairs if host and what]
+    findings = Preflight.read(folder).findings
+    return [(printable(found.host), printable(found.what)) for found in findings if found.host and found.what]
 
 
 def difference_lines(folder: RunFolder) -> list[str]:
     """The table of versions that differ between the hosts; empty if none does."""
-    return difference_table(_content(folder).get("differences"))
+    return difference_table(Preflight.read(folder).differences)
 
 
-def difference_table(differences: Any) -> list[str]:
+def difference_table(differences: Differences) -> list[str]:
     """One row for each name, one column for each group of hosts that have the same versions of all.
 
-    differences: name -> host -> version, None if it is missing.
+    differences: None for a version that is missing.
     """
-    rows = {name: table(by_host) for name, by_host in islice(table(differences).items(), MOST_READ)}
+    rows = dict(islice(differences.items(), MOST_READ))
     every_host = dict.fromkeys(host for by_host in rows.values() for host in by_host)
     hosts = list(islice(every_host, MOST_HOSTS))
     groups: dict[tuple[str, ...], list[str]] = {}
     for host in hosts:
-        versions = tuple(text(by_host.get(host)) or MISSING for by_host in rows.values())
+        versions = tuple(by_host.get(host) or MISSING for by_host in rows.values())
         groups.setdefault(versions, []).append(host)
     if len(groups) < 2:
         return []
@@ -69,10 +91,3 @@ def listed_hosts(hosts: Sequence[str]) -> str:
     last = hosts[-1] if len(hosts) <= MOST_NAMES else f"{len(hosts) - MOST_NAMES + 1} more"
     first = hosts[: min(len(hosts), MOST_NAMES) - 1]
     return f"{', '.join(first)} and {last}" if first else last
-
-
-def _content(folder: RunFolder) -> dict[str, Any]:
-    try:
-        return table(read_json(folder.preflight))
-    except (OSError, ValueError):
-        return {}

@@ -12,7 +12,8 @@ from hpc_parallel.record.machine_check_table import machine_lines
 from hpc_parallel.record.metrics_file import milliseconds, per_second, read_metrics
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import MIB, list_folder, parse_line, read_head, read_json
-from hpc_parallel.record.values import integer, number, table, text
+from hpc_parallel.record.summary_file import INITIAL, Latency, Summary
+from hpc_parallel.record.values import integer, table, text
 from hpc_parallel.record.values import texts as text_list
 
 SHOWN_BYTES = 16 * MIB  # of generated.jsonl
@@ -24,14 +25,13 @@ OPENERS = {
     ".ncu-rep": "open it in Nsight Compute",
 }
 MOST_LINES = 100  # of `calibration.json`
-INITIAL = "initial"  # weights that were not read from a file
 
 
-def results(folder: RunFolder, summary: Mapping[str, Any]) -> list[str]:
+def results(folder: RunFolder, summary: Summary) -> list[str]:
     """The results as lines for people. Raises DamagedError."""
     lines: list[str] = []
-    if rows := _rows(summary.get("batch_sizes")):
-        lines = show_table(rows)
+    if summary.batch_sizes:
+        lines = show_table(summary.batch_sizes)
     elif measured := read_json(folder.collectives):
         return collectives(measured, folder)
     elif calibrated := read_json(folder.calibration):
@@ -42,11 +42,10 @@ def results(folder: RunFolder, summary: Mapping[str, Any]) -> list[str]:
         return [*short_table(rows), f"all sizes: {folder.metrics}"]
     elif generated := _first_lines(folder.generated):
         lines = texts(generated, show=integer(table(folder.read_config().get("task")).get("show")) or 0)
-    if lines and (weights := text(summary.get("weights"))):
+    if lines and (weights := summary.weights):
         initial = "the weights are the initial ones: nothing was trained or restored"
         lines.append(initial if weights == INITIAL else f"the weights are those of {weights}")
-    notes = (text(summary.get("comparison")), text(summary.get("ended_early")), text(summary.get("left_out")))
-    return [*lines, *(note for note in notes if note), *profiles(folder)]
+    return [*lines, *summary.notes, *profiles(folder)]
 
 
 def profiles(folder: RunFolder) -> list[str]:
@@ -60,10 +59,9 @@ def profiles(folder: RunFolder) -> list[str]:
     ]
 
 
-def _rows_so_far(folder: RunFolder, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _rows_so_far(folder: RunFolder, summary: Summary) -> list[dict[str, Any]]:
     """The measured rows of `task=collectives` that was killed before it could write its tables."""
-    is_training = bool(summary.get("steps")) or summary.get("outcome") == "completed"
-    return [] if is_training else valid_rows({"rows": read_metrics(folder.metrics)})
+    return [] if summary.steps or summary.completed else valid_rows({"rows": read_metrics(folder.metrics)})
 
 
 def collectives(content: Mapping[str, Any], folder: RunFolder) -> list[str]:
@@ -92,21 +90,15 @@ def _first_lines(path: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line is not None]
 
 
-def _rows(values: Any) -> list[dict[str, Any]]:
-    rows = [table(row) for row in values] if isinstance(values, list) else []
-    needed = ("batch_size", "latency_s", "latency_p99_s", "samples_per_s")
-    return [row for row in rows if all(number(row.get(key)) is not None for key in needed)]
-
-
-def show_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def show_table(rows: Sequence[Latency]) -> list[str]:
     """Format latency and throughput per batch size: larger batches wait longer and use the device better."""
     cells = [["batch size", "latency", "p99", "samples/s"]]
-    with_tokens = all(number(row.get("tokens_per_s")) is not None for row in rows)
+    with_tokens = all(row.tokens_per_s is not None for row in rows)
     cells[0] += ["tokens/s"] * with_tokens
     for row in rows:
-        times = [milliseconds(row[key]) for key in ("latency_s", "latency_p99_s")]
-        rates = [per_second(row[key]) for key in ("samples_per_s", "tokens_per_s")[: 1 + with_tokens]]
-        cells.append([str(row["batch_size"]), *times, *rates])
+        rates = [row.samples_per_s, *([row.tokens_per_s] if with_tokens else [])]
+        times = map(milliseconds, (row.latency_s, row.latency_p99_s))
+        cells.append([str(row.batch_size), *times, *(per_second(rate) for rate in rates if rate is not None)])
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
 

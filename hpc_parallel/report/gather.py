@@ -24,7 +24,7 @@ from hpc_parallel.record.names import RUN_COMMAND
 from hpc_parallel.record.recorded import RecordedRun, find_runs
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.sweep_folder import MANIFEST, Sweep, read_sweep
-from hpc_parallel.record.values import flatten, table
+from hpc_parallel.record.values import flatten
 from hpc_parallel.report.figures import is_count, number
 from hpc_parallel.report.labels import OPTIMIZER_SPEEDLESS, SPEEDLESS, Label, labels_of
 from hpc_parallel.report.rank_state import fullest
@@ -93,19 +93,17 @@ class Row:
 
     @property
     def processes(self) -> int:
-        return int(number((self.run.summary or {}).get("world_size")) or self.devices or 1)
+        return int(number(self.run.totals.world_size) or self.devices or 1)
 
     @property
     def hosts(self) -> int:
         """The number of different hosts of its ranks; 0 if unknown."""
-        ranks = (self.run.environment or {}).get("ranks")
-        names = [table(rank).get("host") for rank in ranks] if isinstance(ranks, list) else []
-        return len({name for name in names if isinstance(name, str)})
+        return len({place.host for place in self.run.ran_on.places} - {None})
 
     @property
     def on_cpu(self) -> bool:
         """Whether its devices were processes on a CPU; False if unknown."""
-        return (self.run.environment or {}).get("cuda", "unknown") is None
+        return self.run.ran_on.cuda is None
 
     @property
     def config(self) -> dict[str, Any]:
@@ -126,8 +124,7 @@ class Row:
     @property
     def cause(self) -> str | None:
         """One line about why it failed."""
-        line = (self.run.failure or self.run.stopped or {}).get("line")
-        return line if isinstance(line, str) else None
+        return self.run.cause
 
     @property
     def notes(self) -> list[str]:
@@ -190,9 +187,8 @@ class Row:
     @property
     def machine(self) -> tuple[object, ...]:
         """What a device is: its name, and the cores of its process. None where it is not recorded."""
-        environment = self.run.environment or {}
         cores = self.section("launcher").get("cpus_per_device")
-        return repr(environment.get("device")), self.on_cpu, repr(cores)
+        return self.run.ran_on.device, self.on_cpu, repr(cores)
 
 
 @dataclass(frozen=True)
@@ -271,8 +267,8 @@ def _is_drawable(rank: Mapping[str, Any]) -> bool:
 def _row(run: RecordedRun, *, state: str, ended: bool, names: Label) -> Row:
     summary = run.summary or _summary_so_far(run)
     figures = {key: _figure(key, summary.get(key)) for key in FIGURES}
-    parts = summary.get("step_parts_s")
-    parts = {part: _figure(part, parts.get(part)) for part in PARTS} if isinstance(parts, dict) else {}
+    measured = {part: _figure(part, run.totals.step_parts_s.get(part)) for part in PARTS}
+    parts = {part: time_s for part, time_s in measured.items() if time_s is not None}
     layout: Any = summary.get("layout")
     if not _is_layout(layout):
         layout = _layout(run)
@@ -280,11 +276,11 @@ def _row(run: RecordedRun, *, state: str, ended: bool, names: Label) -> Row:
     devices = _devices(run)
     figures["device_hours"] = device_hours(run, devices=devices)
     share, step_s = figures["exposed_communication_share"], figures["step_time_s"]
-    figures["state_bytes"] = fullest(summary)
+    figures["state_bytes"] = fullest(run.totals)
     figures["exposed_communication_s"] = None if share is None or step_s is None else share * step_s
     return Row(
         run, state=state, ended=ended, names=names, layout=layout, devices=devices, figures=figures,
-        parts=None if not parts or None in parts.values() else parts,
+        parts=parts if len(parts) == len(PARTS) else None,
         spread=throughput_spread(run.metrics),
     )  # fmt: skip
 
@@ -334,11 +330,11 @@ def device_hours(run: RecordedRun, *, devices: int | None) -> float | None:
     A run that still runs or was interrupted is counted up to its last line of metrics.
     """
     try:
-        starts = [_time(line["began"]) for line in attempts.starts(run.folder)]
-        ends = [_time(line["ended"]) for line in attempts.ends(run.folder)]
+        starts = [_time(start.began) for start in attempts.starts(run.folder)]
+        ends = [_time(end.ended) for end in attempts.ends(run.folder)]
         if len(starts) + len(ends) > MAX_STARTS:
             return None
-        last = (run.summary or {}).get("ended") or (run.last_metrics or {}).get("time")
+        last = run.totals.ended or (run.last_metrics or {}).get("time")
         ends += [_time(last)] if last else []
         spans = []
         for start, following in zip(starts, [*starts[1:], None], strict=True):

@@ -42,16 +42,15 @@ class Networks:
 
 def networks(rows: Sequence[Row]) -> Networks | None:
     """None if no run has recorded anything."""
-    environments = [row.run.environment or {} for row in rows]
     lines = [
         [
-            *transport_lines(environment),
+            *transport_lines(row.run.ran_on.transport),
             *((f"devices: {title}", line) for title, line in device_lines(row.run.folder)),
             *(("slow rank", line) for line in accused_lines(row.run.folder)),
         ]
-        for row, environment in zip(rows, environments, strict=True)
+        for row in rows
     ]
-    drawings = ["\n".join(topology_lines(environment)) for environment in environments]
+    drawings = ["\n".join(topology_lines(row.run.ran_on.topology)) for row in rows]
     transports = [(row, row_lines) for row, row_lines in zip(rows, lines, strict=True) if row_lines]
     topologies = list(dict.fromkeys(filter(None, drawings)))[:MOST_TOPOLOGIES]
     return Networks(transports, topologies) if transports or topologies else None

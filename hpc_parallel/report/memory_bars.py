@@ -61,7 +61,7 @@ def plots(rows: Sequence[Row]) -> Iterator[Plot]:
 
 def _fullest(row: Row) -> RankState | None:
     """The state of the rank that holds most; None if it is unknown or empty."""
-    state = max(rank_states(row.run.summary or {}), key=lambda state: state.total, default=None)
+    state = max(rank_states(row.run.totals), key=lambda state: state.total, default=None)
     return state if state and state.total else None
 
 

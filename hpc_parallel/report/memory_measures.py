@@ -52,7 +52,7 @@ def workers_hold_less_than_a_replica(runs: Runs) -> Evidence:
 def _served(rows: Sequence[Row]) -> Iterator[tuple[Row, RankState, RankState]]:
     """Runs of a parameter server, its server, and the worker that holds most; most devices first."""
     for row in sorted(measured(rows, SERVER, "state_bytes"), key=lambda row: -(row.devices or 0)):
-        server, *others = rank_states(row.run.summary or {})
+        server, *others = rank_states(row.run.totals)
         if others:
             yield row, server, max(others, key=lambda state: state.total)
 

@@ -44,9 +44,7 @@ def predictions(rows: Sequence[Row]) -> list[Prediction]:
     """The predictions of every run that has a plan."""
     result = []
     for row in rows:
-        predicted = (row.run.summary or {}).get("predicted")
-        if not isinstance(predicted, dict):
-            continue
+        predicted = row.run.totals.predicted
         for key in PREDICTABLE:
             # The peak of a process contains the interpreter: no prediction does.
             process = key == "peak_memory_bytes" and row.on_cpu

@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
-from hpc_parallel.record.values import table
+from hpc_parallel.record.summary_file import RankState, Summary
 from hpc_parallel.report.figures import number
 
-KEY = "rank_state_bytes"
-PARTS = ("parameters", "gradients", "optimizer")
-MOST_RANKS = 2**20
 
-
-@dataclass(frozen=True)
-class RankState:
-    """Bytes that one rank held."""
-
-    parameters: float
-    gradients: float
-    optimizer: float  # its state
-
-    @property
-    def total(self) -> float:
-        return self.parameters + self.gradients + self.optimizer
-
-
-def rank_states(summary: Mapping[str, Any]) -> Sequence[RankState]:
+def rank_states(summary: Summary) -> Sequence[RankState]:
     """The state of each rank, by rank; empty if it is unknown or not valid."""
-    values = summary.get(KEY)
-    if not isinstance(values, list) or len(values) > MOST_RANKS:
-        return ()
-    states = []
-    for value in values:
-        held = [number(table(value).get(part)) for part in PARTS]
-        amounts = [part for part in held if part is not None and part >= 0]
-        if len(amounts) < len(PARTS):
-            return ()
-        states.append(RankState(*amounts))
-    return states
+    states = tuple(state for state in summary.rank_state_bytes if state is not None and _is_valid(state))
+    return states if len(states) == len(summary.rank_state_bytes) else ()
 
 
-def fullest(summary: Mapping[str, Any]) -> float | None:
+def fullest(summary: Summary) -> float | None:
     """Bytes of the rank that held most; None if they are unknown."""
     return max((state.total for state in rank_states(summary)), default=None)
+
+
+def _is_valid(state: RankState) -> bool:
+    amounts = (state.parameters, state.gradients, state.optimizer)
+    return all(number(amount) is not None and amount >= 0 for amount in amounts)

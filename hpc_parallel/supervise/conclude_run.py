@@ -13,17 +13,20 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from hpc_parallel.record import attempts
+from hpc_parallel.record.endings import Failure, Follower, Stop
 from hpc_parallel.record.metrics_file import MetricsReader
 from hpc_parallel.record.provenance import read_environment
 from hpc_parallel.record.recorded_slow_ranks import accusations
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import DamagedError, read_json, read_tail
+from hpc_parallel.record.safe_read import DamagedError, read_tail
 from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.record.values import texts
 from hpc_parallel.slurm.jobs import job_of
 from hpc_parallel.supervise import failure, restart
@@ -64,11 +67,11 @@ def conclude(
     Returns one line that names the cause, or None if nothing failed.
     """
     failure.remove_partial_files(folder)
-    summary = read_json(folder.summary)
-    if summary is not None and summary.get("outcome") in ("completed", "preempted"):
+    summary = Summary.read(folder)
+    if summary is not None and summary.outcome in ("completed", "preempted"):
         return None
-    if (stopped := read_json(folder.stopped)) is not None:
-        asked = {**stopped, "signal": asked_by or stopped["signal"]}
+    if (stopped := Stop.read(folder)) is not None:
+        asked = replace(stopped, signal=asked_by or stopped.signal)
         return _conclude_stop(folder, stopped=asked, environment=environment)
     records = failure.records(folder)
     records += killed_tasks(folder, text=text, recorded={record.rank for record in records})
@@ -83,14 +86,14 @@ def conclude(
         first = f", first rank {cause.rank} on {cause.host}" if cause and cause.signal else ""
         name = asked_by or (cause.signal if cause else None)
         line, outcome, how = f"{cancelled_by(name)}{first}", "cancelled", "cancelled"
-        ended: dict[str, Any] = {"host": None, "details": {}}
+        ended = Failure()
     else:
         lost = _slurm_failure(folder, cause, records=records, text=text) if cancelled is None else None
         ended = lost or _rank_failure(folder, cause, records=records, returncode=returncode, text=text)
-        write_json(folder.failure, ended)  # before the summary, whose presence means that all is written
-        line, outcome, how = str(ended["line"]), "failed", str(ended["kind"])
+        ended.write(folder)  # before the summary, whose presence means that all is written
+        line, outcome, how = str(ended.line), "failed", str(ended.kind)
     if summary is None:
-        attempts.end(folder, how=how, host=ended["host"], exclude=texts(ended["details"].get("exclude")))
+        attempts.end(folder, how=how, host=ended.host, exclude=texts(ended.details.get("exclude")))
         write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
     return line
 
@@ -114,7 +117,7 @@ def _hit_time_limit(text: str) -> bool:
 
 def _slurm_failure(
     folder: RunFolder, cause: Record | None, *, records: Sequence[Record], text: str
-) -> dict[str, Any] | None:
+) -> Failure | None:
     """The content of `failure.json` if Slurm reports a time limit or a lost node."""
     if _hit_time_limit(text):
         return _out_of_time(folder)
@@ -127,7 +130,7 @@ def _slurm_failure(
 
 def _rank_failure(
     folder: RunFolder, cause: Record | None, *, records: Sequence[Record], returncode: int, text: str
-) -> dict[str, Any]:
+) -> Failure:
     """The content of `failure.json` if a rank, or the job itself, failed."""
     if cause is None:
         return _without_record(folder, returncode=returncode, text=text)
@@ -137,35 +140,37 @@ def _rank_failure(
 
 def may_restart(folder: RunFolder) -> bool:
     """Whether the run may start again after the failure in `failure.json`."""
-    ended = read_json(folder.failure)
+    ended = Failure.read(folder)
     if ended is None or (folder.stopped.exists()):
         return False
     config = folder.read_config()
     recoverable = failure.can_restart(ended, on_nonfinite=config["training"]["on_nonfinite"])
-    return restart.allowed(folder, how=ended["kind"], recoverable=recoverable, launcher=config["launcher"])
+    return restart.allowed(folder, how=str(ended.kind), recoverable=recoverable, launcher=config["launcher"])
 
 
-def _conclude_stop(folder: RunFolder, *, stopped: Mapping[str, Any], environment: Mapping[str, str]) -> str:
+def _conclude_stop(folder: RunFolder, *, stopped: Stop, environment: Mapping[str, str]) -> str:
     """Conclude a run whose ranks saved their state after a signal, and restart it if this is allowed."""
     how = restart.REQUEUED
-    if stopped["signal"] is not None:
-        how = restart.why_stopped(stopped["signal"], environment=environment)
+    if stopped.signal is not None:
+        how = restart.why_stopped(stopped.signal, environment=environment)
+    elif stopped.code is None:
+        raise DamagedError(folder.stopped, "it names no signal and no exit code")
     attempts.end(folder, how=how)
     launcher = folder.read_config()["launcher"]
     # Else the task begins again, which a time limit would end again. `code`: of a script
-    continues = "step" in stopped or "code" in stopped
+    continues = stopped.step is not None or stopped.code is not None
     is_repeatable = continues or how != restart.TIME_LIMIT
     restarts = is_repeatable and restart.allowed(folder, how=how, recoverable=False, launcher=launcher)
     reasons = {
         restart.TIME_LIMIT: f"the time limit of {launcher['time_minutes']} min was near",
         restart.PREEMPTED: "preempted by Slurm",
-        restart.CANCELLED: cancelled_by(stopped["signal"]),
+        restart.CANCELLED: cancelled_by(stopped.signal),
         restart.REQUEUED: "the script asks for a new start",
     }
-    if "code" in stopped:
-        kept = f"it ended with {_signal_of_code(stopped['code']) or 'exit code ' + str(stopped['code'])}"
+    if stopped.code is not None:
+        kept = f"it ended with {_signal_of_code(stopped.code) or f'exit code {stopped.code}'}"
     else:
-        kept = f"saved at step {stopped['step']}" if continues else f"{stopped['kept']} are kept"
+        kept = f"saved at step {stopped.step}" if continues else f"{stopped.kept} are kept"
     line = f"{reasons[how]}: {kept}"
     if how in (restart.TIME_LIMIT, restart.REQUEUED) and not restarts:
         if continues:
@@ -173,12 +178,12 @@ def _conclude_stop(folder: RunFolder, *, stopped: Mapping[str, Any], environment
         else:
             line += "; try a longer launcher.time_minutes or a smaller task.seconds"
         kind = failure.TIME_LIMIT if how == restart.TIME_LIMIT else failure.ERROR
-        write_json(folder.failure, _without_rank(kind=kind, message=line, line=line))
-    if "step" in stopped and not restarts:
+        _without_rank(kind=kind, message=line, line=line).write(folder)
+    if stopped.step is not None and not restarts:
         line += f"; go on with resume={folder.path}"
     outcome = "preempted" if restarts else "cancelled" if how == restart.CANCELLED else "failed"
     write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
-    write_json(folder.stopped, {**stopped, "how": how, "line": line})
+    replace(stopped, how=how, line=line).write(folder)
     if restarts and job_of(environment) is None:
         line += "; it starts again"
     elif restarts:  # last, because Slurm may end this process at once
@@ -186,33 +191,32 @@ def _conclude_stop(folder: RunFolder, *, stopped: Mapping[str, Any], environment
     return line
 
 
-def _failed(cause: Record, *, followers: Sequence[Record]) -> dict[str, Any]:
+def _failed(cause: Record, *, followers: Sequence[Record]) -> Failure:
     """The content of `failure.json` for a rank that failed first."""
-    line = _with_count(f"rank {cause.rank} on {cause.host} failed first: {cause.message}", followers)
-    return {
-        "rank": cause.rank,
-        "host": cause.host,
-        "node": cause.node,
-        "kind": cause.kind,
-        "message": cause.message,
-        "signal": cause.signal,
-        "time": cause.time,
-        "traceback": cause.traceback,
-        "details": cause.details,
-        "followers": _brief(followers),
-        "line": line,
-    }
+    return Failure(
+        rank=cause.rank,
+        host=cause.host,
+        node=cause.node,
+        kind=cause.kind,
+        message=cause.message,
+        signal=cause.signal,
+        time=cause.time,
+        traceback=tuple(cause.traceback),
+        details=cause.details,
+        followers=_brief(followers),
+        line=_with_count(f"rank {cause.rank} on {cause.host} failed first: {cause.message}", followers),
+    )
 
 
 def _with_count(line: str, followers: Sequence[Record]) -> str:
     return line + (f"; {len(followers)} follower{'s' * (len(followers) > 1)}" if followers else "")
 
 
-def _brief(followers: Sequence[Record]) -> list[dict[str, Any]]:
-    return [{"rank": record.rank, "host": record.host, "kind": record.kind} for record in followers]
+def _brief(followers: Sequence[Record]) -> tuple[Follower, ...]:
+    return tuple(Follower(record.rank, record.host, record.kind) for record in followers)
 
 
-def _without_record(folder: RunFolder, *, returncode: int, text: str) -> dict[str, Any]:
+def _without_record(folder: RunFolder, *, returncode: int, text: str) -> Failure:
     """The content of `failure.json` if no rank wrote a record: a set-up line failed, for example."""
     when = "and no rank said why" if any(folder.logs.glob("rank-*.out")) else "before any rank started"
     lines = [line for line in text.splitlines() if line.strip()][-_LOG_LINES:]
@@ -236,7 +240,7 @@ def _signal_of_code(returncode: int) -> str | None:
     return failure.signal_name(returncode - 128) if 128 < returncode < 128 + 65 else None
 
 
-def _out_of_time(folder: RunFolder) -> dict[str, Any]:
+def _out_of_time(folder: RunFolder) -> Failure:
     """The content of `failure.json` for a job that Slurm ended at its time limit."""
     lines = MetricsReader(folder.metrics).read()
     step = lines[-1]["step"] if lines else 0
@@ -258,21 +262,17 @@ def _without_rank(
     signal: str | None = None,
     traceback: Sequence[str] = (),
     followers: Sequence[Record] = (),
-) -> dict[str, Any]:
+) -> Failure:
     """A `failure.json` that blames no rank."""
-    return {
-        "rank": None,
-        "host": None,
-        "node": None,
-        "kind": kind,
-        "message": message,
-        "signal": signal,
-        "time": datetime.now(UTC).isoformat(timespec="microseconds"),
-        "traceback": list(traceback),
-        "details": {},
-        "followers": _brief(followers),
-        "line": line,
-    }
+    return Failure(
+        kind=kind,
+        message=message,
+        signal=signal,
+        time=datetime.now(UTC).isoformat(timespec="microseconds"),
+        traceback=tuple(traceback),
+        followers=_brief(followers),
+        line=line,
+    )
 
 
 def _summary(folder: RunFolder, *, outcome: str, environment: Mapping[str, str]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class Target:
     @property
     def pid(self) -> int:
         """The process that starts the ranks (0: none). On SIGTERM it lets the ranks save and end."""
-        return int((self.run.owner or {}).get("pid") or 0)
+        return (self.run.owner and self.run.owner.pid) or 0
 
     @property
     def damage(self) -> str | None:
@@ -56,10 +56,10 @@ class Target:
             return "was never started" if self.state.name == NOT_STARTED else f"has ended: {self.state}"
         if reason := refusal(self.run.folder):
             return reason
-        if reason := elsewhere(self.run.owner or {}):
+        if reason := elsewhere(self.run.owner):
             return f"can't be ended from here: {reason}"
         if self.job is None and self.state.name == UNKNOWN:
-            host = (self.run.owner or {}).get("host")
+            host = self.run.owner and self.run.owner.host
             command = f"kill {self.pid}"
             if waits(self.run):  # its process runs the complete sweep
                 command = f"python -m hpc_parallel cancel {self.run.run_id}"
@@ -144,13 +144,17 @@ def _withdrawn(target: Target, *, warn: Callable[[str], None]) -> bool:
 def _terminate(run: RecordedRun) -> str | None:
     """Ask a local run's process to end; returns the reason if that is not possible."""
     deadline = time.monotonic() + STARTING_S
-    while "waits" in (run.owner or {}) and time.monotonic() < deadline:  # its process runs the complete sweep
+    while _has_turn(run) and time.monotonic() < deadline:  # its process runs the complete sweep
         time.sleep(0.1)
         run = read_run(run.path)
-    owner = run.owner or {}
-    if "waits" in owner:
+    if _has_turn(run):
         return "is just starting. Try again"
-    return end_process(run.folder, owner) if "pid" in owner else None
+    return end_process(run.folder, run.owner) if run.owner is not None and run.owner.pid is not None else None
+
+
+def _has_turn(run: RecordedRun) -> bool:
+    """Whether the owner is the process of a sweep, before the run has a process of its own."""
+    return run.owner is not None and run.owner.waits is not None
 
 
 def _conclude(cancelled: Sequence[Target], *, warn: Callable[[str], None]) -> None:

@@ -8,7 +8,7 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_parallel.machine.xids import describe
 from hpc_parallel.problems import ConfigError
+from hpc_parallel.record.endings import Failure
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_json, read_tail
 from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.record.typed import build
 from hpc_parallel.supervise import flight_recorder, oom
 from hpc_parallel.supervise.error_place import place_of, step_of
 from hpc_parallel.user_code import causes_of, hint
@@ -96,19 +98,19 @@ class Record:
     collectives: list[dict[str, Any]] = field(default_factory=list)  # supervise/flight_recorder.py
 
 
-def can_restart(cause: Mapping[str, Any], *, on_nonfinite: str) -> bool:
+def can_restart(cause: Failure, *, on_nonfinite: str) -> bool:
     """Whether a restart from a checkpoint can recover from `cause`, the content of `failure.json`.
 
     After non-finite values this is so only if `training.on_nonfinite` is `rollback`: once, from a
-    checkpoint before `cause["details"]["step"]`, because the same step would fail again.
+    checkpoint before `cause.details["step"]`, because the same step would fail again.
     """
-    if cause["kind"] == NONFINITE:
+    if cause.kind == NONFINITE:
         return on_nonfinite == "rollback"
-    if cause["kind"] == PREFLIGHT:
-        return bool(cause["details"].get("exclude"))
+    if cause.kind == PREFLIGHT:
+        return bool(cause.details.get("exclude"))
     # A job that failed before any rank started, in its set-up lines for example, fails again.
-    without_rank = cause["rank"] is None and cause["kind"] in (START, KILLED)
-    return cause["kind"] in RECOVERABLE and not without_rank
+    without_rank = cause.rank is None and cause.kind in (START, KILLED)
+    return cause.kind in RECOVERABLE and not without_rank
 
 
 def record_exception(
@@ -326,11 +328,8 @@ def _write(
 
 def _read(folder: RunFolder) -> Iterator[Record]:
     for path in folder.logs.glob("rank-*.failure.json"):
-        if (values := readable(path)) is not None:
-            try:
-                yield Record(**values)
-            except TypeError:  # written by another version, or incomplete
-                continue
+        if (record := build(Record, readable(path))) is not None:
+            yield record
 
 
 def readable(path: Path) -> dict[str, Any] | None:

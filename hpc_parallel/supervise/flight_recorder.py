@@ -39,7 +39,7 @@ class Collective:
     name: str
     group: str
     sequence: int  # number in its group
-    complete: bool
+    complete: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} {self.sequence} of {self.group}"

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json, write_text
-from hpc_parallel.record.values import integer, number, table, text, texts
+from hpc_parallel.record.typed import build
 from hpc_parallel.supervise import failure
 from hpc_parallel.supervise.flight_recorder import Collective, DeviceProgress
 from hpc_parallel.supervise.progress import PHASES
@@ -46,7 +46,7 @@ class HangReport:
     step: int | None
     idle_s: float  # since its last progress mark, without time in which it was suspended
     where: str  # file:line in function: the innermost frame outside torch
-    stack: list[str]
+    stack: list[str] = field(default_factory=list)
     collective: Collective | None = None
     device: DeviceProgress | None = None  # of a GPU with NCCL
     stopped: bool = False  # by SIGSTOP or a similar signal
@@ -132,42 +132,11 @@ def format_frame(file: str, line: int | None, name: str) -> str:
 
 def report_of(values: Mapping[str, Any]) -> HangReport | None:
     """The report in a file, whose values may be anything; None if it is not a report of ours."""
-    host, attempt, where = (text(values.get(key)) for key in ("host", "attempt", "where"))
-    rank, world_size = integer(values.get("rank")), integer(values.get("world_size"))
-    idle_s = number(values.get("idle_s"))
-    if host is None or attempt is None or where is None or idle_s is None:
+    report = build(HangReport, values)
+    if report is None or not 0 <= report.rank < report.world_size <= _MOST_RANKS:
         return None
-    if rank is None or world_size is None or not 0 <= rank < world_size <= _MOST_RANKS:
-        return None
-    phase, step = text(values.get("phase")), integer(values.get("step"))
-    if (phase in PHASES) != (step is not None) or (phase is None) != (values.get("phase") is None):
-        return None
-    return HangReport(
-        rank=rank, host=host, world_size=world_size, attempt=attempt, phase=phase, step=step, idle_s=idle_s,
-        where=where, stack=texts(values.get("stack")), collective=_collective_of(values.get("collective")),
-        device=_device_of(values.get("device")), stopped=values.get("stopped") is True,
-        unreachable=text(values.get("unreachable")), is_script=values.get("is_script") is True,
-    )  # fmt: skip
-
-
-def _collective_of(value: Any) -> Collective | None:
-    values = table(value)
-    name, group = text(values.get("name")), text(values.get("group"))
-    sequence = integer(values.get("sequence"))
-    if name is None or group is None or sequence is None:
-        return None
-    return Collective(name, group, sequence, complete=values.get("complete") is True)
-
-
-def _device_of(value: Any) -> DeviceProgress | None:
-    if not (values := table(value)):
-        return None
-    completed = table(values.get("completed"))
-    return DeviceProgress(
-        waits_in=_collective_of(values.get("waits_in")),
-        next=_collective_of(values.get("next")),
-        completed={group: last for group, last in completed.items() if integer(last) is not None},
-    )
+    is_odd = report.phase is None and values.get("phase") is not None
+    return None if is_odd or (report.phase in PHASES) != (report.step is not None) else report
 
 
 def _path(folder: RunFolder, rank: int) -> Path:

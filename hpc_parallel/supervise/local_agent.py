@@ -32,7 +32,8 @@ from hpc_parallel.machine.world import World
 from hpc_parallel.record import owner
 from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import DamagedError, read_json, read_tail
+from hpc_parallel.record.safe_read import DamagedError, read_tail
+from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.supervise import failure
 from hpc_parallel.supervise.conclude_run import conclude, may_restart
 from hpc_parallel.supervise.process_tree import adopt_orphans, end_descendants
@@ -80,7 +81,8 @@ def run(run_folder: str, *, load_entry: Callable[[], Entry]) -> int:
         for number in STOP_SIGNALS:  # no rank has started yet
             signal.signal(number, leave)
         code = _attempt(folder, config=config, per_node=per_node, load_entry=load_entry)
-        asks = (read_json(folder.summary) or {}).get("outcome") == "preempted"  # a script's exit code
+        summary = Summary.read(folder)
+        asks = summary is not None and summary.outcome == "preempted"  # a script, by its exit code
         if code == 0 or not (asks or may_restart(folder)):
             return code
         print("restarting", flush=True)
@@ -128,8 +130,8 @@ def _attempt(
         conclude(folder, returncode=code, text=log, cancelled=cancelled, asked_by=asked_by, environment={})
     elif is_script(config):  # a single rank does not know whether all succeeded
         conclude(folder, returncode=0, environment={})
-    summary = read_json(folder.summary)
-    return int(summary is None or summary["outcome"] != "completed")
+    summary = Summary.read(folder)
+    return int(summary is None or not summary.completed)
 
 
 def rank_environments(*, nodes: int, per_node: int) -> dict[int, dict[str, str]]:

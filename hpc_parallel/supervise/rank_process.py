@@ -23,7 +23,6 @@ from hpc_parallel.machine.world import World
 from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import size_of
-from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.supervise import failure, hang_report, oom, script_failure, script_rank
 from hpc_parallel.supervise.nvidia_profiler import ProfilerError, profiler_words
 from hpc_parallel.supervise.process_tree import adopt_orphans, end_descendants
@@ -124,7 +123,7 @@ def _run_script(
     stop = relay.stop_of(returncode, requeue_codes=script["requeue_codes"])
     # After another rank's failure srun ends this one, which is no stop.
     if stop is not None and not failure.records(folder):
-        write_json(folder.stopped, stop)
+        stop.write(folder)
         return  # with 0, so that srun lets the other ranks save
     if returncode > 0:
         script_failure.record(folder, world=world, returncode=returncode, log_start=log_start)

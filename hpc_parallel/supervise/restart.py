@@ -49,27 +49,23 @@ def allowed(folder: RunFolder, *, how: str, recoverable: bool, launcher: Mapping
     if how in (TIME_LIMIT, REQUEUED):
         return ends[how] <= int(launcher["max_requeues"])  # the count includes this end
     if how == failure.NONFINITE:  # only once, because the same samples may cause the same failure
-        first_time = sum(end["how"] == how for end in attempts.recent_ends(folder)) == 1
+        first_time = sum(end.how == how for end in attempts.recent_ends(folder)) == 1
         return recoverable and first_time
     if how == failure.PREFLIGHT:  # each restart leaves out the accused hosts
         return recoverable and ends[failure.PREFLIGHT] <= MOST_EXCLUSIONS
     return recoverable and ends["failure"] <= int(launcher["max_restarts"])
 
 
-def _kind(end: Mapping[str, Any]) -> str:
-    how = str(end["how"])
-    return (
-        how
-        if how in (TIME_LIMIT, PREEMPTED, CANCELLED, REQUEUED, failure.PREFLIGHT, "completed")
-        else "failure"
-    )
+def _kind(end: attempts.End) -> str:
+    kinds = (TIME_LIMIT, PREEMPTED, CANCELLED, REQUEUED, failure.PREFLIGHT, "completed")
+    return end.how if end.how in kinds else "failure"
 
 
 def hosts_to_exclude(folder: RunFolder) -> list[str]:
     """Hosts on which the run failed first more than once, and those that its preflight checks accused."""
     ends = attempts.recent_ends(folder)
-    failed = Counter(end["host"] for end in ends if end["host"] and _kind(end) == "failure")
-    accused = {host for end in ends for host in attempts.accused_hosts(end)}
+    failed = Counter(end.host for end in ends if end.host and _kind(end) == "failure")
+    accused = {host for end in ends for host in end.exclude}
     return sorted(accused | {host for host, count in failed.items() if count >= TWICE})
 
 

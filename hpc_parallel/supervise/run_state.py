@@ -9,7 +9,6 @@ from typing import TypeVar
 
 from hpc_parallel.record.owner import elsewhere, process_lives
 from hpc_parallel.record.recorded import RecordedRun
-from hpc_parallel.record.values import text
 from hpc_parallel.slurm.jobs import (
     FORGOTTEN,
     SILENT,
@@ -44,7 +43,7 @@ def states(runs: Sequence[RecordedRun]) -> list[State]:
     """The state of each run, with one call of Slurm's accounting for all, and one of its queue if needed."""
     slurm = Inquiry()
     jobs = [_job_of(run) for run in runs]
-    asked = [job for run, job in zip(runs, jobs, strict=True) if job and not elsewhere(run.owner or {})]
+    asked = [job for run, job in zip(runs, jobs, strict=True) if job and not elsewhere(run.owner)]
     job_states = states_by_accounting(list(dict.fromkeys(asked)), slurm=slurm)
     run_states = [_state(run, job, job_states) for run, job in zip(runs, jobs, strict=True)]
     return _add_jobs_by_hand(runs, run_states, slurm)
@@ -54,7 +53,7 @@ def _state(run: RecordedRun, job: str | None, job_states: Mapping[str, JobState]
     def build() -> State:
         if job is None:
             return _of_folder(run)
-        if reason := elsewhere(run.owner or {}):
+        if reason := elsewhere(run.owner):
             outcome = _outcome(run)
             return State(UNKNOWN, reason, job=job) if outcome is None else _ended(run, outcome)
         return replace(_of_job(run, job_states[job]), job=job, left_s=job_states[job].left_s)
@@ -91,7 +90,7 @@ def _add_jobs_by_hand(runs: Sequence[RecordedRun], run_states: list[State], slur
 
 def _job_of(run: RecordedRun) -> str | None:
     """The job of the newest start; None if it was not a Slurm job."""
-    if run.owner is not None and "pid" in run.owner:
+    if run.owner is not None and run.owner.pid is not None:
         return None
     return run.job_ids[-1] if run.job_ids else None
 
@@ -125,8 +124,8 @@ def _of_folder(run: RecordedRun) -> State:
         return State(outcome or (RUNNING if began else "starting"))
     if outcome is not None:
         return _ended(run, outcome)
-    if lives is None:
-        return State(UNKNOWN, f"its process is on {(run.owner or {})['host']}")
+    if lives is None and run.owner is not None:
+        return State(UNKNOWN, f"its process is on {run.owner.host}")
     if run.folder.owner.name in run.noticed:
         return State(UNKNOWN, f"{run.folder.owner.name} can't be read")
     if began or run.last_metrics is not None:
@@ -136,14 +135,14 @@ def _of_folder(run: RecordedRun) -> State:
 
 def waits(run: RecordedRun) -> bool:
     """Whether the run waits for its turn in a sweep on this machine."""
-    return (run.owner or {}).get("waits") is True
+    return run.owner is not None and run.owner.waits is True
 
 
 def _outcome(run: RecordedRun) -> str | None:
-    outcome = text((run.summary or {}).get("outcome"))
+    outcome = run.totals.outcome
     return outcome if outcome in SUMMED_UP else None
 
 
 def _ended(run: RecordedRun, outcome: str, *, by: str = "") -> State:
-    kind = text((run.failure or {}).get("kind")) if outcome == "failed" else None
-    return State(outcome, by if kind is None else kind, ended=True)
+    cause = run.root_cause if outcome == "failed" else None
+    return State(outcome, by if cause is None or cause.kind is None else cause.kind, ended=True)

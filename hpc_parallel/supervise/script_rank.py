@@ -17,6 +17,7 @@ from hpc_parallel.config.script import PLACEHOLDERS, TASK, arguments_of, fill, k
 from hpc_parallel.machine import fabric, fabric_kind
 from hpc_parallel.machine.world import World
 from hpc_parallel.record import attempts
+from hpc_parallel.record.endings import Stop
 from hpc_parallel.record.metrics_file import last_line
 from hpc_parallel.record.owner import hold_by_job
 from hpc_parallel.record.phase import note_phase
@@ -233,16 +234,16 @@ class Relay:
             self(number, None)
         self._reaches_all = reaches_all
 
-    def stop_of(self, returncode: int, *, requeue_codes: Sequence[int]) -> dict[str, Any] | None:
+    def stop_of(self, returncode: int, *, requeue_codes: Sequence[int]) -> Stop | None:
         """The content of `stopped.json` if the script ended because it was asked to, or asks for a new start.
 
         returncode: as in subprocess, negative for a signal.
         """
         if returncode in requeue_codes:
-            return {"signal": self.stopped_by, "code": returncode}
+            return Stop(signal=self.stopped_by, code=returncode)
         ends = {0}
         for number in (signal.SIGTERM, self._stop or signal.SIGTERM):
             ends |= {-int(number), 128 + int(number)}
         has_asked = self._stop is not None or job_context.has_agreed(self._stop_prefix)
         asked = self.stopped_by is not None and has_asked and self._in_job and returncode in ends
-        return {"signal": self.stopped_by, "code": returncode} if asked else None
+        return Stop(signal=self.stopped_by, code=returncode) if asked else None

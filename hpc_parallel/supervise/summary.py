@@ -13,7 +13,7 @@ from typing import Any
 
 from hpc_parallel.config.layout import layout_of, processes_per_node, recorded_strategy
 from hpc_parallel.record.provenance import PREDICTED
-from hpc_parallel.record.results import INITIAL
+from hpc_parallel.record.summary_file import INITIAL
 from hpc_parallel.record.values import table
 
 MEASURED = (

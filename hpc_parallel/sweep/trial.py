@@ -81,7 +81,7 @@ class Trial:
         job = next(iter(ended.job_ids[-1:]), None)
         if job is not None:
             change_sweep(self.folder, lambda sweep: _with_job(sweep, path, job))
-        if (ended.summary or {}).get("outcome") == "cancelled":  # recorded by a run on this machine
+        if ended.totals.outcome == "cancelled":  # recorded by a run on this machine
             raise KeyboardInterrupt
         result = read_result(path, names=objectives(run.config.sweep.objective))
         if result.failure is not None:
@@ -102,9 +102,8 @@ def read_result(path: Path, *, names: Sequence[str]) -> Result:
     """Read the named figures of the run in `path`; a run that did not complete has none."""
     run = read_run(path)
     summary = run.summary or {}
-    outcome = summary.get("outcome", "unfinished")
-    if outcome != "completed":
-        return Result({}, (run.failure or {}).get("line") or str(outcome))
+    if not run.totals.completed:
+        return Result({}, (run.root_cause and run.root_cause.line) or run.totals.outcome or "unfinished")
     values = {name: number(summary.get(name)) for name in names}
     figures = {name: value for name, value in values.items() if value is not None}
     missing = [name for name in names if name not in figures]

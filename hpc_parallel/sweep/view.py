@@ -10,11 +10,12 @@ from rich.console import Console
 from rich.progress import TaskID
 
 from hpc_parallel.problems import printable
+from hpc_parallel.record.endings import Failure, Stop
 from hpc_parallel.record.metrics_file import MetricsReader, described, figure, fitting, per_second
 from hpc_parallel.record.phase import read_phase
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import read_json
-from hpc_parallel.record.values import integer, text
+from hpc_parallel.record.summary_file import Summary
+from hpc_parallel.record.values import integer
 from hpc_parallel.sweep.sweep_plan import PlannedRun
 from hpc_parallel.terminal import progress_bars, room_beside_bar
 
@@ -110,15 +111,15 @@ class SweepView:
 
 def outcome_line(folder: RunFolder) -> tuple[str, str]:
     """The outcome of a run, and one line with the outcome and the loss or the cause."""
-    summary = read_json(folder.summary) or {"outcome": "failed"}
-    outcome = str(summary["outcome"])
-    if outcome == "failed" and (failure := read_json(folder.failure)) is not None:
-        return outcome, f"failed: {failure['line']}"
-    if outcome == "cancelled" and (stopped := read_json(folder.stopped)) is not None:
-        return outcome, printable(text(stopped.get("line")) or outcome)
+    summary = Summary.read(folder) or Summary()
+    outcome = summary.outcome or "failed"
+    if outcome == "failed" and (failure := Failure.read(folder)) is not None:
+        return outcome, f"failed: {failure.line}"
+    if outcome == "cancelled" and (stopped := Stop.read(folder)) is not None:
+        return outcome, printable(stopped.line or outcome)
     parts = [outcome]
-    if summary.get("final_loss") is not None:
-        parts.append(f"loss {figure(summary['final_loss'])}")
-    if summary.get("samples_per_s") is not None:
-        parts.append(f"{per_second(summary['samples_per_s'])} samples/s")
+    if summary.final_loss is not None:
+        parts.append(f"loss {figure(summary.final_loss)}")
+    if summary.samples_per_s is not None:
+        parts.append(f"{per_second(summary.samples_per_s)} samples/s")
     return outcome, ", ".join(parts)

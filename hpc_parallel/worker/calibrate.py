@@ -27,8 +27,8 @@ from hpc_parallel.profiling.machine_profile import machine_profile
 from hpc_parallel.record import attempts
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_json, write_text
+from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.strategies.exchange import all_gather, all_gather_numbers
 from hpc_parallel.training.writers import FileWriter
 from hpc_parallel.worker import collectives
@@ -101,7 +101,7 @@ def calibrate(
             write_profile(folder, config=config, measured=measured)
         complete(values, folder=folder, lines=[], writers=[])
     if dist.get_rank() == 0:
-        print(*results(folder, read_json(folder.summary) or {}), sep="\n", flush=True)
+        print(*results(folder, Summary.read(folder) or Summary()), sep="\n", flush=True)
 
 
 def _lines(

@@ -40,8 +40,8 @@ from hpc_parallel.record import attempts
 from hpc_parallel.record.collectives_table import as_csv, full_table
 from hpc_parallel.record.results import first_line, results
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_json, write_text
+from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.strategies.exchange import all_gather, all_gather_numbers
 from hpc_parallel.strategies.groups import backend_of
 from hpc_parallel.strategies.mesh import axis_of, build_host_mesh, build_mesh
@@ -122,7 +122,7 @@ def measure_collectives(
             return
         complete(values, folder=folder, lines=[], writers=[])
     if rank == 0:
-        print(*results(folder, read_json(folder.summary) or {}), sep="\n", flush=True)
+        print(*results(folder, Summary.read(folder) or Summary()), sep="\n", flush=True)
         draw_plots(folder, lasted_s=time.monotonic() - began)
 
 

@@ -23,8 +23,8 @@ from hpc_parallel.models.drawn_weights import tensor_seed
 from hpc_parallel.record import attempts
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_text
+from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.decode import Decoder
 from hpc_parallel.strategies.exchange import all_gather_numbers
@@ -83,7 +83,7 @@ def generate(
     measured = {"weights": weights, "comparison": session.comparison}
     complete(values, folder=folder, lines=lines, writers=writers, measured=measured)
     if rank == 0:
-        print(*results(folder, read_json(folder.summary) or {}), sep="\n", flush=True)
+        print(*results(folder, Summary.read(folder) or Summary()), sep="\n", flush=True)
 
 
 def without_split_positions(config: RunConfig) -> RunConfig:

@@ -22,7 +22,7 @@ from hpc_parallel.profiling.link_rates import synchronize
 from hpc_parallel.record import attempts
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.strategies.exchange import all_gather_numbers
 from hpc_parallel.strategies.forward_backward import ForwardBackward
 from hpc_parallel.training.load_weights import start_from
@@ -78,7 +78,7 @@ def infer(
         measured={"weights": weights, "comparison": session.comparison, "left_out": sizes.left_out},
     )
     if rank == 0:
-        print(*results(folder, read_json(folder.summary) or {}), sep="\n", flush=True)
+        print(*results(folder, Summary.read(folder) or Summary()), sep="\n", flush=True)
 
 
 class Sizes:

@@ -30,6 +30,7 @@ from hpc_parallel.record.recorded_preflight import listed_hosts
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.mesh import build_host_mesh
 from hpc_parallel.training.nonfinite import FollowerError
@@ -76,7 +77,7 @@ def check_machine(
     findings = [] if simulated else machine_findings(check.measured)
     if report is not None:
         report.end(findings)
-        print(*results(folder, {}), sep="\n", flush=True)
+        print(*results(folder, Summary()), sep="\n", flush=True)
         draw_plots(folder, lasted_s=time.monotonic() - began)
     dist.barrier()  # a rank that fails ends the others
     act_on(findings, act=config.preflight.act, host=names[rank], hosts=check.hosts)

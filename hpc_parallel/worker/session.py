@@ -25,6 +25,7 @@ from hpc_parallel.config.typed_config import typed
 from hpc_parallel.data.dataset import as_data
 from hpc_parallel.data.sampler import Batches, Data, Samples, validation_steps
 from hpc_parallel.record import attempts
+from hpc_parallel.record.endings import Stop
 from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.provenance import read_environment
 from hpc_parallel.record.run_folder import RunFolder
@@ -176,7 +177,7 @@ def note_stop(
     """
     if dist.get_rank() == 0:
         now = datetime.now(UTC).isoformat()
-        write_json(folder.stopped, {"signal": signalled.name, **about, "time": now})
+        Stop(signal=signalled.name, time=now, **about).write(folder)
     for writer in writers:
         writer.close()
     dist.barrier()  # srun treats a rank that ends long before the others as lost

@@ -19,6 +19,7 @@ from hpc_parallel.planning.device_fit import (
 from hpc_parallel.planning.hardware import read_hardware
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.summary_file import Summary
 from tests.workers import Workers
 
 
@@ -50,7 +51,7 @@ def test_a_profile_of_this_machine(workers: Workers) -> None:
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     assert {line["group"] for line in lines if "group" in line} == {"world"}
     assert len({line["steps"] for line in lines}) == 1
-    shown = results(folder, {})
+    shown = results(folder, Summary())
     assert f"all devices share {cores} cores" in shown
     assert shown[-1].endswith("`plan --config-dir FOLDER hardware=NAME`")
     sources = folder.hardware.read_text()

@@ -157,9 +157,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
         assert [line["step"] for line in resumed.lines] == list(range(HALF + 1, STEPS + 1))
         (start,) = starts(run.folder)
         if words is None:
-            assert start["warnings"] == []
+            assert start.warnings == ()
         else:
-            (said,) = start["warnings"]
+            (said,) = start.warnings
             assert said.startswith(f"the checkpoint of step {STEPS} is damaged ({words}")
             assert said.endswith(f"continuing from that of step {HALF}: steps {HALF + 1} to {STEPS} are lost")
         found = [checkpoint.damage() for checkpoint in complete(run.folder.checkpoints)]

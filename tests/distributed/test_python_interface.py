@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import hpc_parallel
-from hpc_parallel.record.owner import process_lives, read_owner
+from hpc_parallel.record.owner import Owner, process_lives
 from hpc_parallel.record.run_folder import RunFolder
 
 pytestmark = pytest.mark.processes
@@ -96,7 +96,7 @@ def test_a_run_ends_with_its_process(here: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code, *WORDS, *ENDLESS], cwd=here, timeout=240)
     assert done.returncode == 0
     (run,) = hpc_parallel.runs()
-    owner = read_owner(RunFolder(run.path))
+    owner = Owner.read(RunFolder(run.path))
     assert run.wait(timeout_s=240)["outcome"] == "cancelled"
     assert owner is not None
     assert not process_lives(owner)

@@ -13,6 +13,8 @@ from hpc_parallel.config.compose import find_folder
 from hpc_parallel.config.sweep_compose import compose_cells
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json, write_text
+from hpc_parallel.record.summary_file import Summary
+from hpc_parallel.record.typed import build
 from hpc_parallel.report.claims import APPROACHES, judged
 from hpc_parallel.report.gather import gather
 from hpc_parallel.report.measures import (
@@ -170,13 +172,16 @@ def test_machines_are_compared_if_they_are_several(
     ids=str,
 )  # fmt: skip
 def test_no_strangers_value_is_a_state(tmp_path: Path, new: Callable[[], Path], value: Any) -> None:
-    assert (rank_states({"rank_state_bytes": value}), fullest({"rank_state_bytes": value})) == ((), None)
+    summary = build(Summary, {"rank_state_bytes": value})
+    assert summary is not None
+    assert (rank_states(summary), fullest(summary)) == ((), None)
     ended(new(), *SERVER, "nodes=3", rank_state_bytes=value)
     assert evidence(tmp_path)["parameter_server", "workers hold no optimizer state"].is_open
 
 
 def test_the_fullest_rank_counts() -> None:
-    summary = {"rank_state_bytes": state(8, 16, 12)}
+    summary = build(Summary, {"rank_state_bytes": state(8, 16, 12)})
+    assert summary is not None
     assert rank_states(summary)[1] == RankState(4, 4, 8)
     assert fullest(summary) == 16
 

@@ -143,9 +143,9 @@ def test_a_claim_names_its_folder(tmp_path: Path) -> None:
     for write in (owner.claim, owner.queue, owner.take):
         folder.owner.unlink()
         write(folder)
-        record = owner.read_owner(folder)
+        record = owner.Owner.read(folder)
         assert record is not None
-        assert record["folder"] == folder.path.stat().st_ino
+        assert record.folder == folder.path.stat().st_ino
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ class Case:
         return self.site.record(job)["JobState"]
 
     @property
-    def starts(self) -> list[dict[str, Any]]:
+    def starts(self) -> list[attempts.Start]:
         return attempts.starts(RunFolder(self.folder))
 
     def until_started(self, times: int) -> None:
@@ -211,7 +211,7 @@ class Case:
         assert summary["restarts"] == restarts
         fewest, most = (lost, lost) if isinstance(lost, int) else lost
         assert fewest <= summary["lost_steps"] <= most
-        assert not restarts or self.starts[-1]["after_step"] >= self.kept
+        assert not restarts or (self.starts[-1].after_step or 0) >= self.kept
         self.assert_steps(STEPS)
         newest = self.checkpoints[0]
         assert newest.step == STEPS

@@ -64,7 +64,7 @@ def test_killed_in_the_midst_of_a_save(case: Case) -> None:
     assert case.checkpoints[0].step == step - EVERY  # it was in time
     assert case.ended(job) == "COMPLETED"
     case.assert_completed(restarts=1, lost=(0, 2 * EVERY))
-    assert case.starts[-1]["after_step"] == step - EVERY
+    assert case.starts[-1].after_step == step - EVERY
 
 
 @pytest.fixture

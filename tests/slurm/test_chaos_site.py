@@ -70,7 +70,7 @@ def test_the_time_limit_comes_three_times(case: Case) -> None:
     slow = ("model._target_=tests.models.Slow", "+model.pause_s=1.0", "strategy.verify=never")
     job = case.submit(*DATA, "launcher.time_minutes=1", model=slow)
     assert case.ended(job, within_s=600) == "COMPLETED"
-    case.row.done.append(f"stopped after {[start['after_step'] for start in case.starts[1:]]}")
+    case.row.done.append(f"stopped after {[start.after_step for start in case.starts[1:]]}")
     restarts = len(case.starts) - 1
     assert restarts >= 3
     case.assert_completed(restarts=restarts, lost=0)

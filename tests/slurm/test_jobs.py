@@ -418,8 +418,9 @@ def test_a_requeued_job_goes_on_and_doubles_no_step(site: Site) -> None:
     site.cluster.run("scontrol", "requeue", job_id)
     wait_for(lambda: len(starts(RunFolder(folder))) == 2)
     second = starts(RunFolder(folder))[1]
-    assert (second["after_step"] > 0, second["lost_steps"]) == (True, 0)
-    wait_for(lambda: last_step(folder) > second["after_step"])
+    assert (second.after_step or 0) > 0
+    assert second.lost_steps == 0
+    wait_for(lambda: last_step(folder) > (second.after_step or 0))
     site.cluster.run("scancel", job_id)
     site.ended(job_id)
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]

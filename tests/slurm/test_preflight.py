@@ -94,7 +94,7 @@ def test_an_accused_host_is_left_out_of_the_next_start(site: Site, monkeypatch: 
         done = site.run(*words, timeout_s=250)
     assert done.returncode == 0, done.stdout + done.stderr
     ends = attempts.recent_ends(RunFolder(site.home / "run"))
-    assert [(end["how"], end["host"]) for end in ends] == [("preflight", BAD)]
+    assert [(end.how, end.host) for end in ends] == [("preflight", BAD)]
     hosts = {rank["host"] for rank in read(site.home / "run", "environment.json")["ranks"]}
     assert hosts == {"n1", "n2", "n4"}
 

@@ -22,6 +22,7 @@ from hpc_parallel.config.layout import Layout
 from hpc_parallel.machine.world import World
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record import attempts
+from hpc_parallel.record.endings import Failure
 from hpc_parallel.record.metrics_file import size
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
@@ -724,4 +725,4 @@ def test_the_recorders_variables_leave_the_users_alone(folder: RunFolder) -> Non
     ],
 )  # fmt: skip
 def test_restarts_follow_the_kind_of_failure(kind: str, rank: int | None, policy: str, mends: bool) -> None:
-    assert failure.can_restart({"kind": kind, "rank": rank}, on_nonfinite=policy) == mends
+    assert failure.can_restart(Failure(kind=kind, rank=rank), on_nonfinite=policy) == mends

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from typing import Any
 
 import pytest
 
 from hpc_parallel.machine.nccl_log import ACROSS, INSIDE, Transport, carrier, merged, parse
+from hpc_parallel.record import network
 from hpc_parallel.record.network import transport_lines
+from hpc_parallel.record.typed import build
 
 HOSTS = ["a", "a", "b", "b"]
 VERSIONS = ("2.18.6", "2.19.4", "2.20.5", "2.21.5", "2.22.3", "2.23.4", "2.24.3", "2.25.1", "2.26.6",
@@ -33,6 +36,12 @@ RCCL_HEADS = {
     "2.26.6": "RCCL version : 2.26.6-HEAD:f224e2c",
     "2.30.4": "RCCL version : 2.30.4-HEAD:2b22ab0",
 }
+
+
+def lines_of(record: dict[str, Any]) -> list[tuple[str, str]]:
+    transport = build(network.Transport, record)
+    assert transport is not None
+    return transport_lines(transport)
 
 
 def log(version: str, *, network: str = "IB", via: str = "NET/IB/0/GDRDMA", nvls: bool = True) -> str:
@@ -106,7 +115,7 @@ def test_rccl_is_read(version: str) -> None:
         library="RCCL", version=version, network="AWS Libfabric", channels=4, rings=True, trees=True,
         pairs={ACROSS: Counter({DIRECT_OFI: 1}), INSIDE: inside},
     )  # fmt: skip
-    lines = dict(transport_lines({"transport": merged([found, Transport()]).as_record()}))
+    lines = dict(lines_of(merged([found, Transport()]).as_record()))
     assert lines["transport"] == f"RCCL {version}, AWS Libfabric, connected so far"
 
 
@@ -147,7 +156,7 @@ def test_ranks_are_merged() -> None:
 def test_every_part_has_a_line(via: str, nvls: bool, direct: str, multicast: str) -> None:
     record = merged([parse(log("2.27.7", via=via, nvls=nvls), hosts=HOSTS)]).as_record()
     assert record["gpudirect"] == {ACROSS: direct}
-    assert transport_lines({"transport": json.loads(json.dumps(record))}) == [
+    assert lines_of(json.loads(json.dumps(record))) == [
         ("transport", "NCCL 2.27.7, IB, connected so far"),
         (INSIDE, "P2P (CUMEM) (1 channels), SHM (1 channels)"),
         (ACROSS, f"{carrier(via)} (2 channels)"),
@@ -161,7 +170,7 @@ def test_every_part_has_a_line(via: str, nvls: bool, direct: str, multicast: str
 
 def test_what_is_not_connected_is_said() -> None:
     text = log("2.27.7").replace("Connected all trees", "").replace(" 16 nvls channels", " 0 nvls channels")
-    lines = dict(transport_lines({"transport": parse(text, hosts=HOSTS).as_record()}))
+    lines = dict(lines_of(parse(text, hosts=HOSTS).as_record()))
     assert (lines["rings"], lines["trees"]) == ("connected", "not connected so far")
     assert lines["NVLS"] == "available, not used"
 

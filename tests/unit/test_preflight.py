@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import re
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from hpc_parallel.machine.host_findings import Finding, findings
 from hpc_parallel.machine.world import World
 from hpc_parallel.machine.xids import XidEvents
 from hpc_parallel.record import attempts
+from hpc_parallel.record.endings import Failure
 from hpc_parallel.record.recorded_preflight import difference_lines, difference_table
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.supervise import failure
@@ -428,9 +430,9 @@ def test_accused_hosts_are_excluded_from_the_next_start(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.create()
     launcher = {"max_requeues": 0, "max_restarts": 0}
-    cause = {"kind": failure.PREFLIGHT, "rank": 2, "details": {"exclude": ["n1"]}}
+    cause = Failure(kind=failure.PREFLIGHT, rank=2, details={"exclude": ["n1"]})
     assert failure.can_restart(cause, on_nonfinite="stop")
-    assert not failure.can_restart({**cause, "details": {"exclude": []}}, on_nonfinite="stop")
+    assert not failure.can_restart(replace(cause, details={"exclude": []}), on_nonfinite="stop")
     for number in range(MOST_EXCLUSIONS + 1):
         attempts.end(folder, how=failure.PREFLIGHT, host="n0", exclude=["n0", f"n{number}"])
         goes_on = allowed(folder, how=failure.PREFLIGHT, recoverable=True, launcher=launcher)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -159,7 +160,7 @@ def test_a_living_owner_keeps_the_run(started: RunFolder) -> None:
         assert owner.living_owner(started) == f"process {os.getpid()}"
         with pytest.raises(owner.OwnedError, match=f"is going on already, as process {os.getpid()}"):
             owner.claim(started)
-        write_json(started.owner, {**owner.this_process(), "pid": process.pid})
+        write_json(started.owner, {**asdict(owner.this_process()), "pid": process.pid})
         assert owner.living_owner(started) is None  # a number that another process has now
     finally:
         process.kill()

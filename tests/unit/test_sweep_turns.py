@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,7 @@ def test_of_two_that_go_on_with_a_sweep_one_must_refuse(
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         began = owner._began(other.pid)
-        write_json(sweep / "owner.json", {**owner.this_process(), "pid": other.pid, "began": began})
+        write_json(sweep / "owner.json", {**asdict(owner.this_process()), "pid": other.pid, "began": began})
         capsys.readouterr()
         assert main(again) == 2
         assert f"{sweep} is going on already, as process {other.pid}.\n" in capsys.readouterr().err
@@ -187,7 +188,7 @@ def test_of_two_that_go_on_with_a_sweep_one_must_refuse(
         assert sorted(path for path in here.rglob("*") if path.name != "owner.json") == [
             path for path in before if path.name != "owner.json"
         ]
-        write_json(sweep / "owner.json", {**owner.this_process(), "pid": other.pid, "began": began})
+        write_json(sweep / "owner.json", {**asdict(owner.this_process()), "pid": other.pid, "began": began})
     finally:
         other.kill()
         other.wait()

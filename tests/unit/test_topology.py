@@ -7,7 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from hpc_parallel.machine.topology import alike, topology
-from hpc_parallel.record.network import topology_lines, transport_lines
+from hpc_parallel.record.environment import Environment
+from hpc_parallel.record.network import Topology, Transport, topology_lines, transport_lines
+from hpc_parallel.record.typed import build
 
 # Two host bridges. GPU0, GPU1 and mlx5_0 below one switch; eth0 at a root port of its own; GPU2 far away.
 PLACES = {
@@ -111,7 +113,7 @@ def test_hosts_that_are_alike_are_drawn_once(tmp_path: Path) -> None:
     assert other == {"parts": [], "links": []}
     shapes = alike({"n1": shape, "n2": dict(shape), "n3": other})
     assert [each["hosts"] for each in shapes] == [["n1", "n2"], ["n3"]]
-    assert topology_lines({"topology": shapes}) == [
+    assert topology_lines(topologies(shapes)) == [
         "n1, n2",
         "        mlx5_0  eth0  eth1  NUMA  model",
         "mlx5_0  X       PHB   NODE  0",
@@ -120,18 +122,29 @@ def test_hosts_that_are_alike_are_drawn_once(tmp_path: Path) -> None:
     ]
 
 
+def topologies(values: Any) -> tuple[Topology, ...]:
+    environment = build(Environment, {"topology": values})
+    assert environment is not None
+    return environment.topology
+
+
+def transport(values: Any) -> Transport:
+    environment = build(Environment, {"transport": values})
+    assert environment is not None
+    return environment.transport
+
+
 def test_the_files_of_others_are_checked() -> None:
     part = {"name": "\x1b[2J", "model": 5, "numa": "x"}
     for topology_ in (5, [5], [{"hosts": 5}], [{"parts": [part, part], "links": [["X"], 5]}]):
-        assert topology_lines({"topology": topology_}) == []
-    lines = topology_lines(
-        {"topology": [{"hosts": ["n\x1b"], "parts": [part] * 2, "links": [["\x1b", 3]] * 2}]}
-    )
+        assert topology_lines(topologies(topology_)) == []
+    odd = {"hosts": ["n\x1b"], "parts": [part] * 2, "links": [["\x1b", 3]] * 2}
+    lines = topology_lines(topologies([odd]))
     assert lines
     assert "\x1b" not in "".join(lines)
     record = {"pairs": {"across nodes": {"NET/\x1bIB": 3, "x": "y"}}, "problem": "a\x1bb", "network": 7,
               "gpudirect": {"across nodes": "on\x1b", "inside a node": 3}, "rings": "yes", "channels": "4",
               "nvls_available": 1}  # fmt: skip
-    lines = [line for pair in transport_lines({"transport": record}) for line in pair]
+    lines = [line for pair in transport_lines(transport(record)) for line in pair]
     assert "\x1b" not in "".join(lines)
-    assert transport_lines({"transport": {"pairs": 4}}) == transport_lines({}) == []
+    assert transport_lines(transport({"pairs": 4})) == transport_lines(Transport()) == []

@@ -1,0 +1,46 @@
+"""What a job ran on, from `environment.json`, which anybody may have written.
+
+`record/provenance.py` writes what the submission knows, and rank 0 adds the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from hpc_parallel.record.network import MOST_SHAPES, Topology, Transport
+from hpc_parallel.record.typed import first
+
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank ran. device: `cpu`, or `cuda:0`."""
+
+    host: str | None = None
+    device: str | None = None
+
+    @property
+    def device_kind(self) -> str | None:
+        """`cpu` or `cuda`."""
+        return (self.device or "").partition(":")[0] or None
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The parts of the file that commands show; `record/recorded_start.py` reads how to start a run again."""
+
+    overrides: tuple[Any | None, ...] | None = None
+    device: str | None = None  # the name of the processor
+    cuda: str | None = UNKNOWN  # its version; None: the devices are CPUs
+    ranks: tuple[Place | None, ...] = ()  # empty before the first start
+    predicted: Mapping[str, float] = field(default_factory=dict)  # planned figures, as in summary.json
+    transport: Transport = field(default_factory=Transport)
+    topology: Annotated[tuple[Topology, ...], first(MOST_SHAPES)] = ()
+
+    @property
+    def places(self) -> list[Place]:
+        """That of each rank, by rank."""
+        return [place or Place() for place in self.ranks]

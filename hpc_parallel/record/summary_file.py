@@ -1,0 +1,72 @@
+"""How a run ended, from `summary.json`, which anybody may have written. `supervise/summary.py` writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.typed import read_record
+
+COMPLETED = "completed"
+INITIAL = "initial"  # weights that were not read from a file
+
+
+@dataclass(frozen=True)
+class Latency:
+    """What `task=infer` measured with one batch size."""
+
+    batch_size: float
+    latency_s: float
+    latency_p99_s: float
+    samples_per_s: float
+    tokens_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class RankState:
+    """Bytes that one rank held."""
+
+    parameters: float
+    gradients: float
+    optimizer: float  # its state
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The parts of the file that commands show besides its figures; None or empty: not known."""
+
+    outcome: str | None = None
+    world_size: float | None = None
+    steps: float | None = None
+    final_loss: float | None = None
+    samples_per_s: float | None = None
+    step_time_s: float | None = None
+    ended: str | None = None  # ISO 8601, UTC
+    step_parts_s: Mapping[str, float | None] = field(default_factory=dict)
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    rank_state_bytes: tuple[RankState | None, ...] = ()
+    shares: tuple[float | None, ...] | None = None
+    batch_sizes: tuple[Latency, ...] = ()
+    weights: str | None = None
+    comparison: str | None = None
+    ended_early: str | None = None
+    left_out: str | None = None
+
+    @property
+    def completed(self) -> bool:
+        return self.outcome == COMPLETED
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines for people about the task."""
+        return [note for note in (self.comparison, self.ended_early, self.left_out) if note]
+
+    @classmethod
+    def read(cls, folder: RunFolder) -> Summary | None:
+        """None if there is no file. Raises DamagedError."""
+        return read_record(cls, folder.summary)

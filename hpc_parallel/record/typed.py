@@ -1,0 +1,128 @@
+"""Typed records in JSON files that anybody may have written: a dataclass names the keys and their types.
+
+`build(Failure, table)` and `read_record(Failure, path)` never raise for a value of another type: such a
+value is unknown, and its field keeps the default. A field without a default, and not of a type `X | None`,
+is needed: without a valid value for it there is no record. Keys that the class does not have are ignored, so
+that files of other versions can be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, asdict, fields
+from functools import cache, partial
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from hpc_parallel.record.safe_read import DamagedError, read_json
+from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.record.values import integer, number, text
+
+T = TypeVar("T")
+Reader = Callable[[Any], Any]  # gives None for a value of another type
+
+
+def build(kind: type[T], value: Any) -> T | None:
+    """The record in a table; None if it is no table, or lacks a valid value for a field that is needed.
+
+    Fields may be int, float (finite), str, bool, Any, another record, `list[X]`, `tuple[X, ...]`,
+    `dict[str, X]` or `Mapping[str, X]`. Items that are no X are left out; with `X | None` they are None and
+    keep their place. `Annotated[X, function]` applies the function to the raw value first; it returns None to
+    refuse it.
+    """
+    if not isinstance(value, dict):
+        return None
+    arguments: dict[str, Any] = {}
+    for name, reader, is_optional, has_default in _fields(kind):  # type: ignore[arg-type]  # is hashable
+        if (item := reader(value.get(name))) is not None:
+            arguments[name] = item
+        elif is_optional and (not has_default or value.get(name, MISSING) is None):
+            arguments[name] = None
+        elif not has_default:
+            return None
+    return kind(**arguments)
+
+
+def read_record(kind: type[T], path: Path) -> T | None:
+    """The record in a JSON file; None if there is no file. Raises DamagedError."""
+    if (values := read_json(path)) is None:
+        return None
+    if (record := build(kind, values)) is None:
+        raise DamagedError(path, "a value that it needs is missing or of another type")
+    return record
+
+
+def read_if_possible(kind: type[T], path: Path) -> T | None:
+    """The record in a JSON file; None without a file that can be read."""
+    try:
+        return read_record(kind, path)
+    except (OSError, ValueError):
+        return None
+
+
+def write_record(path: Path, record: Any) -> None:
+    """Replace the file atomically by the record, all fields in their order."""
+    write_json(path, asdict(record))
+
+
+def first(count: int) -> Reader:
+    """For `Annotated`: only this many items of a list are read."""
+    return lambda value: value[:count] if isinstance(value, list) else None
+
+
+def _truth(value: Any) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+_PLAIN: Mapping[Any, Reader] = {
+    int: integer, float: number, str: text, bool: _truth, Any: lambda value: value,
+}  # fmt: skip
+
+
+@cache
+def _fields(kind: Any) -> list[tuple[str, Reader, bool, bool]]:
+    """Name and reader of each field, and whether it may be None, and whether it has a default."""
+    hints = get_type_hints(kind, include_extras=True)
+    return [
+        (field.name, _reader(hints[field.name]), _is_optional(hints[field.name]),
+         field.default is not MISSING or field.default_factory is not MISSING)
+        for field in fields(kind)
+    ]  # fmt: skip
+
+
+def _is_optional(hint: Any) -> bool:
+    return NoneType in get_args(hint)
+
+
+def _reader(hint: Any) -> Reader:
+    origin, parts = get_origin(hint), get_args(hint)
+    if hint in _PLAIN:
+        return _PLAIN[hint]
+    if origin is Annotated:
+        return partial(_after, parts[1], _reader(parts[0]))
+    if origin in (Union, UnionType):  # X | None
+        (inner,) = (part for part in parts if part is not NoneType)
+        return _reader(inner)
+    if origin in (list, tuple):
+        return partial(_items, origin, _reader(parts[0]), _is_optional(parts[0]))
+    if origin in (dict, Mapping):
+        return partial(_entries, _reader(parts[1]), _is_optional(parts[1]))
+    return partial(build, hint)
+
+
+def _after(prepare: Reader, reader: Reader, value: Any) -> Any:
+    return None if (prepared := prepare(value)) is None else reader(prepared)
+
+
+def _items(kind: Callable[..., T], reader: Reader, keep_unknown: bool, values: Any) -> T | None:
+    if not isinstance(values, list):
+        return None
+    return kind(item for item in map(reader, values) if keep_unknown or item is not None)
+
+
+def _entries(reader: Reader, keep_unknown: bool, values: Any) -> dict[str, Any] | None:
+    if not isinstance(values, dict):
+        return None
+    entries = ((key, reader(value)) for key, value in values.items() if isinstance(key, str))
+    return {key: item for key, item in entries if keep_unknown or item is not None}
