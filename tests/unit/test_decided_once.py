@@ -12,7 +12,7 @@ from types import CodeType, FrameType
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
-from hpc_parallel.commands.run import main
+from hpc_parallel.commands.run_command import main
 from hpc_parallel.config.batch_plan import Plan
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import resolve

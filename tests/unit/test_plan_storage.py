@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_parallel.__main__ import main as command
+from hpc_parallel.config.batch_plan import Plan
 from hpc_parallel.config.compose import resolve
 from hpc_parallel.launch.forecast import Forecast, forecast
 from hpc_parallel.planning.hardware import Hardware, Storage, read_hardware
@@ -129,8 +130,9 @@ def test_a_time_limit_has_room_for_the_saves(tmp_path: Path) -> None:
     config, *_ = resolve(composed(*words, "launcher.time_minutes=1"))
 
     def planned(hardware: str, *, steps: int) -> Forecast:
-        plan, training = replace(config.plan, hardware=hardware), replace(config.training, steps=steps)
-        return forecast(replace(config, plan=plan, training=training), user_folder=tmp_path)
+        asked, training = replace(config.plan, hardware=hardware), replace(config.training, steps=steps)
+        run = replace(config, plan=asked, training=training)
+        return forecast(run, Plan.of(run), user_folder=tmp_path)
 
     steps = int(59 / planned(A100, steps=1).figures["step_time_s"])  # and at least two saves of 1.9 s
     assert steps > 100

@@ -18,7 +18,7 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from hpc_parallel.config.checks import cluster_checks, site_checks
+from hpc_parallel.config.checks import cluster_checks, key_checks, site_checks
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch.batch_script import render
 from hpc_parallel.launch.prepare import PreparedRun
@@ -99,7 +99,7 @@ def options_of(script: str) -> dict[str, str | None]:
 
 def accepted(config: RunConfig, spoilt: RunConfig) -> tuple[RunConfig, set[str]]:
     """`spoilt` with the values of `config` where a check refuses its own; the keys refused."""
-    problems = [*site_checks.find_problems(spoilt), *cluster_checks.find_problems(spoilt)]
+    problems = found_in(spoilt)
     keys = {str(problem).partition(" ")[0].rstrip(":") for problem in problems}
     for problem in problems:
         assert isinstance(problem, Problem) or "launcher.extra" in problem
@@ -115,8 +115,13 @@ def accepted(config: RunConfig, spoilt: RunConfig) -> tuple[RunConfig, set[str]]
     name = config.name if "name" in keys else spoilt.name
     run_dir = config.run_dir if "run_dir" in keys else spoilt.run_dir
     good = replace(spoilt, name=name, run_dir=run_dir, launcher=launcher, cluster=cluster)
-    assert [*site_checks.find_problems(good), *cluster_checks.find_problems(good)] == []
+    assert found_in(good) == []
     return good, keys
+
+
+def found_in(config: RunConfig) -> list[Problem | str]:
+    checks = (key_checks, site_checks, cluster_checks)
+    return [problem for check in checks for problem in check.find_problems(config)]
 
 
 # Smaller examples of a failure would take minutes: each one is two scripts.
