@@ -7,7 +7,7 @@ import sys
 
 from hpc_parallel.shadowing import guard_import_path
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["ConfigError", "Run", "RunConfig", "SiteRefusedError", "State", "compose", "runs", "submit"]
 
 if sys.argv[:1] == ["-m"]:  # Python sets this while it looks for the module to run
